@@ -72,7 +72,7 @@ from options.model import (
     check_vision,
 )
 from options.parts import ChosenPart, add_part_options, chosen_part, help_text, list_parts, takes
-from options.serve import ServeConfig, check_certificate
+from options.serve import ServeConfig, check_certificate, named_adapters
 from options.train import CheckConfig, RunConfig, check_learning_rate, check_partition, settled
 from register import ALL_REGISTERS, import_parts
 
@@ -249,7 +249,7 @@ def parse_lm_eval_args(argv: Sequence[str] | None = None) -> Arguments[LmEvalCon
 
 def parse_serve_args(argv: Sequence[str] | None = None) -> ServeArguments:
     """Reads the options of a server; raises as `parse_train_args` does."""
-    checks = (check_images, check_has_model, check_certificate)
+    checks = (check_images, check_has_model, check_certificate, named_adapters)
     return read_arguments(argv, ServeConfig, keys=SERVE_KEYS, checks=checks)
 
 

@@ -3,9 +3,10 @@
 import dataclasses
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from options.fields import on_path
 from stageline.errors import name_options
 from stageline.hub import local_folder, pinned_set, with_commit
 from stageline.terminal import is_first as is_first
@@ -42,9 +43,14 @@ def with_folders(run: Run, *, recorded: Mapping[str, Any] = {}) -> Run:
             continue
         find = pinned_set if item.metadata["is_pattern"] else local_folder
         option, then = f"`{item.name}`", as_list(recorded.get(item.name.replace("_", "-")))
-        found = [str(find(with_commit(one, then), option=option)) for one in as_list(value)]
+        put = functools.partial(_found, find, then, option=option)
+        found = [on_path(item, one, put) for one in as_list(value)]
         changes[item.name] = found if isinstance(value, list) else found[0]
     return dataclasses.replace(run, **changes)  # type: ignore[type-var]
+
+
+def _found(find: Callable[..., Any], then: list[Any], given: str, *, option: str) -> str:
+    return str(find(with_commit(given, then), option=option))
 
 
 def as_list(value: Any) -> list[Any]:

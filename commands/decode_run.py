@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,17 +75,20 @@ def place_stages(run: Any, *, num_replicas: int | None = 1) -> tuple[Any, int]:
 
 
 @contextlib.contextmanager
-def open_decoding(run: Any, *, model_path: str | None = None) -> Iterator[Decoding | None]:
+def open_decoding(
+    run: Any, *, model_path: str | None = None, beside: Sequence[str] = ()
+) -> Iterator[Decoding | None]:
     """Builds this rank's stage; the first rank of each replica gets an engine.
 
     Args:
         run: has the options of `DecodeOptions`, and model_path, adapter_path, precision, device,
             trust_remote_code; the number of stages is known (`place_stages`).
+        beside: adapter folders of which a request has one or none, in place of adapter_path.
 
     Yields:
         None on the other ranks, when they have followed the engine to its end.
     """
-    model = answering_model(run, model_path or run.model_path)
+    model = answering_model(run, model_path or run.model_path, beside=beside)
     with distributed_context(num_ranks=run.num_stages, device=run.device) as context:
         name_stages([context.pp_rank])
         say = functools.partial(print, file=sys.stderr, flush=True)  # stdout is for answers
@@ -116,7 +119,7 @@ def open_decoding(run: Any, *, model_path: str | None = None) -> Iterator[Decodi
         engine.close()
 
 
-def answering_model(run: Any, model_path: str) -> AnsweringModel:
+def answering_model(run: Any, model_path: str, *, beside: Sequence[str] = ()) -> AnsweringModel:
     """What the options say of the model."""
     if getattr(run, "adapter_weights", None):
         raise UserError(
@@ -128,7 +131,8 @@ def answering_model(run: Any, model_path: str) -> AnsweringModel:
         folder=find_folder(model_path),
         num_stages=run.num_stages,
         dtype=dtype_of(run),
-        adapters=tuple(run.adapter_path or ()),
+        adapters=() if beside else tuple(run.adapter_path or ()),
+        beside=tuple(beside),
         merges=run.merge_adapters,
         key=run.train_model,
         partition=tuple(run.partition) if run.partition else None,

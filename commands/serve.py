@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from commands import is_first, open_shelf, with_folders
-from options.serve import ServeConfig, read_api_keys
+from options.serve import ServeConfig, named_adapters, read_api_keys
 from parse_args import ServeArguments, parse_serve_args
 from register import freeze_registers
 from stageline.distributed.stop import StopWords, speak_of_stops, stop_requested
@@ -59,7 +59,7 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     stop_requested()  # on each rank: the first one sees to it that all end in order
-    with open_decoding(run) as decoding:
+    with open_decoding(run, beside=tuple(named_adapters(run).values())) as decoding:
         if decoding is not None:
             serve(arguments, decoding, api_keys)
     return 0
@@ -75,7 +75,8 @@ def serve(arguments: ServeArguments, decoding: Any, api_keys: tuple[str, ...]) -
     from stageline.serving.gate import is_local
 
     run = arguments.run
-    settings = make_settings(run, api_keys, name=decoding.engine.model_name)
+    adapters = tuple(named_adapters(run))
+    settings = make_settings(run, api_keys, name=decoding.engine.model_name, adapters=adapters)
     if not api_keys and not is_local(run.host):
         print(
             f"warning: --host {run.host} lets other machines ask, and no API key is asked for. "
@@ -134,17 +135,30 @@ def listening_options(run: ServeConfig) -> dict[str, Any]:
     }
 
 
-def make_settings(run: ServeConfig, api_keys: tuple[str, ...], *, name: str) -> ServerSettings:
+def make_settings(
+    run: ServeConfig, api_keys: tuple[str, ...], *, name: str, adapters: tuple[str, ...] = ()
+) -> ServerSettings:
     """What the server is told.
 
     Args:
         name: of the model, where the options give none.
+        adapters: names of the models that are the base with an adapter.
+
+    Raises:
+        UserError: an adapter has the name of the base.
     """
     from stageline.serving.gate import is_local
     from stageline.serving.settings import ServerSettings
 
+    name = run.served_model_name or name
+    if name in adapters:
+        raise UserError(
+            f"an adapter has the name {name}, which the base has too. Another one was expected, "
+            "because a request chooses by it: rename the adapter, or give --served-model-name."
+        )
     return ServerSettings(
-        model_name=run.served_model_name or name,
+        model_name=name,
+        adapters=adapters,
         api_keys=api_keys,
         max_queue=run.max_queue,
         max_body_bytes=int(run.max_body_mib * MIB),

@@ -180,6 +180,7 @@ class AnsweringModel:
     Attributes:
         folder: a model folder, a checkpoint of a run, or an adapter folder.
         adapters: folders that are put on it; all but the last are merged.
+        beside: adapter folders of which each row of a pass has one or none.
         merges: the last one is merged too.
         key: of the train_model part; None: that of the architecture.
         partition: layers of each stage; None: what evens out a decoding step.
@@ -189,6 +190,7 @@ class AnsweringModel:
     num_stages: int
     dtype: "torch.dtype"
     adapters: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
     merges: bool = False
     key: str | None = None
     partition: tuple[int, ...] | None = None
@@ -235,6 +237,8 @@ class AnsweringModel:
 
     def build(self, stage: int, device: "torch.device | str") -> Any:
         """One stage with its weights, as the part makes it."""
+        from stageline.checkpoint.adapter import refuse_two_ways
+        from stageline.checkpoint.adapter_start import attach_beside
         from stageline.checkpoint.files import ADAPTER_CONFIG
         from stageline.modules.lora import merge_lora
 
@@ -248,6 +252,9 @@ class AnsweringModel:
         )
         if self.merges:
             merge_lora(model)
+        if self.beside:
+            refuse_two_ways(self.folder, self.beside if is_adapter else ())
+            attach_beside(model, self.beside)
         return model
 
     def part_key(self) -> str:
@@ -278,13 +285,39 @@ class AnsweringModel:
 
     @functools.cached_property
     def processor(self) -> Any:
-        """The tokenizer or processor: the last adapter's, if it brought one."""
+        """The tokenizer or processor: the last adapter's, if it brought one.
+
+        Raises:
+            UserError: adapters beside the model have another.
+        """
         from stageline.checkpoint.adapter import processor_folder
         from stageline.data.text.processor import load_processor
 
         last = Path(self.adapters[-1]) if self.adapters else self.folder
         folder = processor_folder(last, self.base)
-        return load_processor(folder, trust_remote_code=self.trust_remote_code)
+        load = functools.partial(load_processor, trust_remote_code=self.trust_remote_code)
+        found = load(folder)
+        for path in map(Path, self.beside):
+            if processor_folder(path, self.base) == path and not _reads_alike(load(path), found):
+                raise UserError(
+                    f"{path} has another tokenizer or chat template than {folder}. The same was "
+                    "expected, because models of several adapters share it: serve that adapter by "
+                    "itself, or take its tokenizer files away if the base's are right."
+                )
+        return found
+
+
+def _reads_alike(one: Any, other: Any) -> bool:
+    """Whether two processors make the same tokens of the same messages."""
+    from stageline.data.text.processor import get_tokenizer
+
+    tokenizers = [get_tokenizer(one), get_tokenizer(other)]
+    templates = [
+        getattr(whole, "chat_template", None) or tokenizer.chat_template
+        for whole, tokenizer in zip((one, other), tokenizers, strict=True)
+    ]
+    vocabularies = [tokenizer.get_vocab() for tokenizer in tokenizers]
+    return templates[0] == templates[1] and vocabularies[0] == vocabularies[1]
 
 
 def stage_key(config: "PretrainedConfig") -> str | None:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +38,7 @@ def option(
     is_path: bool = False,
     is_pattern: bool = False,
     takes_name: bool = False,
+    is_named: bool = False,
     is_output: bool = False,
     is_common: bool = False,
     is_needed: bool = False,
@@ -58,6 +59,7 @@ def option(
         is_pattern: of a path: one with *, ? or [ is a pattern, and what has an .idx file is the
             prefix of a corpus.
         takes_name: of a path: a name on a hub, `owner/name[@revision]`, will do.
+        is_named: of several paths: each may be NAME=PATH.
         is_output: a folder that the run makes.
         is_common: most people need it: `--help` shows it, and not in `--help all` alone.
         is_needed: a value has to be given.
@@ -195,8 +197,23 @@ def expanded(item: dataclasses.Field, value: Any) -> Any:
     if isinstance(value, str) and (item.metadata["is_path"] or item.metadata["is_output"]):
         return str(Path(value).expanduser()) if value else item.default
     if isinstance(value, list) and item.metadata["is_path"]:
-        return [str(Path(one).expanduser()) for one in value]
+        return [on_path(item, one, lambda path: str(Path(path).expanduser())) for one in value]
     return value
+
+
+_NAMED = re.compile(r"(\w[\w./-]*)=(.+)")
+
+
+def split_name(item: dataclasses.Field, value: str) -> tuple[str, str]:
+    """(name, path) of NAME=PATH; of a path alone the name is empty."""
+    match = _NAMED.fullmatch(value) if item.metadata["is_named"] else None
+    return (match[1], match[2]) if match and not Path(value).exists() else ("", value)
+
+
+def on_path(item: dataclasses.Field, value: str, change: Callable[[str], str]) -> str:
+    """The value with another path behind its name."""
+    name, path = split_name(item, value)
+    return f"{name}={change(path)}" if name else change(path)
 
 
 def check_limits(config: Any) -> None:
@@ -212,7 +229,7 @@ def check_limits(config: Any) -> None:
         paths = value if isinstance(value, list) else [value]
         missing = [
             path
-            for path in paths
+            for path in (split_name(item, str(one))[1] for one in paths)
             if item.metadata["is_path"]
             and not (Path(path).exists() or _is_pattern(item, path) or _is_name(item, path))
         ]
@@ -231,6 +248,8 @@ def absolute(item: dataclasses.Field, value: Any) -> Any:
     """A path of an option as it is written into a config; other values as they are."""
     if isinstance(value, list):
         return [absolute(item, one) for one in value]
+    if isinstance(value, str) and split_name(item, value)[0]:
+        return on_path(item, value, lambda path: absolute(item, path))
     is_path = item.metadata["is_path"] or item.metadata["is_output"]
     if not is_path or not value or _is_name(item, value):
         return value

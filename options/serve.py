@@ -7,7 +7,7 @@ from pathlib import Path
 
 from options.answer import DecodeOptions, ModelOptions
 from options.data import ImageOptions
-from options.fields import OptionError, option
+from options.fields import OptionError, option, option_fields, split_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +116,40 @@ class ServeConfig(
     ListenOptions, HttpOptions, RequestOptions, ImageOptions, DecodeOptions, ModelOptions
 ):
     """Every option of serve.py."""
+
+    adapter_path: list[str] | None = option(
+        None,
+        "LoRA adapter in peft's format, folder or hub name; several are merged one after the "
+        "other; several NAME=FOLDER: each is a model of its own beside the base",
+        is_path=True,
+        takes_name=True,
+        is_named=True,
+        is_common=True,
+    )
+
+
+def named_adapters(run: ServeConfig) -> dict[str, str]:
+    """Name -> folder of the adapters that are models of their own; none where paths have no names.
+
+    Raises:
+        OptionError: some paths have names and others not, two have the same, or they are merged.
+    """
+    item = option_fields(run)["adapter_path"]
+    pairs = [split_name(item, value) for value in run.adapter_path or ()]
+    named = {name: path for name, path in pairs if name}
+    if not named:
+        return {}
+    if len(named) < len(pairs):
+        raise OptionError(
+            f"--adapter-path {','.join(run.adapter_path or ())} came. A name of its own for each "
+            "was expected, or none for any, because a request chooses by it: write NAME=FOLDER."
+        )
+    if run.merge_adapters:
+        raise OptionError(
+            "--merge-adapters came with adapters that have names. One of the two was expected, "
+            "because a merged adapter answers every request: leave one of them out."
+        )
+    return named
 
 
 LEAST_LETTERS = 8

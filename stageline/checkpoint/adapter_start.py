@@ -4,15 +4,16 @@ A merged base is no longer the folder that it was read from, so that a run saves
 adapters. Not here: reading and stacking adapters (`adapter.py`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from stageline.checkpoint.adapter import (
+    CONFIG,
     Adapter,
     attach_adapter,
     fill_earlier_lora,
@@ -26,8 +27,8 @@ from stageline.checkpoint.adapter import (
 )
 from stageline.checkpoint.init import init_lora
 from stageline.errors import UserError, spelled
-from stageline.modules.lora import LoRAWrapper, innermost, merge_lora
-from stageline.modules.lora_layer import PISSA, Pair, dense_weight, put_weight
+from stageline.modules.lora import LoRAWrapper, RowChoice, RowLoRA, innermost, merge_lora
+from stageline.modules.lora_layer import PISSA, Linear, Pair, dense_weight, put_weight
 from stageline.modules.part_lora import LORA_PARTS, PartLoRA
 from stageline.stage import Stage
 
@@ -179,6 +180,52 @@ def merge_adapter(model: Stage, adapter: Adapter) -> None:
     put_extras(model, {n: v for n, v in adapter.extras.items() if n in here | wrapped})
     put_rows(model, adapter)
     _untie_if_changed(model, adapter)
+
+
+def attach_beside(model: Stage, folders: Sequence[str]) -> None:
+    """Puts adapters beside the weights of a filled stage; each row of a pass has one or none.
+
+    `model.row_choice` says which; the first folder has the number 1.
+
+    Raises:
+        UserError: one changes more than linear layers that every row goes through.
+    """
+    choice = RowChoice()
+    names = {name.rpartition(".")[0] for name in model.parameter_order}
+    for number, folder in enumerate(folders, start=1):
+        adapter = read_adapter(folder)
+        refuse_unknown(adapter, set(adapter.pairs) - names, type(model).__name__)
+        _check_beside(adapter)
+        for name in adapter.pairs:
+            try:
+                module = model.get_submodule(name)
+            except AttributeError:
+                continue  # another stage has it
+            if getattr(module, "weight", None) is None or "weight" in vars(module):
+                continue
+            if not isinstance(module, RowLoRA):
+                module = RowLoRA(cast(Linear, module), choice)
+                model.set_submodule(name, module)
+            module.adapters[str(number)] = adapter.wrap(name, module.lora_module).lora
+    model.__dict__["row_choice"] = choice
+
+
+def _check_beside(adapter: Adapter) -> None:
+    """Refuses what rows of other models in the same pass would see."""
+    experts = [name for name in adapter.pairs if "experts" in name.split(".")]
+    found = {
+        "weights that were trained whole": adapter.extras,
+        "rows of new tokens": adapter.rows,
+        "LoRA on single experts": experts,
+        "a configuration of its own": (adapter.folder / CONFIG).exists(),
+    }
+    for what, is_there in found.items():
+        if is_there:
+            raise UserError(
+                f"{adapter.folder} has {what}, LoRA on linear layers alone was expected: models of "
+                "several adapters share everything else. Serve it by itself (`adapter_path` "
+                "without a name)."
+            )
 
 
 def _untie_if_changed(model: Stage, adapter: Adapter) -> None:

@@ -98,6 +98,80 @@ class LoRAWrapper(nn.Module):
         return result + more.to(result.dtype)
 
 
+class RowChoice:
+    """Which adapter each row of a pass has; the layers of one stage share it.
+
+    Attributes:
+        rows: number of each row's adapter, 0: none; empty: no row has one.
+    """
+
+    def __init__(self) -> None:
+        self.rows: tuple[int, ...] = ()
+        self._places: dict[int, torch.Tensor] = {}
+
+    def begin(self, rows: Iterable[int]) -> None:
+        """Sets the rows of the pass that follows."""
+        self.rows, self._places = tuple(rows), {}
+
+    def places(self, number: int, device: torch.device) -> torch.Tensor:
+        """The rows that have an adapter."""
+        if number not in self._places:
+            found = [place for place, one in enumerate(self.rows) if one == number]
+            self._places[number] = torch.tensor(found, device=device)
+        return self._places[number]
+
+
+class RowLoRA(nn.Module):
+    """A linear layer and adapters of which each row of a batch has one or none; only to answer.
+
+    Attributes:
+        adapters: by number.
+    """
+
+    def __init__(self, module: Linear, choice: RowChoice) -> None:
+        super().__init__()
+        self.lora_module = module
+        self.choice = choice
+        self.adapters = nn.ModuleDict()
+        self.in_features, self.out_features = linear_sizes(module)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """That of the layer: model code reads its dtype."""
+        return self.lora_module.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.lora_module.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.lora_module(x)
+        rows = self.choice.rows
+        here = [number for number in sorted(set(rows)) if str(number) in self.adapters]
+        if here and len(set(rows)) == 1:
+            return result + self._more(here[0], x, result)
+        if not here:
+            return result
+        x_B, result_B = (_by_rows(value, len(rows)) for value in (x, result))
+        for number in here:
+            own = self.choice.places(number, x.device)
+            result_B = result_B.index_add(0, own, self._more(number, x_B[own], result_B[own]))
+        return result_B.reshape(result.shape)
+
+    def _more(self, number: int, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        layer = cast(LoRALayer, self.adapters[str(number)])
+        more = layer.forward_dora(x, result, self.lora_module) if layer.use_dora else layer(x)
+        return more.to(result.dtype)
+
+
+def _by_rows(values: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Values with the rows of the batch in front; models may have put rows and tokens together."""
+    if len(values) == num_rows:
+        return values
+    assert len(values) % num_rows == 0, f"{list(values.shape)} has not {num_rows} rows"
+    return values.unflatten(0, (num_rows, -1))
+
+
 def is_linear(module: nn.Module | None) -> bool:
     """Whether a module can be wrapped: also one of another class that says so itself."""
     known = isinstance(module, (nn.Linear, Conv1D, LoRAWrapper))

@@ -409,7 +409,7 @@ async def answer_tokenize(service: Service, asked: TokenizeRequest, out: Out) ->
     if (asked.prompt is None) == (asked.messages is None):
         raise bad_request("Either prompt or messages was expected: give one.", param="prompt")
     prompts, given = service.prompts, asked.model_dump(exclude_none=True)
-    if asked.messages is None:
+    if asked.prompt is not None:
         adds_tokens = asked.add_special_tokens is not False
         making = functools.partial(
             prompts.of_text, asked.prompt, adds_tokens=adds_tokens, may_be_empty=True

@@ -485,9 +485,10 @@ class Abilities(_Exact):
 
 
 class ModelCard(_Exact):
-    """A model that can be asked."""
+    """A model that can be asked; `parent`: the base of one with an adapter."""
 
     id: str
+    parent: str | None
     object: Literal["model"]
     created: int
     owned_by: str

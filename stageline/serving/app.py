@@ -4,7 +4,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def stream_of(description: str) -> dict[str, Any]:
 
 
 def make_document(
-    app: FastAPI, models: list[type[BaseModel]], *, model_name: str, has_keys: bool
+    app: FastAPI, models: list[type[BaseModel]], *, model_names: Sequence[str], has_keys: bool
 ) -> dict[str, Any]:
     """The OpenAPI document of an app.
 
@@ -96,7 +96,7 @@ def make_document(
     for model in models:
         schema = model.model_json_schema(ref_template=_REFS)
         schemas |= schema.pop("$defs", {})
-        schema["properties"]["model"] = {"type": "string", "enum": [model_name]}
+        schema["properties"]["model"] = {"type": "string", "enum": list(model_names)}
         schemas[model.__name__] = schema
     if has_keys:
         scheme = {"type": "http", "scheme": "bearer"}
@@ -129,7 +129,7 @@ def make_app(service: Service) -> FastAPI:
                     TokenizeRequest,
                     DetokenizeRequest,
                 ],
-                model_name=settings.model_name,
+                model_names=service.model_names,
                 has_keys=bool(settings.api_keys),
             )
         return app.openapi_schema
@@ -223,8 +223,8 @@ def _asking(service: Service) -> APIRouter:
 
 def _reading(service: Service) -> APIRouter:
     router = APIRouter()
-    card = {
-        "id": service.settings.model_name,
+    base = service.settings.model_name
+    shared = {
         "object": "model",
         "created": service.created,
         "owned_by": "stageline",
@@ -234,17 +234,20 @@ def _reading(service: Service) -> APIRouter:
             "max_length": service.engine.max_length,
         },
     }
+    cards: list[dict[str, Any]] = [
+        {"id": name, "parent": None if name == base else base, **shared}
+        for name in service.model_names
+    ]
 
     @router.get("/v1/models", response_model=ModelList, responses=errors(*READING))
     async def models() -> dict[str, Any]:
-        """The model that is served."""
-        return {"object": "list", "data": [card]}
+        """The models that are served."""
+        return {"object": "list", "data": cards}
 
     @router.get("/v1/models/{model:path}", response_model=ModelCard, responses=errors(*READING))
     async def one_model(model: str) -> dict[str, Any]:
         """One model."""
-        service.check_model(model)
-        return card
+        return cards[service.check_model(model)]
 
     @router.get("/health", response_model=Health, responses=errors(500, 503))
     async def health() -> dict[str, Any]:

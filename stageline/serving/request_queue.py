@@ -8,6 +8,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,8 @@ from stageline.inference.decoding.request import (
 )
 from stageline.serving.errors import bad_request, too_busy
 
+# number of the adapter that the request asks for, in its own task; 0: the base
+ADAPTER: ContextVar[int] = ContextVar("adapter", default=0)
 CONTENT_TYPE = CONTENT_TYPE_LATEST  # of the figures
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 # of the engine's statistics: name there -> what it is
@@ -168,6 +171,7 @@ class Reservation:
         self.owner = owner
         self._loop = asyncio.get_running_loop()
         self._num_unused = count
+        self._adapter = ADAPTER.get()
         self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._open: set[str] = set()
 
@@ -198,7 +202,8 @@ class Reservation:
             self.owner._open.add(key)
             listener = self._listener(number, key, asked_at)
             try:
-                self.owner.engine.submit(replace(request, key=key), listener)
+                asked = replace(request, key=key, adapter=self._adapter)
+                self.owner.engine.submit(asked, listener)
             except Exception as error:  # as if it had failed later
                 self._take(number, key, asked_at, Failed(key, error))
 

@@ -40,7 +40,7 @@ from stageline.serving.gate import (
     parse,
 )
 from stageline.serving.prompts import Prompt, PromptMaker
-from stageline.serving.request_queue import Metrics, RequestQueue, Reservation
+from stageline.serving.request_queue import ADAPTER, Metrics, RequestQueue, Reservation
 from stageline.serving.settings import ServerSettings
 
 SECONDS_TO_SAY_GOODBYE = 5.0
@@ -241,7 +241,7 @@ class Service:
         async def work(out: Out) -> None:
             asked = await self._parsed(body.content, model)
             if (name := getattr(asked, "model", "")) is not None:  # only some need one
-                self.check_model(name)
+                ADAPTER.set(self.check_model(name))
             await answer(asked, out)
 
         seconds = self.settings.request_seconds
@@ -257,15 +257,22 @@ class Service:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, lambda: function(*args, **kwargs))
 
-    def check_model(self, name: str) -> None:
-        """Refuses other models than the one that is served."""
-        if name != self.settings.model_name:
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The base and those with an adapter, by its number."""
+        return (self.settings.model_name, *self.settings.adapters)
+
+    def check_model(self, name: str) -> int:
+        """The number of a model's adapter, or an ApiError: it is not served."""
+        if name not in self.model_names:
+            served = ", ".join(map(repr, self.model_names))
             raise ApiError(
                 404,
-                f"The model {name[:200]!r} is not served here; {self.settings.model_name!r} is.",
+                f"The model {name[:200]!r} is not served here; {served} is.",
                 param="model",
                 code="model_not_found",
             )
+        return self.model_names.index(name)
 
     def head(self, kind: str, prefix: str) -> dict[str, Any]:
         """What all answers begin with."""
@@ -273,7 +280,7 @@ class Service:
             "id": f"{prefix}-{secrets.token_hex(_LETTERS // 2)}",
             "object": kind,
             "created": int(time.time()),
-            "model": self.settings.model_name,
+            "model": self.model_names[ADAPTER.get()],
             "system_fingerprint": None,
         }
 

@@ -17,6 +17,7 @@ class ServerSettings:
 
     Attributes:
         model_name: what clients ask for, and what answers bear.
+        adapters: names of further models, which are the base with an adapter, by its number.
         api_keys: any one of them lets a request in; none: every request.
         max_queue: answers that may wait besides those that the engine works on.
         max_body_bytes: of one request; eight large ones are held at one time.
@@ -35,6 +36,7 @@ class ServerSettings:
     """
 
     model_name: str
+    adapters: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     max_queue: int = 256
     max_body_bytes: int = 20 * MIB

@@ -12,7 +12,7 @@ from prompt_fn import auto, chat
 from stageline.checking.tiny_models import tiny_processor
 from stageline.data.text.processor import get_tokenizer
 from stageline.data.text.template_reading import variables_of
-from tests.helpers.chat_templates import BASE, FORMATS, format_tokenizer
+from tests.helpers.chat_templates import FORMATS, format_tokenizer
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.served import served
 from tests.unit.test_serving_pictures import data_url
@@ -182,7 +182,6 @@ def test_names_that_a_template_reads():
     assert "namespace" not in variables_of("{% set a = namespace(b=c) %}{{ a.b }}{{ range(2) }}")
     assert variables_of("{% set a = namespace(b=c) %}{{ a.b }}") == {"c"}
     assert variables_of("{% if %}") == frozenset()
-    assert BASE
 
 
 def post(client, path, status=200, **body):

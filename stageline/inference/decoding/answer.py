@@ -26,6 +26,7 @@ from stageline.inference.decoding.request import (
     Scored,
     ScoreRequest,
     TokenLogprob,
+    adapters_of,
     error_of,
     is_alone,
     length_of,
@@ -416,6 +417,7 @@ class ScoreQueue:
         order = PassOrder(
             "score",
             rows=list(range(len(items))),
+            adapters=adapters_of(items),
             lengths=[length_of(item.prompt) - 1 for item in items],
             targets=[item.prompt["input_ids"][0, -item.num_targets :].tolist() for item in items],
             num_tops=[item.num_top for item in items],

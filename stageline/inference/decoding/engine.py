@@ -31,6 +31,7 @@ from stageline.inference.decoding.request import (
     Request,
     Scored,
     ScoreRequest,
+    adapters_of,
     is_alone,
     length_of,
     no_cells,
@@ -127,6 +128,7 @@ def prefill_pass(found: Prefill, *, has_cache: bool) -> tuple[PassOrder, Inputs]
         "prefill" if has_cache else "whole",
         group=found.group.number,
         rows=[one.row for one in found.chosen],
+        adapters=adapters_of(owner.request for owner in owners),
         lengths=[one.length for one in found.chosen],
     )
     if found.piece is not None:
@@ -147,6 +149,7 @@ def step_pass(
     """One more token of each row of a group."""
     rows, owners = zip(*((one.row, one.owner) for one in group.members), strict=True)
     order = PassOrder("decode", group=group.number, rows=list(rows), join=joins)
+    order.adapters = adapters_of(owner.request for owner in owners)
     if not has_cache:
         order.kind, order.join = "whole", []
         order.lengths = [len(owner.row_ids()) for owner in owners]

@@ -1,7 +1,7 @@
 """What is asked of the decoding engine and what it answers: plain values, no model and no rank."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -89,11 +89,13 @@ class Request:
     Attributes:
         key: unique among the requests that run.
         prompt: what `stageline.inference.generation.encode_prompts` makes of one prompt.
+        adapter: number of the adapter that answers; 0: none, the base does.
     """
 
     key: str
     prompt: Prompt
     sampling: Sampling
+    adapter: int = 0
 
 
 @dataclass(frozen=True)
@@ -163,12 +165,14 @@ class ScoreRequest:
 
     Attributes:
         num_top: so many of the likeliest tokens are told in each place.
+        adapter: as in `Request`.
     """
 
     key: str
     prompt: Prompt
     num_targets: int
     num_top: int = 0
+    adapter: int = 0
 
 
 @dataclass(frozen=True)
@@ -226,6 +230,7 @@ class PassOrder:
     Attributes:
         group: whose cache it uses.
         rows: ids of the rows, in the order in which the group has them.
+        adapters: number of each row's adapter, 0: none; empty: no row has one.
         lengths: tokens of each row; of a prefill, a score and a measurement.
         piece: (first, end) of the tokens that are read of the only row; empty: all of each row.
         settings: of each new row: how its tokens are chosen.
@@ -246,6 +251,7 @@ class PassOrder:
     number: int = 0
     group: int = 0
     rows: list[int] = field(default_factory=list)
+    adapters: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     piece: list[int] = field(default_factory=list)
     settings: list[Sampling] = field(default_factory=list)
@@ -308,6 +314,12 @@ def error_of(order: PassOrder, place: int) -> Exception | None:
         return EngineError(order.error)
     is_users, text = order.row_errors.get(place, (False, None))
     return None if text is None else UserError(text) if is_users else EngineError(text)
+
+
+def adapters_of(requests: Iterable[Request | ScoreRequest]) -> list[int]:
+    """Of the rows of an order, as it has them."""
+    numbers = [request.adapter for request in requests]
+    return numbers if any(numbers) else []
 
 
 def length_of(prompt: Prompt) -> int:

@@ -145,6 +145,7 @@ class StageDecoder:
             "score": self._score,
             "measure": self._measure,
         }
+        self._row_choice = getattr(stage, "row_choice", None)
         self._keeps_logits = stage.is_last and _can_keep_logits(stage)
 
     @torch.inference_mode()
@@ -159,6 +160,8 @@ class StageDecoder:
         """
         began = time.perf_counter()
         self._tidy(order)
+        if self._row_choice is not None:
+            self._row_choice.begin(order.adapters)
         found: Tensors = {}
         if order.error is None and order.kind in self._passes:
             try:
