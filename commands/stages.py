@@ -309,15 +309,11 @@ class AnsweringModel:
 
 def _reads_alike(one: Any, other: Any) -> bool:
     """Whether two processors make the same tokens of the same messages."""
+    from stageline.data.text.chat_template import template_of
     from stageline.data.text.processor import get_tokenizer
 
-    tokenizers = [get_tokenizer(one), get_tokenizer(other)]
-    templates = [
-        getattr(whole, "chat_template", None) or tokenizer.chat_template
-        for whole, tokenizer in zip((one, other), tokenizers, strict=True)
-    ]
-    vocabularies = [tokenizer.get_vocab() for tokenizer in tokenizers]
-    return templates[0] == templates[1] and vocabularies[0] == vocabularies[1]
+    same_words = get_tokenizer(one).get_vocab() == get_tokenizer(other).get_vocab()
+    return same_words and template_of(one) == template_of(other)
 
 
 def stage_key(config: "PretrainedConfig") -> str | None:

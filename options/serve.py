@@ -132,22 +132,17 @@ def named_adapters(run: ServeConfig) -> dict[str, str]:
     """Name -> folder of the adapters that are models of their own; none where paths have no names.
 
     Raises:
-        OptionError: some paths have names and others not, two have the same, or they are merged.
+        OptionError: not each path has a name of its own, or they are merged.
     """
     item = option_fields(run)["adapter_path"]
     pairs = [split_name(item, value) for value in run.adapter_path or ()]
     named = {name: path for name, path in pairs if name}
-    if not named:
-        return {}
-    if len(named) < len(pairs):
+    if named and (len(named) < len(pairs) or run.merge_adapters):
+        merges = " with --merge-adapters" * run.merge_adapters
         raise OptionError(
-            f"--adapter-path {','.join(run.adapter_path or ())} came. A name of its own for each "
-            "was expected, or none for any, because a request chooses by it: write NAME=FOLDER."
-        )
-    if run.merge_adapters:
-        raise OptionError(
-            "--merge-adapters came with adapters that have names. One of the two was expected, "
-            "because a merged adapter answers every request: leave one of them out."
+            f"--adapter-path {','.join(run.adapter_path or ())} came{merges}. A name of its own "
+            "for each, and none merged, was expected, or no names, because a request chooses by "
+            "them: write NAME=FOLDER,NAME=FOLDER and leave --merge-adapters out."
         )
     return named
 

@@ -410,10 +410,8 @@ async def answer_tokenize(service: Service, asked: TokenizeRequest, out: Out) ->
         raise bad_request("Either prompt or messages was expected: give one.", param="prompt")
     prompts, given = service.prompts, asked.model_dump(exclude_none=True)
     if asked.prompt is not None:
-        adds_tokens = asked.add_special_tokens is not False
-        making = functools.partial(
-            prompts.of_text, asked.prompt, adds_tokens=adds_tokens, may_be_empty=True
-        )
+        is_whole = asked.add_special_tokens is False
+        making = functools.partial(prompts.of_text, asked.prompt, is_whole=is_whole)
     else:
         if asked.add_special_tokens:
             raise bad_request(
@@ -421,8 +419,8 @@ async def answer_tokenize(service: Service, asked: TokenizeRequest, out: Out) ->
                 "itself: leave it out.",
                 param="add_special_tokens",
             )
-        tools = shown_tools(given)
-        making = functools.partial(prompts.of_messages, given["messages"], tools=tools, asked=given)
+        messages, tools = given["messages"], shown_tools(given)
+        making = functools.partial(prompts.of_messages, messages, tools=tools, asked=given)
     ids = (await service.in_thread(making))["input_ids"][0].tolist()
     told = {"count": len(ids), "max_model_len": service.engine.max_length, "tokens": ids}
     texts = prompts.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None

@@ -362,7 +362,7 @@ class PromptMaker:
         options = self._variables(asked)
         if continues:
             options["continue_final_message"] = True  # the library's own way to end the text there
-        render = self._render_with(options)
+        render = self._render_with(options, asked)
         self._check_size(sum(map(_num_letters, messages)), "messages")
         images = self._read_pictures(messages)
         sample = {
@@ -388,40 +388,38 @@ class PromptMaker:
 
     def _variables(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """What a request sets in the chat template; what it reads and nobody else sets."""
-        given = dict(asked.get("chat_template_kwargs") or {})
-        params = dict.fromkeys(given, "chat_template_kwargs")
-        if asked.get("reasoning_effort") is not None:
-            if "reasoning_effort" in given:
-                raise _no_variable("reasoning_effort came twice. Give it once.", _KWARGS)
-            given["reasoning_effort"] = asked["reasoning_effort"]
-            params["reasoning_effort"] = "reasoning_effort"
+        given = dict(asked.get(_KWARGS) or {})
+        effort = asked.get("reasoning_effort")
+        if effort is not None and given.setdefault("reasoning_effort", effort) != effort:
+            raise _no_variable("reasoning_effort came twice. Give it once.", _KWARGS)
         if not given:
-            return {}
+            return given
         template = ChatTemplate.of(self.processor)
         own = {*_OWN, *template.tokenizer.special_tokens_map}
         text = template.template if isinstance(template.template, str) else ""
         known = variables_of(text) - own
         for name, value in given.items():
+            param = name if effort is not None and name == "reasoning_effort" else _KWARGS
+            written = json.dumps(value, ensure_ascii=False)
             if name in own:
-                raise _no_variable(f"{name} is set by the server. Leave it out.", params[name])
+                raise _no_variable(f"{name} is set by the server. Leave it out.", param)
             if name not in known:
-                reads = ", ".join(sorted(known)) or "none"
                 raise _no_variable(
                     f"The model's chat template does not read {name[:100]!r}, so it would change "
-                    f"nothing. What it reads is: {reads}. Leave the others out.",
-                    params[name],
+                    f"nothing. What it reads is: {', '.join(sorted(known)) or 'none'}. Leave the "
+                    "others out.",
+                    param,
                 )
-            written = json.dumps(value, ensure_ascii=False)
             if len(written) > _LONGEST_VALUE or any(map(template.is_risky, strings_in(value))):
                 raise _no_variable(
                     f"{name} is {written[:100]}. At most {_LONGEST_VALUE} letters of JSON in ASCII "
                     "were expected, without letters that special tokens begin or end with, "
                     "because the template writes it beside its own tokens.",
-                    params[name],
+                    param,
                 )
         return given
 
-    def _render_with(self, options: Mapping[str, Any]) -> RenderPart:
+    def _render_with(self, options: Mapping[str, Any], asked: Mapping[str, Any]) -> RenderPart:
         """The prompt_fn part with some variables of the template beside those of the options."""
         if not options:
             return self.render
@@ -429,26 +427,20 @@ class PromptMaker:
             raise _no_variable(
                 f"This server uses no chat template, which reads {', '.join(options)}. Leave it "
                 "out.",
-                "continue_final_message" if "continue_final_message" in options else _KWARGS,
+                _KWARGS if asked.get(_KWARGS) else next(iter(options)),
             )
         bound = getattr(self.render, "keywords", {}).get("template_options") or {}
         return functools.partial(self.render, template_options={**bound, **options})
 
-    def of_text(self, text: str, *, adds_tokens: bool = True, may_be_empty: bool = False) -> Prompt:
-        """The prompt that is a text.
-
-        Args:
-            adds_tokens: with the first tokens that the tokenizer gives a text.
-        """
+    def of_text(self, text: str, *, is_whole: bool = False) -> Prompt:
+        """The prompt that is a text, unless it is whole with the tokenizer's first tokens."""
         self._check_size(len(text), "prompt")
-        rendered = Rendered(
-            (Piece(text, is_user=True),), is_chat=not adds_tokens, for_generation=True
-        )
+        rendered = Rendered((Piece(text, is_user=True),), is_chat=is_whole, for_generation=True)
         try:
             prompt = encode_prompts([rendered], [None], processor=self.processor)
         except UserError as error:
             raise self._refused(error) from None
-        if prompt["input_ids"].shape[1] == 0 and not may_be_empty:
+        if prompt["input_ids"].shape[1] == 0:
             raise bad_request("The prompt has no tokens; one was expected.", param="prompt")
         return prompt
 
@@ -508,31 +500,26 @@ class PromptMaker:
 
 _KWARGS = "chat_template_kwargs"
 _LONGEST_VALUE = 2000
-# arguments of the library's own function
-_OWN = frozenset(
-    [
-        *inspect.signature(render_jinja_template).parameters,
-        *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
-        "messages",
-    ]
-)
+# arguments of the library's own functions
+_OWN = {"messages", *inspect.signature(render_jinja_template).parameters}
+_OWN |= inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
 
 
 def check_continued(messages: Sequence[Mapping[str, Any]], asked: Mapping[str, Any]) -> bool:
     """Whether the answer goes on with the last message, or an ApiError."""
     if not asked.get("continue_final_message"):
         return False
-    choice = asked.get("tool_choice")
     why = ""
     if asked.get("add_generation_prompt"):
-        why = "add_generation_prompt, which begins a new one: leave one of them out"
+        why = "add_generation_prompt, which begins a new one"
     elif messages[-1].get("tool_calls"):
-        why = "a last message that has tool_calls, behind which no text can follow: leave them out"
-    elif choice == "required" or isinstance(choice, Mapping):
-        why = "a tool_choice that makes the answer a call and nothing else: set it to auto or none"
+        why = "a last message that has tool_calls, behind which no text can follow"
+    elif asked.get("tool_choice", "auto") not in ("auto", "none"):
+        why = "a tool_choice that makes the answer a call and nothing else"
     if why:
         raise bad_request(
-            f"continue_final_message, which goes on with the last message, came with {why}.",
+            f"continue_final_message, which goes on with the last message, came with {why}. Leave "
+            "one of them out.",
             param="continue_final_message",
         )
     return True

@@ -233,12 +233,7 @@ def _content(asked: ChatRequest, matchers: Matchers) -> Grammar | None:
     form = asked.response_format
     if form is None or form.type == "text":
         return guided_form(asked, matchers)
-    if forms := given_forms(asked):
-        raise bad_request(
-            f"{forms[0][0]} and response_format came; one form of the answer was expected: leave "
-            "one of them out.",
-            param=forms[0][0],
-        )
+    guided_form(asked, matchers, "response_format")
     grammar, param = JSON_OBJECT, "response_format"
     try:
         if isinstance(form, JsonSchemaFormat) and form.json_schema.schema_ is not None:
@@ -251,58 +246,42 @@ def _content(asked: ChatRequest, matchers: Matchers) -> Grammar | None:
     return grammar
 
 
-def given_forms(asked: SamplingFields) -> list[tuple[str, str, Any]]:
-    """(field, kind, value) of the forms of the answer that came as vLLM spells them."""
-    inner = asked.structured_outputs
-    found = [
-        ("guided_json", "json", asked.guided_json),
-        ("guided_regex", "regex", asked.guided_regex),
-        ("guided_choice", "choice", asked.guided_choice),
-    ]
-    for kind, value in (inner.model_dump(by_alias=True) if inner else {}).items():
-        found.append((f"structured_outputs.{kind}", kind, value))
-    return [one for one in found if one[2] is not None]
+_GUIDED: dict[str, Callable[[Any], Grammar]] = {
+    "json": lambda given: json_grammar(json.loads(given) if isinstance(given, str) else given),
+    "regex": lambda text: Grammar("regex", text),
+    "choice": lambda texts: Grammar("lark", "start: " + " | ".join(map(json.dumps, texts))),
+}
 
 
-def guided_form(asked: SamplingFields, matchers: Matchers) -> Grammar | None:
-    """The form that vLLM's fields say; may take a while.
+def guided_form(asked: SamplingFields, matchers: Matchers, *others: str) -> Grammar | None:
+    """The form of an answer as vLLM's fields say it; may take a while.
+
+    Args:
+        others: fields of the request that say a form, too.
 
     Raises:
         ApiError: it can't be kept to, or there are several.
     """
-    forms = given_forms(asked)
-    if len(forms) != 1:
-        if forms or asked.structured_outputs is not None:
-            raise bad_request(
-                f"{' and '.join(name for name, _, _ in forms) or 'No form'} came; one form of the "
-                "answer was expected.",
-                param=forms[0][0] if forms else "structured_outputs",
-            )
+    inner = asked.structured_outputs
+    forms = [(f"guided_{kind}", kind, getattr(asked, f"guided_{kind}")) for kind in _GUIDED]
+    for kind, value in (inner.model_dump(by_alias=True) if inner else {}).items():
+        forms.append((f"structured_outputs.{kind}", kind, value))
+    forms = [one for one in forms if one[2] is not None]
+    names = [*(name for name, _, _ in forms), *others]
+    if not forms and inner is None:
         return None
-    (param, kind, value), grammar = forms[0], JSON_OBJECT
+    if not forms or len(names) > 1:
+        raise bad_request(
+            f"{' and '.join(names) or 'No form'} came; one form of the answer was expected.",
+            param=forms[0][0] if forms else "structured_outputs",
+        )
+    param, kind, value = forms[0]
     try:
-        if kind == "json":
-            schema = _parsed_schema(value, param) if isinstance(value, str) else value
-            grammar = json_grammar(schema)
-        elif kind == "regex":
-            grammar = Grammar("regex", value)
-        elif kind == "choice":
-            texts = (json.dumps(text, ensure_ascii=False) for text in value)
-            grammar = Grammar("lark", f"start: {' | '.join(texts)}")
+        grammar = _GUIDED[kind](value) if kind in _GUIDED else JSON_OBJECT
         matchers.check(grammar)
-    except UserError as error:
+    except (UserError, ValueError, RecursionError) as error:
         raise bad_request(f"{param}: {error}", param=param) from None
     return grammar
-
-
-def _parsed_schema(text: str, param: str) -> dict[str, Any]:
-    try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError):
-        schema = None
-    if not isinstance(schema, dict):
-        raise bad_request(f"{param} is no JSON object, which a schema is.", param=param)
-    return schema
 
 
 def _is_forced(asked: ChatRequest) -> bool:

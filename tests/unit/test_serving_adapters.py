@@ -207,7 +207,7 @@ def test_names_of_adapters(adapted):
         ("a={0},{0}", [], "A name of its own for each"),
         ("a={0},a={0}", [], "A name of its own for each"),
         ("a=/nowhere/at/all", [], "no such file or folder"),
-        ("a={0}", ["--merge-adapters", "true"], "leave one of them out"),
+        ("a={0}", ["--merge-adapters", "true"], "leave --merge-adapters out"),
     ],
 )
 def test_adapters_that_cannot_be_told_apart(adapted, value, words, wanted):

@@ -113,7 +113,7 @@ def test_what_cannot_be_gone_on_with_is_refused():
     on = {"continue_final_message": True}
     with asking(format_tokenizer("qwen")) as (client, engine):
         both = refused(client, "continue_final_message", add_generation_prompt=True, **on)
-        assert "leave one of them out" in both
+        assert "Leave one of them out" in both
         refused(client, "continue_final_message", called, **on)
         refused(client, "continue_final_message", BEGUN["plain"], tools=tools,
                 tool_choice="required", **on)  # fmt: skip
@@ -203,7 +203,7 @@ def test_tokens_of_texts_and_messages():
                         "token_strs": tokenizer.convert_ids_to_tokens(ids)}  # fmt: skip
         bare = post(client, "tokenize", prompt=text, add_special_tokens=False)
         assert bare["tokens"] == ids[1:] and bare["token_strs"] is None
-        assert post(client, "tokenize", prompt="", add_special_tokens=False)["tokens"] == []
+        assert post(client, "tokenize", 400, prompt="", add_special_tokens=False)
         asked_of = engine.asked
         client.completions.create(model="tiny", prompt=text)
         assert asked_of[-1].prompt["input_ids"][0].tolist() == ids

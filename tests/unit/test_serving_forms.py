@@ -314,7 +314,7 @@ def test_a_format_of_its_own_is_refused(tmp_path):
 FORMS = {
     "json": (WEATHER, lambda text: checker.is_valid(WEATHER, json.loads(text))),
     "regex": ("[ab]{3}-[0-9]", lambda text: re.fullmatch("[ab]{3}-[0-9]", text)),
-    "choice": (["so", 'a "b"\n', "so so"], lambda text: text in ["so", 'a "b"\n', "so so"]),
+    "choice": (["so", 'Köln "b"\n', "so so"], lambda text: text in ["so", 'Köln "b"\n', "so so"]),
     "json_object": (True, lambda text: isinstance(json.loads(text), dict)),
 }
 

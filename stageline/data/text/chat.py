@@ -491,9 +491,7 @@ class _Run:
     @functools.cached_property
     def _roles(self) -> tuple[Any, ...] | None:
         """All that decides the text besides the contents; None where a turn has more than those."""
-        # a text that is gone on with may be trimmed on one side
-        is_ended = "continue_final_message" not in self.options
-        if self.tools or not self.template.only_writes or not is_ended:
+        if self.tools or "continue_final_message" in self.options or not self.template.only_writes:
             return None
         roles = []
         for turn in self.turns:

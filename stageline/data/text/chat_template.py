@@ -55,7 +55,7 @@ class ChatTemplate:
 
     def __init__(self, processor: Any) -> None:
         self.tokenizer = get_tokenizer(processor)
-        self.template = _template_of(processor)
+        self.template = template_of(processor)
         self.image_token = get_image_token(processor)
         self.reserved = TextEncoder.of(processor).reserved
         self.layouts: OrderedDict[str, Any] = OrderedDict()
@@ -73,7 +73,7 @@ class ChatTemplate:
     @classmethod
     def of(cls, processor: Any) -> "ChatTemplate":
         """That of this processor; a new one when the template changed or tokens were added."""
-        state = (_template_of(processor), len(get_tokenizer(processor)))
+        state = (template_of(processor), len(get_tokenizer(processor)))
         known = cls._known.get(processor)
         if known is None or known[0] != state:
             known = (state, cls(processor))
@@ -173,7 +173,8 @@ class ChatTemplate:
             self.layouts.popitem(last=False)
 
 
-def _template_of(processor: Any) -> Any:
+def template_of(processor: Any) -> Any:
+    """Its chat template; None: it has none."""
     return getattr(processor, "chat_template", None) or get_tokenizer(processor).chat_template
 
 
@@ -204,7 +205,7 @@ def use_template(processor: Any, *, template: str | None = None, **others: Any) 
     """
     tokenizer = get_tokenizer(processor)
     text = _templates().get(template or "")
-    if template is None or (text is not None and _template_of(processor) == text):
+    if template is None or (text is not None and template_of(processor) == text):
         return
     if text is None:
         raise UserError(
