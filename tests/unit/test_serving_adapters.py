@@ -16,11 +16,15 @@ import pp_models  # noqa: F401 (puts the parts on the shelf)
 from commands import serve, with_folders
 from options.serve import named_adapters
 from parse_args import parse_serve_args
+from prompt_fn import auto, fill
 from register import import_shelf, train_model_register
+from stageline.checking.tiny_models import VISION_LANGUAGE
 from stageline.checkpoint.adapter_start import attach_beside
 from stageline.errors import UserError
 from stageline.inference.decoding.request import Request, Sampling, Scored, ScoreRequest
+from tests.helpers.decoded_models import decoded_text_model, decoded_vision_model, load_whole
 from tests.helpers.decoding_engines import built_stages, local_engine, noted_orders
+from tests.helpers.pictured_prompts import pictured_prompts
 from tests.helpers.served_model import NUM_TOKENS, ServedModel, wait_for_url
 from tests.helpers.small_run import ForkedRun
 
@@ -224,3 +228,48 @@ def test_an_adapter_with_more_than_lora_is_refused(adapted, tmp_path):
     )
     with pytest.raises(UserError, match="trained whole"):
         attach_beside(stage, [str(tmp_path)])
+
+
+def of_pictures(processor):
+    return pictured_prompts(processor, prompt_fn=fill, image_token=auto)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "internvl", "qwen2_vl"])
+def test_families_and_pictures(family, tmp_path):
+    """Conv1D, experts beside the adapted layers, vision towers whose passes have no rows."""
+    has_pictures = family in VISION_LANGUAGE
+    if has_pictures:
+        model = decoded_vision_model(family, tmp_path / "base", encode=of_pictures)
+    else:
+        model = decoded_text_model(family, tmp_path / "base", num_prompts=4)
+    wholes, folders = [load_whole(model.folder)], []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(
+            target_modules=["q_proj", "o_proj"] if family == "mixtral" else "all-linear",
+            fan_in_fan_out=family == "gpt2",
+            r=2,
+            lora_alpha=4,
+            init_lora_weights=False,
+        )
+        whole = peft.get_peft_model(load_whole(model.folder), config)
+        whole.save_pretrained(tmp_path / str(seed))
+        wholes.append(whole.eval())
+        folders.append(str(tmp_path / str(seed)))
+    key = "vision_language" if has_pictures else "causal_lm"
+    stages = built_stages(train_model_register[key], model.folder, 2, is_piece=True)
+    for stage in stages:
+        attach_beside(stage, folders)
+    engine = local_engine(stages, model.processor, max_rows=12, max_length=512)
+    engine.prompt_cells = stages[0].fixed_cells
+    orders = noted_orders(engine)
+    sampling = Sampling(max_new_tokens=8, stop_token_ids=())
+    pairs = [(place, number) for place in range(len(model.prompts)) for number in range(3)]
+    asked = [Request(f"{p} {n}", model.prompts[p], sampling, n) for p, n in pairs]
+    found = {event.key: event.token_ids for event in engine.answer(asked)}
+    for place, number in pairs:
+        prompt = model.prompts[place]
+        made = wholes[number].generate(**prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        wanted = tuple(made[0, prompt["input_ids"].shape[1] :].tolist())
+        assert found[f"{place} {number}"] == wanted, (place, number)
+    assert any(len(set(order.adapters)) == 3 for order in orders if order.kind == "decode")
