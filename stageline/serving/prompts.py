@@ -494,7 +494,8 @@ class PromptMaker:
         for name in {str(getattr(self.tokenizer, "name_or_path", "") or "")} - {""}:
             text = text.replace(repr(name), "the model").replace(name, "the model")
         if not isinstance(error, DataError):
-            text = text.partition(". A template that")[0].partition(": use ")[0]
+            for end in (". A template that", ": use ", "Final message to continue"):
+                text = text.partition(end)[0]
         return bad_request(f"The messages can't be given to the model: {text}", param="messages")
 
 

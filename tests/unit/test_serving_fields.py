@@ -233,3 +233,13 @@ def test_tokenizing_has_the_gate_and_the_limits_of_the_rest():
         assert post(right, "tokenize", 400, prompt="x", messages=HELLO)
         assert post(right, "detokenize", 400, tokens=[10**6])["error"]["param"] == "tokens"
         assert post(right, "tokenize", 400, messages=BEGUN["plain"])["error"]["param"] == "messages"
+
+
+def test_a_message_that_the_template_leaves_out_is_not_gone_on_with():
+    tokenizer = format_tokenizer("qwen")
+    users = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    tokenizer.chat_template = users
+    with asking(tokenizer) as (client, engine):
+        told = refused(client, "messages", BEGUN["plain"], continue_final_message=True)
+        assert "does not appear in the chat" in told and "Rendered" not in told
+        assert not engine.asked
