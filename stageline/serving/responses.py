@@ -270,7 +270,7 @@ def chat_of(asked: ResponsesRequest) -> ChatRequest:
     shared = set(SamplingFields.model_fields) - {"n", "stream", "stream_options"}
     has_logprobs = bool(asked.top_logprobs) or _LOGPROBS in (asked.include or [])
     chat = {
-        **asked.model_dump(include=shared),
+        **asked.model_dump(include=shared, by_alias=True),
         "messages": _messages(asked),
         "stream": True,
         "stream_options": {"include_usage": True},
