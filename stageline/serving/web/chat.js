@@ -247,7 +247,11 @@ window.addEventListener("keydown", (event) => {
 find("stop").addEventListener("click", () => running?.abort());
 find("new").addEventListener("click", startAnew);
 find("forget").addEventListener("click", forget);
-window.addEventListener("pagehide", () => running && keep());
+window.addEventListener("pagehide", () => {
+  if (!running) return;
+  keep();
+  running.abort(); // by ourselves: the browser's end of it looks like a fault
+});
 find("model").addEventListener("change", showModel);
 find("open-settings").addEventListener("click", () => find("settings").showModal());
 find("settings").addEventListener("click", (event) => {

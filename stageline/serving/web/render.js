@@ -5,23 +5,32 @@ import "./vendor/katex.min.js";
 import "./vendor/markdown-it.umd.min.js";
 import "./vendor/purify.min.js";
 import hljs from "./vendor/highlight.min.js";
-import { tex } from "./vendor/mdit-plugin-tex.js";
 import { copyOf, say } from "./words.js";
 
 const { DOMPurify, katex, markdownit } = globalThis;
-const MOST_LETTERS = 300_000; // of an answer; a longer one is shown as it is
+const MOST_LETTERS = 200_000; // of an answer; a longer one is shown as it is
 const MOST_COLOURED = 50_000; // letters of one piece of code
+// of a formula: the end of one that stays open is not looked for further down
+const MOST_MATH_LETTERS = 2_000;
+const MOST_MATH_LINES = 50;
+const MATH = [
+  { open: "$$", close: "$$", isBlock: true },
+  { open: "\\[", close: "\\]", isBlock: true },
+  { open: "\\(", close: "\\)", isBlock: false },
+  { open: "$", close: "$", isBlock: false },
+];
 const SAFE_URL = /^(?:https?:|mailto:)/i;
 const TAGS = `p br hr h4 h5 h6 ul ol li blockquote table thead tbody tr th td pre code span strong em s a
   math mrow mi mn mo ms mtext mspace mfrac msqrt mroot msub msup msubsup mover munder munderover mtable mtr
   mtd mstyle mpadded mphantom menclose mmultiscripts mprescripts`;
-const ATTRIBUTES = `href class start align colspan display displaystyle scriptlevel mathvariant mathcolor
+const ATTRIBUTES = `class start align colspan display displaystyle scriptlevel mathvariant mathcolor
   mathbackground mathsize stretchy fence separator symmetric accent accentunder lspace rspace minsize maxsize
   movablelimits largeop linethickness width height depth voffset columnalign columnspacing columnlines
   rowspacing rowlines rowalign notation`;
 const CLEAN = {
   ALLOWED_TAGS: TAGS.split(/\s+/),
-  ALLOWED_ATTR: ATTRIBUTES.split(/\s+/),
+  ALLOWED_ATTR: ["href", ...ATTRIBUTES.split(/\s+/)],
+  ADD_URI_SAFE_ATTR: ATTRIBUTES.split(/\s+/),
   ALLOWED_URI_REGEXP: SAFE_URL,
   ALLOW_DATA_ATTR: false,
   ALLOW_ARIA_ATTR: false,
@@ -29,13 +38,15 @@ const CLEAN = {
   RETURN_DOM_FRAGMENT: true,
 };
 
-const markdown = markdownit({ breaks: true, linkify: true, highlight }).use(tex, {
-  delimiters: "all",
-  render: formula,
-});
+const markdown = markdownit({ breaks: true, linkify: true, highlight });
 markdown.validateLink = (url) => SAFE_URL.test(url);
 markdown.linkify.set({ fuzzyLink: false, fuzzyEmail: false }); // README.md is no site
+// of our own: the known plugins take all that follows `$$x$$ and` for one formula
+markdown.inline.ruler.before("escape", "math", inlineMath);
+const alt = ["paragraph", "reference", "blockquote", "list"];
+markdown.block.ruler.after("blockquote", "math", blockMath, { alt });
 const rules = markdown.renderer.rules;
+rules.math = (tokens, place) => formula(tokens[place].content, tokens[place].meta.isBlock);
 // a picture from elsewhere would tell its owner who reads: a link in its place
 rules.image = (tokens, place) => {
   const { escapeHtml } = markdown.utils;
@@ -58,22 +69,67 @@ function highlight(code, language) {
   return hljs.highlight(code, { language, ignoreIllegals: true }).value;
 }
 
+function inlineMath(state, silent) {
+  const form = MATH.find(({ open }) => state.src.startsWith(open, state.pos));
+  if (!form) return false;
+  const begin = state.pos + form.open.length;
+  const length = lengthOf(state.src.slice(begin, begin + MOST_MATH_LETTERS), form.close);
+  if (length < 1) return false;
+  const content = state.src.slice(begin, begin + length);
+  // $5 and $6 are money, as pandoc has it
+  const isMoney = /^\s|\s$|`/.test(content) || /\d/.test(state.src.charAt(begin + length + 1));
+  if (form.open === "$" && isMoney) return false;
+  if (!silent) Object.assign(state.push("math", "", 0), { content, meta: form });
+  state.pos = begin + length + form.close.length;
+  return true;
+}
+
+function blockMath(state, first, last, silent) {
+  const start = state.bMarks[first] + state.tShift[first];
+  const form = MATH.find(({ open, isBlock }) => isBlock && state.src.startsWith(open, start));
+  let content = "";
+  const most = form ? Math.min(last, first + MOST_MATH_LINES) : first;
+  for (let line = first; line < most; line += 1) {
+    const isOut = state.sCount[line] < state.blkIndent; // of the list or quote
+    if (isOut || state.isEmpty(line)) return false;
+    let text = state.getLines(line, line + 1, state.blkIndent, false).trim();
+    if (line === first) text = text.slice(form.open.length);
+    const length = lengthOf(text, form.close);
+    content += `${length < 0 ? text : text.slice(0, length)}\n`;
+    if (length < 0) continue;
+    if (text.length > length + form.close.length) return false; // a part of a paragraph
+    if (silent) return true;
+    state.line = line + 1;
+    const map = [first, state.line];
+    Object.assign(state.push("math", "", 0), { content, map, block: true, meta: form });
+    return true;
+  }
+  return false;
+}
+
+/** Letters before the sign that closes a formula; -1: there is none. */
+function lengthOf(text, close) {
+  let end = text.indexOf(close);
+  while (end > 0 && text[end - 1] === "\\") end = text.indexOf(close, end + 1);
+  return end;
+}
+
 function formula(source, isBlock) {
-  const [begin, end] = isBlock ? ['<p class="math">', "</p>"] : ["", ""];
+  const [begin, end] = isBlock ? ['<span class="math">', "</span>"] : ["", ""];
   try {
     const options = { output: "mathml", displayMode: isBlock, strict: false, maxSize: 20 };
     return begin + katex.renderToString(source, options) + end;
   } catch {
-    return `${begin}<code>${markdown.utils.escapeHtml(source)}</code>${end}`; // not whole, or no TeX
+    return `${begin}<code>${markdown.utils.escapeHtml(source)}</code>${end}`; // no TeX
   }
 }
 
 /** Shows an answer that grows: finished blocks keep their nodes, and so a selection. */
 export class Formatted {
   #element;
+  #nodes = []; // one a block
   #numLetters = 0; // of the blocks that no further text can change
   #numBlocks = 0;
-  #env = {}; // the targets of links
 
   constructor(element) {
     this.#element = element;
@@ -81,7 +137,6 @@ export class Formatted {
 
   /** @param isWhole nothing follows: all blocks are looked at again, for links that came later. */
   show(text, isWhole) {
-    if (text === "") this.#env = {};
     if (text === "" || isWhole) this.#numLetters = this.#numBlocks = 0;
     try {
       if (text.length > MOST_LETTERS) throw new RangeError("too long to be formatted");
@@ -92,41 +147,47 @@ export class Formatted {
       plain.className = "plain";
       plain.textContent = text;
       this.#element.replaceChildren(plain);
+      this.#nodes = [plain];
       this.#numLetters = this.#numBlocks = 0;
     }
   }
 
   #format(rest) {
-    const blocks = blocksOf(rest, this.#env);
+    const blocks = blocksOf(rest);
     blocks.forEach(({ html }, place) => this.#put(html, this.#numBlocks + place));
     const numBlocks = this.#numBlocks + blocks.length;
-    while (this.#element.children.length > numBlocks) this.#element.lastElementChild.remove();
+    for (const node of this.#nodes.splice(numBlocks)) node.remove();
     if (blocks.length < 2) return;
     this.#numBlocks = numBlocks - 1; // the last one may still grow
     this.#numLetters += lettersOf(rest, blocks.at(-1).line);
   }
 
   #put(html, place) {
-    const old = this.#element.children[place];
+    const old = this.#nodes[place];
     if (old?.html === html) return;
     const node = build(html);
-    if (!old) this.#element.append(node);
-    else if (!old.matches(".code") || !node.matches(".code")) old.replaceWith(node);
-    else {
+    if (old?.matches(".code") && node.matches(".code")) {
       // the same node while it grows: it may be scrolled or hold the focus
       for (const part of ["code", ".language"]) {
         old.querySelector(part).replaceChildren(...node.querySelector(part).childNodes);
       }
       old.html = html;
+      return;
     }
+    if (old) old.replaceWith(node);
+    else this.#element.append(node);
+    this.#nodes[place] = node;
   }
 }
 
 /** Text -> its outermost blocks: {html, line}. */
-function blocksOf(text, env) {
+function blocksOf(text) {
+  const env = {}; // targets of links; one that is not whole yet must not stay
   const blocks = [];
   let group = [];
   for (const token of markdown.parse(text, env)) {
+    // deeper down it would leave words out
+    if (token.level >= markdown.options.maxNesting - 1) throw new RangeError("nested too deep");
     if (token.tag === "code") token.content = token.content.replace(/\n$/, ""); // fences
     group.push(token);
     if (token.level > 0 || token.nesting === 1) continue;

@@ -41,6 +41,7 @@ function open() {
 async function within(mode, act) {
   const transaction = (await open()).transaction(NAME, mode);
   const asked = act(transaction.objectStore(NAME));
+  transaction.commit(); // at once: the page may be going
   return new Promise((resolve, reject) => {
     transaction.oncomplete = () => resolve(asked.result);
     transaction.onabort = () => reject(transaction.error ?? asked.error);
