@@ -386,7 +386,7 @@ def test_a_full_disk_is_told(page, server):
     wait_for_answers(page, 1)
     assert last_answer(page).inner_text() == "A picture of a seven."
     assert page.locator(".question img").count() == 0
-    client.send("Storage.overrideQuotaForOrigin", {**quota, "quotaSize": 0})
+    client.send("Storage.overrideQuotaForOrigin", {**quota, "quotaSize": 1})
     ask(page, "Hello " + "x" * 5000)
     page.wait_for_selector("#notice:visible")
     assert "A reload will lose this conversation" in page.locator("#notice").inner_text()
