@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import random
 import shutil
 from pathlib import Path
 
@@ -307,8 +308,8 @@ def test_a_growing_answer_is_as_a_whole_one(page):
         assert shown(page, text, pieces=len(text))["streamed"] == whole["html"]
     # what is finished stays as it is: a selection in it, too, and it isn't parsed again
     section = "A *line* with `code` and more words.\n\n- one\n- two\n\n"
-    short, long = (shown(page, section * count, pieces=5 * count) for count in (100, 800))
-    assert long["kept"] >= 5 * 800 - 60
+    short, long = (shown(page, section * count, pieces=5 * count) for count in (50, 400))
+    assert long["kept"] >= 5 * 400 - 60
     assert long["seconds"] < 8 * 3 * short["seconds"] + 2, (short["seconds"], long["seconds"])
 
 
@@ -386,8 +387,8 @@ def test_a_full_disk_is_told(page, server):
     wait_for_answers(page, 1)
     assert last_answer(page).inner_text() == "A picture of a seven."
     assert page.locator(".question img").count() == 0
-    client.send("Storage.overrideQuotaForOrigin", {**quota, "quotaSize": 1})
-    ask(page, "Hello " + "x" * 5000)
+    client.send("Storage.overrideQuotaForOrigin", quota)
+    ask(page, random.Random(0).randbytes(200_000).hex())
     page.wait_for_selector("#notice:visible")
     assert "A reload will lose this conversation" in page.locator("#notice").inner_text()
     wait_for_answers(page, 2)
