@@ -69,6 +69,13 @@ def shown(page: Any, text: str, *, pieces: int = 1) -> dict[str, Any]:
             document.getElementById("log").append(element);
             const formatted = new Formatted(element);
             const began = performance.now();
+            const library = Object.getPrototypeOf(globalThis.markdownit());
+            const { parse } = library;
+            let parsed = 0;
+            library.parse = function (some, env) {
+                parsed += some.length;
+                return parse.call(this, some, env);
+            };
             let kept = 0;
             for (let piece = 1; piece <= pieces; piece += 1) {
                 const first = element.firstElementChild;
@@ -76,11 +83,12 @@ def shown(page: Any, text: str, *, pieces: int = 1) -> dict[str, Any]:
                 if (first && first === element.firstElementChild) kept += 1;
             }
             const streamed = element.innerHTML;
+            library.parse = parse;
             const seconds = (performance.now() - began) / 1000;
             formatted.show(text, true);
             const nodes = [...element.querySelectorAll("*")];
             const result = {
-                streamed, kept, seconds, text: element.textContent, html: element.innerHTML,
+                streamed, kept, parsed, seconds, text: element.textContent, html: element.innerHTML,
                 names: nodes.map(one => one.localName), links: [...element.querySelectorAll("a")]
                     .map(one => [one.href, one.rel, one.target]),
                 attributes: nodes.flatMap(one => one.getAttributeNames()),
