@@ -482,6 +482,9 @@ class Abilities(_Exact):
 
     takes_images: bool
     max_length: int | None
+    max_tokens: int
+    default_max_tokens: int
+    default_temperature: float
 
 
 class ModelCard(_Exact):

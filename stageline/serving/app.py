@@ -232,6 +232,9 @@ def _reading(service: Service) -> APIRouter:
         "stageline": {
             "takes_images": service.takes_images,
             "max_length": service.engine.max_length,
+            "max_tokens": service.settings.max_tokens_limit,
+            "default_max_tokens": service.settings.default_max_tokens,
+            "default_temperature": service.settings.default_temperature,
         },
     }
     cards: list[dict[str, Any]] = [
@@ -294,6 +297,7 @@ POLICY = "; ".join(
         "form-action 'none'",
         "frame-ancestors 'none'",
         "require-trusted-types-for 'script'",  # the browser itself refuses innerHTML
+        "trusted-types dompurify",  # but what the sanitizer made
     ]
 )
 HEADERS = {
@@ -306,8 +310,8 @@ HEADERS = {
 }
 # what a browser fetches before a person can type a key: open even where the API is not
 FILES = {
-    "/" if path.name == "index.html" else f"/web/{path.name}": path
-    for path in sorted(FOLDER.iterdir())
+    "/" if path.name == "index.html" else f"/web/{path.relative_to(FOLDER).as_posix()}": path
+    for path in sorted(FOLDER.rglob("*"))
     if path.suffix in KINDS
 }
 

@@ -2,7 +2,16 @@
 
 import { listModels, streamChat } from "./client.js";
 import { Pictures, takeFiles } from "./images.js";
-import { apiKey, keepSettings, keptModel, requestFields, systemMessages } from "./settings.js";
+import {
+  apiKey,
+  checkAll,
+  keepSettings,
+  keptModel,
+  requestFields,
+  showServer,
+  systemMessages,
+} from "./settings.js";
+import { forgetAll, keepTurns, keptTurns } from "./store.js";
 import { Turn } from "./turns.js";
 import { isChinese, say, translate } from "./words.js";
 
@@ -14,16 +23,16 @@ let models = [];
 let turns = [];
 let running = null; // the AbortController of the answer that comes in
 let isLooking = false; // for models, with a message that waits for them
+let untold = new Set(["picturesLeft", "notKept"]); // each is said once
 
 document.documentElement.lang = isChinese ? "zh-Hans" : "en";
 translate(document);
 keepSettings();
-loadModels();
+restore().then(loadModels);
 
 async function loadModels() {
   try {
     models = await listModels(apiKey());
-    notice("");
   } catch (error) {
     notice(error.message);
     return;
@@ -41,8 +50,7 @@ function showModel() {
   find("welcome-model").textContent = say("talksTo", model().id);
   find("attach").hidden = !takesImages();
   if (!takesImages()) pictures.set([]);
-  const most = model().stageline?.max_length;
-  if (most) find("max_tokens").max = most;
+  showServer(model());
 }
 
 function notice(text) {
@@ -63,15 +71,56 @@ async function submit() {
     await loadModels(); // the server may have come up meanwhile
     isLooking = false;
   }
-  if (!models.length) return;
-  notice("");
-  const turn = new Turn(text, [...pictures.urls], (act) => redo(turn, act));
-  turns.push(turn);
-  find("log").append(turn.element);
+  if (!models.length || !isReady()) return;
+  const turn = addTurn(text, [...pictures.urls]);
   message.value = "";
   pictures.set([]);
   fitMessage();
   await answer(turn);
+}
+
+/** Whether the settings can be sent; if not, shows the first that can't. */
+function isReady() {
+  const wrong = checkAll();
+  notice(wrong ? say("wrongSettings") : "");
+  if (!wrong) return true;
+  if (!find("settings").open) find("settings").showModal();
+  wrong.focus();
+  return false;
+}
+
+function addTurn(text, urls) {
+  const turn = new Turn(text, urls, (act) => redo(turn, act));
+  turns.push(turn);
+  find("log").append(turn.element);
+  return turn;
+}
+
+/** Brings back what was kept before a reload. */
+async function restore() {
+  try {
+    const kept = await keptTurns();
+    if (turns.length || !kept.length) return; // somebody was faster
+    for (const one of kept) addTurn(one.text, one.urls).restore(one);
+    showState();
+    scrollDown();
+  } catch (error) {
+    notice(say("notRestored", error.message));
+  }
+}
+
+/** Keeps the conversation for a reload, without its pictures if there is no room for them. */
+async function keep() {
+  const kept = turns.map((turn) => turn.kept());
+  try {
+    await keepTurns(kept);
+  } catch (error) {
+    const bare = kept.map((one) => ({ ...one, urls: [] }));
+    const hasPictures = kept.some(({ urls }) => urls.length);
+    const isKept = hasPictures && (await keepTurns(bare).then(() => true, () => false));
+    const name = isKept ? "picturesLeft" : "notKept";
+    if (untold.delete(name)) notice(say(name, error.message || error.name));
+  }
 }
 
 async function answer(turn) {
@@ -80,6 +129,7 @@ async function answer(turn) {
   turn.begin();
   showState();
   scrollDown();
+  keep();
   const figures = { usage: null, seconds: 0, firstAfter: null, reason: null };
   let error = null;
   try {
@@ -87,9 +137,11 @@ async function answer(turn) {
   } catch (caught) {
     if (controller.signal.aborted) figures.reason = "stopped";
     else error = caught.message;
+    if (caught.status === 404) loadModels(); // the server has another model by now
   }
   keepDown(() => turn.end({ error, figures }));
   if (running === controller) running = null;
+  if (turns.includes(turn)) keep();
   find("said").textContent = error ?? say(figures.reason === "stopped" ? "stopped" : "answered");
   showState();
 }
@@ -109,7 +161,7 @@ async function receive(turn, signal, figures) {
     first ??= now;
     figures.firstAfter = (first - began) / 1000;
     figures.seconds = (now - first) / 1000;
-    keepDown(() => turn.write(choice.delta.content));
+    turn.write(choice.delta.content, keepDown);
   }
 }
 
@@ -117,10 +169,11 @@ async function receive(turn, signal, figures) {
 function redo(turn, act) {
   if (running || turn !== turns.at(-1)) return;
   if (act === "retry") {
-    answer(turn);
+    if (isReady()) answer(turn);
     return;
   }
   turns.pop();
+  keep();
   turn.element.remove();
   message.value = turn.text;
   pictures.set(turn.urls);
@@ -135,6 +188,19 @@ function startAnew() {
   find("log").replaceChildren();
   notice("");
   showState();
+  keep();
+}
+
+async function forget() {
+  try {
+    await forgetAll();
+    startAnew();
+    find("settings").close();
+    notice(say("forgotten"));
+  } catch (error) {
+    find("settings").close();
+    notice(say("notForgotten", error.message));
+  }
 }
 
 function showState() {
@@ -180,13 +246,22 @@ window.addEventListener("keydown", (event) => {
 });
 find("stop").addEventListener("click", () => running?.abort());
 find("new").addEventListener("click", startAnew);
+find("forget").addEventListener("click", forget);
+window.addEventListener("pagehide", () => {
+  if (!running) return;
+  keep();
+  running.abort(); // by ourselves: the browser's end of it looks like a fault
+});
 find("model").addEventListener("change", showModel);
 find("open-settings").addEventListener("click", () => find("settings").showModal());
 find("settings").addEventListener("click", (event) => {
   if (event.target === find("settings")) find("settings").close(); // beside the drawer
 });
 find("settings").addEventListener("close", () => {
-  if (!models.length) loadModels(); // perhaps with a key now
+  if (!models.length) {
+    notice("");
+    loadModels(); // perhaps with a key now
+  }
   message.focus();
 });
 find("attach").addEventListener("click", () => find("files").click());

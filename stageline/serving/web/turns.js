@@ -1,11 +1,14 @@
 // One question with its answer: what the model was told, and what a person sees of it.
 
-import { copyText, render } from "./render.js";
+import { copyText, Formatted } from "./render.js";
 import { copyOf, say } from "./words.js";
 
 export class Turn {
   answer = "";
-  #isDrawn = true;
+  #error = null;
+  #figures = "";
+  #isDue = false; // drawing
+  #cost = 0; // of the last drawing, in milliseconds
 
   /** @param act called with "retry" or "edit". */
   constructor(text, urls, act) {
@@ -13,6 +16,7 @@ export class Turn {
     this.urls = urls;
     this.element = copyOf("turn");
     this.find = (selector) => this.element.querySelector(selector);
+    this.formatted = new Formatted(this.find(".answer .text"));
     this.find(".question .text").textContent = text;
     this.find(".question .text").hidden = !text;
     this.find(".pictures").hidden = !urls.length;
@@ -36,36 +40,61 @@ export class Turn {
   }
 
   begin() {
-    this.answer = "";
+    this.answer = this.#figures = "";
+    this.#error = null;
     this.#draw();
     this.element.classList.add("running");
     this.find(".error").hidden = true;
     this.find(".foot").hidden = true;
   }
 
-  write(text) {
+  /** @param drawn called around the drawing, with a function that draws. */
+  write(text, drawn) {
     this.answer += text;
-    if (!this.#isDrawn) return;
-    this.#isDrawn = false; // at most once a frame: tokens may come faster
-    requestAnimationFrame(() => this.#draw());
+    if (this.#isDue) return;
+    this.#isDue = true; // at most once a frame, and a fifth of the time: tokens may come faster
+    setTimeout(() => requestAnimationFrame(() => this.#isDue && drawn(() => this.#draw())), 4 * this.#cost);
   }
 
   /** @param figures shown below: {usage, seconds, firstAfter, reason}. */
   end({ error, figures }) {
-    this.#draw();
+    this.#error = error;
+    this.#figures = error ? "" : describe(figures, this.answer);
+    this.#finish();
+  }
+
+  #finish() {
+    this.#draw(true);
     this.element.classList.remove("running");
-    this.element.classList.toggle("failed", Boolean(error));
-    this.find(".error").hidden = !error;
-    this.find(".error").textContent = error ?? "";
+    this.element.classList.toggle("failed", Boolean(this.#error));
+    this.find(".error").hidden = !this.#error;
+    this.find(".error").textContent = this.#error ?? "";
     this.find('[data-act="copy"]').hidden = !this.answer;
-    this.find(".figures").textContent = error ? "" : describe(figures, this.answer);
+    this.find(".figures").textContent = this.#figures;
     this.find(".foot").hidden = false;
   }
 
-  #draw() {
-    this.#isDrawn = true;
-    render(this.find(".answer .text"), this.answer);
+  /** What a reload brings back: plain values. */
+  kept() {
+    const isRunning = this.element.classList.contains("running");
+    const figures = isRunning ? say("stopped") : this.#figures;
+    return { text: this.text, urls: this.urls, answer: this.answer, error: this.#error, figures };
+  }
+
+  /** Takes what `kept` gave. */
+  restore({ answer, error, figures }) {
+    this.answer = answer;
+    this.#error = error;
+    this.#figures = figures;
+    this.#finish();
+  }
+
+  #draw(isWhole = false) {
+    const began = performance.now();
+    this.#isDue = false;
+    this.formatted.show(this.answer, isWhole);
     this.element.classList.toggle("begun", this.answer !== "");
+    this.#cost = performance.now() - began;
   }
 }
 
