@@ -7,6 +7,7 @@ with open_decoding(run) as decoding:
 
 import contextlib
 import functools
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -73,6 +74,8 @@ def open_decoding(run: Any, *, model_path: str | None = None) -> Iterator[Decodi
         matchers = Matchers(lambda: get_tokenizer(model.processor))
         decoder = StageDecoder(stage, device=context.device, matchers=matchers)
         limits = make_limits(run, model, decoder, context)
+        gc.freeze()  # what stands now stays
+        gc.enable()
         chain: Any = LocalChain([decoder])
         if context.num_ranks > 1:
             wire = make_wire(

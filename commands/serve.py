@@ -9,6 +9,7 @@ let what is under way finish for --shutdown-seconds, a second signal ends at onc
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import sys
 from dataclasses import replace
@@ -47,6 +48,7 @@ def main() -> int:
     run = arguments.run
     check_packages()
     api_keys = read_api_keys(run)
+    gc.disable()  # until the model stands: looking for garbage is an eighth of all imports
     from commands.stages import place_stages
     from stageline.distributed.guard import GuardRules
     from stageline.distributed.launch import launch_if_needed
