@@ -123,12 +123,13 @@ def measure(words: str, threads: int, options: argparse.Namespace) -> dict[str, 
 
     tokenizer, found = AutoTokenizer.from_pretrained(options.model), {}
     text = (ROOT / "README.md").read_text(encoding="utf-8").split()
-    questions = [" ".join(text[8 * place : 8 * place + 24]) for place in range(max(STREAMS))]
+    longest = max(options.streams)
+    questions = [" ".join(text[8 * place : 8 * place + 24]) for place in range(longest)]
     name = name_of(words, options.model)
     with server(words, threads, options.model) as (port, seconds, user):
         found |= {"start-up, s": seconds, "start-up, user s": user}
         time.sleep(options.settle)  # ours measures its steps behind its start
-        for count in STREAMS:
+        for count in options.streams:
             with ThreadPoolExecutor(count) as pool:
                 start = time.perf_counter()
                 jobs = [
@@ -151,6 +152,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=ROOT / ".cache" / "smollm2")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
     parser.add_argument("--settle", type=float, default=15.0)
     parser.add_argument("--only", nargs="*", default=list(SERVERS), choices=SERVERS)
     options = parser.parse_args()
