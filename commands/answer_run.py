@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from commands.decode_run import open_decoding, place_stages
-from commands.stages import dtype_of, texts_of
+from commands.decode_run import open_decoding
+from commands.stages import dtype_of, place_stages, texts_of
 from options.answer import ENGINE_KEYS, check_has_model, device_memory
 from options.fields import handed_to, option_fields, spelled
 from options.model import adapter_arguments

@@ -6,8 +6,8 @@ with open_decoding(run) as decoding:
 """
 
 import contextlib
-import dataclasses
 import functools
+import gc
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -51,29 +51,6 @@ class Decoding:
     config: Any
 
 
-def place_stages(run: Any, *, num_replicas: int | None = 1) -> tuple[Any, int]:
-    """The options with the number of stages, and how many processes they take.
-
-    Args:
-        run: has the options of `DecodeOptions` and device.
-        num_replicas: copies of the pipeline that share the work; None: as many as the GPUs allow.
-    """
-    started = int(os.environ.get("WORLD_SIZE", "0"))
-    have = started or (torch.cuda.device_count() if run.device != "cpu" else 0)
-    num_stages = run.num_stages or max(1, have // (num_replicas or 1))
-    if num_replicas is None:
-        num_replicas = max(1, have // num_stages)
-    wanted = num_stages * num_replicas
-    if started and started != wanted:
-        times = f" times --num-replicas {num_replicas}" if num_replicas > 1 else ""
-        raise UserError(
-            f"{started} processes were started for --num-stages {num_stages}{times}. {wanted} "
-            "were expected, because each stage has a process of its own: leave torchrun out, or "
-            "correct the numbers."
-        )
-    return dataclasses.replace(run, num_stages=num_stages), wanted
-
-
 @contextlib.contextmanager
 def open_decoding(
     run: Any, *, model_path: str | None = None, beside: Sequence[str] = ()
@@ -100,6 +77,8 @@ def open_decoding(
         matchers = Matchers(lambda: get_tokenizer(model.processor))
         decoder = StageDecoder(stage, device=context.device, matchers=matchers)
         limits = make_limits(run, model, decoder, context)
+        gc.freeze()  # what stands now stays; a server has looked for no garbage until here
+        gc.enable()
         chain: Any = LocalChain([decoder])
         if context.num_ranks > 1:
             wire = make_wire(

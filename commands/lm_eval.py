@@ -8,6 +8,7 @@ The first rank runs lm_eval; the others follow its engine.
 import importlib.util
 
 from commands import is_first, with_folders
+from commands.stages import place_stages
 from options.answer import LmEvalConfig, task_names
 from parse_args import parse_lm_eval_args
 from register import freeze_registers, import_shelf
@@ -19,7 +20,7 @@ def main() -> int:
     run: LmEvalConfig = parse_lm_eval_args().run
     freeze_registers()
     run = with_folders(run)
-    from commands.decode_run import open_decoding, place_stages  # after the options: --help
+    from commands.decode_run import open_decoding  # after the options: --help
     from stageline.distributed.launch import launch_if_needed
     from stageline.errors import UserError
 

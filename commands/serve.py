@@ -9,6 +9,7 @@ let what is under way finish for --shutdown-seconds, a second signal ends at onc
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import sys
 from dataclasses import replace
@@ -47,15 +48,18 @@ def main() -> int:
     run = arguments.run
     check_packages()
     api_keys = read_api_keys(run)
-    import transformers  # after the options: --help answers at once
-
-    from commands.decode_run import open_decoding, place_stages
+    gc.disable()  # until the model stands: looking for garbage is an eighth of all imports
+    from commands.stages import place_stages
     from stageline.distributed.guard import GuardRules
     from stageline.distributed.launch import launch_if_needed
 
     rules = GuardRules(stop_deadline=run.shutdown_seconds + SECONDS_TO_END)
     run, num_processes = place_stages(run)
     launch_if_needed(num_processes, rules=rules)
+    import transformers  # the process that starts the others needs none of it
+
+    from commands.decode_run import open_decoding
+
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     stop_requested()  # on each rank: the first one sees to it that all end in order
@@ -84,7 +88,6 @@ def serve(arguments: ServeArguments, decoding: Any, api_keys: tuple[str, ...]) -
             file=sys.stderr,
         )
     service = make_service(arguments, decoding, settings)
-    decoding.engine.prepare()  # who gets through to the server is answered at once
     serve_until(
         service,
         make_app(service),

@@ -5,7 +5,9 @@ trained, without an export.
 """
 
 import contextlib
+import dataclasses
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +35,32 @@ def dtype_of(run: Any) -> "torch.dtype":
     import torch
 
     return getattr(torch, DTYPES[run.precision])
+
+
+def place_stages(run: Any, *, num_replicas: int | None = 1) -> tuple[Any, int]:
+    """The options with the number of stages, and how many processes they take.
+
+    Args:
+        run: has the options of `DecodeOptions` and device.
+        num_replicas: copies of the pipeline that share the work; None: as many as the GPUs allow.
+    """
+    have = started = int(os.environ.get("WORLD_SIZE", "0"))
+    if not started and run.device != "cpu":
+        import torch
+
+        have = torch.cuda.device_count()
+    num_stages = run.num_stages or max(1, have // (num_replicas or 1))
+    if num_replicas is None:
+        num_replicas = max(1, have // num_stages)
+    wanted = num_stages * num_replicas
+    if started and started != wanted:
+        times = f" times --num-replicas {num_replicas}" if num_replicas > 1 else ""
+        raise UserError(
+            f"{started} processes were started for --num-stages {num_stages}{times}. {wanted} "
+            "were expected, because each stage has a process of its own: leave torchrun out, or "
+            "correct the numbers."
+        )
+    return dataclasses.replace(run, num_stages=num_stages), wanted
 
 
 def texts_of(parts: Mapping[str, ChosenPart]) -> dict[str, Any]:
@@ -157,6 +185,8 @@ class StageBuilder:
             mode: auto, always or never.
             ranks: of the whole run.
         """
+        if self.num_stages == 1:
+            return
         from stageline.checking.proof import SplitToProve, options_of_proof, prove_split
 
         split = SplitToProve(

@@ -27,6 +27,7 @@ from commands.train_run import (
 )
 from options.memory import memory_remedies
 from options.model import learning_rate_scales
+from options.train import RunConfig
 from parse_args import TrainArguments, save_config
 from stageline.checkpoint.layout import Ranks
 from stageline.distributed.failure import name_stages
@@ -124,12 +125,7 @@ def train(
         make_runner: gets the stages and gives what runs them; None: a PipelineRunner.
     """
     run, schedule = plan.run, plan.topology.schedule
-    has_gpu = context.devices[0].type == "cuda"
-    if has_gpu and not (run.bf16 or run.fp16):
-        say("note: float32 on a GPU, at a fraction of its speed; --bf16 computes in half the bits")
-    remedies = memory_remedies(run, has_gpu=has_gpu, streams=make_runner is not None)
-    account = MemoryAccount(context.devices, remedies)
-    on_full_memory(account.describe)
+    account = _open_account(run, context, streams=make_runner is not None)
     stage_builder(plan).prove(run.prove_split, ranks=Ranks.of(None), say=say)
     seed_everything(run.seed)
     models = build_stages(
@@ -171,6 +167,17 @@ def train(
         training = TrainingRun(plan, data, context, runner, replicas, report, point)
         account.train_step = training.train_step
         training.run()
+
+
+def _open_account(run: RunConfig, context: DistributedContext, *, streams: bool) -> MemoryAccount:
+    """What is told where memory runs out."""
+    has_gpu = context.devices[0].type == "cuda"
+    if has_gpu and not (run.bf16 or run.fp16):
+        say("note: float32 on a GPU, at a fraction of its speed; --bf16 computes in half the bits")
+    remedies = memory_remedies(run, has_gpu=has_gpu, streams=streams)
+    account = MemoryAccount(context.devices, remedies)
+    on_full_memory(account.describe)
+    return account
 
 
 def join_replicas(models: list[Stage], context: DistributedContext, *, shards: bool) -> Replicas:

@@ -272,9 +272,9 @@ class WholeNames:
 
     def unknown(self, files: Iterable[str], pruned: PreTrainedModel) -> Callable[[str], bool]:
         """Says whether a name, as the pruned model has renamed it, is none of the whole model's."""
-        ours = get_model_conversion_mapping(pruned)
+        ours, kept = get_model_conversion_mapping(pruned), pruned.state_dict()
         known = {
-            _renamed(name, ours, self.base, pruned.state_dict())
+            _renamed(name, ours, self.base, kept)
             for name in files
             if _renamed(name, self.transforms, self.base, self.names) in self.names
         }

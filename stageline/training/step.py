@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,9 @@ from stageline.training.optimizers import set_learning_rate
 from stageline.training.part_checks import check_agreement
 from stageline.training.precision import LossScaler, MasterWeights
 from stageline.training.replicas import Replicas
-from stageline.training.timeline import StepTimeline
+
+if TYPE_CHECKING:
+    from stageline.training.timeline import StepTimeline  # it draws: matplotlib takes a second
 
 _shapes: list[tuple[int, ...]] = []
 OPERATIONS = {
@@ -221,7 +223,7 @@ class TrainStep:
         learning_rate: Callable[[int], float],
         max_grad_norm: float = 1.0,
         scaler: LossScaler | None = None,
-        timeline: StepTimeline | None = None,
+        timeline: "StepTimeline | None" = None,
         replicas: Replicas | None = None,
         skips: Skips | None = None,
         prepare: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]] = list,

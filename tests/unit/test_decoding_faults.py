@@ -27,7 +27,7 @@ from stageline.inference.decoding.request import (
     ScoreRequest,
 )
 from tests.helpers.decoded_models import decoded_text_model
-from tests.helpers.decoding_engines import built_stages, local_engine
+from tests.helpers.decoding_engines import built_stages, local_engine, noted_orders
 
 NUM_TOKENS = 8
 SECONDS = 60
@@ -163,6 +163,26 @@ def test_a_measurement_that_fails_leaves_one_group(model):
         engine.prepare()
     assert engine.choice is None
     assert answer_all(engine, model) == {}
+
+
+def test_requests_are_answered_while_steps_are_measured(model):
+    engine = engine_of(model, 2, max_rows=4, num_groups=None)
+    orders, done = noted_orders(engine), []
+
+    def listen(event):
+        if isinstance(event, Finished | Failed):
+            done.append(event)
+            if len(done) == 3:
+                engine.stop()
+
+    for place in range(3):
+        engine.submit(request_of(model, place), listen)
+    engine.run()
+    kinds = [order.kind for order in orders]
+    assert kinds[0] == "prefill" and "measure" in kinds[: kinds.index("decode")]
+    assert "measure" in kinds[kinds.index("decode") :], "all of it came before the second token"
+    assert [one.token_ids for one in done] == [model.answers[int(one.key)] for one in done]
+    assert engine.choice is not None and engine.choice.rows == (1, 2, 4)
 
 
 # -- requests --------------------------------------------------------------------------------

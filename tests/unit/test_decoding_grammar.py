@@ -14,7 +14,7 @@ from register import train_model_register
 from stageline.checking.tiny_models import TEXTS, tiny_tokenizer
 from stageline.checkpoint.load import quiet
 from stageline.errors import UserError
-from stageline.inference.decoding import grammars, stage_decoder
+from stageline.inference.decoding import grammars, sampler, stage_decoder
 from stageline.inference.decoding.grammars import (
     JSON_OBJECT,
     LONGEST,
@@ -181,6 +181,29 @@ def test_greedy_answers_are_those_of_trying_each_token(parts, tokenizer, grammar
             assert one.logprob == pytest.approx(row[one.token_id].item(), abs=1e-4)
     split = answers(local_engine(stages[2], tokenizer, max_rows=2), requests)
     assert [one.token_ids for one in split] == [one.token_ids for one in found]
+
+
+def test_what_the_model_would_say_anyway_needs_no_mask(parts, tokenizer, engine, monkeypatch):
+    """A mask has a place for each token of the vocabulary; one token is asked about at once."""
+    free = answers(engine, requests_of(tokenizer, 2, max_new_tokens=6, stop_token_ids=()))
+    grammar = Grammar("regex", r"(.|\n)*")
+    bound = requests_of(tokenizer, 2, grammar=grammar, max_new_tokens=6, stop_token_ids=())
+    masked, rows = sampler.allowed_tokens, []
+
+    def counted(matchers, num_columns):
+        rows.extend(matchers)
+        return masked(matchers, num_columns)
+
+    monkeypatch.setattr(sampler, "allowed_tokens", counted)
+    found = answers(engine, bound)
+    num_forced = len(rows)
+    with monkeypatch.context() as patch:
+        patch.setattr(grammars.RowMatcher, "allows", lambda self, token_id: False)
+        always = answers(engine, bound)
+    assert [one.token_ids for one in found] == [one.token_ids for one in always]
+    assert len(rows) - num_forced == sum(len(one.token_ids) for one in always) == 12
+    num_same = sum(one.token_ids == other.token_ids for one, other in zip(found, free, strict=True))
+    assert num_forced < 12 and (num_forced == 0 or num_same < 2)
 
 
 def test_sampled_answers_keep_to_it_and_others_stay_as_they_are(engine, tokenizer):

@@ -110,7 +110,7 @@ def timed_steps(
         columns: tokens that each row has already.
     """
     for _ in range(count):
-        order = PassOrder("measure", rows=list(range(num_rows)), lengths=[columns] * num_rows)
+        order = PassOrder("measure", rows=list(range(-num_rows, 0)), lengths=[columns] * num_rows)
         start(order, {"input_ids": torch.zeros(num_rows, 1, dtype=torch.long)})
     done = [result() for _ in range(count)]
     if errors := [order.error for order in done if order.error is not None]:
@@ -217,6 +217,7 @@ class DecodingEngine:
         self._is_stopping, self._door, self._is_over = threading.Event(), threading.Lock(), False
         self._prompt_tokens = self._completion_tokens = 0
         self._stage_seconds = [0.0] * chain.num_stages
+        self._measuring = self._measurements()
 
     @property
     def max_length(self) -> int:
@@ -274,11 +275,15 @@ class DecodingEngine:
         )
 
     def run(self) -> None:
-        """Answers what is submitted until `stop` is called."""
+        """Answers what is submitted until `stop` is called.
+
+        Steps are measured in between, so that the first requests need not wait for all of it.
+        """
         try:
-            self.prepare()
             while not self._is_stopping.is_set():
-                if not self._act():
+                is_idle = not self._act()
+                has_measured = not self.chain.num_in_flight and next(self._measuring, True) is None
+                if is_idle and not has_measured:
                     self._wait()
             self._fail_all(EngineError("the engine was stopped"))
         except BaseException as error:
@@ -336,17 +341,25 @@ class DecodingEngine:
 
     def prepare(self) -> None:
         """Measures steps once, where the number of groups is to be chosen."""
+        for _ in self._measuring:
+            pass
+
+    def _measurements(self) -> Iterator[None]:
         several = self.chain.num_stages > 1 and self.limits.max_rows > 1 and self.has_cache
         if several and self.limits.num_groups is None and self.choice is None:
             columns = min(MEASURED_COLUMNS, self.limits.max_length // 2)
             with contextlib.suppress(EngineError):  # its requests will tell
-                self.choice = measure_steps(
+                for choice in measure_steps(
                     functools.partial(timed_steps, self._order, self.chain.result, columns),
                     max_rows=self.limits.max_rows,
                     num_stages=self.chain.num_stages,
-                )
-            self._order(PassOrder("tidy", leave=[(-1, row) for row in range(self.limits.max_rows)]))
+                ):
+                    self.choice = choice
+                    yield
+            rows = range(-self.limits.max_rows, 0)
+            self._order(PassOrder("tidy", leave=[(-1, row) for row in rows]))
             self.chain.result()
+            self._scheduler.best_groups = functools.cache(self._best_groups)  # by the new choice
 
     def close(self) -> None:
         """Lets the other ranks go; nothing is answered any more."""

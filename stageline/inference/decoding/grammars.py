@@ -79,6 +79,11 @@ class RowMatcher:
             return None
         return UserError(f"the grammar can't be followed any more: {_first(self.matcher)}")
 
+    def allows(self, token_id: int) -> bool:
+        """Whether a token may come next; False too where only all tokens together can tell."""
+        is_text = token_id < self.end_id and token_id not in self.stop_ids
+        return is_text and self.matcher.validate_tokens([token_id]) == 1
+
     def take(self, token_id: int) -> bool:
         """Goes on with the token that was chosen; whether the text is whole and nothing follows."""
         if token_id < 0 or token_id in self.stop_ids:

@@ -8,7 +8,7 @@ one another through the stages; groups take steps in between.
 import bisect
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -455,11 +455,14 @@ def measure_steps(
     *,
     max_rows: int,
     num_stages: int,
-) -> GroupChoice:
+) -> Iterator[GroupChoice | None]:
     """Measures steps of 1, 2, 4, ... rows: matrices of two rows can be as slow as those of four.
 
     Args:
         measure: (rows, how many steps follow one another) -> seconds of each, on each stage.
+
+    Yields:
+        None after each measurement, so that other work may come between; what they advise last.
     """
     rows, alone, together, number = [], [], [], 1
     while True:
@@ -467,13 +470,16 @@ def measure_steps(
         rows.append(number)
         flow = measure(number, num_stages + NUM_FULL - 1)  # its first steps warm up
         together.append(tuple(_shortest(flow, stage, num_stages) for stage in range(num_stages)))
+        yield None
         singles = [measure(number, 1)[0] for _ in range(2)]
         # working alone is never slower: what another process disturbed does not count
         alone.append(tuple(min(stage) for stage in zip(*singles, *flow, strict=True)))
         # so long a step is bound by arithmetic, and longer ones lie on a line with it
         if number == max_rows or max(alone[-1]) > LONG_STEP:
-            return GroupChoice(tuple(rows), tuple(alone), tuple(together))
+            break
+        yield None
         number *= 2
+    yield GroupChoice(tuple(rows), tuple(alone), tuple(together))
 
 
 def _shortest(flow: list[list[float]], stage: int, num_stages: int) -> float:
