@@ -151,4 +151,9 @@ stageline_set_up() {
     exec 9>&-
 }
 
+# What --device is to be for so many stages: a GPU for each, or the CPU for all.
+stageline_device() {
+    if [ "$(nvidia-smi --list-gpus 2>/dev/null | wc -l)" -ge "$1" ]; then echo cuda; else echo cpu; fi
+}
+
 stageline_set_up ${STAGELINE_PURPOSES:-}

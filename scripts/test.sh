@@ -6,6 +6,8 @@ STAGELINE_PURPOSES=dev source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 "$PYTHON" -m ruff check "$ROOT" --config "$ROOT/pyproject.toml"
 "$PYTHON" -m ruff format --check --quiet "$ROOT" --config "$ROOT/pyproject.toml"
+# many ranks of small models: on the CPU, wherever they run; tests/gpu as an argument runs on GPUs
+case "$*" in *tests/gpu*) ;; *) export CUDA_VISIBLE_DEVICES="" ;; esac
 run_tests() { # long files first: tests of faults, which mostly wait, and of ranks
     "$PYTHON" -m pytest --rootdir "$ROOT" -c "$ROOT/pyproject.toml" \
         --numprocesses "${STAGELINE_TEST_WORKERS:-3}" \

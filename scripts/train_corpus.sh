@@ -8,6 +8,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 NUM_STAGES=2
+DEVICE="$(stageline_device "$NUM_STAGES")"
 TRAIN_MODEL=llama
 BATCH_SIZE=8
 GLOBAL_BATCH_DISTRIBUTED=6,2 # rows of each type in a batch of all replicas; adds up to it
@@ -28,6 +29,7 @@ fi
 
 exec "$PYTHON" "$ROOT/train_pp.py" \
     --num-stages "$NUM_STAGES" \
+    --device "$DEVICE" \
     --train-model "$TRAIN_MODEL" \
     --config-path "$CONFIG_PATH" \
     --dataset corpus \

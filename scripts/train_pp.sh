@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Trains on several stages. Default job: a small InternVL, random start, learns to read the 1,437
-# handwritten digits of scikit-learn on 2 stages; on GPUs if there are two, else on the CPU.
+# handwritten digits of scikit-learn on 2 stages; on GPUs if there is one for each, else on the CPU.
 # Change a key below, or append options: bash scripts/train_pp.sh --num-stages 4 --total-steps 800
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 NUM_STAGES=2
+DEVICE="$(stageline_device "$NUM_STAGES")"
 TRAIN_MODEL=internvl
 DATASET=digits
 PROMPT=digits
@@ -25,6 +26,7 @@ OUTPUT_DIR="$ROOT/runs/digits-$(date +%Y%m%d-%H%M%S)"
 
 exec "$PYTHON" "$ROOT/train_pp.py" \
     --num-stages "$NUM_STAGES" \
+    --device "$DEVICE" \
     --schedule "$SCHEDULE" \
     --partition "$PARTITION" \
     --train-model "$TRAIN_MODEL" \

@@ -4,6 +4,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 NUM_STAGES=2
+DEVICE="$(stageline_device "$NUM_STAGES")"
 TRAIN_MODEL=llama
 DATASET=jsonl
 PROMPT=chat
@@ -19,6 +20,7 @@ RUN_DIR="${RUN_DIR:-$ROOT/runs/smollm2-lora-$(date +%Y%m%d-%H%M%S)}"
 
 "$PYTHON" "$ROOT/train_pp.py" \
     --num-stages "$NUM_STAGES" \
+    --device "$DEVICE" \
     --partition "$PARTITION" \
     --train-model "$TRAIN_MODEL" \
     --model-path "$MODEL_PATH" \

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request
@@ -47,7 +47,7 @@ from stageline.serving.responses import (
     ResponsesRequest,
     answer_response,
 )
-from stageline.serving.service import LiveResponse, Service
+from stageline.serving.service import LiveResponse, Out, Service
 
 _REFS = "#/components/schemas/{model}"
 _STATUSES = {
@@ -122,13 +122,7 @@ def make_app(service: Service) -> FastAPI:
         if app.openapi_schema is None:
             app.openapi_schema = make_document(
                 app,
-                [
-                    ChatRequest,
-                    CompletionRequest,
-                    ResponsesRequest,
-                    TokenizeRequest,
-                    DetokenizeRequest,
-                ],
+                [asked.request for asked in _ASKED],
                 model_names=service.model_names,
                 has_keys=bool(settings.api_keys),
             )
@@ -153,72 +147,147 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
+class Asked(NamedTuple):
+    """A route that reads a body and answers, whole or as a stream.
+
+    Attributes:
+        stream: what a stream of it has; empty: it has none.
+    """
+
+    path: str
+    about: str
+    request: type[BaseModel]
+    answer: type[BaseModel]
+    write: Callable[..., Any]
+    stream: str = ""
+    out: type[Out] = Out
+
+
+_ASKED = (
+    Asked(
+        "/v1/chat/completions",
+        "Answers a chat, OpenAI's way.",
+        ChatRequest,
+        ChatCompletion,
+        answer_chat,
+        "the answers, or their chunks",
+    ),
+    Asked(
+        "/v1/completions",
+        "Goes on with texts, OpenAI's way.",
+        CompletionRequest,
+        Completion,
+        answer_completion,
+        "the texts, or their chunks",
+    ),
+    Asked(
+        "/v1/responses",
+        "Answers a conversation, OpenAI's newer way.",
+        ResponsesRequest,
+        ResponseObject,
+        answer_response,
+        "the response, or its events",
+        ResponseOut,
+    ),
+    Asked(
+        "/tokenize",
+        "The tokens of a text or of messages, vLLM's way.",
+        TokenizeRequest,
+        Tokens,
+        answer_tokenize,
+    ),
+    Asked(
+        "/detokenize",
+        "The text of tokens, vLLM's way.",
+        DetokenizeRequest,
+        TokensText,
+        answer_detokenize,
+    ),
+)
+
+
+class Asked(NamedTuple):
+    """A route that reads a body and answers, whole or as a stream.
+
+    Attributes:
+        stream: what a stream of it has; empty: it has none.
+    """
+
+    path: str
+    about: str
+    request: type[BaseModel]
+    answer: type[BaseModel]
+    write: Callable[..., Any]
+    stream: str = ""
+    out: type[Out] = Out
+
+
+_ASKED = (
+    Asked(
+        "/v1/chat/completions",
+        "Answers a chat, OpenAI's way.",
+        ChatRequest,
+        ChatCompletion,
+        answer_chat,
+        "the answers, or their chunks",
+    ),
+    Asked(
+        "/v1/completions",
+        "Goes on with texts, OpenAI's way.",
+        CompletionRequest,
+        Completion,
+        answer_completion,
+        "the texts, or their chunks",
+    ),
+    Asked(
+        "/v1/responses",
+        "Answers a conversation, OpenAI's newer way.",
+        ResponsesRequest,
+        ResponseObject,
+        answer_response,
+        "the response, or its events",
+        ResponseOut,
+    ),
+    Asked(
+        "/tokenize",
+        "The tokens of a text or of messages, vLLM's way.",
+        TokenizeRequest,
+        Tokens,
+        answer_tokenize,
+    ),
+    Asked(
+        "/detokenize",
+        "The text of tokens, vLLM's way.",
+        DetokenizeRequest,
+        TokensText,
+        answer_detokenize,
+    ),
+)
+
+
 def _asking(service: Service) -> APIRouter:
     router = APIRouter()
-
-    @router.post(
-        "/v1/chat/completions",
-        response_model=None,
-        responses={
-            200: {"model": ChatCompletion, **stream_of("the answers, or their chunks")},
-            **errors(*ASKING),
-        },
-        openapi_extra=body_of(ChatRequest),
-    )
-    async def chat_completions(request: Request) -> LiveResponse:
-        """Answers a chat, OpenAI's way."""
-        return await service.respond(request, ChatRequest, partial(answer_chat, service))
-
-    @router.post(
-        "/v1/completions",
-        response_model=None,
-        responses={
-            200: {"model": Completion, **stream_of("the texts, or their chunks")},
-            **errors(*ASKING),
-        },
-        openapi_extra=body_of(CompletionRequest),
-    )
-    async def completions(request: Request) -> LiveResponse:
-        """Goes on with texts, OpenAI's way."""
-        write = partial(answer_completion, service)
-        return await service.respond(request, CompletionRequest, write)
-
-    @router.post(
-        "/v1/responses",
-        response_model=None,
-        responses={
-            200: {"model": ResponseObject, **stream_of("the response, or its events")},
-            **errors(*ASKING),
-        },
-        openapi_extra=body_of(ResponsesRequest),
-    )
-    async def responses(request: Request) -> LiveResponse:
-        """Answers a conversation, OpenAI's newer way."""
-        write = partial(answer_response, service)
-        return await service.respond(request, ResponsesRequest, write, ResponseOut)
-
-    @router.post(
-        "/tokenize",
-        response_model=None,
-        responses={200: {"model": Tokens}, **errors(*ASKING)},
-        openapi_extra=body_of(TokenizeRequest),
-    )
-    async def tokenize(request: Request) -> LiveResponse:
-        """The tokens of a text or of messages, vLLM's way."""
-        return await service.respond(request, TokenizeRequest, partial(answer_tokenize, service))
-
-    @router.post(
-        "/detokenize",
-        response_model=None,
-        responses={200: {"model": TokensText}, **errors(*ASKING)},
-        openapi_extra=body_of(DetokenizeRequest),
-    )
-    async def detokenize(request: Request) -> LiveResponse:
-        """The text of tokens, vLLM's way."""
-        write = partial(answer_detokenize, service)
-        return await service.respond(request, DetokenizeRequest, write)
-
+    for asked in _ASKED:
+        found = {"model": asked.answer, **(stream_of(asked.stream) if asked.stream else {})}
+        router.add_api_route(
+            asked.path,
+            _answering(service, asked),
+            methods=["POST"],
+            name=asked.path.strip("/").removeprefix("v1/").replace("/", "_"),
+            description=asked.about,
+            response_model=None,
+            responses={200: found, **errors(*ASKING)},
+            openapi_extra=body_of(asked.request),
+        )
     return router
+
+
+def _answering(service: Service, asked: Asked) -> Callable[..., Any]:
+    async def answer(request: Request) -> LiveResponse:
+        write = partial(asked.write, service)
+        return await service.respond(request, asked.request, write, asked.out)
+
+    return answer
 
 
 def _reading(service: Service) -> APIRouter:
