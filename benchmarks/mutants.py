@@ -1,7 +1,8 @@
 """Breaks one line of the code at a time, and asks whether the tests named for it notice.
 
 `mutants.yaml` lists, for each file, lines as they are, as a slip would have them, and the tests
-that must fail. All runs on a copy of this checkout, outside of it. Tests run in forks of this process, which has imported torch but nothing of ours.
+that must fail. All runs on a copy of this checkout, outside of it. Tests run in forks of
+this process, which has imported torch but nothing of ours.
 
     python benchmarks/mutants.py [--only lora] [--jobs 1] [--seconds 120] [--output FILE.md]
 
@@ -11,6 +12,7 @@ Exit code 1: a mutant survived, does not apply, or its tests fail without it.
 import argparse
 import contextlib
 import datetime
+import importlib
 import os
 import platform
 import re
@@ -34,7 +36,21 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = Path(__file__).with_suffix(".yaml")
-HEAVY = ("torch", "torch.distributed.pipelining", "transformers", "numpy", "peft", "datasets")
+HEAVY = (  # what our code and tests import of others
+    "torch.distributed.pipelining",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+    "datasets",
+    "matplotlib.pyplot",
+    "jsonargparse",
+    "hypothesis",
+    "fastapi",
+    "uvicorn",
+    "openai",
+    "httpx",
+    "prometheus_client",
+    "llguidance",
+)
 Result = tuple["Mutant", str, float, str]  # with fate, seconds, what is to be told
 KILLED, SURVIVED, STALE, BROKEN = "killed", "survived", "does not apply", "tests fail without it"
 
@@ -253,7 +269,8 @@ def main() -> int:
     arguments = parser.parse_args()
     mutants = [one for one in read_list() if re.search(arguments.only, f"{_row(one)} {one.tests}")]
     for name in HEAVY:
-        __import__(name)
+        with contextlib.suppress(ImportError):  # its tests skip themselves
+            importlib.import_module(name)
     sys.modules["torch"].set_num_threads(1)
     started = time.monotonic()
     results = run_all(mutants, jobs=arguments.jobs, seconds=arguments.seconds)

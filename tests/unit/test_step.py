@@ -1,0 +1,153 @@
+"""Optimizer steps of two stages in one process, against plain transformers and torch."""
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from loss_fn import sft
+from pp_models import CausalLMStage
+from stageline.checkpoint.load import load_split_model
+from stageline.pipeline.runner import PipelineRunner
+from stageline.pipeline.schedules import make_schedule
+from stageline.training.optimizers import optimizer_groups
+from stageline.training.precision import LossScaler
+from stageline.training.step import TrainStep
+from tests.helpers.tiny_batches import count_targets, tiny_micro_batches
+from tests.helpers.tiny_checkpoints import tiny_whole
+
+RATES = (1e-3, 2e-3, 5e-4)
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model with untied weights."""
+    path = tmp_path_factory.mktemp("llama")
+    tiny_whole("llama", path)
+    return path
+
+
+@functools.cache
+def batches_of(step):
+    return tiny_micro_batches("llama", lengths=(14, 11 + step), seed=100 + step)
+
+
+def reference(folder, steps, max_norm):
+    """(loss, norm) of each step, and the weights in the end."""
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder).train()
+    parts = [[p for p in whole.parameters() if (p.ndim >= 2) is decays] for decays in (True, False)]
+    groups = [{"params": part, "weight_decay": 0.1 * place} for part, place in zip(parts, (1, 0))]
+    optimizer = torch.optim.AdamW(groups, lr=1.0, eps=1e-6)
+    told = []
+    for step in steps:
+        count = torch.tensor(float(count_targets(batches_of(step))))
+        optimizer.zero_grad()
+        loss = torch.zeros(())
+        for batch in batches_of(step):
+            share = whole(**batch, num_items_in_batch=count, use_cache=False).loss
+            share.backward()
+            loss = loss + share.detach()
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), max_norm or math.inf)
+        for group in optimizer.param_groups:
+            group["lr"] = RATES[step]
+        optimizer.step()
+        told.append((loss.item(), norm.item()))
+    return told, dict(whole.named_parameters())
+
+
+def make_step(folder, schedule="interleaved_1f1b", **options):
+    """The steps of two stages on one rank; `interleaved` runs backward passes in the order of a
+    loop over micro-batches."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    stages = []
+    for stage in range(2):
+        model = CausalLMStage(config, stage=stage, num_stages=2)
+        load_split_model(model, folder, device="cpu", dtype=torch.float32)
+        model.frozen()
+        stages.append(model.train())
+    plan = make_schedule(schedule, num_ranks=1, stages_per_rank=2)
+    runner = PipelineRunner(stages, device=torch.device("cpu"), schedule=plan)
+
+    def make_optimizer(parameters):
+        groups = optimizer_groups(parameters, weight_decay=0.1)
+        return torch.optim.AdamW(groups, lr=1.0, eps=1e-6)
+
+    options = {"loss_fn": sft, "learning_rate": RATES.__getitem__, **options}
+    return TrainStep(runner, make_optimizer=make_optimizer, **options)
+
+
+def check_equal(train_step, told, expected):
+    losses, weights = expected
+    assert told == losses
+    for name, parameter in train_step.runner.local.named_parameters().items():
+        assert torch.equal(parameter, weights[name]), name
+
+
+# clipping acts; does not act, and makes no gradient larger; is off
+@pytest.mark.parametrize("max_norm", [0.05, 1e4, 0.0])
+@pytest.mark.parametrize("scale", [None, 2.0**10])
+def test_steps_are_those_of_a_plain_loop(max_norm, scale, folder):
+    scaler = LossScaler(enabled=scale is not None, initial_scale=scale or 1.0)
+    train_step = make_step(folder, max_grad_norm=max_norm, scaler=scaler)
+    results = [train_step(batches_of(step), step=step) for step in range(3)]
+    told = [(result.loss, result.grad_norm) for result in results]
+    check_equal(train_step, told, reference(folder, range(3), max_norm))
+    assert [result.learning_rate for result in results] == list(RATES)
+    counts = [count_targets(batches_of(step)) for step in range(3)]
+    assert [result.num_targets for result in results] == counts
+    tokens = [sum(int(b["attention_mask"].sum()) for b in batches_of(s)) for s in range(3)]
+    assert [result.num_tokens for result in results] == tokens
+    assert results[0].num_samples == 4
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "looped_bfs"])
+def test_other_orders_of_passes_add_up_the_same(schedule, folder):
+    train_step = make_step(folder, schedule, max_grad_norm=0.05)
+    results = [train_step(batches_of(step), step=step) for step in range(2)]
+    losses, weights = reference(folder, range(2), 0.05)
+    assert [r.loss for r in results] == pytest.approx([loss for loss, _ in losses], rel=1e-6)
+    assert [r.grad_norm for r in results] == pytest.approx([norm for _, norm in losses], rel=1e-5)
+    for name, parameter in train_step.runner.local.named_parameters().items():
+        torch.testing.assert_close(parameter, weights[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_skipped_step_is_as_if_it_had_not_been(poison, folder):
+    factor = [1.0]
+
+    def poisoned(logits, batch, *, num_targets):
+        return sft(logits, batch, num_targets=num_targets) * factor[0]
+
+    train_step = make_step(folder, loss_fn=poisoned, max_grad_norm=0.05)
+    told = []
+    for step, factor[0] in enumerate((1.0, poison, 1.0)):
+        result = train_step(batches_of(step), step=step)
+        assert result.is_skipped == (step == 1)
+        if result.is_skipped:
+            assert not any(p.grad is not None for p in train_step.weights.parameters.values())
+        else:
+            told.append((result.loss, result.grad_norm))
+    check_equal(train_step, told, reference(folder, (0, 2), 0.05))
+    assert train_step.skips.total == 1
+
+
+@pytest.mark.parametrize("was_training", [True, False])
+def test_an_evaluation_has_no_dropout_and_leaves_the_mode_as_it_was(was_training, folder):
+    train_step = make_step(folder)
+    runner = train_step.runner
+    runner.local.train(was_training)
+    modes = []
+    for model in runner.local:
+        model.register_forward_hook(lambda model, *_: modes.append(model.training))
+    runner.evaluate(batches_of(0), on_output=lambda output, batch: modes.append(None))
+    assert modes.count(False) == 4 and modes.count(None) == 2 and True not in modes
+    assert all(model.training is was_training for model in runner.local)
