@@ -67,6 +67,14 @@ def test_a_part_that_asks_for_nothing_gets_nothing_else():
     assert (loss.item(), figures) == (3.5, {})
 
 
+def test_figures_keep_no_graph():
+    logits = LOGITS[0].clone().requires_grad_()
+    totals = {"num_targets": torch.tensor(2.0), "num_long": torch.tensor(2.0)}
+    loss, figures = LossPart(two_terms, counts=COUNTS)(logits, BATCHES[0], totals=totals, step=0)
+    assert loss.requires_grad and figures
+    assert not any(value.requires_grad for value in figures.values())
+
+
 def test_the_step_loss_adds_figures_up():
     loss_of = StepLoss(
         LossPart(two_terms, counts=COUNTS),

@@ -1,6 +1,7 @@
 """Saving: the folder loads in plain transformers, with the names and values of the stages."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -222,3 +223,31 @@ def test_own_modules_are_saved_under_their_names(tmp_path):
     load_split_model(again, folder, device="cpu", dtype=torch.float32)
     for name, tensor in again.state_dict().items():
         assert torch.equal(tensor, state[name])
+
+
+def test_all_is_on_disk_before_the_folder_gets_its_name(tmp_path, monkeypatch):
+    """After a power cut the name may be there: then so must be every byte below it."""
+    done = []
+    fsync, rename = os.fsync, os.rename
+
+    def noted_fsync(descriptor):
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def noted_rename(source, target):
+        done.append("rename")
+        rename(source, target)
+
+    tiny_whole("llama", tmp_path / "before")
+    stages = load_stages("llama", tmp_path / "before", 2)
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    folder = save_split_model(stages, None, tmp_path / "after")
+    before, behind = done[: done.index("rename")], done[done.index("rename") + 1 :]
+    (draft,) = {path for path in before if path.name.startswith("after.tmp-")}
+    files = {path.relative_to(folder) for path in folder.rglob("*")} | {Path()}
+    assert {path.relative_to(draft) for path in before if path.is_relative_to(draft)} == files
+    assert Path(MANIFEST) in files and len(files) > 3
+    # the manifest behind all files that it lists, and the folder's own entries last
+    assert before[-1] == draft and before[-2] == draft / MANIFEST
+    assert tmp_path in behind

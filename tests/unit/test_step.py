@@ -1,7 +1,9 @@
 """Optimizer steps of two stages in one process, against plain transformers and torch."""
 
 import functools
+import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from stageline.training.optimizers import optimizer_groups
 from stageline.training.precision import LossScaler
-from stageline.training.step import TrainStep
+from stageline.training.step import TrainStep, train
 from tests.helpers.tiny_batches import count_targets, tiny_micro_batches
 from tests.helpers.tiny_checkpoints import tiny_whole
 
@@ -151,3 +153,57 @@ def test_an_evaluation_has_no_dropout_and_leaves_the_mode_as_it_was(was_training
     runner.evaluate(batches_of(0), on_output=lambda output, batch: modes.append(None))
     assert modes.count(False) == 4 and modes.count(None) == 2 and True not in modes
     assert all(model.training is was_training for model in runner.local)
+
+
+def run_loop(*, start_step=0, stop_at=None, evaluates=True, ends_at=None, total_steps=7):
+    """What the loop over steps did: a letter and how many steps were done."""
+    told = []
+
+    def step_of(micro_batches, *, step, stop_requested, data_wait):
+        told.append(f"s{step}:{micro_batches}")
+        return SimpleNamespace(problem=None, wants_stop=step + 1 == stop_at)
+
+    def evaluate(done):
+        told.append(f"e{done}")
+        return done == ends_at
+
+    step_of.skips = SimpleNamespace(check=lambda problem, step: told.append(f"c{step}"))
+    is_whole = train(
+        step_of,
+        itertools.count(),
+        total_steps=total_steps,
+        start_step=start_step,
+        eval_steps=3,
+        save_steps=2,
+        on_step=lambda done, result, seconds: told.append(f"d{done}"),
+        evaluate=evaluate if evaluates else None,
+        save=lambda done: told.append(f"w{done}"),
+        stop_requested=lambda: False,
+    )
+    return is_whole, " ".join(told)
+
+
+def test_the_loop_evaluates_and_saves_when_due_and_at_the_end():
+    assert run_loop() == (
+        True,
+        "e0 s0:0 d1 c1 s1:1 d2 c2 w2 s2:2 d3 c3 e3 s3:3 d4 c4 w4 s4:4 d5 c5 "
+        "s5:5 d6 c6 w6 e6 s6:6 d7 c7 w7 e7",
+    )
+
+
+def test_a_loop_that_goes_on_begins_where_it_was():
+    assert run_loop(start_step=4, total_steps=5) == (True, "s4:0 d5 c5 w5 e5")
+
+
+def test_a_loop_that_is_stopped_saves_and_does_nothing_else():
+    assert run_loop(stop_at=3, evaluates=False) == (
+        False,
+        "s0:0 d1 c1 s1:1 d2 c2 w2 s2:2 d3 c3 w3",
+    )
+    assert run_loop(stop_at=3)[1].endswith("d3 c3 w3")
+    assert run_loop(stop_at=1, total_steps=1) == (True, "e0 s0:0 d1 c1 w1 e1")
+
+
+def test_an_evaluation_that_ends_a_loop_leaves_its_checkpoint():
+    assert run_loop(ends_at=3) == (True, "e0 s0:0 d1 c1 s1:1 d2 c2 w2 s2:2 d3 c3 e3 w3")
+    assert run_loop(ends_at=6)[1].endswith("w6 e6")
