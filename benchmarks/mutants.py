@@ -12,6 +12,7 @@ Exit code 1: a mutant survived, does not apply, or its tests fail without it.
 import argparse
 import contextlib
 import datetime
+import gc
 import importlib
 import os
 import platform
@@ -28,8 +29,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-
-os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 
 import pytest
 import yaml
@@ -83,15 +82,14 @@ def read_list(path: Path = LIST) -> list[Mutant]:
     found: list[Mutant] = []
     for part in yaml.safe_load(path.read_text()):
         for before, after, *tests in part["mutants"]:
-            names = _test_names(tests or part["tests"])
+            names = _test_names(tests or [part["tests"]])
             found.append(Mutant(len(found) + 1, part["file"], before, after, names))
     return found
 
 
-def _test_names(words: str | list[str]) -> tuple[str, ...]:
-    """`unit/test_lora.py::test_a` stands for a test below `tests/`; words of a text or a list."""
-    words = words.split() if isinstance(words, str) else words
-    return tuple(f"tests/{word}" for word in words)
+def _test_names(words: list[str]) -> tuple[str, ...]:
+    """`unit/test_lora.py::test_a` stands for a test below `tests/`; a text may hold several."""
+    return tuple(f"tests/{name}" for word in words for name in word.split())
 
 
 def copy_checkout(folder: Path) -> None:
@@ -267,11 +265,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=120.0, help="for tests, without a mutant")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
     mutants = [one for one in read_list() if re.search(arguments.only, f"{_row(one)} {one.tests}")]
     for name in HEAVY:
         with contextlib.suppress(ImportError):  # its tests skip themselves
             importlib.import_module(name)
     sys.modules["torch"].set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # forks need not look through all of torch
     started = time.monotonic()
     results = run_all(mutants, jobs=arguments.jobs, seconds=arguments.seconds)
     text = report(results, seconds=time.monotonic() - started)
