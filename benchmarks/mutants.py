@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -192,15 +193,19 @@ class UsualTimes:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._known: dict[tuple[str, ...], float | None] = {}
+        self._lock = threading.Lock()
 
     def of(self, tests: tuple[str, ...], folder: Path) -> float | None:
         """Runs them, unless that was done."""
-        if tests not in self._known:
-            started = time.monotonic()
-            code, told = run_tests(folder, tests, seconds=self._seconds)
-            if code != 0:
-                print(f"without a mutant, code {code}: {told}", file=sys.stderr, flush=True)
-            self._known[tests] = time.monotonic() - started if code == 0 else None
+        if tests in self._known:
+            return self._known[tests]
+        with self._lock:
+            if tests not in self._known:
+                started = time.monotonic()
+                code, told = run_tests(folder, tests, seconds=self._seconds)
+                if code != 0:
+                    print(f"without a mutant, code {code}: {told}", file=sys.stderr, flush=True)
+                self._known[tests] = time.monotonic() - started if code == 0 else None
         return self._known[tests]
 
 
