@@ -126,7 +126,7 @@ def test_several_stages_a_rank_have_the_shortest_simulated_step(schedule, stages
 
 def test_several_stages_a_rank_fit_first_and_are_quick_second():
     """The quickest split overfills a rank: the quickest of those that fit best is taken."""
-    costs = random_costs(random.Random(5), 7, weights=100)
+    costs = random_costs(random.Random(3), 7, weights=100)
     made = make_schedule("interleaved_1f1b", num_ranks=2, stages_per_rank=2)
     splits = list(every_split(7, 4))
     free = Placement(costs, made, 8)
@@ -140,6 +140,7 @@ def test_several_stages_a_rank_fit_first_and_are_quick_second():
             return placement.overshoot(found.memory), found.seconds
 
         assert value(placement.by_seconds()) == min(map(value, splits))
+        assert room != fullest - 1 or value(quickest) > min(map(value, splits))
 
 
 def test_too_many_splits_are_searched_from_the_best_start():
