@@ -14,11 +14,11 @@ from pp_models import CausalLMStage, StageModel, class_of_key
 from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 from stageline.checkpoint.files import tensor_names, weight_files
 from stageline.checkpoint.init import init_split_model
-from stageline.checkpoint.layout import MANIFEST, read_manifest, verify
+from stageline.checkpoint.layout import MANIFEST, publish, read_manifest, verify
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.shards import split_state
-from stageline.errors import UserError
+from stageline.errors import CheckpointError, UserError
 from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
 
 
@@ -223,6 +223,30 @@ def test_own_modules_are_saved_under_their_names(tmp_path):
     load_split_model(again, folder, device="cpu", dtype=torch.float32)
     for name, tensor in again.state_dict().items():
         assert torch.equal(tensor, state[name])
+
+
+@pytest.mark.parametrize("name", ["model-extra.safetensors", "below/adapter_config.json"])
+def test_a_file_that_loaders_would_read_must_be_in_the_manifest(name, tmp_path):
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "model.safetensors").write_bytes(b"weights")
+    publish(draft, tmp_path / "saved", facts={}, known={})
+    verify(tmp_path / "saved")
+    (tmp_path / "saved" / "notes.txt").write_text("of a user")
+    verify(tmp_path / "saved")
+    (tmp_path / "saved" / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "saved" / name).write_text("{}")
+    with pytest.raises(CheckpointError, match="is not in the manifest"):
+        verify(tmp_path / "saved")
+
+
+def test_an_empty_folder_is_not_written_over_either(tmp_path):
+    draft, folder = tmp_path / "draft", tmp_path / "there"
+    draft.mkdir()
+    folder.mkdir()
+    with pytest.raises(UserError, match="exists, a new folder was expected"):
+        publish(draft, folder, facts={}, known={})
+    assert draft.is_dir() and not any(folder.iterdir())
 
 
 def test_all_is_on_disk_before_the_folder_gets_its_name(tmp_path, monkeypatch):

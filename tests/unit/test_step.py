@@ -3,18 +3,22 @@
 import functools
 import itertools
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch import nn
 
 from loss_fn import sft
 from pp_models import CausalLMStage
 from stageline.checkpoint.load import load_split_model
+from stageline.pipeline.plan import Kind
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
+from stageline.pipeline.stage_passes import StagePasses, describe_borders, model_inputs
 from stageline.training.optimizers import optimizer_groups
 from stageline.training.precision import LossScaler
 from stageline.training.step import TrainStep, train
@@ -153,6 +157,58 @@ def test_an_evaluation_has_no_dropout_and_leaves_the_mode_as_it_was(was_training
     runner.evaluate(batches_of(0), on_output=lambda output, batch: modes.append(None))
     assert modes.count(False) == 4 and modes.count(None) == 2 and True not in modes
     assert all(model.training is was_training for model in runner.local)
+
+
+class TwoInputs(nn.Module):
+    """A stage whose second input has no effect on what it returns."""
+
+    is_last = False
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([2.0, 3.0]))
+
+    def forward(self, hidden, unused, **batch):
+        return hidden * self.weight
+
+
+@pytest.mark.parametrize("kinds", ["B", "IW"])
+def test_a_stage_sends_all_gradients_and_keeps_nothing(kinds):
+    model = TwoInputs()
+    passes = StagePasses(model, computes_grad=True, sends_grad=True, saving=nullcontext)
+    inputs = [(torch.tensor([5.0, 7.0]) * index, torch.ones(3)) for index in (1, 2)]
+    for index, came in enumerate(inputs):
+        (output,) = passes.forward(index, came, {})
+        assert not output.requires_grad and output.tolist() == [10.0 + 10 * index, 21 + 21 * index]
+    for index in range(2):
+        gradients = ()
+        for kind in map(Kind, kinds):
+            grads = None if kind == Kind.WEIGHT_GRAD else (torch.tensor([1.0, 10.0]),)
+            gradients = passes.backward(index, kind, grads) or gradients
+        assert [value.tolist() for value in gradients] == [[2.0, 30.0], [0.0, 0.0, 0.0]]
+    assert model.weight.grad.tolist() == [5.0 + 10.0, 70.0 + 140.0]
+    assert not passes._kept and not passes._weight_work
+
+
+@pytest.mark.parametrize(
+    ("trained", "trains"), [((True, True), True), ((False, True), True), ((False, False), False)]
+)
+def test_a_stage_trains_where_a_single_parameter_does(trained, trains):
+    model = TwoInputs()
+    model.bias = nn.Parameter(torch.zeros(2))
+    model.stage, example = 1, (torch.empty(2, 8, device="meta"),)
+    model.get_example_input = model.get_example_output = lambda rows, width: example
+    for parameter, is_trained in zip(model.parameters(), trained):
+        parameter.requires_grad_(is_trained)
+    facts = describe_borders(model)
+    assert facts.trains is trains
+    assert facts.takes == facts.gives == ["(2, 8) torch.float32"]
+
+
+def test_a_model_gets_neither_labels_nor_what_is_for_the_loss():
+    names = ("input_ids", "labels", "loss_rows", "attention_mask", "lossless", "labels_seen")
+    batch = {name: torch.zeros(1) for name in names}
+    assert list(model_inputs(batch)) == ["input_ids", "attention_mask", "lossless", "labels_seen"]
 
 
 def run_loop(*, start_step=0, stop_at=None, evaluates=True, ends_at=None, total_steps=7):
