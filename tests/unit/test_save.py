@@ -14,7 +14,14 @@ from pp_models import CausalLMStage, StageModel, class_of_key
 from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 from stageline.checkpoint.files import tensor_names, weight_files
 from stageline.checkpoint.init import init_split_model
-from stageline.checkpoint.layout import MANIFEST, publish, read_manifest, verify
+from stageline.checkpoint.layout import (
+    MANIFEST,
+    check_files,
+    file_facts,
+    publish,
+    read_manifest,
+    verify,
+)
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.shards import split_state
@@ -238,6 +245,16 @@ def test_a_file_that_loaders_would_read_must_be_in_the_manifest(name, tmp_path):
     (tmp_path / "saved" / name).write_text("{}")
     with pytest.raises(CheckpointError, match="is not in the manifest"):
         verify(tmp_path / "saved")
+
+
+def test_a_checksum_is_compared_to_its_last_letter(tmp_path):
+    (tmp_path / "a").write_bytes(b"weights")
+    facts = file_facts(tmp_path / "a")
+    check_files(tmp_path, {"files": {"a": facts}})
+    right = facts["sha256"]
+    for wrong in (right[:-1] + "0123"[right[-1] == "0"], "0123"[right[0] == "0"] + right[1:]):
+        with pytest.raises(CheckpointError, match="found sha256"):
+            check_files(tmp_path, {"files": {"a": {**facts, "sha256": wrong}}})
 
 
 def test_an_empty_folder_is_not_written_over_either(tmp_path):
