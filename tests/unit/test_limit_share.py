@@ -89,6 +89,11 @@ def test_several_turns_share_as_there(backwards):
     assert num_compared > 200
 
 
+def test_an_answer_of_which_the_first_token_is_left_has_nothing_to_learn():
+    assert share_places(_pairs((0, 5)), 1) is None  # no token comes before it
+    assert share_places(_pairs((0, 5)), 2) == [0, 1]
+
+
 def test_the_last_turn_takes_first_where_it_alone_is_learnt():
     lengths = [(6, 6), (3, 3)]
     assert share_places(_pairs(*lengths), 10) == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10]

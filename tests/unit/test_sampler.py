@@ -131,16 +131,18 @@ def test_the_penalties_are_those_of_transformers_over_prompt_and_answer():
         for top in (3, 5, 7, 9):
             raised = scores.clone()
             raised[0, top] = scores.max() * 1.2
-            for logits in (raised, raised - raised.max() - 0.1):  # what is negative is multiplied
+            for lower in (0.0, 0.1, 3.0, 10.0):  # what is negative is multiplied
+                logits = raised - (raised.max() + lower if lower else 0.0)
                 expected = hf.RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
                 assert _pick(logits[0], **options) == expected.argmax().item()
 
 
 def test_a_stop_may_come_from_the_least_number_of_tokens_on():
     logits = torch.tensor([0.0, 3.0, 1.0])
-    options = {"min_new_tokens": 2, "stop_token_ids": (1,)}
-    found = [_pick(logits, answer=[0] * count, **options) for count in range(4)]
-    assert found == [2, 2, 1, 1]
+    for others in ({}, {"logit_bias": ((0, 0.5),)}):  # alone, and where more is changed
+        options = {"min_new_tokens": 2, "stop_token_ids": (1,), **others}
+        found = [_pick(logits, answer=[0] * count, **options) for count in range(4)]
+        assert found == [2, 2, 1, 1]
 
 
 def test_presence_frequency_and_bias_are_those_of_the_formula_of_openai():
