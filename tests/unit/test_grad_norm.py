@@ -52,7 +52,7 @@ def norms_over_ranks(rank):
         parameters[name].grad = None if value is None else torch.full((4,), value)
     ownership = Ownership(parameters, order=ORDER)
     ownership.sum_tied_gradients(parameters)
-    norms = gather_norms(parameters, ownership=ownership)
+    norms = gather_norms(parameters, ownership=ownership, device=torch.device("cpu"))
     owners = gather_owners(ownership, dict.fromkeys(parameters, 10 + rank))
     tied = parameters["embed"].grad.tolist() if "embed" in parameters else None
     return norms.tolist(), total_norm(norms).item(), [tuple(one) for one in owners], tied
