@@ -317,7 +317,8 @@ class _Files:
             file = self._open(pieces[0])
             value = file.get_slice(key)
             if rows is not None and tuple(value.get_shape()) == shape:
-                return value[rows.start : rows.start + rows.count]
+                first = rows.start if rows.count else 0  # none may begin behind the last row
+                return value[first : first + rows.count]
             return file.get_tensor(key)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(

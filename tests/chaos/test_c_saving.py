@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from pp_models import CausalLMStage
 from stageline import chaos
+from stageline.checkpoint import writer as writer_module
 from stageline.checkpoint.layout import verify
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.optimizer_state import SavedState
 from stageline.checkpoint.save import save_split_model
-from stageline.checkpoint.writer import CheckpointWriter, find_latest
+from stageline.checkpoint.writer import CheckpointWriter, find_latest, keep_last
 from stageline.errors import NonFiniteError, StorageError
 from tests.helpers.small_run import Job
 from tests.helpers.tiny_checkpoints import tiny_whole
@@ -288,6 +289,40 @@ def test_c12_the_file_holds_the_values_of_the_save(tmp_path, monkeypatch):
     one, two, three = (files(writer.folder / f"step-{n:08d}") for n in (1, 2, 3))
     assert one == two
     assert one.keys() == three.keys() and all(one[name] != three[name] for name in one)
+
+
+def test_one_checkpoint_is_written_at_a_time(tmp_path, monkeypatch):
+    writer, _ = make_writer(tmp_path)
+    running, most = [], []
+
+    def write(*args):
+        running.append(args)
+        most.append(len(running))
+        time.sleep(0.2)
+        running.pop()
+
+    monkeypatch.setattr(writer, "_write", write)
+    for number in (1, 2, 3):
+        writer.save(number, {})
+    writer.finish()
+    assert most == [1, 1, 1]
+
+
+def test_the_last_checkpoints_stay_and_none_is_removed_under_its_name(tmp_path, monkeypatch):
+    for number in (1, 2, 3, 10, 20):
+        (tmp_path / f"step-{number:08d}").mkdir()
+    removed = []
+
+    def discard(folder):
+        removed.append(folder.name)
+        folder.rmdir()
+
+    monkeypatch.setattr(writer_module, "discard", discard)
+    names = ["step-00000001", "step-00000002", "step-00000003"]
+    assert keep_last(tmp_path, 2) == names
+    assert [name.partition(".tmp-")[0] for name in removed] == names
+    assert all(".tmp-" in name for name in removed)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000020"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -68,9 +68,11 @@ def test_gradients_are_added_up_in_any_buckets(max_bytes):
 
 
 def test_buckets_keep_their_size():
-    grads = [torch.zeros(n) for n in (4, 4, 4, 100, 2)] + [torch.zeros(2, dtype=torch.float64)]
+    grads = [torch.zeros(n) for n in (4, 4, 4, 4, 4, 100, 2)] + [
+        torch.zeros(2, dtype=torch.float64)
+    ]
     sizes = [[g.numel() for g in bucket] for bucket in module._buckets(grads, 32)]
-    assert sizes == [[4, 4], [4], [100], [2], [2]]
+    assert sizes == [[4, 4], [4, 4], [4], [100], [2], [2]]
 
 
 def start(rank, kind):

@@ -15,6 +15,7 @@ from options.parts import ChosenPart, chosen_part
 from pp_models import class_of_key
 from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, VOCAB_SIZE, tiny_config
 from stageline.errors import UserError
+from stageline.modules import chunked_loss
 from stageline.modules.chunked_loss import ChunkedLoss, head_of
 from stageline.modules.lora import wrap_linear
 from tests.helpers.split_backward import plain_backward, split_backward
@@ -274,3 +275,13 @@ def test_one_token_has_no_target():
     loss = chunked(stage)(hidden, batch, num_targets=torch.tensor(1.0))
     loss.backward()
     assert loss.item() == 0.0 and not hidden.grad.any()
+
+
+def test_weights_without_a_part_in_a_chunk_are_passed_over():
+    ones = torch.ones(2, dtype=torch.bfloat16)
+    sums = [None, None, None]
+    for found in ([None, ones, None], [None, ones, ones]):
+        chunked_loss._add(sums, found)
+    assert sums[0] is None and ones.tolist() == [1, 1]
+    assert [total.tolist() for total in sums[1:]] == [[2, 2], [1, 1]]
+    assert sums[1].dtype == torch.float32

@@ -331,6 +331,12 @@ def test_js_pulls_disjoint_ones_together():
     one, other = torch.eye(2).requires_grad_(), torch.eye(2).flip(0)
     js(one, other).sum().backward()
     assert (one.grad[0, 1] > one.grad[0, 0] + 1).item()
+    generator = torch.Generator().manual_seed(0)
+    one, other = torch.rand(2, 500, 8, generator=generator)  # half of them are below 0 by rounding
+    one = torch.cat([one / one.sum(-1, keepdim=True), torch.zeros_like(one)], dim=-1)
+    other = torch.cat([torch.zeros_like(other), other / other.sum(-1, keepdim=True)], dim=-1)
+    js(one.requires_grad_(), other).sum().backward()
+    assert (one.grad[:, 8:].amin(-1) > one.grad[:, :8].amax(-1) + 1).all()
 
 
 @pytest.mark.parametrize("sim", SIM_FNS)

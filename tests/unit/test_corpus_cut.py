@@ -1,8 +1,10 @@
 """Documents cut into pieces: checked against plain loops over characters and tokens."""
 
+import contextlib
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.corpus import sentences
-from stageline.corpus.cut import cut_document
+from stageline.corpus.cut import _check_rules, cut_document
 from stageline.corpus.header import CutRules
 from stageline.errors import UserError
 
@@ -202,3 +204,12 @@ def test_tokens_that_end_at_one_place_stay_together():
 def test_a_splitter_that_breaks_its_rules_is_told(ends):
     with pytest.raises(UserError, match="rising character offsets"):
         _cut("one two", splitter=lambda text: numpy.array(ends), limit=3)
+
+
+@pytest.mark.parametrize(("bos", "eos"), [(True, True), (False, True), (False, False)])
+def test_a_segment_must_have_room_beside_bos_and_eos(bos, eos):
+    encoder = SimpleNamespace(info=SimpleNamespace(name="t", bos_id=1, eos_id=2))
+    for room in (0, 1):
+        rules = CutRules(room + bos + eos, splits_sentences=False, adds_bos=bos, adds_eos=eos)
+        with contextlib.nullcontext() if room else pytest.raises(UserError, match="no room for"):
+            _check_rules(encoder, None, rules)

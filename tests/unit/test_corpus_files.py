@@ -13,7 +13,16 @@ import numpy
 import pytest
 
 from stageline.corpus.corpus_files import Corpus, open_corpus
-from stageline.corpus.header import BEGINS, MAGIC, decode_header, framed, path_of, unframed
+from stageline.corpus.header import (
+    BEGINS,
+    MAGIC,
+    VERSION,
+    decode_header,
+    dtype_for,
+    framed,
+    path_of,
+    unframed,
+)
 from stageline.corpus.writer import CorpusWriter
 from stageline.errors import DataError, StorageError, UserError
 from tests.helpers.corpora import RULES, documents_of, segments_of, tokenizer, write
@@ -383,3 +392,12 @@ def test_a_header_of_another_form_is_refused(tmp_path, text):
     _forge(tmp_path / "a.idx", lambda values: text)
     with pytest.raises(DataError, match="does not say what a header of this version says"):
         Corpus(tmp_path / "a")
+
+
+def test_the_largest_vocabulary_of_two_bytes():
+    assert (dtype_for(1 << 16), dtype_for((1 << 16) + 1)) == ("uint16", "uint32")
+
+
+def test_the_next_version_is_not_read(tmp_path):
+    with pytest.raises(DataError, match=f"has format version {VERSION + 1}"):
+        decode_header(framed(MAGIC, VERSION + 1, "{}"), tmp_path / "a.idx")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stageline.corpus.mixture import DROP_MODES, Mixture, as_drop_mode
+from stageline.corpus.mixture import DROP_MODES, Apportionment, Mixture, as_drop_mode
 from stageline.errors import UserError
 
 NOTES = {"sizes": [100, 50, 10], "counts": [5, 2, 1], "batch": 8}
@@ -180,6 +180,8 @@ def test_decimal_weights_are_exact():
     places = (0, 1, 77_777, len(mixture) - 1)
     assert all(_per_type(mixture, mixture.batch(0, index)) == [7, 3] for index in places)
     assert len(mixture) == 10**6 // 7
+    shares = Apportionment.of_weights([0.7, 0.2, 0.1], 10)
+    assert shares.before(10**18) == [7 * 10**18, 2 * 10**18, 10**18]
 
 
 def test_whole_weights_are_counts():

@@ -184,6 +184,18 @@ def test_rows_that_would_be_wrong_are_not_opened(prefix, place, value, message):
         PackedRows(prefix)
 
 
+def test_one_segment_or_byte_more_than_there_are_is_noticed(prefix):
+    count = sum(pack_corpus(prefix).header.num_segments)
+    path = path_of(prefix, ".pack")
+    before = path.read_bytes()
+    path.write_bytes(before[:-8] + count.to_bytes(8, "little"))
+    with pytest.raises(DataError, match=f"a row holds segment {count} of {count}"):
+        PackedRows(prefix)
+    path.write_bytes(before + b"\0")
+    with pytest.raises(DataError, match="its header announces"):
+        PackedRows(prefix)
+
+
 def test_damage_in_the_middle_is_found_by_reading_all(prefix):
     pack_corpus(prefix)
     _changed(path_of(prefix, ".pack"), -8, 1)

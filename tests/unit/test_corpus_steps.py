@@ -4,12 +4,14 @@ import itertools
 import random
 import tracemalloc
 
+import pytest
 import torch
 
 from stageline.corpus import mixture as mixture_module
 from stageline.corpus.mixture import Mixture
 from stageline.corpus.run_sampler import run_sampler
 from stageline.data.batches.loader import MicroBatchLoader
+from stageline.errors import UserError
 
 BATCH = 12
 SIZES = [130, 61, 17]
@@ -168,3 +170,25 @@ def test_a_late_step_of_a_billion_rows_takes_the_work_of_one(monkeypatch):
     assert sum(computed) == sum(map(len, shares)) == 128
     assert peak < 1_000_000
     assert (state["epoch"], state["batch"]) == divmod(2 * 10**7, len(sampler.mixture))
+
+
+def test_with_batches_of_another_size_as_many_rows_of_the_epoch_are_done():
+    position = {"epoch": 1, "batch": 3, "batch_rows": 4}
+
+    def after(step, **options):
+        sampler = run_sampler([120], start_step=5, position=position, **options)
+        return sampler.num_batches, sampler.state_after(step)
+
+    # a step of 8 is two of those batches; one of 6 is none, so batches have 6 rows from now on
+    assert after(5, batch_size=8, step_samples=8) == (2, position)
+    assert after(6, batch_size=8, step_samples=8) == (2, {**position, "batch": 5})
+    other = {"epoch": 1, "batch": 2, "batch_rows": 6}
+    assert after(5, batch_size=6, step_samples=6) == (1, other)
+    assert after(6, batch_size=6, step_samples=6) == (1, {**other, "batch": 3})
+
+
+def test_a_step_must_be_whole_batches_of_the_counts():
+    for counts in ((1, 2), (3, 3), (10, 6)):
+        with pytest.raises(UserError, match=f"adds up to {sum(counts)} rows"):
+            run_sampler([50, 50], batch_size=8, step_samples=8, counts=counts)
+    assert run_sampler([50, 50], batch_size=8, step_samples=8, counts=(1, 3)).num_batches == 2

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.inference.decoding.cache import take_out
-from stageline.inference.decoding.scheduler import Limits, Scheduler, Sequence
+from stageline.inference.decoding.scheduler import Limits, RunningGroup, Scheduler, Sequence
 
 
 @dataclass
@@ -378,3 +378,25 @@ def test_a_group_does_not_wait_for_one_whose_prompt_is_still_read():
         if not run.start() and run.flying:
             run.land()
     assert run.told[:11] == ["piece", "step"] * 5 + ["piece"]
+
+
+def running(limits, since):
+    """Groups at home with a sequence of ten cells each; one group would be best."""
+    scheduler = Scheduler(limits, best_groups=lambda rows: 1, num_stages=2)
+    for number, turn in enumerate(since):
+        members = [Sequence(number, 4, 10, False, None, group=number)]
+        scheduler.groups[number] = RunningGroup(number, members, since=turn)
+    return scheduler
+
+
+def test_the_group_that_waits_longest_steps_first():
+    scheduler = running(Limits(), (5, 3, 4))
+    assert [scheduler.next_step(may_wait=False).number for _ in range(3)] == [1, 2, 0]
+    assert scheduler.next_step(may_wait=False) is None
+
+
+@pytest.mark.parametrize(("max_cells", "is_joined"), [(None, True), (30, True), (29, False)])
+def test_groups_join_where_all_groups_together_have_the_cells(max_cells, is_joined):
+    scheduler = running(Limits(max_cells=max_cells), (1, 2, 3))
+    assert scheduler.next_joins() == ([(0, 1)] if is_joined else [])
+    assert len(scheduler.groups) == 3 - is_joined

@@ -255,6 +255,10 @@ def test_ordinary_added_tokens_stay_tokens():
     assert encoded.input_ids.count(tokenizer.eos_token_id) == 1
 
 
+def test_the_first_token_is_never_predicted():
+    assert [Encoded([5] * n, [True] * n, [False] * n).num_targets for n in (1, 2, 5)] == [0, 1, 4]
+
+
 def test_too_long_is_refused_with_all_figures():
     _, encoded = _encode(tiny_tokenizer(), "Which digit is this?", "7")
     total, answer = len(encoded), sum(encoded.is_target)

@@ -108,6 +108,20 @@ def test_generators_are_left_alone(how):
     assert values == expected
 
 
+def test_behind_a_step_nothing_is_seeded():
+    stage = Stage(range(NUM_LAYERS))
+    seeds = LayerSeeds([stage], seed=1)
+    seeds.begin(0)
+    seeds.start(stage, 0)
+    seeds.end()
+    torch.manual_seed(0)
+    expected = [torch.rand(()).item() for _ in range(2)]
+    torch.manual_seed(0)
+    seeds.start_loss()
+    stage(torch.zeros(()))  # as somebody calls it who knows nothing of seeds
+    assert [stage.drawn["before", 0], stage.inside[0][0]] == expected
+
+
 def test_loss_and_update_draw_the_same_whatever_was_drawn_before():
     found = []
     for layers in (range(NUM_LAYERS), range(3, 4)):

@@ -25,6 +25,8 @@ GOLDENS = {
     (100, 500, 1000): (100, 500),
     (500, 100, 1000): (500, 100),
     (30, 26, 50): (27, 23),
+    (30, 10, 20): (15, 5),  # twice the answer is all the room: both are cut
+    (10, 30, 20): (5, 15),
     (10, 10, 1000): (10, 10),
     (1000, 1, 1): (1, 0),
 }
@@ -85,6 +87,11 @@ def test_several_turns_share_as_there(backwards):
         assert kept == theirs, (lengths, budget)
         num_compared += 1
     assert num_compared > 200
+
+
+def test_an_answer_of_which_the_first_token_is_left_has_nothing_to_learn():
+    assert share_places(_pairs((0, 5)), 1) is None  # no token comes before it
+    assert share_places(_pairs((0, 5)), 2) == [0, 1]
 
 
 def test_the_last_turn_takes_first_where_it_alone_is_learnt():

@@ -18,6 +18,7 @@ from stageline.modules.lora import (
     unwrapped,
     wrap_linear,
 )
+from stageline.modules.lora_layer import restored_weight
 
 
 class Block(nn.Module):
@@ -95,6 +96,28 @@ def test_start_is_that_of_peft_in_distribution():
     assert torch.count_nonzero(layer.lora_B.weight) == 0
 
 
+@pytest.mark.parametrize("start", ["default", "gaussian", "orthogonal"])
+def test_starts_are_as_wide_as_those_of_peft(start):
+    torch.manual_seed(0)
+    ours = wrap_linear(nn.Linear(400, 300), rank=50, alpha=1.0, start=start).lora
+    config = peft.LoraConfig(
+        r=50, target_modules=["0"], init_lora_weights=True if start == "default" else start
+    )
+    theirs = peft.get_peft_model(nn.Sequential(nn.Linear(400, 300)), config).base_model.model[0]
+    for half in ("lora_A", "lora_B"):
+        wanted = getattr(theirs, half)["default"].weight.std().item()
+        assert getattr(ours, half).weight.std().item() == pytest.approx(wanted, rel=0.03), half
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_what_pissa_took_can_be_given_back(use_rslora):
+    linear = nn.Linear(6, 5)
+    before = linear.weight.detach().clone()
+    wrapper = wrap_linear(linear, rank=2, alpha=7.0, start="pissa", use_rslora=use_rslora)
+    assert (linear.weight - before).abs().max() > 0.1
+    torch.testing.assert_close(restored_weight(wrapper.lora, linear), before)
+
+
 @pytest.mark.parametrize("num_wraps", [1, 2, 3])
 def test_merge_keeps_the_outputs(num_wraps):
     model = Tower()
@@ -166,6 +189,7 @@ def test_strip_lora():
         (["proj", "join"], {"t.join"}),  # endings are of whole words
         ([r".*\.1\.(q_proj|c_fc)"], {"t.layers.1.q_proj", "t.layers.1.c_fc"}),
         (r".*\.0\..*", {"t.layers.0.q_proj", "t.layers.0.c_fc"}),
+        (r"t\.(layers\.0\.q|join)", {"t.join"}),  # an expression is for a full name
         ("all-linear", {f"t.layers.{i}.{n}" for i in (0, 1) for n in ("q_proj", "c_fc")}
          | {"t.join"}),
     ],
@@ -197,6 +221,8 @@ def test_part_of_another_stage_and_skipped_paths():
     assert wrap_linear(empty, rank=1, alpha=1.0, target=["q_proj"]) is empty
     model = wrap_linear(Tower(), rank=1, alpha=1.0, prefix="m", skip=["m.layers"])
     assert set(lora_stacks(model)) == {"join"}
+    model = wrap_linear(Tower(), rank=1, alpha=1.0, prefix="m", skip=["m.layers.1", "m.layers.0.q"])
+    assert set(lora_stacks(model)) == {"layers.0.q_proj", "layers.0.c_fc", "join"}
 
 
 def test_attention_that_reads_its_weight_is_left_alone():

@@ -63,8 +63,18 @@ def test_counts_step_and_options_reach_the_part():
 def test_a_part_that_asks_for_nothing_gets_nothing_else():
     part = LossPart(plain)
     assert part.count(BATCHES) == {"num_targets": 3}
+    first = {"labels": torch.tensor([[3, 4, -100], [5, -100, 6]])}  # which nothing predicts
+    assert part.count([first]) == {"num_targets": 2}
     loss, figures = part(LOGITS[0], BATCHES[0], totals={"num_targets": torch.tensor(2.0)}, step=9)
     assert (loss.item(), figures) == (3.5, {})
+
+
+def test_figures_keep_no_graph():
+    logits = LOGITS[0].clone().requires_grad_()
+    totals = {"num_targets": torch.tensor(2.0), "num_long": torch.tensor(2.0)}
+    loss, figures = LossPart(two_terms, counts=COUNTS)(logits, BATCHES[0], totals=totals, step=0)
+    assert loss.requires_grad and figures
+    assert not any(value.requires_grad for value in figures.values())
 
 
 def test_the_step_loss_adds_figures_up():

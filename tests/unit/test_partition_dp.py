@@ -124,6 +124,25 @@ def test_several_stages_a_rank_have_the_shortest_simulated_step(schedule, stages
         assert placement.expect(placement.by_seconds()).seconds == best
 
 
+def test_several_stages_a_rank_fit_first_and_are_quick_second():
+    """The quickest split overfills a rank: the quickest of those that fit best is taken."""
+    costs = random_costs(random.Random(3), 7, weights=100)
+    made = make_schedule("interleaved_1f1b", num_ranks=2, stages_per_rank=2)
+    splits = list(every_split(7, 4))
+    free = Placement(costs, made, 8)
+    quickest = min(splits, key=lambda split: free.expect(split).seconds)
+    fullest = max(rank.peak for rank in free.expect(quickest).memory)
+    for room in (fullest - 1, fullest // 2, 2 * fullest):
+        placement = Placement(costs, made, 8, capacities=(room, room))
+
+        def value(split, placement=placement):
+            found = placement.expect(split)
+            return placement.overshoot(found.memory), found.seconds
+
+        assert value(placement.by_seconds()) == min(map(value, splits))
+        assert room != fullest - 1 or value(quickest) > min(map(value, splits))
+
+
 def test_too_many_splits_are_searched_from_the_best_start():
     """A convex valley with one lowest place: single moves lead there."""
     target = [5, 9, 2, 4, 7, 3]

@@ -10,6 +10,7 @@ from stageline.pipeline.plan import (
     drop_dead_backward,
     forward_orders,
     grad_flow,
+    parse_action,
 )
 from stageline.pipeline.schedules import SCHEDULES, make_schedule
 from stageline.pipeline.topology import resolve_topology
@@ -80,6 +81,21 @@ def test_nothing_is_computed_before_the_first_trained_stage(name):
         for item in plan
         if isinstance(item, Transfer)
     )
+
+
+def test_a_pass_that_is_not_parted_stands_where_its_weights_come():
+    words = "1F0 1F1 1I0 1I1 1W0 1W1"
+    order = [parse_action(word) for word in words.split()]
+    for trains, wanted in (
+        ((True, True), words),
+        ((False, True), "1F0 1F1 1B0 1B1"),
+        ((False, False), "1F0 1F1"),
+    ):
+        (kept,) = drop_dead_backward([order], grad_flow(trains))
+        assert " ".join(map(str, kept)) == wanted
+    parted = [parse_action(word) for word in "1F0 1I0 1F1 1W0".split()]
+    (kept,) = drop_dead_backward([parted], grad_flow((False, True)))
+    assert " ".join(map(str, kept)) == "1F0 1F1 1B0"
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

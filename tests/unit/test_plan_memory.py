@@ -2,9 +2,9 @@
 
 import pytest
 
-from stageline.pipeline.plan import Kind
+from stageline.pipeline.plan import Kind, parse_action
 from stageline.pipeline.schedules import make_schedule
-from stageline.planner.cost import Cost, MemoryRules, ModelCosts, rank_memory
+from stageline.planner.cost import Cost, MemoryRules, ModelCosts, peak_activations, rank_memory
 from stageline.planner.placement import advise
 from stageline.planner.simulate import expect, simulate
 
@@ -163,3 +163,17 @@ def test_advice_puts_what_does_not_fit_last():
     assert tight[-1].overshoot > 0
     assert free[0].expectation.seconds < tight[0].expectation.seconds
     assert "--schedule" in tight[0].options() and "--partition" in tight[0].options()
+
+
+def test_of_two_halves_the_second_lets_go():
+    """The gradients of weights need what the forward pass saved."""
+    for words, peak in (("0F0 0I0 0F1 0W0 0I1 0W1", 20), ("0F0 0I0 0W0 0F1 0I1 0W1", 10)):
+        order = [parse_action(word) for word in words.split()]
+        assert peak_activations(order, [Cost(saved=10)]) == peak
+
+
+def test_the_shorter_way_of_a_backward_pass_counts():
+    cost = Cost(forward=1, backward=2, input_grad=1.5, weight_grad=1.75)
+    assert (cost.seconds(), cost.seconds(splits_backward=True)) == (3, 3)
+    cost = Cost(forward=1, backward=2, input_grad=1.5, weight_grad=0.25)
+    assert (cost.seconds(), cost.seconds(splits_backward=True)) == (3, 2.75)

@@ -15,6 +15,16 @@ def test_small_gradients_add_up_in_float32():
     assert weights.parameters["w"].grad.item() == 1.5
 
 
+def test_gradients_are_forgotten_on_both_sides():
+    half, full = nn.Parameter(torch.ones(1, dtype=torch.bfloat16)), nn.Parameter(torch.ones(1))
+    weights = MasterWeights({"half": half, "full": full})
+    for _ in range(2):
+        weights.zero_grad()
+        (half * 3 + full * 5).sum().backward()
+        assert weights.parameters["half"].grad.item() == 3.0
+        assert weights.parameters["full"].grad.item() == 5.0
+
+
 def test_small_updates_add_up_in_the_master():
     parameter = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     weights = MasterWeights({"w": parameter})
@@ -46,6 +56,22 @@ def test_the_scale_halves_and_doubles():
     restored = LossScaler(enabled=True)
     restored.load_state_dict(scaler.state_dict())
     assert restored.state_dict() == scaler.state_dict()
+
+
+def test_an_overflow_starts_the_count_of_good_steps_anew():
+    scaler = LossScaler(enabled=True, initial_scale=8.0, growth_interval=2)
+    scales = []
+    for overflowed in (False, True, False, True, False, False):
+        scaler.update(overflowed=overflowed)
+        scales.append(scaler.scale)
+    assert scales == [8.0, 4.0, 4.0, 2.0, 2.0, 4.0]
+
+
+def test_the_scale_never_makes_a_loss_smaller():
+    scaler = LossScaler(enabled=True, initial_scale=2.0)
+    for _ in range(3):
+        scaler.update(overflowed=True)
+    assert scaler.scale == 1.0
 
 
 def test_without_scaling_nothing_changes():

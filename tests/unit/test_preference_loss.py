@@ -15,6 +15,7 @@ def make_batch(num_pairs=3, tokens=7, *, left_out=()):
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(VOCABULARY, (2 * num_pairs, tokens), generator=generator)
     labels[:, :2] = -100
+    labels[::4, 0] = 3  # the first token of a row, which nothing predicts
     labels[torch.arange(2 * num_pairs) % 3 == 0, -2:] = -100
     for pair in left_out:
         labels[2 * pair : 2 * pair + 2] = -100

@@ -21,7 +21,7 @@ from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.batches.preference import both_answers, collate_rewards, encode_scored_pair
 from stageline.data.batches.preflight import preflight
 from stageline.errors import DataError, UserError
-from stageline.modules.losses import count_reward_pairs
+from stageline.modules.losses import count_reward_pairs, pair_rewards
 from tests.helpers.shelf_losses import shelf_loss
 
 import_shelf()
@@ -175,6 +175,14 @@ def test_loss_and_figures_are_those_of_the_formula():
     torch.testing.assert_close(figures["chosen_reward"], chosen.mean())
     assert figures["reward_accuracy"] == (chosen > rejected).float().mean()
     assert not part.predicts_tokens
+
+
+def test_half_a_pair_counts_for_nothing():
+    scores, batch = scored_batch()
+    batch["labels"][4, 3] = 9  # of the third pair the chosen row alone
+    assert count_reward_pairs(batch) == 2
+    chosen, rejected, counts = pair_rewards(scores, batch)
+    assert counts.tolist() == [1, 1, 0] and chosen[2] == rejected[2] == 0
 
 
 def test_logits_and_a_negative_coefficient_are_refused():

@@ -131,8 +131,18 @@ def test_the_penalties_are_those_of_transformers_over_prompt_and_answer():
         for top in (3, 5, 7, 9):
             raised = scores.clone()
             raised[0, top] = scores.max() * 1.2
-            expected = hf.RepetitionPenaltyLogitsProcessor(penalty)(ids, raised.clone())
-            assert _pick(raised[0], **options) == expected.argmax().item()
+            for lower in (0.0, 0.1, 3.0, 10.0):  # what is negative is multiplied
+                logits = raised - (raised.max() + lower if lower else 0.0)
+                expected = hf.RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
+                assert _pick(logits[0], **options) == expected.argmax().item()
+
+
+def test_a_stop_may_come_from_the_least_number_of_tokens_on():
+    logits = torch.tensor([0.0, 3.0, 1.0])
+    for others in ({}, {"logit_bias": ((0, 0.5),)}):  # alone, and where more is changed
+        options = {"min_new_tokens": 2, "stop_token_ids": (1,), **others}
+        found = [_pick(logits, answer=[0] * count, **options) for count in range(4)]
+        assert found == [2, 2, 1, 1]
 
 
 def test_presence_frequency_and_bias_are_those_of_the_formula_of_openai():
@@ -223,8 +233,9 @@ def test_seed_and_index_decide_together():
     assert len(set(answer(1))) > 4
 
 
-def test_logprobs_are_those_of_the_raw_logits():
-    logits = _logits(1, 300)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_are_those_of_the_raw_logits(dtype):
+    logits = _logits(1, 300).to(dtype)
     options = {"temperature": 2.0, "repetition_penalty": 3.0, "logit_bias": ((4, 5.0),)}
     found = choose(logits, [_row(prompt=[1], logprobs=3, **options)])[0]
     expected = logits[0].double().log_softmax(-1)

@@ -1,6 +1,7 @@
 """Saving: the folder loads in plain transformers, with the names and values of the stages."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,18 @@ from pp_models import CausalLMStage, StageModel, class_of_key
 from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 from stageline.checkpoint.files import tensor_names, weight_files
 from stageline.checkpoint.init import init_split_model
-from stageline.checkpoint.layout import MANIFEST, read_manifest, verify
+from stageline.checkpoint.layout import (
+    MANIFEST,
+    check_files,
+    file_facts,
+    publish,
+    read_manifest,
+    verify,
+)
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.shards import split_state
-from stageline.errors import UserError
+from stageline.errors import CheckpointError, UserError
 from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
 
 
@@ -222,3 +230,65 @@ def test_own_modules_are_saved_under_their_names(tmp_path):
     load_split_model(again, folder, device="cpu", dtype=torch.float32)
     for name, tensor in again.state_dict().items():
         assert torch.equal(tensor, state[name])
+
+
+@pytest.mark.parametrize("name", ["model-extra.safetensors", "below/adapter_config.json"])
+def test_a_file_that_loaders_would_read_must_be_in_the_manifest(name, tmp_path):
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "model.safetensors").write_bytes(b"weights")
+    publish(draft, tmp_path / "saved", facts={}, known={})
+    verify(tmp_path / "saved")
+    (tmp_path / "saved" / "notes.txt").write_text("of a user")
+    verify(tmp_path / "saved")
+    (tmp_path / "saved" / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "saved" / name).write_text("{}")
+    with pytest.raises(CheckpointError, match="is not in the manifest"):
+        verify(tmp_path / "saved")
+
+
+def test_a_checksum_is_compared_to_its_last_letter(tmp_path):
+    (tmp_path / "a").write_bytes(b"weights")
+    facts = file_facts(tmp_path / "a")
+    check_files(tmp_path, {"files": {"a": facts}})
+    right = facts["sha256"]
+    for wrong in (right[:-1] + "0123"[right[-1] == "0"], "0123"[right[0] == "0"] + right[1:]):
+        with pytest.raises(CheckpointError, match="found sha256"):
+            check_files(tmp_path, {"files": {"a": {**facts, "sha256": wrong}}})
+
+
+def test_an_empty_folder_is_not_written_over_either(tmp_path):
+    draft, folder = tmp_path / "draft", tmp_path / "there"
+    draft.mkdir()
+    folder.mkdir()
+    with pytest.raises(UserError, match="exists, a new folder was expected"):
+        publish(draft, folder, facts={}, known={})
+    assert draft.is_dir() and not any(folder.iterdir())
+
+
+def test_all_is_on_disk_before_the_folder_gets_its_name(tmp_path, monkeypatch):
+    """After a power cut the name may be there: then so must be every byte below it."""
+    done = []
+    fsync, rename = os.fsync, os.rename
+
+    def noted_fsync(descriptor):
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def noted_rename(source, target):
+        done.append("rename")
+        rename(source, target)
+
+    tiny_whole("llama", tmp_path / "before")
+    stages = load_stages("llama", tmp_path / "before", 2)
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    folder = save_split_model(stages, None, tmp_path / "after")
+    before, behind = done[: done.index("rename")], done[done.index("rename") + 1 :]
+    (draft,) = {path for path in before if path.name.startswith("after.tmp-")}
+    files = {path.relative_to(folder) for path in folder.rglob("*")} | {Path()}
+    assert {path.relative_to(draft) for path in before if path.is_relative_to(draft)} == files
+    assert Path(MANIFEST) in files and len(files) > 3
+    # the manifest behind all files that it lists, and the folder's own entries last
+    assert before[-1] == draft and before[-2] == draft / MANIFEST
+    assert tmp_path in behind

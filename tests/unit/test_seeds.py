@@ -23,6 +23,8 @@ def test_seed_everything_repeats_all_three_generators():
     assert draw() != first
     seed_everything(7)
     assert draw() == first
+    seed_everything(8)
+    assert not any(map(float.__eq__, draw(), first))  # none of them ignores the seed
     seed_everything(2**40)  # NumPy takes 32 bits only
 
 
@@ -42,6 +44,7 @@ def test_derived_seeds_differ_by_purpose_and_not_by_process():
 def test_names_do_not_run_together():
     assert derive_seed(0, "a", "b") != derive_seed(0, "ab")
     assert derive_seed(0, 1, 2) != derive_seed(0, 12)
+    assert derive_seed(0, "a", "b") != derive_seed(0, "astr:b")  # as if it held the next one
 
 
 def test_mixed_seeds_differ_also_in_the_bits_that_torch_takes():

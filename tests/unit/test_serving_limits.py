@@ -1,5 +1,6 @@
 """What must not bring the server down: clients that leave, limits, bad bodies, keys, a stop."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import json
@@ -133,6 +134,35 @@ def test_large_bodies_are_not_read():
         wait_until(lambda: 'status="499"' in client.get("/metrics").text)
         fits = {**BODY, "user": "x" * 90_000}
         assert client.post(PATH, json=fits).status_code == 200
+
+
+@pytest.mark.parametrize("announced", [None, "10", "11", "4000"])
+def test_of_a_body_that_is_too_large_little_is_read_and_its_place_is_free_again(announced):
+    read = []
+
+    class Sender:
+        """What a client sends: pieces of four bytes, for ever."""
+
+        headers = {} if announced is None else {"content-length": announced}
+
+        async def stream(self):
+            while True:
+                read.append(4)
+                yield b"abcd"
+
+        async def receive(self):
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def ask_often():
+        reader = gate.BodyReader(10, seconds=1.0)
+        for _ in range(BODIES_AT_ONCE + 2):
+            with pytest.raises(ApiError) as caught:
+                await reader(Sender())
+            assert caught.value.status == 413
+
+    asyncio.run(ask_often())
+    is_told = announced in ("11", "4000")  # nothing is read where the client says it first
+    assert len(read) == (0 if is_told else 3 * (BODIES_AT_ONCE + 2))
 
 
 def test_large_bodies_wait_for_each_other_and_are_forgotten_when_read():

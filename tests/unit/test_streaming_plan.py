@@ -139,6 +139,6 @@ def cuts(num_layers):
 
 
 def test_a_layer_that_cannot_fit_is_named():
-    costs = [LayerCost(1, 2, 10), LayerCost(1, 2, 60)]
+    costs = [LayerCost(1, 2, 10, 15, 25), LayerCost(1, 2, 10, 20, 30)]
     with pytest.raises(ValueError, match="layer 1 needs 60 bytes.*at most 50"):
         choose(costs, num_lanes=1, num_microbatches=1, budget=100)

@@ -3,6 +3,7 @@
 The pipeline is held against plain transformers elsewhere. All here is one process.
 """
 
+import contextlib
 import functools
 from types import SimpleNamespace
 
@@ -20,8 +21,9 @@ from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config, tiny_pr
 from stageline.checkpoint.load import load_split_model
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
+from stageline.seeds import derive_seed, seed_host
 from stageline.streaming.lanes import Lane
-from stageline.streaming.plan import Plan
+from stageline.streaming.plan import Plan, costs_of
 from stageline.streaming.runner import StreamingRunner, even_plan
 from stageline.training.evaluation import evaluate
 from stageline.training.optimizers import optimizer_groups
@@ -252,6 +254,41 @@ def test_a_budget_that_is_too_small_is_told_before_a_step(llama):
     for plan, words in ((None, "layer 0 needs"), (even_plan(NUM_STAGES, 4), "stages 0 to 3")):
         with pytest.raises(ValueError, match=words):
             streamed(stages_of("llama", llama), lanes=lanes, plan=plan).check_plan(2)
+
+
+def test_a_budget_that_just_fits_is_taken(llama):
+    costs = costs_of(streamed(stages_of("llama", llama)).pipe._hosted_layers)
+    needed = sum(cost.backward_bytes for cost in costs)
+    for budget, is_enough in ((needed, True), (needed - 1, False)):
+        plan = even_plan(NUM_STAGES, NUM_STAGES)
+        runner = streamed(stages_of("llama", llama), lanes=[Lane.cpu(budget=budget)], plan=plan)
+        with (
+            contextlib.nullcontext()
+            if is_enough
+            else pytest.raises(ValueError, match="are allowed")
+        ):
+            runner.check_plan(2)
+
+
+@pytest.mark.parametrize("kind", [pipeline, streamed])
+def test_the_passes_settle_what_an_update_draws(kind, llama):
+    """Whatever was drawn in them; and their sum is that of the shares of the loss."""
+    batches, drawn = micro_batches_of("llama"), []
+    for draws in (0, 3):
+        runner, losses = kind(stages_of("llama", llama)), []
+        getattr(runner, "make_weights", MasterWeights)(runner.local.named_parameters())
+
+        def loss_fn(logits, batch, draws=draws, losses=losses):
+            torch.rand(draws)
+            losses.append(sft(logits, batch, num_targets=torch.tensor(50.0)))
+            return losses[-1]
+
+        runner.seeds.begin(7)
+        loss = runner.step(batches, loss_fn=loss_fn)
+        drawn.append(torch.rand(2).tolist())
+        assert loss.item() == pytest.approx(sum(losses).item(), rel=1e-6)
+    seed_host(derive_seed(5, "update", 7))  # by seed and step alone
+    assert drawn == [torch.rand(2).tolist()] * 2
 
 
 @pytest.mark.parametrize("trusted", [False, True])

@@ -1,0 +1,152 @@
+"""An optimizer's state on disk, shared out over ranks and cut anew, against the optimizer."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from stageline.checkpoint.optimizer_state import (
+    STATE_FILE,
+    STATE_FOLDER,
+    RowRange,
+    SavedState,
+    state_share,
+)
+from stageline.errors import CheckpointError, UserError
+
+SHAPE = (7, 3)
+
+
+def trained():
+    """Two parameters and an optimizer with moments that differ in each row."""
+    torch.manual_seed(0)
+    parameters = {"w": nn.Parameter(torch.randn(SHAPE)), "v": nn.Parameter(torch.randn(5))}
+    optimizer = torch.optim.AdamW(parameters.values(), lr=0.1)
+    for _ in range(3):
+        step(parameters, optimizer)
+    return parameters, optimizer
+
+
+def step(parameters, optimizer):
+    for parameter in parameters.values():
+        parameter.grad = torch.arange(parameter.numel()).view(parameter.shape) + parameter.detach()
+    optimizer.step()
+
+
+def rows_of(parameters, optimizer, first, end):
+    """The same as one replica of several has it: some rows of `w`, all of `v`."""
+    whole = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    share = {"w": nn.Parameter(whole["w"][first:end].clone()), "v": nn.Parameter(whole["v"])}
+    own = torch.optim.AdamW(share.values(), lr=0.1)
+    for name, parameter in share.items():
+        state = copy.deepcopy(optimizer.state[parameters[name]])
+        if name == "w":
+            state = {k: v[first:end].clone() if v.ndim else v for k, v in state.items()}
+        own.state[parameter] = state
+    return share, own
+
+
+def save(folder, shares, **options):
+    """`shares`: (parameters, optimizer, rows of `w`) of each rank."""
+    folder = folder / STATE_FOLDER
+    folder.mkdir()
+    joined = {}
+    for rank, (parameters, optimizer, rows) in enumerate(shares):
+        share = state_share(
+            optimizer,
+            parameters,
+            rows={} if rows is None else {"w": rows},
+            left_out=options.get("left_out", ()),
+            is_first=rank == 0,
+            with_weights=True,
+            copies=None,
+        )
+        for name, entry in share.write(folder / f"rank-{rank}.safetensors").items():
+            values = joined.setdefault(name, {"shape": entry["shape"], "values": {}})["values"]
+            for key, piece in entry["values"].items():
+                values.setdefault(key, []).append(piece)
+    saved = {
+        "facts": {"step": options.get("step", 3)},
+        "optimizer": "AdamW",
+        "extras": {},
+        "parameters": joined,
+    }
+    (folder / STATE_FILE).write_text(json.dumps(saved))
+
+
+CUTS = {"whole": [0, 7], "halves": [0, 4, 7], "thirds": [0, 3, 6, 7], "one empty": [0, 7, 7]}
+
+
+@pytest.mark.parametrize("then", CUTS)
+@pytest.mark.parametrize("now", CUTS)
+def test_rows_are_put_together_and_cut_anew(then, now, tmp_path):
+    parameters, optimizer = trained()
+    shares = []
+    for first, end in zip(CUTS[then], CUTS[then][1:]):
+        rows = None if then == "whole" else RowRange(first, end - first, SHAPE)
+        shares.append((*rows_of(parameters, optimizer, first, end), rows))
+    save(tmp_path, shares)
+    saved = SavedState(tmp_path)
+    saved.check_names(["v", "w"])
+    for first, end in zip(CUTS[now], CUTS[now][1:]):
+        fresh = {"w": nn.Parameter(torch.zeros(end - first, 3)), "v": nn.Parameter(torch.zeros(5))}
+        other = torch.optim.AdamW(fresh.values(), lr=0.1)
+        rows = {} if now == "whole" else {"w": RowRange(first, end - first, SHAPE)}
+        saved.restore(other, fresh, rows=rows)
+        expected, theirs = rows_of(parameters, optimizer, first, end)
+        for _ in range(2):  # as it was, and after a further step
+            for name in expected:
+                assert torch.equal(fresh[name], expected[name]), name
+                found, wanted = other.state[fresh[name]], theirs.state[expected[name]]
+                assert found.keys() == wanted.keys()
+                assert all(torch.equal(found[key], wanted[key]) for key in wanted), name
+                assert found["step"].device.type == "cpu"
+            step(fresh, other)
+            step({name: expected[name] for name in fresh}, theirs)
+
+
+def test_what_another_stage_saves_is_left_out(tmp_path):
+    parameters, optimizer = trained()
+    save(tmp_path, [(parameters, optimizer, None)], left_out=["v"])
+    saved = SavedState(tmp_path)
+    assert set(saved.index) == {"w"}
+    with pytest.raises(CheckpointError, match="lacks 1 that train now"):
+        saved.check_names(["v", "w"])
+    with pytest.raises(CheckpointError, match="has 1 that do not"):
+        saved.check_names([])
+
+
+def test_another_model_or_optimizer_is_refused(tmp_path):
+    parameters, optimizer = trained()
+    save(tmp_path, [(parameters, optimizer, None)])
+    saved = SavedState(tmp_path)
+    wider = {"w": nn.Parameter(torch.zeros(7, 4))}
+    with pytest.raises(CheckpointError, match=r"shape \[7, 3\], \[7, 4\] was expected"):
+        saved.restore(torch.optim.AdamW(wider.values()), wider, rows={})
+    with pytest.raises(CheckpointError, match="state of AdamW, that of SGD was expected"):
+        saved.restore(torch.optim.SGD(parameters.values()), parameters, rows={})
+
+
+@pytest.mark.parametrize("number", [-5, 0, 2.0, "3", None, True])
+def test_a_step_that_cannot_be_is_refused(number, tmp_path):
+    save(tmp_path, [], step=number)
+    with pytest.raises(CheckpointError, match="steps are done"):
+        SavedState(tmp_path)
+
+
+def test_an_optimizer_with_code_in_its_state_is_refused():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.state[weight] = {"schedule": print}
+    with pytest.raises(UserError, match="keeps schedule as builtin_function"):
+        state_share(
+            optimizer,
+            {"w": weight},
+            rows={},
+            left_out=(),
+            is_first=True,
+            with_weights=False,
+            copies=None,
+        )
