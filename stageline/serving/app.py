@@ -206,65 +206,6 @@ _ASKED = (
 )
 
 
-class Asked(NamedTuple):
-    """A route that reads a body and answers, whole or as a stream.
-
-    Attributes:
-        stream: what a stream of it has; empty: it has none.
-    """
-
-    path: str
-    about: str
-    request: type[BaseModel]
-    answer: type[BaseModel]
-    write: Callable[..., Any]
-    stream: str = ""
-    out: type[Out] = Out
-
-
-_ASKED = (
-    Asked(
-        "/v1/chat/completions",
-        "Answers a chat, OpenAI's way.",
-        ChatRequest,
-        ChatCompletion,
-        answer_chat,
-        "the answers, or their chunks",
-    ),
-    Asked(
-        "/v1/completions",
-        "Goes on with texts, OpenAI's way.",
-        CompletionRequest,
-        Completion,
-        answer_completion,
-        "the texts, or their chunks",
-    ),
-    Asked(
-        "/v1/responses",
-        "Answers a conversation, OpenAI's newer way.",
-        ResponsesRequest,
-        ResponseObject,
-        answer_response,
-        "the response, or its events",
-        ResponseOut,
-    ),
-    Asked(
-        "/tokenize",
-        "The tokens of a text or of messages, vLLM's way.",
-        TokenizeRequest,
-        Tokens,
-        answer_tokenize,
-    ),
-    Asked(
-        "/detokenize",
-        "The text of tokens, vLLM's way.",
-        DetokenizeRequest,
-        TokensText,
-        answer_detokenize,
-    ),
-)
-
-
 def _asking(service: Service) -> APIRouter:
     router = APIRouter()
     for asked in _ASKED:
