@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from options.fields import on_path
 from stageline.errors import name_options
 from stageline.hub import local_folder, pinned_set, with_commit
 from stageline.terminal import is_first as is_first
@@ -36,6 +35,8 @@ def with_folders(run: Run, *, recorded: Mapping[str, Any] = {}) -> Run:
         recorded: config of an earlier start, by the names in it: of a name that is there, too, its
             commit is taken, whatever its branch has become.
     """
+    from options.fields import on_path  # which reads YAML: what only lists the commands needs none
+
     changes: dict[str, Any] = {}
     for item in dataclasses.fields(run):  # type: ignore[arg-type]  # each is an options class
         value = getattr(run, item.name)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from stageline.checkpoint.layout import Ranks
 
 # what says where a tower lies: the whole model on one stage has no such choice
+PROVES = "STAGELINE_PROVE_SPLIT"  # stands for auto: never, where many short runs start
 _OF_A_CUT = frozenset(option_fields(VisionOptions))
 
 
@@ -186,6 +187,13 @@ class StageBuilder:
             ranks: of the whole run.
         """
         if self.num_stages == 1:
+            return
+        if mode == "never" or (mode == "auto" and os.environ.get(PROVES) == "never"):
+            if ranks.rank == 0:
+                say(
+                    "WARNING: --prove-split never: nobody has compared this split with the whole "
+                    "model on this machine; if it computes something else, nothing will say so"
+                )
             return
         from stageline.checking.proof import SplitToProve, options_of_proof, prove_split
 

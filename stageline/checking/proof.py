@@ -43,13 +43,12 @@ from stageline.checking.setup import has_images, library_class, save_config
 from stageline.checking.shrink import layer_period, shrink_config
 from stageline.checkpoint.layout import Ranks
 from stageline.checkpoint.load import quiet
-from stageline.errors import UserError, spelled
+from stageline.errors import UserError
 from stageline.model_folder import load_config
 from stageline.pipeline.stage_passes import MicroBatch, model_inputs
 from stageline.pipeline.topology import stage_layers
 
 ProveMode = Literal["auto", "always", "never"]
-MODE = "STAGELINE_PROVE_SPLIT"  # stands for auto: never, where many short runs start
 CACHE = "STAGELINE_CACHE"  # the folder for what can be made again; default: ~/.cache/stageline
 # what a split is made of; below the folder of the package, or beside it
 CODE = ("stages/*.py", "checking/*.py", "modules/pass_through.py")
@@ -125,7 +124,7 @@ def prove_split(
     """Compares a cut-down copy, split and whole, unless that was done before; all ranks call this.
 
     Args:
-        mode: auto: where nothing is recorded; always; never.
+        mode: auto: where nothing is recorded; or always.
         say: prints a line, on the first rank.
 
     Raises:
@@ -133,15 +132,6 @@ def prove_split(
     """
     if split.num_stages == 1:
         return
-    if mode == "never" or (mode == "auto" and os.environ.get(MODE) == "never"):
-        warning = (
-            "WARNING: `prove_split` never: nobody has compared this split with the whole model on "
-            "this machine; if it computes something else, nothing will say so"
-        )
-        if ranks.rank == 0:
-            say(spelled(warning))
-        return
-
     ranks.together(lambda: _prove(split, mode, say) if ranks.rank == 0 else None)
 
 

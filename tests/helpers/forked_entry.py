@@ -17,6 +17,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from stageline.training import run_log
 from tests.helpers.house import untouched_house
 from tests.helpers.plans import learn_plans
@@ -106,6 +108,7 @@ def _fork_ranks(num_ranks: int) -> None:
     for rank in range(num_ranks):
         if os.fork() == 0:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            torch.set_num_threads(1)  # before two threads of a loader do, whose pool is gone
             return
     codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(num_ranks)]
     # one that was killed because it hung tells less than the others

@@ -393,7 +393,7 @@ def test_the_bubble_is_measured_every_tenth_step(step, num_ranks, timed):
 
 
 def test_the_memory_of_a_run_that_goes_on_is_told_from_its_first_line(tmp_path, capsys):
-    context = SimpleNamespace(is_main=True, rank=0, device=torch.device("cpu"), pp_group=None)
+    context = SimpleNamespace(is_main=True, rank=0, devices=[torch.device("cpu")], pp_group=None)
     figures = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1}
     counts = {"num_tokens": 1, "num_targets": 1, "num_samples": 1}
     with RunReport(tmp_path / "run", context=context, total_steps=25, start_step=21) as report:
