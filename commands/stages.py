@@ -187,7 +187,7 @@ class StageBuilder:
             ranks: of the whole run.
         """
         if self.num_stages == 1:
-            return
+            return  # as the proof says itself, which takes a while to import
         if mode == "never" or (mode == "auto" and os.environ.get(PROVES) == "never"):
             if ranks.rank == 0:
                 say(

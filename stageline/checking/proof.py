@@ -119,7 +119,11 @@ def options_of_proof(kwargs: Mapping[str, Any], attention: str | None) -> dict[s
 
 
 def prove_split(
-    split: SplitToProve, *, mode: ProveMode, ranks: Ranks, say: Callable[[str], None]
+    split: SplitToProve,
+    *,
+    mode: Literal["auto", "always"],
+    ranks: Ranks,
+    say: Callable[[str], None],
 ) -> None:
     """Compares a cut-down copy, split and whole, unless that was done before; all ranks call this.
 
@@ -136,7 +140,7 @@ def prove_split(
 
 
 @progress.doing("proof of the split")
-def _prove(split: SplitToProve, mode: ProveMode, say: Callable[[str], None]) -> None:
+def _prove(split: SplitToProve, mode: str, say: Callable[[str], None]) -> None:
     try:
         config = load_config(str(split.config_path), trust_remote_code=split.trust_remote_code)
         partition = tiny_partition(_layers(split, config), layer_period(config))

@@ -91,11 +91,7 @@ class LoRAWrapper(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result = self.lora_module(x)
-        if self.lora.use_dora:
-            more = self.lora.forward_dora(x, result, innermost(self))
-        else:
-            more = self.lora(x)
-        return result + more.to(result.dtype)
+        return result + self.lora.beside(x, result, innermost(self))
 
 
 class RowChoice:
@@ -103,15 +99,18 @@ class RowChoice:
 
     Attributes:
         rows: number of each row's adapter, 0: none; empty: no row has one.
+        numbers: those of `rows`, each once, rising.
     """
 
     def __init__(self) -> None:
         self.rows: tuple[int, ...] = ()
+        self.numbers: tuple[int, ...] = ()
         self._places: dict[int, torch.Tensor] = {}
 
     def begin(self, rows: Iterable[int]) -> None:
         """Sets the rows of the pass that follows."""
         self.rows, self._places = tuple(rows), {}
+        self.numbers = tuple(sorted(set(self.rows)))
 
     def places(self, number: int, device: torch.device) -> torch.Tensor:
         """The rows that have an adapter."""
@@ -146,13 +145,13 @@ class RowLoRA(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result = self.lora_module(x)
-        rows = self.choice.rows
-        here = [number for number in sorted(set(rows)) if str(number) in self.adapters]
-        if here and len(set(rows)) == 1:
-            return result + self._more(here[0], x, result)
+        numbers = self.choice.numbers
+        here = [number for number in numbers if str(number) in self.adapters]
         if not here:
             return result
-        x_B, result_B = (_by_rows(value, len(rows)) for value in (x, result))
+        if len(numbers) == 1:
+            return result + self._more(here[0], x, result)
+        x_B, result_B = (_by_rows(value, len(self.choice.rows)) for value in (x, result))
         for number in here:
             own = self.choice.places(number, x.device)
             result_B = result_B.index_add(0, own, self._more(number, x_B[own], result_B[own]))
@@ -160,8 +159,7 @@ class RowLoRA(nn.Module):
 
     def _more(self, number: int, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         layer = cast(LoRALayer, self.adapters[str(number)])
-        more = layer.forward_dora(x, result, self.lora_module) if layer.use_dora else layer(x)
-        return more.to(result.dtype)
+        return layer.beside(x, result, self.lora_module)
 
 
 def _by_rows(values: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -92,6 +92,11 @@ class LoRALayer(nn.Module):
         x = x.to(self.lora_A.weight.dtype)
         return self.lora_B(self.lora_A(self.dropout(x))) * self.scale
 
+    def beside(self, x: torch.Tensor, result: torch.Tensor, base: Linear) -> torch.Tensor:
+        """What is added to the result of the layer beside it, in its dtype."""
+        more = self.forward_dora(x, result, base) if self.use_dora else self(x)
+        return more.to(result.dtype)
+
     def forward_dora(self, x: torch.Tensor, result: torch.Tensor, base: Linear) -> torch.Tensor:
         """What DoRA adds to the output `result` of the layer `base`; as `peft` computes it.
 
