@@ -1,7 +1,9 @@
 """Pipelined decoding on GPUs: the library's tokens, memory for the cache, and NCCL with two.
 
-Skips itself without a GPU. Expected are the library's answers on the same GPU.
+Expected are the library's answers on the same GPU, which may be an emulated one.
 """
+
+import functools
 
 import pytest
 import torch
@@ -24,9 +26,9 @@ from stageline.inference.decoding.stage_decoder import (
 )
 from tests.helpers.decoded_models import decoded_text_model, generated, load_whole
 from tests.helpers.decoding_engines import answers_of, on_ranks
+from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-NUM_TOKENS = 16
+NUM_TOKENS = 8
 GPU = torch.device("cuda", 0)
 
 
@@ -64,23 +66,30 @@ def engine_of(model, num_stages=1, *, dtype=torch.float32, **limits):
     )
 
 
-def library_answers(model, dtype):
-    whole = load_whole(model.folder, dtype).to(GPU)
-    prompts = [{name: value.to(GPU) for name, value in one.items()} for one in model.prompts]
-    return generated(whole, prompts, NUM_TOKENS)[0]
+@pytest.fixture(scope="module")
+def library(model):
+    """The library's answers by type."""
+
+    @functools.cache
+    def answers(dtype):
+        whole = load_whole(model.folder, dtype).to(GPU)
+        prompts = [{name: value.to(GPU) for name, value in one.items()} for one in model.prompts]
+        return generated(whole, prompts, NUM_TOKENS)[0]
+
+    return answers
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_tokens_equal_the_librarys_in_float32(model, num_stages):
+def test_tokens_equal_the_librarys_in_float32(model, library, num_stages):
     found = answers_of(engine_of(model, num_stages), model.prompts, max_new_tokens=NUM_TOKENS)
-    assert found == library_answers(model, torch.float32)
+    assert found == library(torch.float32)
 
 
-def test_most_tokens_agree_in_bfloat16(model):
+def test_most_tokens_agree_in_bfloat16(model, library):
     """Rows of a batch are summed in another order than a single one: a tie may turn a token."""
     engine = engine_of(model, dtype=torch.bfloat16)
     found = answers_of(engine, model.prompts, max_new_tokens=NUM_TOKENS)
-    expected = library_answers(model, torch.bfloat16)
+    expected = library(torch.bfloat16)
     firsts = [ours[0] == theirs[0] for ours, theirs in zip(found, expected, strict=True)]
     assert sum(firsts) >= len(firsts) - 1
     same = sum(ours == theirs for ours, theirs in zip(found, expected, strict=True))
@@ -115,7 +124,7 @@ def test_the_cache_takes_no_more_than_its_cells(model):
     assert 0 < max(most) <= 2 * budget  # buffers grow by steps of 64 columns
 
 
-def test_a_request_too_large_for_memory_fails_alone(model, monkeypatch):
+def test_a_request_too_large_for_memory_fails_alone(model, library, monkeypatch):
     """What else runs on this GPU leaves room for all prompts but one."""
     engine = engine_of(model)
     (decoder,) = engine.chain.decoders
@@ -130,7 +139,7 @@ def test_a_request_too_large_for_memory_fails_alone(model, monkeypatch):
 
     monkeypatch.setattr(decoder.stage, "forward", hungry)
     sampling = Sampling(max_new_tokens=NUM_TOKENS, stop_token_ids=())
-    expected = library_answers(model, torch.float32)
+    expected = library(torch.float32)
     for place, prompt in enumerate(model.prompts):  # one at a time: none shares its pass
         (found,) = engine.answer([Request(str(place), prompt, sampling)])
         if prompt["input_ids"].shape[1] == longest:
@@ -141,12 +150,11 @@ def test_a_request_too_large_for_memory_fails_alone(model, monkeypatch):
     assert not decoder.groups and engine.is_healthy
 
 
-def _answer_on(rank, folder, processor, prompts, port, found):
+def _answer_on(rank, folder, processor, prompts):
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     device = torch.device("cuda", rank)
     stage = stage_of(folder, rank, 2, device=device)
-    answers = on_ranks(
+    return on_ranks(
         stage,
         processor,
         lambda engine: answers_of(engine, prompts, max_new_tokens=NUM_TOKENS),
@@ -154,21 +162,30 @@ def _answer_on(rank, folder, processor, prompts, port, found):
         max_rows=4,
         num_groups=2,
     )
+
+
+def _answer_by_nccl(rank, port, found, *model):
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    answers = _answer_on(rank, *model)
     if rank == 0:
         found.put(answers)
     dist.destroy_process_group()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_stages_on_two_gpus(model):
+@pytest.mark.real
+@pytest.mark.cards(2)
+def test_two_stages_on_two_gpus(model, library):
     found = mp.get_context("spawn").SimpleQueue()
-    prompts = [dict(one) for one in model.prompts]
-    context = mp.spawn(
-        _answer_on,
-        (str(model.folder), model.processor, prompts, 29517, found),
-        nprocs=2,
-        join=False,
-    )
+    of_model = str(model.folder), model.processor, [dict(one) for one in model.prompts]
+    context = mp.spawn(_answer_by_nccl, (29517, found, *of_model), nprocs=2, join=False)
     answers = found.get()
     context.join()
-    assert answers == library_answers(model, torch.float32)
+    assert answers == library(torch.float32)
+
+
+@pytest.mark.cards(2)
+def test_two_stages_on_two_emulated_gpus(model, library, cards):
+    of_model = str(model.folder), model.processor, [dict(one) for one in model.prompts]
+    answers = run_ranks(_answer_on, 2, *of_model)[0]
+    assert answers == library(torch.float32)

@@ -1,4 +1,4 @@
-"""Packed rows under flash and flex attention, which train on GPUs alone; skips itself without."""
+"""Packed rows under flash and flex attention, which train on GPUs alone."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from stageline.data.text.encode import Encoded
 from stageline.stages.packing import check_packing
 from tests.helpers.tiny_batches import FIRST_TEXT_ID, count_targets
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.real
 LENGTHS = (31, 17, 44)
 FIELDS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # heads of 32
 

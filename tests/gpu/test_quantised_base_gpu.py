@@ -13,7 +13,7 @@ from stageline.stages.base import WeightSource, fill_stage
 from tests.helpers.chain import run_chain
 from tests.helpers.tiny_batches import count_targets, tiny_micro_batches
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.real
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
 HALF = torch.bfloat16
 

@@ -1,0 +1,397 @@
+"""One to four CUDA cards that are not there, for tests with a CPU build of torch.
+
+Inside `with Cards(count=2) as cards:` tensors on "cuda:1" hold true values on the host, so all
+that a card runs runs here, with true results, and
+
+- an operation on tensors of two devices raises, as a card's kernels do;
+- `cards.races` says where memory is used while another stream may write it, or is free while one
+  may use it: streams, events, `record_stream` and page-locked memory count (order.py);
+- `cards.waits` says where the host waited for a card;
+- memory figures are those of torch's allocator, and a card that is full says so.
+
+What it cannot show is listed in docs/gpu.md. native.load() must come before torch is imported.
+"""
+
+import contextlib
+import ctypes
+import math
+import threading
+import warnings
+from collections import Counter
+from typing import Any, NamedTuple, Self
+from unittest import mock
+
+import torch
+import torch._dynamo  # noqa: F401 (imported late, inside a mode, it would look at torch.cuda)
+from torch.utils import _device
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+
+from tests.helpers.emulated_gpu import torch_cuda
+from tests.helpers.emulated_gpu.memory import Memory
+from tests.helpers.emulated_gpu.native import MOST_CARDS
+from tests.helpers.emulated_gpu.operations import (
+    COPIES,
+    INDEXING,
+    VALUELESS,
+    Place,
+    is_collective,
+    is_composite,
+    is_random,
+    must_match,
+    name_of,
+    replaced,
+    returns_alias,
+    tensors_in,
+    waits,
+    written,
+)
+from tests.helpers.emulated_gpu.order import HOST, Actor, Order
+from tests.helpers.emulated_gpu.tensor import CardTensor, values_of
+
+_device._device_constructors()  # remembered before torch.tensor is another one
+LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_long, ctypes.c_int, ctypes.c_long)
+CPU = torch.device("cpu")
+NETWORK = -1  # the stream of NCCL on each card
+MADE_BY_SIZE = ("empty", "empty_strided", "zeros", "ones", "full")
+
+
+class Wait(NamedTuple):
+    """A place where the host waited: of the project, and of the library that it called."""
+
+    place: str
+    library: str
+    kind: str
+
+
+class MixedDevices(RuntimeError):
+    """An operation got tensors of two devices."""
+
+
+class Cards:
+    """The emulator; entered once at a time.
+
+    Args:
+        native: what native.load() returned.
+        memory: bytes of each card.
+
+    Attributes:
+        entered: those that are there now.
+        count: how many cards torch.cuda tells; may be set.
+        waits: where the host waited -> how often.
+        works: operation -> how often a card ran it.
+        collectives: in what order this rank took part in which, and on which kind of device:
+            gloo and NCCL would wait for each other for ever.
+        warns_of_waits: "default", "warn" or "error", as `torch.cuda.set_sync_debug_mode` says.
+    """
+
+    entered: "Cards | None" = None
+
+    def __init__(self, native: ctypes.CDLL, count: int = 1, *, memory: int = 8 << 30) -> None:
+        self.native = native
+        self.count = count
+        self.order = Order()
+        self.memory = Memory(self.order, count=MOST_CARDS, size=memory)
+        self.waits: Counter[Wait] = Counter()
+        self.works: Counter[str] = Counter()
+        self.collectives: list[str] = []
+        self.warns_of_waits: str | int = "default"
+        self.generators = tuple(torch.Generator().manual_seed(i) for i in range(MOST_CARDS))
+        self._random = threading.Lock()
+        self._sent: set[int] = set()  # cards that NCCL was given work of
+        self._stack = contextlib.ExitStack()
+        self._listener = LISTENER(self._heard)
+
+    @property
+    def races(self) -> Counter[str]:
+        """Sentences on memory that was used out of order -> how often."""
+        return self.order.races
+
+    def __enter__(self) -> Self:
+        assert Cards.entered is None, "cards are there already"
+        Cards.entered = CardTensor.cards = self
+        self.native.cards_listen(self._listener)
+        self._stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
+        torch._C._set_only_lift_cpu_tensors(True)
+        # parameters keep their identity when a module moves, which they do on a card
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        self._stack.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        for owner, name, new in torch_cuda.replacements(self):
+            self._stack.enter_context(mock.patch.object(owner, name, new))
+        self._stack.enter_context(_in_every_thread(self))
+        self._stack.enter_context(_Watch(self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        self.native.cards_listen(LISTENER(0))
+        Cards.entered = CardTensor.cards = None
+
+    def clear(self) -> None:
+        """Forgets what was seen; what is on its way stays."""
+        self.waits.clear()
+        self.works.clear()
+        self.collectives.clear()
+        self.races.clear()
+
+    # -- what torch.cuda asks --
+
+    def stream_of(self, device: torch.device) -> Actor:
+        """The current stream of a card in this thread."""
+        return device.index, self.native.cards_stream(device.index)
+
+    def wait_for_card(self, kind: str, device: torch.device) -> None:
+        """The host waits for the current stream of a card."""
+        self.note_wait(kind)
+        self.order.join(HOST, self.stream_of(device))
+
+    def note_wait(self, kind: str) -> None:
+        """Counts a wait of the host, and says so if torch was told to."""
+        place = Place()
+        self.waits[Wait(place.own(), place.library(), kind)] += 1
+        if self.warns_of_waits not in ("default", 0) and not kind.endswith("synchronize"):
+            text = f"called a synchronizing CUDA operation ({kind}) at {place}"
+            if self.warns_of_waits in ("error", 2):
+                raise RuntimeError(text)
+            warnings.warn(text, stacklevel=2)
+
+    def record_stream(self, tensor: CardTensor, stream: "torch_cuda.Stream") -> None:
+        """As `Tensor.record_stream`."""
+        key = self.memory.key(tensor)
+        assert key is not None
+        self.order.record_stream(key, stream.actor)
+
+    def _heard(self, kind: int, event: int, device: int, stream: int) -> None:
+        """What autograd records and waits for by itself."""
+        key = ("autograd", event)
+        if kind == 0:
+            self.order.record(key, (device, stream))
+        else:
+            self.order.wait((device, stream), key)
+
+    # -- operations --
+
+    def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """An operation on tensors of a card, or one that makes some."""
+        wanted = self._wanted(kwargs)
+        if is_collective(func):
+            return self._collective(func, args, kwargs)
+        if is_composite(func):
+            with _Watch(self):
+                found = func.decompose(*args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        if func in COPIES:
+            return self._copy(func, args, kwargs, wanted)
+        tensors = tensors_in(args, kwargs)
+        ours = [x for x in tensors if isinstance(x, CardTensor)]
+        device = self._one_device(func, tensors, ours, wanted)
+        target = wanted or device
+        inner_args, inner_kwargs = replaced(args, values_of), replaced(kwargs, values_of)
+        if "device" in inner_kwargs:
+            inner_kwargs["device"] = CPU
+        pins = bool(inner_kwargs.pop("pin_memory", False))
+        if waits(func, tensors):
+            self.wait_for_card(name_of(func), device)
+        if name_of(func) in MADE_BY_SIZE and target.type == "cuda":
+            dtype = kwargs.get("dtype") or torch.get_default_dtype()
+            self.memory.refuse(math.prod(args[0]) * dtype.itemsize, target.index)
+        made = self._compute(func, inner_args, inner_kwargs, target)
+        if target.type != "cuda":
+            return self.memory.pin(made) if pins else made
+        stream = self.stream_of(target)
+        old = {self.memory.key(x) for x in ours}
+        out = replaced(made, lambda values: self.memory.place(values, target, stream))
+        if name_of(func) not in VALUELESS:
+            self._note_work(func, args, kwargs, stream, old, out)
+        return return_and_correct_aliasing(func, args, kwargs, out) if returns_alias(func) else out
+
+    def on_host(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """An operation of the host alone: followed where its memory is page-locked."""
+        if is_collective(func):
+            self._note_collective(func, "cpu")
+        pins = bool(kwargs.get("pin_memory"))
+        made = func(*args, **({**kwargs, "pin_memory": False} if pins else kwargs))
+        if pins:
+            self.memory.pin(made)
+        if self.memory.has_pinned() and name_of(func) not in VALUELESS:
+            pinned = [x for x in tensors_in(args, kwargs) if self.memory.is_pinned(x)]
+            if pinned:
+                reads = {self.memory.host_key(x) for x in pinned}
+                writes = {self.memory.key(x) for x in written(func, args, kwargs)}
+                self.order.work(HOST, reads, reads & writes, _told(func))
+        return made
+
+    def _note_work(
+        self, func: Any, args: tuple, kwargs: dict, stream: Actor, old: set, out: Any
+    ) -> None:
+        writes = {self.memory.key(x) for x in written(func, args, kwargs)}
+        made = {self.memory.key(x) for x in tensors_in(out)}
+        self.works[name_of(func)] += 1
+        self.order.work(stream, old - {None}, (writes | (made - old)) - {None}, _told(func))
+
+    def _wanted(self, kwargs: dict[str, Any]) -> torch.device | None:
+        if kwargs.get("device") is None:
+            return None
+        device = torch.device(kwargs["device"])
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", self.native.cards_device())
+        if device.type == "cuda" and device.index >= self.count:
+            raise RuntimeError(
+                f"CUDA error: invalid device ordinal {device.index}: {self.count} cards are there"
+            )
+        return device
+
+    def _one_device(
+        self,
+        func: Any,
+        tensors: list[torch.Tensor],
+        ours: list[CardTensor],
+        wanted: torch.device | None,
+    ) -> torch.device:
+        """The card that an operation runs on.
+
+        Raises:
+            MixedDevices: its tensors lie on two.
+        """
+        devices = {x.device for x in ours}
+        hosts = [x for x in tensors if not isinstance(x, CardTensor)]
+        if len(devices) > 1 or (ours and any(must_match(func, x) for x in hosts)):
+            found = ", ".join(f"{list(x.shape)} on {x.device}" for x in tensors)
+            raise MixedDevices(
+                f"Expected all tensors to be on the same device, and {func} got {found}, "
+                f"at {Place()}"
+            )
+        if ours and func in INDEXING and any(x.dim() for x in hosts):
+            self.wait_for_card("index on the host", ours[0].device)
+        return devices.pop() if devices else wanted
+
+    def _compute(self, func: Any, args: tuple, kwargs: dict, device: torch.device) -> Any:
+        """The values; random ones from the card's generator."""
+        if name_of(func) == "histc" and not args[0].is_floating_point():  # a CPU takes no integers
+            return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+        if not is_random(func) or device.type != "cuda" or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        generator, own = torch.default_generator, self.generators[device.index]
+        with self._random:
+            before = generator.get_state()
+            generator.set_state(own.get_state())
+            try:
+                return func(*args, **kwargs)
+            finally:
+                own.set_state(generator.get_state())
+                generator.set_state(before)
+
+    def _copy(
+        self, func: Any, args: tuple, kwargs: dict[str, Any], wanted: torch.device | None
+    ) -> torch.Tensor:
+        if func is aten_copy_:
+            target, source = args[:2]
+            is_async = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+            values_of(target).copy_(values_of(source))
+            self._transfer(source, target, is_async)
+            return target
+        source, is_async = args[0], bool(kwargs.get("non_blocking"))
+        device = wanted or source.device
+        options = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
+        made = func(values_of(source), **options)
+        if device.type == "cuda":
+            made = self.memory.place(made, device, self.stream_of(device))
+        elif is_async:  # torch takes page-locked memory then
+            self.memory.pin(made)
+        self._transfer(source, made, is_async)
+        return made
+
+    def _transfer(self, source: torch.Tensor, target: torch.Tensor, is_async: bool) -> None:
+        """Puts a copy into its stream; the host waits unless it is asynchronous and page-locked."""
+        ends = source, target
+        cards = [x.device for x in ends if isinstance(x, CardTensor)]
+        stream = self.stream_of(cards[0])
+        other = self.stream_of(cards[-1])
+        if other != stream:  # between cards, torch orders the current streams of both
+            self._pass(other, stream)
+        keys = [
+            self.memory.key(x) if isinstance(x, CardTensor) else self.memory.host_key(x)
+            for x in ends
+        ]
+        self.works["copy"] += 1
+        self.order.work(stream, [keys[0]], [keys[1]], _told("copy"))
+        if other != stream:
+            self._pass(stream, other)
+        if len(cards) == 1:
+            host = target if isinstance(source, CardTensor) else source
+            way = "to the host" if host is target else "to the card"
+            if not (is_async and self.memory.is_pinned(host)):
+                kind = "pageable" if is_async else "blocking"
+                self.wait_for_card(f"{kind} copy {way}", cards[0])
+
+    def _pass(self, before: Actor, after: Actor) -> None:
+        self.order.join(before, HOST)
+        self.order.join(after, before)
+
+    def _collective(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """On the host's values, by gloo; for the order of streams as NCCL does, on its own one."""
+        self._note_collective(func, "cuda")
+        tensors = tensors_in(args, kwargs)
+        ours = {id(x.values): x for x in tensors if isinstance(x, CardTensor)}
+        for x in ours.values():
+            stream, network = self.stream_of(x.device), (x.device.index, NETWORK)
+            self._pass(stream, network)
+            key = self.memory.key(x)
+            writes = [] if name_of(func) == "send" else [key]
+            self.order.work(network, [key], writes, _told(name_of(func)))
+            self.order.record_stream(key, network)  # NCCL holds what it works on
+            self._sent.add(x.device.index)
+        found = func(*replaced(args, values_of), **replaced(kwargs, values_of))
+        return replaced(found, lambda x: ours.get(id(x), x))
+
+    def _note_collective(self, func: Any, kind: str) -> None:
+        if not name_of(func).startswith(("send", "recv")):
+            self.collectives.append(f"{name_of(func)} on {kind} at {Place()}")
+
+    def await_network(self) -> None:
+        """What the current streams do from now on comes behind all that was sent so far."""
+        for index in self._sent:
+            self.order.join(self.stream_of(torch.device("cuda", index)), (index, NETWORK))
+
+
+aten_copy_ = torch.ops.aten.copy_.default
+
+
+class _Watch(TorchDispatchMode):
+    """Sees what makes tensors on a card out of none, and what the host does."""
+
+    def __init__(self, cards: Cards) -> None:
+        super().__init__()
+        self._cards = cards
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        is_made = device is not None and torch.device(device).type == "cuda"
+        if is_made or CardTensor in types:
+            return self._cards.run(func, args, kwargs)
+        return self._cards.on_host(func, args, kwargs)
+
+
+@contextlib.contextmanager
+def _in_every_thread(cards: Cards):
+    """Threads that are started in here see the cards as well: torch keeps modes by thread."""
+    run = threading.Thread.run
+
+    def watched(self: threading.Thread) -> None:
+        if CardTensor.cards is not cards:
+            return run(self)
+        with _Watch(cards):
+            return run(self)
+
+    with mock.patch.object(threading.Thread, "run", watched):
+        yield
+
+
+def _told(func: Any):
+    """Says what is done where, but only if somebody asks."""
+    place = Place()
+    return lambda: f"{func if isinstance(func, str) else name_of(func)} at {place}"

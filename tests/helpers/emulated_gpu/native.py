@@ -1,0 +1,71 @@
+"""Compiles cards.cpp once and loads it. It must be loaded before torch is: torch asks only once.
+
+The library is kept in `.cache/`, under a name that changes with the source and with torch.
+"""
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+SOURCE = Path(__file__).with_name("cards.cpp")
+CACHE = ROOT / ".cache" / "emulated_gpu"
+MOST_CARDS = 4  # as kMost in cards.cpp
+
+
+class Unavailable(RuntimeError):
+    """No card can be emulated in this process; the message says why."""
+
+
+def load() -> ctypes.CDLL:
+    """The compiled guard and hooks, in this process from now on; about 15 s of g++ the first time.
+
+    Raises:
+        Unavailable: torch is imported already, is a build for real cards, or nothing compiles C++.
+    """
+    if "torch" in sys.modules:
+        raise Unavailable(
+            "torch was imported before the emulated cards: load them by PYTEST_PLUGINS"
+        )
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        raise Unavailable("torch is not installed")
+    torch = Path(found.origin).parent
+    if (torch / "lib" / "libtorch_cuda.so").exists() or (
+        torch / "lib" / "libtorch_hip.so"
+    ).exists():
+        raise Unavailable(
+            "this torch is built for real cards: install its CPU build to emulate one"
+        )
+    content = SOURCE.read_bytes() + (torch / "version.py").read_bytes()
+    library = CACHE / f"cards-{hashlib.sha256(content).hexdigest()[:16]}.so"
+    if not library.exists():
+        _compile(torch, library)
+    cards = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    for name in ("cards_stream", "cards_new_id"):
+        getattr(cards, name).restype = ctypes.c_long
+    cards.cards_set_stream.argtypes = [ctypes.c_int, ctypes.c_long]
+    return cards
+
+
+def _compile(torch: Path, library: Path) -> None:
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise Unavailable("no C++ compiler is installed (g++, or the one that CXX names)")
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder) / library.name
+        words = [compiler, "-O0", "-std=c++20", "-fPIC", "-shared", str(SOURCE), "-o", str(made)]
+        words += [f"-I{torch / 'include'}", f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
+        done = subprocess.run(
+            [*words, f"-Wl,-rpath,{torch / 'lib'}"], capture_output=True, text=True
+        )
+        if done.returncode:
+            raise Unavailable(f"{compiler} can't compile {SOURCE}:\n{done.stderr[-2000:]}")
+        os.replace(made, library)  # workers of one run compile at the same time

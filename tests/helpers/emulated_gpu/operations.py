@@ -1,0 +1,157 @@
+"""What a card does with torch's operations otherwise than a CPU: which wait, copy or touch nothing.
+
+Only facts about operations; no state.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[3]
+HERE = str(Path(__file__).parent)
+aten = torch.ops.aten
+
+COPIES = {aten._to_copy.default, aten.copy_.default}
+# they take indices that lie on the host, and bring them over
+INDEXING = {
+    *(aten.index.Tensor, aten.index_put.default, aten.index_put_.default),
+    *(aten._unsafe_index.Tensor, aten._unsafe_index_put.default, aten._index_put_impl_.default),
+}
+# a result's size or value is asked for on the host
+WAITING = frozenset(
+    "_local_scalar_dense nonzero equal masked_select _unique _unique2 unique_dim bincount "
+    "unique_consecutive is_nonzero linalg_eig _linalg_svd linalg_qr".split()
+)
+# a number on the host is no argument of these kernels, but a tensor on another device
+STRICT = frozenset("mm bmm addmm baddbmm embedding index_select gather scatter cat stack".split())
+# they look at no value: no kernel reads or writes
+VALUELESS = frozenset(
+    "detach alias view _unsafe_view expand t transpose permute slice select unsqueeze squeeze "
+    "split split_with_sizes unbind as_strided _reshape_alias lift_fresh unfold diagonal empty "
+    "empty_like empty_strided new_empty new_empty_strided is_same_size sym_size narrow chunk "
+    "is_pinned record_stream set_ resize_ view_as_real view_as_complex".split()
+)
+
+
+@functools.cache
+def name_of(func: Any) -> str:
+    """`add` of aten::add.Tensor."""
+    return func._schema.name.partition("::")[2]
+
+
+@functools.cache
+def is_composite(func: Any) -> bool:
+    """Whether it is made of others; autograd takes it apart, but nobody does without gradients."""
+    key = "CompositeImplicitAutograd"
+    return func.namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), key
+    )
+
+
+@functools.cache
+def is_collective(func: Any) -> bool:
+    """Whether ranks take part in it."""
+    return func.namespace in ("c10d", "_c10d_functional")
+
+
+@functools.cache
+def is_random(func: Any) -> bool:
+    """Whether it draws from a generator."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+@functools.cache
+def returns_alias(func: Any) -> bool:
+    """Whether what it returns is an argument, or a view of one."""
+    return any(each.alias_info is not None for each in func._schema.returns)
+
+
+def replaced(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Nested lists, tuples and dicts with other tensors in them: faster than torch's pytree."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) in (list, tuple):
+        return type(value)([replaced(each, change) for each in value])
+    if type(value) is dict:
+        return {name: replaced(each, change) for name, each in value.items()}
+    return value
+
+
+def tensors_in(*values: Any) -> list[torch.Tensor]:
+    """All tensors in nested lists, tuples and dicts, in order."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif type(value) in (list, tuple):
+            found += tensors_in(*value)
+        elif type(value) is dict:
+            found += tensors_in(*value.values())
+    return found
+
+
+@functools.cache
+def _written_places(func: Any) -> tuple[tuple[int, str], ...]:
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write)
+
+
+def written(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments that an operation writes into."""
+    for index, name in _written_places(func):
+        value = args[index] if index < len(args) else kwargs.get(name)
+        yield from tensors_in(value)
+
+
+def waits(func: Any, tensors: list[torch.Tensor]) -> bool:
+    """Whether the host waits for the card to see a value; a mask's number of hits is one."""
+    masks = (torch.bool, torch.uint8)
+    is_masked = func in INDEXING and any(x.dtype in masks for x in tensors[1:])
+    return is_masked or name_of(func) in WAITING
+
+
+def must_match(func: Any, tensor: torch.Tensor) -> bool:
+    """Whether a tensor on the host is refused beside tensors of a card."""
+    if tensor.dim() == 0:
+        return name_of(func) in STRICT
+    return not (func in INDEXING and not tensor.is_floating_point())
+
+
+class Place:
+    """Where in the project, and in which library below it, the host is now."""
+
+    def __init__(self) -> None:
+        self._frames = []
+        frame = sys._getframe(1)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            self._frames.append((file, frame.f_lineno))
+            if _is_own(file):
+                break
+            frame = frame.f_back
+
+    def own(self) -> str:
+        """`folder/file.py:line` of the innermost frame of the project; "?" without one."""
+        file, line = self._frames[-1]
+        return f"{Path(file).relative_to(ROOT)}:{line}" if _is_own(file) else "?"
+
+    def library(self) -> str:
+        """`file.py:line` of the innermost frame of a library below it, torch apart; or ""."""
+        for file, line in self._frames[:-1]:
+            if "site-packages" in file and "/torch/" not in file:
+                return f"{Path(file).name}:{line}"
+        return ""
+
+    def __str__(self) -> str:
+        library = self.library()
+        return f"{library} < {self.own()}" if library else self.own()
+
+
+@functools.cache
+def _is_own(file: str) -> bool:
+    is_inside = file.startswith(f"{ROOT}/") and "site-packages" not in file
+    return is_inside and not file.startswith(HERE)

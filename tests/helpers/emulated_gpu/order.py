@@ -1,0 +1,142 @@
+"""What happens before what on streams and on the host: vector clocks, and the races they show.
+
+A race is a use of memory that nothing orders behind another use of which one writes, or behind
+its allocation. Values are right here in any case, because the emulator computes at once; on a
+card such a program is wrong now and then. The threads of the host count as one actor: what one
+thread hands to another is in order.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+
+Actor = tuple[int, int] | str  # (card, stream), or the host
+Clock = dict[Actor, int]  # actor -> the last of its works that is known to be done
+HOST = "the host"
+Told = Callable[[], str]
+
+
+@dataclass(frozen=True)
+class Use:
+    """One work's use of memory: the `time`-th work of its actor."""
+
+    actor: Actor
+    time: int
+    told: Told
+
+    def __str__(self) -> str:
+        return f"{told_actor(self.actor)} ({self.told()})"
+
+
+@dataclass
+class Memory:
+    """The uses of one storage that a later use must come behind.
+
+    Attributes:
+        owner: the stream whose allocator it goes back to; None for memory of the host.
+        recorded: streams that the allocator waits for (`record_stream`).
+    """
+
+    owner: Actor | None
+    written: Use | None = None
+    read: dict[Actor, Use] = field(default_factory=dict)
+    recorded: set[Actor] = field(default_factory=set)
+
+
+class Order:
+    """Follows works, events and waits; `races` counts what is out of order, by its sentence."""
+
+    def __init__(self) -> None:
+        self.races: Counter[str] = Counter()
+        self._clocks: dict[Actor, Clock] = {}
+        self._events: dict[Hashable, Clock] = {}
+        self._memory: dict[int, Memory] = {}
+        self._lock = threading.RLock()
+
+    def work(self, actor: Actor, reads: Iterable[int], writes: Iterable[int], told: Told) -> None:
+        """An actor uses memory; a stream's work comes behind all that the host knows."""
+        with self._lock:
+            clock = self._clock(actor)
+            if actor != HOST:
+                _join(clock, self._clock(HOST))
+            clock[actor] = clock.get(actor, 0) + 1
+            use = Use(actor, clock[actor], told)
+            writes = set(writes)
+            for key in writes.union(reads):
+                if key in self._memory:
+                    self._touch(self._memory[key], use, clock, is_write=key in writes)
+
+    def allocate(self, key: int, owner: Actor | None) -> None:
+        """Memory from now on followed under `key`."""
+        with self._lock:
+            self._memory[key] = Memory(owner)
+
+    def record_stream(self, key: int, actor: Actor) -> None:
+        """The allocator will wait for what the stream does with this memory."""
+        with self._lock:
+            if key in self._memory:
+                self._memory[key].recorded.add(actor)
+
+    def free(self, key: int) -> None:
+        """The owner's next allocation may be at the same place, so all uses must be behind it."""
+        with self._lock:
+            memory = self._memory.pop(key, None)
+            if memory is None or memory.owner is None:
+                return
+            clock = dict(self._clock(memory.owner))
+            _join(clock, self._clock(HOST))
+            last = [memory.written] if memory.written else []
+            for use in [*memory.read.values(), *last]:
+                is_safe = use.actor in memory.recorded or use.actor in (memory.owner, HOST)
+                if not is_safe and clock.get(use.actor, 0) < use.time:
+                    self.races[
+                        f"memory of {told_actor(memory.owner)} is free while {use} uses it"
+                    ] += 1
+
+    def record(self, event: Hashable, actor: Actor) -> None:
+        """An event behind all that the stream was given so far."""
+        with self._lock:
+            clock = self._clock(actor)
+            _join(clock, self._clock(HOST))
+            self._events[event] = dict(clock)
+
+    def wait(self, actor: Actor, event: Hashable) -> None:
+        """What the actor does from now on comes behind an event."""
+        with self._lock:
+            _join(self._clock(actor), self._events.get(event, {}))
+
+    def join(self, actor: Actor, other: Actor | None = None) -> None:
+        """What the actor does from now on comes behind all that another one did, or all others."""
+        with self._lock:
+            clock = self._clock(actor)
+            for each in list(self._clocks) if other is None else [other]:
+                _join(clock, self._clock(each))
+
+    def _clock(self, actor: Actor) -> Clock:
+        return self._clocks.setdefault(actor, {})
+
+    def _touch(self, memory: Memory, use: Use, clock: Clock, *, is_write: bool) -> None:
+        if memory.written is not None:
+            self._check(use, memory.written, clock, "writes" if is_write else "reads", "writes")
+        if not is_write:
+            memory.read[use.actor] = use
+            return
+        for read in memory.read.values():
+            self._check(use, read, clock, "writes", "reads")
+        memory.written, memory.read = use, {}
+
+    def _check(self, use: Use, before: Use, clock: Clock, does: str, did: str) -> None:
+        if use.actor != before.actor and clock.get(before.actor, 0) < before.time:
+            self.races[f"{use} {does} what {before} {did}, and waits for nothing"] += 1
+
+
+def told_actor(actor: Actor) -> str:
+    """An actor in words."""
+    return actor if isinstance(actor, str) else f"stream {actor[1]} of card {actor[0]}"
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for actor, time in other.items():
+        if clock.get(actor, 0) < time:
+            clock[actor] = time
