@@ -35,6 +35,7 @@ from stageline.pipeline.plan import Action, Kind, drop_dead_backward, grad_flow,
 from stageline.pipeline.recorder import Recorder, TimelineEvent, bubble
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import SCHEDULES, make_schedule
+from stageline.planner.cost import Cost, peak_activations
 from stageline.planner.simulate import simulate
 from tests.helpers.ranks import run_ranks
 
@@ -249,7 +250,7 @@ def judge(name: str, num_ranks: int, count: int, ranks: list[dict], options) -> 
         times = {(s, k): one[k] for s in range(schedule.num_stages) for k in one}
     else:
         times = own
-    orders = schedule.orders(count)
+    orders, stages = schedule.orders(count), schedule.num_stages
     ideal = simulate(orders, times, num_stages=schedule.num_stages)
     seconds = max(seen["seconds"] for seen in ranks)
     kinds = defaultdict(list)
@@ -263,7 +264,7 @@ def judge(name: str, num_ranks: int, count: int, ranks: list[dict], options) -> 
         "bubble": 100 * bubble(events),
         "ideal_bubble": 100 * ideal.bubble,
         "alive": max(seen["alive"] for seen in ranks),
-        "ideal_alive": max(sum(rank.values()) for rank in ideal.fullest),
+        "ideal_alive": max(peak_activations(order, [Cost(saved=1)] * stages) for order in orders),
         **{kind: statistics.mean(times) for kind, times in kinds.items()},
     }
 
@@ -310,7 +311,7 @@ def print_table(num_ranks: int, cases: list[tuple[str, int]], results: list, opt
             for index in range(options.rounds)
         ]
         middle = {key: statistics.median(r[key] for r in rounds) for key in rounds[0]}
-        known = dict(zip(NAMES, SIMULATED[num_ranks, count].split(), strict=True))[name]
+        known = dict(zip(NAMES, SIMULATED[num_ranks, count].split(), strict=True)).get(name, "-")
         passes = " ".join(f"{k} {middle[k]:.1f}" for k in "FBIW" if k in middle)
         best = min(r["ratio"] for r in rounds)
         alive = f"{middle['alive']:g} of {middle['ideal_alive']:g}"

@@ -7,9 +7,9 @@ A single process gets a group of its own, so that one stage runs the same code a
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -97,6 +97,7 @@ class DistributedContext:
         num_replicas, dp_rank: data-parallel copies of the pipeline, and which one this is.
         num_ranks, pp_rank: processes of one pipeline, and which one this is.
         device: of this process, where tensors lie that ranks exchange.
+        channels: of this rank, see `open_channels`; empty where one group is enough.
         lanes: the devices that stages stream through; empty: they compute on `device`.
     """
 
@@ -109,6 +110,7 @@ class DistributedContext:
     pp_rank: int
     mesh: DeviceMesh
     device: torch.device
+    channels: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
     lanes: tuple[torch.device, ...] = ()
 
     @property
@@ -134,7 +136,11 @@ class DistributedContext:
 
 @contextmanager
 def distributed_context(
-    *, num_ranks: int, device: Literal["auto", "cpu", "cuda"] = "auto", timeout: float = 600.0
+    *,
+    num_ranks: int,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    timeout: float = 600.0,
+    pairs: Sequence[tuple[int, int]] = (),
 ) -> Iterator[DistributedContext]:
     """Joins the processes of the run, and leaves them when the block ends without an exception.
 
@@ -142,6 +148,7 @@ def distributed_context(
         num_ranks: processes of one pipeline; the number of processes is a multiple of it.
         device: "auto" takes GPUs where this machine has any.
         timeout: seconds that one exchange may take.
+        pairs: (from, to) of a pipeline's ranks whose transfers overlap others; the same everywhere.
 
     Raises:
         UserError: processes and ranks do not fit, or there are too few GPUs.
@@ -160,7 +167,8 @@ def distributed_context(
     local_world_size = this_machine().num_ranks
     chosen = choose_device(device, local_rank=local_rank, local_world_size=local_world_size)
     _init_group(rank, world_size, chosen, timeout=timeout)
-    mesh = _make_mesh(world_size, num_ranks, chosen, timeout=timedelta(seconds=timeout))
+    limit = timedelta(seconds=timeout)
+    mesh = _make_mesh(world_size, num_ranks, chosen, timeout=limit)
     context = DistributedContext(
         rank=rank,
         local_rank=local_rank,
@@ -171,6 +179,7 @@ def distributed_context(
         pp_rank=mesh.get_local_rank("pp"),
         mesh=mesh,
         device=chosen,
+        channels=open_channels(num_ranks, () if chosen.type == "cpu" else pairs, timeout=limit),
     )
     _tell_placement(context)
     wait_tied(SECONDS_FOR_THE_LIFELINE)
@@ -201,6 +210,31 @@ def _make_mesh(
         for rows in (ranks.T, ranks)
     ]
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("dp", "pp"))
+
+
+def open_channels(
+    num_ranks: int, pairs: Sequence[tuple[int, int]], *, timeout: timedelta
+) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """A group for each direction between two ranks of a pipeline: (from, to) -> what carries it.
+
+    All transfers of a rank in one NCCL group come one after the other, whatever their peers: a
+    receive that waits would hold its sends up, and ranks that all wait for each other would hang.
+    gloo keeps directions apart by itself, so a run on CPUs opens none.
+
+    Args:
+        pairs: in the order in which all processes of the run make the groups.
+
+    Returns:
+        Those that this process is part of.
+    """
+    pipelines = torch.arange(dist.get_world_size()).view(-1, num_ranks)
+    found = {}
+    for pair in pairs:
+        members = pipelines[:, list(pair)].tolist()
+        group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
+        if group is not None:
+            found[pair] = group
+    return found
 
 
 def _agree_on_the_end() -> None:
@@ -270,15 +304,19 @@ def warm_up(context: DistributedContext) -> None:
         pairs.append((last, 0))  # schedules with several stages a rank go round
     for low, high in pairs:
         for source, target in ((low, high), (high, low)):
-            _pass_on(context, source=source, target=target)
+            _pass_on(context, source, target, group=context.pp_group)
+    for (source, target), channel in context.channels.items():
+        _pass_on(context, source, target, group=channel)
 
 
-def _pass_on(context: DistributedContext, *, source: int, target: int) -> None:
+def _pass_on(
+    context: DistributedContext, source: int, target: int, *, group: dist.ProcessGroup
+) -> None:
     value = torch.full((), float(context.pp_rank), device=context.device)
     if context.pp_rank == source:
-        dist.send(value, group=context.pp_group, group_dst=target)
+        dist.send(value, dist.get_global_rank(context.pp_group, target), group=group)
     elif context.pp_rank == target:
-        dist.recv(value, group=context.pp_group, group_src=source)
+        dist.recv(value, dist.get_global_rank(context.pp_group, source), group=group)
         assert int(value) == source
 
 

@@ -1,7 +1,7 @@
 """From the orders of a schedule to what each rank really does: with transfers, without dead work.
 
-Pure integers. The transfers of any two ranks come in the same order on both, and all follow one
-order of time, so no two ranks can wait for each other whatever the backend queues.
+Pure integers. What a rank sends to another is received in that order. The two directions between
+two ranks are two channels, so a receive that waits holds no other transfer up.
 """
 
 import re
@@ -142,7 +142,7 @@ def needs(action: Action, num_stages: int) -> list[list[Action]]:
 def add_transfers(
     orders: Sequence[Sequence[Action]], rank_of_stage: Sequence[int], flow: GradFlow | None = None
 ) -> list[Plan]:
-    """Puts the sends behind the passes that make a tensor, and the receives as early as they may.
+    """Puts sends behind the passes that make a tensor, and receives beside them on the other rank.
 
     Args:
         flow: None where no backward passes are.
@@ -167,11 +167,21 @@ def add_transfers(
                 f"the schedule waits for itself: ranks stand at {', '.join(waiting)}, and each "
                 "needs a pass that comes later. Put every pass behind the ones it needs."
             )
+        sends = [
+            (rank, send)
+            for rank, action in started
+            if (send := _send_of(rank, action, rank_of_stage, flow)) is not None
+        ]
+        # a device receives when the passes queued before are done: so before the pass of this
+        # round, which does not need what another rank makes in the same round
+        for rank, send in sends:
+            plans[send.peer].append(send._replace(is_send=False, peer=rank))
         for rank, action in started:
             plans[rank].append(action)
             places[rank] += 1
             done.add(action)
-            _add_transfer(plans, rank, action, rank_of_stage, flow)
+        for rank, send in sends:
+            plans[rank].append(send)
     return plans
 
 
@@ -179,22 +189,17 @@ def _is_ready(action: Action, done: set[Action], num_stages: int) -> bool:
     return all(any(one in done for one in ways) for ways in needs(action, num_stages))
 
 
-def _add_transfer(
-    plans: list[Plan],
-    rank: int,
-    action: Action,
-    rank_of_stage: Sequence[int],
-    flow: GradFlow | None,
-) -> None:
+def _send_of(
+    rank: int, action: Action, rank_of_stage: Sequence[int], flow: GradFlow | None
+) -> Transfer | None:
+    """What goes to another rank behind a pass."""
     stage, kind, micro_batch = action
     if kind == Kind.WEIGHT_GRAD:
-        return
+        return None
     is_grad = kind != Kind.FORWARD
     if is_grad and not (flow and flow.sends[stage]):
-        return
+        return None
     fed = stage - 1 if is_grad else stage + 1
     if not 0 <= fed < len(rank_of_stage) or rank_of_stage[fed] == rank:
-        return
-    peer = rank_of_stage[fed]
-    plans[rank].append(Transfer(True, is_grad, fed, micro_batch, peer))
-    plans[peer].append(Transfer(False, is_grad, fed, micro_batch, rank))
+        return None
+    return Transfer(True, is_grad, fed, micro_batch, rank_of_stage[fed])

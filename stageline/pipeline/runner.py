@@ -44,6 +44,7 @@ from stageline.pipeline.stage_passes import (
 from stageline.stage import Stage
 
 Key = tuple[bool, int, int]  # (is_grad, the stage whose pass it feeds, micro-batch)
+Channels = Mapping[tuple[int, int], dist.ProcessGroup]  # see `process_group.open_channels`
 MOST_UNSENT = 2  # in forward-only runs: how far a rank may run ahead of a slower one
 
 
@@ -68,6 +69,7 @@ class Executor:
     Args:
         passes: stage -> its passes.
         last: the last stage of the pipeline.
+        channels: (from, to) ranks -> what carries that direction; else `group` does.
 
     Attributes:
         sent_bytes: what the last run sent to other ranks, forward and back.
@@ -80,10 +82,13 @@ class Executor:
         last: int,
         device: torch.device,
         group: dist.ProcessGroup | None,
+        channels: Channels,
     ) -> None:
         self.passes = passes
         self.device = device
         self.group = group
+        self.channels = channels
+        self.rank = dist.get_rank(group)
         self.last = last
         self.sent_bytes = 0
         self._moved: dict[int, tuple[MicroBatch, int]] = {}  # with the passes still to come
@@ -192,7 +197,9 @@ class Executor:
         if transfer.is_grad:  # integers have none; they come behind all else
             metas = tuple(meta for meta in metas if meta.is_floating_point())
         buffers = copy_metas(metas, self.device)
-        works = [_begun(dist.irecv(b, group=self.group, group_src=transfer.peer)) for b in buffers]
+        group = self.channels.get((transfer.peer, self.rank), self.group)
+        source = self._global(transfer.peer)
+        works = [_begun(dist.irecv(buffer, source, group=group)) for buffer in buffers]
         key = (transfer.is_grad, transfer.stage, transfer.micro_batch)
         self._coming[key] = (works, buffers)
 
@@ -200,12 +207,17 @@ class Executor:
         key = (transfer.is_grad, transfer.stage, transfer.micro_batch)
         tensors = tuple(tensor.detach().contiguous() for tensor in self._here.pop(key))
         self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
-        works = [_begun(dist.isend(t, group=self.group, group_dst=transfer.peer)) for t in tensors]
+        group = self.channels.get((self.rank, transfer.peer), self.group)
+        target = self._global(transfer.peer)
+        works = [_begun(dist.isend(tensor, target, group=group)) for tensor in tensors]
         self._going.append((works, tensors))
         while self._going and all(work.is_completed() for work in self._going[0][0]):
             self._going.popleft()
         if most_unsent is not None:
             self._wait_for_sends(most_unsent)
+
+    def _global(self, peer: int) -> int:
+        return peer if self.group is None else dist.get_global_rank(self.group, peer)
 
     def _wait_for_sends(self, most: int) -> None:
         while len(self._going) > most:
@@ -286,6 +298,8 @@ class PipelineRunner:
     Args:
         models: the stage models of this rank, on `device`; one, or several in their order.
         group: the pipeline's process group.
+        channels: where transfers of one group come one after the other (NCCL), one for each pair
+            of `schedule.pairs`.
         saving: a context entered around each forward pass that keeps a graph, such as one that
             moves what is saved to host memory.
         seed: of what training steps draw at random; None leaves the generators alone.
@@ -306,6 +320,7 @@ class PipelineRunner:
         schedule: Schedule | str = "1f1b",
         saving: Callable[[], AbstractContextManager] = nullcontext,
         seed: int | None = None,
+        channels: Channels | None = None,
     ) -> None:
         self.local = LocalStages(models)
         self.device = device
@@ -329,8 +344,14 @@ class PipelineRunner:
             )
             for model in self.local
         }
+        pairs = [pair for pair in self.schedule.pairs if self.pp_rank in pair]
+        assert device.type == "cpu" or set(pairs) <= set(channels or ()), pairs
         self._executor = Executor(
-            self.passes, last=self.schedule.num_stages - 1, device=device, group=group
+            self.passes,
+            last=self.schedule.num_stages - 1,
+            device=device,
+            group=group,
+            channels=channels or {},
         )
         self.num_micro_batches = 0
         self._plans: dict[tuple[int, bool], Plan] = {}

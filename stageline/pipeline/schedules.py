@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 from torch.distributed.pipelining import _schedule_visualizer
@@ -27,7 +28,9 @@ class ScheduleKind:
     """What is fixed for all runs of one schedule.
 
     Attributes:
-        torch_name: what torch calls it; None: the order is written down here.
+        torch_name: what torch calls it; None: the order follows from `warm_up`.
+        warm_up: with one stage a rank: (ranks, rank, micro-batches) -> the forward passes before
+            the first backward pass; a backward and a forward pass in turn come behind them.
         is_multi: a rank holds several stages.
         is_v: rank r of p holds stages r and 2p - 1 - r; the last stage is on rank 0.
         splits_backward: gradients of inputs and of weights are computed apart.
@@ -36,6 +39,7 @@ class ScheduleKind:
     """
 
     torch_name: str | None = None
+    warm_up: Callable[[int, int, int], int] | None = None
     is_multi: bool = False
     is_v: bool = False
     splits_backward: bool = False
@@ -44,9 +48,14 @@ class ScheduleKind:
 
 
 SCHEDULES: dict[str, ScheduleKind] = {
-    "gpipe": ScheduleKind(),
+    "gpipe": ScheduleKind(warm_up=lambda num_ranks, rank, count: count),
     # torch's list for 1F1B is made for pictures: its last rank counts from micro-batch 1
-    "1f1b": ScheduleKind(least=lambda num_ranks, num_stages: num_ranks),
+    "1f1b": ScheduleKind(
+        warm_up=lambda num_ranks, rank, count: num_ranks - rank,
+        least=lambda num_ranks, num_stages: num_ranks,
+    ),
+    # one more in flight for each border behind a stage: transfers there and back have a pass's time
+    "eager_1f1b": ScheduleKind(warm_up=lambda num_ranks, rank, count: 2 * (num_ranks - rank) - 1),
     "looped_bfs": ScheduleKind("LoopedBFS", is_multi=True),
     "interleaved_1f1b": ScheduleKind("Interleaved1F1B", is_multi=True, has_rounds=True),
     "interleaved_zero_bubble": ScheduleKind(
@@ -94,6 +103,12 @@ class Schedule:
     def splits_backward(self) -> bool:
         """Whether gradients of inputs and of weights are computed apart."""
         return self.kind.splits_backward
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """(from, to) ranks of all transfers, of activations and of gradients."""
+        borders = [pair for pair in pairwise(self.rank_of_stage) if pair[0] != pair[1]]
+        return sorted({*borders, *((there, here) for here, there in borders)})
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages that a rank of the pipeline holds, in the order of the model."""
@@ -157,15 +172,16 @@ class Schedule:
         self.check(num_micro_batches)
         if self.written is not None:
             return [list(order) for order in self.written]
-        if self.kind.torch_name is None:
+        if self.kind.warm_up is not None:
             warm_ups = [
-                num_micro_batches if self.name == "gpipe" else self.num_ranks - rank
+                self.kind.warm_up(self.num_ranks, rank, num_micro_batches)
                 for rank in range(self.num_ranks)
             ]
             return [
                 _one_stage_order(rank, warm_up, num_micro_batches)
                 for rank, warm_up in enumerate(warm_ups)
             ]
+        assert self.kind.torch_name is not None
         stages_per_rank = self.num_stages // self.num_ranks
         orders = _torch_orders(
             self.kind.torch_name, self.num_ranks, stages_per_rank, num_micro_batches

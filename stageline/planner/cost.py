@@ -70,7 +70,7 @@ class Cost:
 _SUMMED = [item.name for item in fields(Cost) if item.name not in ("transient", "trains")]
 
 
-# Between two processes of one machine; assumed, not measured: enough to tell apart ways to run
+# Between two processes of one machine; assumed where not measured: enough to tell apart ways to run
 # whose passes take the same time, of which the one with fewer hand-overs is faster.
 LATENCY_SECONDS = {"cpu": 1e-3, "cuda": 2e-5}
 BYTES_PER_SECOND = {"cpu": 1e9, "cuda": 2e10}

@@ -4,7 +4,7 @@ Everything comes as plain objects; no checkpoint is read. The arithmetic is in t
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -25,6 +25,7 @@ from stageline.planner.measure import (
     estimate,
     measure,
     outline_of,
+    transfer_seconds,
 )
 from stageline.planner.placement import Choice, Placement, advise
 from stageline.planner.simulate import Expectation
@@ -69,7 +70,8 @@ def format_plan(
     if any(rank.peak > capacity for rank, capacity in pairs):
         lines += ["", refusal(expectation, capacities or ())]
     if choices:
-        lines += ["", "the same step on these ranks, by simulation (hand-overs assumed):"]
+        taken = f"a transfer between ranks taken as {seconds_text(costs.hand_over)}"
+        lines += ["", f"the same step on these ranks, by simulation ({taken}):"]
         lines += [_advice(expectation, choice) for choice in choices[:MOST_CHOICES]]
     return "\n".join(lines)
 
@@ -210,6 +212,7 @@ class Planner:
         device: where to measure.
         shards: replicas that share weights and their state.
         group_size: samples that stay in one micro-batch.
+        times_transfers: measures what a transfer takes, where this process may use a second GPU.
     """
 
     make_piece: MakePiece
@@ -225,6 +228,7 @@ class Planner:
     visual_gpu_ratio: float = 0.0
     group_size: int = 1
     repeats: int = 5
+    times_transfers: bool = False
     _measured: dict[int, ModelCosts] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -257,10 +261,16 @@ class Planner:
             # dropout and random inputs must not shift the run's own draws
             devices = [self.device] if self.device.type == "cuda" else []
             with torch.random.fork_rng(devices=devices):
-                self._measured[micro_batch_size] = measure(self.outline, workload)
+                self._measured[micro_batch_size] = self._with_transfers(
+                    measure(self.outline, workload)
+                )
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
         return self._measured[micro_batch_size]
+
+    def _with_transfers(self, costs: ModelCosts) -> ModelCosts:
+        taken = transfer_seconds(self.device, costs.border) if self.times_transfers else None
+        return costs if taken is None else replace(costs, hand_over=taken)
 
     def place(
         self, kind: PartitionKind, capacities: tuple[int, ...] | None = None

@@ -2,13 +2,20 @@
 
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from stageline.distributed.process_group import choose_device, distributed_context
+from stageline.distributed.process_group import (
+    choose_device,
+    distributed_context,
+    open_channels,
+    warm_up,
+)
 from stageline.errors import UserError
+from tests.helpers.ranks import run_ranks
 from tests.helpers.warm_start import WarmLauncher
 
 ENTRY = Path(__file__).with_name("failing_entry.py")
@@ -36,6 +43,25 @@ def test_a_lone_process_has_a_group_of_its_own():
         dist.all_reduce(value, group=context.pp_group)
         assert value.tolist() == [1.0, 1.0]
     assert not dist.is_initialized()
+
+
+def open_and_warm_up(rank):
+    """Two pipelines of two ranks: rank = replica * 2 + place in the pipeline."""
+    replicas = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    channels = open_channels(2, [(0, 1), (1, 0)], timeout=timedelta(seconds=60))
+    place = SimpleNamespace(
+        device=torch.device("cpu"), pp_group=replicas[rank // 2], num_ranks=2, pp_rank=rank % 2
+    )
+    place.channels = channels
+    warm_up(place)
+    there, back = channels[0, 1], channels[1, 0]
+    assert there is not back and place.pp_group not in (there, back)
+    return [dist.get_process_group_ranks(group) for group in (there, back)]
+
+
+def test_each_direction_of_each_pipeline_has_a_group_that_is_open():
+    members = run_ranks(open_and_warm_up, 4)
+    assert members == [[[0, 1]] * 2] * 2 + [[[2, 3]] * 2] * 2
 
 
 def test_no_exchange_waits_longer_than_the_run_does():

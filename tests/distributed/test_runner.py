@@ -1,9 +1,13 @@
 """The runner itself: what it calls and how often, what it keeps, what it refuses and records."""
 
+import random
+from datetime import timedelta
+
 import pytest
 import torch
 from torch import nn
 
+from stageline.distributed.process_group import open_channels
 from stageline.errors import UserError
 from stageline.pipeline.live_bytes import tensor_bytes
 from stageline.pipeline.plan import grad_flow
@@ -11,6 +15,7 @@ from stageline.pipeline.recorder import Recorder, TimelineEvent, busy_seconds
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import SCHEDULES, make_schedule
 from stageline.planner.simulate import simulate
+from tests.helpers.late_transfers import late_transfers
 from tests.helpers.ranks import run_ranks
 
 WIDTH = 6
@@ -81,10 +86,13 @@ def loss_of(output, batch):
     return flat + 0.1 * extra
 
 
-def make_runner(rank, name, **kwargs):
+def make_runner(rank, name, *, channels=None, **kwargs):
     schedule = make_schedule(name, num_ranks=torch.distributed.get_world_size())
     stages = [Toy(s, schedule.num_stages, **kwargs) for s in schedule.stages_of(rank)]
-    return stages, PipelineRunner(stages, device=torch.device("cpu"), schedule=schedule)
+    runner = PipelineRunner(
+        stages, device=torch.device("cpu"), schedule=schedule, channels=channels
+    )
+    return stages, runner
 
 
 def reference_gradients(num_stages):
@@ -100,10 +108,10 @@ def reference_gradients(num_stages):
     return {name: p.grad for stage in stages for name, p in stage.named_parameters()}
 
 
-def run_all(rank):
+def run_all(rank, channels=None):
     results = {}
     for name in SCHEDULES:
-        stages, runner = make_runner(rank, name)
+        stages, runner = make_runner(rank, name, channels=channels)
         losses = []
 
         def counted(output, batch, losses=losses):
@@ -129,9 +137,22 @@ def run_all(rank):
     return results
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_several_tensors_cross_a_border_and_nothing_is_run_twice(num_ranks):
-    results = run_ranks(run_all, num_ranks)
+def run_all_late(rank):
+    """A stream for each channel, as with NCCL; a transfer may be overtaken by those of others."""
+    num_ranks = torch.distributed.get_world_size()
+    pairs = make_schedule("interleaved_1f1b", num_ranks=num_ranks).pairs
+    channels = open_channels(num_ranks, pairs, timeout=timedelta(seconds=60))
+    assert set(channels) == {pair for pair in pairs if rank in pair}
+    late = random.Random(rank)
+    with late_transfers(lambda: 0.003 * late.random(), stream_of=lambda *words: words[-1]):
+        return run_all(rank, channels)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "run"), [(1, run_all), (2, run_all), (3, run_all), (2, run_all_late)]
+)
+def test_several_tensors_cross_a_border_and_nothing_is_run_twice(num_ranks, run):
+    results = run_ranks(run, num_ranks)
     for name in SCHEDULES:
         num_stages = make_schedule(name, num_ranks=num_ranks).num_stages
         expected = reference_gradients(num_stages)

@@ -32,6 +32,16 @@ def test_what_torch_writes_is_read(ours, torchs, with_comms, tmp_path):
     assert schedule.splits_backward
 
 
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager_1f1b"])
+def test_our_own_order_in_a_file_is_the_same_schedule(name, tmp_path):
+    made = make_schedule(name, num_ranks=3)
+    path = tmp_path / "ours.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(made.orders(6))
+    read = make_schedule(str(path), num_ranks=3)
+    assert read.orders(6) == made.orders(6) and read.rank_of_stage == made.rank_of_stage
+
+
 def test_a_file_gives_stages_and_micro_batches(tmp_path):
     path = write(tmp_path, GOOD)
     topology = resolve_topology(schedule=path, num_stages=2)
