@@ -73,7 +73,14 @@ from options.model import (
 )
 from options.parts import ChosenPart, add_part_options, chosen_part, help_text, list_parts, takes
 from options.serve import ServeConfig, check_certificate, named_adapters
-from options.train import CheckConfig, RunConfig, check_learning_rate, check_partition, settled
+from options.train import (
+    CheckConfig,
+    RunConfig,
+    check_elastic,
+    check_learning_rate,
+    check_partition,
+    settled,
+)
 from register import ALL_REGISTERS, import_parts
 
 # register -> key that is taken when none is given; None: the user has to choose
@@ -185,7 +192,8 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     """
     arguments = read_arguments(argv, RunConfig, keys=TRAIN_KEYS)
     run = settled(arguments.run)
-    for check in (*CHECKS_OF_SPLIT, check_vision, check_batches, check_learning_rate, check_images):
+    more = (check_vision, check_batches, check_learning_rate, check_images, check_elastic)
+    for check in (*CHECKS_OF_SPLIT, *more):
         check(run)
     check_attention(run, arguments.parts["train_model"])
     return replace(arguments, run=run)

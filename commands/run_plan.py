@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from commands import say
+from commands.elastic import num_wanted, settle_ranks
 from commands.train_data import Data, epoch_steps
 from commands.train_parts import make_planner
 from options.fields import option_fields, spelled
@@ -35,9 +36,11 @@ class RunPlan(TrainArguments):
 
     Attributes:
         topology: stages, ranks and replicas.
+        num_wanted: ranks that an elastic run is to have when none is lost; None: as many as come.
     """
 
     topology: Topology
+    num_wanted: int | None = None
 
     @property
     def guard_rules(self) -> GuardRules:
@@ -54,6 +57,10 @@ def make_plan(arguments: TrainArguments) -> RunPlan:
     """Settles stages, ranks and replicas; refuses what the schedule or the engine cannot do."""
     run, engine = arguments.run, arguments.parts["engine"]
     check_streaming_engine(run, engine.key)
+    wanted = num_wanted(run) if run.elastic else None
+    if run.elastic:
+        arguments = dataclasses.replace(arguments, run=settle_ranks(run, started_ranks()))
+        run = arguments.run
     changes: dict[str, Any] = {}
     if engine.facts["topology"] is not None:
         topology = load_target(engine.facts["topology"])(arguments)
@@ -65,18 +72,23 @@ def make_plan(arguments: TrainArguments) -> RunPlan:
     changes |= {"num_stages": topology.num_stages, "dp_degree": topology.dp_degree}
     run = dataclasses.replace(run, **changes)
     check_vision(run)
-    return RunPlan(run, arguments.parts, arguments.imports, topology)
+    return RunPlan(run, arguments.parts, arguments.imports, topology, wanted)
+
+
+def started_ranks() -> int | None:
+    """How many processes a launcher has started; None: there was none yet."""
+    world_size = os.environ.get("WORLD_SIZE")
+    return int(world_size) if world_size else None
 
 
 def _pipeline_topology(arguments: TrainArguments) -> Topology:
     run = arguments.run
-    world_size = os.environ.get("WORLD_SIZE")
     topology = resolve_topology(
         schedule=run.schedule,
         num_stages=run.num_stages,
         stages_per_rank=run.stages_per_rank,
         dp_degree=run.dp_degree,
-        world_size=int(world_size) if world_size else None,
+        world_size=started_ranks(),
     )
     topology.schedule.check(
         run.num_micro_batches,

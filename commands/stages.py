@@ -308,12 +308,12 @@ class AnsweringModel:
 
     def layers(self) -> list[int] | None:
         """Layers of each stage; None: as even as can be, of a model that the library hasn't."""
-        from stageline.inference.meta_model import decode_partition
-
         if self.partition is not None:
             return list(self.partition)
-        if stage_key(self.config) is None:
+        if self.num_stages == 1 or stage_key(self.config) is None:
             return None
+        from stageline.inference.meta_model import decode_partition
+
         return decode_partition(
             self.config,
             self.num_stages,

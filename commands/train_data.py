@@ -5,6 +5,7 @@ Knows the options and the contract of each register; train_pp.py puts the object
 
 import functools
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from options.parts import ChosenPart, takes
 from options.train import RunConfig
 from parse_args import TrainArguments
 from register import load_target
+from stageline.data.batches.batch import MicroBatch
 from stageline.data.batches.check_batch import CheckedCollate
 from stageline.data.batches.collate import encode_sft
 from stageline.data.batches.collate_part import as_collate_part
@@ -407,11 +409,13 @@ def make_loader(
     is_evaluation: bool,
     start_step: int = 0,
     position: object = None,
+    facts: Callable[[MicroBatch], MicroBatch] | None = None,
 ) -> MicroBatchLoader:
     """Batches of micro-batches; the same samples on every stage, pixels on the first one.
 
     Args:
         position: what the loader of an earlier run said of `start_step`, by `state_after`.
+        facts: what the stages of this rank add to each micro-batch; see `host_facts`.
     """
     run = arguments.run
     return MicroBatchLoader(
@@ -424,7 +428,7 @@ def make_loader(
         dp_degree=context.num_replicas,
         seed=run.seed,
         num_workers=run.num_workers,
-        pins=context.device.type == "cuda",
+        pins=any(device.type == "cuda" for device in context.devices),
         start_step=start_step,
         position=position,
         shuffle=not is_evaluation,
@@ -433,6 +437,7 @@ def make_loader(
         packing=run.max_token_num if run.packing and not is_evaluation else None,
         legal_counts=schedule.legal_micro_batches,
         agree=largest_of_replicas(run, context) if run.packing and not is_evaluation else None,
+        facts=facts,
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from commands import is_first, say
+from commands.elastic import Interruption, make_elastic, ranks_in_words
 from commands.run_plan import RunPlan, make_plan, place_layers, settle_steps
 from commands.train_data import Data, check_data, show_samples
 from commands.train_parts import (
@@ -29,6 +30,7 @@ from options.memory import memory_remedies
 from options.model import learning_rate_scales
 from options.train import RunConfig
 from parse_args import TrainArguments, save_config
+from stageline.checkpoint.host_memory import settle_allocators
 from stageline.checkpoint.layout import Ranks
 from stageline.distributed.failure import name_stages
 from stageline.distributed.failure_record import on_full_memory, open_log, tell_run_folder
@@ -57,7 +59,10 @@ def run_training(arguments: TrainArguments) -> int:
         tell_run_folder(run.output_dir)
         terminal.begin_quietly()
     if not run.plan:
-        launch_if_needed(plan.topology.num_processes, rules=plan.guard_rules)
+        elastic = None
+        if run.elastic and not run.check_only:
+            elastic = make_elastic(run, plan.topology.num_processes)
+        launch_if_needed(plan.topology.num_processes, rules=plan.guard_rules, elastic=elastic)
     data = check_data(plan)
     plan = settle_steps(plan, data)
     check_parts(plan, data)
@@ -68,6 +73,7 @@ def run_training(arguments: TrainArguments) -> int:
         return 0
     if run.plan:
         return show_plan(plan, data)
+    settle_allocators()
     return plan.parts["engine"].part(plan, data)
 
 
@@ -79,6 +85,7 @@ def run_pipeline(plan: RunPlan, data: Data) -> int:
         device=plan.run.device,
         # the guard tells better what hangs than an exchange that ran out of time
         timeout=max(600.0, plan.run.hang_timeout + 120.0),
+        pairs=schedule.pairs,
     ) as context:
         name_stages(schedule.stages_of(context.pp_rank))
         point = open_run_folder(plan, data, context)
@@ -107,6 +114,7 @@ def show_plan(plan: RunPlan, data: Data) -> int:
             device, num_local_ranks=topology.num_processes, gib=run.device_memory
         )
         planner = make_planner(plan, data, topology, device)
+        planner.times_transfers = True  # no other rank's memory is filled: there is none
         print(planner.plan(run.partition, (capacity,) * topology.num_ranks), flush=True)
     return 0
 
@@ -143,12 +151,14 @@ def train(
         PipelineRunner,
         device=context.device,
         group=context.pp_group,
+        channels=context.channels,
         schedule=schedule,
         seed=run.seed,
     )
     runner = make_runner(models)
     folder = Path(run.output_dir)
     start = point.step if point else 0
+    interruption = _interruption(plan, start) if context.is_main and run.elastic else None
     if context.is_main:
         save_config(plan, folder / "config.yaml")
         data.bad_rows.write(folder / "bad_rows.jsonl")
@@ -165,8 +175,15 @@ def train(
     with report:
         report.show_plan(summaries)
         training = TrainingRun(plan, data, context, runner, replicas, report, point)
+        training.interruption = interruption
         account.train_step = training.train_step
         training.run()
+
+
+def _interruption(plan: RunPlan, start_step: int) -> Interruption | None:
+    """What an earlier start of the run has lost; read before this one writes into its log."""
+    ranks = ranks_in_words(plan.run, plan.num_wanted)
+    return Interruption.read(Path(plan.run.output_dir), start_step, ranks)
 
 
 def _open_account(run: RunConfig, context: DistributedContext, *, streams: bool) -> MemoryAccount:

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from commands import say
+from commands.elastic import Interruption
 from commands.train_data import Data, make_loader
 from commands.train_parts import bind_loss, make_learning_rate, make_loss, make_optimizer
 from options.fields import spelled
@@ -34,7 +35,7 @@ from stageline.errors import UserError
 from stageline.hub import PREFIX
 from stageline.model_folder import load_config
 from stageline.pipeline.recorder import bubble
-from stageline.pipeline.runner import PipelineRunner
+from stageline.pipeline.runner import MicroBatch, PipelineRunner
 from stageline.pipeline.topology import Topology
 from stageline.stage import Stage
 from stageline.streaming.host_weights import check_host_memory, host_bytes
@@ -221,7 +222,15 @@ def make_references(
             replicas=replicas,
             say=report.say,
         )
-        loader = make_loader(arguments, data, context, runner.schedule, dataset, is_evaluation=True)
+        loader = make_loader(
+            arguments,
+            data,
+            context,
+            runner.schedule,
+            dataset,
+            is_evaluation=True,
+            facts=facts_of(runner),
+        )
         source = table(
             loader,
             num_samples=len(dataset),
@@ -230,6 +239,11 @@ def make_references(
         )
         found[name] = make(source=source)
     return found
+
+
+def facts_of(runner: PipelineRunner) -> Callable[[MicroBatch], MicroBatch] | None:
+    """What the stages want to be told of each micro-batch; a stage of one's own need not say."""
+    return getattr(runner.local.models[0], "host_facts", None)
 
 
 def reference_key(arguments: TrainArguments, dataset: object) -> str:
@@ -262,6 +276,7 @@ class TrainingRun:
         self.settings = settings(arguments, data)
         self.data, self.runner, self.replicas, self.report = data, runner, replicas, report
         self.start_step = point.step if point else 0
+        self.interruption: Interruption | None = None  # of an elastic run
         self.loss_fn = make_loss(arguments, runner.local.models[-1])
         self.timeline = StepTimeline(runner, step=min(run.timeline_step, run.total_steps) - 1)
         self.train_step = TrainStep(
@@ -282,7 +297,9 @@ class TrainingRun:
             ),
             make_weights=getattr(runner, "make_weights", MasterWeights),
         )
-        loader = functools.partial(make_loader, arguments, data, context, runner.schedule)
+        loader = functools.partial(
+            make_loader, arguments, data, context, runner.schedule, facts=facts_of(runner)
+        )
         self.batches = loader(
             data.train,
             is_evaluation=False,
@@ -356,6 +373,8 @@ class TrainingRun:
             self.report.stepped(step, result, seconds, bubble=bubble(events) if events else None)
             self.tell_saved()
         if step == self.start_step + 1:
+            if self.interruption is not None:
+                self.report.say(self.interruption.told())
             self.report.transfers(self.runner.sent_bytes, self.runner.num_micro_batches)
         if step == self.timeline.step + 1:
             self.report.timeline(step, events, self.timeline.ideal(events))

@@ -29,8 +29,11 @@ SECONDS_OF_A_START = 5.0  # between the processes of one machine
 
 
 def claim_key() -> str:
-    """Where in the store the claim of this run lies."""
-    return f"stageline/failed_first/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    """Where in the store the claim of this start lies."""
+    # one that torchrun's agents keep is that of all starts; machines that came later count fewer
+    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_kept else "0"
+    return f"stageline/failed_first/{count}"
 
 
 def connect_store(seconds: float = SECONDS_TO_CONNECT) -> "TCPStore":

@@ -331,7 +331,7 @@ class _Guard:
 
     def _beat(self) -> Beat:
         self.num_beats += 1
-        place = progress.place()
+        place = progress.where()
         return Beat(
             rank=self.rank,
             number=self.num_beats,
@@ -375,7 +375,7 @@ class _Guard:
 
     def _check_progress(self) -> None:
         """Judges once this rank's own operation is too old; slow ranks get on meanwhile."""
-        place, limit = progress.place(), self.rules.hang_timeout
+        place, limit = progress.where(), self.rules.hang_timeout
         now = time.monotonic()
         if not limit or place.step is None or now - place.since < limit:
             self.watcher = None
@@ -397,7 +397,7 @@ class _Guard:
             rank=verdict.beat.rank,
             stages=verdict.beat.stages,
             # the last beat of a rank that hangs may be older than its step
-            where=replace(verdict.beat.place, step=progress.place().step),
+            where=replace(verdict.beat.place, step=progress.where().step),
         )
 
     def _check_deadline(self) -> None:
@@ -406,7 +406,7 @@ class _Guard:
             return
         end_stopped(
             f"{stop.name_of(asked[0])} asked for a stop {limit:g} s ago, and the step and its save "
-            f"have not ended (this rank: {progress.place()}). The last checkpoint is what counts. "
+            f"have not ended (this rank: {progress.where()}). The last checkpoint is what counts. "
             "If saving takes longer, raise `stop_deadline`.",
             stop.stop_code(),
             kind="stopped",

@@ -5,6 +5,7 @@ adds: the exit code of the rank that failed first, one clean Ctrl-C, and no text
 """
 
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -13,15 +14,16 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from stageline.distributed.elastic import SECONDS_BETWEEN_LOOKS, Elastic, Ended, run_elastic
 from stageline.distributed.failure import ENDED, STAGES, TOLD
 from stageline.distributed.failure_record import (
     FailureRecord,
@@ -41,6 +43,9 @@ from stageline.distributed.stop import (
     release_signals,
 )
 from stageline.errors import CRASH, PREEMPTED
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
 
 # after the deadline of the workers, who are then about to end by themselves
 SECONDS_TO_END = 30.0
@@ -64,6 +69,7 @@ class SignalsForWorkers:
     patience: float
     times: dict[int, float] = field(default_factory=dict, init=False)
     code: int | None = field(default=None, init=False)
+    has_asked: bool = field(default=False, init=False)
 
     def install(self) -> None:
         """Takes over from the handlers of a worker."""
@@ -77,6 +83,24 @@ class SignalsForWorkers:
         # workers that do not handle it yet die of it
         tells_none = code in (0, 1, CRASH, PREEMPTED, KILLED)
         return self.code if self.code is not None and tells_none else code
+
+    def ask_to_save(self) -> bool:
+        """Has the workers save and end, as the early signal of Slurm does; from any thread.
+
+        Returns:
+            Whether they could be asked: those that still start, or were asked already, are not.
+        """
+        pids = self._pids()
+        if self.code is not None or len(pids) < self.num_processes:
+            return False
+        self.has_asked = True
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        return True
+
+    def _pids(self) -> list[int]:
+        return [int(path.read_text()) for path in self.folder.glob("*.pid")]
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -92,7 +116,7 @@ class SignalsForWorkers:
             self.code = CODES[passed_on]
             if self.patience:
                 signal.setitimer(signal.ITIMER_REAL, self.patience + SECONDS_TO_END)
-        pids = [int(path.read_text()) for path in self.folder.glob("*.pid")]
+        pids = self._pids()
         if len(pids) < self.num_processes:  # still starting: there is nothing to save
             self._end(signal.SIGTERM, "signalled at the start")
         for pid in pids:
@@ -187,7 +211,11 @@ DEFAULT_RULES = GuardRules()
 
 
 def launch_if_needed(
-    num_processes: int, *, argv: Sequence[str] | None = None, rules: GuardRules = DEFAULT_RULES
+    num_processes: int,
+    *,
+    argv: Sequence[str] | None = None,
+    rules: GuardRules = DEFAULT_RULES,
+    elastic: Elastic | None = None,
 ) -> None:
     """Returns in a worker, and where one process is enough; otherwise starts workers and exits.
 
@@ -195,14 +223,16 @@ def launch_if_needed(
         num_processes: workers, all on this machine.
         argv: what the workers run, the file first; by default what this process runs.
         rules: of the guard that each worker, or the lone process, starts.
+        elastic: starts the workers again, also a single one, where some of them are lost.
 
     Raises:
         SystemExit: when the workers have ended, with the code of the run.
     """
     if "RANK" in os.environ:
         _register_worker()
-    elif num_processes > 1:
-        _launch(num_processes, argv=list(sys.argv if argv is None else argv), rules=rules)
+    elif num_processes > 1 or elastic is not None:
+        argv = list(sys.argv if argv is None else argv)
+        _launch(num_processes, argv=argv, rules=rules, elastic=elastic)
     start_guard(rules)
 
 
@@ -230,32 +260,50 @@ def _end_with(parent: int) -> None:
     os._exit(CRASH)
 
 
-def _launch(num_processes: int, *, argv: list[str], rules: GuardRules) -> NoReturn:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+def _launch(
+    num_processes: int, *, argv: list[str], rules: GuardRules, elastic: Elastic | None = None
+) -> NoReturn:
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: processes share the cores
+    start = functools.partial(_run_workers, argv=argv, rules=rules)
+    if elastic is None:
+        sys.exit(start(num_processes).code)
+    try:
+        sys.exit(run_elastic(start, elastic))
+    except SignalException as error:  # between two starts there is nothing to save
+        sys.exit(128 + error.sigval)
+
+
+def _run_workers(
+    num_processes: int,
+    makes_room: Callable[[], bool] | None = None,
+    *,
+    argv: list[str],
+    rules: GuardRules,
+) -> Ended:
+    """Runs workers below torchrun's agent until they have ended; reports what nobody else did.
+
+    Args:
+        makes_room: asked now and then, in a thread, whether the workers are to save and end.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
     _silence("torch.distributed.elastic", "torch.distributed.launcher")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: processes share the cores
+    is_over = threading.Event()
     with tempfile.TemporaryDirectory(prefix="stageline_") as folder:
         os.environ |= {WORKERS_FOLDER: folder, LAUNCHER: str(os.getpid())}
         signals = SignalsForWorkers(
             Path(folder), num_processes=num_processes, patience=rules.stop_deadline
         )
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_processes,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",  # 0: any free port
-            local_addr="localhost",  # the machine's own name need not resolve
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            signals_to_handle="SIGQUIT",
-        )
         signals.install()
+        if makes_room is not None:
+            words = (makes_room, signals, is_over)
+            threading.Thread(target=_ask_when, args=words, daemon=True).start()
         try:
+            config = _launch_config(num_processes, folder)
             elastic_launch(config, sys.executable)("-u", *argv)
             code = 0
         except ChildFailedError as error:
@@ -264,7 +312,39 @@ def _launch(num_processes: int, *, argv: list[str], rules: GuardRules) -> NoRetu
             code = judge(Path(folder), codes, num_processes=num_processes)
         except SignalException as error:
             code = 128 + error.sigval
-    sys.exit(signals.code_of(code))
+        finally:
+            is_over.set()
+    return Ended(
+        signals.code_of(code),
+        is_asked=signals.code is not None,
+        makes_room=signals.has_asked and code == PREEMPTED,
+    )
+
+
+def _launch_config(num_processes: int, folder: str) -> "LaunchConfig":
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",  # 0: any free port
+        local_addr="localhost",  # the machine's own name need not resolve
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=folder),
+        signals_to_handle="SIGQUIT",
+    )
+
+
+def _ask_when(
+    is_time: Callable[[], bool], signals: SignalsForWorkers, is_over: threading.Event
+) -> None:
+    while not is_over.wait(SECONDS_BETWEEN_LOOKS):
+        if is_time() and not is_over.is_set() and signals.ask_to_save():
+            return
 
 
 def _silence(*prefixes: str) -> None:
@@ -274,7 +354,7 @@ def _silence(*prefixes: str) -> None:
             logging.getLogger(name).disabled = True
 
 
-_SECONDS_BETWEEN_LOOKS = 0.01
+_SECONDS_TO_ANSWER = 0.01
 _NAME = "stageline/meeting"
 
 
@@ -322,7 +402,7 @@ def agree(store: Store, rank: int, world_size: int, *, timeout: float) -> str:
         missing = {other for other in missing if not store.check([f"{name}/here/{other}"])}
         if time.monotonic() > deadline:
             raise TimeoutError(f"ranks {sorted(missing)} did not come in {timeout:g} s")
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        time.sleep(_SECONDS_TO_ANSWER)
     return name
 
 

@@ -47,8 +47,8 @@ def workers_of(launcher):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a10_a_rank_that_sleeps_for_ever_is_blamed(job, ranks):
-    name = f"a10_{ranks}"
+def test_a10_a_rank_that_sleeps_for_ever_is_blamed(tmp_path, ranks):
+    job, name = Job(tmp_path, num_layers=ranks), f"a10_{ranks}"
     done = job.fork(name, *LIMIT, ranks=ranks, chaos="at=forward,rank=1,step=3,do=hang")
     assert done.code == 8 and done.seconds < SECONDS
     first = done.err.strip().splitlines()[0]

@@ -76,7 +76,8 @@ def test_an_exception_names_its_rank_and_place(job, name, at, rank):
     assert_kept(job, name, 2)
 
 
-def test_a03_ranks_that_wait_for_each_other_end(job, name):
+def test_a03_ranks_that_wait_for_each_other_end(tmp_path, name):
+    job = Job(tmp_path, num_layers=3)
     done = job.fork(name, "--sync-save", ranks=3, chaos="at=forward,rank=2,step=3,do=raise")
     assert_reported(done, "error[crash] rank=2 stage=2 step=3: ")
     assert_kept(job, name, 2)
@@ -120,7 +121,8 @@ def test_a17_of_two_faults_the_earlier_one_is_told(job, name, first, monkeypatch
 def test_a20_other_micro_batches_on_a_rank_are_refused(job, name, do, monkeypatch):
     monkeypatch.setenv("FAULTS", json.dumps({"1": {"step": 2, "do": do}}))
     index = 2 if do == "ragged" else 0
-    done = job.fork(name, "--sync-save", "--import", PARTS, "--collate-fn", "faulty")
+    options = ("--import", PARTS, "--collate-fn", "faulty", "--micro-batch-size", 2)
+    done = job.fork(name, "--sync-save", *options)
     assert_reported(done, "error[data] ", f"micro-batches {index} of one step", "on rank 0", code=3)
     words = {"retyped": "int32", "other_tokens": "contents"}
     assert words.get(do, "input_ids (2, ") in done.err
@@ -136,7 +138,7 @@ def test_a21_stages_of_different_types_are_refused_when_they_are_built(job, name
 
 
 def test_f09_a_full_device_is_told_with_what_fills_it(job, name):
-    options = ("--gradient-checkpointing",)
+    options = ("--gradient-checkpointing", "--micro-batch-size", 2)
     done = job.fork(name, "--sync-save", *options, chaos="at=forward,rank=1,step=3,count=2,do=oom")
     line = "error[memory] rank=1 stage=1 step=3: out of memory in forward of micro-batch 1"
     parts = ("It has 2 x ", "weights", "gradients", "optimizer state", "activations", "the peak")

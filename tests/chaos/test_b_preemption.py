@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    job = Job(tmp_path_factory.mktemp("preemption"))
+    job = Job(tmp_path_factory.mktemp("preemption"), num_layers=3)
     assert job.fork("straight").code == 0
     return job
 

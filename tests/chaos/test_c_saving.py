@@ -361,9 +361,9 @@ def test_c15_a_killed_run_holds_no_lock(job):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_c16_every_parameter_of_every_stage_is_there(ranks, job):
+def test_c16_every_parameter_of_every_stage_is_there(ranks, tmp_path):
     """Weights and moments: the names of the whole model, each once."""
-    name = f"all-{ranks}"
+    job, name = Job(tmp_path, num_layers=3), f"all-{ranks}"
     assert job.fork(name, *SHORT, ranks=ranks).code == 0
     folder = checkpoints(job, name) / "step-00000004"
     whole = dict(AutoModelForCausalLM.from_pretrained(job.model).named_parameters())

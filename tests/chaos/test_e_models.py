@@ -19,7 +19,7 @@ def last(job, name, step=12):
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gemma2"])
 def test_d12_tied_weights_and_experts_over_other_stages(family, tmp_path):
     """Two stages, then one, then three: as one stage throughout, but for the order of sums."""
-    job = Job(tmp_path, family=family, tied=family != "mixtral")
+    job = Job(tmp_path, family=family, tied=family != "mixtral", num_layers=4)
     assert job.fork("whole", ranks=1).code == 0
     assert job.fork("parts", ranks=2, chaos=KILL.format(3), waits=True).code != 0
     assert job.fork("parts", *RESUME, ranks=1, chaos=KILL.format(7), waits=True).code != 0
@@ -34,7 +34,7 @@ def test_d12_tied_weights_and_experts_over_other_stages(family, tmp_path):
 
 def test_tied_weights_stay_equal_to_the_bit_on_the_same_stages(tmp_path):
     """Both copies of a tied weight, and their moments, come from one."""
-    job = Job(tmp_path, tied=True)
+    job = Job(tmp_path, tied=True, num_layers=4)
     assert job.fork("whole", ranks=2).code == 0
     assert job.fork("parts", ranks=2, chaos=KILL.format(5), waits=True).code != 0
     assert job.fork("parts", *RESUME, ranks=2).code == 0
@@ -45,7 +45,7 @@ def test_tied_weights_stay_equal_to_the_bit_on_the_same_stages(tmp_path):
 
 def test_an_adapter_over_a_base_that_started_at_random(tmp_path):
     """The base is saved once, beside the checkpoints, and comes from there."""
-    job = Job(tmp_path)
+    job = Job(tmp_path, num_layers=4)
     start = ("--model-path", "", "--config-path", job.model, "--llm-lora-num", 1)
     assert job.fork("whole", *start, ranks=2).code == 0
     assert job.fork("parts", *start, ranks=2, chaos=KILL.format(7), waits=True).code != 0
@@ -64,7 +64,7 @@ def test_an_adapter_over_a_base_that_started_at_random(tmp_path):
 
 def test_e12_a_frozen_tower(tmp_path):
     """A vision-language model on pictures: equal after a resume, the tower as it was."""
-    job = Job(tmp_path)
+    job = Job(tmp_path, num_layers=4)
     job.family = "internvl"
     processor = tiny_processor("internvl")
     folder = tmp_path / "vlm"

@@ -118,7 +118,7 @@ LORA = ("--llm-lora-num", 1, "--lora-rank", 4, "--lora-dropout", 0.3, "--frozen-
 
 
 def test_e04_e07_the_entry_file_draws_the_same_on_any_ranks_and_workers(tmp_path):
-    job = Job(tmp_path)
+    job = Job(tmp_path, num_layers=4)
     short = ("--total-steps", 4, "--save-steps", 0)
     runs = {
         "one": (1, ()),

@@ -210,7 +210,7 @@ def test_h08_processes_and_stages_that_do_not_fit(parts, monkeypatch):
 )
 def test_h07_layers_that_do_not_fit_the_stages(tmp_path, options, wanted):
     ranks = 1 if "--stages-per-rank" in options else 2
-    finished = Job(tmp_path).fork("run", *options, ranks=ranks)
+    finished = Job(tmp_path, num_layers=4).fork("run", *options, ranks=ranks)
     assert finished.code == 2
     assert_in(finished.err, *wanted)
     assert {path.name for path in (tmp_path / "run").iterdir()} <= {
