@@ -35,8 +35,11 @@ def adamw(
     """
     import torch
 
-    if fused is None:  # on a CPU it rounds differently
-        fused = all(weight.is_cuda for group in param_groups for weight in group["params"])
+    # and where all are on the host below one (--engine streaming); on a CPU it rounds differently,
+    # so that a run without a GPU keeps its bits
+    if fused is None:
+        on_gpu = {weight.is_cuda for group in param_groups for weight in group["params"]}
+        fused = len(on_gpu) == 1 and (on_gpu == {True} or torch.cuda.is_available())
     return torch.optim.AdamW(
         param_groups,
         lr=learning_rate,

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from benchmarks.families_page import FamilyResult, Said
-from stageline.checking.batches import loss_of, probe_batches, run_chain
+from stageline.checking.batches import loss_of, probe_batches, run_chain, with_facts
 from stageline.checking.shrink import layer_period, shrink_config
 from stageline.errors import UserError
 from stageline.pipeline.stage_passes import MicroBatch, model_inputs
@@ -73,14 +73,14 @@ def compare_split(
         loss = loss_of(made, batch)
         loss.backward()
         losses.append(loss.detach())
-        logits.append(made.detach())
+        logits.append(real(made, batch))
     got_logits: list[torch.Tensor] = []
 
     def keep(output: Any, batch: MicroBatch) -> torch.Tensor:
-        got_logits.append((output[0] if isinstance(output, tuple) else output).detach())
+        got_logits.append(real(output[0] if isinstance(output, tuple) else output, batch))
         return loss_of(output, batch)
 
-    got = run_chain(stages, list(batches), loss_fn=keep)
+    got = run_chain(stages, with_facts(stages, batches), loss_fn=keep)
     want = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
     have = _gradients(stages)
     scale = max((float(value.abs().max()) for value in want.values()), default=0.0) or 1.0
@@ -95,6 +95,12 @@ def compare_split(
         is_same=_same(got, losses) and _same(got_logits, logits) and not any(gradients.values()),
         first=next((name for name, gap in gradients.items() if gap > tolerance), ""),
     )
+
+
+def real(logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """Logits without those of padding: stages may leave its mask out, since no loss reads them."""
+    is_padding = batch["attention_mask"][:, -logits.shape[1] :, None] == 0
+    return logits.detach().masked_fill(is_padding, 0.0)
 
 
 def _gradients(stages: Sequence["StageModel"]) -> dict[str, torch.Tensor]:

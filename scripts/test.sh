@@ -2,10 +2,12 @@
 # Sets up and runs all checks: style, types, tests. Arguments go to pytest; types are left out then.
 #
 # STAGELINE_TEST_WORKERS   processes that run tests, a file at a time (default: 3)
+# STAGELINE_TESTS=all      every combination of parameters (twice the time), not each value in some
 STAGELINE_PURPOSES=dev source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 "$PYTHON" -m ruff check "$ROOT" --config "$ROOT/pyproject.toml"
 "$PYTHON" -m ruff format --check --quiet "$ROOT" --config "$ROOT/pyproject.toml"
+unset PYTHONDONTWRITEBYTECODE # some tests start Python, again and again
 # many ranks of small models: on the CPU, wherever they run; tests/gpu as an argument runs on GPUs
 case "$*" in *tests/gpu*) ;; *) export CUDA_VISIBLE_DEVICES="" ;; esac
 run_tests() { # long files first: tests of faults, which mostly wait, and of ranks
@@ -13,12 +15,17 @@ run_tests() { # long files first: tests of faults, which mostly wait, and of ran
         --numprocesses "${STAGELINE_TEST_WORKERS:-3}" \
         --dist loadfile --no-loadscope-reorder "$@"
 }
+# on a real card where torch finds one, else on emulated ones (docs/gpu.md); workers read no -p early
+run_gpu_tests() {
+    PYTHONPATH="$ROOT" PYTEST_PLUGINS=tests.helpers.emulated_gpu.plugin run_tests "$@"
+}
 if [ $# -gt 0 ]; then
-    run_tests "$@"
+    case "$*" in *tests/gpu*) run_gpu_tests "$@" ;; *) run_tests "$@" ;; esac
     exit
 fi
 (cd "$ROOT" && "$PYTHON" -m mypy)
-run_tests "$ROOT/tests"
+run_tests "$ROOT/tests" --ignore "$ROOT/tests/gpu"
+run_gpu_tests "$ROOT/tests/gpu"
 # torch takes the kernels for the best instructions of the CPU. Others add up in another order, and
 # show what is close by luck. So the comparisons that are not to the bit, of shares, experts
 # and rewards, run again with lesser kernels (93 s of CPU time); none are lesser than DEFAULT.

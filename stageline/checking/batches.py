@@ -240,6 +240,16 @@ def run_chain(
     return losses
 
 
+def with_facts(
+    stages: Sequence["StageModel"], micro_batches: Sequence[MicroBatch]
+) -> list[MicroBatch]:
+    """Micro-batches with what stages read of them on the host, as those of a run have it.
+
+    What padding comes to is then another number than in the whole model with its mask.
+    """
+    return [{**batch, **stages[0].host_facts(batch)} for batch in micro_batches]
+
+
 def drop_pixels(micro_batch: MicroBatch) -> MicroBatch:
     """The micro-batch as a later stage gets it."""
     return {name: value for name, value in micro_batch.items() if not name.startswith("pixel")}

@@ -18,8 +18,6 @@ import importlib.metadata
 import inspect
 import json
 import math
-import os
-import secrets
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +30,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from stageline import progress
-from stageline.checking.batches import Tensors, loss_of, probe_batches, run_chain
+from stageline.checking.batches import Tensors, loss_of, probe_batches, run_chain, with_facts
 from stageline.checking.reference import (
     layers_behind_borders,
     on_hidden_states,
@@ -47,12 +45,11 @@ from stageline.errors import UserError
 from stageline.model_folder import load_config
 from stageline.pipeline.stage_passes import MicroBatch, model_inputs
 from stageline.pipeline.topology import stage_layers
+from stageline.stages.discover import VERSIONS, cache_folder, keep_record
 
 ProveMode = Literal["auto", "always", "never"]
-CACHE = "STAGELINE_CACHE"  # the folder for what can be made again; default: ~/.cache/stageline
 # what a split is made of; below the folder of the package, or beside it
 CODE = ("stages/*.py", "checking/*.py", "modules/pass_through.py")
-VERSIONS = ("torch", "transformers")
 MOST_STAGES = 4  # of a copy
 MOST_WEIGHTS = 20_000_000  # of a copy; a user's own configuration may not have become small
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -166,7 +163,7 @@ def _prove(split: SplitToProve, mode: str, say: Callable[[str], None]) -> None:
     if proof.place:
         raise _refusal(split, small, partition, proof, reference)
     numbers = {"loss": proof.loss, "gradient": proof.gradient, "dtype": proof.dtype}
-    _write(record, {"model": what, "reference": reference, **numbers, "facts": facts})
+    keep_record(record, {"model": what, "reference": reference, **numbers, "facts": facts})
     say(
         f"the split of {what}, equals {reference} in loss ({_within(proof.loss)}) and every "
         f"gradient ({_within(proof.gradient)}): {time.perf_counter() - started:.1f} s, recorded"
@@ -312,6 +309,15 @@ class _Run:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     borders: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
+    def drop_padding(self, batches: Sequence[MicroBatch]) -> None:
+        """Makes zeros of hidden states of padding, which no loss reads: they need not be equal."""
+        masks = [batch["attention_mask"][..., None].bool() for batch in batches]
+        for border, hidden in self.borders.items():
+            self.borders[border] = [
+                one.masked_fill(~mask, 0.0) if one.shape[:2] == mask.shape[:2] else one
+                for one, mask in zip(hidden, masks, strict=False)
+            ]
+
 
 def _compare_with_whole(
     build: Callable[..., Any],
@@ -361,6 +367,8 @@ def _compare_with_whole(
         return proof
     layers = layers_behind_borders(whole, stages[0]) or {}
     expected = _run_whole(whole, batches, layers, is_library=is_library)
+    for run in (found, expected):
+        run.drop_padding(batches)
     place, cause = _find_place(
         found, expected, stages[0].partition, limit, is_loss_off=loss > limit
     )
@@ -422,7 +430,8 @@ def _run_stages(stages: Sequence[Any], batches: Sequence[MicroBatch]) -> _Run:
     def watch(stage: int, sent: Tensors) -> None:
         run.borders.setdefault(stage, []).append(sent[0].detach().clone())
 
-    losses = run_chain(stages, list(batches), loss_fn=loss_of, watch=watch)
+    told = with_facts(stages, batches)
+    losses = run_chain(stages, told, loss_fn=loss_of, watch=watch)
     run.losses = [loss.item() for loss in losses]
     run.gradients = _gradients(*stages)
     return run
@@ -500,15 +509,6 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def cache_folder() -> Path:
-    """Where this machine keeps what can be made again."""
-    given = os.environ.get(CACHE)
-    if given:
-        return Path(given).expanduser()
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "stageline"
-
-
 def _facts(
     split: SplitToProve, small: PretrainedConfig, partition: Sequence[int]
 ) -> dict[str, Any]:
@@ -547,14 +547,3 @@ def _is_proven(record: Path) -> bool:
         return "gradient" in json.loads(record.read_bytes())
     except (OSError, ValueError):
         return False
-
-
-def _write(record: Path, content: Mapping[str, Any]) -> None:
-    """A record that cannot be kept costs the next run some seconds, and nothing else."""
-    draft = record.with_name(f"{record.name}.{secrets.token_hex(4)}")
-    try:
-        record.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(draft, record)
-    except OSError:
-        draft.unlink(missing_ok=True)

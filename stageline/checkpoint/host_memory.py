@@ -1,14 +1,21 @@
-"""Host memory: how much is left, and giving it back while weights are read.
+"""Memory: how much of the host is left, giving it back while weights are read, torch's blocks.
 
-The second is for Linux with glibc only: elsewhere it does nothing.
+Giving back is for Linux with glibc only: elsewhere it does nothing.
 """
 
 import ctypes
+import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
+# settings of torch's allocators; who sets one of them has decided for himself
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_ROUND_UP = "pinned_max_round_threshold_mb"  # blocks above it are as long as was asked for
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _WHILE_LOADING = 1 << 16
 # where glibc's own, moving threshold ends up in a process that frees large tensors
@@ -62,3 +69,30 @@ def _available_of_container() -> int | None:
         return None
     # pages of files are given back when memory is wanted
     return limit - used + int(facts.get("inactive_file", 0))
+
+
+def settle_allocators() -> None:
+    """Sets torch's allocators for GPUs, before the first one is used; not where the user has.
+
+    Segments that grow: micro-batches have lengths of their own, and what one length leaves behind
+    is of no use to the next. Pinned blocks of the size that was asked for: torch would round each
+    up to a power of two, which of a large layer's weights can be twice their memory.
+    """
+    is_settled = any(name in os.environ for name in ALLOCATOR_VARIABLES)
+    if is_settled or not torch.cuda.is_available():
+        return
+    wanted = "expandable_segments:True"
+    # a key that a release does not know would end the run
+    header = Path(torch.__file__).parent / "include/c10/core/AllocatorConfig.h"
+    if header.is_file() and _ROUND_UP.removesuffix("_mb") in header.read_text(errors="replace"):
+        wanted += f",{_ROUND_UP}:1"
+    os.environ[ALLOCATOR_VARIABLES[0]] = wanted
+
+
+def pinned_block(num_bytes: int) -> int:
+    """The bytes that torch takes of the host for a pinned tensor of so many."""
+    told = next((os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ), "")
+    found = re.search(rf"{_ROUND_UP}:(\d+)", told)
+    if num_bytes == 0 or (found is not None and num_bytes > int(found[1]) << 20):
+        return num_bytes
+    return 1 << (num_bytes - 1).bit_length()

@@ -40,6 +40,7 @@ from stageline.checkpoint.shards import (
     save_processor,
     shard_name,
     split_state,
+    to_host,
     write_index,
     write_shard,
 )
@@ -139,9 +140,12 @@ def adapter_share(stage: Stage, *, claimed: set[str]) -> AdapterShare:
     for level in {SUM, depth - 1} & levels.keys():
         state = levels[level].tensors
         for name in extras:
-            state[PEFT_PREFIX + name] = parameters[name].detach().to("cpu", copy=True)
+            value = parameters[name].detach()
+            state[PEFT_PREFIX + name] = value if value.is_cuda else value.clone()
         for module, (_, values) in rows.items():
             state[PEFT_PREFIX + module + ROWS_OF_PEFT] = values
+    for one in levels.values():
+        one.tensors.update(to_host(one.tensors))
     dropout = 0.0
     for wrappers in stacks.values():
         dropout = getattr(wrappers[-1].lora.dropout, "p", 0.0)
@@ -171,7 +175,7 @@ def _adapter_level(stacks: Mapping[str, Sequence[LoRAWrapper]], level: int) -> A
         if last.lora_magnitude_vector is not None:
             values[MAGNITUDE] = last.lora_magnitude_vector.detach().clone()
         for leaf, value in values.items():
-            found.tensors[f"{PEFT_PREFIX}{name}.{leaf}"] = value.contiguous().to("cpu")
+            found.tensors[f"{PEFT_PREFIX}{name}.{leaf}"] = value.contiguous()
         rank = sum(layer.rank * (1 if layer.taken is None else 2) for layer in layers)
         found.facts[name] = rank, last.scale * rank, isinstance(innermost(wrappers[0]), Conv1D)
         found.kinds.update(kind for kind in KINDS for layer in layers if getattr(layer, kind))

@@ -35,12 +35,14 @@ class HostCopies:
     """Keeps a place on the host for each tensor that is saved.
 
     Fresh memory at each save would be asked for page by page, which takes longer than the copying;
-    below a GPU it is page-locked, which is twice as fast. The last copies must be written before
-    the next ones are made.
+    below a GPU it is page-locked, which is twice as fast, and copies come one behind the other:
+    they are there after `wait`, and not before. The last ones must be written before the next ones
+    are made.
     """
 
     def __init__(self) -> None:
         self._places: dict[str, torch.Tensor] = {}
+        self._coming: set[torch.device] = set()
 
     def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A contiguous copy that stays as it is until `name` is copied again."""
@@ -48,7 +50,26 @@ class HostCopies:
         if place is None or place.shape != tensor.shape or place.dtype != tensor.dtype:
             place = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._places[name] = place
-        return place.copy_(tensor.detach())
+        if tensor.is_cuda:
+            self._coming.add(tensor.device)
+        return place.copy_(tensor.detach(), non_blocking=True)
+
+    def wait(self) -> None:
+        """Returns when all copies are there; what they were made of may change from then on."""
+        for device in self._coming:
+            torch.cuda.current_stream(device).synchronize()
+        self._coming.clear()
+
+
+def to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All of them on the host, with one wait; those that are there stay as they are."""
+    copies = HostCopies()
+    found = {
+        name: copies.copy(name, tensor) if tensor.is_cuda else tensor
+        for name, tensor in tensors.items()
+    }
+    copies.wait()
+    return found
 
 
 Place = tuple[nn.Module, str]  # a module and the name of its parameter

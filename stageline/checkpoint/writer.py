@@ -284,6 +284,8 @@ class CheckpointWriter:
             with_weights=self.with_weights,
             copies=copies,
         )
+        if copies is not None:
+            copies.wait()  # training changes what they are copies of
         return weights, state
 
     def _try_to_write(self, *args: Any) -> None:

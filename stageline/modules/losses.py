@@ -56,21 +56,37 @@ def token_losses(logits_BTV: torch.Tensor, micro_batch: MicroBatch) -> torch.Ten
     return losses.view(logits_BTV.shape[:2])
 
 
-def representations(logits_BTV: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
+def representations(logits_BTV: torch.Tensor, on_host: MicroBatch) -> torch.Tensor:
     """What each sample says, [B, V] in float32.
 
     The mean, over its marked tokens, of the distribution that predicts the token. A sample without
     a marked one takes all its supervised tokens; one without those is 0.
     """
-    marks_BT = next_marks(micro_batch)
-    is_target_BT = next_labels(micro_batch) != IGNORE
+    marks_BT = next_marks(on_host)
+    is_target_BT = next_labels(on_host) != IGNORE
     chosen_BT = torch.where(marks_BT.any(dim=1, keepdim=True), marks_BT, is_target_BT)
+    places_N = _sent(chosen_BT.flatten().nonzero().flatten(), logits_BTV.device)
     # row by row: only chosen tokens' distributions exist, and sums come in the same order each time
     rows = []
-    for logits_TV, chosen_T in zip(logits_BTV, chosen_BT, strict=True):
-        shares_NV = at_least_float32(logits_TV[chosen_T]).softmax(dim=-1)
+    for places in places_N.split(chosen_BT.sum(dim=1).tolist()):
+        chosen_NV = logits_BTV.flatten(0, 1).index_select(0, places)
+        shares_NV = at_least_float32(chosen_NV).softmax(dim=-1)
         rows.append(shares_NV.sum(dim=0) / max(len(shares_NV), 1))
     return torch.stack(rows)
+
+
+def _on_host(micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+    """Labels, marks and groups on the host: one copy, for which it waits once."""
+    labels_BT = micro_batch["labels"]
+    marks_BT, groups_B = _given(micro_batch, "loss_marks"), _given(micro_batch, "loss_groups")
+    of_tokens = (labels_BT, marks_BT.to(labels_BT), groups_B[:, None].expand_as(labels_BT))
+    labels, marks, groups = torch.stack(of_tokens).cpu().unbind()
+    return {"labels": labels, "loss_marks": marks.bool(), "loss_groups": groups[:, 0]}
+
+
+def _sent(places: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On the device; nobody waits for the copy."""
+    return (places.pin_memory() if device.type == "cuda" else places).to(device, non_blocking=True)
 
 
 def group_losses(
@@ -85,13 +101,15 @@ def group_losses(
     Softmax of the similarities of the anchor to all others, by the temperature; the positive is
     the right answer.
     """
-    is_compared_G = compared_groups(micro_batch)
-    all_BV = representations(logits_BTV, micro_batch)
-    all_GKV = all_BV.view(len(is_compared_G), -1, all_BV.shape[-1])[is_compared_G]
+    on_host = _on_host(micro_batch)
+    is_compared_G = compared_groups(on_host)
+    all_BV = representations(logits_BTV, on_host)
+    compared_G = _sent(is_compared_G.nonzero().flatten(), logits_BTV.device)
+    all_GKV = all_BV.view(len(is_compared_G), -1, all_BV.shape[-1]).index_select(0, compared_G)
     others_GKV = all_GKV[:, 1:]
     anchors_GKV = all_GKV[:, :1].expand_as(others_GKV)
     if len(all_GKV) == 0:  # a sim_fn part need not take an empty batch
-        return all_GKV.new_zeros(0), is_compared_G[:0]
+        return all_GKV.new_zeros(0), all_GKV.new_zeros(0, dtype=torch.bool)
     pairs = sim_fn(anchors_GKV.flatten(0, 1), others_GKV.flatten(0, 1))
     similarities_GK = pairs.view(others_GKV.shape[:2])
     right_G = similarities_GK.new_zeros(len(similarities_GK), dtype=torch.long)

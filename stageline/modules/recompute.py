@@ -10,11 +10,13 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -280,11 +282,27 @@ def offloaded(
         model: its parameters and buffers are left alone, under any view.
         moves: which other tensors go.
     """
-    held = {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}
-    held |= {tensor.untyped_storage().data_ptr() for tensor in model.buffers()}
+    held = _places(model.parameters()) | _places(model.buffers())
+
+    def hold(module: nn.Module, args: object) -> None:
+        held.update(_places(module.parameters()))
+
+    # weights that replicas share out are put together when their module is called, elsewhere
+    shared_out = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    handles = [cast(nn.Module, each).register_forward_pre_hook(hold) for each in shared_out]
     waiting_room = _WaitingRoom(held, moves)
-    with torch.autograd.graph.saved_tensors_hooks(waiting_room.pack, _unpack):
-        yield
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(waiting_room.pack, _unpack):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _places(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Where they lie; a share of a weight has no place of its own, and no graph borrows it."""
+    whole = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+    return {tensor.untyped_storage().data_ptr() for tensor in whole}
 
 
 def offload_activations(

@@ -326,6 +326,13 @@ class StageModel(Stage):
         """
         return self.get_example_input(*batch["input_ids"].shape)
 
+    def host_facts(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What goes into a micro-batch besides, so that no stage has to ask its device for it.
+
+        Called where the micro-batch is made, on the host; the same on all stages.
+        """
+        return {}
+
     def get_batch_output(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """What this stage sends on for one micro-batch. Empty on the last stage."""
         return () if self.is_last else self._successor().get_batch_input(batch)

@@ -20,13 +20,22 @@ from transformers import (
 )
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
+from stageline.data.batches.batch import ROW_LENGTHS
 from stageline.errors import UserError
 from stageline.model_folder import has_trusted_code
 from stageline.modules.router_records import recording_routers, watch_routers
 from stageline.pipeline.topology import layer_range
 from stageline.stages.base import StageModel
 from stageline.stages.discover import ModelPaths, find_paths, is_pixel, plan_of, sizes_of
-from stageline.stages.packing import FLAG, RouterLoss, find_router_loss, is_packed, without_masks
+from stageline.stages.packing import (
+    FLAG,
+    RouterLoss,
+    find_router_loss,
+    is_packed,
+    known_rows,
+    row_lengths,
+    without_masks,
+)
 from stageline.stages.splice import Spliced
 from stageline.stages.split_plan import SplitPlan
 
@@ -227,8 +236,12 @@ class CausalLMStage(Spliced, StageModel):
 
     def model_inputs(self, batch: Batch) -> dict[str, Any]:
         """What of the micro-batch the model's forward takes, besides its token ids."""
-        inputs = {name: value for name, value in batch.items() if name != "input_ids"}
+        others = ("input_ids", ROW_LENGTHS)
+        inputs = {name: value for name, value in batch.items() if name not in others}
         return without_masks(inputs) if is_packed(batch) else inputs
+
+    def host_facts(self, batch: Batch) -> Batch:
+        return row_lengths(batch)
 
     def get_example_input(self, micro_batch_size: int, max_token_num: int) -> Tensors:
         if self.is_first:
@@ -262,11 +275,15 @@ class CausalLMStage(Spliced, StageModel):
         """By what is there, where that tells: an answer may hold the token of a picture."""
         if self.is_first:
             return any(is_pixel(name) for name in batch)
-        counts = [
-            len(self.plan.slots(self.layers.start, has_pictures=has)) for has in (False, True)
-        ]
-        if came and counts[0] != counts[1]:
-            return len(came) == counts[1]
+        borders = (self.layers.start, *([] if self.is_last else [self.layers.stop]))
+        without, those = (
+            [self.plan.slots(border, has_pictures=has) for border in borders]
+            for has in (False, True)
+        )
+        if without == those:
+            return False  # the same crosses either way: a device need not be asked
+        if came and len(without[0]) != len(those[0]):
+            return len(came) == len(those[0])
         return self.has_pictures(batch)
 
     def answer_only(self) -> None:
@@ -309,7 +326,8 @@ class CausalLMStage(Spliced, StageModel):
         def run() -> torch.Tensor:
             return self.run(ids, inputs)
 
-        with recording_routers(self.router_loss is not None) as router_logits:
+        watched = recording_routers(self.router_loss is not None)
+        with known_rows(batch), watched as router_logits:
             made = self.run_spliced(run, came, has_pictures=has_pictures, ids=ids)
         if self.router_loss is None:
             return made if self.is_last or len(made) > 1 else made[0]

@@ -3,14 +3,25 @@
 The names that people speak of (vision tower, projector, language model, head) are made of the split
 plan: what is read for pictures alone is tower and projector. Works for every model of transformers
 whose layers are called in a row.
+
+The plan of a large model takes a second to find, in each process of each run. It is kept in one
+small file, whose name is made of all that it depends on, as records of proofs are.
 """
 
+import contextlib
 import functools
+import hashlib
+import importlib.metadata
+import inspect
 import json
+import os
 import re
+import secrets
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +30,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from stageline.errors import UserError
 from stageline.stages.example_batch import image_token, picture_batch
-from stageline.stages.rehearsal import stand_ins
-from stageline.stages.split_plan import SplitPlan, longer, make_plan
+from stageline.stages.rehearsal import Key, is_small, stand_ins
+from stageline.stages.split_plan import Slot, SplitPlan, longer, make_plan
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,8 @@ _PLANS: dict[str, SplitPlan] = {}
 _PATH = re.compile(r'"_name_or_path": "(?:[^"\\]|\\.)*"')  # where a model lies plans nothing
 _ROWS = range(7, 500)  # a few times the length is not to be taken for all tokens
 _TOKENS = range(17, 500)
+CACHE = "STAGELINE_CACHE"  # the folder for what can be made again; default: ~/.cache/stageline
+VERSIONS = ("torch", "transformers")
 
 
 def plan_of(
@@ -71,7 +84,11 @@ def plan_of(
     facts = [kind, model.__module__, model.__qualname__, str(whole.dtype), takes_pictures]
     key = json.dumps(facts) + _PATH.sub("", whole.config.to_json_string(use_diff=False))
     if key not in _PLANS:
-        _PLANS[key] = _rehearsed(whole, run, sizes, takes_pictures)
+        record = None if is_small(whole) else _record_of(whole, key)
+        kept = record and _read_plan(record)
+        _PLANS[key] = plan = kept or _rehearsed(whole, run, sizes, takes_pictures)
+        if record and not kept:
+            _keep_plan(record, plan)
     return _PLANS[key]
 
 
@@ -288,3 +305,118 @@ def tower_blocks(tower: nn.Module, config: PretrainedConfig) -> str:
         if isinstance(module, nn.ModuleList) and len(module) == count
     )
     return next(lists, "")
+
+
+# -- plans that earlier runs have found ------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """Where this machine keeps what can be made again."""
+    given = os.environ.get(CACHE)
+    if given:
+        return Path(given).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "stageline"
+
+
+def keep_record(record: Path, content: object) -> None:
+    """Writes JSON; one that cannot be kept costs the next run some seconds, and nothing else."""
+    draft = record.with_name(f"{record.name}.{secrets.token_hex(4)}")
+    try:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(draft, record)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+
+
+def _record_of(whole: PreTrainedModel, key: str) -> Path | None:
+    """The file of a plan, named by all that it depends on; None: not all of that can be told.
+
+    What runs is told by the files of the model's classes and, as any of it may have been changed
+    since by who imported them, by the code that stands there now.
+    """
+    found = hashlib.sha256(key.encode())
+    classes = {type(module) for module in whole.modules()}
+    if any("forward" in vars(module) for module in whole.modules()):
+        return None
+    try:
+        homes = {one.__module__: inspect.getfile(one) for one in classes}
+        for name, home in sorted(homes.items()):
+            found.update(f"{name}\n".encode() + Path(home).read_bytes())
+            for told in sorted(_codes(vars(sys.modules[name]), classes)):
+                found.update(told)
+        for file in sorted(Path(__file__).parent.glob("*.py")):
+            found.update(file.read_bytes())
+    except (TypeError, AttributeError, LookupError, OSError):  # of no file, or of no Python
+        return None
+    for name in VERSIONS:
+        found.update(f"{name} {importlib.metadata.version(name)}\n".encode())
+    return cache_folder() / "plans" / f"{found.hexdigest()[:32]}.json"
+
+
+def _codes(names: Mapping[str, Any], classes: set[type]) -> Iterator[bytes]:
+    """The code of a module's functions and of the forward of each of the given classes in it."""
+    for name, value in names.items():
+        is_class = isinstance(value, type)
+        if not callable(value) or (is_class and value not in classes):
+            continue
+        function = inspect.unwrap(value.forward if is_class else value)
+        if code := getattr(function, "__code__", None):
+            yield f"{name} {code.co_filename} {code.co_firstlineno}\n".encode() + code.co_code
+
+
+def _keep_plan(record: Path, plan: SplitPlan) -> None:
+    try:
+        written = _written(plan)
+        if _read(json.loads(json.dumps(written))) == plan:
+            keep_record(record, written)
+    except (TypeError, ValueError, LookupError):  # a layer returns a class of its own
+        return
+
+
+def _read_plan(record: Path) -> SplitPlan | None:
+    try:
+        found = _read(json.loads(record.read_bytes()))
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
+        return None
+    return found if isinstance(found, SplitPlan) else None
+
+
+_CLASSES: dict[str, Any] = {one.__name__: one for one in (SplitPlan, Slot, Key)}
+_DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+_KINDS: dict[str, Any] = {"tuple": tuple, "list": list, "frozenset": frozenset}
+
+
+def _written(value: Any) -> Any:
+    """As JSON: what is no number, text or None is a list whose first item says what it is."""
+    if value is None or isinstance(value, int | float | str):
+        return value
+    if type(value) in _CLASSES.values():
+        return [type(value).__name__, *(_written(getattr(value, f.name)) for f in fields(value))]
+    if isinstance(value, dict):
+        return ["dict", *([_written(key), _written(one)] for key, one in value.items())]
+    if isinstance(value, torch.dtype):
+        return ["dtype", str(value)]
+    if isinstance(value, type):
+        return ["type", _name_of(value)]
+    return [_name_of(type(value)), *map(_written, value)]
+
+
+def _name_of(kind: type) -> str:
+    return {one: name for name, one in _KINDS.items()}[kind]
+
+
+def _read(written: Any) -> Any:
+    if not isinstance(written, list):
+        return written
+    kind, *rest = written
+    if kind == "dtype":
+        return _DTYPES[rest[0]]
+    if kind == "type":
+        return _KINDS[rest[0]]
+    if kind == "dict":
+        return {_read(key): _read(one) for key, one in rest}
+    items = map(_read, rest)
+    return _CLASSES[kind](*items) if kind in _CLASSES else _KINDS[kind](items)

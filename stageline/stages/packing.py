@@ -1,4 +1,4 @@
-"""What a stage makes of a packed micro-batch: the library's own way to keep samples apart.
+"""What a stage makes of packed rows and of padded ones: masks, positions, the loss of routers.
 
 A decoder of the library that gets no attention mask reads the borders of samples off the position
 ids, which restart there, and builds the mask of its attention kernel itself: whole rows for sdpa
@@ -9,17 +9,20 @@ Shapes: B rows, T tokens, S samples of all rows, L tokens of the longest sample.
 """
 
 import contextlib
+import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
+from stageline.data.batches.batch import IGNORE, ROW_LENGTHS
 from stageline.errors import UserError
 
 Batch = dict[str, torch.Tensor]
@@ -34,6 +37,139 @@ def is_packed(batch: Batch) -> bool:
 def without_masks(batch: Batch) -> Batch:
     """The inputs without the mask that would hide the borders."""
     return {name: value for name, value in batch.items() if name not in _PACKED_INPUTS}
+
+
+# -- what the host knows of rows, which the library's mask functions would ask the device for
+# In a row that is padded on the right, a token sees none behind it, so none of the padding: a mask
+# that is causal besides hides nothing more by hiding the padding. Without it sdpa and flash
+# attention take their causal kernels, and nobody looks whether there is padding. What padding
+# itself comes to is then another number, which no loss reads.
+#
+# Only the mask is left out that the library builds for its attention: whatever else a model makes
+# of `attention_mask` (positions, alibi, states of a Mamba layer, the loss of routers) stays.
+
+_KERNELS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+
+def row_lengths(batch: Mapping[str, torch.Tensor]) -> Batch:
+    """Real tokens of each row [B], where all rows are padded on the right; else nothing.
+
+    Read on the host, by every stage of the same integers; by its presence a stage tells such rows.
+    Nothing is said of packed rows, nor where a loss would read what padding comes to.
+    """
+    mask_BT, labels_BT = batch["attention_mask"], batch.get("labels")
+    if "sample_ids" in batch or mask_BT.ndim != 2:
+        return {}
+    lengths_B = mask_BT.sum(dim=1)
+    place_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
+    is_plain = torch.equal(mask_BT, (place_T < lengths_B[:, None]).to(mask_BT)) and lengths_B.all()
+    learns = labels_BT is not None and bool((labels_BT[mask_BT == 0] != IGNORE).any())
+    return {ROW_LENGTHS: lengths_B} if is_plain and not learns else {}
+
+
+@dataclass
+class _Rows:
+    """What is known of the rows of a pass.
+
+    Attributes:
+        mask_BT: of rows that are padded on the right, as the model gets it.
+        seen: what the library made of just this mask.
+        is_packed: borders are there to be found.
+    """
+
+    mask_BT: torch.Tensor | None = None
+    is_packed: bool = False
+    seen: list[torch.Tensor] = field(default_factory=list)
+
+
+_ROWS: ContextVar[_Rows | None] = ContextVar("what is known of the rows of a pass", default=None)
+
+
+@contextlib.contextmanager
+def known_rows(batch: Batch) -> Iterator[None]:
+    """While open, the library's mask functions need not ask the device what the host knows."""
+    padded = batch.get("attention_mask") if ROW_LENGTHS in batch else None
+    token = _ROWS.set(_Rows(padded, is_packed(batch)))
+    try:
+        yield
+    finally:
+        _ROWS.reset(token)
+
+
+def _mask_arguments(plain: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
+    """Notes what the library makes of the micro-batch's own mask; a model may bring another."""
+    found = plain(*args, **kwargs)
+    rows = _ROWS.get()
+    given = kwargs.get("attention_mask", args[2] if len(args) > 2 else None)
+    if rows is not None and given is not None and given is rows.mask_BT:
+        rows.seen.append(found[1])
+    return found
+
+
+def _mask_of_kernel(name: str, *args: Any, **kwargs: Any) -> Any:
+    """The library's mask for a kernel, without padding where only the future is hidden besides."""
+    rows, mask = _ROWS.get(), kwargs.get("attention_mask")
+    is_own = rows is not None and mask is not None and any(mask is one for one in rows.seen)
+    # the library asks for it where a mask is causal, or that and a window, and nothing else
+    if is_own and kwargs.get("allow_is_causal_skip") and _is_square(mask, kwargs):
+        kwargs["attention_mask"] = None
+    kernels: Any = masking_utils.AttentionMaskInterface._global_mapping
+    return kernels[name](*args, **kwargs)
+
+
+def _is_square(mask_BT: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the tokens of a pass are those that they see: there are none of a cache."""
+    return [kwargs.get(name) for name in ("q_length", "kv_length")] == [mask_BT.shape[1]] * 2
+
+
+def _packed_borders(plain: Callable[..., Any], position_ids: torch.Tensor) -> Any:
+    """The sample of each token; of packed rows without a look whether there is more than one."""
+    rows = _ROWS.get()
+    if rows is None or not rows.is_packed:
+        return plain(position_ids)
+    steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
+    return (steps != 1).cumsum(-1)
+
+
+def _tell_library() -> None:
+    """Puts these functions before the library's own; outside of `known_rows` they do the same."""
+    inner = {"_preprocess_mask_arguments": _mask_arguments}
+    inner |= {"find_packed_sequence_indices": _packed_borders}
+    if not all(hasattr(masking_utils, name) for name in inner):
+        return  # another release: it asks the device, and all is as right as before
+    for name, ours in inner.items():
+        setattr(masking_utils, name, functools.partial(ours, getattr(masking_utils, name)))
+    kernels = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    for name in _KERNELS:
+        if name in kernels:
+            kernels[name] = functools.partial(_mask_of_kernel, name)
+
+
+_tell_library()
+
+
+def host_positions(base: nn.Module, batch: Batch) -> Batch:
+    """Positions [axes, B, T] that follow from pictures' sizes, as the model's forward makes them.
+
+    Made on the host, of the micro-batch's own integers, by the very function that the forward
+    calls where it gets none: on a device that would wait some ten times for each picture, on every
+    stage. Nothing where positions are those of text.
+
+    Args:
+        base: the library's base model; stays as it is.
+    """
+    if not hasattr(base, "get_rope_index"):
+        return {}
+    shell: Any = object.__new__(type(base))
+    shell.__dict__.update(base.__dict__, rope_deltas=None)  # it notes those of each call
+    if is_packed(batch):
+        return {"position_ids": multimodal_positions(batch, shell.get_rope_index)}
+    ask = getattr(shell, "compute_3d_position_ids", None)
+    names = inspect.signature(ask).parameters if ask is not None else {}
+    if ask is None or ("mm_token_type_ids" in names and "mm_token_type_ids" not in batch):
+        return {}
+    found = ask(**{name: batch.get(name) for name in names})
+    return {} if found is None else {"position_ids": found}
 
 
 def multimodal_positions(

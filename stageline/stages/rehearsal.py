@@ -184,6 +184,11 @@ def _watch(module: nn.Module, name: str, watched: ForwardTrace) -> tuple[Any, An
     return before, module.register_forward_hook(leave)
 
 
+def is_small(whole: nn.Module) -> bool:
+    """Whether a model is rehearsed for real, which takes no time."""
+    return sum(weight.numel() for weight in whole.parameters()) <= _SMALL
+
+
 @contextmanager
 def stand_ins(
     whole: nn.Module, *, dtype: torch.dtype, is_fake: bool | None = None
@@ -197,8 +202,7 @@ def stand_ins(
         dtype: of the model; fake weights have FAKE_DTYPE in its place, which all kernels know.
         is_fake: whether they have shapes only; None: those of a large model.
     """
-    count = sum(weight.numel() for weight in whole.parameters())
-    is_fake = count > _SMALL if is_fake is None else is_fake
+    is_fake = not is_small(whole) if is_fake is None else is_fake
     make = _fake_maker(dtype) if is_fake else _make_real
     made: dict[int, torch.Tensor] = {}
     put: list[tuple[dict[str, Any], str, torch.Tensor]] = []

@@ -23,7 +23,7 @@ from stageline.modules.recompute import RandomState
 from stageline.stages.causal_lm import run_whole
 from stageline.stages.discover import is_pixel, plan_of, sizes_of
 from stageline.stages.example_batch import example_pictures, image_token
-from stageline.stages.packing import is_packed, multimodal_positions
+from stageline.stages.packing import host_positions, is_packed, multimodal_positions
 from stageline.stages.split_plan import SplitPlan
 from stageline.stages.vision_stages import Batch, VisionStages
 
@@ -43,9 +43,12 @@ class VisionLanguageStage(VisionStages):
         token = image_token(self.config)
         return token is not None and bool((batch["input_ids"] == token).any())
 
+    def host_facts(self, batch: Batch) -> Batch:
+        return {**super().host_facts(batch), **host_positions(self.whole.base_model, batch)}
+
     def model_inputs(self, batch: Batch) -> dict[str, Any]:
         inputs = super().model_inputs(batch)
-        if is_packed(batch) and self.has_axes:
+        if is_packed(batch) and self.has_axes and batch["position_ids"].ndim == 2:
             inputs["position_ids"] = multimodal_positions(
                 batch, self.whole.base_model.get_rope_index
             )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stageline.checkpoint.host_memory import available_memory
+from stageline.checkpoint.host_memory import available_memory, pinned_block
 
 ALIGNMENT = 256  # bytes; what kernels and copies like
 PAGE = 4096  # bytes that are pinned at once
@@ -197,14 +197,24 @@ def host_bytes(hosted_layers: Sequence[HostWeights], optim_dtype: torch.dtype | 
     Without the optimizer's own state, which is the optimizer's to choose (AdamW: two more values
     a trained parameter).
     """
-    total = 0
-    for home in all_homes(hosted_layers):
-        parameter = home.parameter
-        total += parameter.nbytes
-        if parameter.requires_grad:
-            wide = parameter.numel() * (optim_dtype or parameter.dtype).itemsize
-            total += 2 * parameter.nbytes + 2 * wide  # back page, staged; sum, master
+    total, paged = 0, set[int]()
+    for hosted in hosted_layers:
+        trained = [home.parameter for home in hosted.homes if home.parameter.requires_grad]
+        new = [home.parameter for home in hosted.homes if id(home) not in paged]
+        paged |= {id(home) for home in hosted.homes}
+        total += _page_bytes(new, is_pinned=any(each.is_pinned() for each in new))
+        backs = [each for each in new if each.requires_grad]
+        total += _page_bytes(backs) + _page_bytes(trained if backs else [])  # back page, staged
+        for parameter in backs:  # sum, master
+            total += 2 * parameter.numel() * (optim_dtype or parameter.dtype).itemsize
     return total
+
+
+def _page_bytes(tensors: Sequence[torch.Tensor], *, is_pinned: bool | None = None) -> int:
+    """What the run of bytes that holds these takes; pinned ones as torch makes their blocks."""
+    if not (torch.cuda.is_available() if is_pinned is None else is_pinned):
+        return sum(tensor.nbytes for tensor in tensors)
+    return pinned_block(offsets(tensors)[1])
 
 
 def check_host_memory(

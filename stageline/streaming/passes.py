@@ -276,10 +276,12 @@ class StagePass:
 
     def _begin_upload(self) -> None:
         parameters = [home.parameter.detach() for home in self._homes.values()]
-        buffers = [self._snapshots.get(key, each) for key, each in self._buffers.items()]
-        if not self.is_recomputed:
-            # what the device changes is copied, and where it is recomputed it starts from here
-            self._snapshots |= {key: self._kept(each) for key, each in self._buffers.items()}
+        # what the device changes is copied, and where it is recomputed it starts from here: before
+        # the forward pass, whose changes come home while recomputation may be on its way already
+        new = self._buffers.keys() - self._snapshots.keys()
+        self._snapshots |= {key: self._kept(self._buffers[key]) for key in new}
+        origin = self._snapshots if self.is_recomputed else self._buffers
+        buffers = [origin[key] for key in self._buffers]
         hosts = parameters + buffers
         starts, self._num_bytes = offsets(hosts)
         self._weights = self.lane.pool.take(max(self._num_bytes, 1), self.lane.inward)

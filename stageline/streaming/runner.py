@@ -4,7 +4,7 @@ It has the interface of `stageline.pipeline.runner.PipelineRunner`, with all sta
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -112,7 +112,8 @@ class StageWeights:
 class StreamedCall:
     """What holds for all passes of one call; stages ask it.
 
-    The micro-batches themselves, small integers, are read by each stage where it runs.
+    The micro-batches themselves, small integers, are read by each stage where it runs; a device
+    gets them once.
 
     Attributes:
         seeds: settles what a forward pass draws at random; recomputation draws the same again.
@@ -125,14 +126,20 @@ class StreamedCall:
     batches: Sequence[MicroBatch] = ()
     recorder: Recorder = NO_RECORDER
     on_output: Callable[[Output, MicroBatch], None] | None = None
+    _there: dict[tuple[int, torch.device], MicroBatch] = field(default_factory=dict)
 
     def batch(self, index: int, device: torch.device, *, with_pixels: bool = False) -> MicroBatch:
-        """A micro-batch on a device; pixels are large, and for the first stage alone."""
-        return {
-            name: value.to(device, non_blocking=True)
-            for name, value in self.batches[index].items()
-            if with_pixels or not name.startswith("pixel_")
-        }
+        """A micro-batch on a device; pixels are large, and for the first stage alone.
+
+        Called by work of the device's compute queue, which all that reads it runs in.
+        """
+        pixels, others = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        for name, value in self.batches[index].items():
+            (pixels if name.startswith("pixel_") else others)[name] = value
+        if (index, device) not in self._there:
+            self._there[index, device] = _moved(others, device)
+        there = self._there[index, device]
+        return {**there, **_moved(pixels, device)} if with_pixels else dict(there)
 
     def run(self, stage: Stage, index: int, came: Tensors) -> Output | tuple[()]:
         """The forward pass of a stage; `stage` is a shell whose weights are on the device."""
@@ -152,6 +159,10 @@ class StreamedCall:
         device = (output[0] if isinstance(output, tuple) else output).device
         self.seeds.start_loss()
         return loss_fn(output, self.batch(index, device))
+
+
+def _moved(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
 
 
 class StageLayer(nn.Module):

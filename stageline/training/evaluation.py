@@ -85,7 +85,7 @@ def evaluate(
     """
     replicas = replicas or Replicas()
     figures = _Figures(loss_fn, step=step, keep=keep)
-    recorder = StepProgress(forward="evaluation")
+    recorder = StepProgress(device=runner.device, forward="evaluation")
     num_rows = 0  # before the rows that come next, of all replicas
     for micro_batches in batches:
         step_rows = sum(len(batch["input_ids"]) for batch in micro_batches)

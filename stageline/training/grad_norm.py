@@ -65,6 +65,15 @@ class Ownership:
             [places[rank, index] for index in range(len(rank_names))]
             for rank, rank_names in enumerate(counted_by_rank)
         ]
+        self._orders: dict[torch.device, list[torch.Tensor]] = {}
+
+    def order_on(self, device: torch.device) -> list[torch.Tensor]:
+        """`model_order` as tensors that lie on a device; sent there once."""
+        if device not in self._orders:
+            self._orders[device] = [
+                torch.tensor(places, dtype=torch.long, device=device) for places in self.model_order
+            ]
+        return self._orders[device]
 
     def sum_tied_gradients(self, parameters: dict[str, nn.Parameter]) -> None:
         """Adds up the gradients of tied weights over the stages that hold a copy."""
@@ -167,13 +176,15 @@ def gather_norms(
     gathered = [torch.empty_like(own) for _ in ownership.model_order]
     dist.all_gather(gathered, own, group=ownership.group)
     norms = torch.zeros(sum(len(places) for places in ownership.model_order), device=device)
-    for rank_norms, places in zip(gathered, ownership.model_order, strict=True):
-        norms[places] = rank_norms[: len(places)]
+    for rank_norms, order in zip(gathered, ownership.order_on(device), strict=True):
+        norms[order] = rank_norms[: len(order)]
     return norms
 
 
 def total_norm(norms: torch.Tensor) -> torch.Tensor:
     """The 2-norm over all gradients from `gather_norms`; the same scalar on every rank."""
+    if norms.is_cuda:  # where the host would wait for an index; nan stays
+        return torch.linalg.vector_norm(norms.clamp(min=0.0))
     return torch.linalg.vector_norm(norms[norms != NO_GRADIENT])
 
 

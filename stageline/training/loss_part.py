@@ -149,7 +149,7 @@ class LossPart:
         found: dict[str, dict[str, torch.Tensor]] = {}
         for chosen in self.counts:
             totals = {
-                name: torch.tensor(1.0 if name == chosen else torch.inf, device=logits.device)
+                name: torch.full((), 1.0 if name == chosen else torch.inf, device=logits.device)
                 for name in self.counts
             }
             loss, figures = self(logits, micro_batch, totals=totals, step=step)
@@ -235,7 +235,7 @@ class StepLoss:
         self.part = LossPart.of(loss_fn)
         given = {**dict.fromkeys(self.part.counts, 1), **(counts or {}), "num_targets": num_targets}
         self.totals = {
-            name: torch.tensor(float(count), device=device) for name, count in given.items()
+            name: torch.full((), float(count), device=device) for name, count in given.items()
         }
         self.step = step
         self.num_micro_batches = num_micro_batches

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from stageline import progress
+from stageline.data.batches.batch import READ_OFF_IDS
 from stageline.errors import UserError
 from stageline.hub import name_of
 from stageline.modules.lora import adapters_off, begun_adapters, trained_besides
@@ -114,7 +115,8 @@ def mixed_batch(batch: MicroBatch) -> MicroBatch:
             "`collate_fn` kto, or a loss without that term (`loss_fn.use_kl` false)."
         )
     # pixels and what else belongs to the images of the prompts is the same
-    own = {n: v for n, v in batch.items() if n != "labels" and not n.startswith("loss_")}
+    dropped = ("labels", *READ_OFF_IDS)
+    own = {n: v for n, v in batch.items() if n not in dropped and not n.startswith("loss_")}
     others = {n.removeprefix(KL_PREFIX): v for n, v in batch.items() if n.startswith(KL_PREFIX)}
     return {**own, **others}
 
@@ -130,7 +132,8 @@ def log_probs_of(runner: PipelineRunner, batches: Sequence[MicroBatch]) -> list[
         found.append(row_log_probs(logits_of(output), batch["labels"]))
 
     if batches:
-        runner.evaluate(batches, on_output=take, recorder=StepProgress(forward="reference"))
+        told = StepProgress(device=runner.device, forward="reference")
+        runner.evaluate(batches, on_output=take, recorder=told)
     return found
 
 

@@ -58,12 +58,16 @@ class StepProgress(Recorder):
 
     Args:
         inner: times the passes.
+        device: does the passes. Beside a GPU the main thread runs ahead, and waits for no transfer.
         names: other names for the operations, such as "evaluation" for "forward".
     """
 
-    def __init__(self, inner: Recorder = NO_RECORDER, **names: str) -> None:
-        super().__init__(inner.device, rank=inner.rank)
+    def __init__(
+        self, inner: Recorder = NO_RECORDER, *, device: torch.device, **names: str
+    ) -> None:
+        super().__init__(device, rank=inner.rank)
         self.inner = inner
+        self.mark = recorded_event if device.type == "cuda" else None
         self.names = {kind: names.get(name, name) for kind, name in OPERATIONS.items()}
 
     @contextmanager
@@ -71,7 +75,8 @@ class StepProgress(Recorder):
         """A pass, with the point of the same name."""
         stage, kind, index = action
         name = self.names[kind]
-        with progress.doing(name, stage=stage, micro_batch=index), self.inner.span(action):
+        note = progress.doing(name, stage=stage, micro_batch=index, mark=self.mark)
+        with note, self.inner.span(action):
             chaos.point(name)
             yield
 
@@ -81,10 +86,17 @@ class StepProgress(Recorder):
         stage, kind, index = action
         what = "activations" if kind == Kind.FORWARD else "gradients"
         with (
-            progress.doing(what, stage=stage, micro_batch=index, is_waiting=True),
+            progress.doing(what, stage=stage, micro_batch=index, is_waiting=True, mark=self.mark),
             self.inner.wait(action),
         ):
             yield
+
+
+def recorded_event() -> torch.cuda.Event:
+    """A mark in the running stream: behind a wait for a transfer it comes when that is done."""
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def begin_step(step: int, micro_batches: Sequence[MicroBatch] = ()) -> None:
@@ -122,30 +134,53 @@ class SharedFigures:
         self.names: list[str] = []
 
     def sum(
-        self, facts: Sequence[torch.Tensor], figures: Mapping[str, torch.Tensor]
-    ) -> tuple[list[float], dict[str, float]]:
-        """Sums of scalars that every rank has, and of figures that some have.
+        self,
+        facts: Sequence[torch.Tensor],
+        figures: Mapping[str, torch.Tensor],
+        *,
+        beside: torch.Tensor,
+    ) -> tuple[list[float], dict[str, float], list[float]]:
+        """Sums of scalars that every rank has, and of figures that some have; and `beside`.
 
         One exchange; in a step with figures that are new another two.
+
+        Args:
+            beside: numbers of this rank's device that come to the host with the sums, so that the
+                host waits for its device once.
         """
         is_new = torch.tensor(float(any(name not in self.names for name in figures)))
-        found = self._sum([*facts, is_new, *self._values(figures)])
+        found = self._sum([*facts, is_new, *self._values(figures)], beside)
+        found, brought = found[: -len(beside)], found[-len(beside) :]
         values = found[len(facts) + 1 :]
         if found[len(facts)] > 0:
             self._tell_names(list(figures))
             values = self._sum(self._values(figures))
-        return found[: len(facts)], dict(zip(self.names, values, strict=True))
+        return found[: len(facts)], dict(zip(self.names, values, strict=True)), brought
 
     def _values(self, figures: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         return [figures.get(name, torch.zeros(())) for name in self.names]
 
-    def _sum(self, values: Sequence[torch.Tensor]) -> list[float]:
-        total = torch.stack([value.detach().to(self.device) for value in values])
+    def _sum(
+        self, values: Sequence[torch.Tensor], beside: torch.Tensor | None = None
+    ) -> list[float]:
+        total = torch.stack(self._on_device(values))
         with progress.doing("the other ranks at the end of a step", is_waiting=True):
             dist.all_reduce(total, group=self.group)
             if self.replicas.size > 1:
                 dist.all_reduce(total, group=self.replicas.group)
-            return total.tolist()
+            return (total if beside is None else torch.cat((total, beside))).tolist()
+
+    def _on_device(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of the host go there in one copy, which nobody waits for."""
+        own = [value.detach() for value in values]
+        if self.device.type == "cpu":
+            return [value.to(self.device) for value in own]
+        of_host = [value for value in own if value.device.type == "cpu"]
+        if not of_host:
+            return own
+        sent = torch.stack(of_host).pin_memory().to(self.device, non_blocking=True).unbind()
+        arrived = iter(sent)
+        return [next(arrived) if value.device.type == "cpu" else value for value in own]
 
     def _tell_names(self, own: list[str]) -> None:
         gathered: list[Any] = [None] * dist.get_world_size(self.group)
@@ -290,20 +325,19 @@ class TrainStep:
         with progress.doing("gradients of the other ranks", is_waiting=True):
             norm, norms = self._reduce()
         stop = torch.tensor(float(stop_requested()))
-        (loss, extra_loss, stop_count, no_number, *waits), figures = self.shared_figures.sum(
-            [loss_of.loss, loss_of.extra_loss, stop, norm * 0, *self._own_place(data_wait)],
-            loss_of.figures,
+        facts = [loss_of.loss, loss_of.extra_loss, stop, norm * 0, *self._own_place(data_wait)]
+        (loss, extra_loss, stop_count, no_number, *waits), figures, (grad_norm, *each_norm) = (
+            self.shared_figures.sum(facts, loss_of.figures, beside=torch.cat((norm[None], norms)))
         )
-        grad_norm = norm.item()
         if math.isfinite(grad_norm):
             grad_norm += no_number  # a number is one on every rank, or on none
         verdict = self.skips.judge(loss, extra_loss, grad_norm)
         where, rows, warnings = "", tuple[int, ...](), tuple[str, ...]()
         if verdict.problem is not None:
             with random_state.replayed():
-                where, rows = self._find(micro_batches, verdict, loss_of, norms, passes)
+                where, rows = self._find(micro_batches, verdict, loss_of, each_norm, passes)
         if not verdict.is_skipped:
-            warnings = self._zero_gradients(norms)
+            warnings = self._zero_gradients(each_norm)
             with progress.doing("optimizer"):
                 self._update(rate, norm)
         self.scaler.update(overflowed=not verdict.is_finite)
@@ -359,7 +393,8 @@ class TrainStep:
             if self.timeline is not None:
                 recorder = self.timeline.recorder(step, num_micro_batches=len(micro_batches))
         self.runner.seeds.begin(step, first_micro_batch=self.replicas.rank * len(micro_batches))
-        self.runner.step(micro_batches, loss_fn=loss_of, recorder=StepProgress(recorder))
+        told = StepProgress(recorder, device=self.runner.device)
+        self.runner.step(micro_batches, loss_fn=loss_of, recorder=told)
         self._make_faults()
         return loss_of
 
@@ -407,11 +442,11 @@ class TrainStep:
             set_learning_rate(self.optimizer.param_groups, rate)
             self.weights.update(self.optimizer.step)
 
-    def _zero_gradients(self, norms: torch.Tensor) -> tuple[str, ...]:
+    def _zero_gradients(self, norms: Sequence[float]) -> tuple[str, ...]:
         """Warnings about stages that train and got no gradient; each stage once."""
         if len(self._stages_told) == self.runner.schedule.num_stages:
             return ()
-        stages = set(stages_without_gradient(norms.tolist(), self.owners)) - self._stages_told
+        stages = set(stages_without_gradient(norms, self.owners)) - self._stages_told
         self._stages_told |= stages
         return tuple(
             f"all gradients of stage {stage} are zero, so it learns nothing from this step: look "
@@ -424,7 +459,7 @@ class TrainStep:
         micro_batches: Sequence[MicroBatch],
         verdict: StepVerdict,
         loss_of: StepLoss,
-        norms: torch.Tensor,
+        norms: Sequence[float],
         passes: Callable[[Recorder], StepLoss],
     ) -> tuple[str, tuple[int, ...]]:
         """What is told about an odd step; drops the gradients if they are not to be used."""
@@ -435,7 +470,7 @@ class TrainStep:
             micro_batches,
             verdict.problem or "",
             losses=loss_of.each,
-            norms=norms.tolist(),
+            norms=norms,
             owners=self.owners,
             run_again=passes if can_repeat else None,
             gradients=self.weights.parameters,

@@ -16,7 +16,7 @@ TEXTS = "--model perplexity --model.max_length 9 --model.stride 4".split()
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    made = Job(tmp_path_factory.mktemp("job"), num_rows=0)
+    made = Job(tmp_path_factory.mktemp("job"), num_rows=0, num_layers=4)
     rows = [
         {
             "id": str(number),

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     """A tiny Llama of four layers in several files."""
-    job = Job(tmp_path_factory.mktemp("job"))
+    job = Job(tmp_path_factory.mktemp("job"), num_layers=4)
     whole = AutoModelForCausalLM.from_pretrained(job.model)
     (job.model / "model.safetensors").unlink()
     whole.save_pretrained(job.model, max_shard_size="8KB")

@@ -31,7 +31,7 @@ OPTIONS = (
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("job")
-    job = Job(folder, family="internvl", num_rows=12, make_model=False)
+    job = Job(folder, family="internvl", num_rows=12, num_layers=4, make_model=False)
     processor = tiny_processor("internvl")
     processor.save_pretrained(job.model)
     torch.manual_seed(1)

@@ -29,7 +29,7 @@ def job(tmp_path_factory):
         messages.append({"role": "assistant", "content": "!" * (1 + i % 5)})
     kto = [{"messages": messages, "label": i % 3 > 0} for i, messages in enumerate(said)]
     write_lines(folder / "kto.jsonl", kto)
-    return Job(folder)
+    return Job(folder, num_layers=4)
 
 
 def run(job, name, words, *options, file="dpo.jsonl", **more):

@@ -15,7 +15,7 @@ KILL = "at=step,step=3,do=sigkill"
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    return Job(tmp_path_factory.mktemp("job"), tied=True)
+    return Job(tmp_path_factory.mktemp("job"), num_layers=4, tied=True)
 
 
 def assert_same(job, ours, theirs):

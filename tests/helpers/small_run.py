@@ -34,7 +34,7 @@ from tests.helpers.plans import learn_plans, leave_plans
 
 OPTIONS = (
     "--dataset jsonl --prompt question --prompt-fn fill --image-token none "
-    "--collate-fn sft --batch-size 8 --micro-batch-size 2 --total-steps 12 --device cpu "
+    "--collate-fn sft --batch-size 8 --total-steps 12 --device cpu "
     "--max-token-num 64 --learning-rate 1e-2 --eval-samples 0 --save-steps 2 --timeline-step 0"
 ).split()
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
@@ -58,8 +58,12 @@ class Job:
     """A folder with a tiny model, its tokenizer and 40 rows of unequal lengths.
 
     Args:
+        num_layers: of the model; no fewer than a run has stages. With two of them a step of 8 rows
+            has 2 micro-batches, else 4.
         make_model: otherwise a caller puts a model with its processor into `model`.
     """
+
+    micro_batch_size = 2
 
     def __init__(
         self,
@@ -68,14 +72,17 @@ class Job:
         family: str = "llama",
         tied: bool = False,
         num_rows: int = 40,
+        num_layers: int = 2,
         make_model: bool = True,
     ) -> None:
         self.folder = folder
         self.family = family
+        if num_layers == 2:
+            self.micro_batch_size = 4
         self.model = folder / "model"
         self.rows = folder / "rows.jsonl"
         if make_model:
-            _save_model(self.model, family, tied=tied)
+            _save_model(self.model, family, tied=tied, num_layers=num_layers)
         rows = [
             {"id": str(i), "question": f"{i}?", "answer": "!" * (1 + i % 7)}
             for i in range(num_rows)
@@ -93,7 +100,7 @@ class Job:
         """
         launcher = (*TORCHRUN, *torchrun) if torchrun else ()
         paths = ("--model-path", self.model, "--dataset-path", self.rows)
-        model = ("--train-model", self.family)
+        model = ("--train-model", self.family, "--micro-batch-size", self.micro_batch_size)
         words = [sys.executable, *launcher, ROOT / "train_pp.py", *model, *OPTIONS, *paths]
         return list(map(str, [*words, "--output-dir", self.folder / name, *options]))
 
@@ -166,11 +173,11 @@ class Job:
         return sorted(p.name for p in (self.folder / name / "checkpoints").glob("step-????????"))
 
 
-def _save_model(folder: Path, family: str, *, tied: bool) -> None:
+def _save_model(folder: Path, family: str, *, tied: bool, num_layers: int) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(1)
-    config = tiny_config(family, tied=tied, vocab_size=len(tokenizer))
+    config = tiny_config(family, tied=tied, vocab_size=len(tokenizer), num_hidden_layers=num_layers)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 

@@ -20,7 +20,7 @@ RUN = Path(__file__).with_name("contract_run_parts.py")
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    return Job(tmp_path_factory.mktemp("text"))
+    return Job(tmp_path_factory.mktemp("text"), num_layers=4)
 
 
 @pytest.fixture(scope="module")

@@ -75,6 +75,7 @@ def folders(tmp_path_factory):
     return made
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", [*TEXT, *VISION])
 def test_three_steps_equal_plain_transformers(family, way, folders, tmp_path):
@@ -87,11 +88,12 @@ def test_three_steps_equal_plain_transformers(family, way, folders, tmp_path):
     assert "of transformers" in report["facts"]["compared with"]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lora", [(), ("--llm-lora-num", 1)], ids=["full", "lora"])
 @pytest.mark.parametrize("family", [*TEXT, *VISION])
 def test_runs_are_resumed_on_other_stages_and_exported(family, lora, folders, tmp_path):
     key = "causal_lm" if family in TEXT else "vision_language"
-    job = Job(tmp_path, family=key, make_model=False)
+    job = Job(tmp_path, family=key, num_layers=4, make_model=False)
     job.model = folders[family]
     options = (*STEPS, *lora)
     if family in VISION:

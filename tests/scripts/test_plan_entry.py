@@ -44,6 +44,7 @@ def test_plan_prints_and_stops_without_weights(model):
     assert done.returncode == 0, done.stdout + done.stderr
     for word in ("--schedule 1f1b, 2 stages on 2 ranks, 4 micro-batches", "0-1 (2)", "peak"):
         assert word in done.stdout
+    assert "by simulation (a transfer between ranks taken as " in done.stdout
     assert "bubble" in done.stdout and "--micro-batch-size" in done.stdout
     assert not (model.parent / "run").exists()
 

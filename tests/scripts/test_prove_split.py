@@ -42,7 +42,7 @@ def job(tmp_path, monkeypatch):
     monkeypatch.setenv("STAGELINE_PROVE_SPLIT", "auto")
     monkeypatch.setenv("STAGELINE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "twice.py").write_text(TWICE)
-    return Job(tmp_path)
+    return Job(tmp_path, num_layers=4)
 
 
 def records(job):

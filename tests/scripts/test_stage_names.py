@@ -147,7 +147,7 @@ train_model_register["forgets"] = Forgets.build
 @pytest.fixture
 def job(tmp_path):
     (tmp_path / "forgets.py").write_text(FORGETS)
-    return Job(tmp_path)
+    return Job(tmp_path, num_layers=4)
 
 
 def without_a_layer(words, job, *options):

@@ -49,7 +49,7 @@ def make_cutter(model, language):
 def job(tmp_path_factory):
     """A small model with random weights, its tokenizer, and the guides as a corpus of it."""
     folder = tmp_path_factory.mktemp("job")
-    job = Job(folder, make_model=False)
+    job = Job(folder, num_layers=4, make_model=False)
     files, texts = guides(folder)
     tokenizer = tiny_tokenizer(texts, vocab_size=600)
     tokenizer.save_pretrained(job.model)
@@ -126,11 +126,11 @@ def test_other_replicas_and_accumulation_see_the_same_rows(job, whole):
 def test_packed_rows_train_on_all_stages(job):
     rows = ("--dataset.rows", "packed", "--dataset.test_path", job.folder / "english")
     words = [word for word in options(job) if word not in ("--dataset.test_size", 8)]
-    done = job.fork("packed", *words, *rows, "--total-steps", 4, "--eval-samples", 8)
+    done = job.fork("packed", *words, *rows, "--total-steps", 12, "--eval-samples", 8)
     assert done.code == 0, done.err
     assert "packed rows of" in done.out and (job.folder / "both.pack").exists()
     losses = job.losses("packed")
-    assert losses[4] < losses[1]
+    assert losses[12] < losses[1] - 0.1
 
 
 def test_another_tokenizer_is_refused(job, tmp_path):

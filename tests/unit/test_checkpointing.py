@@ -6,6 +6,9 @@ tests/distributed/test_parity.py.
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from loss_fn import sft
 from pp_models import class_of_key
@@ -16,6 +19,7 @@ from stageline.modules.recompute import (
     is_worth_moving,
     keep_products,
     offload_activations,
+    offloaded,
     recompute,
 )
 from stageline.pipeline.live_bytes import PeakBytes
@@ -310,3 +314,22 @@ def test_nothing_made_anew_outlives_its_layer(mode):
         run(plain, "llama")
     assert meter.kept == reference.kept
     assert meter.peak < reference.peak
+
+
+def test_weights_that_are_put_together_on_the_way_are_not_offloaded():
+    """With `dp_shard` a layer's weights are sent when it is called, after the pass began."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    layers = [torch.nn.Linear(8, 8) for _ in range(3)]
+    model = torch.nn.Sequential(*layers)
+    mesh = init_device_mesh("cpu", (1,))
+    for module in (*layers, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    shapes = []
+
+    def moves(tensor):
+        shapes.append(tuple(tensor.shape))
+        return tensor.is_floating_point()
+
+    with offloaded(model, moves=moves):
+        model(torch.randn(3, 8)).sum().backward()
+    assert (3, 8) in shapes and (8, 8) not in shapes

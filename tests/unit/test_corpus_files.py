@@ -8,6 +8,8 @@ import pickle
 import struct
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import numpy
 import pytest
@@ -15,10 +17,13 @@ import pytest
 from stageline.corpus.corpus_files import Corpus, open_corpus
 from stageline.corpus.header import (
     BEGINS,
+    EDGE_BYTES,
     MAGIC,
     VERSION,
     decode_header,
     dtype_for,
+    edges_digest,
+    encode_header,
     framed,
     path_of,
     unframed,
@@ -206,6 +211,52 @@ def test_a_copy_in_a_worker_reads_the_same_or_says_that_it_cannot(tmp_path):
 def test_an_empty_corpus_can_be_opened(tmp_path):
     corpus = write(tmp_path / "a", [])
     assert len(corpus) == 0 and list(corpus.documents()) == [] and corpus.lengths().size == 0
+
+
+# the header by itself: what no file of ours can hold, others can write
+
+
+def test_numbers_that_cannot_be_are_refused(tmp_path):
+    header = write(tmp_path / "a", documents_of([3, 20])).header
+    assert decode_header(encode_header(header), Path("a.idx"))[0] == header
+    first, *others = header.types
+    for changed, told in (
+        (replace(header, bin_size=header.bin_size + 2), r"tokens in [\d,]+ bytes"),
+        (replace(header, rules=replace(header.rules, seq_length=-1)), "seq_length is -1"),
+        (replace(header, types=(replace(first, num_documents=-2), *others)), "num_documents is -2"),
+    ):
+        with pytest.raises(DataError, match=told):
+            decode_header(encode_header(changed), Path("a.idx"))
+
+
+def test_a_digest_is_of_the_content_alone(tmp_path):
+    header = write(tmp_path / "a", documents_of([3, 20])).header
+    same = replace(header, sources=("elsewhere",), edges_sha256="", language="zh")
+    assert same.digest == header.digest
+    first, *others = header.types
+    other = replace(header.tokenizer, fingerprint="other")
+    for changed in (
+        replace(header, arrays_sha256="0" * 64),
+        replace(header, bin_sha256="0" * 64),
+        replace(header, dtype="uint32"),
+        replace(header, tokenizer=other),
+        replace(header, types=(replace(first, num_segments=1), *others)),
+    ):
+        assert changed.digest != header.digest
+
+
+def test_both_ends_of_a_file_and_its_size_are_looked_at(tmp_path):
+    found = set()
+    content = bytes(3 * EDGE_BYTES)
+    for place in (None, 0, EDGE_BYTES - 1, -EDGE_BYTES, -1):
+        changed = bytearray(content)
+        if place is not None:
+            changed[place] = 1
+        (tmp_path / "a").write_bytes(changed)
+        found.add(edges_digest(tmp_path / "a"))
+    (tmp_path / "a").write_bytes(content + b"\0")
+    found.add(edges_digest(tmp_path / "a"))
+    assert len(found) == 6
 
 
 # damage

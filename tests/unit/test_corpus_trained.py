@@ -111,6 +111,16 @@ def test_segments_of_packed_rows(corpus):
     assert seen.tolist() == sorted(index for row in rows for index in packed[row])
 
 
+def test_segments_are_sorted_however_rows_are_packed():
+    class Packed:
+        @staticmethod
+        def members(rows):
+            return numpy.array([7 - 2 * row for row in rows])  # row 0 has a later one than row 1
+
+    seen = find_trained(Mixture([3], batch=3, seed=5), 1, packed=Packed)
+    assert seen.tolist() == [3, 5, 7]
+
+
 @pytest.mark.parametrize("name", ["a.npy", "a.txt", "remove.idx"])
 def test_lists_come_back(tmp_path, name):
     numbers = numpy.array([0, 5, 10**12])

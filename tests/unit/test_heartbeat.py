@@ -5,11 +5,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from stageline import progress
 from stageline.distributed import stop
 from stageline.distributed.guard import SECONDS_OF_SILENCE, Beat, Watcher, blame, describe
 from stageline.distributed.stop import Process
+from stageline.pipeline.plan import parse_action
 from stageline.progress import Progress
+from stageline.training import step as step_module
 
 LIMIT = 10.0
 
@@ -138,3 +142,59 @@ def test_a_stranger_with_the_number_of_a_neighbour_is_let_alone(sleeper):
     stop.remember([Process(1, sleeper.pid, started=1)])
     assert stop.end_the_rest(seconds=0.1) == []
     assert sleeper.poll() is None
+
+
+class FakeEvent:
+    """As torch's: recorded in the stream at once, reached when the device is there."""
+
+    def __init__(self):
+        self.is_reached = False
+
+    def query(self):
+        return self.is_reached
+
+
+def test_a_gpu_that_is_behind_its_main_thread_tells_what_it_waits_for(monkeypatch):
+    """Waits of NCCL return at once; the main thread stops later, at the first number it reads."""
+    events = []
+    monkeypatch.setattr(
+        step_module, "recorded_event", lambda: events.append(FakeEvent()) or events[-1]
+    )
+    progress.begin()
+    progress.at_step(3)
+    told = step_module.StepProgress(device=torch.device("cuda"))
+    for word in ("1F0", "1F1"):
+        with told.wait(parse_action(word)):
+            pass
+        with told.span(parse_action(word)):
+            pass
+    with progress.doing("optimizer"):
+        seen = [str(progress.where())]
+        for event in events:
+            event.is_reached = True
+            seen.append(str(progress.where()))
+        assert progress.where() == progress.place()
+    came, passed = "waiting for activations of micro-batch", "forward of micro-batch"
+    assert seen == [
+        "optimizer",
+        *(f"{came} 0 on stage 1", "optimizer", f"{passed} 0 on stage 1", "optimizer"),
+        *(f"{came} 1 on stage 1", "optimizer", f"{passed} 1 on stage 1", "optimizer"),
+    ]
+
+
+def test_a_main_thread_that_stopped_for_a_transfer_is_not_to_blame(monkeypatch):
+    progress.begin()
+    told = step_module.StepProgress(device=torch.device("cuda"))
+    before, behind = FakeEvent(), FakeEvent()
+    marks = iter((before, behind))
+    told.mark = lambda: next(marks)
+    with told.wait(parse_action("1B2")):
+        pass
+    before.is_reached = True  # and the device never comes through
+    with progress.doing("optimizer"):
+        place = progress.where()
+    progress.begin()
+    assert place.is_waiting and place.operation == "gradients"
+    waits = Beat(1, 1, "host", 0, (1,), Process(1, 101, 7, 5), place, 30.0)
+    verdict = blame(beats(waits, beat(0, age=12.0)), silent=set(), limit=LIMIT)
+    assert (verdict.beat.rank, verdict.why) == (0, "busy")

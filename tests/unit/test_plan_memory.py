@@ -1,5 +1,7 @@
 """Memory of a rank and the advice, against cases computed by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from stageline.pipeline.plan import Kind, parse_action
@@ -163,6 +165,24 @@ def test_advice_puts_what_does_not_fit_last():
     assert tight[-1].overshoot > 0
     assert free[0].expectation.seconds < tight[0].expectation.seconds
     assert "--schedule" in tight[0].options() and "--partition" in tight[0].options()
+
+
+def test_slow_transfers_are_answered_with_more_in_flight_where_it_fits():
+    def ask(hand_over, capacities=None):
+        return advise(
+            {1: replace(model(), hand_over=hand_over)}, num_ranks=4, num_samples=16,
+            rules=MemoryRules(), capacities=capacities,
+        )  # fmt: skip
+
+    quick, slow = ask(0.0), ask(0.5)
+    assert quick[0].schedule.name == "1f1b", "as fast, and with less memory"
+    assert slow[0].schedule.name == "eager_1f1b", "as fast as gpipe, and with less memory"
+    assert slow[0].expectation.seconds == (16 + 3) * 3 + 2 * 3 * 0.5
+    kept = 100 + 1 + 5
+    held = [rank.activations for rank in slow[0].expectation.memory]
+    assert held == [most * kept + 25 for most in (7, 5, 3)] + [131]
+    limit = quick[0].peak
+    assert ask(0.5, (limit,) * 4)[0].schedule.name == "1f1b"
 
 
 def test_of_two_halves_the_second_lets_go():

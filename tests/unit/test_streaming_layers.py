@@ -11,6 +11,7 @@ from stageline.streaming.lanes import Lane
 from stageline.streaming.recompute import (
     doing_recompute,
     get_recompute_data,
+    running,
     save_for_recompute,
 )
 from stageline.streaming.run_config import Packed, RoundPipeRunConfig
@@ -308,3 +309,16 @@ def test_keeping_by_the_rules():
             RoundPipe(nn.Sequential(layer, nn.Linear(6, 6))).forward_backward((BATCH,))
     assert doing_recompute() is False
     save_for_recompute(1)  # outside of the engine it is dropped
+
+
+def test_what_is_saved_has_no_graph_and_is_let_go_once_it_was_used():
+    kept, weight = {}, torch.ones(2, requires_grad=True)
+    for key in ("one", "other"):
+        with running(kept, key, is_recomputed=False):
+            save_for_recompute({"value": weight * 2}, 3)
+    saved, count = kept["one"]
+    assert saved["value"].tolist() == [2, 2] and count == 3
+    assert not saved["value"].requires_grad and saved["value"].grad_fn is None
+    with running(kept, "one", is_recomputed=True):
+        assert get_recompute_data()[0]["value"] is saved["value"]
+    assert [*kept] == ["other"]

@@ -1,14 +1,24 @@
 """Memory of the streaming engine: budgets of devices, and what it takes of the host."""
 
+import os
+
 import pytest
 import torch
 
+from optimizer import adamw
+from stageline.checkpoint.host_memory import (
+    ALLOCATOR_VARIABLES,
+    pinned_block,
+    settle_allocators,
+)
+from stageline.modules.layer_seeds import NO_SEEDS
 from stageline.streaming import host_weights, passes
 from stageline.streaming.engine import RoundPipe
 from stageline.streaming.host_weights import ALIGNMENT, all_homes, host_bytes
 from stageline.streaming.lanes import DeviceBudgetError, Lane
 from stageline.streaming.plan import Plan
 from stageline.streaming.run_config import RoundPipeRunConfig
+from stageline.streaming.runner import StreamedCall
 from tests.helpers.streamed_models import BATCH, linears, loop, run, square
 
 
@@ -85,3 +95,59 @@ def test_a_model_that_the_host_cannot_hold_is_refused_before_memory_is_taken(mon
     assert all(home.master is None for home in all_homes(engine._hosted_layers))
     monkeypatch.setattr(host_weights, "available_memory", lambda: needed)
     assert len(list(engine.optim_parameters())) == 6
+
+
+def test_pinned_blocks_are_counted_as_torch_takes_them(monkeypatch):
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    mib = 1 << 20
+    assert [pinned_block(size) for size in (0, 5, 5 * mib)] == [0, 8, 8 * mib]
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "pinned_max_round_threshold_mb:4,backend:native")
+    assert [pinned_block(size) for size in (3 * mib, 5 * mib)] == [4 * mib, 5 * mib]
+    settle_allocators()  # the user has settled it
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # undone with the test
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    settle_allocators()  # for GPUs alone
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    settle_allocators()
+    assert os.environ["PYTORCH_ALLOC_CONF"].startswith("expandable_segments:True")
+    assert pinned_block(5 * mib) == 5 * mib  # this torch knows the key
+
+
+def test_the_host_memory_that_is_stated_counts_rounded_blocks(monkeypatch):
+    engine = RoundPipe(linears(2).bfloat16(), optim_dtype=torch.float32)
+    plain = host_bytes(engine._hosted_layers, torch.float32)
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(host_weights.torch.cuda, "is_available", lambda: True)
+    # of each layer a back page and a staged one: 6 x 6 and 6 of two bytes, each from 256 on
+    pages = 2 * 2 * (512 - 2 * 42)
+    assert host_bytes(engine._hosted_layers, torch.float32) == plain + pages
+
+
+def test_a_device_gets_the_integers_of_a_micro_batch_once():
+    """Every stage reads them, and its loss; pixels are for the first stage alone."""
+    batch = {"input_ids": torch.zeros(1, 3), "pixel_values": torch.zeros(2)}
+    call, device = StreamedCall(NO_SEEDS, [batch, batch]), torch.device("meta")
+    first = call.batch(0, device, with_pixels=True)
+    later = call.batch(0, device)
+    assert set(first) == set(batch) and set(later) == {"input_ids"}
+    assert later["input_ids"] is first["input_ids"]
+    assert call.batch(1, device)["input_ids"] is not first["input_ids"]
+    assert call.batch(0, torch.device("cpu"))["input_ids"].device.type == "cpu"
+
+
+def test_an_update_on_the_host_of_a_gpu_is_one_kernel(monkeypatch):
+    """Four times as fast, and rounded differently: where no GPU is, the bits of a run stay."""
+
+    def is_fused():
+        groups = [{"params": [torch.nn.Parameter(torch.zeros(2))]}]
+        return bool(adamw(groups, learning_rate=0.1, weight_decay=0.0).defaults["fused"])
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not is_fused()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert is_fused()

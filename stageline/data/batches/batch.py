@@ -20,6 +20,9 @@ Sample = dict[str, Any]
 Images = Sequence[Any] | None
 MicroBatch = dict[str, torch.Tensor]
 NO_SAMPLE = -1
+# what is read off the token ids and lies beside them: of other ids it is another
+ROW_LENGTHS = "row_lengths"
+READ_OFF_IDS = (ROW_LENGTHS, "position_ids")
 _EMPTY_ROW = 2  # one token has no next one to predict, which not every loss allows for
 
 

@@ -59,6 +59,8 @@ class MicroBatchLoader:
             and that is not below the given one.
         agree: for packing: (step, number) -> the largest number of any replica; see
             `PackedStepMaker`.
+        facts: micro-batch -> what goes into it besides, see `StageModel.host_facts`; left out where
+            workers are not forked, which would get a copy of the model.
 
     Raises:
         UserError: rows of a step do not fall into micro-batches or would cut groups, or the part
@@ -86,8 +88,8 @@ class MicroBatchLoader:
         packing: int | None = None,
         legal_counts: Callable[[int], int] = int,
         agree: Callable[[int, int], int] | None = None,
+        facts: Callable[[MicroBatch], MicroBatch] | None = None,
     ) -> None:
-        step_samples = batch_size * accumulate_steps
         _check_step(batch_size, accumulate_steps, micro_batch_size)
         group_size = group_size_of(dataset)
         check_batch_sizes(
@@ -99,7 +101,7 @@ class MicroBatchLoader:
         self.sampler = _make_sampler(
             dataset,
             batch_size=batch_size,
-            step_samples=step_samples,
+            step_samples=batch_size * accumulate_steps,
             dp_rank=dp_rank,
             dp_degree=dp_degree,
             seed=seed,
@@ -115,6 +117,7 @@ class MicroBatchLoader:
             "is_sorted": order == "sorted",
             "seed": derive_seed(seed, "held out" if eval else "rows"),
             "group_size": group_size,
+            "facts": facts if _CAN_FORK or not num_workers else None,
         }
         if packing is None:
             self.step_maker = StepMaker(dataset, **options)
@@ -123,8 +126,7 @@ class MicroBatchLoader:
             self.step_maker = PackedStepMaker(dataset, **options)
         self.num_workers = num_workers
         self.pins = pins and torch.cuda.is_available()
-        self.start_step = start_step
-        self.eval = eval
+        self.start_step, self.eval = start_step, eval
 
     def __len__(self) -> int:
         """Optimizer steps of one epoch."""

@@ -332,6 +332,7 @@ class StepMaker(Dataset):
         dp_rank: whose share is made.
         seed: of what rows and the collate part draw at random.
         group_size: so many consecutive rows of a share stay together, in their order.
+        facts: what a model reads off a micro-batch on the host; goes into it.
     """
 
     def __init__(
@@ -344,6 +345,7 @@ class StepMaker(Dataset):
         is_sorted: bool = True,
         seed: int = 0,
         group_size: int = 1,
+        facts: Callable[[MicroBatch], MicroBatch] | None = None,
     ) -> None:
         self.part = as_collate_part(collate)
         self.micro_batch_size = micro_batch_size
@@ -351,6 +353,7 @@ class StepMaker(Dataset):
         self.is_sorted = is_sorted
         self.seed = seed
         self.group_size = group_size
+        self.facts = facts or _no_facts
         self.rows = Rows(dataset, self.part.encode, seed=seed)
 
     def __getitem__(self, request: tuple[int, Shares]) -> list[MicroBatch] | Exception:
@@ -413,11 +416,16 @@ class StepMaker(Dataset):
         assert times and not rest, f"{len(rows)} samples became {len(batch['labels'])} rows"
         rows = [row for row in rows for _ in range(times)]
         batch["labels"][torch.tensor([row is None for row in rows])] = IGNORE
+        batch = {**batch, **self.facts(batch)}
         numbers = torch.tensor([-1 if row is None else row for row in rows])
         if "sample_ids" not in batch:
             return {**batch, "loss_rows": numbers}
         counts = batch["sample_ids"].amax(dim=1) + 1  # samples of each row, which was packed so
         return {**batch, "loss_packed_rows": numbers.repeat_interleave(counts)}
+
+
+def _no_facts(batch: MicroBatch) -> MicroBatch:
+    return {}
 
 
 class PackedStepMaker(StepMaker):
@@ -473,7 +481,8 @@ class PackedStepMaker(StepMaker):
             self._seed_micro_batch(step, place, of=count)
             batch = self.part.pack([[items[index] for index in bins[row]] for row in group])
             members = [rows[index] for row in group for index in bins[row]]
-            made.append({**batch, "loss_packed_rows": torch.tensor(members, dtype=torch.int64)})
+            numbers = torch.tensor(members, dtype=torch.int64)
+            made.append({**batch, **self.facts(batch), "loss_packed_rows": numbers})
         return made
 
     def _most_rows(self, step: int, shares: Shares, own: Sequence[int]) -> int:
