@@ -80,6 +80,8 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         return value, clock() - start
 
     before = torch.cuda.memory_allocated() if on_gpu else resident()[0]
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
     value, _ = one_pass()
     peak = torch.cuda.max_memory_allocated() if on_gpu else resident()[1]
     seconds = statistics.median(one_pass()[1] for _ in range(options.repeats))

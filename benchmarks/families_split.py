@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 # (folder with config and weights, stage, number of stages, dtype) -> the stage, filled
 BuildStage = Callable[[Path, int, int, torch.dtype], Any]
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5}  # a sum in another order
+DTYPES = (torch.float64, torch.float32)  # the first that all operators of a model know
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
+ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 4e-3}  # another order
 SPREAD = 0.1  # of the noise on all weights: norms of ones and gates of zeros hide faults
 LEAST_LAYERS, MOST_LAYERS = 4, 8
 
@@ -139,7 +140,7 @@ class Family:
     """A cut-down model of one family in a folder.
 
     Attributes:
-        whole: with random weights, norms and biases, in `dtype`.
+        whole: with random weights, norms and biases, in `dtype`, on `device`.
         problem: why there is no model; "" where there is one.
     """
 
@@ -149,12 +150,20 @@ class Family:
     is_tied: bool = False
     whole: Any = None
     dtype: torch.dtype = torch.float64
+    device: str = "cpu"
     batches: list[MicroBatch] = field(default_factory=list)
     problem: str = ""
 
 
 def make_family(
-    config: PretrainedConfig, auto_class: Any, folder: Path, *, name: str, is_tied: bool | None
+    config: PretrainedConfig,
+    auto_class: Any,
+    folder: Path,
+    *,
+    name: str,
+    is_tied: bool | None,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    device: str = "cpu",
 ) -> Family:
     """Builds, fills, runs and saves the cut-down whole model.
 
@@ -162,9 +171,11 @@ def make_family(
         config: at its full size.
         auto_class: AutoModelForCausalLM or AutoModelForImageTextToText.
         is_tied: whether the head has the embeddings' weight; None: as the configuration says.
+        dtypes: the first that works is taken.
+        device: where it is compared; it is made on the host.
     """
     kind = "vision" if "ImageText" in auto_class.__name__ else "text"
-    family = Family(name, kind, folder)
+    family = Family(name, kind, folder, device=device)
     try:
         small = shrink_config(config, num_layers=max(4, min(2 * layer_period(config), MOST_LAYERS)))
         for one in {
@@ -172,13 +183,16 @@ def make_family(
         }.values():
             if is_tied is not None and hasattr(one, "tie_word_embeddings"):
                 one.tie_word_embeddings = is_tied
-        _fill(family, small, auto_class)
+        _fill(family, small, auto_class, dtypes)
         family.whole.save_pretrained(folder)
         # as one gets it: read again, values of buffers may come out otherwise
         read = auto_class.from_pretrained(folder, dtype=family.dtype, local_files_only=True)
         read.train()
         family.problem = _lost(family.whole, read)
-        family.whole = read
+        family.whole = read.to(device)
+        family.batches = [
+            {name: value.to(device) for name, value in batch.items()} for batch in family.batches
+        ]
     except Exception as error:  # of some hundred models
         family.problem = told(error)
     return family
@@ -199,7 +213,7 @@ def judge(family: Family, build: BuildStage, *, num_stages: int) -> FamilyResult
     tolerance = TOLERANCES[family.dtype]
     try:
         stages = [
-            build(family.folder, stage, num_stages, family.dtype).train()
+            build(family.folder, stage, num_stages, family.dtype).train().to(family.device)
             for stage in range(num_stages)
         ]
         gaps = compare_split(family.whole, stages, family.batches, tolerance=tolerance)
@@ -225,10 +239,11 @@ def try_family(
     name: str,
     num_stages: Sequence[int] = (2, 3),
     is_tied: bool | None = None,
+    **made: Any,
 ) -> list[FamilyResult]:
-    """One verdict for each number of stages."""
+    """One verdict for each number of stages; `made`: see `make_family`."""
     with tempfile.TemporaryDirectory() as folder:
-        family = make_family(config, auto_class, Path(folder), name=name, is_tied=is_tied)
+        family = make_family(config, auto_class, Path(folder), name=name, is_tied=is_tied, **made)
         return [judge(family, build, num_stages=number) for number in num_stages]
 
 
@@ -242,10 +257,12 @@ def randomise(whole: nn.Module, seed: int = 1) -> None:
             parameter.add_(noise.to(parameter), alpha=SPREAD)
 
 
-def _fill(family: Family, config: PretrainedConfig, auto_class: Any) -> None:
-    """Builds the model in float64, or in float32 where an operator of it does not know that."""
+def _fill(
+    family: Family, config: PretrainedConfig, auto_class: Any, dtypes: Sequence[torch.dtype]
+) -> None:
+    """Builds the model in the first of these types that all its operators know."""
     problem: Exception | None = None
-    for dtype in TOLERANCES:
+    for dtype in dtypes:
         try:
             torch.manual_seed(0)
             # built in its dtype, as stages are: the value of a buffer may depend on it

@@ -1,48 +1,81 @@
-"""Training speed on one GPU: Llama shapes, one or several virtual stages on it, in turn.
+"""Training speed on GPUs: Llama shapes, one or several virtual stages on a card, in turn.
 
-Prints tokens/s, peak memory and the model's share of the device's own matmul speed (MFU against a
-measured ceiling, not a data sheet). Usage:
+Prints tokens/s, peak memory beside the planner's, and the model's share of the device's own matmul
+speed (MFU against a measured ceiling, not a data sheet). Below torchrun each process is a replica.
+Usage:
 
-    python benchmarks/gpu_training.py --size 1b --sequence 2048 --stages 1,2,4
-    python benchmarks/gpu_training.py --size 7b --sequence 2048 --stages 1,2 --lora
+    python benchmarks/gpu_training.py --size 1b --sequence 2048 --stages 1,2,4 [--padded]
+    python benchmarks/gpu_training.py --size 8b --sequence 4096 --rows 1 --stages 1 --lora
+    torchrun --nproc-per-node 2 benchmarks/gpu_training.py --size 1b --stages 1 --shard
 """
 
 import argparse
-import functools
+import gc
 import json
 import os
 import statistics
 import sys
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from plan_memory import expected, pieces_of
 from transformers import AutoConfig
 
+from commands.train_engines import join_replicas
 from loss_fn import sft
 from optimizer import adamw
 from pp_models import CausalLMStage
-from stageline.checkpoint.init import init_split_model
+from stageline.checkpoint.host_memory import settle_allocators
+from stageline.checkpoint.init import init_lora, materialise, run_init
 from stageline.distributed.process_group import distributed_context
+from stageline.modules.lora import unwrapped
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from stageline.training.optimizers import optimizer_groups
 from stageline.training.step import TrainStep
 
-SHAPES = {  # hidden, intermediate, layers, heads, key-value heads
-    "tiny": (64, 128, 8, 4, 2),
-    "1b": (2048, 8192, 16, 32, 8),
-    "7b": (4096, 11008, 32, 32, 32),
+SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary
+    "tiny": (64, 128, 8, 4, 2, 512),
+    "1b": (2048, 8192, 16, 32, 8, 32000),
+    "7b": (4096, 11008, 32, 32, 32, 32000),
+    "8b": (4096, 14336, 32, 32, 8, 128256),  # Llama 3
 }
-VOCABULARY = 32000
 LORA = {"llm_lora_num": 1, "lora_rank": 16, "frozen_lm_head": True}
+IGNORED = -100  # the label of padding
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is trained how.
+
+    Attributes:
+        rows: of a micro-batch.
+        num_stages: on each card.
+        schedule: for several stages.
+        padded: rows have lengths of their own, from half of `sequence` to all of it.
+        shard: replicas share the weights out (FSDP2).
+    """
+
+    size: str = "1b"
+    sequence: int = 2048
+    rows: int = 4
+    micro_batches: int = 8
+    steps: int = 5
+    num_stages: int = 1
+    schedule: str = "interleaved_1f1b"
+    lora: bool = False
+    checkpointing: bool = False
+    padded: bool = False
+    shard: bool = False
 
 
 def config_of(size: str, sequence: int):
-    hidden, intermediate, layers, heads, key_value_heads = SHAPES[size]
+    hidden, intermediate, layers, heads, key_value_heads, vocabulary = SHAPES[size]
     return AutoConfig.for_model(
         "llama",
         hidden_size=hidden,
@@ -50,16 +83,20 @@ def config_of(size: str, sequence: int):
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=key_value_heads,
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         max_position_embeddings=sequence,
         tie_word_embeddings=False,
     )
 
 
-def matmul_ceiling(device: torch.device, dtype: torch.dtype) -> float:
+def type_of(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def matmul_ceiling(device: torch.device, size: str) -> float:
     """The device's own operations a second, on the best of a few large square matrices."""
-    sizes = (4096, 8192, 12288) if device.type == "cuda" else (512,)
-    return max(_matmul_speed(size, device, dtype) for size in sizes)
+    sides = (4096, 8192, 12288) if device.type == "cuda" and size != "tiny" else (256,)
+    return max(_matmul_speed(side, device, type_of(device)) for side in sides)
 
 
 def _matmul_speed(size: int, device: torch.device, dtype: torch.dtype) -> float:
@@ -91,73 +128,121 @@ def operations_per_token(config, num_matrix_weights: int, sequence: int, *, lora
     return 2 * passes * num_matrix_weights + 3 * attention
 
 
-def micro_batches(count: int, rows: int, sequence: int):
-    generator = torch.Generator().manual_seed(0)
+def micro_batches(setup: Setup, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = SHAPES[setup.size][-1]
     made = []
-    for _ in range(count):
-        ids = torch.randint(0, VOCABULARY, (rows, sequence), generator=generator)
-        made.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
+    for _ in range(setup.micro_batches):
+        shape = (setup.rows, setup.sequence)
+        ids = torch.randint(0, vocabulary, shape, generator=generator)
+        lengths = torch.full((setup.rows, 1), setup.sequence)
+        if setup.padded:
+            least = setup.sequence // 2
+            lengths = torch.randint(least, setup.sequence + 1, lengths.shape, generator=generator)
+        mask = (torch.arange(setup.sequence) < lengths).long()
+        labels = ids.masked_fill(mask == 0, IGNORED)
+        made.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
     return made
 
 
-def measure(options, context, config, num_stages: int, ceiling: float) -> dict[str, object]:
-    device, dtype = context.device, torch.bfloat16 if context.device.type == "cuda" else None
-    name = "1f1b" if num_stages == 1 else options.schedule
+def make_optimizer(parameters):
+    groups = optimizer_groups(parameters, weight_decay=0.0)
+    return adamw(groups, learning_rate=1e-5, weight_decay=0.0)
+
+
+def make_stage(setup: Setup, config, stage: int, num_stages: int, device: torch.device):
+    """Random weights, which the device draws itself: a host takes minutes for 8 billion."""
+    dtype, options = type_of(device), LORA if setup.lora else {}
+    made = CausalLMStage(config, stage=stage, num_stages=num_stages, dtype=dtype, **options)
+    materialise(made, device=device, dtype=dtype)
+    with unwrapped(made):
+        run_init(made, seed=0, device=device)
+    init_lora(made, seed=0)
+    made.frozen()
+    if setup.checkpointing:
+        made.enable_gradient_checkpointing()
+    return made.train()
+
+
+def planned_peak(setup: Setup, config, schedule, batch, device: torch.device) -> int:
+    """Bytes that the planner expects of the card."""
+    options = {**(LORA if setup.lora else {}), "gradient_checkpointing": setup.checkpointing}
+    with pieces_of(config, options, type_of(device)) as make:
+        expectation = expected(
+            make,
+            schedule,
+            batch,
+            device=device,
+            make_optimizer=lambda parameters: make_optimizer(parameters) if parameters else None,
+            num_micro_batches=setup.micro_batches,
+        )
+    return expectation.memory[0].peak
+
+
+def run(setup: Setup, context, config, schedule) -> tuple[float, list, list]:
+    """Median seconds of a step, the stages, and the losses."""
+    device = context.device
+    stages = [
+        make_stage(setup, config, stage, schedule.num_stages, device)
+        for stage in range(schedule.num_stages)
+    ]
+    replicas = join_replicas(stages, context, shards=setup.shard)
+    train_step = TrainStep(
+        PipelineRunner(stages, device=device, group=context.pp_group, schedule=schedule),
+        make_optimizer=make_optimizer,
+        loss_fn=sft,
+        learning_rate=lambda step: 1e-5,
+        replicas=replicas,
+    )
+    batches = micro_batches(setup, seed=context.dp_rank)
+    seconds, losses = [], []
+    for step in range(setup.steps + 2):
+        _wait(device)
+        start = time.perf_counter()
+        losses.append(train_step(batches, step=step).loss)
+        _wait(device)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[2:]), stages, losses
+
+
+def measure(setup: Setup, context, ceiling: float, *, plans: bool = True) -> dict[str, object]:
+    """The figures of one way to train; `plans`: what memory the planner expects, too."""
+    device, config = context.device, config_of(setup.size, setup.sequence)
+    is_cuda, num_stages = device.type == "cuda", setup.num_stages
+    name = "1f1b" if num_stages == 1 else setup.schedule
     schedule = make_schedule(
         name, num_ranks=1, stages_per_rank=num_stages if num_stages > 1 else None
     )
-    stages = []
-    for index in range(num_stages):
-        stage = CausalLMStage(
-            config,
-            stage=index,
-            num_stages=num_stages,
-            dtype=dtype or torch.float32,
-            **(LORA if options.lora else {}),
-        )
-        init_split_model(stage, seed=0, device=device, dtype=dtype or torch.float32)
-        stage.frozen()
-        stage.train()
-        if options.checkpointing:
-            stage.enable_gradient_checkpointing()
-        stages.append(stage)
-    runner = PipelineRunner(stages, device=device, schedule=schedule)
-    train_step = TrainStep(
-        runner,
-        make_optimizer=lambda parameters: adamw(
-            optimizer_groups(parameters, weight_decay=0.0), learning_rate=1e-5, weight_decay=0.0
-        ),
-        loss_fn=functools.partial(sft),
-        learning_rate=lambda step: 1e-5,
-    )
-    batches = micro_batches(options.micro_batches, options.rows, options.sequence)
-    if device.type == "cuda":
+    batches = micro_batches(setup)
+    planned = None  # on a CPU nothing tells the peak to compare it with
+    if is_cuda:
+        if plans and not setup.shard:
+            planned = planned_peak(setup, config, schedule, batches[0], device)
+        gc.collect()  # what was trained before
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    seconds = []
-    for step in range(options.steps + 2):
-        _wait(device)
-        start = time.perf_counter()
-        result = train_step(batches, step=step)
-        _wait(device)
-        seconds.append(time.perf_counter() - start)
-    median = statistics.median(seconds[2:])
-    tokens = options.micro_batches * options.rows * options.sequence
+    median, stages, losses = run(setup, context, config, schedule)
+    tokens = context.num_replicas * sum(int(each["attention_mask"].sum()) for each in batches)
     weights = sum(p.numel() for s in stages for n, p in s.named_parameters() if p.ndim == 2)
     weights -= config.vocab_size * config.hidden_size  # embeddings are looked up, not multiplied
-    operations = operations_per_token(config, weights, options.sequence, lora=options.lora)
+    operations = operations_per_token(config, weights, setup.sequence, lora=setup.lora)
     return {
-        "size": options.size,
-        "trains": "LoRA" if options.lora else "all",
+        "size": setup.size,
+        "trains": "LoRA" if setup.lora else "all",
         "stages": num_stages,
         "schedule": name,
+        "replicas": context.num_replicas,
         "tokens/s": round(tokens / median),
         "ms/step": round(1000 * median, 1),
-        "MFU %": round(100 * operations * tokens / median / ceiling, 1),
-        "peak GiB": round(torch.cuda.max_memory_allocated(device) / 2**30, 2)
-        if device.type == "cuda"
-        else None,
-        "loss": round(result.loss, 4),
+        "MFU %": round(100 * operations * tokens / median / ceiling / context.num_replicas, 1),
+        "peak GiB": gib(torch.cuda.max_memory_allocated(device)) if is_cuda else None,
+        "planned GiB": planned and gib(planned),
+        "loss": round(losses[-1], 4),
     }
+
+
+def gib(num_bytes: int) -> float:
+    return round(num_bytes / 2**30, 3)
 
 
 def main() -> None:
@@ -169,18 +254,18 @@ def main() -> None:
     parser.add_argument("--stages", default="1,2,4")
     parser.add_argument("--schedule", default="interleaved_1f1b", help="for several stages")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--lora", action="store_true")
-    parser.add_argument("--checkpointing", action="store_true")
-    options = parser.parse_args()
-    config = config_of(options.size, options.sequence)
+    for name in ("lora", "checkpointing", "padded", "shard"):
+        parser.add_argument(f"--{name}", action="store_true")
+    options = vars(parser.parse_args())
+    stages = [int(count) for count in options.pop("stages").split(",")]
+    settle_allocators()
     with distributed_context(num_ranks=1) as context:
-        dtype = torch.bfloat16 if context.device.type == "cuda" else torch.float32
-        ceiling = matmul_ceiling(context.device, dtype)
-        print(json.dumps({"device": str(context.device), "matmul TFLOP/s": ceiling / 1e12}))
-        for num_stages in map(int, options.stages.split(",")):
-            print(json.dumps(measure(options, context, config, num_stages, ceiling)), flush=True)
-            if context.device.type == "cuda":
-                torch.cuda.empty_cache()
+        ceiling = matmul_ceiling(context.device, options["size"])
+        facts = {"device": str(context.device), "matmul TFLOP/s": ceiling / 1e12}
+        for count in stages:
+            found = measure(replace(Setup(**options), num_stages=count), context, ceiling)
+            if context.is_main:
+                print(json.dumps(facts | found), flush=True)
 
 
 if __name__ == "__main__":

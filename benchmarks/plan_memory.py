@@ -8,6 +8,7 @@ Usage: plan_memory.py [MODEL_FOLDER] [--num-ranks 4] [--tokens 512] [--bf16] [--
 """
 
 import argparse
+import contextlib
 import gc
 import json
 import sys
@@ -52,7 +53,7 @@ def small_config():
 
 
 def loss_of(output, batch):
-    return sft(output, batch, num_targets=torch.tensor(1.0, device=output.device))
+    return sft(output, batch, num_targets=torch.ones((), device=output.device))
 
 
 def make_optimizer(parameters):
@@ -114,10 +115,9 @@ def play(passes, action, batch, device):
     passes.backward(action.micro_batch, action.kind, grads)
 
 
-def compare(config, name, options, *, num_ranks, tokens, dtype, device):
-    """A line of figures for each schedule."""
-    ids = torch.randint(9, config.vocab_size, (1, tokens))
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+@contextlib.contextmanager
+def pieces_of(config, options, dtype):
+    """What makes stages of a configuration, with random weights."""
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
 
@@ -125,21 +125,36 @@ def compare(config, name, options, *, num_ranks, tokens, dtype, device):
             paths = {"config_path": folder, "processor_path": None, "checkpoint_path": None}
             return CausalLMStage.build(**paths, is_piece=True, dtype=dtype, **options, **kwargs)[0]
 
-        for key in SCHEDULES:
+        yield make
+
+
+def expected(make, schedule, batch, *, device, make_optimizer, num_micro_batches):
+    """What the planner expects of steps of so many micro-batches like this one."""
+    rows = len(batch["input_ids"])
+    planner = Planner(
+        make,
+        schedule,
+        num_samples=rows * num_micro_batches,
+        micro_batch_size=rows,
+        micro_batch_of=lambda rows: batch,
+        loss_for=lambda model: loss_of,
+        make_optimizer=make_optimizer,
+        device=device,
+        repeats=1,
+    )
+    placement = planner._placement(planner.measured(rows), None)
+    return placement.expect(planner._partition("uniform", placement))
+
+
+def compare(config, name, options, *, num_ranks, tokens, dtype, device, schedules=SCHEDULES):
+    """A line of figures for each schedule."""
+    ids = torch.randint(9, config.vocab_size, (1, tokens))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    given = {"make_optimizer": make_optimizer, "num_micro_batches": NUM_MICRO_BATCHES}
+    with pieces_of(config, options, dtype) as make:
+        for key in schedules:
             schedule = make_schedule(key, num_ranks=num_ranks)
-            planner = Planner(
-                make,
-                schedule,
-                num_samples=NUM_MICRO_BATCHES,
-                micro_batch_size=1,
-                micro_batch_of=lambda rows: batch,
-                loss_for=lambda model: loss_of,
-                make_optimizer=make_optimizer,
-                device=device,
-                repeats=1,
-            )
-            placement = planner._placement(planner.measured(1), None)
-            expectation = placement.expect(planner._partition("uniform", placement))
+            expectation = expected(make, schedule, batch, device=device, **given)
             predicted = [rank.peak - rank.inputs for rank in expectation.memory]
             found = [
                 play_rank(make, schedule, rank, expectation.partition, batch, device)
@@ -148,7 +163,7 @@ def compare(config, name, options, *, num_ranks, tokens, dtype, device):
             ratios = [round(p / f, 3) for p, f in zip(predicted, found, strict=True)]
             figures = {"training": name, "schedule": key, "predicted_to_measured": ratios}
             figures["measured_mib"] = [round(value / 2**20, 1) for value in found]
-            print(json.dumps(figures), flush=True)
+            yield figures
 
 
 def main():
@@ -163,7 +178,7 @@ def main():
         arguments.device = "cuda:0"
     config = AutoConfig.from_pretrained(arguments.model) if arguments.model else small_config()
     for name, options in WAYS.items():
-        compare(
+        for figures in compare(
             config,
             name,
             options,
@@ -171,7 +186,8 @@ def main():
             tokens=arguments.tokens,
             dtype=torch.bfloat16 if arguments.bf16 else torch.float32,
             device=torch.device(arguments.device),
-        )
+        ):
+            print(json.dumps(figures), flush=True)
 
 
 if __name__ == "__main__":

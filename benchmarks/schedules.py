@@ -7,19 +7,24 @@ ideal is simulated from the time of a stage's passes by themselves, measured bef
 `ratio` is against that ideal. `engine` is against a replay of the schedule with the time that every
 single pass really took: what a busy machine adds to the passes themselves is not in it.
 `--device cuda`: one GPU holds one rank; every schedule with several stages on it beside one stage.
+Below torchrun a GPU is a rank; every schedule beside its ideal, of the passes' own mean times.
 Figures: benchmarks/schedules_cpu_DATE.md. Usage:
 
     python benchmarks/schedules.py [--ranks 2,4] [--rounds 5] [--pass-ms 30] [--stages matmul]
     python benchmarks/schedules.py --device cuda [--size 1b]
+    torchrun --nproc-per-node 4 benchmarks/schedules.py --device cuda [--size 1b]
 """
 
 import argparse
 import gc
+import json
 import os
 import statistics
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,8 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import gpu_training
 import torch
 import torch.distributed as dist
+from plan_memory import loss_of
 from torch import nn
 
+from stageline.checkpoint.host_memory import settle_allocators
 from stageline.distributed.process_group import distributed_context
 from stageline.pipeline.plan import Action, Kind, drop_dead_backward, grad_flow, needs
 from stageline.pipeline.recorder import Recorder, TimelineEvent, bubble
@@ -339,30 +346,94 @@ def on_cpu(options) -> None:
     print(f"load of the machine at the end: {os.getloadavg()}")
 
 
-def on_gpu(options) -> None:
+def card_setup(size: str, steps: int) -> gpu_training.Setup:
+    """What cards train: all weights."""
+    sequence, rows, count = (8, 1, 2) if size == "tiny" else (2048, 4, 8)
+    shape = {"sequence": sequence, "rows": rows, "micro_batches": count}
+    return gpu_training.Setup(size=size, steps=steps, **shape)
+
+
+def on_one_card(setup: gpu_training.Setup) -> Iterator[dict]:
     """Every schedule on one GPU: the ideal is one stage's tokens/s, for one rank has no bubble."""
-    sequence, rows = (64, 1) if options.size == "tiny" else (2048, 4)
-    fixed = {"size": options.size, "lora": False, "checkpointing": False, "sequence": sequence}
-    fixed |= {"rows": rows, "micro_batches": 8, "steps": options.rounds}
-    config = gpu_training.config_of(options.size, sequence)
-    with distributed_context(num_ranks=1) as context:
-        dtype = torch.bfloat16 if context.device.type == "cuda" else torch.float32
-        ceiling = gpu_training.matmul_ceiling(context.device, dtype)
-        print(f"device {context.device}, {ceiling / 1e12:.2f} TFLOP/s of matmul")
-        print("| schedule | stages | tokens/s | of one stage | peak GiB | loss |")
-        print("|---" * 6 + "|")
+    with distributed_context(num_ranks=1, device="cuda") as context:
+        ceiling = gpu_training.matmul_ceiling(context.device, setup.size)
         one = None
         for name, num_stages in [("1f1b", 1), *gpu_cases()]:
-            run = argparse.Namespace(**fixed, schedule=name)
-            found = gpu_training.measure(run, context, config, num_stages, ceiling)
+            case = replace(setup, schedule=name, num_stages=num_stages)
+            found = gpu_training.measure(case, context, ceiling, plans=False)
             one = one or found["tokens/s"]
-            print(
-                f"| {name} | {num_stages} | {found['tokens/s']} | {found['tokens/s'] / one:.3f} "
-                f"| {found['peak GiB']} | {found['loss']} |",
-                flush=True,
-            )
-            if context.device.type == "cuda":
-                torch.cuda.empty_cache()
+            yield {**found, "of one stage": round(found["tokens/s"] / one, 3)}
+
+
+def on_several_cards(setup: gpu_training.Setup, names: list[str]) -> Iterator[dict]:
+    """Every schedule on a GPU a rank; yields on the first rank."""
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    schedules = [make_schedule(name, num_ranks=num_ranks) for name in names]
+    pairs = sorted({pair for schedule in schedules for pair in schedule.pairs})
+    with distributed_context(num_ranks=num_ranks, device="cuda", pairs=pairs) as context:
+        for schedule in schedules:
+            ranks: list = [None] * num_ranks
+            dist.all_gather_object(ranks, card_steps(setup, context, schedule))
+            if context.is_main:
+                count = schedule.legal_micro_batches(setup.micro_batches)
+                yield judge_cards(schedule, count, ranks)
+
+
+def card_steps(setup: gpu_training.Setup, context, schedule) -> list[tuple[float, list]]:
+    """(seconds, events) of each step on this rank; the first one warms up."""
+    config, device = gpu_training.config_of(setup.size, setup.sequence), context.device
+    stages = [
+        gpu_training.make_stage(setup, config, stage, schedule.num_stages, device)
+        for stage in schedule.stages_of(context.rank)
+    ]
+    given = {"group": context.pp_group, "channels": context.channels}
+    runner = PipelineRunner(stages, device=device, schedule=schedule, **given)
+    recorder = Recorder(device, rank=context.rank)
+    count = schedule.legal_micro_batches(setup.micro_batches)
+    batches = gpu_training.micro_batches(replace(setup, micro_batches=count))
+    found = []
+    for _ in range(setup.steps + 1):
+        torch.cuda.synchronize(device)
+        dist.barrier()
+        recorder.start()
+        start = time.perf_counter()
+        runner.step(batches, loss_fn=loss_of, recorder=recorder)
+        torch.cuda.synchronize(device)
+        found.append((time.perf_counter() - start, recorder.events()))
+        for stage in stages:
+            stage.zero_grad()
+    return found[1:]
+
+
+def judge_cards(schedule, count: int, ranks: list[list[tuple[float, list]]]) -> dict:
+    """Medians over the steps of one schedule, beside its ideal."""
+    rounds = []
+    for steps in zip(*ranks, strict=True):
+        events = [event for _, own in steps for event in own]
+        orders = schedule.orders(count)
+        ideal = simulate(orders, pass_times(events), num_stages=schedule.num_stages)
+        seconds = max(taken for taken, _ in steps)
+        rounds.append((seconds, ideal.seconds, 100 * bubble(events), 100 * ideal.bubble))
+    seconds, ideal, idle, ideal_idle = map(statistics.median, zip(*rounds, strict=True))
+    return {
+        "schedule": schedule.name,
+        "ranks": len(ranks),
+        "micro-batches": count,
+        "s": round(seconds, 4),
+        "ideal s": round(ideal, 4),
+        "of ideal": round(ideal / seconds, 3),
+        "bubble %": round(idle, 1),
+        "ideal bubble %": round(ideal_idle, 1),
+    }
+
+
+def on_gpu(options) -> None:
+    settle_allocators()
+    setup = card_setup(options.size, options.rounds)
+    names = options.schedules.split(",") if options.schedules else list(SCHEDULES)
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    for found in on_one_card(setup) if is_alone else on_several_cards(setup, names):
+        print(json.dumps(found), flush=True)
 
 
 def gpu_cases() -> list[tuple[str, int]]:

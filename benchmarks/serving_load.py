@@ -217,7 +217,14 @@ def server(args: argparse.Namespace):
     """serve.py with the model; gives its address and its process."""
     words = [
         *(sys.executable, ROOT / "serve.py", "--model-path", args.model_path, "--port", 0),
-        *("--device", "cpu", "--num-stages", args.num_stages, "--max-running", args.max_running),
+        *(
+            "--device",
+            args.device,
+            "--num-stages",
+            args.num_stages,
+            "--max-running",
+            args.max_running,
+        ),
         *("--max-queue", args.clients, "--max-body-mib", BODY_MIB, "--max-length", 2048),
         *("--served-model-name", "loaded"),
     ]
@@ -314,6 +321,7 @@ def main() -> int:
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--num-stages", type=int, default=1)
     parser.add_argument("--max-running", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,10 +1,10 @@
 """The streaming engine beside its peers: tokens/s, device memory, share of the roofline, a trace.
 
 On a GPU each peer is a process of its own, one after the other in one run, since each takes most of
-the host's memory; the roofline is of rates measured just before. On a CPU, where nothing can
-overlap, the peers take turns step by step: it shows what the engine itself costs, and that the
-script works. The model is in streaming_model.py, the peers in streaming_workers.py. Figures:
-benchmarks/streaming_cpu_DATE.md. Usage:
+the host's memory; they are forked, so the first process touches no card. The roofline is of rates
+measured just before. On a CPU, where nothing can overlap, the peers take turns step by step: it
+shows what the engine itself costs, and that the script works. The model is in streaming_model.py,
+the peers in streaming_workers.py. Figures: benchmarks/streaming_cpu_DATE.md. Usage:
 
     python benchmarks/streaming.py [--size 5b] [--lora] [--out traces]   # needs a GPU
     python benchmarks/streaming.py --device cpu                         # two minutes
@@ -13,18 +13,21 @@ benchmarks/streaming_cpu_DATE.md. Usage:
 import argparse
 import dataclasses
 import json
+import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
+
+# whether there is a card is asked of its driver's library, and forks may use it still
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import streaming_model as models
 import streaming_workers as workers
 import torch
 
-HERE = Path(__file__).resolve().parent
+from stageline.checkpoint.host_memory import settle_allocators
+
 WIDE = 256 << 20  # bytes of a copy that is timed
 
 
@@ -45,8 +48,8 @@ def size_that_fits(setup: models.Setup) -> str:
     return found
 
 
-def rates() -> dict[str, float]:
-    """Operations and bytes a second of this GPU and its link, and of AdamW on this host."""
+def rates() -> dict:
+    """Operations and bytes a second of this GPU and its link, of AdamW on this host; its name."""
     up, down = (torch.empty(WIDE, dtype=torch.uint8, pin_memory=True) for _ in range(2))
     there, back = (torch.empty(WIDE, dtype=torch.uint8, device="cuda") for _ in range(2))
     streams = [torch.cuda.Stream() for _ in range(2)]
@@ -64,6 +67,7 @@ def rates() -> dict[str, float]:
     weights.grad = torch.zeros(1 << 27)
     optimizer = workers.adamw([weights], "cpu")
     return {
+        "card": torch.cuda.get_device_name(),
         "matmul": 2 * 8192**3 / seconds_of(lambda: left @ right),
         "up": WIDE / seconds_of(lambda: copy(upward=True, downward=False)),
         "down": WIDE / seconds_of(lambda: copy(upward=False, downward=True)),
@@ -148,32 +152,44 @@ def overlap(span: tuple[float, float], busy: list[tuple[float, float]]) -> float
     return sum(max(0.0, min(span[1], end) - max(span[0], start)) for start, end in busy)
 
 
-def run_peer(name: str, setup: models.Setup, out: str) -> dict:
+def forked(work, *given) -> dict:
+    """What `work` returns in a process of its own; {"error": why} where there is nothing."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+
+    def answer() -> None:
+        try:
+            there.send(work(*given))
+        except Exception as error:
+            there.send({"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]})
+
+    process = context.Process(target=answer)
+    process.start()
+    there.close()
+    try:
+        found = here.recv()
+    except EOFError:
+        found = None
+    process.join()
+    return {"error": f"ended with {process.exitcode}"} if found is None else found
+
+
+def run_peer(name: str, setup: models.Setup, out: str = "") -> dict:
     if out:
         Path(out).mkdir(parents=True, exist_ok=True)
         kind = "lora" if setup.lora else "full"
         trace = str(Path(out) / f"{name}_{setup.size}_{kind}.json")
         setup = dataclasses.replace(setup, trace=trace)
-    command = [sys.executable, str(HERE / "streaming_workers.py"), name]
-    settings = json.dumps(dataclasses.asdict(setup))
-    found: dict = {}
-    # pinned memory of the size that was asked for, not the next power of two, where torch can
-    for rounding in (",pinned_max_round_threshold_mb:1", ""):
-        environment = {**os.environ, "PYTORCH_ALLOC_CONF": f"expandable_segments:True{rounding}"}
-        done = subprocess.run([*command, settings], capture_output=True, text=True, env=environment)
-        lines = done.stderr.strip().splitlines() or ["no word"]
-        found = {"error": f"ended with {done.returncode}: {lines[-1][:200]}"}
-        if done.returncode == 0:
-            found = json.loads(done.stdout.strip().splitlines()[-1])
-        if "pinned_max_round" not in found.get("error", ""):
-            break
-    return found
+    return forked(workers.run_on_gpu, name, setup)
 
 
 def gpu(options, setup: models.Setup) -> None:
-    speed = rates()
+    speed = forked(rates)
+    if "error" in speed:
+        raise SystemExit(speed["error"])
+    name = speed.pop("card")
     said = ", ".join(f"{name} {value:.3g}" for name, value in speed.items())
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; a second: {said}")
+    print(f"{name}, torch {torch.__version__}; a second: {said}")
     for lora in (False, True) if options.lora is None else (options.lora,):
         own = dataclasses.replace(setup, lora=lora)
         size = options.size or size_that_fits(own)
@@ -282,6 +298,7 @@ def main() -> None:
     parser.add_argument("--out", default="", help="folder for traces (GPU)")
     options = parser.parse_args()
     is_gpu = options.device == "cuda"
+    settle_allocators()
     if is_gpu and not torch.cuda.is_available():
         parser.error("no GPU was found, one was expected: use --device cpu for the small mode")
     if options.budget_gib is None:

@@ -1,13 +1,9 @@
 """The peers of benchmarks/streaming.py: one model, one way of training it each.
 
-A peer has `step(ids) -> loss` and `facts()`. Run as a file it is the process of one peer on a GPU:
-
-    python benchmarks/streaming_workers.py ours_async SETTINGS_AS_JSON
+A peer has `step(ids) -> loss` and `facts()`; `run_on_gpu` is what the process of one does on a GPU.
 """
 
-import contextlib
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -232,6 +228,8 @@ def run_on_gpu(name: str, setup: Setup) -> dict[str, object]:
     """Steps without a wait between them, timed from the third to the end of the last."""
     torch.cuda.set_device(0)
     peer = PEERS[name](setup)
+    # equal arithmetic: sums of matrices in float32, whatever a peer sets for itself
+    torch.backends.cuda.matmul.allow_fp16_accumulation = False
     losses = [peer.step(batch_of(setup, step)) for step in range(2)]
     peer.finish()
     torch.cuda.synchronize()
@@ -260,18 +258,3 @@ def _write_trace(peer, setup: Setup) -> None:
         peer.finish()
         torch.cuda.synchronize()
     profiler.export_chrome_trace(setup.trace)
-
-
-def main() -> None:
-    name, settings = sys.argv[1], json.loads(sys.argv[2])
-    answer: dict[str, object] = {}
-    with contextlib.redirect_stdout(sys.stderr):
-        try:
-            answer = run_on_gpu(name, Setup(**settings))
-        except (Exception, torch.OutOfMemoryError) as error:
-            answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-    print(json.dumps(answer))
-
-
-if __name__ == "__main__":
-    main()

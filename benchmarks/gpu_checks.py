@@ -1,0 +1,533 @@
+"""What gpu_check.py runs on cards, the most worth first: each a function that yields rows.
+
+Weights are random, so nothing is downloaded. On emulated cards shapes are tiny, and figures of
+speed and memory are not judged.
+"""
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import gpu_training
+import schedules
+from gpu_training import Setup
+
+from stageline.distributed.process_group import distributed_context
+
+ROOT = Path(__file__).resolve().parents[1]
+Machine = dict[str, Any]
+Rows = Iterator[dict[str, Any]]
+WITHIN = 0.15  # of the planner's bytes
+NEMO = 12_473  # tokens/s: 8B, LoRA, 4,096 tokens, one H100, as NeMo Automodel's own page says
+CUDA = torch.device("cuda", 0)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check.
+
+    Attributes:
+        run: what is known of the machine -> its rows, see `row`.
+        minutes: that it may take.
+        cards: that it needs.
+    """
+
+    name: str
+    run: Callable[[Machine], Rows]
+    minutes: float
+    cards: int = 1
+
+
+def row(what: str, expected: str, came: str, met: bool | None = None) -> dict[str, Any]:
+    """A row of the report; `met` None: nothing is promised, or nobody can say."""
+    return {"what": what, "expected": expected, "came": came, "met": met}
+
+
+def look() -> Iterator[Machine]:
+    """The cards of this machine, and what lies between them and us."""
+    if not torch.cuda.is_available():
+        raise RuntimeError(f"torch {torch.__version__} finds none")
+    words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    told = subprocess.run(words, capture_output=True, text=True).stdout.split()
+    cards = range(torch.cuda.device_count())
+    memory = torch.cuda.get_device_properties(0).total_memory
+    yield {
+        "cards": [torch.cuda.get_device_name(index) for index in cards],
+        "emulated": False,
+        "GiB a card": round(memory / 2**30, 1),
+        "driver": told[0] if told else "unknown",
+        "CUDA": torch.version.cuda or torch.version.hip,
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+        **_software(),
+    }
+
+
+def emulated_machine(count: int) -> Iterator[Machine]:
+    """What is known where no card is."""
+    yield {"cards": ["an emulated card"] * count, "emulated": True, **_software()}
+
+
+def _software() -> Machine:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "Python": ".".join(map(str, sys.version_info[:3])),
+        "cores": os.cpu_count(),
+        "GiB of the host": round(memory / 2**30),
+    }
+
+
+def judged(machine: Machine, met: bool) -> bool | None:
+    """Of speed and memory, which emulated cards do not have."""
+    return None if machine["emulated"] else met
+
+
+# -- tests and numbers ---------------------------------------------------------------------------
+
+
+class _Outcomes:
+    """A pytest plugin that counts."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.failed: list[str] = []
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self.failed.append(report.nodeid.rpartition("::")[2])
+        elif report.skipped or report.when == "call":
+            self.counts[report.outcome] += 1
+
+    def __str__(self) -> str:
+        told = [f"{count} {outcome}" for outcome, count in sorted(self.counts.items())]
+        failed = f"{len(self.failed)} failed: {', '.join(self.failed)}"
+        return ", ".join([*told, *([failed] if self.failed else [])]) or "no test"
+
+
+def run_tests(machine: Machine, *, file: str, words: str, tiny: str) -> Rows:
+    """A file of tests/gpu; of `tiny` alone, pytest's -k, where cards are emulated."""
+    import pytest
+
+    outcomes = _Outcomes()
+    chosen = ["-k", tiny] if machine["emulated"] else words.split()
+    fixed = ["-q", "-n0", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+    fixed += ["-c", str(ROOT / "pyproject.toml")]
+    code = pytest.main([str(ROOT / "tests" / "gpu" / file), *fixed, *chosen], plugins=[outcomes])
+    ran = bool(outcomes.counts["passed"])
+    met = None if code == 0 and not ran else code == 0
+    expected = "all pass" + (f" (of -k '{tiny}')" if machine["emulated"] else "")
+    yield row(f"tests/gpu/{file}", expected, str(outcomes), met)
+
+
+def tests(file: str, minutes: float, *, tiny: str, name: str = "", words: str = "") -> Check:
+    run = functools.partial(run_tests, file=file, words=words, tiny=tiny)
+    return Check(name or f"tests: {file}", run, minutes)
+
+
+def follow_streams(machine: Machine) -> Rows:
+    """Streaming below torch's own sanitizer of streams."""
+    if machine["emulated"]:
+        yield row("torch's stream sanitizer", "no race", "emulated cards follow streams themselves")
+        return
+    from torch.cuda import _sanitizer
+
+    _sanitizer.enable_cuda_sanitizer()
+    for found in run_tests(machine, file="test_streaming_gpu.py", words="-k steps", tiny=""):
+        yield {**found, "what": "test_streaming_gpu.py -k steps, with torch's stream sanitizer"}
+
+
+def split_a_family(machine: Machine, *, kind: str, name: str) -> Rows:
+    """Two stages against the library's whole model on the same card."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    import families
+
+    from benchmarks.families_split import ROUNDING, TOLERANCES, try_family
+
+    for dtype in (torch.float32, torch.bfloat16):
+        (found,) = try_family(
+            families.family_config(name),
+            families.KINDS[kind][0],
+            families.build_stage,
+            name=name,
+            num_stages=(2,),
+            dtypes=(dtype,),
+            device="cuda",
+        )
+        most = ROUNDING[dtype] if dtype == torch.float32 else TOLERANCES[dtype]
+        met = found.said in ("equal", "close") and found.largest <= most
+        came = f"{found.said}, {found.largest:.0e} apart {found.detail}"
+        what = f"{name} on 2 stages, {str(dtype).removeprefix('torch.')}"
+        expected = f"loss, logits, gradients of the whole model within {most:.0e}"
+        yield row(what, expected, came, met)
+
+
+def parity(kind: str, name: str) -> Check:
+    return Check(f"parity: {name}", functools.partial(split_a_family, kind=kind, name=name), 2)
+
+
+def resume(machine: Machine) -> Rows:
+    """A run on a card that is killed, and goes on."""
+    from tests.helpers.small_run import Job
+
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(Path(folder))
+        options = ("--device", "cuda", "--total-steps", 6, "--sync-save")
+        whole = job.fork("whole", *options, ranks=1, timeout=120)
+        job.fork("killed", *options, ranks=1, chaos="at=forward,step=3,do=sigkill", timeout=120)
+        again = job.fork("killed", *options, "--resume", "auto", ranks=1, timeout=120)
+        for done in (whole, again):
+            print(done.out, done.err)
+        apart = _apart(job.losses("killed"), job.losses("whole"))
+    what = "train_pp.py is killed in its fourth step, then --resume auto"
+    yield row(what, "losses of an undisturbed run within 1e-4", f"{apart:.0e} apart", apart <= 1e-4)
+
+
+def _apart(ours: dict[int, float], theirs: dict[int, float]) -> float:
+    if ours.keys() != theirs.keys() or not ours:
+        raise RuntimeError(f"steps {sorted(ours)} have losses, {sorted(theirs)} were expected")
+    return max(abs(ours[step] / theirs[step] - 1) for step in ours)
+
+
+# -- one card ------------------------------------------------------------------------------------
+
+
+def train(machine: Machine, *, setup: Setup, least: int = 0) -> Rows:
+    """Steps of a Llama shape: speed, and memory beside the plan."""
+    if machine["emulated"]:
+        small = {"size": "tiny", "sequence": 16, "rows": 2, "micro_batches": 2, "steps": 1}
+        setup = replace(setup, **small)
+    with distributed_context(num_ranks=1, device="cuda") as context:
+        ceiling = gpu_training.matmul_ceiling(context.device, setup.size)
+        found = gpu_training.measure(setup, context, ceiling)
+    kind = "LoRA" if setup.lora else "all weights"
+    shape = f"{setup.rows} x {setup.sequence} tokens{', padded' if setup.padded else ''}"
+    what = f"{setup.size}, {kind}, bf16, {setup.micro_batches} micro-batches of {shape}"
+    speed, rest = found["tokens/s"], f"{found['MFU %']} % of {ceiling / 1e12:.1f} TFLOP/s"
+    expected = f"above {least:,} tokens/s (NeMo Automodel on an H100)" if least else "-"
+    met = judged(machine, speed > least) if least else None
+    yield row(what, expected, f"{speed:,} tokens/s, {rest}, loss {found['loss']}", met)
+    planned, peak = found["planned GiB"], found["peak GiB"]
+    met = judged(machine, abs(planned / peak - 1) <= WITHIN)
+    yield row("its memory", f"{planned} GiB by the plan, within 15 %", f"{peak} GiB", met)
+
+
+def training(name: str, minutes: float, *, least: int = 0, **shape: Any) -> Check:
+    run = functools.partial(train, setup=Setup(**shape), least=least)
+    return Check(f"training: {name}", run, minutes)
+
+
+def stream(machine: Machine, *, size: str, peers: dict[str, float | None]) -> Rows:
+    """The streaming engine beside its peers at equal arithmetic, all weights in bf16.
+
+    Args:
+        peers: name -> the least ratio of our tokens/s to theirs; None: none is promised.
+    """
+    import streaming
+    import streaming_model
+
+    budget = int(min(32, machine.get("GiB a card", 8) / 2) * 2**30)
+    shape = {"rows": 16, "sequence": 2048, "micro_batches": 4, "steps": 4}
+    if machine["emulated"]:
+        size, shape = "tiny", {"rows": 2, "sequence": 8, "micro_batches": 2, "steps": 1}
+    setup = streaming_model.Setup(size, lora=False, device="cuda", budget=budget, **shape)
+    needs, has = streaming_model.stated_host_bytes(setup), streaming.host_memory()
+    if needs > 0.85 * has:
+        why = f"not run: it needs {needs / 2**30:.0f} GiB of the host's {has / 2**30:.0f}"
+        yield row(f"{size} streamed", "-", why)
+        return
+    found = {name: streaming.run_peer(name, setup) for name in ("ours_async", *peers)}
+    for name, one in found.items():
+        came = one.get("error") or (
+            f"{setup.tokens / one['seconds']:,.0f} tokens/s, {one['peak'] / 2**30:.1f} GiB of the "
+            f"card, {one['host'] / 2**30:.1f} of the host, loss {one['losses'][-1]:.4f}"
+        )
+        is_ours = name == "ours_async"
+        yield row(f"{size}: {name}", "-", came, False if is_ours and "error" in one else None)
+    for name, least in peers.items():
+        expected = f"at least {least} x {name}" if least else "-"
+        lacking = [each for each in ("ours_async", name) if "error" in found[each]]
+        if lacking:
+            came = f"no figure of {lacking[0]}: {found[lacking[0]]['error']}"
+            yield row(f"{size}: ours / {name}", expected, came)
+            continue
+        ratio = found[name]["seconds"] / found["ours_async"]["seconds"]
+        met = judged(machine, ratio >= least) if least else None
+        yield row(f"{size}: ours / {name}", expected, f"{ratio:.2f} x", met)
+
+
+def streaming_check(size: str, minutes: float, **peers: float | None) -> Check:
+    return Check(f"streaming: {size}", functools.partial(stream, size=size, peers=peers), minutes)
+
+
+def decode(machine: Machine) -> Rows:
+    """Our engine beside the library's generate: equal weights, equal prompts, greedy."""
+    from stageline.checking.tiny_models import tiny_tokenizer
+    from stageline.inference.decoding.chain import LocalChain
+    from stageline.inference.decoding.engine import DecodingEngine
+    from stageline.inference.decoding.scheduler import Limits
+    from stageline.inference.decoding.stage_decoder import StageDecoder
+
+    is_tiny = machine["emulated"]
+    setup = Setup(size="tiny" if is_tiny else "1b")
+    config = gpu_training.config_of(setup.size, 4096)
+    stage = gpu_training.make_stage(setup, config, 0, 1, CUDA).eval()
+    whole = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(CUDA)
+    whole.load_state_dict(stage.state_dict())
+    whole.eval().generation_config.eos_token_id = None
+    for num_rows in (2,) if is_tiny else (1, 8, 32):
+        engine = DecodingEngine(
+            LocalChain([StageDecoder(stage, device=CUDA)]),
+            tokenizer=tiny_tokenizer(),
+            limits=Limits(max_rows=num_rows, num_groups=1),
+            device=CUDA,
+        )
+        length, num_tokens = (8, 3) if is_tiny else (512, 64)
+        ids = torch.randint(9, config.vocab_size, (num_rows, length), device=CUDA)
+        ways = {"ours": functools.partial(answer, engine), "generate": generate(whole)}
+        rates = {name: timed(way, ids, num_tokens) for name, way in ways.items()}
+        for place, phase in enumerate(("prefill", "decode")):
+            ours, theirs = (rates[name][place] for name in ways)
+            came = f"{ours:,.0f} tokens/s, {ours / theirs:.2f} x"
+            what = f"{phase}, {setup.size}, bf16, {num_rows} prompts of {length} tokens"
+            met = judged(machine, ours >= theirs)
+            yield row(what, f"at least generate's {theirs:,.0f} tokens/s", came, met)
+
+
+def answer(engine: Any, ids: torch.Tensor, num_tokens: int) -> None:
+    from stageline.inference.decoding.request import Failed, Request, Sampling
+
+    sampling = Sampling(max_new_tokens=num_tokens, stop_token_ids=())
+    mask = torch.ones(1, ids.shape[1], dtype=torch.long)
+    asked = (
+        Request(str(index), {"input_ids": one.cpu(), "attention_mask": mask}, sampling)
+        for index, one in enumerate(ids.split(1))
+    )
+    for event in engine.answer(asked):
+        if isinstance(event, Failed):
+            raise event.error
+
+
+def generate(whole: Any) -> Callable[[torch.Tensor, int], None]:
+    def way(ids: torch.Tensor, num_tokens: int) -> None:
+        given = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "do_sample": False}
+        with torch.inference_mode():
+            whole.generate(ids, max_new_tokens=num_tokens, min_new_tokens=num_tokens, **given)
+
+    return way
+
+
+def timed(way: Callable, ids: torch.Tensor, num_tokens: int) -> tuple[float, float]:
+    """(prompt tokens a second, new tokens a second beyond the first), medians of three."""
+
+    def seconds(count: int) -> float:
+        taken = []
+        for _ in range(4):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            way(ids, count)
+            torch.cuda.synchronize()
+            taken.append(time.perf_counter() - start)
+        return statistics.median(taken[1:])
+
+    first, whole = seconds(1), seconds(1 + num_tokens)
+    return ids.numel() / first, len(ids) * num_tokens / max(whole - first, 1e-9)
+
+
+def cut_logits(machine: Machine) -> Rows:
+    """Head and loss over all tokens at once and in chunks."""
+    import chunked_loss
+
+    shape = {"vocabulary": 128256, "tokens": 4096, "hidden": 4096}
+    if machine["emulated"]:
+        shape = {"vocabulary": 512, "tokens": 64, "hidden": 32}
+    fixed = {"dtype": "bfloat16", "device": "cuda", "repeats": 3}
+    full, cut = (
+        chunked_loss.measure(argparse.Namespace(**shape, **fixed, child=chunk))
+        for chunk in (0, shape["tokens"] // 8)
+    )
+    memory, seconds = (cut[name] / full[name] for name in ("bytes", "seconds"))
+    apart = abs(cut["loss"] / full["loss"] - 1)
+    what = f"--logits-chunk {shape['tokens'] // 8} of {shape['tokens']} tokens"
+    yield row(f"{what}: loss", "as at once, within 1e-3", f"{apart:.0e} apart", apart <= 1e-3)
+    came = f"{memory:.2f} x of {full['bytes'] / 2**30:.2f} GiB in {seconds:.2f} x the time"
+    yield row(f"{what}: memory", "at most 0.75 x", came, judged(machine, memory <= 0.75))
+
+
+def plan(machine: Machine) -> Rows:
+    """Peak memory of each rank of two, by the planner and as it comes."""
+    import plan_memory
+
+    size, tokens = ("tiny", 16) if machine["emulated"] else ("1b", 2048)
+    ways = ("lora",) if machine["emulated"] else tuple(plan_memory.WAYS)
+    for way in ways:
+        for found in plan_memory.compare(
+            gpu_training.config_of(size, tokens),
+            way,
+            plan_memory.WAYS[way],
+            num_ranks=2,
+            tokens=tokens,
+            dtype=torch.bfloat16,
+            device=CUDA,
+            schedules=("1f1b",) if machine["emulated"] else plan_memory.SCHEDULES,
+        ):
+            ratios = found["predicted_to_measured"]
+            met = judged(machine, all(abs(ratio - 1) <= WITHIN for ratio in ratios))
+            what = f"{size}, {way}, {found['schedule']}: bytes planned / measured, by rank"
+            yield row(what, "within 15 %", ", ".join(map(str, ratios)), met)
+
+
+def schedules_on_one_card(machine: Machine) -> Rows:
+    """Several virtual stages on one card, which has no bubble."""
+    setup = schedules.card_setup(*(("tiny", 1) if machine["emulated"] else ("1b", 3)))
+    for found in schedules.on_one_card(setup):
+        share = found["of one stage"]
+        what = f"{found['schedule']}, {found['stages']} stages of {setup.size} on one card"
+        came = f"{found['tokens/s']:,} tokens/s, {share} of one stage, {found['peak GiB']} GiB"
+        yield row(what, "at least 0.95 of one stage", came, judged(machine, share >= 0.95))
+
+
+# -- several cards -------------------------------------------------------------------------------
+
+
+def on_ranks(words: list[Any], num_ranks: int, *, seconds: float) -> list[dict]:
+    """The JSON lines of a benchmark that runs on so many ranks, a card each."""
+    from tests.helpers.small_run import ForkedRun
+
+    run = ForkedRun([str(ROOT / "benchmarks" / words[0]), *map(str, words[1:])], ranks=num_ranks)
+    done = run.wait(seconds)
+    print(done.out, done.err)
+    if done.code:
+        lines = done.err.strip().splitlines() or ["it wrote nothing"]
+        raise RuntimeError(f"a rank ended with {done.code}: {lines[-1]}")
+    return [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
+
+
+def schedules_on_cards(machine: Machine) -> Rows:
+    """Every schedule beside its ideal: the same passes with nothing to wait for but each other."""
+    count = len(machine["cards"])
+    size, rounds = ("tiny", 1) if machine["emulated"] else ("1b", 5)
+    words = ["schedules.py", "--device", "cuda", "--size", size, "--rounds", rounds]
+    for found in on_ranks(words, count, seconds=540):
+        what = (
+            f"{found['schedule']} on {count} cards, {size}, {found['micro-batches']} micro-batches"
+        )
+        came = f"{found['of ideal']} of ideal; bubble {found['bubble %']} %"
+        expected = f"at least 0.9 of ideal; bubble {found['ideal bubble %']} %"
+        yield row(what, expected, came, judged(machine, found["of ideal"] >= 0.9))
+
+
+def replicas(machine: Machine) -> Rows:
+    """Replicas that hold all weights, and that share them out (FSDP2), beside one card."""
+    count = len(machine["cards"])
+    words = ["gpu_training.py", "--stages", 1]
+    words += ["--size", "1b", "--steps", 5]
+    if machine["emulated"]:
+        words += "--size tiny --sequence 16 --rows 1 --micro-batches 2 --steps 1".split()
+    (one,) = on_ranks(words, 1, seconds=180)
+    (whole,) = on_ranks(words, count, seconds=180)
+    (shared,) = on_ranks([*words, "--shard"], count, seconds=180)
+    for name, found, least in (("whole weights", whole, 0.9), ("FSDP2", shared, 0.85)):
+        ratio = found["tokens/s"] / one["tokens/s"] / count
+        came = f"{found['tokens/s']:,} tokens/s, {ratio:.2f} x, {found['peak GiB']} GiB a card"
+        expected = f"at least {least} x {count} times one card's {one['tokens/s']:,} tokens/s"
+        met = judged(machine, ratio >= least)
+        yield row(f"{count} replicas, {name}", expected, came, met)
+    apart = abs(shared["loss"] / whole["loss"] - 1)
+    yield row("FSDP2: loss", "of whole weights, within 1e-2", f"{apart:.0e} apart", apart <= 1e-2)
+    saved = shared["peak GiB"] / whole["peak GiB"]
+    came = f"{saved:.2f} x of {whole['peak GiB']} GiB"
+    yield row("FSDP2: memory", "less than with whole weights", came, judged(machine, saved < 1))
+
+
+def kill_ranks(machine: Machine) -> Rows:
+    """A rank that is killed, and one that hangs, in the middle of a step on NCCL."""
+    from tests.helpers.small_run import Job
+
+    limit = 5 if machine["emulated"] else 20
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(Path(folder))
+        fixed = ("--device", "cuda", "--total-steps", 6, "--sync-save", "--hang-timeout", limit)
+        # where there are cards, below the launcher that a user has
+        start = job.fork if machine["emulated"] else launched(job)
+        whole = start("whole", *fixed, timeout=180)
+        if whole.code:
+            raise RuntimeError(f"the undisturbed run ended with {whole.code}: {whole.err[-300:]}")
+        for name, do in (("is killed", "sigkill"), ("hangs", "hang")):
+            fault = f"at=forward,rank=1,step=3,do={do}"
+            done = start(do, *fixed, chaos=fault, timeout=180)
+            print(done.out, done.err)
+            said = next((x for x in done.err.splitlines() if x.startswith("error")), "no error")
+            is_told = done.code != 0 and said != "no error" and done.seconds < limit + 60
+            expected = f"all ranks end within {limit + 60} s, and an error says why"
+            came = f"{done.seconds:.0f} s, exit code {done.code}: {said[:160]}"
+            yield row(f"rank 1 of 2 {name} in a step", expected, came, is_told)
+            again = start(do, *fixed, "--resume", "auto", timeout=180)
+            print(again.out, again.err)
+            apart = _apart(job.losses(do), job.losses("whole"))
+            expected = "losses of an undisturbed run within 1e-4"
+            yield row("--resume auto after it", expected, f"{apart:.0e} apart", apart <= 1e-4)
+
+
+def launched(job: Any) -> Callable[..., Any]:
+    """Runs two ranks below the launcher, in the process group of this check."""
+    from stageline.chaos import VARIABLE
+    from tests.helpers.small_run import Finished
+
+    def start(name: str, *options: Any, timeout: float, chaos: str = "") -> Finished:
+        words = job.command(name, "--num-stages", 2, *options)
+        given = {**os.environ, VARIABLE: chaos, "OMP_NUM_THREADS": "1"}
+        began = time.monotonic()
+        done = subprocess.run(words, env=given, capture_output=True, text=True, timeout=timeout)
+        return Finished(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
+
+    return start
+
+
+CHECKS = (
+    tests("test_streaming_gpu.py", 4, tiny="buffers_change"),
+    tests("test_training_on_gpu.py", 4, tiny="gpipe"),
+    parity("text", "llama"),
+    training("8B LoRA", 5, least=NEMO, size="8b", sequence=4096, rows=1, lora=True),
+    streaming_check("1b", 6, plain_checkpoint=0.95, plain=None, roundpipe=1.2),
+    Check("several cards: schedules", schedules_on_cards, 10, cards=2),
+    Check("several cards: replicas and FSDP2", replicas, 6, cards=2),
+    Check("several cards: NCCL kills", kill_ranks, 6, cards=2),
+    training("1B, all weights", 3),
+    training("1B, all weights, padded", 3, padded=True),
+    training("1B LoRA", 3, lora=True),
+    Check("decoding", decode, 4),
+    parity("text", "gemma3_text"),
+    parity("text", "qwen3_moe"),
+    parity("text", "mamba"),
+    parity("vision", "qwen2_5_vl"),
+    parity("vision", "internvl"),
+    Check("resume", resume, 3),
+    tests("test_decoding_gpu.py", 3, tiny="budget_is_a_share"),
+    Check("schedules on one card", schedules_on_one_card, 6),
+    tests("test_flash_packing.py", 3, tiny="gemma2"),
+    tests("test_quantised_base_gpu.py", 3, tiny="nf4"),
+    Check("chunked loss", cut_logits, 2),
+    Check("plan of memory", plan, 5),
+    streaming_check("5b", 12, fsdp2_offload=None, roundpipe=1.2),
+    Check("stream sanitizer", follow_streams, 6),
+)
