@@ -110,9 +110,11 @@ def run_in_fork(
         os.setpgid(pid, pid)
     try:
         why = _why_ended(pid, log, seconds)
-    finally:  # also where this process is told to stop
+    finally:  # also where time is over, and where this process is told to stop
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
     lines = found.read_text().splitlines(keepends=True)  # the last may be cut
     return [json.loads(line) for line in lines if line.endswith("\n")], why
 
@@ -154,8 +156,6 @@ def _why_ended(pid: int, log: Path, seconds: float) -> str:
         lines = log.read_text(errors="replace").strip().splitlines() or ["it wrote nothing"]
         ended_by = f"ended by {signal.Signals(-code).name}; " if code < 0 else ""
         return f"failed: {ended_by}{lines[-1][:300]}"
-    os.killpg(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
     return f"out of time: it ran {seconds / 60:.1f} minutes"
 
 
@@ -348,7 +348,7 @@ def look_at_cards(options: argparse.Namespace, look: Callable[[], Iterable[dict]
 
 def emulate(count: int) -> Callable[["Check"], contextlib.AbstractContextManager]:
     """Loads emulated cards, before torch is; gives what enters so many in a check's process."""
-    os.environ.update(OMP_NUM_THREADS="1", HF_DEACTIVATE_ASYNC_LOAD="1", HF_HUB_OFFLINE="1")
+    os.environ.update(OMP_NUM_THREADS="1", HF_DEACTIVATE_ASYNC_LOAD="1")
     os.environ["STAGELINE_PROVE_SPLIT"] = "never"
     from tests.helpers.emulated_gpu.native import MOST_CARDS, Unavailable, load
 
@@ -392,6 +392,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = read_arguments(words)
     # whether there is a card is asked of its driver's library, and forks may use it still
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    os.environ["HF_HUB_OFFLINE"] = "1"
     sys.path.insert(0, str(ROOT))
     enter = emulate(options.emulated) if options.emulated else contextlib.nullcontext
     import gpu_checks

@@ -347,9 +347,9 @@ def on_cpu(options) -> None:
 
 
 def card_setup(size: str, steps: int) -> gpu_training.Setup:
-    """What cards train: all weights."""
-    sequence, rows, count = (8, 1, 2) if size == "tiny" else (2048, 4, 8)
-    shape = {"sequence": sequence, "rows": rows, "micro_batches": count}
+    """What cards train: all weights; looped_bfs and gpipe keep all micro-batches at a time."""
+    sequence, count = (8, 2) if size == "tiny" else (2048, 8)
+    shape = {"sequence": sequence, "rows": 1, "micro_batches": count}
     return gpu_training.Setup(size=size, steps=steps, **shape)
 
 
