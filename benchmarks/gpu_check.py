@@ -37,6 +37,7 @@ EMULATED = (
 )
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HEADS = ("check", "what", "expected", "came", "verdict")
+HEADED = ("cards", "emulated")  # what the head of the page says of a machine
 VERDICTS = {True: "met", False: "**missed**"}
 
 
@@ -224,7 +225,7 @@ def write_report(checks: Sequence["Check"], state: State) -> None:
     counts = Counter(row[-1] for row in rows)
     counted = ", ".join(f"{count} {kind}" for kind, count in counts.most_common() if kind != "-")
     commits = ", ".join(dict.fromkeys(one.commit for one in state.outcomes.values()))
-    facts = "; ".join(f"{key} {value}" for key, value in machine.items() if key != "cards")
+    facts = "; ".join(f"{key} {value}" for key, value in machine.items() if key not in HEADED)
     lines = [
         f"# What `gpu_check.sh` found on {', '.join(names)}",
         "",

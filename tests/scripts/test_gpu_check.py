@@ -149,6 +149,27 @@ def test_more_cards_than_there_are(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("error: --gpus 3 came, and 2 cards are here.")
 
 
+def test_a_schedule_that_hangs_is_a_row_and_the_others_go_on(monkeypatch):
+    asked = []
+
+    def on_ranks(words, count, *, seconds):
+        asked.append(words[-1].split(","))
+        for name in asked[-1]:
+            if name == "looped_bfs":
+                raise AssertionError("ranks [0, 1] still run after 180 s")
+            figures = {"micro-batches": 8, "of ideal": 0.8, "bubble %": 9, "ideal bubble %": 7}
+            yield {"schedule": name, **figures}
+
+    monkeypatch.setattr(gpu_checks, "on_ranks", on_ranks)
+    machine = {"cards": ["a card"] * 2, "emulated": False}
+    rows = list(gpu_checks.schedules_on_cards(machine))
+    names = list(gpu_checks.schedules.SCHEDULES)
+    assert [one["what"].partition(" on 2 cards")[0] for one in rows] == names
+    (hung,) = [one for one in rows if one["came"] == "ranks [0, 1] still run after 180 s"]
+    assert hung is rows[names.index("looped_bfs")] and not any(one["met"] for one in rows)
+    assert asked == [names, names[names.index("looped_bfs") + 1 :]]
+
+
 def call(folder, *words):
     command = ["bash", ROOT / "scripts" / "gpu_check.sh", "--emulated", "2", "--folder", folder]
     given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
