@@ -382,6 +382,8 @@ def on_several_cards(setup: gpu_training.Setup, names: list[str]) -> Iterator[di
 def card_steps(setup: gpu_training.Setup, context, schedule) -> list[tuple[float, list]]:
     """(seconds, events) of each step on this rank; the first one warms up."""
     config, device = gpu_training.config_of(setup.size, setup.sequence), context.device
+    gc.collect()  # the stages of the schedule before
+    torch.cuda.empty_cache()
     stages = [
         gpu_training.make_stage(setup, config, stage, schedule.num_stages, device)
         for stage in schedule.stages_of(context.rank)

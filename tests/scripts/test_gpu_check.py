@@ -193,6 +193,8 @@ def test_the_whole_on_two_emulated_cards(tmp_path):
         for what, expected, came, verdict in found:
             assert what and expected and came, name
             assert verdict in ("met", "not judged", "-"), (name, came)
+    compared = {what: came for what, _, came, _ in rows["streaming: 1b"]}
+    assert compared["tiny: ours / plain_checkpoint"].endswith(" x"), compared
     assert "Emulated cards" in path.with_suffix(".md").read_text()
     judged = [name for name, found in rows.items() if any(one[3] == "met" for one in found)]
     assert len(judged) >= 12, "numbers are true on emulated cards"
