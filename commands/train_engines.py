@@ -32,6 +32,7 @@ from options.train import RunConfig
 from parse_args import TrainArguments, save_config
 from stageline.checkpoint.host_memory import settle_allocators
 from stageline.checkpoint.layout import Ranks
+from stageline.device import is_accelerator
 from stageline.distributed.failure import name_stages
 from stageline.distributed.failure_record import on_full_memory, open_log, tell_run_folder
 from stageline.distributed.launch import launch_if_needed
@@ -188,7 +189,7 @@ def _interruption(plan: RunPlan, start_step: int) -> Interruption | None:
 
 def _open_account(run: RunConfig, context: DistributedContext, *, streams: bool) -> MemoryAccount:
     """What is told where memory runs out."""
-    has_gpu = context.devices[0].type == "cuda"
+    has_gpu = is_accelerator(context.devices[0])
     if has_gpu and not (run.bf16 or run.fp16):
         say("note: float32 on a GPU, at a fraction of its speed; --bf16 computes in half the bits")
     remedies = memory_remedies(run, has_gpu=has_gpu, streams=streams)

@@ -18,7 +18,13 @@ from options.data import (
     TokenCacheOptions,
 )
 from options.fields import OptionError, free_option, option, option_fields, spelled
-from options.memory import AttentionOptions, MemoryOptions, StreamingOptions
+from options.memory import (
+    DEVICE_HELP,
+    AttentionOptions,
+    DeviceKind,
+    MemoryOptions,
+    StreamingOptions,
+)
 from options.model import (
     AdapterOptions,
     LoRAOptions,
@@ -213,9 +219,7 @@ class SharedOptions:
         is_common=True,
         shapes_answers=False,
     )
-    device: Literal["auto", "cpu", "cuda"] = free_option(
-        "auto", "auto takes GPUs where there are any", to="train_model builder"
-    )
+    device: DeviceKind = free_option("auto", DEVICE_HELP, to="train_model builder")
     bf16: bool = option(
         False,
         "compute in bfloat16",

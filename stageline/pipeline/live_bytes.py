@@ -1,7 +1,7 @@
 """How many bytes of tensors live, on any device: what passes keep, and what they need beside it.
 
-On a GPU torch's own allocator tells. On a CPU every operation is watched, which takes time: bytes
-and seconds are measured in passes of their own.
+On an accelerator torch's own allocator tells. On a CPU every operation is watched, which takes
+time: bytes and seconds are measured in passes of their own.
 """
 
 import weakref
@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
+from stageline.device import is_accelerator
+
 
 class PeakBytes:
     """The most bytes that were alive inside, beyond those at the start.
@@ -25,6 +27,7 @@ class PeakBytes:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.module = torch.get_device_module(device) if is_accelerator(device) else None
         self.peak = self.kept = 0
         self._before = 0
         self._live: _LiveBytes | None = None
@@ -32,10 +35,10 @@ class PeakBytes:
     @contextmanager
     def watch(self) -> Iterator["PeakBytes"]:
         """Counts within this block."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            self._before = torch.cuda.memory_allocated(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
+        if self.module is not None:
+            self.module.synchronize(self.device)
+            self._before = self.module.memory_allocated(self.device)
+            self.module.reset_peak_memory_stats(self.device)
             yield self
             self.lap()
             return
@@ -49,10 +52,10 @@ class PeakBytes:
             self.peak, self.kept = self._live.peak, self._live.alive
             self._live.peak = self._live.alive
             return self.peak
-        torch.cuda.synchronize(self.device)
-        self.peak = torch.cuda.max_memory_allocated(self.device) - self._before
-        self.kept = torch.cuda.memory_allocated(self.device) - self._before
-        torch.cuda.reset_peak_memory_stats(self.device)
+        self.module.synchronize(self.device)
+        self.peak = self.module.max_memory_allocated(self.device) - self._before
+        self.kept = self.module.memory_allocated(self.device) - self._before
+        self.module.reset_peak_memory_stats(self.device)
         return self.peak
 
 

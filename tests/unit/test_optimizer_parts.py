@@ -62,7 +62,7 @@ def test_adamw_equals_torch(fused):
 
 def test_adamw_is_fused_where_all_parameters_are_on_a_gpu():
     class OnGpu(nn.Parameter):
-        is_cuda = True
+        device = torch.device("cuda", 0)
 
     made = []
     original = torch.optim.AdamW
