@@ -26,7 +26,7 @@ from stageline.data.batches.batch import encode_sample
 from stageline.data.images.image_settings import ImageSettings, make_image_settings, using_images
 from stageline.data.images.tiling import Tiling, match_config, prepare_images
 from stageline.data.rows.bad_rows import BadRows, leaving_out
-from stageline.device import accelerators, visible_names, visible_variable
+from stageline.device import accelerators, visible
 from stageline.distributed.launch import launch_if_needed, launchers_store
 from stageline.errors import DataError, RemoteError, UserError
 from stageline.evaluation.predictions import PredictionFile, fingerprint, merge_shards, shard_path
@@ -198,7 +198,7 @@ def _take_own_devices(run: Any, replicas: EvaluationReplicas) -> None:
     found = accelerators(run.device)
     if replicas.count == 1 or not found:
         return
-    variable, names = visible_variable(found[0].type), visible_names(found)
+    variable, names = visible(found)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", replicas.count))  # replicas of this machine
     each = run.num_devices or len(names) // here
     if each * here > len(names) or each == 0:
@@ -209,6 +209,12 @@ def _take_own_devices(run: Any, replicas: EvaluationReplicas) -> None:
         )
     first = int(os.environ.get("LOCAL_RANK", replicas.index)) * each
     os.environ[variable] = ",".join(names[first : first + each])
+    if len(accelerators(run.device)) != each:
+        raise UserError(
+            f"a replica was given {variable}={os.environ[variable]}, and torch sees other devices: "
+            "their driver had been started. It was expected to look now, because replicas share no "
+            f"device. Start the replicas by torchrun, each with its {variable}, or take one."
+        )
 
 
 @contextmanager

@@ -24,7 +24,6 @@ from commands.train_run import (
     TrainingRun,
     make_streaming_runner,
     open_run_folder,
-    streaming_devices,
 )
 from options.memory import memory_remedies
 from options.model import learning_rate_scales
@@ -32,7 +31,7 @@ from options.train import RunConfig
 from parse_args import TrainArguments, save_config
 from stageline.checkpoint.host_memory import settle_allocators
 from stageline.checkpoint.layout import Ranks
-from stageline.device import is_accelerator
+from stageline.device import is_accelerator, stage_devices
 from stageline.distributed.failure import name_stages
 from stageline.distributed.failure_record import on_full_memory, open_log, tell_run_folder
 from stageline.distributed.launch import launch_if_needed
@@ -96,7 +95,7 @@ def run_pipeline(plan: RunPlan, data: Data) -> int:
 
 def run_streaming(plan: RunPlan, data: Data) -> int:
     """Stages in host memory, streamed through the devices of this machine by one process."""
-    lanes = tuple(streaming_devices(plan.run.device))
+    lanes = tuple(stage_devices(plan.run.device))
     with distributed_context(num_ranks=1, device="cpu") as alone:
         context = replace(alone, lanes=lanes)
         name_stages(plan.topology.schedule.stages_of(0))

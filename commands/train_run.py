@@ -29,7 +29,6 @@ from stageline.checkpoint.layout import Ranks
 from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.writer import CheckpointWriter
 from stageline.data.rows.readers import data_fingerprint
-from stageline.device import accelerators, is_accelerator
 from stageline.distributed.process_group import DistributedContext
 from stageline.distributed.stop import stop_requested
 from stageline.errors import UserError
@@ -484,22 +483,6 @@ def _check_budget(runner: StreamingRunner, num_micro_batches: int) -> None:
             "cut the model into more stages (--num-stages), a large tower into some of its own "
             "(--vision-stages)."
         ) from None
-
-
-def streaming_devices(device: str) -> list[torch.device]:
-    """Those that stages stream through: every accelerator, or the CPU.
-
-    Raises:
-        UserError: there is none of the kind that was asked for, or it has no streams.
-    """
-    found = accelerators(device)
-    if found and not is_accelerator(found[0]):
-        raise UserError(
-            f"--device {device} came with --engine streaming. A device with streams and memory of "
-            "its own was expected, because weights are copied there beside the passes. Take "
-            "--device cpu."
-        )
-    return found or [torch.device("cpu")]
 
 
 def make_lanes(devices: Sequence[torch.device], *, budget: float | None) -> list[Lane]:

@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from options.data import FewshotOptions, ImageOptions, ReportOptions
 from options.fields import OptionError, option, side_option, spelled
-from options.memory import DEVICE_HELP, DeviceKind
-from options.train import SharedOptions, precision_of
+from options.train import DEVICE_HELP, DeviceKind, SharedOptions, precision_of
 
 # options that several commands have
 _adapter_paths = functools.partial(

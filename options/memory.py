@@ -102,10 +102,6 @@ KERNELS = {
 }
 
 
-DeviceKind = Literal["auto", "cpu", "cuda", "xpu", "npu", "mps"]
-DEVICE_HELP = "auto takes the accelerator that torch finds, or the CPU; mps is to be named"
-
-
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
     """Attention"""

@@ -18,13 +18,7 @@ from options.data import (
     TokenCacheOptions,
 )
 from options.fields import OptionError, free_option, option, option_fields, spelled
-from options.memory import (
-    DEVICE_HELP,
-    AttentionOptions,
-    DeviceKind,
-    MemoryOptions,
-    StreamingOptions,
-)
+from options.memory import AttentionOptions, MemoryOptions, StreamingOptions
 from options.model import (
     AdapterOptions,
     LoRAOptions,
@@ -34,6 +28,9 @@ from options.model import (
     check_counts,
     read_tokens,
 )
+
+DeviceKind = Literal["auto", "cpu", "cuda", "xpu", "npu", "mps"]
+DEVICE_HELP = "auto takes the accelerator that torch finds, or the CPU; mps is to be named"
 
 
 def precision_of(config: Any) -> Literal["fp32", "bf16", "fp16"]:

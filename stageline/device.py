@@ -34,7 +34,7 @@ def is_accelerator(device: torch.device) -> bool:
 def accelerators(asked: str = "auto") -> list[torch.device]:
     """Those that a run may compute on; empty: it computes on the CPU.
 
-    No driver is started: who asks may still fork, or choose which devices are to be visible.
+    CUDA's driver is not started: who asks may still fork, or choose which devices are visible.
 
     Args:
         asked: "cpu", a kind of accelerator, or "auto": any kind but MPS, which is to be named.
@@ -58,26 +58,39 @@ def accelerators(asked: str = "auto") -> list[torch.device]:
     return [torch.device(kind, index) for index in range(count)]
 
 
-def visible_variable(kind: str) -> str:
-    """The environment variable that says which devices of a kind a process may see.
+def stage_devices(asked: str = "auto") -> list[torch.device]:
+    """Those that stages compute on, or stream through: every accelerator, else the CPU.
 
     Raises:
-        UserError: it is not known.
+        UserError: as `accelerators`; or it is MPS.
     """
+    found = accelerators(asked) or [torch.device("cpu")]
+    if found[0].type == "mps":
+        raise UserError(
+            "`device` mps came for a model that is cut into stages. A device with streams, float64 "
+            "and a backend of torch.distributed was expected, because weights and hidden states "
+            "travel beside the passes, and norms are added in float64. Take `device` cpu; a whole "
+            "model answers on mps, in one process, placed by a device_map."
+        )
+    return found
+
+
+def visible(devices: Sequence[torch.device]) -> tuple[str, list[str]]:
+    """The variable of the environment that shows a process these devices, and their names in it.
+
+    Raises:
+        UserError: it is not known for devices of this kind.
+    """
+    kind = devices[0].type
     if kind not in VISIBLE:
         raise UserError(
             f"processes were to get devices of their own, of the kind {kind}. One of "
-            f"{', '.join(VISIBLE)} was expected, because of no other it is known which environment "
-            "variable makes them visible. Start one process by hand for each, or take `device` cpu."
+            f"{', '.join(VISIBLE)} was expected, because of no other it is known which variable of "
+            "the environment shows them. Take `device` cpu, or one process with one device."
         )
-    return VISIBLE[kind]
-
-
-def visible_names(devices: Sequence[torch.device]) -> list[str]:
-    """What `visible_variable` calls these devices, which are all that this process may see."""
-    given = os.environ.get(visible_variable(devices[0].type), "")
+    given = os.environ.get(VISIBLE[kind], "")
     named = [name.strip() for name in given.split(",") if name.strip()]
-    return named or [str(device.index) for device in devices]
+    return VISIBLE[kind], named or [str(device.index) for device in devices]
 
 
 def group_backend(device: torch.device) -> str:
@@ -111,6 +124,12 @@ def generators_kept(devices: Iterable[torch.device]) -> Iterator[list[torch.Gene
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+
+
+def synchronize(device: torch.device) -> None:
+    """The host waits for all work of an accelerator; other devices are never behind it."""
+    if is_accelerator(device):
+        torch.get_device_module(device).synchronize(device)
 
 
 def sleeping_event(device: torch.device) -> Any:

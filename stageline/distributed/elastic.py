@@ -43,13 +43,9 @@ class Ended:
 
 
 class Devices(Protocol):
-    """Which devices of this machine a run may compute on.
+    """Which devices of this machine a run may compute on."""
 
-    Attributes:
-        variable: of the environment, by which a process sees some of them alone.
-    """
-
-    variable: str
+    variable: str  # of the environment; it shows a process some of them alone
 
     def usable(self, *, is_sure: bool) -> list[str] | None:
         """Their names for `variable`; None: as many ranks as one likes.
@@ -67,14 +63,14 @@ class Accelerators:
         num_ranks: of the run; a card may be there only later.
     """
 
-    def __init__(self, device: str, *, num_ranks: int) -> None:
-        from stageline.device import accelerators, visible_names, visible_variable  # not for help
+    listed: list[str] | None
 
-        self.variable = ""
-        self.listed: list[str] | None = None
+    def __init__(self, device: str, *, num_ranks: int) -> None:
+        from stageline.device import accelerators, visible  # late: it imports torch
+
+        self.variable, self.listed = "", None
         if found := accelerators(device):
-            self.variable = visible_variable(found[0].type)
-            self.listed = visible_names(found)
+            self.variable, self.listed = visible(found)
             is_given = bool(os.environ.get(self.variable))
             more = range(len(found), 0 if is_given else num_ranks)  # they may come back
             self.all = self.listed + [str(index) for index in more]
@@ -87,11 +83,7 @@ class Accelerators:
 
 
 def computing(names: list[str], variable: str, *, seconds: float = SECONDS_OF_A_PROBE) -> list[str]:
-    """Those of the cards on which a process of its own gets a right sum.
-
-    Args:
-        variable: of the environment, by which it sees one alone.
-    """
+    """Those on which a process that `variable` shows one alone gets a right sum."""
     probes = {
         name: subprocess.Popen(
             [sys.executable, "-c", _PROBE],

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from stageline import chaos, progress
-from stageline.device import VISIBLE, accelerators, group_backend, is_accelerator
+from stageline.device import VISIBLE, group_backend, is_accelerator, stage_devices
 from stageline.distributed.board import disown_store
 from stageline.distributed.launch import launchers_store
 from stageline.distributed.machines import this_machine, wait_tied
@@ -261,19 +261,11 @@ def choose_device(device: str, *, local_rank: int, local_world_size: int) -> tor
     Raises:
         UserError: there are fewer accelerators than processes on this machine, and they were asked
             for, or "auto" where there is one: a run on the CPU beside them is what nobody wanted.
-            Or it is MPS.
     """
-    found = accelerators(device)
-    if not found:
-        return torch.device("cpu")
+    found = stage_devices(device)
+    if found[0].type == "cpu":
+        return found[0]
     kind = found[0].type
-    if not is_accelerator(found[0]):
-        raise UserError(
-            f"`device` {kind} came for stages of a pipeline. A device with streams, a backend of "
-            "torch.distributed and float64 was expected, because stages exchange tensors, and sums "
-            f"and norms are added in float64: {kind} has none of them. Take `device` cpu; a whole "
-            f"model in one process, spread by a device_map, answers on {kind}."
-        )
     if len(found) < local_world_size:
         raise UserError(
             f"`device` {device}: this machine shows {len(found)} devices of the kind {kind} for "

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stageline.device import is_accelerator
+from stageline.device import is_accelerator, synchronize
 
 
 class PeakBytes:
@@ -27,7 +27,6 @@ class PeakBytes:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.module = torch.get_device_module(device) if is_accelerator(device) else None
         self.peak = self.kept = 0
         self._before = 0
         self._live: _LiveBytes | None = None
@@ -35,10 +34,11 @@ class PeakBytes:
     @contextmanager
     def watch(self) -> Iterator["PeakBytes"]:
         """Counts within this block."""
-        if self.module is not None:
-            self.module.synchronize(self.device)
-            self._before = self.module.memory_allocated(self.device)
-            self.module.reset_peak_memory_stats(self.device)
+        if is_accelerator(self.device):
+            synchronize(self.device)
+            module = torch.get_device_module(self.device)
+            self._before = module.memory_allocated(self.device)
+            module.reset_peak_memory_stats(self.device)
             yield self
             self.lap()
             return
@@ -52,10 +52,11 @@ class PeakBytes:
             self.peak, self.kept = self._live.peak, self._live.alive
             self._live.peak = self._live.alive
             return self.peak
-        self.module.synchronize(self.device)
-        self.peak = self.module.max_memory_allocated(self.device) - self._before
-        self.kept = self.module.memory_allocated(self.device) - self._before
-        self.module.reset_peak_memory_stats(self.device)
+        synchronize(self.device)
+        module = torch.get_device_module(self.device)
+        self.peak = module.max_memory_allocated(self.device) - self._before
+        self.kept = module.memory_allocated(self.device) - self._before
+        module.reset_peak_memory_stats(self.device)
         return self.peak
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from stageline.device import is_accelerator
+from stageline.device import is_accelerator, synchronize
 from stageline.errors import spelled
 from stageline.pipeline.plan import Action
 
@@ -155,8 +155,7 @@ class Recorder:
 
     def events(self) -> list[TimelineEvent]:
         """All spans since `start`."""
-        if is_accelerator(self.device):
-            torch.get_device_module(self.device).synchronize(self.device)
+        synchronize(self.device)
         return [
             TimelineEvent(
                 self.rank,

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from stageline.device import empty_cache, is_accelerator
+from stageline.device import empty_cache, is_accelerator, synchronize
 from stageline.modules.recompute import recomputes
 from stageline.pipeline.live_bytes import PeakBytes, SavedBytes, tensor_bytes
 from stageline.pipeline.plan import Kind
@@ -406,10 +406,10 @@ class _Run:
     def _timed(self, kind: Kind) -> float:
         # on a CPU the time of this thread: what other programs take does not count
         clock = time.perf_counter if is_accelerator(self.device) else time.thread_time
-        self._synchronize()
+        synchronize(self.device)
         start = clock()
         self._forward() if kind == Kind.FORWARD else self._backward(kind)
-        self._synchronize()
+        synchronize(self.device)
         return clock() - start
 
     def _flops(self, kind: Kind) -> int:
@@ -424,10 +424,6 @@ class _Run:
         self.passes.backward(0, kind, self.grads)
         for value in self.inputs:
             value.grad = None
-
-    def _synchronize(self) -> None:
-        if is_accelerator(self.device):
-            torch.get_device_module(self.device).synchronize(self.device)
 
     def _random(self, metas: Tensors) -> Tensors:
         return tuple(
@@ -447,17 +443,16 @@ def transfer_seconds(device: torch.device, num_bytes: int) -> float | None:
     """
     if not is_accelerator(device):
         return _gloo_seconds(num_bytes)
-    module = torch.get_device_module(device)
-    if module.device_count() < 2:
+    if torch.accelerator.device_count() < 2:
         return None
     here = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     there = torch.empty_like(here, device=torch.device(device.type, 1 - min(1, device.index or 0)))
     took = []
     for _ in range(ROUND_TRIPS + 1):
-        module.synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         there.copy_(here)
-        module.synchronize(device)
+        synchronize(device)
         took.append(time.perf_counter() - start)
     return statistics.median(took[1:])
 

@@ -303,9 +303,8 @@ def _generators_kept(run: Pass) -> Iterator[None]:
     devices = [lane.device for lane in run.lanes]
     with generators_kept(devices):
         yield
-        if not any(
-            map(is_accelerator, devices)
-        ):  # the host's generator is drawn from when work is done, not given
+        # the host's generator is drawn from when work is done, not when it is given
+        if not any(map(is_accelerator, devices)):
             for _, mark in run.landed:
                 mark.wait()
 

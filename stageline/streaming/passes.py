@@ -151,8 +151,7 @@ def _copied(flow: Flow, queue: Queue, lane: Lane | None, device: torch.device) -
             if device.type == "cpu" and is_accelerator(tensor.device):
                 landing = torch.empty_like(tensor, device="cpu", pin_memory=True)
                 return landing.copy_(tensor, non_blocking=True)
-            is_sent = is_accelerator(device) and tensor.device.type == "cpu"
-            if is_sent and not tensor.is_pinned():
+            if is_accelerator(device) and tensor.device.type == "cpu" and not tensor.is_pinned():
                 tensor = tensor.pin_memory()  # else this thread waits until the stream gets here
             return tensor.to(device, non_blocking=True)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stageline.device import is_accelerator
+from stageline.device import is_accelerator, synchronize
 from stageline.errors import UserError
 from stageline.inference.decoding.cache import GroupCache, Window, take_out
 from stageline.inference.decoding.grammars import Matchers, RowMatcher
@@ -170,8 +170,8 @@ class StageDecoder:
             except Exception as error:  # out of memory, or a fault of the model: others go on
                 traceback.print_exc(file=sys.stderr)
                 order.error = f"stage {self.stage.stage}: {type(error).__name__}: {error}"
-        if order.kind == "measure" and is_accelerator(self.device):
-            torch.get_device_module(self.device).synchronize(self.device)
+        if order.kind == "measure":
+            synchronize(self.device)
         order.seconds.append(time.perf_counter() - began)
         return {} if order.error else found
 
