@@ -19,11 +19,15 @@ LATE = (  # what a run imports only when it is on its way
     "torch.profiler._cupti_monitor",
     "docstring_parser",
     "attr",
+    "attrs",
     "stageline.data.rows.converters",
     "stageline.data.rows.json_lines",
     "stageline.stages.causal_lm",
     "stageline.stages.vision_language",
 )
+
+
+_LEFT: list[dict[str, ModuleType]] = []  # to free what a fork does not use would copy its pages
 
 
 @functools.cache
@@ -44,7 +48,7 @@ def untouched_house() -> dict[str, ModuleType]:
 
 def enter_house() -> None:
     """Lets an entry file, in a process that was just forked, find the untouched modules."""
-    _take_out()
+    _LEFT.append(_take_out())
     sys.path.insert(0, str(ROOT))
     sys.modules.update(untouched_house())
     for part_register, parts in _contents():  # a launcher's worker comes here again
@@ -58,11 +62,11 @@ def _contents() -> list[tuple[Any, dict[str, Any]]]:
 
 
 def _take_out() -> dict[str, ModuleType]:
-    taken = {}
+    here, taken = f"{ROOT}/", {}
     for name, module in sys.modules.copy().items():  # at once: other threads import
-        file = Path(getattr(module, "__file__", None) or "/")
-        if file.is_relative_to(ROOT):
-            first = file.relative_to(ROOT).parts[0]
+        file = getattr(module, "__file__", None) or ""
+        if file.startswith(here):
+            first = file[len(here) :].partition("/")[0]
             if first.endswith(".py") or first in ("models", "options", "commands"):
                 taken[name] = sys.modules.pop(name)
     return taken

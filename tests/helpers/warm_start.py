@@ -119,6 +119,7 @@ class _Worker(subprocess.Popen):
 
 def _prepare(environment: Mapping[str, str]) -> None:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     from stageline import chaos
 
@@ -126,6 +127,8 @@ def _prepare(environment: Mapping[str, str]) -> None:
     os.environ.update(environment)
     chaos.arm()
     imported = set(sys.modules)
+    # for its own log it looks through all modules, of which there are thousands here: a second
+    dynamic_rendezvous.get_method_name = lambda depth=2: ""
     SubprocessHandler._popen = lambda self, words, env: _Worker(list(words), env, imported)
 
 
