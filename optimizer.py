@@ -31,17 +31,17 @@ def adamw(
         beta1: decay of the mean of gradients.
         beta2: decay of the mean of their squares.
         eps: added to the root of the second moment.
-        fused: one kernel for the whole step; by default where all parameters are on an accelerator.
+        fused: one kernel for the whole step; by default where all parameters are on a GPU.
     """
     import torch
 
-    from stageline.device import accelerators
+    from stageline.device import FUSED, accelerators
 
     # and where all are on the host below one (--engine streaming); on a CPU it rounds differently,
-    # so that a run without an accelerator keeps its bits
+    # so that a run without a GPU keeps its bits
     if fused is None:
         kinds = {weight.device.type for group in param_groups for weight in group["params"]}
-        fused = len(kinds) == 1 and (kinds != {"cpu"} or bool(accelerators()))
+        fused = len(kinds) == 1 and kinds <= FUSED and (kinds != {"cpu"} or bool(accelerators()))
     return torch.optim.AdamW(
         param_groups,
         lr=learning_rate,

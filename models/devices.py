@@ -101,7 +101,7 @@ def plan(
         UserError: the model does not fit, or nothing is known of the devices.
     """
     source = _find(model_path, adapter_path, trust_remote_code=trust_remote_code)
-    found = accelerators(device)
+    found = [] if placement.memory else accelerators(device)
     if placement.memory is None and not found:
         raise UserError(
             "--plan came without --device-memory, and no accelerator is to be seen here. Their "

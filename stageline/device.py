@@ -22,6 +22,8 @@ VISIBLE = {
     "npu": "ASCEND_RT_VISIBLE_DEVICES",
 }
 
+FUSED = {"cpu", "cuda", "xpu"}  # torch itself has fused optimizers for them; a package may not
+
 
 def is_accelerator(device: torch.device) -> bool:
     """Whether it works in streams beside the host, on memory of its own.

@@ -46,7 +46,10 @@ def entry(name, folder, *options):
     ("name", "options", "rows"),
     [
         ("chat", (), "1 row of 2048 tokens and 1 images"),
-        ("infer", ("--text", "a", "--batch-size", "3"), "3 rows of 2048 tokens and 1 images"),
+        (
+            "infer", ("--text", "a", "--batch-size", "3", "--device", "npu"),
+            "3 rows of 2048 tokens and 1 images",
+        ),
         (
             "eval",
             ("--model", "generate", "--builder", "auto", "--dataset", "jsonl", "--prompt", "chat",
