@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from stageline.device import is_accelerator
 from stageline.errors import DataError, UserError
 
 IGNORE = -100
@@ -86,7 +87,7 @@ def _on_host(micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
 
 def _sent(places: torch.Tensor, device: torch.device) -> torch.Tensor:
     """On the device; nobody waits for the copy."""
-    return (places.pin_memory() if device.type == "cuda" else places).to(device, non_blocking=True)
+    return (places.pin_memory() if is_accelerator(device) else places).to(device, non_blocking=True)
 
 
 def group_losses(

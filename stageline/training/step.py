@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from stageline import chaos, progress
 from stageline.data.batches.batch import count_samples
+from stageline.device import is_accelerator
 from stageline.errors import UserError
 from stageline.modules.recompute import RandomState
 from stageline.pipeline.plan import Action, Kind
@@ -67,7 +68,7 @@ class StepProgress(Recorder):
     ) -> None:
         super().__init__(device, rank=inner.rank)
         self.inner = inner
-        self.mark = recorded_event if device.type == "cuda" else None
+        self.mark = functools.partial(recorded_event, device) if is_accelerator(device) else None
         self.names = {kind: names.get(name, name) for kind, name in OPERATIONS.items()}
 
     @contextmanager
@@ -92,9 +93,9 @@ class StepProgress(Recorder):
             yield
 
 
-def recorded_event() -> torch.cuda.Event:
+def recorded_event(device: torch.device) -> Any:
     """A mark in the running stream: behind a wait for a transfer it comes when that is done."""
-    event = torch.cuda.Event()
+    event = torch.get_device_module(device).Event()
     event.record()
     return event
 

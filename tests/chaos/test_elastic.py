@@ -46,7 +46,7 @@ def cards(job, monkeypatch):
     Cards.file = job.folder / "cards.txt"
     Cards.file.unlink(missing_ok=True)
     for name in ("__init__", "usable"):  # of the class itself: a forked run has its own commands
-        monkeypatch.setattr(elastic.Gpus, name, getattr(Cards, name))
+        monkeypatch.setattr(elastic.Accelerators, name, getattr(Cards, name))
     monkeypatch.setattr(launch, "SECONDS_BETWEEN_LOOKS", 0.1)
     monkeypatch.setattr(failure, "SECONDS_FOR_THE_CAUSE", 0.2)
     return Cards.file
@@ -103,7 +103,7 @@ def test_replicas_a_torn_checkpoint_and_a_stop(job, cards, monkeypatch):
             torn.write_bytes(torn.read_bytes()[:-1])
         return ["0", "1", "2"]
 
-    monkeypatch.setattr(elastic.Gpus, "usable", tear)
+    monkeypatch.setattr(elastic.Accelerators, "usable", tear)
     shape = ("--num-stages", 2, "--dp-degree", 2)
     whole = job.fork("whole_replicas", *STEPS, *shape, ranks=4)
     assert whole.code == 0, whole

@@ -1,5 +1,7 @@
 """Whole runs of train_pp.py and evaluate.py on emulated cards: their numbers, and no race.
 
+scripts/test.sh runs them on two kinds of cards: cuda, and one that torch has no module for.
+
 Ranks are forked, a card each, with gloo for NCCL. This file comes first: torch refuses to fork a
 process that has run a backward pass on a card.
 """
@@ -13,6 +15,7 @@ import httpx
 import pytest
 
 from stageline.modules import recompute
+from tests.helpers.emulated_gpu.native import KIND
 from tests.helpers.served_model import NUM_TOKENS, ServedModel, wait_for_url
 from tests.helpers.small_run import ForkedRun, Job
 from tests.helpers.small_vision_run import VisionJob
@@ -23,6 +26,7 @@ TWO_STEPS = ("--total-steps", 2, "--save-steps", 0, "--batch-size", 4)
 LORA = "--llm-lora-num 1 --lora-rank 4 --frozen-lm-head"
 DROPOUT = f"{LORA} --lora-dropout 0.5 --neftune-alpha 5"
 STREAMING = "--engine streaming --num-stages 4"
+REGISTER = "--pin-model register" if KIND == "cuda" else ""  # it is CUDA's alone
 BF16 = "--bf16 --norms-fp32 --upcast-lm-head"
 # (options, ranks, cards): the same losses as one stage on the CPU
 SAME = {
@@ -50,7 +54,7 @@ SAME = {
 # each has the losses of the other: the seeds of dropout hang on no card and no cut
 DROPPING = {
     "lora dropout": (f"{DROPOUT} --gradient-checkpointing --schedule zbv --num-stages 2", 1, 1),
-    "streaming lora dropout": (f"{STREAMING} {DROPOUT} --pin-model register", 1, 2),
+    "streaming lora dropout": (f"{STREAMING} {DROPOUT} {REGISTER}", 1, 2),
 }
 OTHER = {
     "streaming stale": (f"{STREAMING} {BF16} --stale-step", 1, 3),
@@ -98,7 +102,7 @@ def train(job, name, words, *, ranks, cards, num_cards):
     rows = job.folder / f"{name}.jsonl"
     options = [*words.split(), *(("--dataset-path", rows) if rows.exists() else ())]
     # long: a machine that runs the whole suite is busy
-    done = job.fork(name, *TWO_STEPS, "--device", "cuda", *options, ranks=ranks, timeout=200)
+    done = job.fork(name, *TWO_STEPS, "--device", KIND, *options, ranks=ranks, timeout=200)
     assert done.code == 0, done.out[-2000:] + done.err[-4000:]
     return job.losses(name)
 
@@ -155,7 +159,7 @@ def test_answers_of_a_device_map_over_two_and_four_cards(job, cards, seen):
         words = [
             *("evaluate.py", "--engine", "device_map", "--model-path", job.model),
             *("--dataset", "jsonl", "--dataset-path", job.rows, "--dataset.test_size", "1.0"),
-            *("--image-token", "none", "--device", "cuda", "--max-new-tokens", 6),
+            *("--image-token", "none", "--device", KIND, "--max-new-tokens", 6),
             *("--output-dir", folder, "--batch-size", 4, "--limit", 4),
             *"--model generate --metric exact_match --prompt question --prompt-fn fill".split(),
             *("--bootstrap-resamples", 10),
@@ -172,7 +176,7 @@ def test_a_server_over_two_cards_answers_as_transformers_does(tmp_path, cards, s
     cards.count = 2
     model = ServedModel.save(tmp_path / "served", positions=256)
     words = [
-        *("serve.py", "--model-path", model.folder, "--device", "cuda", "--port", 0),
+        *("serve.py", "--model-path", model.folder, "--device", KIND, "--port", 0),
         *("--num-stages", 2, "--temperature", 0, "--max-new-tokens", NUM_TOKENS),
         *("--num-groups", 1, "--shutdown-seconds", 20),
     ]
