@@ -5,9 +5,9 @@ process that has run a backward pass on a card.
 """
 
 import json
-import math
 import os
 import signal
+from typing import NamedTuple
 
 import httpx
 import pytest
@@ -23,54 +23,147 @@ TWO_STEPS = ("--total-steps", 2, "--save-steps", 0, "--batch-size", 4)
 LORA = "--llm-lora-num 1 --lora-rank 4 --frozen-lm-head"
 DROPOUT = f"{LORA} --lora-dropout 0.5 --neftune-alpha 5"
 STREAMING = "--engine streaming --num-stages 4"
-BF16 = "--bf16 --norms-fp32 --upcast-lm-head"
-# (options, ranks, cards): the same losses as one stage on the CPU
-SAME = {
-    "zbv recompute chunk": (
-        "--schedule zbv --num-stages 2 --gradient-checkpointing --logits-chunk 5 --save-steps 1 "
-        "--eval-samples 4 --timeline-step 1 --num-workers 1",
-        1,
-        1,
+ZBV = "--schedule zbv --num-stages 2"
+# sdpa has other kernels there, and in half types other bits
+BF16 = "--bf16 --attention eager"
+METHODS = "--norms-fp32 --upcast-lm-head --rope-scaling dynamic --max-token-num 300"
+NEW_TOKENS = "--new-tokens <a>,<b> --train-new-tokens --llm-lora-num 1 --frozen-lm-head"
+
+
+class Case(NamedTuple):
+    """A run on cards.
+
+    Attributes:
+        like: options of the run of one stage on the CPU that has the same losses.
+        words: options besides.
+        rows: a file of the job's folder; None: its usual rows.
+    """
+
+    like: str = ""
+    words: str = ""
+    ranks: int = 1
+    cards: int = 1
+    family: str = "llama"
+    rows: str | None = None
+
+
+CASES = {
+    "zbv recompute chunk": Case(
+        words=f"{ZBV} --gradient-checkpointing --logits-chunk 5 --save-steps 1 --eval-samples 4 "
+        "--timeline-step 1 --num-workers 1"
     ),
-    "offload operators": (
-        "--schedule interleaved_1f1b --num-stages 2 --stages-per-rank 2 --offload-activations "
-        "--gradient-checkpointing --checkpoint-mode operators",
-        1,
-        1,
+    "offload operators": Case(
+        words="--schedule interleaved_1f1b --num-stages 2 --stages-per-rank 2 "
+        "--offload-activations --gradient-checkpointing --checkpoint-mode operators"
     ),
-    "stages": ("--num-stages 2 --eval-samples 4 --partition measured", 2, 2),
-    "shares": ("--num-stages 1 --dp-degree 2 --dp-shard --batch-size 2 --micro-batch-size 1", 2, 2),
-    "streaming": (
-        f"{STREAMING} --recompute-grain layer --streaming-stages 1 --save-steps 1 "
+    "stages": Case(words="--num-stages 2 --eval-samples 4 --partition measured", ranks=2, cards=2),
+    "shares": Case(
+        words="--dp-degree 2 --dp-shard --batch-size 2 --micro-batch-size 1 --offload-activations "
+        "--save-steps 1",
+        ranks=2,
+        cards=2,
+    ),
+    "replicas of stages": Case(
+        words="--num-stages 2 --dp-degree 2 --batch-size 2 --micro-batch-size 1 --schedule gpipe",
+        ranks=4,
+        cards=4,
+    ),
+    "bf16": Case(BF16, f"{ZBV} --eval-samples 4 --save-steps 1 --offload-activations"),
+    "bf16 operators chunk": Case(
+        BF16,
+        f"{ZBV} --gradient-checkpointing --checkpoint-mode operators --logits-chunk 5 "
+        "--offload-activations",
+    ),
+    "bf16 shares": Case(
+        BF16,
+        "--dp-degree 2 --dp-shard --batch-size 2 --micro-batch-size 1 --gradient-checkpointing",
+        ranks=2,
+        cards=2,
+    ),
+    "fp16 scaler": Case("--fp16", ZBV),
+    "lora dropout": Case(DROPOUT, f"--gradient-checkpointing {ZBV}"),
+    "dora rslora": Case(f"{BF16} {LORA} --use-dora --use-rslora", "--save-steps 1"),
+    "pissa": Case(f"{LORA} --lora-init pissa", ZBV),
+    "pissa fast": Case(f"{BF16} {LORA} --lora-init pissa_niter_2"),
+    "new tokens": Case(NEW_TOKENS, f"{ZBV} --save-steps 1"),
+    "packing": Case("--packing", ZBV),
+    "packing eager fp16": Case(f"--fp16 --packing --attention eager {LORA}"),
+    "methods": Case(f"{BF16} {METHODS}", ZBV),
+    "muon": Case("--optimizer muon", ZBV),
+    "adafactor": Case("--optimizer adafactor"),
+    "sgd": Case("--optimizer sgd --optimizer.momentum 0.9"),
+    "experts": Case("--train-model.output_router_logits true", ZBV, family="mixtral"),
+    "windows": Case(BF16, ZBV, family="gemma2"),
+    "tied": Case(BF16, "--num-stages 2", ranks=2, cards=2, family="gpt2"),
+    "dpo": Case(f"--collate-fn dpo --loss-fn dpo {LORA}", "--eval-samples 4", rows="dpo"),
+    "dpo full": Case("--collate-fn dpo --loss-fn dpo", f"{ZBV} --eval-samples 4", rows="dpo"),
+    "kto": Case(
+        f"--collate-fn kto --loss-fn kto --prompt chat --prompt-fn chat {LORA}", rows="kto"
+    ),
+    "rewards": Case(
+        "--train-model reward --collate-fn rm --loss-fn rm --prompt-fn chat", ZBV, rows="dpo"
+    ),
+    "streaming": Case(
+        words=f"{STREAMING} --recompute-grain layer --streaming-stages 1 --save-steps 1 "
         "--eval-samples 4 --micro-batch-size 1",
-        1,
-        4,
+        cards=4,
     ),
+    "streaming one card": Case(words=f"{STREAMING} --streaming-stages 1"),
+    "streaming bf16": Case(BF16, f"{STREAMING} --pin-model register", cards=3),
+    "streaming lora dropout": Case(DROPOUT, f"{STREAMING} --pin-model register", cards=2),
+    "streaming stale": Case(BF16, f"{STREAMING} --stale-step", cards=2),
 }
-# each has the losses of the other: the seeds of dropout hang on no card and no cut
-DROPPING = {
-    "lora dropout": (f"{DROPOUT} --gradient-checkpointing --schedule zbv --num-stages 2", 1, 1),
-    "streaming lora dropout": (f"{STREAMING} {DROPOUT} --pin-model register", 1, 2),
-}
-OTHER = {
-    "streaming stale": (f"{STREAMING} {BF16} --stale-step", 1, 3),
-    "packing": (f"--fp16 --packing --attention eager {LORA} --use-dora --use-rslora", 1, 1),
-    "pissa": (f"{BF16} {LORA} --lora-init pissa --new-tokens <a>,<b> --train-new-tokens", 1, 1),
-    "dpo": (f"--collate-fn dpo --loss-fn dpo {LORA} --eval-samples 4", 1, 1),
-}
+
+
+class Jobs:
+    """A job of each family, and what one stage on the CPU does; each is made once."""
+
+    def __init__(self, tmp_path_factory):
+        self.make_folder = tmp_path_factory.mktemp
+        self.of_family, self.on_cpu = {}, {}
+
+    def job(self, family):
+        if family not in self.of_family:
+            made = Job(self.make_folder(family), family=family, num_layers=4)
+            write_preferences(made.folder)
+            self.of_family[family] = made
+        return self.of_family[family]
+
+    def expected(self, case):
+        """Step -> loss of one stage on the CPU."""
+        key = case.family, case.like, case.rows
+        if key not in self.on_cpu:
+            job, name = self.job(case.family), f"cpu {len(self.on_cpu)}"
+            done = job.fork(name, *TWO_STEPS, *case.like.split(), *rows_of(job, case), ranks=1)
+            assert done.code == 0, done.err
+            self.on_cpu[key] = job.losses(name)
+        return self.on_cpu[key]
+
+
+def write_preferences(folder):
+    pairs, rated = [], []
+    for i in range(30):
+        said = {"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "!" * (i % 5)}
+        pairs.append(
+            {"question": f"{i}?", "chosen": "!" * (1 + i % 5), "rejected": "no " * (1 + i % 3)}
+        )
+        rated.append({"messages": said, "label": i % 3 > 0})
+    write_lines(folder / "dpo.jsonl", pairs)
+    write_lines(folder / "kto.jsonl", rated)
+
+
+def rows_of(job, case):
+    return ("--dataset-path", job.folder / f"{case.rows}.jsonl") if case.rows else ()
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    made = Job(tmp_path_factory.mktemp("job"), num_layers=4)
-    pairs = [
-        {"question": f"{i}?", "chosen": "!" * (1 + i % 5), "rejected": "no " * (1 + i % 3)}
-        for i in range(30)
-    ]
-    write_lines(made.folder / "dpo.jsonl", pairs)
-    done = made.fork("cpu", *TWO_STEPS, ranks=1)
-    assert done.code == 0, done.err
-    return made
+def jobs(tmp_path_factory):
+    return Jobs(tmp_path_factory)
+
+
+@pytest.fixture
+def job(jobs):
+    return jobs.job("llama")
 
 
 @pytest.fixture
@@ -93,12 +186,11 @@ def seen(cards, tmp_path, monkeypatch):
     return read
 
 
-def train(job, name, words, *, ranks, cards, num_cards):
-    cards.count = num_cards
-    rows = job.folder / f"{name}.jsonl"
-    options = [*words.split(), *(("--dataset-path", rows) if rows.exists() else ())]
+def train(job, name, *words, ranks, chaos=""):
     # long: a machine that runs the whole suite is busy
-    done = job.fork(name, *TWO_STEPS, "--device", "cuda", *options, ranks=ranks, timeout=200)
+    done = job.fork(
+        name, *TWO_STEPS, "--device", "cuda", *words, ranks=ranks, timeout=200, chaos=chaos
+    )
     assert done.code == 0, done.out[-2000:] + done.err[-4000:]
     return job.losses(name)
 
@@ -112,37 +204,28 @@ def assert_clean(seen, ranks):
         assert one["works"] > 100 and not one["races"], "\n".join(one["races"])
 
 
-def losses_of(job, name, case, cards, seen):
-    words, ranks, num_cards = case
-    losses = train(
-        job, name, f"--num-stages 1 {words}", ranks=ranks, cards=cards, num_cards=num_cards
-    )
-    assert_clean(seen, ranks)
-    return losses
-
-
-@pytest.mark.parametrize("name", SAME)
-def test_a_run_has_the_losses_of_one_stage_on_the_cpu(job, name, cards, seen):
-    found = losses_of(job, name, SAME[name], cards, seen)
-    assert found == pytest.approx(job.losses("cpu"), rel=1e-5)
-
-
-def test_dropout_is_the_same_on_one_card_and_streamed_through_two(job, cards, seen):
-    found = [losses_of(job, name, case, cards, seen) for name, case in DROPPING.items()]
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
-
-
-@pytest.mark.parametrize("name", OTHER)
-def test_a_run_keeps_to_its_cards_and_its_order(job, name, cards, seen):
-    found = losses_of(job, name, OTHER[name], cards, seen)
-    assert len(found) == 2 and all(map(math.isfinite, found.values()))
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_has_the_losses_of_one_stage_on_the_cpu(jobs, name, cards, seen):
+    case = CASES[name]
+    cards.count = case.cards
+    words = [*f"--num-stages 1 {case.like} {case.words}".split()]
+    job = jobs.job(case.family)
+    found = train(job, name, *words, *rows_of(job, case), ranks=case.ranks)
+    assert_clean(seen, case.ranks)
+    expected = jobs.expected(case)
+    if "--stale-step" in words:  # the first update comes a step later
+        expected = {1: expected[1], 2: found[2]}
+    # the fused update of a card rounds otherwise, which half a type may turn into its last bit
+    tolerance = 2e-4 if "16" in case.like else 1e-5
+    assert len(found) == len(expected) and found == pytest.approx(expected, rel=tolerance)
 
 
 def test_a_projector_alone_trains_over_two_cards(tmp_path, cards, seen):
     """The last stage trains nothing, and takes part in the norm all the same."""
     job = VisionJob(tmp_path, family="qwen2_5_vl")
     words = "--frozen-vit --frozen-llm --frozen-lm-head --batch-size 4 --micro-batch-size 1"
-    losses = train(job, "projector", words, ranks=2, cards=cards, num_cards=2)
+    cards.count = 2
+    losses = train(job, "projector", *words.split(), ranks=2)
     assert len(losses) == 2
     assert_clean(seen, 2)
 

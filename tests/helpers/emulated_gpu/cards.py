@@ -32,6 +32,7 @@ from tests.helpers.emulated_gpu.native import MOST_CARDS
 from tests.helpers.emulated_gpu.operations import (
     COPIES,
     INDEXING,
+    ON_A_CPU,
     VALUELESS,
     Place,
     is_collective,
@@ -268,8 +269,8 @@ class Cards:
 
     def _compute(self, func: Any, args: tuple, kwargs: dict, device: torch.device) -> Any:
         """The values; random ones from the card's generator."""
-        if name_of(func) == "histc" and not args[0].is_floating_point():  # a CPU takes no integers
-            return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+        if name_of(func) in ON_A_CPU:
+            return ON_A_CPU[name_of(func)](func, *args, **kwargs)
         if not is_random(func) or device.type != "cuda" or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         generator, own = torch.default_generator, self.generators[device.index]
