@@ -1,20 +1,23 @@
-"""Whole runs of train_pp.py and evaluate.py on emulated cards: their numbers, and no race.
+"""Whole runs of train_pp.py on emulated cards: their numbers are those of a CPU, and no race.
 
-Ranks are forked, a card each, with gloo for NCCL. This file comes first: torch refuses to fork a
-process that has run a backward pass on a card.
+Ranks are forked, a card each, with gloo for NCCL. Files that begin with test_a come first: torch
+refuses to fork a process that has run a backward pass on a card.
 """
 
-import json
-import os
-import signal
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import NamedTuple
 
-import httpx
 import pytest
+import torch
+import torch.distributed as dist
 
-from stageline.modules import recompute
-from tests.helpers.served_model import NUM_TOKENS, ServedModel, wait_for_url
-from tests.helpers.small_run import ForkedRun, Job
+from stageline.distributed.process_group import open_channels
+from stageline.pipeline.schedules import SCHEDULES, make_schedule
+from tests.gpu.test_training_on_gpu import train as train_with
+from tests.helpers.emulated_gpu.cards import Cards
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_run import Job
 from tests.helpers.small_vision_run import VisionJob
 from tests.helpers.tiny_datasets import write_lines
 
@@ -87,6 +90,9 @@ CASES = {
     "pissa fast": Case(f"{BF16} {LORA} --lora-init pissa_niter_2"),
     "new tokens": Case(NEW_TOKENS, f"{ZBV} --save-steps 1"),
     "packing": Case("--packing", ZBV),
+    "packing replicas": Case(
+        "--packing", "--dp-degree 2 --batch-size 2 --micro-batch-size 1", ranks=2, cards=2
+    ),
     "packing eager fp16": Case(f"--fp16 --packing --attention eager {LORA}"),
     "methods": Case(f"{BF16} {METHODS}", ZBV),
     "muon": Case("--optimizer muon", ZBV),
@@ -166,26 +172,6 @@ def job(jobs):
     return jobs.job("llama")
 
 
-@pytest.fixture
-def seen(cards, tmp_path, monkeypatch):
-    """Rank -> what its cards saw, once it has ended."""
-    leave = os._exit
-
-    def tell_and_leave(code):
-        found = {"races": dict(cards.races), "works": sum(cards.works.values())}
-        found["collectives"] = [each.partition(" at ")[0] for each in cards.collectives]
-        (tmp_path / f"{os.environ.get('RANK', 0)}.json").write_text(json.dumps(found))
-        leave(code)
-
-    monkeypatch.setattr(os, "_exit", tell_and_leave)
-    monkeypatch.setattr(recompute, "MIN_BYTES", 0)  # these activations are small
-
-    def read():
-        return {int(p.stem): json.loads(p.read_text()) for p in sorted(tmp_path.glob("*.json"))}
-
-    return read
-
-
 def train(job, name, *words, ranks, chaos=""):
     # long: a machine that runs the whole suite is busy
     done = job.fork(
@@ -195,15 +181,6 @@ def train(job, name, *words, ranks, chaos=""):
     return job.losses(name)
 
 
-def assert_clean(seen, ranks):
-    found = seen()
-    assert sorted(found) == list(range(ranks))
-    for one in found.values():
-        # else one waits in gloo, the other in NCCL; in any order, as saving has a thread
-        assert sorted(one["collectives"]) == sorted(found[0]["collectives"])
-        assert one["works"] > 100 and not one["races"], "\n".join(one["races"])
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_has_the_losses_of_one_stage_on_the_cpu(jobs, name, cards, seen):
     case = CASES[name]
@@ -211,7 +188,7 @@ def test_a_run_has_the_losses_of_one_stage_on_the_cpu(jobs, name, cards, seen):
     words = [*f"--num-stages 1 {case.like} {case.words}".split()]
     job = jobs.job(case.family)
     found = train(job, name, *words, *rows_of(job, case), ranks=case.ranks)
-    assert_clean(seen, case.ranks)
+    seen.assert_clean(case.ranks)
     expected = jobs.expected(case)
     if "--stale-step" in words:  # the first update comes a step later
         expected = {1: expected[1], 2: found[2]}
@@ -227,46 +204,63 @@ def test_a_projector_alone_trains_over_two_cards(tmp_path, cards, seen):
     cards.count = 2
     losses = train(job, "projector", *words.split(), ranks=2)
     assert len(losses) == 2
-    assert_clean(seen, 2)
+    seen.assert_clean(2)
 
 
-def test_answers_of_a_device_map_over_two_and_four_cards(job, cards, seen):
-    found = []
-    for num_cards in (2, 4):
-        cards.count = num_cards
-        folder = job.folder / f"answers-{num_cards}"
-        words = [
-            *("evaluate.py", "--engine", "device_map", "--model-path", job.model),
-            *("--dataset", "jsonl", "--dataset-path", job.rows, "--dataset.test_size", "1.0"),
-            *("--image-token", "none", "--device", "cuda", "--max-new-tokens", 6),
-            *("--output-dir", folder, "--batch-size", 4, "--limit", 4),
-            *"--model generate --metric exact_match --prompt question --prompt-fn fill".split(),
-            *("--bootstrap-resamples", 10),
-        ]
-        done = ForkedRun(list(map(str, words)), ranks=1).wait(200)
-        assert done.code == 0, done.out[-2000:] + done.err[-4000:]
-        assert_clean(seen, 1)
-        lines = (folder / "predictions.jsonl").read_text().splitlines()
-        found.append({row["id"]: row["prediction"] for row in map(json.loads, lines)})
-    assert len(found[0]) == 4 and found[0] == found[1]
-
-
-def test_a_server_over_two_cards_answers_as_transformers_does(tmp_path, cards, seen):
+def test_a_run_goes_on_from_what_it_saved_on_other_cards(jobs, cards, seen):
+    """Shares of two cards, then two stages on two; the CPU's numbers in both."""
+    job = jobs.job("llama")
     cards.count = 2
-    model = ServedModel.save(tmp_path / "served", positions=256)
-    words = [
-        *("serve.py", "--model-path", model.folder, "--device", "cuda", "--port", 0),
-        *("--num-stages", 2, "--temperature", 0, "--max-new-tokens", NUM_TOKENS),
-        *("--num-groups", 1, "--shutdown-seconds", 20),
-    ]
-    run = ForkedRun(list(map(str, words)), ranks=2)
-    url = f"{wait_for_url(run)}/v1/chat/completions"
-    for question in ("Which digit is this?", "true or false"):
-        body = {"model": "tiny", "messages": [{"role": "user", "content": question}]}
-        answer = httpx.post(url, json=body, timeout=200).json()
-        assert answer["choices"][0]["message"]["content"] == model.answer(question)
-    for pid in run.pids.values():
-        os.kill(pid, signal.SIGTERM)
-    done = run.wait(200)
-    assert done.code == 143 and "Traceback" not in done.err, done.err
-    assert_clean(seen, 2)
+    shares = "--dp-degree 2 --dp-shard --batch-size 2 --micro-batch-size 1 --num-stages 1"
+    train(job, "resumed", *shares.split(), "--total-steps", 1, "--save-steps", 1, ranks=2)
+    words = "--num-stages 2 --resume auto --save-steps 2 --allow-changes"
+    found = train(job, "resumed", *words.split(), ranks=2)
+    seen.assert_clean(2)
+    assert found == pytest.approx(jobs.expected(Case()), rel=1e-5)
+
+
+def test_a_loss_that_is_no_number_is_found_on_its_card(jobs, cards, seen):
+    """The passes of that step run once more, on generators set back."""
+    job = jobs.job("llama")
+    words = f"{ZBV} {DROPOUT}".split()
+    found = train(job, "nan", *words, ranks=1, chaos="at=loss,step=1,count=2,do=value")
+    seen.assert_clean(1)
+    assert found[1] == pytest.approx(jobs.expected(CASES["lora dropout"])[1], rel=1e-5)
+    log = (job.folder / "nan" / "log.jsonl").read_text()
+    assert found[2] is None and "micro-batch" in log
+
+
+def test_the_planner_measures_on_a_card(jobs, cards, seen):
+    job = jobs.job("llama")
+    done = job.fork("plan", *TWO_STEPS, "--device", "cuda", *ZBV.split(), "--plan", ranks=1)
+    assert done.code == 0, done.err
+    seen.assert_clean(1)
+    assert "plan: --schedule zbv, 2 stages on 1 ranks" in done.out and "peak" in done.out
+
+
+def run_every_schedule(rank):
+    """Two steps of each, with transfers between the cards."""
+    num_ranks, found = dist.get_world_size(), {}
+    for name in SCHEDULES:
+        schedule = make_schedule(name, num_ranks=num_ranks)
+        context = SimpleNamespace(
+            device=torch.device("cuda", rank), pp_group=None, pp_rank=rank, num_ranks=num_ranks
+        )
+        context.channels = open_channels(num_ranks, schedule.pairs, timeout=timedelta(seconds=60))
+        torch.cuda.set_device(rank)
+        results, _, _ = train_with(context, name, torch.float32)
+        found[name] = [(result.loss, result.grad_norm) for result in results]
+    return found, dict(Cards.entered.races), Cards.entered.groups
+
+
+def test_every_schedule_over_two_cards(cards):
+    cards.count = 2
+    ranks = run_ranks(run_every_schedule, 2)
+    ((alone, races, _),) = run_ranks(run_every_schedule, 1)
+    assert not races
+    for found, races, groups in ranks:
+        assert not races, "\n".join(races)
+        assert groups == ranks[0][2]
+        for name in SCHEDULES:
+            for ours, theirs in zip(found[name], alone[name], strict=True):
+                assert ours == pytest.approx(theirs, rel=1e-5), name

@@ -166,7 +166,8 @@ def _answer_on(rank, folder, processor, prompts):
 
 def _answer_by_nccl(rank, port, found, *model):
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=address, rank=rank, world_size=2)
     answers = _answer_on(rank, *model)
     if rank == 0:
         found.put(answers)

@@ -29,16 +29,22 @@ def context():
 
 
 def train(context, name, dtype):
-    schedule = make_schedule(name, num_ranks=1)
+    schedule = make_schedule(name, num_ranks=context.num_ranks)
     stages = []
-    for index in range(schedule.num_stages):
+    for index in schedule.stages_of(context.pp_rank):
         stage = CausalLMStage(
             tiny_config("llama"), stage=index, num_stages=schedule.num_stages, dtype=dtype
         )
         init_split_model(stage, seed=1, device=context.device, dtype=dtype)
         stage.frozen()
         stages.append(stage.train())
-    runner = PipelineRunner(stages, device=context.device, schedule=schedule)
+    runner = PipelineRunner(
+        stages,
+        device=context.device,
+        group=context.pp_group,
+        channels=context.channels,
+        schedule=schedule,
+    )
     timeline = StepTimeline(runner, step=1)
     train_step = TrainStep(
         runner,
