@@ -181,8 +181,14 @@ class Window:
     def mask(self, num_new: int, device: torch.device) -> torch.Tensor:
         """Which columns hold tokens [B, C], the new ones behind the old ones included."""
         columns_C = torch.arange(self.start, self.end + num_new, device=device)
-        firsts_B = torch.tensor(self.first_columns, device=device)
+        firsts_B = sent(torch.tensor(self.first_columns), device)
         return (columns_C >= firsts_B[:, None]).long()
+
+
+def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Small values of the host on a device; the host waits for no copy."""
+    pinned = values.pin_memory() if device.type == "cuda" else values
+    return pinned.to(device, non_blocking=True)
 
 
 class WindowLayer(CacheLayerMixin):

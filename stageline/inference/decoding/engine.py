@@ -18,6 +18,7 @@ import torch
 
 from stageline.errors import UserError
 from stageline.inference.decoding.answer import AnswerText, Running, ScoreQueue
+from stageline.inference.decoding.cache import sent
 from stageline.inference.decoding.chain import Chain, max_in_flight
 from stageline.inference.decoding.grammars import Matchers
 from stageline.inference.decoding.request import (
@@ -413,7 +414,7 @@ class DecodingEngine:
     def _order(self, order: PassOrder, tensors: dict[str, torch.Tensor] | None = None) -> None:
         order.number = next(self._numbers)
         order.leave += self._scheduler.take_leaving()
-        on_device = {name: value.to(self.device) for name, value in (tensors or {}).items()}
+        on_device = {name: sent(value, self.device) for name, value in (tensors or {}).items()}
         self.chain.start(order, on_device)
 
     def _start_prefill(self, found: Prefill) -> None:

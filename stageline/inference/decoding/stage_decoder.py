@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from stageline.errors import UserError
-from stageline.inference.decoding.cache import GroupCache, Window, take_out
+from stageline.inference.decoding.cache import GroupCache, Window, sent, take_out
 from stageline.inference.decoding.grammars import Matchers, RowMatcher
 from stageline.inference.decoding.request import PassOrder, Sampling, Score
 from stageline.inference.decoding.sampler import SampledRow, choose
@@ -319,7 +319,7 @@ class StageDecoder:
     def _step(self, group: Group, tensors: Tensors) -> Any:
         window = group.cache.window
         group.cache.begin(1)
-        positions_B1 = torch.tensor(group.positions, device=self.device)[:, None]
+        positions_B1 = sent(torch.tensor(group.positions)[:, None], self.device)
         batch = {
             # where all rows are of one length nothing is hidden, and kernels without masks serve
             "attention_mask": window.mask(1, self.device) if window.is_ragged else None,
