@@ -234,7 +234,7 @@ def replicated(rank, kind, folder, start, is_sharded):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     model = build_stage(kind, folder, start, stage=0, num_stages=1)
     if is_sharded:
-        replicas = ShardedReplicas([model], mesh=mesh["dp"], device=CPU)
+        replicas = ShardedReplicas([model], mesh=mesh["dp"])
     else:
         replicas = Replicas(mesh["dp"].get_group(), device=CPU)
     runner = PipelineRunner(

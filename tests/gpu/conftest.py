@@ -4,12 +4,14 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from stageline.modules import recompute
+from stageline.training.step import StepResult, TrainStep
+from tests.helpers.host_waits import host_waits
 
 if TYPE_CHECKING:
     from tests.helpers.emulated_gpu.cards import Cards
@@ -64,19 +66,25 @@ class Seen:
 
     def __init__(self, cards: "Cards", folder: Path) -> None:
         self.cards, self.folder = cards, folder
+        self.waits: dict[str, int] = {}
 
     def write(self) -> None:
         found = {
             "races": dict(self.cards.races),
             "works": sum(self.cards.works.values()),
             "groups": self.cards.groups,
+            "waits": self.waits,
             # without the place, which differs between the first rank and the others
             "collectives": [each.partition(" at ")[0] for each in self.cards.collectives],
         }
         (self.folder / f"{os.environ.get('RANK', 0)}.json").write_text(json.dumps(found))
 
-    def assert_clean(self, ranks: int) -> None:
-        """No race, and all ranks made the same groups, in one order, and the same exchanges."""
+    def assert_clean(self, ranks: int) -> list[dict[str, int]]:
+        """No race, and all ranks made the same groups, in one order, and the same exchanges.
+
+        Returns:
+            Where each rank waited in its last step -> how often.
+        """
         files = sorted(self.folder.glob("*.json"))
         found = [json.loads(file.read_text()) for file in files]
         assert [int(file.stem) for file in files] == list(range(ranks))
@@ -85,6 +93,7 @@ class Seen:
             assert sorted(one["collectives"]) == sorted(found[0]["collectives"])
             assert one["groups"] == found[0]["groups"]
             assert one["works"] > 100 and not one["races"], "\n".join(one["races"])
+        return [one["waits"] for one in found]
 
 
 @pytest.fixture
@@ -96,6 +105,14 @@ def seen(cards: "Cards", tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> See
         found.write()
         leave(code)
 
+    def watched(*args: Any, **kwargs: Any) -> StepResult:
+        with host_waits() as waits:
+            result = step(*args, **kwargs)
+        found.waits = dict(waits)
+        return result
+
+    step = TrainStep.__call__
+    monkeypatch.setattr(TrainStep, "__call__", watched)
     monkeypatch.setattr(os, "_exit", tell_and_leave)
     monkeypatch.setattr(recompute, "MIN_BYTES", 0)  # activations of tiny models move, too
     return found
