@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,6 @@ import torch
 
 from stageline.modules import recompute
 from stageline.training.step import StepResult, TrainStep
-from tests.helpers.host_waits import host_waits
 
 if TYPE_CHECKING:
     from tests.helpers.emulated_gpu.cards import Cards
@@ -66,7 +66,7 @@ class Seen:
 
     def __init__(self, cards: "Cards", folder: Path) -> None:
         self.cards, self.folder = cards, folder
-        self.waits: dict[str, int] = {}
+        self.waits: Counter[str] = Counter()  # of the last step
 
     def write(self) -> None:
         found = {
@@ -83,7 +83,7 @@ class Seen:
         """No race, and all ranks made the same groups, in one order, and the same exchanges.
 
         Returns:
-            Where each rank waited in its last step -> how often.
+            Of each rank how and where the host waited in its last step -> how often.
         """
         files = sorted(self.folder.glob("*.json"))
         found = [json.loads(file.read_text()) for file in files]
@@ -106,9 +106,11 @@ def seen(cards: "Cards", tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> See
         leave(code)
 
     def watched(*args: Any, **kwargs: Any) -> StepResult:
-        with host_waits() as waits:
-            result = step(*args, **kwargs)
-        found.waits = dict(waits)
+        before = Counter(cards.waits)
+        result = step(*args, **kwargs)
+        found.waits = Counter()
+        for wait, count in (cards.waits - before).items():
+            found.waits[f"{wait.kind}: {wait.library or wait.place}"] += count
         return result
 
     step = TrainStep.__call__
