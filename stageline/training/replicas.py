@@ -80,7 +80,8 @@ class Replicas:
         if self.size == 1:
             return list(values)
         is_exact = all(isinstance(value, int) for value in values)
-        totals = torch.tensor(values, dtype=torch.int64 if is_exact else torch.float64)
+        dtype = torch.int64 if is_exact else torch.float64
+        totals = torch.tensor(values, dtype=dtype)
         dist.all_reduce(totals, group=self.group)
         return totals.tolist()
 
