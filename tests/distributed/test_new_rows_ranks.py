@@ -133,7 +133,7 @@ def replicated(rank, base, folder, shards):
     if shards:
         replicas = ShardedReplicas(stages, mesh=mesh["dp"])
     else:
-        replicas = Replicas(mesh.get_group("dp"), device=CPU)
+        replicas = Replicas(mesh.get_group("dp"))
     trained = train(
         stages,
         plan,

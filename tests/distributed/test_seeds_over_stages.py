@@ -236,7 +236,7 @@ def replicated(rank, kind, folder, start, is_sharded):
     if is_sharded:
         replicas = ShardedReplicas([model], mesh=mesh["dp"])
     else:
-        replicas = Replicas(mesh["dp"].get_group(), device=CPU)
+        replicas = Replicas(mesh["dp"].get_group())
     runner = PipelineRunner(
         model, device=CPU, group=mesh["pp"].get_group(), schedule="1f1b", seed=SEED
     )
