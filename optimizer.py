@@ -35,18 +35,20 @@ def adamw(
     """
     import torch
 
+    from stageline.device import FUSED, accelerators
+
     # and where all are on the host below one (--engine streaming); on a CPU it rounds differently,
     # so that a run without a GPU keeps its bits
     if fused is None:
-        on_gpu = {weight.is_cuda for group in param_groups for weight in group["params"]}
-        fused = len(on_gpu) == 1 and (on_gpu == {True} or torch.cuda.is_available())
+        kinds = {weight.device.type for group in param_groups for weight in group["params"]}
+        fused = len(kinds) == 1 and kinds <= FUSED and (kinds != {"cpu"} or bool(accelerators()))
     return torch.optim.AdamW(
         param_groups,
         lr=learning_rate,
         betas=(beta1, beta2),
         eps=eps,
         weight_decay=weight_decay,
-        fused=fused or None,  # None: torch still takes its loop-free kernels on a GPU
+        fused=fused or None,  # None: torch still takes its loop-free kernels there
     )
 
 

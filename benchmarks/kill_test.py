@@ -81,7 +81,7 @@ def kill_elastic(job, kills):
     """The kills of one run with --elastic, and its starts."""
     CardsInAFile.file = job.folder / "cards.txt"
     for name in ("__init__", "usable"):
-        setattr(elastic.Gpus, name, getattr(CardsInAFile, name))
+        setattr(elastic.Accelerators, name, getattr(CardsInAFile, name))
     launch.SECONDS_BETWEEN_LOOKS = 0.5  # for cards that are back
     more = ("--num-stages", NUM_CARDS, "--elastic", "--max-restarts", 10 * kills)
     launcher = launch_elastic(job, "killed", *ELASTIC, *more, "--total-steps", 10**6)

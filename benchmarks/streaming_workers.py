@@ -70,7 +70,11 @@ class Ours:
         self.plan = Plan((), (range(count),)) if one_slot else plan_of(setup, self.model)
         budget = None if one_slot else setup.budget
         is_cuda = setup.device == "cuda"
-        self.lane = Lane.cuda(0, budget=budget) if is_cuda else Lane.cpu(budget=budget)
+        self.lane = (
+            Lane.streams(torch.device("cuda", 0), budget=budget)
+            if is_cuda
+            else Lane.cpu(budget=budget)
+        )
         self.engine = RoundPipe(self.model, torch.float32, lanes=[self.lane])
         self.optimizer = adamw(self.engine.optim_parameters(), "cpu")
         self.config = RoundPipeRunConfig(num_microbatch=setup.micro_batches, execute_plan=self.plan)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from commands.decode_run import open_decoding
@@ -27,6 +26,7 @@ from stageline.data.batches.batch import encode_sample
 from stageline.data.images.image_settings import ImageSettings, make_image_settings, using_images
 from stageline.data.images.tiling import Tiling, match_config, prepare_images
 from stageline.data.rows.bad_rows import BadRows, leaving_out
+from stageline.device import accelerators, visible
 from stageline.distributed.launch import launch_if_needed, launchers_store
 from stageline.errors import DataError, RemoteError, UserError
 from stageline.evaluation.predictions import PredictionFile, fingerprint, merge_shards, shard_path
@@ -126,11 +126,6 @@ def _check_builder(arguments: Arguments) -> None:
         )
 
 
-def _num_gpus(device: str) -> int:
-    # is_available() would start the driver, which then no longer looks at CUDA_VISIBLE_DEVICES
-    return 0 if device == "cpu" else torch.cuda.device_count()
-
-
 def _store(rank: int, world_size: int) -> Any:
     if world_size == 1:
         return None
@@ -148,7 +143,7 @@ def opened(arguments: Arguments, replicas: EvaluationReplicas) -> Iterator[Opene
     elif engine == "vllm":
         yield _vllm(arguments)
     else:
-        _take_own_gpus(arguments.run, replicas)
+        _take_own_devices(arguments.run, replicas)
         yield _whole(arguments)
 
 
@@ -198,23 +193,28 @@ def _builder_arguments(arguments: Arguments) -> dict[str, Any]:
     }
 
 
-def _take_own_gpus(run: Any, replicas: EvaluationReplicas) -> None:
-    """Leaves this process the GPUs of its replica; before any of them is touched."""
-    num_gpus = _num_gpus(run.device)
-    if replicas.count == 1 or num_gpus == 0:
+def _take_own_devices(run: Any, replicas: EvaluationReplicas) -> None:
+    """Leaves this process the accelerators of its replica; before any of them is touched."""
+    found = accelerators(run.device)
+    if replicas.count == 1 or not found:
         return
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = shown.split(",") if shown else [str(index) for index in range(num_gpus)]
+    variable, names = visible(found)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", replicas.count))  # replicas of this machine
-    each = run.num_devices or len(gpus) // here
-    if each * here > len(gpus) or each == 0:
+    each = run.num_devices or len(names) // here
+    if each * here > len(names) or each == 0:
         raise UserError(
-            f"{here} replicas with {max(each, 1)} devices each, and this machine shows {len(gpus)} "
-            "GPUs. As many were expected, because replicas share none: lower --num-replicas or "
-            "--num-devices, look at CUDA_VISIBLE_DEVICES, or take --device cpu."
+            f"{here} replicas with {max(each, 1)} devices each, and this machine shows "
+            f"{len(names)}. As many were expected, because replicas share none: lower "
+            f"--num-replicas or --num-devices, look at {variable}, or take --device cpu."
         )
     first = int(os.environ.get("LOCAL_RANK", replicas.index)) * each
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + each])
+    os.environ[variable] = ",".join(names[first : first + each])
+    if len(accelerators(run.device)) != each:
+        raise UserError(
+            f"a replica was given {variable}={os.environ[variable]}, and torch sees other devices: "
+            "their driver had been started. It was expected to look now, because replicas share no "
+            f"device. Start the replicas by torchrun, each with its {variable}, or take one."
+        )
 
 
 @contextmanager

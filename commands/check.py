@@ -133,8 +133,8 @@ def notes_of(arguments: CheckArguments) -> list[str]:
         notes.append(
             f"compared in float32: --{run.precision} rounds more than a mistake may change"
         )
-    if run.device == "cuda":
-        notes.append("--device cuda: a check runs on the CPU")
+    if run.device not in ("auto", "cpu"):
+        notes.append(f"--device {run.device}: a check runs on the CPU")
     if (run.dp_degree or 1) > 1:
         notes.append("--dp-degree: one replica was checked")
     notes += [

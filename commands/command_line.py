@@ -195,13 +195,16 @@ def _devices() -> list[tuple[str, str]]:
     try:
         import torch
     except ImportError as error:
-        return [("CUDA", f"torch can't be imported: {error}")]
-    if not torch.cuda.is_available():
-        return [("CUDA", f"no device; torch was built for CUDA {torch.version.cuda or 'none'}")]
-    found = [("CUDA", str(torch.version.cuda))]
-    for index in range(torch.cuda.device_count()):
-        about = torch.cuda.get_device_properties(index)
-        found.append((f"device {index}", f"{about.name}, {about.total_memory / 2**30:.1f} GiB"))
+        return [("accelerator", f"torch can't be imported: {error}")]
+    from stageline.device import accelerators
+
+    devices = accelerators()
+    kind = torch.accelerator.current_accelerator()
+    built = f"torch {torch.__version__} was built for {kind.type if kind else 'none'}"
+    found = [("accelerator", f"{len(devices) or 'no'} device; {built}")]
+    for device in devices:
+        about = torch.get_device_module(device).get_device_properties(device)
+        found.append((str(device), f"{about.name}, {about.total_memory / 2**30:.1f} GiB"))
     return found
 
 

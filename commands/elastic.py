@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from options.train import RunConfig
-from stageline.distributed.elastic import Elastic, Gpus
+from stageline.distributed.elastic import Accelerators, Elastic
 from stageline.errors import UserError
 from stageline.model_folder import load_config
 from stageline.pipeline.schedules import default_stages_per_rank
@@ -128,7 +128,7 @@ def make_elastic(run: RunConfig, num_ranks: int) -> Elastic:
         fitting=lambda left: next((n for n in range(left, 0, -1) if on_ranks(run, n)), 0),
         max_restarts=run.max_restarts,
         folder=Path(run.output_dir),
-        devices=Gpus(run.device, num_ranks=num_ranks),
+        devices=Accelerators(run.device, num_ranks=num_ranks),
     )
 
 

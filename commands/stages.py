@@ -47,9 +47,9 @@ def place_stages(run: Any, *, num_replicas: int | None = 1) -> tuple[Any, int]:
     """
     have = started = int(os.environ.get("WORLD_SIZE", "0"))
     if not started and run.device != "cpu":
-        import torch
+        from stageline.device import accelerators
 
-        have = torch.cuda.device_count()
+        have = len(accelerators(run.device))
     num_stages = run.num_stages or max(1, have // (num_replicas or 1))
     if num_replicas is None:
         num_replicas = max(1, have // num_stages)

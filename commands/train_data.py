@@ -50,6 +50,7 @@ from stageline.data.images.tiling import Tiling, prepare_images
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.data.rows.readers import data_fingerprint
 from stageline.data.text.processor import get_pad_token_id, load_processor
+from stageline.device import is_accelerator
 from stageline.distributed.process_group import DistributedContext
 from stageline.errors import DataError, UserError
 from stageline.model_folder import load_config
@@ -428,7 +429,7 @@ def make_loader(
         dp_degree=context.num_replicas,
         seed=run.seed,
         num_workers=run.num_workers,
-        pins=any(device.type == "cuda" for device in context.devices),
+        pins=any(map(is_accelerator, context.devices)),
         start_step=start_step,
         position=position,
         shuffle=not is_evaluation,

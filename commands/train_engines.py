@@ -24,7 +24,6 @@ from commands.train_run import (
     TrainingRun,
     make_streaming_runner,
     open_run_folder,
-    streaming_devices,
 )
 from options.memory import memory_remedies
 from options.model import learning_rate_scales
@@ -32,6 +31,7 @@ from options.train import RunConfig
 from parse_args import TrainArguments, save_config
 from stageline.checkpoint.host_memory import settle_allocators
 from stageline.checkpoint.layout import Ranks
+from stageline.device import is_accelerator, stage_devices
 from stageline.distributed.failure import name_stages
 from stageline.distributed.failure_record import on_full_memory, open_log, tell_run_folder
 from stageline.distributed.launch import launch_if_needed
@@ -95,7 +95,7 @@ def run_pipeline(plan: RunPlan, data: Data) -> int:
 
 def run_streaming(plan: RunPlan, data: Data) -> int:
     """Stages in host memory, streamed through the devices of this machine by one process."""
-    lanes = tuple(streaming_devices(plan.run.device))
+    lanes = tuple(stage_devices(plan.run.device))
     with distributed_context(num_ranks=1, device="cpu") as alone:
         context = replace(alone, lanes=lanes)
         name_stages(plan.topology.schedule.stages_of(0))
@@ -188,7 +188,7 @@ def _interruption(plan: RunPlan, start_step: int) -> Interruption | None:
 
 def _open_account(run: RunConfig, context: DistributedContext, *, streams: bool) -> MemoryAccount:
     """What is told where memory runs out."""
-    has_gpu = context.devices[0].type == "cuda"
+    has_gpu = is_accelerator(context.devices[0])
     if has_gpu and not (run.bf16 or run.fp16):
         say("note: float32 on a GPU, at a fraction of its speed; --bf16 computes in half the bits")
     remedies = memory_remedies(run, has_gpu=has_gpu, streams=streams)

@@ -485,39 +485,20 @@ def _check_budget(runner: StreamingRunner, num_micro_batches: int) -> None:
         ) from None
 
 
-def streaming_devices(device: str) -> list[torch.device]:
-    """Those that stages stream through: every GPU, or the CPU.
-
-    Args:
-        device: auto, cpu or cuda.
-
-    Raises:
-        UserError: there is no GPU.
-    """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "cuda" and not count:
-        raise UserError(
-            "--device cuda came, and this machine has no GPU that torch can use. Use --device cpu "
-            "or auto, or a machine with a GPU."
-        )
-    if device == "cpu" or not count:
-        return [torch.device("cpu")]
-    return [torch.device("cuda", index) for index in range(count)]
-
-
 def make_lanes(devices: Sequence[torch.device], *, budget: float | None) -> list[Lane]:
     """What stages stream through.
 
     Args:
-        budget: GiB for weights and gradients on each; None: half of what is free on a GPU.
+        budget: GiB for weights and gradients on each; None: half of what is free on an accelerator.
     """
     num_bytes = None if budget is None else int(budget * GIB)
     if devices[0].type == "cpu":
         return [Lane.cpu(budget=num_bytes)]
-    free = {device: torch.cuda.mem_get_info(device)[0] for device in devices}
+    module = torch.get_device_module(devices[0])
+    free = {device: module.mem_get_info(device)[0] for device in devices}
     return [
-        Lane.cuda(
-            device.index,
+        Lane.streams(
+            device,
             budget=num_bytes or int(free[device] * SHARE_OF_FREE),
             inputs_budget=int(free[device] * SHARE_OF_INPUTS),
         )

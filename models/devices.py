@@ -1,6 +1,7 @@
 """What the builder part `auto` does: finds a model, cuts it over the devices and loads it."""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from stageline.checkpoint.adapter import (
 from stageline.checkpoint.adapter_start import Adapters
 from stageline.checkpoint.plain_model import check_weights, load_whole
 from stageline.data.text.processor import load_processor
+from stageline.device import VISIBLE, accelerators
 from stageline.errors import UserError
 from stageline.inference.meta_model import (
     auto_class_of,
@@ -99,15 +101,16 @@ def plan(
         UserError: the model does not fit, or nothing is known of the devices.
     """
     source = _find(model_path, adapter_path, trust_remote_code=trust_remote_code)
-    if placement.memory is None and (_num_gpus() == 0 or device == "cpu"):
+    found = [] if placement.memory else accelerators(device)
+    if placement.memory is None and not found:
         raise UserError(
-            "--plan came without --device-memory, and no GPU is to be seen here. Their memory "
-            "was expected, because layers are dealt out by it: give --device-memory 24GiB "
+            "--plan came without --device-memory, and no accelerator is to be seen here. Their "
+            "memory was expected, because layers are dealt out by it: give --device-memory 24GiB "
             "--num-devices 2, or 24GiB,48GiB for devices that differ."
         )
     cutter = make_cutter(
         source.config,
-        memory=placement.memory or free_memory(num_devices or _num_gpus()),
+        memory=placement.memory or free_memory(found[:num_devices]),
         placement=placement,
         dtype=dtype,
         quantization=quantization,
@@ -168,29 +171,30 @@ def make_device_map(
     placement: Wanted | None = None,
     **options: Any,
 ) -> dict[str, object]:
-    """Cuts the model over the GPUs, or refuses; everything on the CPU where there is none."""
-    num_gpus = _num_gpus()
-    if device == "cpu" or (device == "auto" and num_gpus == 0):
+    """Cuts the model over the accelerators, or refuses; without any it all lies on the CPU."""
+    found = accelerators(device)
+    if not found:
         if (num_devices or 1) > 1:
             raise UserError(
                 f"--num-devices {num_devices} came, and the model would lie on the CPU (--device "
-                f"{device}, {num_gpus} GPUs here). One device was expected, because a CPU is one: "
-                "leave --num-devices out, or run on as many GPUs."
+                f"{device}, no accelerator here). One device was expected, because a CPU is one: "
+                "leave --num-devices out, or run on as many accelerators."
             )
         return {"": "cpu"}
     placement = placement or Wanted()
     given = placement.memory or ()
-    wanted = num_devices or (len(given) if len(given) > 1 else num_gpus)
-    if wanted > num_gpus or num_gpus == 0:
+    wanted = num_devices or (len(given) if len(given) > 1 else len(found))
+    if wanted > len(found):
         raise UserError(
-            f"--num-devices {wanted}, and this machine shows {num_gpus} GPUs: lower it, look at "
-            "CUDA_VISIBLE_DEVICES, or take --device cpu."
+            f"--num-devices {wanted}, and this machine shows {len(found)} devices of the kind "
+            f"{found[0].type}: lower it, look at {VISIBLE.get(found[0].type, 'what hides some')}, "
+            "or take --device cpu."
         )
     if wanted == 1:
         return {"": 0}
     cutter = make_cutter(
         config,
-        memory=(given if len(given) == wanted else given * wanted) or free_memory(wanted),
+        memory=(given if len(given) == wanted else given * wanted) or free_memory(found[:wanted]),
         visual_gpu_ratio=visual_gpu_ratio,
         placement=placement,
         **options,
@@ -224,18 +228,15 @@ def make_cutter(
     )
 
 
-def free_memory(num_devices: int) -> tuple[int, ...]:
-    """Bytes that are free on the first GPUs, with what this process holds and does not use."""
+def free_memory(devices: Sequence[torch.device]) -> tuple[int, ...]:
+    """Bytes that are free on each, with what this process holds and does not use."""
+    module = torch.get_device_module(devices[0])
     return tuple(
-        torch.cuda.mem_get_info(device)[0]
-        + torch.cuda.memory_reserved(device)
-        - torch.cuda.memory_allocated(device)
-        for device in range(num_devices)
+        module.mem_get_info(device)[0]
+        + module.memory_reserved(device)
+        - module.memory_allocated(device)
+        for device in devices
     )
-
-
-def _num_gpus() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _tell(cutter: ModelCutter, *, is_certain: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from options.data import FewshotOptions, ImageOptions, ReportOptions
 from options.fields import OptionError, option, side_option, spelled
-from options.train import SharedOptions, precision_of
+from options.train import DEVICE_HELP, DeviceKind, SharedOptions, precision_of
 
 # options that several commands have
 _adapter_paths = functools.partial(
@@ -211,9 +211,7 @@ class ModelOptions:
         is_common=True,
     )
     adapter_path: list[str] | None = _adapter_paths()
-    device: Literal["auto", "cpu", "cuda"] = option(
-        "auto", "auto takes GPUs where there are any", to="builder"
-    )
+    device: DeviceKind = option("auto", DEVICE_HELP, to="builder")
     bf16: bool = option(
         False,
         "compute in bfloat16",

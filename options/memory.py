@@ -109,8 +109,12 @@ class AttentionOptions:
     attention: Literal["auto", "eager", "sdpa", "flex", "flash"] = option(
         "auto",
         "kernel of attention; auto: what the model has by default (sdpa, eager where it has none); "
-        "flex and flash need a GPU, flash also the package flash-attn and --bf16 or --fp16",
+        "flex needs CUDA or XPU, flash CUDA, the package flash-attn and --bf16 or --fp16",
     )
+
+
+# where a kernel trains; the package flash-attn has none but for CUDA
+WHERE = {"flex": ("auto", "cuda", "xpu"), "flash": ("auto", "cuda")}
 
 
 def attention_arguments(run: Any) -> dict[str, str]:
@@ -150,11 +154,13 @@ def check_attention(run: Any, part: Any = None) -> None:
 
 
 def check_attention_device(run: Any, device: str) -> None:
-    """Refuses a kernel that cannot train on a kind of device: auto (not known yet), cpu or cuda."""
-    if device == "cpu" and run.attention in ("flex", "flash"):
+    """Refuses a kernel that cannot train on a kind of device; auto: it is not known yet."""
+    where = WHERE.get(run.attention, (device,))
+    if device not in where:
         raise OptionError(
-            f"--attention {run.attention} came for a run on the CPU. A GPU was expected, because "
-            "this kernel has no backward pass on a CPU. Use --attention sdpa, or --device cuda."
+            f"--attention {run.attention} came for a run on {device}. {' or '.join(where[1:])} was "
+            "expected, because this kernel has a backward pass nowhere else. Use --attention sdpa, "
+            "or --device cuda."
         )
 
 
@@ -164,7 +170,7 @@ class StreamingOptions:
 
     streaming_budget: float | None = free_option(
         None,
-        "GiB of each device for weights and gradients; default: half of a GPU's free memory, "
+        "GiB of each device for weights and gradients; default: half of its free memory, "
         "no limit on the CPU",
         at_least=0,
     )
@@ -180,7 +186,8 @@ class StreamingOptions:
         False, "the optimizer runs beside the next step's passes, whose weights are a step older"
     )
     pin_model: Literal["alloc", "register", "off"] = free_option(
-        "alloc", "how GPUs reach the weights: a pinned copy, pinned in place, or as they lie"
+        "alloc",
+        "how devices reach the weights: a pinned copy, pinned in place (CUDA), or as they lie",
     )
 
 

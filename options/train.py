@@ -29,6 +29,9 @@ from options.model import (
     read_tokens,
 )
 
+DeviceKind = Literal["auto", "cpu", "cuda", "xpu", "npu", "mps"]
+DEVICE_HELP = "auto takes the accelerator that torch finds, or the CPU; mps is to be named"
+
 
 def precision_of(config: Any) -> Literal["fp32", "bf16", "fp16"]:
     """The compute type that the options bf16 and fp16 say."""
@@ -213,9 +216,7 @@ class SharedOptions:
         is_common=True,
         shapes_answers=False,
     )
-    device: Literal["auto", "cpu", "cuda"] = free_option(
-        "auto", "auto takes GPUs where there are any", to="train_model builder"
-    )
+    device: DeviceKind = free_option("auto", DEVICE_HELP, to="train_model builder")
     bf16: bool = option(
         False,
         "compute in bfloat16",

@@ -27,8 +27,8 @@ stageline_fingerprint() {
     echo "${STAGELINE_TORCH:-} ${STAGELINE_PYTHON:-}"
 }
 
-# A python that has a fitting torch: that one is used, not downloaded again. It is one with a GPU
-# build, or the one that STAGELINE_PYTHON names, whatever its build.
+# A python that has a fitting torch: that one is used, not downloaded again. It is one for an
+# accelerator, or the one that STAGELINE_PYTHON names, whatever its build.
 stageline_has_torch() {
     "$1" - >/dev/null 2>&1 <<'PY'
 import os
@@ -36,7 +36,7 @@ import os
 import torch
 
 version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-assert version >= (2, 11) and (torch.cuda.is_available() or "STAGELINE_PYTHON" in os.environ)
+assert version >= (2, 11) and (torch.accelerator.is_available() or "STAGELINE_PYTHON" in os.environ)
 PY
 }
 

@@ -60,7 +60,7 @@ if [ "$MOST_NODES" = "$NNODES" ]; then
 fi
 stageline_need MASTER_ADDR "the address of machine 0"
 : "${MASTER_PORT:=29500}"
-: "${NPROC_PER_NODE:=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 1)')}"
+: "${NPROC_PER_NODE:=$("$PYTHON" -c 'import torch; print(torch.accelerator.device_count() or 1)')}"
 if [ "$MOST_NODES" = "$NNODES" ]; then
     stageline_need_number NNODES 1 100000 "Set it to the number of machines."
     stageline_need_number NODE_RANK 0 "$((NNODES - 1))" "With $NNODES machines they are 0 to $((NNODES - 1))."

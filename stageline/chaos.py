@@ -35,7 +35,7 @@ def _raise_no_space(value: int) -> None:
 def _raise_no_memory(value: int) -> None:
     import torch
 
-    raise torch.OutOfMemoryError("CUDA out of memory (a fault was asked for)")
+    raise torch.OutOfMemoryError("out of memory (a fault was asked for)")
 
 
 def _limit_files(value: int) -> None:

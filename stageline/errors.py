@@ -7,6 +7,7 @@ Codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 storage, 6 non-finite, 7 memory,
 10 remote, 130 interrupted (Ctrl-C), 143 preempted and saved.
 """
 
+import errno
 import re
 from collections.abc import Callable, Iterable
 
@@ -114,3 +115,17 @@ class HangError(_Spelled, RuntimeError):
 
     exit_code = 8
     kind = "hang"
+
+
+_NO_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|not enough memory|bad_alloc|ALLOC_FAILED", re.IGNORECASE
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host had no memory left; knows torch's errors by their words."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stageline.contracts import part_name
+from stageline.device import generators_kept
 from stageline.errors import NonFiniteError, UserError
 from stageline.modules.lora import LoRAWrapper, innermost, strip_lora, unwrapped
 from stageline.modules.lora_layer import Pair, init_lora_layer, name_seed
@@ -153,7 +154,7 @@ def run_init(model: nn.Module, *, seed: int, device: torch.device) -> None:
     shared = {key for key, modules in holders.items() if len(modules) > 1}
     marked: list[torch.Tensor] = []
     owner = root if isinstance(root, PreTrainedModel) else None
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with generators_kept([device]):
         _init_tree(root, "", owner, seed, shared, marked)
     for tensor in marked:
         delattr(tensor, DONE)

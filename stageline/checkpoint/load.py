@@ -40,7 +40,7 @@ from stageline.checkpoint.files import (
 from stageline.checkpoint.host_memory import returns_freed_memory
 from stageline.checkpoint.init import check_filled, check_finite, init_fresh, materialise, run_init
 from stageline.checkpoint.layout import check_read
-from stageline.errors import CheckpointError, UserError
+from stageline.errors import CheckpointError, UserError, is_out_of_memory
 from stageline.model_folder import read_json
 from stageline.modules.lora import WRAPPED, is_lora_name, strip_lora, unwrapped
 from stageline.modules.pass_through import DONE
@@ -235,9 +235,11 @@ def _read_by_library(
             )
             # its annotation leaves out what output_loading_info adds
             loaded, info = cast("tuple[PreTrainedModel, dict[str, Any]]", found)
-    except (CheckpointError, torch.OutOfMemoryError):
+    except CheckpointError:
         raise
     except (RuntimeError, OSError) as error:
+        if is_out_of_memory(error):
+            raise
         raise CheckpointMismatch(
             f"{checkpoint} does not fit stage {model.stage} of {type(model.whole).__name__}: "
             f"{error}. A checkpoint of the same architecture and configuration was expected."

@@ -141,7 +141,7 @@ def adapter_share(stage: Stage, *, claimed: set[str]) -> AdapterShare:
         state = levels[level].tensors
         for name in extras:
             value = parameters[name].detach()
-            state[PEFT_PREFIX + name] = value if value.is_cuda else value.clone()
+            state[PEFT_PREFIX + name] = value.clone() if value.device.type == "cpu" else value
         for module, (_, values) in rows.items():
             state[PEFT_PREFIX + module + ROWS_OF_PEFT] = values
     for one in levels.values():

@@ -25,6 +25,7 @@ from stageline.checkpoint.files import (
     write_tensors,
 )
 from stageline.checkpoint.layout import file_facts
+from stageline.device import is_accelerator
 from stageline.modules.lora import innermost, lora_stacks, unwrapped
 from stageline.modules.lora_layer import restored_weight
 from stageline.modules.new_rows import fold_rows, is_row_name
@@ -46,18 +47,19 @@ class HostCopies:
 
     def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A contiguous copy that stays as it is until `name` is copied again."""
+        is_queued = is_accelerator(tensor.device)
         place = self._places.get(name)
         if place is None or place.shape != tensor.shape or place.dtype != tensor.dtype:
-            place = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            place = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_queued)
             self._places[name] = place
-        if tensor.is_cuda:
+        if is_queued:
             self._coming.add(tensor.device)
-        return place.copy_(tensor.detach(), non_blocking=True)
+        return place.copy_(tensor.detach(), non_blocking=is_queued)
 
     def wait(self) -> None:
         """Returns when all copies are there; what they were made of may change from then on."""
         for device in self._coming:
-            torch.cuda.current_stream(device).synchronize()
+            torch.get_device_module(device).current_stream(device).synchronize()
         self._coming.clear()
 
 
@@ -65,7 +67,7 @@ def to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """All of them on the host, with one wait; those that are there stay as they are."""
     copies = HostCopies()
     found = {
-        name: copies.copy(name, tensor) if tensor.is_cuda else tensor
+        name: tensor if tensor.device.type == "cpu" else copies.copy(name, tensor)
         for name, tensor in tensors.items()
     }
     copies.wait()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from stageline.errors import CRASH, HangError, UserError, spelled
 from stageline.run_records import last_trained
@@ -22,7 +22,10 @@ WORTH_ANOTHER_START = (CRASH, HangError.exit_code)
 MAX_WITHOUT_PROGRESS = 3  # restarts in a row that do no further step
 SECONDS_BETWEEN_LOOKS = 60.0  # for cards that are back
 SECONDS_OF_A_PROBE = 90.0  # a card that is lost may hang its driver
-_PROBE = "import torch; x = torch.ones(64, device='cuda'); assert float(x @ x) == 64.0"
+_PROBE = (
+    "import torch; kind = torch.accelerator.current_accelerator(); "
+    "x = torch.ones(64, device=kind); assert kind and float(x @ x) == 64.0"
+)
 
 
 @dataclass(frozen=True)
@@ -42,48 +45,49 @@ class Ended:
 class Devices(Protocol):
     """Which devices of this machine a run may compute on."""
 
+    variable: str  # of the environment; it shows a process some of them alone
+
     def usable(self, *, is_sure: bool) -> list[str] | None:
-        """Their names for CUDA_VISIBLE_DEVICES; None: as many ranks as one likes.
+        """Their names for `variable`; None: as many ranks as one likes.
 
         Args:
             is_sure: only those that compute when tried; else those that the driver lists.
         """
 
 
-class Gpus:
-    """The GPUs of this machine that the run may see.
+class Accelerators:
+    """Those of this machine that the run may see.
 
     Args:
-        device: auto, cpu or cuda; auto means GPUs where there is one at the first start.
+        device: see `stageline.device.accelerators`, which is asked at the first start.
         num_ranks: of the run; a card may be there only later.
     """
 
-    def __init__(self, device: Literal["auto", "cpu", "cuda"], *, num_ranks: int) -> None:
-        self.listed: list[str] | None = None
-        if device == "cpu":
-            return
-        import torch
+    listed: list[str] | None
 
-        count = torch.cuda.device_count()
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        given = [name.strip() for name in visible if name.strip()]
-        if count or device == "cuda":
-            self.listed = given or [str(index) for index in range(count)]
-        self.all = given or [str(index) for index in range(max(count, num_ranks))]
+    def __init__(self, device: str, *, num_ranks: int) -> None:
+        from stageline.device import accelerators, visible  # late: it imports torch
+
+        self.variable, self.listed = "", None
+        if found := accelerators(device):
+            self.variable, self.listed = visible(found)
+            is_given = bool(os.environ.get(self.variable))
+            more = range(len(found), 0 if is_given else num_ranks)  # they may come back
+            self.all = self.listed + [str(index) for index in more]
 
     def usable(self, *, is_sure: bool) -> list[str] | None:
         """As `Devices` says."""
         if self.listed is None or not is_sure:
             return self.listed
-        return computing(self.all)
+        return computing(self.all, self.variable)
 
 
-def computing(names: list[str], *, seconds: float = SECONDS_OF_A_PROBE) -> list[str]:
-    """Those of the cards on which a process of its own gets a right sum."""
+def computing(names: list[str], variable: str, *, seconds: float = SECONDS_OF_A_PROBE) -> list[str]:
+    """Those on which a process that `variable` shows one alone gets a right sum."""
     probes = {
         name: subprocess.Popen(
             [sys.executable, "-c", _PROBE],
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": name},
+            env={**os.environ, variable: name},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -135,7 +139,7 @@ class Elastic:
                 f"again; it goes on from the last checkpoint in {self.folder}."
             )
         if names is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[:count])
+            os.environ[self.devices.variable] = ",".join(names[:count])
         return count
 
     def has_more(self, count: int, *, since: float) -> bool:
@@ -197,7 +201,7 @@ def run_elastic(start: Callable[[int, Callable[[], bool]], Ended], elastic: Elas
     while True:
         count = elastic.choose_ranks(is_sure=elastic.num_restarts > 0)
         if count != before:
-            cards = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            cards = os.environ.get(elastic.devices.variable, "")
             on = f", cards {cards}" if cards else ""
             tell(f"starts on {count} of {elastic.num_ranks} ranks{on}")
         before, since = count, time.time()

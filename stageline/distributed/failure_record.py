@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from stageline.distributed.machines import this_machine
-from stageline.errors import CRASH, MemoryFull, StorageError, UserError, spelled
+from stageline.errors import CRASH, MemoryFull, StorageError, UserError, is_out_of_memory, spelled
 from stageline.progress import place
 
 _LOST_CONNECTION = re.compile(
@@ -23,9 +23,6 @@ _LOST_CONNECTION = re.compile(
     r"timed out|ncclremoteerror|ncclsystemerror|nccl communicator was aborted|"
     r"failed to (recv|send)|recvvalue failed|sendbytes failed",
     re.IGNORECASE,
-)
-_NO_MEMORY = re.compile(
-    r"out of memory|can't allocate memory|not enough memory|bad_alloc|ALLOC_FAILED", re.IGNORECASE
 )
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _ASKED = re.compile(r"(?:tried|unable) to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
@@ -66,15 +63,6 @@ def is_lost_connection(error: BaseException) -> bool:
         or (isinstance(cause, RuntimeError) and _LOST_CONNECTION.search(str(cause)))
         for cause in chain(error)
     )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the host had no memory left; knows torch's errors by their words."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
 
 
 def bytes_asked(error: BaseException) -> int | None:

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from stageline import chaos, progress
+from stageline.device import VISIBLE, group_backend, is_accelerator, stage_devices
 from stageline.distributed.board import disown_store
 from stageline.distributed.launch import launchers_store
 from stageline.distributed.machines import this_machine, wait_tied
@@ -138,7 +138,7 @@ class DistributedContext:
 def distributed_context(
     *,
     num_ranks: int,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
+    device: str = "auto",
     timeout: float = 600.0,
     pairs: Sequence[tuple[int, int]] = (),
 ) -> Iterator[DistributedContext]:
@@ -146,12 +146,12 @@ def distributed_context(
 
     Args:
         num_ranks: processes of one pipeline; the number of processes is a multiple of it.
-        device: "auto" takes GPUs where this machine has any.
+        device: see `stageline.device.accelerators`.
         timeout: seconds that one exchange may take.
         pairs: (from, to) of a pipeline's ranks whose transfers overlap others; the same everywhere.
 
     Raises:
-        UserError: processes and ranks do not fit, or there are too few GPUs.
+        UserError: processes and ranks do not fit, or there are too few devices.
     """
     chaos.point("start")
     # as torchrun sets them; one process without it
@@ -255,26 +255,26 @@ def _tell_placement(context: DistributedContext) -> None:
         print(explain_placement(machines, num_ranks=context.num_ranks), flush=True)
 
 
-def choose_device(
-    device: Literal["auto", "cpu", "cuda"], *, local_rank: int, local_world_size: int
-) -> torch.device:
+def choose_device(device: str, *, local_rank: int, local_world_size: int) -> torch.device:
     """The device of one process.
 
     Raises:
-        UserError: there are fewer GPUs than processes on this machine, and "cuda" was asked for, or
-            "auto" where there is one: a run on the CPU beside idle GPUs is what nobody wanted.
+        UserError: there are fewer accelerators than processes on this machine, and they were asked
+            for, or "auto" where there is one: a run on the CPU beside them is what nobody wanted.
     """
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "cpu" or (device == "auto" and not num_gpus):
-        return torch.device("cpu")
-    if num_gpus < local_world_size:
+    found = stage_devices(device)
+    if found[0].type == "cpu":
+        return found[0]
+    kind = found[0].type
+    if len(found) < local_world_size:
         raise UserError(
-            f"`device` {device}: this machine shows {num_gpus} GPUs for {local_world_size} "
-            "processes. One for each was expected, because each stage computes on its own. Use "
-            "fewer stages, let each process see all GPUs of its machine (CUDA_VISIBLE_DEVICES, or "
-            "what a scheduler sets for each task), or take `device` cpu."
+            f"`device` {device}: this machine shows {len(found)} devices of the kind {kind} for "
+            f"{local_world_size} processes. One for each was expected, because each stage computes "
+            "on its own. Use fewer stages, let each process see all devices of its machine "
+            f"({VISIBLE.get(kind, 'its variable')}, or what a scheduler sets for each task), or "
+            "take `device` cpu."
         )
-    return torch.device("cuda", local_rank)
+    return found[local_rank]
 
 
 def wait_for_weights(folder: str | Path | None) -> None:
@@ -321,22 +321,19 @@ def _pass_on(
 
 
 def _init_group(rank: int, world_size: int, device: torch.device, *, timeout: float) -> None:
-    is_cuda = device.type == "cuda"
-    if is_cuda:
-        torch.cuda.set_device(device)
+    if is_accelerator(device):
+        torch.get_device_module(device).set_device(device)
         # sends and receives are put into one order by hand; NCCL would warn of each pair
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-    # gloo beside NCCL: small integers and objects travel without touching a GPU
-    backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
     with _naming_the_port():
         store = _meet(rank, world_size, timedelta(seconds=timeout))
         dist.init_process_group(
-            backend,
+            group_backend(device),
             store=store,
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout),
-            device_id=device if is_cuda else None,
+            device_id=device if is_accelerator(device) else None,
         )
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.distributed import Store
 from tqdm import tqdm
 
@@ -17,7 +16,8 @@ from stageline.contracts import broken, shown
 from stageline.data.batches.batch import Images, render_sample
 from stageline.data.batches.step_maker import read_row
 from stageline.data.text.rendered import Rendered
-from stageline.errors import DataError, UserError
+from stageline.device import empty_cache
+from stageline.errors import DataError, UserError, is_out_of_memory
 from stageline.evaluation.predictions import PredictionFile
 
 Result = dict[str, Any] | None
@@ -150,14 +150,13 @@ class _Run:
     def _fits(self, rows: Sequence[int]) -> bool:
         try:
             self.ask(rows)
-        except torch.OutOfMemoryError:
-            if len(rows) == 1:
+        except RuntimeError as error:
+            if len(rows) == 1 or not is_out_of_memory(error):
                 raise
         else:
             return True
         # outside of the handler: the error's frames hold the tensors that are to go
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        empty_cache()
         return False
 
     def ask(self, rows: Sequence[int]) -> None:

@@ -15,6 +15,7 @@ from stageline.data.batches.batch import Images
 from stageline.data.text.encode import encode_rendered
 from stageline.data.text.processor import get_image_processor, get_tokenizer, load_processor
 from stageline.data.text.rendered import Rendered
+from stageline.device import accelerators
 from stageline.errors import UserError
 from stageline.hub import title_of
 from stageline.inference.decoding.request import (
@@ -58,7 +59,7 @@ def open_vllm(
     return VllmEngine(
         folder,
         processor=processor,
-        tensor_parallel_size=num_devices or max(1, torch.cuda.device_count()),
+        tensor_parallel_size=num_devices or max(1, len(accelerators())),
         dtype=dtype,
         stop_ids=stop_ids_of(Path(folder), config, get_tokenizer(processor)),
         trust_remote_code=trust_remote_code,

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from stageline.device import generators_of
 from stageline.errors import UserError
 from stageline.modules.new_rows import noisy_modules
 from stageline.seeds import derive_seed, mix_seed, seed_host
@@ -51,7 +52,7 @@ class LayerSeeds:
         devices: Iterable[torch.device] = (),
     ) -> None:
         self.seed = seed
-        self._generators = _generators(devices) if seed is not None else []
+        self._generators = generators_of(devices) if seed is not None else []
         self._step: int | None = None
         self._first_micro_batch = 0
         self._base: int | None = None  # of the micro-batch that runs; None: nothing is seeded
@@ -119,17 +120,6 @@ class LayerSeeds:
 
 
 NO_SEEDS = LayerSeeds()
-
-
-def _generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
-    """torch's generators of the host and, behind it, of the devices."""
-    generators = [torch.default_generator]
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.init()  # makes them
-            index = torch.cuda.current_device() if device.index is None else device.index
-            generators.append(torch.cuda.default_generators[index])
-    return generators
 
 
 def _layers(model: Stage) -> list[tuple[int, nn.Module]]:

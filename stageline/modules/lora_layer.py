@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from stageline.device import generators_kept
 from stageline.errors import UserError
 
 MAGNITUDE = "lora_magnitude_vector"
@@ -288,7 +289,7 @@ def _principal(weight: torch.Tensor, layer: LoRALayer, generator: torch.Generato
         )
     rounds = layer.start.removeprefix(PISSA).removeprefix("_niter_")
     if rounds:
-        with torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []):
+        with generators_kept([weight.device]):
             torch.manual_seed(generator.initial_seed())
             left, values, right = torch.svd_lowrank(weight, rank, niter=int(rounds))
         right = right.T

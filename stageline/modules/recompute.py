@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from stageline.device import generators_kept, generators_of, is_accelerator
 from stageline.modules.pass_through import PassThrough
 
 
@@ -28,17 +29,15 @@ class RandomState:
     """Remembers the generators of the host and of one device as they are now."""
 
     def __init__(self, device: torch.device) -> None:
-        self.host = torch.get_rng_state()
-        self.device = device if device.type == "cuda" else None
-        self.on_device = torch.cuda.get_rng_state(device) if self.device else None
+        self.device = device
+        self.states = [generator.get_state() for generator in generators_of([device])]
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Draws the same numbers again inside; afterwards the generators are as before."""
-        with torch.random.fork_rng(devices=[self.device] if self.device else []):
-            torch.set_rng_state(self.host)
-            if self.device and self.on_device is not None:
-                torch.cuda.set_rng_state(self.on_device, self.device)
+        with generators_kept([self.device]) as generators:
+            for generator, state in zip(generators, self.states, strict=True):
+                generator.set_state(state)
             yield
 
 
@@ -264,12 +263,12 @@ def compile_layers(layers: Iterable[tuple[int, nn.Module]], *, backend: str = "i
 # where they are: the graph only borrows them. A device without memory of its own moves nothing.
 
 MIN_BYTES = 1 << 20  # below it a copy costs more in launches than it saves in memory
-_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+_streams: dict[tuple[torch.device, str], torch.Stream] = {}
 
 
 def is_worth_moving(tensor: torch.Tensor) -> bool:
-    """Whether a saved tensor lies on a GPU and is large."""
-    return tensor.is_cuda and tensor.numel() * tensor.element_size() >= MIN_BYTES
+    """Whether a saved tensor lies on an accelerator and is large."""
+    return is_accelerator(tensor.device) and tensor.numel() * tensor.element_size() >= MIN_BYTES
 
 
 @contextmanager
@@ -364,23 +363,25 @@ class _Moved:
         self.stride = tensor.stride()
         self.before = before
         self.on_device: torch.Tensor | None = None
-        self.host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        if not tensor.is_cuda:
+        self.has_streams = is_accelerator(self.device)
+        self.host = torch.empty_like(tensor, device="cpu", pin_memory=self.has_streams)
+        if not self.has_streams:
             self.host.copy_(tensor)
             return
+        self.module = torch.get_device_module(self.device)
         out = _stream(self.device, "out")
-        out.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(out):
+        out.wait_stream(self.module.current_stream(self.device))
+        with self.module.stream(out):
             self.host.copy_(tensor, non_blocking=True)
         tensor.record_stream(out)  # its memory may be given away only after the copy
         self.copied = out.record_event()
 
     def take(self) -> torch.Tensor:
         """The tensor on its device, ready for the current stream."""
-        if self.device.type != "cuda":
+        if not self.has_streams:
             return self._restored()
         self.fetch()
-        current = torch.cuda.current_stream(self.device)
+        current = self.module.current_stream(self.device)
         current.wait_event(self.fetched)
         tensor, self.on_device = self.on_device, None  # a second walk fetches it again
         assert tensor is not None  # fetch() put it there
@@ -396,7 +397,7 @@ class _Moved:
             return
         back = _stream(self.device, "in")
         back.wait_event(self.copied)
-        with torch.cuda.stream(back):
+        with self.module.stream(back):
             self.on_device = self._restored()
         self.fetched = back.record_event()
 
@@ -407,7 +408,7 @@ class _Moved:
         return tensor.copy_(self.host, non_blocking=True)
 
 
-def _stream(device: torch.device, direction: str) -> torch.cuda.Stream:
+def _stream(device: torch.device, direction: str) -> torch.Stream:
     if (device, direction) not in _streams:
-        _streams[device, direction] = torch.cuda.Stream(device)
+        _streams[device, direction] = torch.get_device_module(device).Stream(device)
     return _streams[device, direction]

@@ -1,7 +1,7 @@
 """How many bytes of tensors live, on any device: what passes keep, and what they need beside it.
 
-On a GPU torch's own allocator tells. On a CPU every operation is watched, which takes time: bytes
-and seconds are measured in passes of their own.
+On an accelerator torch's own allocator tells. On a CPU every operation is watched, which takes
+time: bytes and seconds are measured in passes of their own.
 """
 
 import weakref
@@ -13,6 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
+
+from stageline.device import is_accelerator, synchronize
 
 
 class PeakBytes:
@@ -32,10 +34,11 @@ class PeakBytes:
     @contextmanager
     def watch(self) -> Iterator["PeakBytes"]:
         """Counts within this block."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            self._before = torch.cuda.memory_allocated(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
+        if is_accelerator(self.device):
+            synchronize(self.device)
+            module = torch.get_device_module(self.device)
+            self._before = module.memory_allocated(self.device)
+            module.reset_peak_memory_stats(self.device)
             yield self
             self.lap()
             return
@@ -49,10 +52,11 @@ class PeakBytes:
             self.peak, self.kept = self._live.peak, self._live.alive
             self._live.peak = self._live.alive
             return self.peak
-        torch.cuda.synchronize(self.device)
-        self.peak = torch.cuda.max_memory_allocated(self.device) - self._before
-        self.kept = torch.cuda.memory_allocated(self.device) - self._before
-        torch.cuda.reset_peak_memory_stats(self.device)
+        synchronize(self.device)
+        module = torch.get_device_module(self.device)
+        self.peak = module.max_memory_allocated(self.device) - self._before
+        self.kept = module.memory_allocated(self.device) - self._before
+        module.reset_peak_memory_stats(self.device)
         return self.peak
 
 

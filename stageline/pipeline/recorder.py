@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from stageline.device import is_accelerator, synchronize
 from stageline.errors import spelled
 from stageline.pipeline.plan import Action
 
@@ -120,13 +121,13 @@ def _span(events: Sequence[TimelineEvent]) -> float:
     return max((e.end for e in events), default=0.0) - min((e.start for e in events), default=0.0)
 
 
-Mark = float | torch.cuda.Event
+Mark = float | torch.Event
 
 
 class Recorder:
     """Collects the spans of one rank; `events` turns them into seconds since `start`.
 
-    On a GPU the marks are events in the stream, so that recording holds nothing up.
+    On an accelerator the marks are events in the stream, so that recording holds nothing up.
     """
 
     def __init__(self, device: torch.device, *, rank: int) -> None:
@@ -154,8 +155,7 @@ class Recorder:
 
     def events(self) -> list[TimelineEvent]:
         """All spans since `start`."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return [
             TimelineEvent(
                 self.rank,
@@ -175,9 +175,9 @@ class Recorder:
         self._spans.append((action, kind, begin, self._mark()))
 
     def _mark(self) -> Mark:
-        if self.device.type != "cuda":
+        if not is_accelerator(self.device):
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.get_device_module(self.device).Event(enable_timing=True)
         event.record()
         return event
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from stageline.device import is_accelerator
 from stageline.pipeline.plan import Action, GradFlow, Kind, drop_dead_backward, grad_flow
 from stageline.pipeline.schedules import Schedule
 
@@ -72,14 +73,15 @@ _SUMMED = [item.name for item in fields(Cost) if item.name not in ("transient", 
 
 # Between two processes of one machine; assumed where not measured: enough to tell apart ways to run
 # whose passes take the same time, of which the one with fewer hand-overs is faster.
-LATENCY_SECONDS = {"cpu": 1e-3, "cuda": 2e-5}
-BYTES_PER_SECOND = {"cpu": 1e9, "cuda": 2e10}
+CPU_LATENCY, CPU_BYTES_PER_SECOND = 1e-3, 1e9
+LATENCY, BYTES_PER_SECOND = 2e-5, 2e10  # of accelerators
 
 
-def hand_over_seconds(device_type: str, num_bytes: int) -> float:
+def hand_over_seconds(num_bytes: int, *, on_cpu: bool) -> float:
     """What a tensor takes from a rank to the next, roughly."""
-    kind = device_type if device_type in LATENCY_SECONDS else "cuda"
-    return LATENCY_SECONDS[kind] + num_bytes / BYTES_PER_SECOND[kind]
+    if on_cpu:
+        return CPU_LATENCY + num_bytes / CPU_BYTES_PER_SECOND
+    return LATENCY + num_bytes / BYTES_PER_SECOND
 
 
 @dataclass(frozen=True)
@@ -277,7 +279,7 @@ def most_in_flight(schedule: Schedule, num_micro_batches: int) -> list[int]:
     return most
 
 
-KEPT_FREE = 0.05  # of a GPU: the allocator's gaps and the libraries
+KEPT_FREE = 0.05  # of an accelerator: the allocator's gaps and the libraries
 _GROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -293,9 +295,10 @@ def device_capacity(device: torch.device, *, num_local_ranks: int, gib: float | 
     """
     if gib is not None:
         return int(gib * 1024**3)
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        free += torch.cuda.memory_reserved(device)
+    if is_accelerator(device):
+        module = torch.get_device_module(device)
+        free, total = module.mem_get_info(device)
+        free += module.memory_reserved(device)
         return int(free - KEPT_FREE * total)
     return max(0, host_memory() // num_local_ranks - _resident())
 

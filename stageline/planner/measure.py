@@ -26,6 +26,7 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
+from stageline.device import empty_cache, is_accelerator, synchronize
 from stageline.modules.recompute import recomputes
 from stageline.pipeline.live_bytes import PeakBytes, SavedBytes, tensor_bytes
 from stageline.pipeline.plan import Kind
@@ -201,7 +202,7 @@ def measure(outline: Outline, workload: Workload) -> ModelCosts:
     ends = {item: _measure_item(outline, item, workload) for item in (0, outline.num_layers + 1)}
     kinds = {kind: _measure_item(outline, kind + 1, workload) for kind in set(outline.kinds)}
     shared = max((shared for _, shared in kinds.values()), default=0)
-    device_type = "cuda" if workload.flops_per_second else workload.device.type
+    on_cpu = workload.device.type == "cpu" and not workload.flops_per_second
     return ModelCosts(
         overhead=replace(overhead, saved=shared),
         first=_less(ends[0][0], overhead, outline.first),
@@ -212,7 +213,7 @@ def measure(outline: Outline, workload: Workload) -> ModelCosts:
         last=_less(ends[outline.num_layers + 1][0], overhead, outline.last),
         tied=outline.tied,
         border=border,
-        hand_over=hand_over_seconds(device_type, border),
+        hand_over=hand_over_seconds(border, on_cpu=on_cpu),
         batch=tensor_bytes(iter(workload.batch.values())),
         shape=workload.shape,
         front=outline.front,
@@ -340,8 +341,7 @@ class _Run:
         self.passes.clear()
         del self.model, self.passes, self.inputs, self.grads
         gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        empty_cache()
 
     def time(self) -> dict[Kind, float]:
         """Median seconds of each pass that this piece has."""
@@ -405,11 +405,11 @@ class _Run:
 
     def _timed(self, kind: Kind) -> float:
         # on a CPU the time of this thread: what other programs take does not count
-        clock = time.perf_counter if self.device.type == "cuda" else time.thread_time
-        self._synchronize()
+        clock = time.perf_counter if is_accelerator(self.device) else time.thread_time
+        synchronize(self.device)
         start = clock()
         self._forward() if kind == Kind.FORWARD else self._backward(kind)
-        self._synchronize()
+        synchronize(self.device)
         return clock() - start
 
     def _flops(self, kind: Kind) -> int:
@@ -425,10 +425,6 @@ class _Run:
         for value in self.inputs:
             value.grad = None
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def _random(self, metas: Tensors) -> Tensors:
         return tuple(
             torch.randn(meta.shape, dtype=meta.dtype, device=self.device)
@@ -441,24 +437,24 @@ ROUND_TRIPS = 7
 
 
 def transfer_seconds(device: torch.device, num_bytes: int) -> float | None:
-    """What a tensor takes to the next rank of this machine, timed; None: it has a single GPU.
+    """What a tensor takes to the next rank of this machine, timed; None: it has one accelerator.
 
-    On GPUs a copy to the next one, where a context stays; on a CPU a message through gloo.
+    With more, a copy to the next one, where a context stays; on a CPU a message through gloo.
     """
-    if device.type == "cuda" and torch.cuda.device_count() < 2:
+    if not is_accelerator(device):
+        return _gloo_seconds(num_bytes)
+    if torch.accelerator.device_count() < 2:
         return None
-    if device.type == "cuda":
-        here = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        there = torch.empty_like(here, device=torch.device("cuda", 1 - min(1, device.index or 0)))
-        took = []
-        for _ in range(ROUND_TRIPS + 1):
-            torch.cuda.synchronize(device)
-            start = time.perf_counter()
-            there.copy_(here)
-            torch.cuda.synchronize(device)
-            took.append(time.perf_counter() - start)
-        return statistics.median(took[1:])
-    return _gloo_seconds(num_bytes)
+    here = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    there = torch.empty_like(here, device=torch.device(device.type, 1 - min(1, device.index or 0)))
+    took = []
+    for _ in range(ROUND_TRIPS + 1):
+        synchronize(device)
+        start = time.perf_counter()
+        there.copy_(here)
+        synchronize(device)
+        took.append(time.perf_counter() - start)
+    return statistics.median(took[1:])
 
 
 def _gloo_seconds(num_bytes: int) -> float:

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from stageline.device import generators_kept, is_accelerator
 from stageline.errors import PlanError, UserError, spelled
 from stageline.pipeline.live_bytes import PeakBytes
 from stageline.pipeline.schedules import Schedule
@@ -259,13 +260,12 @@ class Planner:
                 self.micro_batch_of(micro_batch_size), self.loss_for, self.device, self.repeats
             )
             # dropout and random inputs must not shift the run's own draws
-            devices = [self.device] if self.device.type == "cuda" else []
-            with torch.random.fork_rng(devices=devices):
+            with generators_kept([self.device]):
                 self._measured[micro_batch_size] = self._with_transfers(
                     measure(self.outline, workload)
                 )
-            if self.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(self.device)
+            if is_accelerator(self.device):
+                torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
         return self._measured[micro_batch_size]
 
     def _with_transfers(self, costs: ModelCosts) -> ModelCosts:

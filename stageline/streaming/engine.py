@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from stageline.device import generators_kept, is_accelerator
 from stageline.streaming.host_weights import (
     Home,
     HostWeights,
@@ -299,10 +300,11 @@ def _generators_kept(run: Pass) -> Iterator[None]:
     if run.seed is None:
         yield
         return
-    gpus = [lane.device for lane in run.lanes if lane.device.type == "cuda"]
-    with torch.random.fork_rng(gpus):
+    devices = [lane.device for lane in run.lanes]
+    with generators_kept(devices):
         yield
-        if not gpus:  # the host's generator is drawn from when work is done, not given
+        # the host's generator is drawn from when work is done, not when it is given
+        if not any(map(is_accelerator, devices)):
             for _, mark in run.landed:
                 mark.wait()
 
@@ -381,8 +383,7 @@ class RoundPipe(StreamedModel):
         self._lanes = default_lanes() if lanes is None else list(lanes)
         self._layers = list(model) if isinstance(model, nn.Sequential) else [model]
         self._hosted_layers = make_host_weights(self._layers)
-        on_gpu = self._lanes[0].device.type == "cuda"
-        make_pages(self._hosted_layers, pin_model, on_gpu=on_gpu, owner=self)
+        make_pages(self._hosted_layers, pin_model, device=self._lanes[0].device, owner=self)
         self._forward_to(model)
 
     def forward(

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from stageline.checkpoint.host_memory import available_memory, pinned_block
+from stageline.device import accelerators, is_accelerator
+from stageline.errors import UserError
 
 ALIGNMENT = 256  # bytes; what kernels and copies like
 PAGE = 4096  # bytes that are pinned at once
@@ -153,7 +155,7 @@ def all_homes(hosted_layers: Iterable[HostWeights]) -> list[Home]:
 
 def allocate(num_bytes: int) -> torch.Tensor:
     """Bytes of the host, which a GPU reads and writes without the processor."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=bool(accelerators()))
 
 
 def page_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -212,7 +214,7 @@ def host_bytes(hosted_layers: Sequence[HostWeights], optim_dtype: torch.dtype | 
 
 def _page_bytes(tensors: Sequence[torch.Tensor], *, is_pinned: bool | None = None) -> int:
     """What the run of bytes that holds these takes; pinned ones as torch makes their blocks."""
-    if not (torch.cuda.is_available() if is_pinned is None else is_pinned):
+    if not (accelerators() if is_pinned is None else is_pinned):
         return sum(tensor.nbytes for tensor in tensors)
     return pinned_block(offsets(tensors)[1])
 
@@ -237,20 +239,21 @@ def check_host_memory(
 
 
 def make_pages(
-    hosted_layers: Sequence[HostWeights], pin_model: str, *, on_gpu: bool, owner: object
+    hosted_layers: Sequence[HostWeights], pin_model: str, *, device: torch.device, owner: object
 ) -> None:
-    """Puts weights where a GPU fetches them quickly.
+    """Puts weights where an accelerator fetches them quickly.
 
     Args:
         owner: memory that is registered where it lies is given back when this is gone.
 
     Raises:
         ValueError: no such way of pinning.
+        UserError: it is none of this device.
         RuntimeError: the driver refuses to pin.
     """
     if pin_model not in ("alloc", "register", "off"):
         raise ValueError(f"pin_model {pin_model!r} came: 'alloc', 'register' or 'off' was expected")
-    if not on_gpu or pin_model == "off":
+    if not is_accelerator(device) or pin_model == "off":
         return
     for hosted in hosted_layers:
         # those that a pass changes come home, and who starts a copy to other memory waits for it
@@ -258,6 +261,11 @@ def make_pages(
             if not buffer.is_pinned():
                 buffer.data = buffer.detach().pin_memory()
     if pin_model == "register":
+        if device.type != "cuda":
+            raise UserError(
+                f"`pin_model` register came for {device}. A GPU of CUDA was expected, because "
+                "memory is pinned in place by cudaHostRegister. Take `pin_model` alloc or off."
+            )
         values = [home.parameter.detach() for home in all_homes(hosted_layers)]
         runs = _register([each for each in values if not each.is_pinned()])
         weakref.finalize(owner, _unregister, runs).atexit = False

@@ -1,8 +1,8 @@
 """A device that stages run on: its queues, and the buffers that weights and gradients lie in.
 
 The controller gives work to queues in one order and never waits for it; what must not overtake
-is said by marks. On a CPU a queue works at once, on a GPU it is a stream. Work is a function
-without a result: a queue may run it later.
+is said by marks. On a CPU a queue works at once, on an accelerator it is a stream. Work is a
+function without a result: a queue may run it later.
 """
 
 import functools
@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
+from stageline.device import accelerators, generators_of, is_accelerator, sleeping_event
+
 
 @dataclass(frozen=True)
 class Mark:
     """A point in a queue: these events on streams have happened. Without any, all is done."""
 
-    events: tuple[torch.cuda.Event, ...] = ()
+    events: tuple[torch.Event, ...] = ()
 
     def wait(self) -> None:
         """Returns when all work before it is done."""
@@ -51,19 +53,19 @@ class Queue:
         """
 
 
-class CudaQueue(Queue):
-    """A stream of a GPU."""
+class StreamQueue(Queue):
+    """A stream of an accelerator."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.Stream) -> None:
         self._stream = stream
+        self._module = torch.get_device_module(stream.device)
 
     def run(self, work: Callable[[], object]) -> None:
-        with torch.cuda.stream(self._stream):
+        with self._module.stream(self._stream):
             work()
 
     def record(self) -> Mark:
-        # blocking: who waits sleeps, and leaves the processor to the optimizer
-        event = torch.cuda.Event(blocking=True)
+        event = sleeping_event(self._stream.device)  # it leaves the processor to the optimizer
         event.record(self._stream)
         return Mark((event,))
 
@@ -72,14 +74,15 @@ class CudaQueue(Queue):
             self._stream.wait_event(event)
 
     def uses(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type == "cuda":
+        if is_accelerator(tensor.device):
             tensor.record_stream(self._stream)
 
 
 def mark_of_caller(tensors: Iterable[torch.Tensor]) -> Mark:
     """Where tensors that the caller made are ready: streams of lanes don't wait for his."""
-    devices = {each.device for each in tensors if each.device.type == "cuda"}
-    marks = [CudaQueue(torch.cuda.current_stream(device)).record() for device in devices]
+    devices = set(filter(is_accelerator, (each.device for each in tensors)))
+    modules = [(torch.get_device_module(device), device) for device in devices]
+    marks = [StreamQueue(module.current_stream(device)).record() for module, device in modules]
     return Mark(tuple(event for mark in marks for event in mark.events))
 
 
@@ -189,20 +192,20 @@ class Lane:
         return cls(device, pool=BufferPool(device, budget))
 
     @classmethod
-    def cuda(
-        cls, index: int, *, budget: int | None = None, inputs_budget: int | None = None
+    def streams(
+        cls, device: torch.device, *, budget: int | None = None, inputs_budget: int | None = None
     ) -> "Lane":
-        """A lane on a GPU."""
-        device = torch.device("cuda", index)
-        compute, inward, outward = (CudaQueue(torch.cuda.Stream(device)) for _ in range(3))
+        """A lane on an accelerator."""
+        module = torch.get_device_module(device)
+        compute, inward, outward = (StreamQueue(module.Stream(device)) for _ in range(3))
         # a stream apart: its memory is not what another stream has just dropped and still reads
-        owner = torch.cuda.Stream(device)
+        owner = module.Stream(device)
 
         def allocate(num_bytes: int) -> torch.Tensor:
-            with torch.cuda.stream(owner):
+            with module.stream(owner):
                 data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             for queue in (compute, inward, outward):
-                queue.after(CudaQueue(owner).record())  # torch hands out the same few streams
+                queue.after(StreamQueue(owner).record())  # torch hands out the same few streams
                 queue.uses(data)  # an engine may be dropped while work is on its way
             return data
 
@@ -217,21 +220,19 @@ class Lane:
 
     def seed(self, seed: int) -> None:
         """Seeds the generators that a layer on this lane draws from."""
-        torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            torch.cuda.default_generators[self.device.index].manual_seed(seed)
+        for generator in generators_of([self.device]):
+            generator.manual_seed(seed)
 
 
 def default_lanes() -> list[Lane]:
-    """Every GPU; without one the CPU.
+    """Every accelerator; without one the CPU.
 
-    Of a GPU's memory six tenths are for weights and gradients, one for inputs that wait.
+    Of an accelerator's memory six tenths are for weights and gradients, one for inputs that wait.
     """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     lanes = []
-    for index in range(count):
-        tenth = torch.cuda.get_device_properties(index).total_memory // 10
-        lanes.append(Lane.cuda(index, budget=6 * tenth, inputs_budget=tenth))
+    for device in accelerators():
+        tenth = torch.get_device_module(device).get_device_properties(device).total_memory // 10
+        lanes.append(Lane.streams(device, budget=6 * tenth, inputs_budget=tenth))
     return lanes or [Lane.cpu()]
 
 

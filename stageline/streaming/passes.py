@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from stageline.device import is_accelerator
 from stageline.streaming.host_weights import Home, HostWeights, offsets, shell_of, view_at
 from stageline.streaming.lanes import (
     DONE,
@@ -147,10 +148,10 @@ def _copied(flow: Flow, queue: Queue, lane: Lane | None, device: torch.device) -
     def copy() -> None:
         def move(tensor: torch.Tensor) -> torch.Tensor:
             queue.uses(tensor)
-            if device.type == "cpu" and tensor.device.type == "cuda":
+            if device.type == "cpu" and is_accelerator(tensor.device):
                 landing = torch.empty_like(tensor, device="cpu", pin_memory=True)
                 return landing.copy_(tensor, non_blocking=True)
-            if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
+            if is_accelerator(device) and tensor.device.type == "cpu" and not tensor.is_pinned():
                 tensor = tensor.pin_memory()  # else this thread waits until the stream gets here
             return tensor.to(device, non_blocking=True)
 
@@ -297,7 +298,7 @@ class StagePass:
 
     def _kept(self, buffer: torch.Tensor) -> torch.Tensor:
         """A copy on the host; pinned for a GPU, since this thread would wait for another one."""
-        is_pinned = self.lane.device.type == "cuda"
+        is_pinned = is_accelerator(self.lane.device)
         return torch.empty_like(buffer, pin_memory=is_pinned).copy_(buffer)
 
     def _make_gradients(self) -> None:
@@ -549,7 +550,8 @@ class Pass:
         if key in self._kept:
             read_by(lane.compute, Flow(self._kept[key]))
             self._kept[key] = on_tensors(
-                lambda each: each.to(lane.device) if each.is_cuda else each, self._kept[key]
+                lambda each: each.to(lane.device) if is_accelerator(each.device) else each,
+                self._kept[key],
             )
 
     def _start(self, value: Any, layer: int) -> Any:

@@ -192,7 +192,7 @@ def gather_norms(
 
 def total_norm(norms: torch.Tensor) -> torch.Tensor:
     """The 2-norm over all gradients from `gather_norms`; the same scalar on every rank."""
-    if norms.is_cuda:  # where the host would wait for an index; nan stays
+    if norms.device.type != "cpu":  # where the host would wait for an index; nan stays
         return torch.linalg.vector_norm(norms.clamp(min=0.0))
     return torch.linalg.vector_norm(norms[norms != NO_GRADIENT])
 

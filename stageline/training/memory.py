@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from stageline import progress
+from stageline.device import is_accelerator
 from stageline.training.step import TrainStep, current_shapes
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that torch held on the GPU, or the largest resident set of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    """Bytes: the most that torch held on the device, or the largest resident set of the process."""
+    if is_accelerator(device):
+        return torch.get_device_module(device).max_memory_allocated(device)
     peak = read_status("VmHWM")
     if peak is not None:
         return peak
@@ -90,9 +91,10 @@ class MemoryAccount:
 
     def _describe_use(self) -> str:
         fullest, used, of = self.devices[0], read_status("VmRSS"), ""
-        if fullest.type == "cuda":
-            free, fullest = min((torch.cuda.mem_get_info(one)[0], one) for one in self.devices)
-            total = torch.cuda.mem_get_info(fullest)[1]
+        if is_accelerator(fullest):
+            module = torch.get_device_module(fullest)
+            free, fullest = min((module.mem_get_info(one)[0], one) for one in self.devices)
+            total = module.mem_get_info(fullest)[1]
             used, of = total - free, f" of {_gib(total)} on {fullest}"
         parts = self.parts()
         if not parts or used is None:

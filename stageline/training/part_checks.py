@@ -151,8 +151,9 @@ def check_agreement(
     num_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
     if num_ranks == 1:
         return
-    # on the CPU where the group can: no wait for a GPU
-    device = "cpu" if "cpu" in str(dist.get_backend_config(group)) else "cuda"
+    # on the CPU where the group can: no wait for an accelerator
+    has_gloo = "cpu" in str(dist.get_backend_config(group))
+    device = "cpu" if has_gloo else torch.accelerator.current_accelerator()
     described = [_describe(batch) for batch in micro_batches]
     own = torch.tensor([zlib.crc32("\n".join(described).encode())], device=device)
     hashes = [torch.empty_like(own) for _ in range(num_ranks)]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from stageline import chaos, progress
 from stageline.data.batches.batch import count_samples
+from stageline.device import is_accelerator, sent
 from stageline.errors import UserError
 from stageline.modules.recompute import RandomState
 from stageline.pipeline.plan import Action, Kind
@@ -67,7 +68,7 @@ class StepProgress(Recorder):
     ) -> None:
         super().__init__(device, rank=inner.rank)
         self.inner = inner
-        self.mark = recorded_event if device.type == "cuda" else None
+        self.mark = functools.partial(recorded_event, device) if is_accelerator(device) else None
         self.names = {kind: names.get(name, name) for kind, name in OPERATIONS.items()}
 
     @contextmanager
@@ -92,9 +93,9 @@ class StepProgress(Recorder):
             yield
 
 
-def recorded_event() -> torch.cuda.Event:
+def recorded_event(device: torch.device) -> Any:
     """A mark in the running stream: behind a wait for a transfer it comes when that is done."""
-    event = torch.cuda.Event()
+    event = torch.get_device_module(device).Event()
     event.record()
     return event
 
@@ -178,8 +179,7 @@ class SharedFigures:
         of_host = [value for value in own if value.device.type == "cpu"]
         if not of_host:
             return own
-        sent = torch.stack(of_host).pin_memory().to(self.device, non_blocking=True).unbind()
-        arrived = iter(sent)
+        arrived = iter(sent(torch.stack(of_host), self.device).unbind())
         return [next(arrived) if value.device.type == "cpu" else value for value in own]
 
     def _tell_names(self, own: list[str]) -> None:

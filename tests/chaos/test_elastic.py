@@ -32,7 +32,7 @@ def cards(job, monkeypatch):
     CardsInAFile.file = job.folder / "cards.txt"
     CardsInAFile.file.unlink(missing_ok=True)
     for name in ("__init__", "usable"):  # of the class itself: a forked run has its own commands
-        monkeypatch.setattr(elastic.Gpus, name, getattr(CardsInAFile, name))
+        monkeypatch.setattr(elastic.Accelerators, name, getattr(CardsInAFile, name))
     monkeypatch.setattr(launch, "SECONDS_BETWEEN_LOOKS", 0.1)
     monkeypatch.setattr(failure, "SECONDS_FOR_THE_CAUSE", 0.2)
     return CardsInAFile.file
@@ -89,7 +89,7 @@ def test_replicas_a_torn_checkpoint_and_a_stop(job, cards, monkeypatch):
             torn.write_bytes(torn.read_bytes()[:-1])
         return ["0", "1", "2"]
 
-    monkeypatch.setattr(elastic.Gpus, "usable", tear)
+    monkeypatch.setattr(elastic.Accelerators, "usable", tear)
     shape = ("--num-stages", 2, "--dp-degree", 2)
     whole = job.fork("whole_replicas", *STEPS, *shape, ranks=4)
     assert whole.code == 0, whole

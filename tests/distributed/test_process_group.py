@@ -17,6 +17,7 @@ from stageline.distributed.process_group import (
     warm_up,
 )
 from stageline.errors import UserError
+from tests.helpers.fake_devices import fake_accelerators
 from tests.helpers.ranks import run_ranks
 from tests.helpers.warm_start import WarmLauncher
 
@@ -111,14 +112,12 @@ def test_more_stages_than_processes_are_refused_before_a_group_is_made():
     ],
 )
 def test_each_process_of_a_machine_needs_a_gpu_of_its_own(monkeypatch, device, num_gpus, expected):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    fake_accelerators(monkeypatch, "cuda", num_gpus)
     assert str(choose_device(device, local_rank=1, local_world_size=2)) == expected
 
 
 @pytest.mark.parametrize("device", ["cuda", "auto"])
 def test_too_few_gpus_are_an_error_not_a_run_on_the_cpu(monkeypatch, device):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UserError, match=f"device`? {device}: this machine shows 1 GPUs"):
+    fake_accelerators(monkeypatch, "cuda", 1)
+    with pytest.raises(UserError, match=f"device`? {device}: this machine shows 1 devices"):
         choose_device(device, local_rank=0, local_world_size=2)

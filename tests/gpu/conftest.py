@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _emulated() -> "Cards | None":
-    if not torch.cuda.is_available() or torch.version.cuda or torch.version.hip:
+    if torch.version.cuda or torch.version.hip:
         return None
     from tests.helpers.emulated_gpu.cards import Cards
 
@@ -39,7 +39,7 @@ def _on_a_card(request: pytest.FixtureRequest) -> Iterator[None]:
     emulated = _emulated()
     if emulated is None:
         needed = marked.kwargs.get("needs", wanted) if marked else 1
-        have = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        have = torch.accelerator.device_count()
         if have < needed:
             pytest.skip(f"needs {needed} cards, and {have} are here, none emulated")
         yield

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers.emulated_gpu.cards import Cards
+from tests.helpers.emulated_gpu.native import KIND
 from tests.helpers.ranks import run_ranks
 from tests.helpers.served_model import NUM_TOKENS, ServedModel, wait_for_url
 from tests.helpers.small_run import ForkedRun, Job
@@ -33,7 +34,7 @@ ENGINES = {
 }
 
 
-def answers(job, name, engine, *, ranks, device="cuda"):
+def answers(job, name, engine, *, ranks, device=KIND):
     """Row -> answer of evaluate.py."""
     folder = job.folder / name
     words = [
@@ -82,7 +83,7 @@ def test_a_server_over_two_cards_answers_as_transformers_does(tmp_path, cards, s
     cards.count = 2
     model = ServedModel.save(tmp_path / "served", positions=256)
     words = [
-        *("serve.py", "--model-path", model.folder, "--device", "cuda", "--port", 0),
+        *("serve.py", "--model-path", model.folder, "--device", KIND, "--port", 0),
         *("--num-stages", 2, "--temperature", 0, "--max-new-tokens", NUM_TOKENS),
         *("--num-groups", 1, "--shutdown-seconds", 20),
     ]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from stageline.streaming.engine import RoundPipe
-from stageline.streaming.lanes import CudaQueue, Lane
+from stageline.streaming.lanes import Lane, StreamQueue
 from stageline.streaming.run_config import RoundPipeRunConfig
 from tests.helpers.host_waits import host_waits
 
@@ -195,8 +195,8 @@ def test_a_wait_that_the_streaming_engine_leaves_out(cards, missing, monkeypatch
     if missing == "wait":
         monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda self: None)
     elif missing:
-        monkeypatch.setattr(CudaQueue, missing, lambda *_: None)
-    run_engine([Lane.cuda(0), Lane.cuda(1)])
+        monkeypatch.setattr(StreamQueue, missing, lambda *_: None)
+    run_engine([Lane.streams(torch.device("cuda", index)) for index in range(2)])
     found = told(cards)
     assert bool(found) == bool(missing)
 

@@ -38,7 +38,10 @@ def lanes_of(count, *, slow=None, budget=None):
     from stageline.streaming.lanes import Lane
 
     num_gpus = torch.cuda.device_count()
-    lanes = [Lane.cuda(index % num_gpus, budget=budget) for index in range(count)]
+    lanes = [
+        Lane.streams(torch.device("cuda", index % num_gpus), budget=budget)
+        for index in range(count)
+    ]
     for lane in lanes:
         if slow is not None:
             make_slow(getattr(lane, slow))

@@ -5,10 +5,11 @@ moves. No value is computed, so nothing that depends on values can be run: no to
 that reads sizes of images from tensors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+import pytest
 import torch
 from accelerate.hooks import attach_align_device_hook_on_blocks
 from torch import nn
@@ -17,6 +18,22 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 # the only kind with indices that a torch for CPUs lets fake tensors have
 KIND = "lazy"
+
+
+def fake_accelerators(
+    patch: pytest.MonkeyPatch, kind: str, count: int, **module: Callable[..., object]
+) -> list[torch.device]:
+    """Makes torch tell of so many accelerators; no tensor can lie there.
+
+    Args:
+        module: what the module of the kind, such as torch.cuda, answers instead.
+    """
+    found = torch.device(kind) if count else None
+    patch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: found)
+    patch.setattr(torch.accelerator, "device_count", lambda: count)
+    for name, answer in module.items():
+        patch.setattr(torch.get_device_module(kind), name, answer, raising=False)
+    return [torch.device(kind, index) for index in range(count)]
 
 
 class FakeDevices:

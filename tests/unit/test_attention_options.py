@@ -27,8 +27,8 @@ def test_only_a_chosen_kernel_reaches_the_part():
     ("run", "own", "match"),
     [
         ({"attention": "sdpa"}, "eager", "--train-model.attn_implementation eager"),
-        ({"attention": "flex", "device": "cpu"}, None, "no backward pass on a CPU"),
-        ({"attention": "flash", "device": "cpu", "bf16": True}, None, "on the CPU"),
+        ({"attention": "flex", "device": "cpu"}, None, "cuda or xpu was expected"),
+        ({"attention": "flash", "device": "cpu", "bf16": True}, None, "for a run on cpu. cuda was"),
         ({"attention": "flash"}, None, "Add --bf16"),
     ],
 )
@@ -47,6 +47,7 @@ def test_flash_attention_needs_its_package(monkeypatch):
 
 
 def test_a_device_that_was_found_later_is_looked_at_too():
-    check_attention_device(RunConfig(attention="flex"), "cuda")
-    with pytest.raises(OptionError, match="--attention flex came for a run on the CPU"):
-        check_attention_device(RunConfig(attention="flex"), "cpu")
+    for kind in ("cuda", "xpu"):
+        check_attention_device(RunConfig(attention="flex"), kind)
+    with pytest.raises(OptionError, match="--attention flex came for a run on npu"):
+        check_attention_device(RunConfig(attention="flex"), "npu")

@@ -101,7 +101,7 @@ def test_env_names_versions(tmp_path):
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     assert done.returncode == 0, done.stderr
     assert lines["python"] == sys.version.split()[0]
-    assert {"torch", "transformers", "datasets", "CUDA", "cores", "memory"} <= set(lines)
+    assert {"torch", "transformers", "datasets", "accelerator", "cores", "memory"} <= set(lines)
 
 
 WORDS = ['it\'s "so"', "two\nlines; $HOME", "", "--a=b c"]

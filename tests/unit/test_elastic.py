@@ -103,6 +103,8 @@ def test_it_resumes_and_needs_checkpoints():
 class Cards:
     """So many cards for each question in turn; the last number holds from then on."""
 
+    variable = "CUDA_VISIBLE_DEVICES"
+
     def __init__(self, *counts):
         self.counts = itertools.chain(counts, itertools.repeat(counts[-1]))
 
@@ -218,7 +220,7 @@ def test_cards_are_tried_each_in_a_process_of_its_own(monkeypatch):
     probe = "import os, time; n = os.environ['CUDA_VISIBLE_DEVICES']; "
     probe += "assert n != '1'; time.sleep(600 * (n == '2'))"
     monkeypatch.setattr(elastic, "_PROBE", probe)
-    assert computing(["0", "1", "2", "3"], seconds=1.0) == ["0", "3"]
+    assert computing(["0", "1", "2", "3"], "CUDA_VISIBLE_DEVICES", seconds=1.0) == ["0", "3"]
 
 
 # -- the account ---------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def test_a_gpu_that_is_behind_its_main_thread_tells_what_it_waits_for(monkeypatc
     """Waits of NCCL return at once; the main thread stops later, at the first number it reads."""
     events = []
     monkeypatch.setattr(
-        step_module, "recorded_event", lambda: events.append(FakeEvent()) or events[-1]
+        step_module, "recorded_event", lambda device: events.append(FakeEvent()) or events[-1]
     )
     progress.begin()
     progress.at_step(3)

@@ -9,6 +9,7 @@ from torch import nn
 
 from stageline.errors import UserError
 from stageline.modules.layer_seeds import LayerSeeds
+from tests.helpers.fake_devices import fake_accelerators
 
 NUM_LAYERS = 4
 
@@ -138,11 +139,11 @@ def test_loss_and_update_draw_the_same_whatever_was_drawn_before():
     assert found[0] == found[1] and found[0][0] != found[0][1]
 
 
-def test_every_device_draws_alike(monkeypatch):
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_every_device_draws_alike(monkeypatch, kind):
     """What one GPU drew in a forward pass, another one may recompute."""
     cards = tuple(torch.Generator() for _ in range(3))
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(torch.cuda, "default_generators", cards, raising=False)
+    devices = fake_accelerators(monkeypatch, kind, 2, init=lambda: None, default_generators=cards)
     stage = Stage(range(NUM_LAYERS))
     drawn = []
 
@@ -150,7 +151,7 @@ def test_every_device_draws_alike(monkeypatch):
         drawn.append([torch.rand((), generator=card).item() for card in cards])
 
     stage.all[2].forward = lambda x: draw() or x
-    seeds = LayerSeeds([stage], seed=3, devices=[torch.device("cuda", n) for n in range(2)])
+    seeds = LayerSeeds([stage], seed=3, devices=devices)
     seeds.begin(5)
     seeds.start(stage, 1)
     draw()

@@ -62,18 +62,21 @@ def test_adamw_equals_torch(fused):
 
 def test_adamw_is_fused_where_all_parameters_are_on_a_gpu():
     class OnGpu(nn.Parameter):
-        is_cuda = True
+        device = torch.device("cuda", 0)
+
+    class OnOther(nn.Parameter):
+        device = torch.device("meta", 0)  # stands for one of a package, such as torch_npu
 
     made = []
     original = torch.optim.AdamW
     torch.optim.AdamW = lambda groups, **options: made.append(options["fused"])
     try:
         here, there = nn.Parameter(torch.zeros(1)), OnGpu(torch.zeros(1))
-        for groups in ([{"params": [there]}], [{"params": [there]}, {"params": [here]}]):
-            adamw(groups, learning_rate=0.1, weight_decay=0.0)
+        for groups in ([there], [there, here], [OnOther(torch.zeros(1))]):
+            adamw([{"params": groups}], learning_rate=0.1, weight_decay=0.0)
     finally:
         torch.optim.AdamW = original
-    assert made == [True, None]
+    assert made == [True, None, None]
 
 
 def test_linear_equals_torch():

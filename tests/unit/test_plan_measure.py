@@ -208,7 +208,7 @@ def test_a_model_that_is_no_pieces_trains_unplanned():
 
 def test_what_a_transfer_takes_is_timed_where_asked(monkeypatch, tmp_path):
     assert 0 < transfer_seconds(CPU, 1000) < 60
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     assert transfer_seconds(torch.device("cuda"), 1000) is None
     sizes = []
     monkeypatch.setattr(

@@ -20,6 +20,7 @@ from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.errors import UserError
 from stageline.inference.model_bytes import Load
 from stageline.inference.model_cutter import Wanted
+from tests.helpers.fake_devices import fake_accelerators
 from tests.helpers.forked_entry import run_entry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +46,10 @@ def entry(name, folder, *options):
     ("name", "options", "rows"),
     [
         ("chat", (), "1 row of 2048 tokens and 1 images"),
-        ("infer", ("--text", "a", "--batch-size", "3"), "3 rows of 2048 tokens and 1 images"),
+        (
+            "infer", ("--text", "a", "--batch-size", "3", "--device", "npu"),
+            "3 rows of 2048 tokens and 1 images",
+        ),
         (
             "eval",
             ("--model", "generate", "--builder", "auto", "--dataset", "jsonl", "--prompt", "chat",
@@ -69,7 +73,7 @@ def test_what_is_too_large_ends_with_the_usage_code_and_the_table(folder):
     assert "workspace" in done.stderr and "1 row of 60000 tokens" in done.stderr
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the devices are asked")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the devices are asked")
 def test_without_devices_their_memory_has_to_be_said(folder):
     with pytest.raises(UserError, match="--device-memory 24GiB"):
         plan(
@@ -80,7 +84,7 @@ def test_without_devices_their_memory_has_to_be_said(folder):
 
 @pytest.mark.parametrize("device", ["cpu", "auto"])
 def test_more_devices_than_the_cpu_is_are_refused(device, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    fake_accelerators(monkeypatch, "cuda", 0)
     asked = {"device": device, "visual_gpu_ratio": None}
     with pytest.raises(UserError, match=rf"--num-devices 2 came.*--device {device}.*leave"):
         make_device_map(None, num_devices=2, **asked)
@@ -133,11 +137,13 @@ def test_a_part_that_counts_layers_gets_what_it_always_got():
 def three_gpus(monkeypatch):
     """Three GPUs as torch would show them, of which the second is almost full."""
     free = [2 * GIB, GIB // 2048, 4 * GIB]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device], 8 * GIB))
-    for name in ("memory_reserved", "memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    fake_accelerators(
+        monkeypatch,
+        "cuda",
+        3,
+        mem_get_info=lambda device: (free[device.index], 8 * GIB),
+        **dict.fromkeys(("memory_reserved", "memory_allocated"), lambda device: 0),
+    )
     return free
 
 
@@ -173,7 +179,7 @@ def test_weights_that_fit_nowhere_are_refused_and_a_load_is_warned_of(three_gpus
 def test_said_sizes_choose_the_number_of_devices(three_gpus):
     assert set(cut(placement=Wanted(memory=(GIB, GIB)))) == {0, 1}
     assert set(cut(placement=Wanted(memory=(GIB,)))) == {0, 1, 2}
-    with pytest.raises(UserError, match="this machine shows 3 GPUs"):
+    with pytest.raises(UserError, match="this machine shows 3 devices of the kind cuda"):
         cut(placement=Wanted(memory=(GIB,) * 4))
 
 

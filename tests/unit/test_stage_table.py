@@ -15,6 +15,7 @@ from stageline.streaming.runner import streaming_schedule
 from stageline.tables import human_bytes, human_count, human_memory
 from stageline.training.memory import MemoryAccount, gather_peaks, peak_memory, read_status
 from stageline.training.run_log import StageSummary, format_stage_table
+from tests.helpers.fake_devices import fake_accelerators
 
 STAGES = [
     StageSummary(0, 4, "cuda:0", "0-6", "vit+mlp+llm", 3_000_000, 10, 3 * 2**20),
@@ -90,11 +91,13 @@ def test_peak_memory_is_between_what_is_held_and_what_ever_was():
 
 
 def test_streaming_tells_the_memory_of_its_gpus_and_not_the_hosts(monkeypatch):
-    cards = [torch.device("cuda", index) for index in range(2)]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda card: 2**30 * (1 + card.index))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda card: (2**30 * (2 - card.index), 2**32))
+    cards = fake_accelerators(
+        monkeypatch,
+        "cuda",
+        2,
+        max_memory_allocated=lambda card: 2**30 * (1 + card.index),
+        mem_get_info=lambda card: (2**30 * (2 - card.index), 2**32),
+    )
     found = []
     monkeypatch.setattr(train_engines, "open_run_folder", lambda plan, data, context: None)
     monkeypatch.setattr(

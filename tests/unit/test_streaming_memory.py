@@ -19,6 +19,7 @@ from stageline.streaming.lanes import DeviceBudgetError, Lane
 from stageline.streaming.plan import Plan
 from stageline.streaming.run_config import RoundPipeRunConfig
 from stageline.streaming.runner import StreamedCall
+from tests.helpers.fake_devices import fake_accelerators
 from tests.helpers.streamed_models import BATCH, linears, loop, run, square
 
 
@@ -122,7 +123,7 @@ def test_the_host_memory_that_is_stated_counts_rounded_blocks(monkeypatch):
     plain = host_bytes(engine._hosted_layers, torch.float32)
     for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(host_weights.torch.cuda, "is_available", lambda: True)
+    fake_accelerators(monkeypatch, "xpu", 1)
     # of each layer a back page and a staged one: 6 x 6 and 6 of two bytes, each from 256 on
     pages = 2 * 2 * (512 - 2 * 42)
     assert host_bytes(engine._hosted_layers, torch.float32) == plain + pages
@@ -147,7 +148,6 @@ def test_an_update_on_the_host_of_a_gpu_is_one_kernel(monkeypatch):
         groups = [{"params": [torch.nn.Parameter(torch.zeros(2))]}]
         return bool(adamw(groups, learning_rate=0.1, weight_decay=0.0).defaults["fused"])
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert not is_fused()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert is_fused()
+    for count in range(2):
+        fake_accelerators(monkeypatch, "xpu", count)
+        assert is_fused() == bool(count)

@@ -207,13 +207,13 @@ def test_registered_memory_is_given_back_with_its_owner_and_after_a_refusal(monk
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
     owner = nn.Identity()
-    make_pages(hosted_layers, "register", on_gpu=True, owner=owner)
+    make_pages(hosted_layers, "register", device=torch.device("cuda", 0), owner=owner)
     num_runs = len(driver.pinned)
     del owner
     assert num_runs and not driver.pinned
     driver.limit = num_runs - 1
     with pytest.raises(RuntimeError, match="cudaHostRegister returned 2"):
-        make_pages(hosted_layers, "register", on_gpu=True, owner=nn.Identity())
+        make_pages(hosted_layers, "register", device=torch.device("cuda", 0), owner=nn.Identity())
     assert not driver.pinned
 
 

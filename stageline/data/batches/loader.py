@@ -24,6 +24,7 @@ from stageline.data.batches.sampler import (
     some_rows,
 )
 from stageline.data.batches.step_maker import PackedStepMaker, StepMaker, end_with_rank
+from stageline.device import accelerators
 from stageline.errors import UserError
 from stageline.seeds import derive_seed
 
@@ -48,7 +49,7 @@ class MicroBatchLoader:
         batch_size, accumulate_steps: rows of one optimizer step are their product.
         num_workers: processes that load ahead, a step each; 0 loads in this one. They start
             when the first step is asked for, once.
-        pins: puts tensors where a GPU fetches them while it computes; needs CUDA.
+        pins: puts tensors where an accelerator fetches them while it computes; needs one.
         start_step: the first optimizer step of training, counted over all epochs.
         position: what `state_after` said of the step before, where it is known.
         eval: each row once, in the order of the dataset unless `shuffle`.
@@ -125,7 +126,7 @@ class MicroBatchLoader:
             options |= {"capacity": packing, "legal_counts": legal_counts, "agree": agree}
             self.step_maker = PackedStepMaker(dataset, **options)
         self.num_workers = num_workers
-        self.pins = pins and torch.cuda.is_available()
+        self.pins = pins and bool(accelerators())
         self.start_step, self.eval = start_step, eval
 
     def __len__(self) -> int:

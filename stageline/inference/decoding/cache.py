@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from stageline.device import sent
+
 # Keys and values that a prompt brings and no step grows: of layers that attend to its images.
 # Rows have as many columns as their images have patches, rows of text alone have none. The buffers
 # are as wide as the fullest row, and zero behind each row's own columns: a layer that attends to
@@ -183,12 +185,6 @@ class Window:
         columns_C = torch.arange(self.start, self.end + num_new, device=device)
         firsts_B = sent(torch.tensor(self.first_columns), device)
         return (columns_C >= firsts_B[:, None]).long()
-
-
-def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Small values of the host on a device; the host waits for no copy."""
-    pinned = values.pin_memory() if device.type == "cuda" else values
-    return pinned.to(device, non_blocking=True)
 
 
 class WindowLayer(CacheLayerMixin):

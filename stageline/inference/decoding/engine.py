@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from stageline.device import sent
 from stageline.errors import UserError
 from stageline.inference.decoding.answer import AnswerText, Running, ScoreQueue
-from stageline.inference.decoding.cache import sent
 from stageline.inference.decoding.chain import Chain, max_in_flight
 from stageline.inference.decoding.grammars import Matchers
 from stageline.inference.decoding.request import (

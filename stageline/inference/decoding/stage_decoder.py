@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from stageline.device import is_accelerator, sent, synchronize
 from stageline.errors import UserError
-from stageline.inference.decoding.cache import GroupCache, Window, sent, take_out
+from stageline.inference.decoding.cache import GroupCache, Window, take_out
 from stageline.inference.decoding.grammars import Matchers, RowMatcher
 from stageline.inference.decoding.request import PassOrder, Sampling, Score
 from stageline.inference.decoding.sampler import SampledRow, choose
@@ -169,8 +170,8 @@ class StageDecoder:
             except Exception as error:  # out of memory, or a fault of the model: others go on
                 traceback.print_exc(file=sys.stderr)
                 order.error = f"stage {self.stage.stage}: {type(error).__name__}: {error}"
-        if order.kind == "measure" and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if order.kind == "measure":
+            synchronize(self.device)
         order.seconds.append(time.perf_counter() - began)
         return {} if order.error else found
 
@@ -455,8 +456,8 @@ def cache_budget(
     """
     if gib is not None:
         return int(gib * GIB)
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+    if is_accelerator(device):
+        free, _ = torch.get_device_module(device).mem_get_info(device)
         return int(free * SHARE_OF_A_GPU)
     free = UNKNOWN_HOST if host_bytes is None else host_bytes
     return int(free * SHARE_OF_A_HOST / max(1, processes))

@@ -1,9 +1,11 @@
 // What a CPU build of torch lacks before autograd accepts tensors that say they lie on a card: a
-// guard (which card and stream a thread works on) and hooks (is CUDA there, how many cards).
+// guard (which card and stream a thread works on) and hooks (is CUDA there, how many cards). The
+// cards may also be of a kind that torch does not know, as torch_npu's are (PrivateUse1).
 //
 // No memory and no kernel is here: tensor.py keeps the values on the host.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -13,6 +15,7 @@ namespace cards {
 using c10::Device, c10::DeviceIndex, c10::DeviceType, c10::Stream, c10::StreamId;
 
 constexpr DeviceIndex kMost = 4;
+DeviceType kind = DeviceType::CUDA;
 thread_local DeviceIndex device = 0;
 thread_local StreamId streams[kMost] = {};  // of this thread, a card each; 0: the default one
 std::atomic<long> next_id{1};               // of streams and events
@@ -30,13 +33,9 @@ void tell(int kind, void* event, const Stream& stream) {
 Stream stream_of(Device card, StreamId id) { return Stream(Stream::UNSAFE, card, id); }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  static constexpr DeviceType static_type = DeviceType::CUDA;
-  Guard() = default;
-  explicit Guard(DeviceType) {}
-
-  DeviceType type() const override { return static_type; }
+  DeviceType type() const override { return kind; }
   DeviceIndex deviceCount() const noexcept override { return kMost; }
-  Device getDevice() const override { return Device(static_type, device); }
+  Device getDevice() const override { return Device(kind, device); }
   void setDevice(Device card) const override { device = card.index(); }
   void uncheckedSetDevice(Device card) const noexcept override { device = card.index(); }
   Device exchangeDevice(Device card) const override {
@@ -68,17 +67,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void recordDataPtrOnStream(const c10::DataPtr&, const Stream&) const override {}
 };
 
-struct Hooks final : at::CUDAHooksInterface {
-  explicit Hooks(at::CUDAHooksArgs) {}
-
+// What both kinds of hooks are asked; only CUDA's have hasCUDA and the two behind it.
+template <class Base>
+struct Hooks final : Base {
   void init() const override {}
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
-  bool hasCUDA() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  int getNumGPUs() const override { return kMost; }
   DeviceIndex deviceCount() const override { return kMost; }
-  DeviceIndex current_device() const override { return device; }
+  bool hasCUDA() const { return true; }
+  int getNumGPUs() const { return kMost; }
+  DeviceIndex current_device() const { return device; }
   DeviceIndex getCurrentDevice() const override { return device; }
   void setCurrentDevice(DeviceIndex index) const override { device = index; }
   DeviceIndex exchangeDevice(DeviceIndex index) const override {
@@ -88,7 +87,7 @@ struct Hooks final : at::CUDAHooksInterface {
     return exchangeDevice(index);
   }
   at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
-  at::Device getDeviceFromPtr(void*) const override { return Device(DeviceType::CUDA, 0); }
+  at::Device getDeviceFromPtr(void*) const override { return Device(kind, 0); }
   const at::Generator& getDefaultGenerator(DeviceIndex) const override {
     return at::detail::getDefaultCPUGenerator();
   }
@@ -98,15 +97,19 @@ struct Hooks final : at::CUDAHooksInterface {
 };
 }  // namespace cards
 
-namespace c10::impl {
-C10_REGISTER_GUARD_IMPL(CUDA, cards::Guard)
-}
-namespace at {
-using CardHooks = cards::Hooks;
-C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", CardHooks)
-}
-
 extern "C" {
+void cards_register(bool is_cuda) {
+  using Cuda = at::CUDAHooksInterface;
+  if (!is_cuda) cards::kind = c10::DeviceType::PrivateUse1;
+  c10::impl::DeviceGuardImplRegistrar(cards::kind, new cards::Guard());
+  if (is_cuda) {
+    at::CUDAHooksRegistry()->Register("CUDAHooks", [](at::CUDAHooksArgs) {
+      return std::unique_ptr<Cuda>(new cards::Hooks<Cuda>());
+    });
+  } else {
+    at::RegisterPrivateUse1HooksInterface(new cards::Hooks<at::PrivateUse1HooksInterface>());
+  }
+}
 void cards_listen(cards::Listener heard) { cards::listener = heard; }
 int cards_device() { return cards::device; }
 void cards_set_device(int device) { cards::device = device; }

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 
 from tests.helpers.emulated_gpu import torch_cuda
 from tests.helpers.emulated_gpu.memory import Memory
-from tests.helpers.emulated_gpu.native import MOST_CARDS
+from tests.helpers.emulated_gpu.native import KIND, MOST_CARDS
 from tests.helpers.emulated_gpu.operations import (
     COPIES,
     INDEXING,
@@ -77,7 +77,7 @@ class Cards:
 
     Attributes:
         entered: those that are there now.
-        count: how many cards torch.cuda tells; may be set.
+        count: how many cards torch tells; may be set.
         waits: where the host waited -> how often.
         works: operation -> how often a card ran it.
         collectives: in what order this rank took part in which, and on which kind of device:
@@ -121,7 +121,7 @@ class Cards:
         self._stack.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)
         torch.__future__.set_swap_module_params_on_conversion(True)
         for owner, name, new in torch_cuda.replacements(self):
-            self._stack.enter_context(mock.patch.object(owner, name, new))
+            self._stack.enter_context(mock.patch.object(owner, name, new, create=True))
         self._stack.enter_context(_in_every_thread(self))
         self._stack.enter_context(_Watch(self))
         return self
@@ -198,11 +198,11 @@ class Cards:
         pins = bool(inner_kwargs.pop("pin_memory", False))
         if waits(func, tensors):
             self.wait_for_card(name_of(func), device)
-        if name_of(func) in MADE_BY_SIZE and target.type == "cuda":
+        if name_of(func) in MADE_BY_SIZE and target.type == KIND:
             dtype = kwargs.get("dtype") or torch.get_default_dtype()
             self.memory.refuse(math.prod(args[0]) * dtype.itemsize, target.index)
         made = self._compute(func, inner_args, inner_kwargs, target)
-        if target.type != "cuda":
+        if target.type != KIND:
             return self.memory.pin(made) if pins else made
         stream = self.stream_of(target)
         old = {self.memory.key(x) for x in ours}
@@ -239,9 +239,9 @@ class Cards:
         if kwargs.get("device") is None:
             return None
         device = torch.device(kwargs["device"])
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", self.native.cards_device())
-        if device.type == "cuda" and device.index >= self.count:
+        if device.type == KIND and device.index is None:
+            device = torch.device(KIND, self.native.cards_device())
+        if device.type == KIND and device.index >= self.count:
             raise RuntimeError(
                 f"CUDA error: invalid device ordinal {device.index}: {self.count} cards are there"
             )
@@ -275,7 +275,7 @@ class Cards:
         """The values; random ones from the card's generator."""
         if name_of(func) in ON_A_CPU:
             return ON_A_CPU[name_of(func)](func, *args, **kwargs)
-        if not is_random(func) or device.type != "cuda" or kwargs.get("generator") is not None:
+        if not is_random(func) or device.type != KIND or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         generator, own = torch.default_generator, self.generators[device.index]
         with self._random:
@@ -300,7 +300,7 @@ class Cards:
         device = wanted or source.device
         options = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
         made = func(values_of(source), **options)
-        if device.type == "cuda":
+        if device.type == KIND:
             made = self.memory.place(made, device, self.stream_of(device))
         elif is_async:  # torch takes page-locked memory then
             self.memory.pin(made)
@@ -336,7 +336,7 @@ class Cards:
 
     def _collective(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """On the host's values, by gloo; for the order of streams as NCCL does, on its own one."""
-        self._note_collective(func, "cuda")
+        self._note_collective(func, KIND)
         tensors = tensors_in(args, kwargs)
         ours = {id(x.values): x for x in tensors if isinstance(x, CardTensor)}
         for x in ours.values():
@@ -372,7 +372,7 @@ class Cards:
     def await_network(self) -> None:
         """What the current streams do from now on comes behind all that was sent so far."""
         for index in self._sent:
-            self.order.join(self.stream_of(torch.device("cuda", index)), (index, NETWORK))
+            self.order.join(self.stream_of(torch.device(KIND, index)), (index, NETWORK))
 
 
 aten_copy_ = torch.ops.aten.copy_.default
@@ -390,7 +390,7 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         device = kwargs.get("device")
-        is_made = device is not None and torch.device(device).type == "cuda"
+        is_made = device is not None and torch.device(device).type == KIND
         if is_made or CardTensor in types:
             return self._cards.run(func, args, kwargs)
         return self._cards.on_host(func, args, kwargs)

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SOURCE = Path(__file__).with_name("cards.cpp")
 CACHE = ROOT / ".cache" / "emulated_gpu"
 MOST_CARDS = 4  # as kMost in cards.cpp
+KIND = os.environ.get("EMULATED_KIND", "cuda")  # or any word that is no kind of torch's
 
 
 class Unavailable(RuntimeError):
@@ -51,6 +52,7 @@ def load() -> ctypes.CDLL:
     for name in ("cards_stream", "cards_new_id"):
         getattr(cards, name).restype = ctypes.c_long
     cards.cards_set_stream.argtypes = [ctypes.c_int, ctypes.c_long]
+    cards.cards_register(KIND == "cuda")
     return cards
 
 

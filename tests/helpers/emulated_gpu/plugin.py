@@ -43,6 +43,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def _told() -> str:
     if Cards.entered is not None:
         return "emulated; true values, but no kernels, NCCL or speed (docs/gpu.md)"
-    if torch.cuda.is_available():
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    if torch.accelerator.is_available():
+        return f"{torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}"
     return f"none, and none can be emulated: {_why}"

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
 
+from tests.helpers.emulated_gpu.native import KIND
 from tests.helpers.emulated_gpu.order import HOST, Actor
 from tests.helpers.emulated_gpu.tensor import CardTensor, entered
 
@@ -26,7 +27,7 @@ class Stream:
     def __init__(
         self, device: Any = None, priority: int = 0, *, stream_id: int | None = None, **_: object
     ) -> None:
-        self.device = torch.device("cuda", index_of(device))
+        self.device = torch.device(KIND, index_of(device))
         self.priority = priority
         new = entered().native.cards_new_id
         self.stream_id = new() if stream_id is None else stream_id
@@ -137,10 +138,18 @@ def on_card(device: Any) -> Iterator[None]:
         native.cards_set_device(before)
 
 
+def module() -> Any:
+    """What torch asks of this kind of card: torch.cuda, or one that is made as a package would."""
+    if not hasattr(torch, KIND):
+        torch.utils.rename_privateuse1_backend(KIND)
+        torch._register_device_module(KIND, ModuleType(f"torch.{KIND}"))
+    return torch.get_device_module(KIND)
+
+
 def replacements(cards: "Cards") -> Iterator[tuple[Any, str, Any]]:
     """(owner, name, new): what the cards put in the place of torch's own."""
     tables = (_devices(cards), _streams(cards), _memory(cards), _generators(cards))
-    yield from ((torch.cuda, name, new) for table in tables for name, new in table.items())
+    yield from ((module(), name, new) for table in tables for name, new in table.items())
     tensor_of = torch.tensor
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -164,6 +173,7 @@ def replacements(cards: "Cards") -> Iterator[tuple[Any, str, Any]]:
     # these tensors are plain ones that a card would hold, no quantised kind
     is_plain = lora_layer._is_plain
     yield lora_layer, "_is_plain", lambda weight: isinstance(weight, CardTensor) or is_plain(weight)
+    yield dist.Backend, "default_device_backend_map", {KIND: "nccl", "cpu": "gloo"}
     begin = dist.init_process_group
 
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -288,6 +298,6 @@ def _generators(cards: "Cards") -> dict[str, Any]:
         "default_generators": cards.generators,
         "manual_seed": lambda seed: own().manual_seed(seed),
         "manual_seed_all": seed_all,
-        "get_rng_state": lambda device="cuda": own(device).get_state(),
-        "set_rng_state": lambda state, device="cuda": own(device).set_state(state),
+        "get_rng_state": lambda device=None: own(device).get_state(),
+        "set_rng_state": lambda state, device=None: own(device).set_state(state),
     }

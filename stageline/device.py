@@ -1,0 +1,152 @@
+"""Which device a process computes on, and what torch names by its kind: cuda, xpu, npu, any other.
+
+torch.accelerator tells which accelerator there is, and how many. Streams, events, generators and
+memory are asked of the module of its kind (`torch.get_device_module`): torch.cuda, torch.xpu and
+torch_npu's torch.npu have one face. torch.Event has no wait in which the host's thread sleeps.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stageline.errors import UserError
+
+# what tells a process which devices it may see; read when the first of them is used
+VISIBLE = {
+    "cuda": "CUDA_VISIBLE_DEVICES",
+    "xpu": "ZE_AFFINITY_MASK",
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+}
+
+FUSED = {"cpu", "cuda", "xpu"}  # torch itself has fused optimizers for them; a package may not
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether it works in streams beside the host, on memory of its own.
+
+    MPS does not: torch gives it no streams, and its memory is the host's.
+    """
+    return device.type not in ("cpu", "meta", "mps")
+
+
+def accelerators(asked: str = "auto") -> list[torch.device]:
+    """Those that a run may compute on; empty: it computes on the CPU.
+
+    CUDA's driver is not started: who asks may still fork, or choose which devices are visible.
+
+    Args:
+        asked: "cpu", a kind of accelerator, or "auto": any kind but MPS, which is to be named.
+
+    Raises:
+        UserError: a kind was asked for, and torch finds none of it.
+    """
+    current = torch.accelerator.current_accelerator()
+    kind = "cpu" if current is None else current.type
+    if asked == "cpu" or (asked == "auto" and kind in ("cpu", "mps")):
+        return []
+    count = 0 if kind == "cpu" else torch.accelerator.device_count()
+    if asked != "auto" and (kind != asked or not count):
+        there = f"{count} x {kind}" if count else "no accelerator"
+        raise UserError(
+            f"`device` {asked} came, and torch {torch.__version__} finds {there} here. One of the "
+            "kind was expected, because the model is to lie on it. Install the torch that is made "
+            f"for it (npu: and torch_npu), look at {VISIBLE.get(asked, 'its driver')}, or take "
+            "`device` auto or cpu."
+        )
+    return [torch.device(kind, index) for index in range(count)]
+
+
+def stage_devices(asked: str = "auto") -> list[torch.device]:
+    """Those that stages compute on, or stream through: every accelerator, else the CPU.
+
+    Raises:
+        UserError: as `accelerators`; or it is MPS.
+    """
+    found = accelerators(asked) or [torch.device("cpu")]
+    if found[0].type == "mps":
+        raise UserError(
+            "`device` mps came for a model that is cut into stages. A device with streams, float64 "
+            "and a backend of torch.distributed was expected, because weights and hidden states "
+            "travel beside the passes, and norms are added in float64. Take `device` cpu; a whole "
+            "model answers on mps, in one process, placed by a device_map."
+        )
+    return found
+
+
+def visible(devices: Sequence[torch.device]) -> tuple[str, list[str]]:
+    """The variable of the environment that shows a process these devices, and their names in it.
+
+    Raises:
+        UserError: it is not known for devices of this kind.
+    """
+    kind = devices[0].type
+    if kind not in VISIBLE:
+        raise UserError(
+            f"processes were to get devices of their own, of the kind {kind}. One of "
+            f"{', '.join(VISIBLE)} was expected, because of no other it is known which variable of "
+            "the environment shows them. Take `device` cpu, or one process with one device."
+        )
+    given = os.environ.get(VISIBLE[kind], "")
+    named = [name.strip() for name in given.split(",") if name.strip()]
+    return VISIBLE[kind], named or [str(device.index) for device in devices]
+
+
+def group_backend(device: torch.device) -> str:
+    """Of a process group that carries tensors of a device, as torch.distributed writes it.
+
+    gloo beside an accelerator's own: small integers and objects travel without touching it.
+    """
+    if not is_accelerator(device):
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+def generators_of(devices: Iterable[torch.device]) -> list[torch.Generator]:
+    """torch's global generators of the host and, behind it, of these devices."""
+    found = [torch.default_generator]
+    for device in filter(is_accelerator, devices):
+        module = torch.get_device_module(device)
+        module.init()  # makes them
+        index = module.current_device() if device.index is None else device.index
+        found.append(module.default_generators[index])
+    return found
+
+
+@contextmanager
+def generators_kept(devices: Iterable[torch.device]) -> Iterator[list[torch.Generator]]:
+    """Puts the generators of the host and of these devices back behind it; gives them inside."""
+    generators = generators_of(devices)
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield generators
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def synchronize(device: torch.device) -> None:
+    """The host waits for all work of an accelerator; other devices are never behind it."""
+    if is_accelerator(device):
+        torch.get_device_module(device).synchronize(device)
+
+
+def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Values of the host on a device; the host waits for no copy."""
+    pinned = values.pin_memory() if is_accelerator(device) else values
+    return pinned.to(device, non_blocking=True)
+
+
+def sleeping_event(device: torch.device) -> Any:
+    """An event whose `synchronize` lets the thread sleep, where the kind of device has such."""
+    module = torch.get_device_module(device)
+    return module.Event() if device.type == "xpu" else module.Event(blocking=True)
+
+
+def empty_cache() -> None:
+    """Gives memory back that torch's allocator holds and does not use."""
+    for device in accelerators()[:1]:
+        torch.get_device_module(device).empty_cache()

@@ -1,0 +1,120 @@
+"""Every kind of accelerator goes one way; here torch tells of an XPU, which no other test names.
+
+Whole runs on cards of a kind that torch does not know are in tests/gpu/test_a_runs.py.
+"""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from commands.answer_run import _take_own_devices
+from stageline.device import accelerators, generators_kept, group_backend, stage_devices, visible
+from stageline.distributed.elastic import Accelerators
+from stageline.distributed.process_group import choose_device
+from stageline.errors import UserError
+from stageline.inference.decoding.stage_decoder import cache_budget
+from stageline.planner.cost import device_capacity
+from stageline.streaming.host_weights import make_pages
+from stageline.training.memory import MemoryAccount, peak_memory
+from tests.helpers.fake_devices import fake_accelerators
+
+GIB = 2**30
+
+
+@pytest.fixture
+def cards(monkeypatch):
+    """Two cards of 8 GiB, the first of them with 6 GiB left."""
+    return fake_accelerators(
+        monkeypatch,
+        "xpu",
+        2,
+        init=lambda: None,
+        default_generators=tuple(torch.Generator().manual_seed(seed) for seed in (7, 8)),
+        mem_get_info=lambda card: ((6 + card.index) * GIB, 8 * GIB),
+        memory_reserved=lambda card: 0,
+        max_memory_allocated=lambda card: card.index + 3,
+    )
+
+
+def test_what_torch_finds_is_taken_and_nothing_else(cards):
+    assert accelerators() == accelerators("xpu") == stage_devices() == cards
+    assert accelerators("cpu") == [] and stage_devices("cpu") == [torch.device("cpu")]
+    assert choose_device("auto", local_rank=1, local_world_size=2) == cards[1]
+    assert group_backend(cards[0]) == "cpu:gloo,xpu:xccl"
+    assert group_backend(torch.device("cpu")) == "gloo"
+    for asked in ("cuda", "npu", "mps"):
+        with pytest.raises(UserError, match=rf"--device {asked} came, and torch .* finds 2 x xpu"):
+            accelerators(asked)
+    with pytest.raises(UserError, match=r"2 devices of the kind xpu for 3 .* \(ZE_AFFINITY_MASK"):
+        choose_device("auto", local_rank=0, local_world_size=3)
+
+
+def test_a_torch_that_has_the_kind_and_no_device_says_so(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    assert accelerators() == []
+    with pytest.raises(UserError, match="finds no accelerator here.*look at ZE_AFFINITY_MASK"):
+        accelerators("xpu")
+
+
+def test_memory_figures_are_those_of_the_device(cards):
+    assert peak_memory(cards[1]) == 4
+    assert device_capacity(cards[0], num_local_ranks=2) == int(6 * GIB - 0.05 * 8 * GIB)
+    assert cache_budget(cards[1], gib=None, processes=1) == int(0.8 * 7 * GIB)
+    account = MemoryAccount(cards, [])
+    account.parts = lambda: {"weights": GIB}
+    assert "In use: 2.00 GiB of 8.00 GiB on xpu:0" in account.describe()
+
+
+def test_random_numbers_are_those_of_the_devices(cards):
+    def draw(generators):
+        return [torch.rand((), generator=each).item() for each in generators]
+
+    with generators_kept(cards) as generators:
+        drawn = draw(generators)
+    assert generators[1:] == list(torch.xpu.default_generators)
+    assert draw(generators) == drawn and len(set(drawn)) == 3
+
+
+@pytest.mark.parametrize("given", ["", "4,7"])
+def test_processes_are_shown_devices_of_their_own(cards, given, monkeypatch):
+    monkeypatch.setenv("ZE_AFFINITY_MASK", given)
+    names = given.split(",") if given else ["0", "1"]
+    assert visible(cards) == ("ZE_AFFINITY_MASK", names)
+    devices = Accelerators("auto", num_ranks=3)
+    assert devices.usable(is_sure=False) == names and devices.variable == "ZE_AFFINITY_MASK"
+    assert devices.all == (names if given else ["0", "1", "2"])  # a third one may come back
+    with pytest.raises(UserError, match="of the kind meta. One of cuda, xpu, npu was expected"):
+        visible([torch.device("meta", 0)])
+
+
+def test_a_replica_takes_its_own_or_says_that_it_cannot(cards, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    run = SimpleNamespace(device="xpu", num_devices=None)
+
+    def take():
+        monkeypatch.setenv("ZE_AFFINITY_MASK", "4,7")
+        _take_own_devices(run, SimpleNamespace(count=2, index=1))
+
+    with pytest.raises(UserError, match="ZE_AFFINITY_MASK=7, .* driver had been started"):
+        take()
+    shown = lambda: len(os.environ["ZE_AFFINITY_MASK"].split(","))  # noqa: E731
+    monkeypatch.setattr(torch.accelerator, "device_count", shown)
+    take()
+    assert os.environ["ZE_AFFINITY_MASK"] == "7"
+
+
+def test_what_is_of_cuda_alone_says_so(cards):
+    make_pages([], "alloc", device=cards[0], owner=None)
+    with pytest.raises(UserError, match="register came for xpu:0.*by cudaHostRegister"):
+        make_pages([], "register", device=cards[0], owner=None)
+
+
+def test_mps_answers_in_one_process_and_trains_nowhere(monkeypatch):
+    (only,) = fake_accelerators(monkeypatch, "mps", 1)
+    assert accelerators() == [], "a run that nobody has tried is not begun unasked"
+    assert accelerators("mps") == [only]
+    with pytest.raises(UserError, match="cut into stages.*float64"):
+        choose_device("mps", local_rank=0, local_world_size=1)
