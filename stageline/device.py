@@ -136,8 +136,7 @@ def synchronize(device: torch.device) -> None:
 
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Values of the host on a device; the host waits for no copy."""
-    pinned = values.pin_memory() if is_accelerator(device) else values
-    return pinned.to(device, non_blocking=True)
+    return (values.pin_memory() if is_accelerator(device) else values).to(device, non_blocking=True)
 
 
 def sleeping_event(device: torch.device) -> Any:

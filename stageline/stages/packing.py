@@ -113,8 +113,10 @@ def _mask_of_kernel(name: str, *args: Any, **kwargs: Any) -> Any:
     # the library asks for it where a mask is causal, or that and a window, and nothing else
     if is_own and kwargs.get("allow_is_causal_skip") and _is_square(mask, kwargs):
         kwargs["attention_mask"] = None
-    if rows is not None and mask is not None and _is_decoding(kwargs):
-        kwargs["allow_is_causal_skip"] = False  # it would look whether the mask hides anything
+    # a step of decoding has a mask where rows begin behind others: nobody need look at it
+    is_step = kwargs.get("q_length") == 1 < (kwargs.get("kv_length") or 0)
+    if rows is not None and mask is not None and is_step:
+        kwargs["allow_is_causal_skip"] = False
     kernels: Any = masking_utils.AttentionMaskInterface._global_mapping
     return kernels[name](*args, **kwargs)
 
@@ -122,11 +124,6 @@ def _mask_of_kernel(name: str, *args: Any, **kwargs: Any) -> Any:
 def _is_square(mask_BT: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether the tokens of a pass are those that they see: there are none of a cache."""
     return [kwargs.get(name) for name in ("q_length", "kv_length")] == [mask_BT.shape[1]] * 2
-
-
-def _is_decoding(kwargs: Mapping[str, Any]) -> bool:
-    """Whether each row has one token, behind a cache: a stage gets a mask then if rows differ."""
-    return kwargs.get("q_length") == 1 < (kwargs.get("kv_length") or 0)
 
 
 def _packed_borders(plain: Callable[..., Any], position_ids: torch.Tensor) -> Any:

@@ -303,7 +303,7 @@ def kill_below_launcher(run: LaunchedRun, killer: Killer, *, kills: int) -> None
 
 
 class CardsInAFile:
-    """Stands in for `elastic.Accelerators`: the cards that a file names; without it all that are wanted.
+    """Stands in for `elastic.Accelerators`: the cards that a file names, or all that are wanted.
 
     Attributes:
         file: what lies there counts when a run that has failed starts again.
