@@ -133,7 +133,7 @@ def make_limits(
     )
     cells = torch.tensor(cells_within(budget, decoder))
     if context.world_size > 1:
-        dist.all_reduce(cells, op=dist.ReduceOp.MIN, group=dist.new_group(backend="gloo"))
+        dist.all_reduce(cells, op=dist.ReduceOp.MIN)
     return Limits(
         max_rows=run.max_running,
         prefill_tokens=run.prefill_tokens,

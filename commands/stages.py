@@ -111,14 +111,15 @@ class StageBuilder:
 
         is_cut = num_stages in (None, self.num_stages)
         given = {
-            **{"processor_path": None, **self.options},
+            "processor_path": None,
+            **self.part.kwargs,
+            **self.options,  # behind the part's: there an option that nobody gave is None
             "config_path": self.config_path,
             "checkpoint_path": self.checkpoint_path,
             "stage": stage,
             "num_stages": self.num_stages if is_cut else num_stages,
             "partition": list(self.partition) if self.partition and is_cut else None,
             "trust_remote_code": self.trust_remote_code,
-            **self.part.kwargs,
             **changes,
         }
         if not is_cut and num_stages == 1:

@@ -447,7 +447,7 @@ def largest_of_replicas(run: RunConfig, context: DistributedContext) -> LargestO
     if context.num_replicas == 1 or context.mesh is None:
         return None
     name = [uuid.uuid4().hex]
-    dist.broadcast_object_list(name, src=0, device=context.device)
+    dist.broadcast_object_list(name, src=0)
     return LargestOfReplicas(
         name[0],
         rank=context.dp_rank,

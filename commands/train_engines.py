@@ -199,8 +199,8 @@ def _open_account(run: RunConfig, context: DistributedContext, *, streams: bool)
 
 def join_replicas(models: list[Stage], context: DistributedContext, *, shards: bool) -> Replicas:
     """Checks that all replicas start alike and, if asked to, shares their weights out."""
-    replicas = Replicas(context.dp_group, device=context.device)
+    replicas = Replicas(context.dp_group)
     replicas.check_equal(models)
     if shards:
-        return ShardedReplicas(models, mesh=context.mesh["dp"], device=context.device)
+        return ShardedReplicas(models, mesh=context.mesh["dp"])
     return replicas

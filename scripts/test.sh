@@ -27,7 +27,7 @@ fi
 run_tests "$ROOT/tests" --ignore "$ROOT/tests/gpu"
 run_gpu_tests "$ROOT/tests/gpu"
 # the same code on a kind that torch itself does not have: as torch_npu is one
-EMULATED_KIND=npu run_gpu_tests "$ROOT/tests/gpu/test_a_runs.py"
+EMULATED_KIND=npu run_gpu_tests "$ROOT"/tests/gpu/test_a_{runs,answers}.py
 # torch takes the kernels for the best instructions of the CPU. Others add up in another order, and
 # show what is close by luck. So the comparisons that are not to the bit, of shares, experts
 # and rewards, run again with lesser kernels (93 s of CPU time); none are lesser than DEFAULT.

@@ -134,6 +134,11 @@ def synchronize(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
+def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Values of the host on a device; the host waits for no copy."""
+    return (values.pin_memory() if is_accelerator(device) else values).to(device, non_blocking=True)
+
+
 def sleeping_event(device: torch.device) -> Any:
     """An event whose `synchronize` lets the thread sleep, where the kind of device has such."""
     module = torch.get_device_module(device)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from stageline.device import is_accelerator
+from stageline.device import sent
 from stageline.errors import DataError, UserError
 
 IGNORE = -100
@@ -66,7 +66,7 @@ def representations(logits_BTV: torch.Tensor, on_host: MicroBatch) -> torch.Tens
     marks_BT = next_marks(on_host)
     is_target_BT = next_labels(on_host) != IGNORE
     chosen_BT = torch.where(marks_BT.any(dim=1, keepdim=True), marks_BT, is_target_BT)
-    places_N = _sent(chosen_BT.flatten().nonzero().flatten(), logits_BTV.device)
+    places_N = sent(chosen_BT.flatten().nonzero().flatten(), logits_BTV.device)
     # row by row: only chosen tokens' distributions exist, and sums come in the same order each time
     rows = []
     for places in places_N.split(chosen_BT.sum(dim=1).tolist()):
@@ -85,11 +85,6 @@ def _on_host(micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
     return {"labels": labels, "loss_marks": marks.bool(), "loss_groups": groups[:, 0]}
 
 
-def _sent(places: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On the device; nobody waits for the copy."""
-    return (places.pin_memory() if is_accelerator(device) else places).to(device, non_blocking=True)
-
-
 def group_losses(
     logits_BTV: torch.Tensor,
     micro_batch: MicroBatch,
@@ -105,7 +100,7 @@ def group_losses(
     on_host = _on_host(micro_batch)
     is_compared_G = compared_groups(on_host)
     all_BV = representations(logits_BTV, on_host)
-    compared_G = _sent(is_compared_G.nonzero().flatten(), logits_BTV.device)
+    compared_G = sent(is_compared_G.nonzero().flatten(), logits_BTV.device)
     all_GKV = all_BV.view(len(is_compared_G), -1, all_BV.shape[-1]).index_select(0, compared_G)
     others_GKV = all_GKV[:, 1:]
     anchors_GKV = all_GKV[:, :1].expand_as(others_GKV)

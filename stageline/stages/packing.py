@@ -113,6 +113,10 @@ def _mask_of_kernel(name: str, *args: Any, **kwargs: Any) -> Any:
     # the library asks for it where a mask is causal, or that and a window, and nothing else
     if is_own and kwargs.get("allow_is_causal_skip") and _is_square(mask, kwargs):
         kwargs["attention_mask"] = None
+    # a step of decoding has a mask where rows begin behind others: nobody need look at it
+    is_step = kwargs.get("q_length") == 1 < (kwargs.get("kv_length") or 0)
+    if rows is not None and mask is not None and is_step:
+        kwargs["allow_is_causal_skip"] = False
     kernels: Any = masking_utils.AttentionMaskInterface._global_mapping
     return kernels[name](*args, **kwargs)
 

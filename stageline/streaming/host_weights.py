@@ -255,6 +255,11 @@ def make_pages(
         raise ValueError(f"pin_model {pin_model!r} came: 'alloc', 'register' or 'off' was expected")
     if not is_accelerator(device) or pin_model == "off":
         return
+    for hosted in hosted_layers:
+        # those that a pass changes come home, and who starts a copy to other memory waits for it
+        for buffer in hosted.buffers:
+            if not buffer.is_pinned():
+                buffer.data = buffer.detach().pin_memory()
     if pin_model == "register":
         if device.type != "cuda":
             raise UserError(
@@ -267,10 +272,6 @@ def make_pages(
         return
     placed: set[int] = set()
     for hosted in hosted_layers:
-        # those that a pass changes come home, and who starts a copy to other memory waits for it
-        for buffer in hosted.buffers:
-            if not buffer.is_pinned():
-                buffer.data = buffer.detach().pin_memory()
         homes = [home for home in hosted.homes if id(home) not in placed]
         placed |= {id(home) for home in homes}
         values = [home.parameter.detach() for home in homes]

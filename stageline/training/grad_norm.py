@@ -66,6 +66,7 @@ class Ownership:
             for rank, rank_names in enumerate(counted_by_rank)
         ]
         self._orders: dict[torch.device, list[torch.Tensor]] = {}
+        self._marks: dict[torch.device, tuple[Collection[str], torch.Tensor]] = {}
 
     def order_on(self, device: torch.device) -> list[torch.Tensor]:
         """`model_order` as tensors that lie on a device; sent there once."""
@@ -74,6 +75,13 @@ class Ownership:
                 torch.tensor(places, dtype=torch.long, device=device) for places in self.model_order
             ]
         return self._orders[device]
+
+    def marks_on(self, device: torch.device, names: Collection[str]) -> torch.Tensor:
+        """Which of `counted` are among these names, on a device; sent there once."""
+        if device not in self._marks or self._marks[device][0] is not names:
+            found = torch.tensor([name in names for name in self.counted], device=device)
+            self._marks[device] = names, found
+        return self._marks[device][1]
 
     def sum_tied_gradients(self, parameters: dict[str, nn.Parameter]) -> None:
         """Adds up the gradients of tied weights over the stages that hold a copy."""
@@ -170,9 +178,10 @@ def gather_norms(
         grad = parameters[name].grad
         if grad is not None:
             own[index] = torch.linalg.vector_norm(grad.float())
-    places = [index for index, name in enumerate(ownership.counted) if name in shares]
-    if places:
-        own[places] = _join_norms(own[places], replica_group)
+    if any(name in shares for name in ownership.counted):
+        counted = own[: len(ownership.counted)]
+        joined = _join_norms(counted, replica_group)
+        counted.copy_(torch.where(ownership.marks_on(device, shares), joined, counted))
     gathered = [torch.empty_like(own) for _ in ownership.model_order]
     dist.all_gather(gathered, own, group=ownership.group)
     norms = torch.zeros(sum(len(places) for places in ownership.model_order), device=device)

@@ -64,21 +64,16 @@ class LargestOfReplicas:
 class Replicas:
     """The ranks that hold the same stages.
 
+    What they tell each other besides gradients lies on the host, which so waits for no device.
+
     Args:
         group: they, in order; None: there is one replica.
-        device: where tensors lie that are sent.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        *,
-        device: torch.device | str = "cpu",
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
-        self.device = device
 
     def sum(self, values: Sequence[Number]) -> list[Number]:
         """Adds numbers up over the replicas; integers stay exact."""
@@ -86,7 +81,7 @@ class Replicas:
             return list(values)
         is_exact = all(isinstance(value, int) for value in values)
         dtype = torch.int64 if is_exact else torch.float64
-        totals = torch.tensor(values, dtype=dtype, device=self.device)
+        totals = torch.tensor(values, dtype=dtype)
         dist.all_reduce(totals, group=self.group)
         return totals.tolist()
 
@@ -151,7 +146,7 @@ class Replicas:
 
     def _any(self, flags: Sequence[bool]) -> list[bool]:
         """Which flags some replica has set."""
-        shared = torch.tensor(flags, dtype=torch.int32, device=self.device)
+        shared = torch.tensor(flags, dtype=torch.int32)
         dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self.group)
         return shared.bool().tolist()
 
@@ -197,8 +192,8 @@ class ShardedReplicas(Replicas):
         mesh: the replicas, one axis.
     """
 
-    def __init__(self, models: Sequence[Stage], *, mesh: DeviceMesh, device: torch.device) -> None:
-        super().__init__(mesh.get_group(), device=device)
+    def __init__(self, models: Sequence[Stage], *, mesh: DeviceMesh) -> None:
+        super().__init__(mesh.get_group())
         self.models = list(LocalStages(models))
         kept_whole = _kept_whole(self.models)
         for model in self.models:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from stageline import chaos, progress
 from stageline.data.batches.batch import count_samples
-from stageline.device import is_accelerator
+from stageline.device import is_accelerator, sent
 from stageline.errors import UserError
 from stageline.modules.recompute import RandomState
 from stageline.pipeline.plan import Action, Kind
@@ -179,8 +179,7 @@ class SharedFigures:
         of_host = [value for value in own if value.device.type == "cpu"]
         if not of_host:
             return own
-        sent = torch.stack(of_host).pin_memory().to(self.device, non_blocking=True).unbind()
-        arrived = iter(sent)
+        arrived = iter(sent(torch.stack(of_host), self.device).unbind())
         return [next(arrived) if value.device.type == "cpu" else value for value in own]
 
     def _tell_names(self, own: list[str]) -> None:

@@ -1,35 +1,21 @@
 """Chaos: cards that are lost and come back. The run goes on by itself on those that are left.
 
-A rank has a core here in the place of a card; `Cards` stands in for what tries them.
+A rank has a core here in the place of a card; `CardsInAFile` stands in for what tries them.
 """
 
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
 from stageline.distributed import elastic, failure, launch
+from tests.helpers.killing import CardsInAFile
 from tests.helpers.small_run import Job
 from tests.helpers.warm_start import launch as start
 
 pytestmark = pytest.mark.timeout(180)
 STEPS = ("--total-steps", 14, "--save-steps", 4)
-
-
-class Cards:
-    """The cards that a file names, all that are wanted where there is no file."""
-
-    file: Path
-
-    def __init__(self, device: str, *, num_ranks: int) -> None:
-        self.names = [str(index) for index in range(num_ranks)]
-
-    def usable(self, *, is_sure: bool) -> list[str]:
-        if is_sure and Cards.file.exists():
-            return Cards.file.read_text().split()
-        return self.names
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +29,13 @@ def job(tmp_path_factory):
 @pytest.fixture
 def cards(job, monkeypatch):
     """A file whose words are the cards that work."""
-    Cards.file = job.folder / "cards.txt"
-    Cards.file.unlink(missing_ok=True)
+    CardsInAFile.file = job.folder / "cards.txt"
+    CardsInAFile.file.unlink(missing_ok=True)
     for name in ("__init__", "usable"):  # of the class itself: a forked run has its own commands
-        monkeypatch.setattr(elastic.Accelerators, name, getattr(Cards, name))
+        monkeypatch.setattr(elastic.Accelerators, name, getattr(CardsInAFile, name))
     monkeypatch.setattr(launch, "SECONDS_BETWEEN_LOOKS", 0.1)
     monkeypatch.setattr(failure, "SECONDS_FOR_THE_CAUSE", 0.2)
-    return Cards.file
+    return CardsInAFile.file
 
 
 def wait_for_step(run, folder, step):

@@ -156,7 +156,7 @@ class Run:
         self.replicas = Replicas(mesh.get_group("dp"))
         self.replicas.check_equal(self.models)
         if is_sharded:
-            self.replicas = ShardedReplicas(self.models, mesh=mesh["dp"], device=CPU)
+            self.replicas = ShardedReplicas(self.models, mesh=mesh["dp"])
         self.runner = PipelineRunner(
             self.models, device=CPU, group=mesh.get_group("pp"), schedule=made
         )

@@ -131,9 +131,9 @@ def replicated(rank, base, folder, shards):
     plan = make_schedule("1f1b", num_ranks=2)
     stages = stages_of(base, plan, rank % 2, torch.float32, LORA)
     if shards:
-        replicas = ShardedReplicas(stages, mesh=mesh["dp"], device=CPU)
+        replicas = ShardedReplicas(stages, mesh=mesh["dp"])
     else:
-        replicas = Replicas(mesh.get_group("dp"), device=CPU)
+        replicas = Replicas(mesh.get_group("dp"))
     trained = train(
         stages,
         plan,

@@ -234,9 +234,9 @@ def replicated(rank, kind, folder, start, is_sharded):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     model = build_stage(kind, folder, start, stage=0, num_stages=1)
     if is_sharded:
-        replicas = ShardedReplicas([model], mesh=mesh["dp"], device=CPU)
+        replicas = ShardedReplicas([model], mesh=mesh["dp"])
     else:
-        replicas = Replicas(mesh["dp"].get_group(), device=CPU)
+        replicas = Replicas(mesh["dp"].get_group())
     runner = PipelineRunner(
         model, device=CPU, group=mesh["pp"].get_group(), schedule="1f1b", seed=SEED
     )

@@ -9,7 +9,6 @@ import contextlib
 import copy
 import functools
 
-import peft
 import pytest
 import torch
 import transformers
@@ -104,6 +103,8 @@ def whole_of(family):
 @functools.cache
 def adapted_of(family):
     """The unsplit model with peft's adapters on the linear layers of the tower."""
+    import peft  # which looks for CUDA's own functions: not where cards are emulated
+
     whole = copy.deepcopy(whole_of(family))
     linear = [
         name

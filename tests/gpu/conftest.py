@@ -1,10 +1,17 @@
 """What tests in here run on: a real card, an emulated one, or none, and then they skip."""
 
+import json
+import os
+from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+
+from stageline.modules import recompute
+from stageline.training.step import StepResult, TrainStep
 
 if TYPE_CHECKING:
     from tests.helpers.emulated_gpu.cards import Cards
@@ -52,3 +59,62 @@ def cards() -> "Cards":
     if emulated is None:
         pytest.skip("looks at what emulated cards have seen, and this card is real")
     return emulated
+
+
+class Seen:
+    """What the cards of forked ranks saw, which each writes down when it ends."""
+
+    def __init__(self, cards: "Cards", folder: Path) -> None:
+        self.cards, self.folder = cards, folder
+        self.waits: Counter[str] = Counter()  # of the last step
+
+    def write(self) -> None:
+        found = {
+            "races": dict(self.cards.races),
+            "works": sum(self.cards.works.values()),
+            "groups": self.cards.groups,
+            "waits": self.waits,
+            # without the place, which differs between the first rank and the others
+            "collectives": [each.partition(" at ")[0] for each in self.cards.collectives],
+        }
+        (self.folder / f"{os.environ.get('RANK', 0)}.json").write_text(json.dumps(found))
+
+    def assert_clean(self, ranks: int) -> list[dict[str, int]]:
+        """No race, and all ranks made the same groups, in one order, and the same exchanges.
+
+        Returns:
+            Of each rank how and where the host waited in its last step -> how often.
+        """
+        files = sorted(self.folder.glob("*.json"))
+        found = [json.loads(file.read_text()) for file in files]
+        assert [int(file.stem) for file in files] == list(range(ranks))
+        for one in found:
+            # else one waits in gloo, the other in NCCL; in any order, as saving has a thread
+            assert sorted(one["collectives"]) == sorted(found[0]["collectives"])
+            assert one["groups"] == found[0]["groups"]
+            assert one["works"] > 100 and not one["races"], "\n".join(one["races"])
+        return [one["waits"] for one in found]
+
+
+@pytest.fixture
+def seen(cards: "Cards", tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """Of the ranks that a test forks."""
+    found, leave = Seen(cards, tmp_path), os._exit
+
+    def tell_and_leave(code: int) -> None:
+        found.write()
+        leave(code)
+
+    def watched(*args: Any, **kwargs: Any) -> StepResult:
+        before = Counter(cards.waits)
+        result = step(*args, **kwargs)
+        found.waits = Counter()
+        for wait, count in (cards.waits - before).items():
+            found.waits[f"{wait.kind}: {wait.library or wait.place}"] += count
+        return result
+
+    step = TrainStep.__call__
+    monkeypatch.setattr(TrainStep, "__call__", watched)
+    monkeypatch.setattr(os, "_exit", tell_and_leave)
+    monkeypatch.setattr(recompute, "MIN_BYTES", 0)  # activations of tiny models move, too
+    return found

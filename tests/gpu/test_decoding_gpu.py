@@ -26,6 +26,7 @@ from stageline.inference.decoding.stage_decoder import (
 )
 from tests.helpers.decoded_models import decoded_text_model, generated, load_whole
 from tests.helpers.decoding_engines import answers_of, on_ranks
+from tests.helpers.host_waits import host_waits
 from tests.helpers.ranks import run_ranks
 
 NUM_TOKENS = 8
@@ -94,6 +95,22 @@ def test_most_tokens_agree_in_bfloat16(model, library):
     assert sum(firsts) >= len(firsts) - 1
     same = sum(ours == theirs for ours, theirs in zip(found, expected, strict=True))
     assert same >= len(found) // 2, f"{same} of {len(found)} answers agree"
+
+
+def test_a_step_of_all_rows_waits_once(model, cards):
+    """Where the likeliest tokens are read; a pass over prompts a few times more."""
+    engine = engine_of(model)
+    (decoder,) = engine.chain.decoders
+    run, kinds = decoder.run, []
+    decoder.run = lambda order, tensors: kinds.append(order.kind) or run(order, tensors)
+    with host_waits() as waits:
+        answers_of(engine, model.prompts, max_new_tokens=NUM_TOKENS)
+    num_prefills = kinds.count("prefill")
+    assert kinds.count("decode") > 5 * num_prefills > 0
+    often = {place: count for place, count in waits.items() if count > num_prefills}
+    ((place, count),) = often.items()
+    assert place.startswith("stageline/inference/decoding/sampler.py")
+    assert count == kinds.count("decode") + num_prefills
 
 
 def test_the_budget_is_a_share_of_free_memory():
@@ -166,7 +183,8 @@ def _answer_on(rank, folder, processor, prompts):
 
 def _answer_by_nccl(rank, port, found, *model):
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=address, rank=rank, world_size=2)
     answers = _answer_on(rank, *model)
     if rank == 0:
         found.put(answers)

@@ -1,5 +1,6 @@
 """Every schedule on the streams of one GPU, or of an emulated one, and the default job on two."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import plan_memory
 from loss_fn import sft
 from pp_models import CausalLMStage
 from stageline.checking.tiny_models import tiny_config
@@ -29,16 +31,22 @@ def context():
 
 
 def train(context, name, dtype):
-    schedule = make_schedule(name, num_ranks=1)
+    schedule = make_schedule(name, num_ranks=context.num_ranks)
     stages = []
-    for index in range(schedule.num_stages):
+    for index in schedule.stages_of(context.pp_rank):
         stage = CausalLMStage(
             tiny_config("llama"), stage=index, num_stages=schedule.num_stages, dtype=dtype
         )
         init_split_model(stage, seed=1, device=context.device, dtype=dtype)
         stage.frozen()
         stages.append(stage.train())
-    runner = PipelineRunner(stages, device=context.device, schedule=schedule)
+    runner = PipelineRunner(
+        stages,
+        device=context.device,
+        group=context.pp_group,
+        channels=context.channels,
+        schedule=schedule,
+    )
     timeline = StepTimeline(runner, step=1)
     train_step = TrainStep(
         runner,
@@ -86,6 +94,22 @@ def test_several_stages_on_one_gpu_equal_one(context, of_one_stage, name, dtype)
     passes = [event for event in events if event.kind not in WAITS]
     assert len(passes) >= 2 * 4
     assert all(0 <= event.start <= event.end < 60 for event in passes)
+
+
+def test_the_planned_memory_is_what_a_card_holds(cards, capsys, monkeypatch):
+    """As benchmarks/plan_memory.py compares them; NCCL and fragments apart."""
+    monkeypatch.setattr(plan_memory, "SCHEDULES", ("1f1b",))
+    plan_memory.compare(
+        tiny_config("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2),
+        "full",
+        {},
+        num_ranks=2,
+        tokens=64,
+        dtype=torch.float32,
+        device=torch.device("cuda", 0),
+    )
+    (figures,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert all(0.8 < ratio < 1.25 for ratio in figures["predicted_to_measured"]), figures
 
 
 @pytest.mark.real  # a process of its own; test_emulated_runs.py forks

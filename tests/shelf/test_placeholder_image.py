@@ -118,7 +118,7 @@ def pictures_on_one_replica(rank, family):
             model = build(family, **MODES[mode])
             replicas = Replicas(mesh.get_group("dp"))
             if is_sharded:
-                replicas = ShardedReplicas([model], mesh=mesh["dp"], device=CPU)
+                replicas = ShardedReplicas([model], mesh=mesh["dp"])
             runner = PipelineRunner(model, device=CPU, group=mesh.get_group("pp"))
             step = TrainStep(
                 runner,

@@ -194,6 +194,13 @@ def test_what_a_train_model_part_returned(job, words, came):
         stage_builder(arguments).build(0, num_stages=2, device="cpu")
 
 
+def test_a_chosen_kernel_of_attention_reaches_the_model(job):
+    for words, expected in (((), "sdpa"), (("--attention", "eager"), "eager")):
+        arguments, _ = shipped(job, *words)
+        model = stage_builder(arguments).build(0, num_stages=2, device="cpu")
+        assert model.config._attn_implementation == expected
+
+
 def test_a_stage_that_takes_the_hidden_states_alone(job):
     arguments, _ = shipped(job, "--import", RUN, "--train-model", "stage_takes_one")
     model = stage_builder(arguments).build(0, num_stages=2, device="cpu")

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from stageline.device import sent
+
 # Keys and values that a prompt brings and no step grows: of layers that attend to its images.
 # Rows have as many columns as their images have patches, rows of text alone have none. The buffers
 # are as wide as the fullest row, and zero behind each row's own columns: a layer that attends to
@@ -181,7 +183,7 @@ class Window:
     def mask(self, num_new: int, device: torch.device) -> torch.Tensor:
         """Which columns hold tokens [B, C], the new ones behind the old ones included."""
         columns_C = torch.arange(self.start, self.end + num_new, device=device)
-        firsts_B = torch.tensor(self.first_columns, device=device)
+        firsts_B = sent(torch.tensor(self.first_columns), device)
         return (columns_C >= firsts_B[:, None]).long()
 
 

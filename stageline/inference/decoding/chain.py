@@ -20,13 +20,11 @@ IDLE = timedelta(days=365)  # a stage may wait for the next order as long as nob
 class Wire:
     """Sends and receives orders with their tensors, in order, between the ranks of one pipeline.
 
-    Orders go over a group of the CPU, so that shapes are known before anything is received on a
-    GPU; tensors go over the group of the devices.
+    Orders lie on the CPU, so that shapes are known before anything is received on a GPU.
 
     Args:
         rank: of this process within the pipeline.
-        texts: group for orders, gloo.
-        tensors: group for tensors; the same one on the CPU.
+        group: the pipeline; it has gloo for the CPU also where tensors lie on GPUs.
         device: where received tensors lie.
         num_kept: orders that may be on their way; what was sent for an order is kept until so
             many others followed, by when it has certainly arrived.
@@ -36,13 +34,12 @@ class Wire:
         self,
         rank: int,
         *,
-        texts: dist.ProcessGroup,
-        tensors: dist.ProcessGroup,
+        group: dist.ProcessGroup,
         device: torch.device,
         num_kept: int,
     ) -> None:
         self.rank = rank
-        self.texts, self.tensors = texts, tensors
+        self.group = group
         self.device = device
         self.num_kept = num_kept
         self._sent: deque[list[tuple[Any, torch.Tensor]]] = deque()
@@ -59,10 +56,11 @@ class Wire:
         first = content[: BLOCK - _LENGTH]
         block[_LENGTH : _LENGTH + len(first)] = first
         parts = [block, content[BLOCK - _LENGTH :].clone()]
-        sent = [self._post(part, target, self.texts) for part in parts if part.numel()]
-        full = [tensor.contiguous() for tensor in tensors.values() if tensor.numel()]
-        sent += [self._post(tensor, target, self.tensors) for tensor in full]
-        self._sent.append(sent)
+        parts += [tensor.contiguous() for tensor in tensors.values()]
+        full = [part for part in parts if part.numel()]
+        self._sent.append(
+            [(dist.isend(part, group=self.group, group_dst=target), part) for part in full]
+        )
         self.flush(self.num_kept)
 
     def flush(self, num_kept: int = 0) -> None:
@@ -71,27 +69,22 @@ class Wire:
             for work, _ in self._sent.popleft():
                 work.wait()
 
-    def _post(
-        self, tensor: torch.Tensor, target: int, group: dist.ProcessGroup
-    ) -> tuple[Any, torch.Tensor]:
-        return dist.isend(tensor, group=group, group_dst=target), tensor
-
     def receive(self, source: int) -> tuple[PassOrder, dict[str, torch.Tensor]]:
         """Waits for the next order of a rank."""
         block = torch.empty(BLOCK, dtype=torch.uint8)
-        dist.recv(block, group=self.texts, group_src=source)
+        dist.recv(block, group=self.group, group_src=source)
         length = int.from_bytes(bytes(block[:_LENGTH].tolist()), "big")
         text = block[_LENGTH : _LENGTH + length].numpy().tobytes()
         if len(text) < length:
             rest = torch.empty(length - len(text), dtype=torch.uint8)
-            dist.recv(rest, group=self.texts, group_src=source)
+            dist.recv(rest, group=self.group, group_src=source)
             text += rest.numpy().tobytes()
         words, _, kinds = text.decode().partition("\n")
         tensors = {}
         for name, dtype, shape in json.loads(kinds):
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
             if tensor.numel():
-                dist.recv(tensor, group=self.tensors, group_src=source)
+                dist.recv(tensor, group=self.group, group_src=source)
             tensors[name] = tensor
         return PassOrder.of_json(words), tensors
 
@@ -171,17 +164,12 @@ def make_wire(rank: int, *, num_stages: int, num_replicas: int = 1, device: torc
     Args:
         rank: of this process among all: replicas one after the other, stages in order.
     """
-    groups = []
-    for replica in range(num_replicas):
-        ranks = list(range(replica * num_stages, (replica + 1) * num_stages))
-        texts = dist.new_group(ranks, backend="gloo", timeout=IDLE)
-        on_gpu = device.type != "cpu"
-        groups.append((texts, dist.new_group(ranks, timeout=IDLE) if on_gpu else texts))
-    texts, tensors = groups[rank // num_stages]
+    pipelines = torch.arange(num_replicas * num_stages).view(-1, num_stages).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(pipelines, timeout=IDLE)
+    assert group is not None  # each rank is in one of them
     return Wire(
         rank % num_stages,
-        texts=texts,
-        tensors=tensors,
+        group=group,
         device=device,
         num_kept=max_in_flight(num_stages),
     )

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from stageline.device import sent
 from stageline.errors import UserError
 from stageline.inference.decoding.answer import AnswerText, Running, ScoreQueue
 from stageline.inference.decoding.chain import Chain, max_in_flight
@@ -413,7 +414,7 @@ class DecodingEngine:
     def _order(self, order: PassOrder, tensors: dict[str, torch.Tensor] | None = None) -> None:
         order.number = next(self._numbers)
         order.leave += self._scheduler.take_leaving()
-        on_device = {name: value.to(self.device) for name, value in (tensors or {}).items()}
+        on_device = {name: sent(value, self.device) for name, value in (tensors or {}).items()}
         self.chain.start(order, on_device)
 
     def _start_prefill(self, found: Prefill) -> None:

@@ -204,7 +204,9 @@ def _likeliest(logits_RV: Tensor) -> tuple[list[float], list[int]]:
         places_R1 = torch.from_numpy(logits_RV.numpy().argmax(-1))[:, None]
         return logits_RV.gather(-1, places_R1)[:, 0].tolist(), places_R1[:, 0].tolist()
     found = logits_RV.max(dim=-1)
-    return found.values.tolist(), found.indices.tolist()
+    # read at once, as the host waits; no vocabulary is so large that float32 has no such place
+    values, places = torch.stack([each.float() for each in found]).tolist()
+    return values, list(map(int, places))
 
 
 def _may_come(row: SampledRow, token: int) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stageline.device import is_accelerator, synchronize
+from stageline.device import is_accelerator, sent, synchronize
 from stageline.errors import UserError
 from stageline.inference.decoding.cache import GroupCache, Window, take_out
 from stageline.inference.decoding.grammars import Matchers, RowMatcher
@@ -320,7 +320,7 @@ class StageDecoder:
     def _step(self, group: Group, tensors: Tensors) -> Any:
         window = group.cache.window
         group.cache.begin(1)
-        positions_B1 = torch.tensor(group.positions, device=self.device)[:, None]
+        positions_B1 = sent(torch.tensor(group.positions)[:, None], self.device)
         batch = {
             # where all rows are of one length nothing is hidden, and kernels without masks serve
             "attention_mask": window.mask(1, self.device) if window.is_ragged else None,

@@ -32,6 +32,7 @@ from tests.helpers.emulated_gpu.native import KIND, MOST_CARDS
 from tests.helpers.emulated_gpu.operations import (
     COPIES,
     INDEXING,
+    ON_A_CPU,
     VALUELESS,
     Place,
     is_collective,
@@ -81,6 +82,7 @@ class Cards:
         works: operation -> how often a card ran it.
         collectives: in what order this rank took part in which, and on which kind of device:
             gloo and NCCL would wait for each other for ever.
+        groups: the process groups in the order in which this rank took part in making them.
         warns_of_waits: "default", "warn" or "error", as `torch.cuda.set_sync_debug_mode` says.
     """
 
@@ -94,6 +96,8 @@ class Cards:
         self.waits: Counter[Wait] = Counter()
         self.works: Counter[str] = Counter()
         self.collectives: list[str] = []
+        self.groups: list[str] = []
+        self.is_bound = False  # whether the first group was made with its device
         self.warns_of_waits: str | int = "default"
         self.generators = tuple(torch.Generator().manual_seed(i) for i in range(MOST_CARDS))
         self._random = threading.Lock()
@@ -132,6 +136,7 @@ class Cards:
         self.waits.clear()
         self.works.clear()
         self.collectives.clear()
+        self.groups.clear()
         self.races.clear()
 
     # -- what torch.cuda asks --
@@ -268,8 +273,8 @@ class Cards:
 
     def _compute(self, func: Any, args: tuple, kwargs: dict, device: torch.device) -> Any:
         """The values; random ones from the card's generator."""
-        if name_of(func) == "histc" and not args[0].is_floating_point():  # a CPU takes no integers
-            return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+        if name_of(func) in ON_A_CPU:
+            return ON_A_CPU[name_of(func)](func, *args, **kwargs)
         if not is_random(func) or device.type != KIND or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         generator, own = torch.default_generator, self.generators[device.index]
@@ -348,6 +353,21 @@ class Cards:
     def _note_collective(self, func: Any, kind: str) -> None:
         if not name_of(func).startswith(("send", "recv")):
             self.collectives.append(f"{name_of(func)} on {kind} at {Place()}")
+
+    def note_group(self, ranks: list[int], world_size: int, backend: str | None) -> None:
+        """A group of this run is made.
+
+        Raises:
+            RuntimeError: some ranks would split the NCCL group of all, the others not.
+        """
+        self.groups.append(f"{ranks} by {backend or 'all backends'} at {Place()}")
+        has_nccl = backend is None or "nccl" in backend
+        if self.is_bound and not has_nccl and len(ranks) < world_size:
+            raise RuntimeError(
+                f"ranks outside of {ranks} wait for them at {Place()}: where a device is bound, "
+                f"torch has them take part in a split of the NCCL group of all, and {ranks}, "
+                f"which want {backend} alone, do not"
+            )
 
     def await_network(self) -> None:
         """What the current streams do from now on comes behind all that was sent so far."""

@@ -37,6 +37,28 @@ VALUELESS = frozenset(
 )
 
 
+def _histc(func: Any, values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return func(values.float(), *args, **kwargs).to(values.dtype)
+
+
+def _softmax(func: Any, values: torch.Tensor, dim: int, widens: bool) -> torch.Tensor:
+    return func(values.float() if widens else values, dim, False)
+
+
+def _softmax_backward(
+    func: Any, grad: torch.Tensor, output: torch.Tensor, dim: int, dtype: torch.dtype
+) -> torch.Tensor:
+    return func(grad, output, dim, grad.dtype).to(dtype)
+
+
+# a CPU has these in fewer types, or none that a card narrows and widens by the way
+ON_A_CPU: dict[str, Callable[..., torch.Tensor]] = {
+    "histc": _histc,
+    **dict.fromkeys(("_softmax", "_log_softmax"), _softmax),
+    **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), _softmax_backward),
+}
+
+
 @functools.cache
 def name_of(func: Any) -> str:
     """`add` of aten::add.Tensor."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
 
 from tests.helpers.emulated_gpu.native import KIND
@@ -176,10 +177,18 @@ def replacements(cards: "Cards") -> Iterator[tuple[Any, str, Any]]:
     begin = dist.init_process_group
 
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-        kwargs.pop("device_id", None)
+        cards.is_bound = kwargs.pop("device_id", None) is not None
         begin("gloo", *args, **kwargs)
 
     yield dist, "init_process_group", init_process_group
+    make = distributed_c10d._new_group_with_tag
+
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kw):
+        everybody = range(dist.get_world_size())
+        cards.note_group(list(everybody if ranks is None else ranks), len(everybody), backend)
+        return make(ranks, timeout, backend, *args, **kw)
+
+    yield distributed_c10d, "_new_group_with_tag", new_group
     wait = dist.Work.wait
 
     def wait_for_network(self: dist.Work, *args: Any) -> bool:
