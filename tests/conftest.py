@@ -15,6 +15,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # some hundred short runs: what the proof at their start finds is for its own tests
 os.environ["STAGELINE_PROVE_SPLIT"] = "never"
 
+gc.disable()  # until all tests are found: half of that time went into looking for garbage
+
 import pytest
 import torch
 
@@ -67,6 +69,7 @@ def pytest_collection_finish():
     """Leaves what the libraries hold out of garbage collection: a second each time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
