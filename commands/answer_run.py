@@ -27,16 +27,19 @@ from stageline.data.images.tiling import Tiling, match_config, prepare_images
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.distributed.launch import launchers_store
 from stageline.errors import DataError, RemoteError, UserError
-from stageline.evaluation.predictions import PredictionFile, fingerprint, merge_shards, shard_path
-from stageline.evaluation.report import check_same_samples
-from stageline.evaluation.runner import (
+from stageline.evaluation.predictions import (
     Asking,
     EvaluationReplicas,
     FewShot,
     Outcome,
+    PredictionFile,
     check_ids,
+    fingerprint,
+    merge_shards,
     predict,
+    shard_path,
 )
+from stageline.evaluation.report import check_same_samples
 from stageline.inference.model_bytes import Load
 from stageline.inference.model_cutter import Wanted
 from stageline.inference.vllm_engine import check_vllm, open_vllm

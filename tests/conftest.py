@@ -15,8 +15,6 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # some hundred short runs: what the proof at their start finds is for its own tests
 os.environ["STAGELINE_PROVE_SPLIT"] = "never"
 
-gc.disable()  # until all tests are found: half of that time went into looking for garbage
-
 import pytest
 import torch
 
@@ -24,6 +22,7 @@ import commands  # noqa: F401 - which tells errors how options are spelled
 from register import restored_registers
 
 torch.set_num_threads(1)
+gc.disable()  # until all tests are found: nearly half of that time went into looking for garbage
 
 SERVER_PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "openai")
 if any(importlib.util.find_spec(name) is None for name in SERVER_PACKAGES):

@@ -170,7 +170,7 @@ def test_every_root_file_and_every_room_has_its_place_in_the_tables():
         ("stageline/pipeline/a.py", "from ..checkpoint import load"),
         ("stageline/distributed/a.py", "import stageline.data.text.rendered"),
         ("stageline/training/a.py", "from tests.helpers.ranks import run_ranks"),
-        ("stageline/serving/a.py", "from stageline.evaluation.runner import run"),
+        ("stageline/serving/a.py", "from stageline.evaluation.predictions import predict"),
         ("stageline/errors.py", "from stageline.data import rendered"),
     ],
 )
