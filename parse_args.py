@@ -338,13 +338,11 @@ def read_arguments(
         name: item for name, item in options.items() if name not in keys and name not in SPECIAL
     }
     # defaults need no reading, and to read them takes two thirds of the time
-    given_items = [item for item in items if item.name in settings]
-    parser = _build_parser([("", given_items)], chosen, listed=listed)
+    typed = [item for item in items if item.name in settings]
+    parser = _build_parser([("", typed)], chosen, listed=listed)
     known = [*(item.name for item in items), *map(_spelled, keys), *SPECIAL]
     values = convert(parser, settings, also_known=known)
-    run = config_class(
-        **{item.name: expanded(item, values.get(item.name, item.default)) for item in items}
-    )
+    run = config_class(**{item.name: expanded(item, values[item.name]) for item in typed})
     check_limits(run)
     check_together(run)
     parts = {name: chosen_part(name, key, values.get(name) or {}) for name, key in chosen.items()}
