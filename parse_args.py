@@ -337,13 +337,12 @@ def read_arguments(
     settings = {
         name: item for name, item in options.items() if name not in keys and name not in SPECIAL
     }
-    others = [item.name for item in items if item.name not in settings]
-    # of some 150 options those that were given; the others are their defaults, at once
-    parser = _build_parser([("", [i for i in items if i.name in settings])], chosen, listed=listed)
-    values = convert(parser, settings, also_known=[*others, *map(_spelled, keys), *SPECIAL])
-    run = config_class(
-        **{item.name: expanded(item, values.get(item.name, item.default)) for item in items}
-    )
+    # defaults need no reading, and to read them takes two thirds of the time
+    typed = [item for item in items if item.name in settings]
+    parser = _build_parser([("", typed)], chosen, listed=listed)
+    known = [*(item.name for item in items), *map(_spelled, keys), *SPECIAL]
+    values = convert(parser, settings, also_known=known)
+    run = config_class(**{item.name: expanded(item, values[item.name]) for item in typed})
     check_limits(run)
     check_together(run)
     parts = {name: chosen_part(name, key, values.get(name) or {}) for name, key in chosen.items()}

@@ -1,21 +1,19 @@
 """A run that answers, from its options: what evaluate.py and infer.py share."""
 
-import dataclasses
 import functools
-import inspect
 import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from commands.decode_run import open_decoding
-from commands.stages import dtype_of, place_stages, texts_of
-from options.answer import ENGINE_KEYS, check_has_model, device_memory
+from commands.stages import dtype_of, texts_of
+from options.answer import device_memory
 from options.fields import handed_to, option_fields, spelled
 from options.model import adapter_arguments
 from options.parts import takes
@@ -27,24 +25,26 @@ from stageline.data.images.image_settings import ImageSettings, make_image_setti
 from stageline.data.images.tiling import Tiling, match_config, prepare_images
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.device import accelerators, visible
-from stageline.distributed.launch import launch_if_needed, launchers_store
+from stageline.distributed.launch import launchers_store
 from stageline.errors import DataError, RemoteError, UserError
-from stageline.evaluation.predictions import PredictionFile, fingerprint, merge_shards, shard_path
-from stageline.evaluation.report import check_same_samples
-from stageline.evaluation.runner import (
+from stageline.evaluation.predictions import (
     Asking,
     EvaluationReplicas,
     FewShot,
     Outcome,
+    PredictionFile,
     check_ids,
+    fingerprint,
+    merge_shards,
     predict,
+    shard_path,
 )
+from stageline.evaluation.report import check_same_samples
 from stageline.inference.model_bytes import Load
 from stageline.inference.model_cutter import Wanted
 from stageline.inference.vllm_engine import check_vllm, open_vllm
 from stageline.model_folder import load_config
 
-AnyArguments = TypeVar("AnyArguments", bound=Arguments)
 SECONDS_TO_MEET = 600.0
 EXPORTED = "~/.cache/stageline/exported"  # what vLLM reads
 ENGINE_FILE = "engine.json"
@@ -73,57 +73,17 @@ class Opened:
     config: Any = None
 
 
-def find_place(arguments: AnyArguments) -> tuple[AnyArguments, EvaluationReplicas]:
-    """Starts the processes of the run, if it needs several; returns in each of them.
-
-    Returns:
-        The arguments with the numbers of stages and replicas, and which replica this one is.
-    """
-    run = arguments.run
-    _check_builder(arguments)
-    if run.engine == "pipeline":
-        run, wanted = place_stages(run, num_replicas=run.num_replicas)
-        num_replicas = wanted // run.num_stages
-    else:
-        num_replicas = wanted = run.num_replicas or 1
-    run = dataclasses.replace(run, num_replicas=num_replicas)
-    launch_if_needed(wanted)
+def own_replica(run: Any) -> EvaluationReplicas:
+    """Which replica this process belongs to, of those that `start_processes` has started."""
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size != wanted:
-        raise UserError(
-            f"{world_size} processes were started for --num-replicas {run.num_replicas}. {wanted} "
-            "were expected, because each replica has a process of its own: leave torchrun out, or "
-            "correct the numbers."
-        )
-    num_stages = wanted // run.num_replicas
-    replicas = EvaluationReplicas(
+    num_stages = world_size // run.num_replicas
+    return EvaluationReplicas(
         index=rank // num_stages,
         count=run.num_replicas,
         is_first=rank % num_stages == 0,
         store=_store(rank, world_size),
     )
-    return dataclasses.replace(arguments, run=run), replicas
-
-
-def _check_builder(arguments: Arguments) -> None:
-    """Refuses options of a builder part that an engine does not call."""
-    engine, builder = arguments.run.engine, arguments.parts["builder"]
-    if engine not in ("pipeline", "vllm"):
-        return
-    defaults = inspect.signature(builder.part).parameters
-    given = [
-        f"--builder.{name} {value}"
-        for name, value in builder.kwargs.items()
-        if name in defaults and value != defaults[name].default
-    ]
-    if builder.key != ENGINE_KEYS["builder"]:
-        given.insert(0, f"--builder {builder.key}")
-    if given:
-        raise UserError(
-            f"{' '.join(given)} came with --engine {engine}. It was expected with --engine "
-            "device_map alone, because this engine builds its model by itself: leave it out."
-        )
 
 
 def _store(rank: int, world_size: int) -> Any:
@@ -257,13 +217,6 @@ def _vllm(arguments: Arguments) -> Opened:
     return Opened(engine, engine.processor, facts, has_own_batches=True, config=config)
 
 
-def check_model_path(run: Any, builder: Callable) -> None:
-    """Refuses a missing --model-path, where the builder part takes one: its first argument."""
-    first = next(iter(inspect.signature(builder).parameters.values()))
-    if first.default is first.empty:
-        check_has_model(run)
-
-
 def answer_settings(arguments: Arguments) -> dict[str, Any]:
     """All that changes an answer; where files are written and on how many devices does not.
 
@@ -304,6 +257,7 @@ def answer_samples(
     """Answers what is not answered yet, into predictions.jsonl of the run folder.
 
     Args:
+        arguments: as `start_processes` gives them.
         check: refuses samples before anything is loaded that answers them.
 
     Returns:
@@ -311,13 +265,10 @@ def answer_samples(
         missing, or another process has them.
     """
     run = arguments.run
-    check_model_path(run, arguments.parts["builder"].part)
     if run.plan:
         plan_model(arguments)
         return None
-    replicas = EvaluationReplicas()
-    if not run.check_only:
-        arguments, replicas = find_place(arguments)
+    replicas = EvaluationReplicas() if run.check_only else own_replica(run)
     images = make_image_settings(**run.image_limits())
     with using_images(images), leaving_out(BadRows(run.skip_bad_rows)) as bad_rows:
         dataset = open_dataset()

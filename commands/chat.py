@@ -16,7 +16,8 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from commands import open_shelf, with_folders
+from commands import importing, open_shelf, with_folders
+from commands.stages import check_model_path
 from options.answer import ChatConfig, ChatSettings
 from options.fields import check_limits, option_fields
 from parse_args import ChatArguments, parse_chat_args
@@ -36,8 +37,9 @@ def main() -> int:
     arguments = parse_chat_args()
     freeze_registers()
     arguments = dataclasses.replace(arguments, run=with_folders(arguments.run))
-    from commands.answer_run import check_model_path, plan_model  # after the options: --help
-    from stageline.inference.dialogue import HELP, Dialogue, note, read_message
+    with importing():  # after the options: --help answers at once
+        from commands.answer_run import plan_model
+        from stageline.inference.dialogue import HELP, Dialogue, note, read_message
 
     if not arguments.run.server:
         check_model_path(arguments.run, arguments.parts["builder"].part)

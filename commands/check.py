@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from commands import open_shelf, with_folders
+from commands import importing, open_shelf, with_folders
 from commands.train import SHELF  # which registers the engine that a training command names
 from options.fields import given_options, option_fields
 from options.model import check_vision
@@ -42,14 +42,15 @@ def main() -> int:
     arguments = parse_check_args()
     freeze_registers()
     arguments = dataclasses.replace(arguments, run=with_folders(arguments.run))
-    import transformers  # after the options: --help answers at once
-
-    from stageline.distributed.failure import name_stages
-    from stageline.distributed.launch import launch_if_needed
-    from stageline.distributed.process_group import distributed_context
+    from stageline.distributed.launch import launch_if_needed  # after the options: --help
 
     arguments, schedule = resolve_schedule(arguments)
     launch_if_needed(schedule.num_ranks)
+    with importing():  # not in the process that starts the others
+        import transformers
+
+        from stageline.distributed.failure import name_stages
+        from stageline.distributed.process_group import distributed_context
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     # rank 0 also trains the whole model: the others may have to wait for it
@@ -86,11 +87,12 @@ def resolve_schedule(arguments: CheckArguments) -> tuple[CheckArguments, Schedul
 
 def check(arguments: CheckArguments, context: DistributedContext, schedule: Schedule) -> int:
     """Checks the split of one pipeline and prints the report on rank 0."""
-    from commands.train_data import check_scores
-    from commands.train_parts import bind_loss
-    from stageline.checking.checker import check_split
-    from stageline.checking.compare import Report
-    from stageline.checking.setup import ModelSource
+    with importing():
+        from commands.train_data import check_scores
+        from commands.train_parts import bind_loss
+        from stageline.checking.checker import check_split
+        from stageline.checking.compare import Report
+        from stageline.checking.setup import ModelSource
 
     run, model = arguments.run, arguments.parts["train_model"]
     check_scores(arguments)

@@ -14,7 +14,6 @@ from pathlib import Path
 from options.train import RunConfig
 from stageline.distributed.elastic import Accelerators, Elastic
 from stageline.errors import UserError
-from stageline.model_folder import load_config
 from stageline.pipeline.schedules import default_stages_per_rank
 from stageline.pipeline.topology import resolve_topology
 from stageline.run_records import last_trained
@@ -91,6 +90,8 @@ def _most_stages(run: RunConfig, other: RunConfig) -> int | None:
         return None
     if not run.config_folder:
         return run.num_stages
+    from stageline.model_folder import load_config  # late: it imports transformers
+
     config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
     layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
     return run.num_stages if layers is None else layers + run.vision_stages

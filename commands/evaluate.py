@@ -5,7 +5,8 @@ Stop it at any time: started again with the same options it goes on where it was
 
 from dataclasses import replace
 
-from commands import open_shelf, with_folders
+from commands import importing, open_shelf, with_folders
+from commands.stages import start_processes
 from parse_args import parse_evaluate_args
 from register import freeze_registers
 
@@ -16,7 +17,8 @@ def main() -> int:
     open_shelf(*SHELF)
     arguments = parse_evaluate_args()
     freeze_registers()
-    arguments = replace(arguments, run=with_folders(arguments.run))
-    from commands.evaluate_run import evaluate  # after the options: it imports torch
+    arguments = start_processes(replace(arguments, run=with_folders(arguments.run)))
+    with importing():  # after the options: it imports torch and transformers
+        from commands.evaluate_run import evaluate
 
     return evaluate(arguments)

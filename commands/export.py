@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from commands import importing
 from commands.stages import StageBuilder, lora_options, stage_key
 from options.parts import chosen_part
 from register import import_shelf
@@ -126,12 +127,12 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Exports and says what was written."""
     options = make_parser().parse_args()
-    # after the options: --help answers at once
-    import torch
-    import transformers
+    with importing():  # after the options: --help answers at once
+        import torch
+        import transformers
 
-    from stageline.checkpoint.adapter_start import Adapters
-    from stageline.checkpoint.plain_folder import export_folder
+        from stageline.checkpoint.adapter_start import Adapters
+        from stageline.checkpoint.plain_folder import export_folder
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -12,7 +12,8 @@ import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from commands import open_shelf, with_folders
+from commands import importing, open_shelf, with_folders
+from commands.stages import start_processes
 from parse_args import InferArguments, parse_infer_args
 from register import freeze_registers
 
@@ -27,8 +28,9 @@ def main() -> int:
     open_shelf(*SHELF)
     arguments = parse_infer_args()
     freeze_registers()
-    arguments = replace(arguments, run=with_folders(arguments.run))
-    from commands.answer_run import answer_samples  # after the options: --help answers at once
+    arguments = start_processes(replace(arguments, run=with_folders(arguments.run)))
+    with importing():  # after the options: --help answers at once
+        from commands.answer_run import answer_samples
 
     answered = answer_samples(arguments, functools.partial(open_prompts, arguments))
     if answered is not None:

@@ -7,7 +7,7 @@ The first rank runs lm_eval; the others follow its engine.
 
 import importlib.util
 
-from commands import is_first, with_folders
+from commands import importing, is_first, with_folders
 from commands.stages import place_stages
 from options.answer import LmEvalConfig, task_names
 from parse_args import parse_lm_eval_args
@@ -20,8 +20,7 @@ def main() -> int:
     run: LmEvalConfig = parse_lm_eval_args().run
     freeze_registers()
     run = with_folders(run)
-    from commands.decode_run import open_decoding  # after the options: --help
-    from stageline.distributed.launch import launch_if_needed
+    from stageline.distributed.launch import launch_if_needed  # after the options: --help
     from stageline.errors import UserError
 
     if importlib.util.find_spec("lm_eval") is None:
@@ -29,10 +28,12 @@ def main() -> int:
             "the package lm_eval is not installed, it was expected, because it brings the tasks: "
             "bash scripts/setup.sh lm-eval, or pip install --editable '.[lm-eval]'."
         )
-    from stageline.evaluation.lm_eval import find_tasks
-
     run, num_processes = place_stages(run)
     launch_if_needed(num_processes)
+    with importing():  # not in the process that starts the others
+        from commands.decode_run import open_decoding
+        from stageline.evaluation.lm_eval import find_tasks
+
     manager = None
     if is_first():  # before a model is loaded
         manager = find_tasks(task_names(run), include_path=run.include_path)

@@ -1,33 +1,25 @@
 """A training run as it is settled before anything is built: its options, parts and topology.
 
 Made once from the command line, and frozen: what was left open is filled in, so that the saved
-config says it. Only the layers of the stages come later, where they are measured on the devices.
+config says it. Only the steps of an epoch and the layers of the stages come later, from the data
+and from what is measured on the devices. The process that starts the others needs no more, so
+nothing here imports transformers.
 """
 
 import dataclasses
-import functools
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from commands import say
 from commands.elastic import num_wanted, settle_ranks
-from commands.train_data import Data, epoch_steps
-from commands.train_parts import make_planner
-from options.fields import option_fields, spelled
 from options.memory import check_memory, check_streaming_engine
 from options.model import check_vision
-from options.train import RunConfig, check_warmup
 from parse_args import TrainArguments
 from register import load_target
 from stageline.distributed.guard import GuardRules
-from stageline.distributed.process_group import DistributedContext
 from stageline.errors import UserError
 from stageline.pipeline.topology import Topology, resolve_topology
-from stageline.planner.cost import device_capacity
-from stageline.planner.planner import place_together
 
 
 @dataclass(frozen=True)
@@ -109,48 +101,3 @@ def _pipeline_topology(arguments: TrainArguments) -> Topology:
             f"{optimizer.key} needs the whole one: use --optimizer adamw, or leave --dp-shard out."
         )
     return topology
-
-
-def settle_steps(plan: RunPlan, data: Data) -> RunPlan:
-    """The plan with the steps that its epochs and its share of warm-up are; says how many."""
-    run, told = plan.run, []
-    found: dict[str, Any] = {}
-    if run.num_train_epochs is not None or "epoch" in (run.save_steps, run.eval_steps):
-        epoch = epoch_steps(run, data.train)
-        told.append(f"an epoch is {epoch:,} steps")
-        if run.num_train_epochs is not None:
-            # 0.1 x 30 is a little more than 3
-            found["total_steps"] = math.ceil(round(run.num_train_epochs * epoch, 6))
-            one = "epoch" if run.num_train_epochs == 1 else "epochs"
-            told.append(f"{run.num_train_epochs:g} {one} = {found['total_steps']:,} steps")
-    if run.warmup_ratio is not None:
-        total = found.get("total_steps", run.total_steps)
-        found["warmup_steps"] = math.ceil(round(run.warmup_ratio * total, 6))
-        told.append(f"warm-up is {found['warmup_steps']:,} of {total:,} steps")
-    for item in option_fields(run).values():
-        name = item.metadata["instead_of"]
-        if name in found and getattr(run, name) not in (found[name], getattr(RunConfig, name)):
-            told.append(f"in place of {spelled(name)} {getattr(run, name)} of the file")
-    run = dataclasses.replace(run, **found)
-    check_warmup(run)
-    if told:
-        say(", ".join(told))
-    return dataclasses.replace(plan, run=run)
-
-
-def place_layers(plan: RunPlan, data: Data, context: DistributedContext) -> RunPlan:
-    """The plan with the layers of each stage, settled on all ranks."""
-    run = plan.run
-    if run.vision_stages:
-        return plan  # the planner knows no tower but one on stage 0
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    partition = place_together(
-        functools.partial(make_planner, plan, data, plan.topology, context.device),
-        run.partition,
-        capacity=device_capacity(
-            context.device, num_local_ranks=local_ranks, gib=run.device_memory
-        ),
-    )
-    if partition is None or run.partition not in ("parameters", "measured"):
-        return plan
-    return dataclasses.replace(plan, run=dataclasses.replace(run, partition=partition))

@@ -7,12 +7,14 @@ trained, without an export.
 import contextlib
 import dataclasses
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from options.answer import ENGINE_KEYS, check_has_model
 from options.fields import option_fields
 from options.model import DTYPES, PARTS, VisionOptions
 from options.parts import ChosenPart, chosen_part
@@ -23,9 +25,11 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
+    from parse_args import Arguments
     from stageline.checking.proof import ProveMode
     from stageline.checkpoint.layout import Ranks
 
+AnyArguments = TypeVar("AnyArguments", bound="Arguments")
 # what says where a tower lies: the whole model on one stage has no such choice
 PROVES = "STAGELINE_PROVE_SPLIT"  # stands for auto: never, where many short runs start
 _OF_A_CUT = frozenset(option_fields(VisionOptions))
@@ -62,6 +66,63 @@ def place_stages(run: Any, *, num_replicas: int | None = 1) -> tuple[Any, int]:
             "correct the numbers."
         )
     return dataclasses.replace(run, num_stages=num_stages), wanted
+
+
+def start_processes(arguments: AnyArguments) -> AnyArguments:
+    """Starts the processes of a run that answers, if it needs several; returns in each of them.
+
+    Returns:
+        The arguments with the numbers of stages and replicas.
+    """
+    from stageline.distributed.launch import launch_if_needed
+
+    run = arguments.run
+    check_model_path(run, arguments.parts["builder"].part)
+    if run.plan or run.check_only:
+        return arguments
+    _check_builder(arguments)
+    if run.engine == "pipeline":
+        run, wanted = place_stages(run, num_replicas=run.num_replicas)
+        num_replicas = wanted // run.num_stages
+    else:
+        num_replicas = wanted = run.num_replicas or 1
+    run = dataclasses.replace(run, num_replicas=num_replicas)
+    launch_if_needed(wanted)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != wanted:
+        raise UserError(
+            f"{world_size} processes were started for --num-replicas {run.num_replicas}. {wanted} "
+            "were expected, because each replica has a process of its own: leave torchrun out, or "
+            "correct the numbers."
+        )
+    return dataclasses.replace(arguments, run=run)
+
+
+def check_model_path(run: Any, builder: Callable) -> None:
+    """Refuses a missing --model-path, where the builder part takes one: its first argument."""
+    first = next(iter(inspect.signature(builder).parameters.values()))
+    if first.default is first.empty:
+        check_has_model(run)
+
+
+def _check_builder(arguments: "Arguments") -> None:
+    """Refuses options of a builder part that an engine does not call."""
+    engine, builder = arguments.run.engine, arguments.parts["builder"]
+    if engine not in ("pipeline", "vllm"):
+        return
+    defaults = inspect.signature(builder.part).parameters
+    given = [
+        f"--builder.{name} {value}"
+        for name, value in builder.kwargs.items()
+        if name in defaults and value != defaults[name].default
+    ]
+    if builder.key != ENGINE_KEYS["builder"]:
+        given.insert(0, f"--builder {builder.key}")
+    if given:
+        raise UserError(
+            f"{' '.join(given)} came with --engine {engine}. It was expected with --engine "
+            "device_map alone, because this engine builds its model by itself: leave it out."
+        )
 
 
 def texts_of(parts: Mapping[str, ChosenPart]) -> dict[str, Any]:

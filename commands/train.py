@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from commands import open_shelf, with_folders
+from commands import importing, open_shelf, with_folders
 from parse_args import parse_train_args
 from register import engine_register, freeze_registers
+from stageline.terminal import terminal
 
 if TYPE_CHECKING:
     from commands.run_plan import RunPlan
@@ -29,9 +30,30 @@ def main() -> int:
     arguments = parse_train_args()
     freeze_registers()
     run = with_folders(arguments.run, recorded=recorded_options(arguments.run))
-    from commands.train_engines import run_training  # after the options: it imports torch
+    with importing():  # after the options: it imports torch
+        from commands.run_plan import make_plan
 
-    return run_training(replace(arguments, run=run))
+        plan = make_plan(replace(arguments, run=run))
+    start_ranks(plan)
+    with importing():  # not in the process that starts the others
+        from commands.train_engines import run_training
+
+    return run_training(plan)
+
+
+def start_ranks(plan: RunPlan) -> None:
+    """Starts the processes of the run, if it needs several; returns in each of them."""
+    from commands.elastic import make_elastic
+    from stageline.distributed.failure_record import tell_run_folder
+    from stageline.distributed.launch import launch_if_needed
+
+    run, count = plan.run, plan.topology.num_processes
+    if not (run.plan or run.check_only):
+        tell_run_folder(run.output_dir)
+        terminal.begin_quietly()
+    if not run.plan:
+        elastic = make_elastic(run, count) if run.elastic and not run.check_only else None
+        launch_if_needed(count, rules=plan.guard_rules, elastic=elastic)
 
 
 def recorded_options(run: RunConfig) -> dict[str, Any]:

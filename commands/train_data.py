@@ -3,7 +3,9 @@
 Knows the options and the contract of each register; train_pp.py puts the objects together.
 """
 
+import dataclasses
 import functools
+import math
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +15,12 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, Subset
 
 from commands import is_first, say
+from commands.run_plan import RunPlan
 from commands.stages import texts_of
 from commands.train_vocabulary import add_tokens, check_tied_head, num_rows_of
-from options.fields import handed_to, spelled
+from options.fields import handed_to, option_fields, spelled
 from options.parts import ChosenPart, takes
-from options.train import RunConfig
+from options.train import RunConfig, check_warmup
 from parse_args import TrainArguments
 from register import load_target
 from stageline.data.batches.batch import MicroBatch
@@ -244,6 +247,33 @@ def check_data(arguments: TrainArguments) -> Data:
     if report:
         say(report.removesuffix("\n"))
     return data
+
+
+def settle_steps(plan: RunPlan, data: Data) -> RunPlan:
+    """The plan with the steps that its epochs and its share of warm-up are; says how many."""
+    run, told = plan.run, []
+    found: dict[str, Any] = {}
+    if run.num_train_epochs is not None or "epoch" in (run.save_steps, run.eval_steps):
+        epoch = epoch_steps(run, data.train)
+        told.append(f"an epoch is {epoch:,} steps")
+        if run.num_train_epochs is not None:
+            # 0.1 x 30 is a little more than 3
+            found["total_steps"] = math.ceil(round(run.num_train_epochs * epoch, 6))
+            one = "epoch" if run.num_train_epochs == 1 else "epochs"
+            told.append(f"{run.num_train_epochs:g} {one} = {found['total_steps']:,} steps")
+    if run.warmup_ratio is not None:
+        total = found.get("total_steps", run.total_steps)
+        found["warmup_steps"] = math.ceil(round(run.warmup_ratio * total, 6))
+        told.append(f"warm-up is {found['warmup_steps']:,} of {total:,} steps")
+    for item in option_fields(run).values():
+        name = item.metadata["instead_of"]
+        if name in found and getattr(run, name) not in (found[name], getattr(RunConfig, name)):
+            told.append(f"in place of {spelled(name)} {getattr(run, name)} of the file")
+    run = dataclasses.replace(run, **found)
+    check_warmup(run)
+    if told:
+        say(", ".join(told))
+    return dataclasses.replace(plan, run=run)
 
 
 def keep_tokens(arguments: TrainArguments, data: Data, folder: str) -> None:

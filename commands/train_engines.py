@@ -1,6 +1,6 @@
 """Runs a training: its checks, and what the engines of train.py do.
 
-Imports torch and all that a run needs; train.py has read the options before.
+Imports all that a run needs; train.py has read the options and started the processes before.
 """
 
 import functools
@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from commands import is_first, say
-from commands.elastic import Interruption, make_elastic, ranks_in_words
-from commands.run_plan import RunPlan, make_plan, place_layers, settle_steps
-from commands.train_data import Data, check_data, show_samples
+from commands.elastic import Interruption, ranks_in_words
+from commands.run_plan import RunPlan
+from commands.train_data import Data, check_data, settle_steps, show_samples
 from commands.train_parts import (
     build_stages,
     check_parts,
     make_planner,
     make_tracker,
+    place_layers,
     stage_builder,
 )
 from commands.train_run import (
@@ -28,13 +29,12 @@ from commands.train_run import (
 from options.memory import memory_remedies
 from options.model import learning_rate_scales
 from options.train import RunConfig
-from parse_args import TrainArguments, save_config
+from parse_args import save_config
 from stageline.checkpoint.host_memory import settle_allocators
 from stageline.checkpoint.layout import Ranks
 from stageline.device import is_accelerator, stage_devices
 from stageline.distributed.failure import name_stages
-from stageline.distributed.failure_record import on_full_memory, open_log, tell_run_folder
-from stageline.distributed.launch import launch_if_needed
+from stageline.distributed.failure_record import on_full_memory, open_log
 from stageline.distributed.process_group import (
     DistributedContext,
     choose_device,
@@ -44,25 +44,15 @@ from stageline.pipeline.runner import PipelineRunner
 from stageline.planner.cost import device_capacity
 from stageline.seeds import seed_everything
 from stageline.stage import Stage
-from stageline.terminal import terminal
 from stageline.training.memory import MemoryAccount
 from stageline.training.replicas import Replicas, ShardedReplicas
 from stageline.training.resume import ResumePoint
 from stageline.training.run_log import RunReport, summarize_stage
 
 
-def run_training(arguments: TrainArguments) -> int:
+def run_training(plan: RunPlan) -> int:
     """Checks what can be checked before a model is loaded, then runs the engine."""
-    plan = make_plan(arguments)
     run = plan.run
-    if not (run.plan or run.check_only):
-        tell_run_folder(run.output_dir)
-        terminal.begin_quietly()
-    if not run.plan:
-        elastic = None
-        if run.elastic and not run.check_only:
-            elastic = make_elastic(run, plan.topology.num_processes)
-        launch_if_needed(plan.topology.num_processes, rules=plan.guard_rules, elastic=elastic)
     data = check_data(plan)
     plan = settle_steps(plan, data)
     check_parts(plan, data)

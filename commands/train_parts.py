@@ -3,7 +3,9 @@
 Knows the options and the contract of each register; train_pp.py puts the objects together.
 """
 
+import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 
 from commands import say
+from commands.run_plan import RunPlan
 from commands.stages import StageBuilder, dtype_of
 from commands.train_data import Data, asks_for
 from commands.train_vocabulary import rows_option
@@ -38,7 +41,8 @@ from stageline.modules.losses import without_reference
 from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.stage_passes import check_values_kept
 from stageline.pipeline.topology import Topology
-from stageline.planner.planner import Planner
+from stageline.planner.cost import device_capacity
+from stageline.planner.planner import Planner, place_together
 from stageline.seeds import host_state_kept
 from stageline.stage import Stage
 from stageline.stages.packing import check_packing
@@ -276,3 +280,21 @@ def make_planner(
         make_optimizer=functools.partial(make_optimizer, arguments),
         device=device,
     )
+
+
+def place_layers(plan: RunPlan, data: Data, context: DistributedContext) -> RunPlan:
+    """The plan with the layers of each stage, settled on all ranks."""
+    run = plan.run
+    if run.vision_stages:
+        return plan  # the planner knows no tower but one on stage 0
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    partition = place_together(
+        functools.partial(make_planner, plan, data, plan.topology, context.device),
+        run.partition,
+        capacity=device_capacity(
+            context.device, num_local_ranks=local_ranks, gib=run.device_memory
+        ),
+    )
+    if partition is None or run.partition not in ("parameters", "measured"):
+        return plan
+    return dataclasses.replace(plan, run=dataclasses.replace(run, partition=partition))

@@ -313,7 +313,7 @@ def convert(
     words = []
     for name, item in settings.items():
         if name not in hints:
-            raise OptionError(_unknown_option(item, [*hints, *also_known]))
+            raise OptionError(_unknown_option(item, list({**hints, **dict.fromkeys(also_known)})))
         words.append(f"--{_dashed(name)}={_one_word(item, hints[name])}")
     try:
         return parser.parse_args(words)

@@ -22,6 +22,7 @@ import commands  # noqa: F401 - which tells errors how options are spelled
 from register import restored_registers
 
 torch.set_num_threads(1)
+gc.disable()  # until all tests are found: nearly half of that time went into looking for garbage
 
 SERVER_PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "openai")
 if any(importlib.util.find_spec(name) is None for name in SERVER_PACKAGES):
@@ -67,6 +68,7 @@ def pytest_collection_finish():
     """Leaves what the libraries hold out of garbage collection: a second each time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

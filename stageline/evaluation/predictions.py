@@ -1,21 +1,44 @@
-"""predictions.jsonl: one line a sample, appended as answers come, continued after a stop.
+"""Answers the samples of a dataset that predictions.jsonl does not hold yet: asks, and writes down.
 
-A line counts for the same sample and the same settings only; how many devices or which batches
-made it does not matter. Of several replicas number 3 writes predictions-3.jsonl beside it. These
-shards are merged at the end of a run and, after a run that was killed, at the beginning of the
-next, whatever the number of its replicas.
+The file has one line a sample, appended as answers come, continued after a stop. A line counts for
+the same sample and the same settings only; how many devices or which batches made it does not
+matter. Of several replicas number 3 writes predictions-3.jsonl beside it. These shards are merged
+at the end of a run and, after a run that was killed, at the beginning of the next, whatever the
+number of its replicas. Here is also what asking needs: solved samples to stand before a question,
+and where replicas of a model meet.
 """
 
 import hashlib
 import json
 import os
+import random
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stageline.errors import DataError
+from torch.distributed import Store
+from tqdm import tqdm
 
+from stageline.contracts import broken, shown
+from stageline.data.batches.batch import Images, render_sample
+from stageline.data.batches.step_maker import read_row
+from stageline.data.text.rendered import Rendered
+from stageline.device import empty_cache
+from stageline.errors import DataError, UserError, is_out_of_memory
+
+Result = dict[str, Any] | None
+Answers = Sequence[Result] | Iterator[tuple[int, Result]]
+Answer = Callable[..., Answers]
+# fields of a sample that go into its line: enough to compute any metric from the file
+KEPT_TYPES = (str, int, float, bool, list, type(None))
+KEPT_NAMES = ("groups",)
+SECONDS_BETWEEN_LOOKS = 0.1
+# batches whose samples are put in order of length together
+BATCHES_OF_A_WINDOW = 32
+MOST_AT_ONCE = 512  # pictures of a window may each keep a file open
 Key = tuple[Any, str]  # settings and id of a record
 
 
@@ -182,3 +205,320 @@ def merge_shards(path: Path) -> int:
     for shard in shards:
         shard.unlink()
     return len(shards)
+
+
+@dataclass
+class Outcome:
+    """What became of the samples that were asked for.
+
+    Attributes:
+        pending: ids of samples whose answer comes later, from an offline batch.
+        failed: id -> why there is no answer.
+    """
+
+    pending: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How samples are put to a model.
+
+    Attributes:
+        batch_size: samples of one call; fewer once memory was full.
+        length_of: (rendered, images) -> tokens; samples are then sorted, the longest of a window
+            first, so that batches are even and full memory shows at once. None: as they come.
+        has_own_batches: `answer` gets a window of samples at once, because it batches by itself.
+        for_generation: render samples without their answers.
+        hands_over: further arguments that `answer` takes: samples, batch_size.
+        is_shown: with a progress bar.
+    """
+
+    batch_size: int
+    length_of: Callable[[Rendered, Images], int] | None = None
+    has_own_batches: bool = False
+    for_generation: bool = True
+    hands_over: frozenset[str] = frozenset()
+    is_shown: bool = True
+
+
+def predict(
+    dataset: Any,
+    rows: Sequence[int],
+    *,
+    answer: Answer,
+    texts: dict[str, Any],
+    processor: Any,
+    file: PredictionFile,
+    asking: Asking,
+) -> Outcome:
+    """Answers the given rows in batches and appends them to the file.
+
+    Args:
+        answer: (images, prompts) -> for each a dict with `text`, or with `error`, or None while
+            it is pending; as a list, or as an iterator of (place, dict) in any order, whose
+            answers are written as they come. A model part with its options.
+        texts: prompt, prompt_fn and image_token of the run.
+
+    Raises:
+        torch.OutOfMemoryError: for one sample alone; larger batches are halved.
+    """
+    waiting = [row for row in rows if str(dataset[row][1]["id"]) not in file.records]
+    bar = tqdm(
+        total=len(rows),
+        initial=len(rows) - len(waiting),
+        unit="sample",
+        disable=not asking.is_shown,
+    )
+    texts = {**texts, "processor": processor, "for_generation": asking.for_generation}
+    run = _Run(dataset, answer, texts, file, asking, bar)
+    size = asking.batch_size
+    window = size * BATCHES_OF_A_WINDOW
+    if asking.has_own_batches:
+        window = min(window, MOST_AT_ONCE)
+    if not (asking.length_of or asking.has_own_batches):
+        window = size
+    for start in range(0, len(waiting), window):
+        own = run.in_order(waiting[start : start + window])
+        size = run.ask_all(own, window if asking.has_own_batches else size)
+    bar.close()
+    return run.outcome
+
+
+@dataclass
+class _Run:
+    """The samples that are on their way to their lines."""
+
+    dataset: Any
+    answer: Answer
+    texts: dict[str, Any]
+    file: PredictionFile
+    asking: Asking
+    bar: Any
+    outcome: Outcome = field(default_factory=Outcome)
+    done: set[int] = field(default_factory=set)
+
+    def in_order(self, rows: Sequence[int]) -> list[int]:
+        """The longest first; a row's place in the file makes no difference."""
+        length_of = self.asking.length_of
+        if length_of is None:
+            return list(rows)
+        lengths = {}
+        for row in rows:
+            images, sample = self.dataset[row]
+            lengths[row] = length_of(render_sample(images, sample, **self.texts), images)
+        return sorted(rows, key=lambda row: -lengths[row])
+
+    def ask_all(self, rows: Sequence[int], size: int) -> int:
+        """Asks in batches, which are halved where memory is full; returns their last size."""
+        left = list(rows)
+        while left:
+            batch = left[:size]
+            if self._fits(batch):
+                left = left[len(batch) :]
+                continue
+            size = len(batch) // 2
+            print(f"memory was full with {len(batch)} samples at once: going on with {size}")
+            left = [row for row in left if row not in self.done]
+        return size
+
+    def _fits(self, rows: Sequence[int]) -> bool:
+        try:
+            self.ask(rows)
+        except RuntimeError as error:
+            if len(rows) == 1 or not is_out_of_memory(error):
+                raise
+        else:
+            return True
+        # outside of the handler: the error's frames hold the tensors that are to go
+        empty_cache()
+        return False
+
+    def ask(self, rows: Sequence[int]) -> None:
+        """One call of `answer`; what comes is written at once."""
+        pairs = [self.dataset[row] for row in rows]
+        prompts = [render_sample(images, sample, **self.texts) for images, sample in pairs]
+        further = {
+            "samples": [sample for _, sample in pairs],
+            "batch_size": min(self.asking.batch_size, len(rows)),
+        }
+        answers = self.answer(
+            images=[images for images, _ in pairs],
+            prompts=prompts,
+            **{name: further[name] for name in self.asking.hands_over},
+        )
+        for found in _as_they_come(answers):
+            records = []
+            for place, result in found:
+                sample = pairs[place][1]
+                self.done.add(rows[place])
+                if result is None:
+                    self.outcome.pending.append(str(sample["id"]))
+                    continue
+                if "error" in result:
+                    self.outcome.failed[str(sample["id"])] = result["error"]
+                records.append(_record(sample, prompts[place].text, result))
+            self.file.append(records)
+            self.bar.update(len(found))
+
+
+def _as_they_come(answers: Answers) -> Iterator[list[tuple[int, Result]]]:
+    """A list at once, an iterator one by one."""
+    if isinstance(answers, Sequence):
+        yield list(enumerate(answers))
+        return
+    for place, result in answers:
+        yield [(place, result)]
+
+
+def _record(sample: dict[str, Any], prompt: str, result: dict[str, Any]) -> dict[str, Any]:
+    kept = {
+        name: value
+        for name, value in sample.items()
+        if isinstance(value, KEPT_TYPES) or name in KEPT_NAMES
+    }
+    others = {name: value for name, value in result.items() if name != "text"}
+    record = {"id": str(sample["id"]), "prediction": result.get("text"), "prompt": prompt}
+    return {**record, **others, "sample": kept}
+
+
+def check_ids(dataset: Any, rows: Sequence[int]) -> None:
+    """Refuses samples that share an id: the file could not tell their lines apart.
+
+    Raises:
+        DataError: names both rows, or the dataset part where a row has no id, or is none.
+    """
+    seen: dict[str, int] = {}
+    for row in rows:
+        _, sample = read_row(dataset, row)
+        if "id" not in sample:
+            raise broken(
+                "dataset",
+                dataset,
+                f"gave for row {row} a sample without 'id' ({shown(sample)})",
+                why="One that no other row has was expected, because predictions are kept by it",
+                cure="add {'id': str(index)}",
+                kind=DataError,
+            )
+        sample_id = str(sample["id"])
+        if sample_id in seen:
+            raise DataError(
+                f"rows {seen[sample_id]} and {row} have the same id {sample_id!r}. Each sample "
+                "needs its own, because predictions are kept by it: correct the data, or the "
+                "dataset part."
+            )
+        seen[sample_id] = row
+
+
+# what makes a sample the question that it is, whatever its id
+_QUESTION = ("question", "messages", "caption", "text", "choices")
+
+
+@dataclass(frozen=True)
+class FewShot:
+    """Draws examples, solved samples that stand before a question; a prompt_fn part writes them.
+
+    Args:
+        dataset: what they are drawn from.
+        count: of each sample.
+        per_sample: each sample has a draw of its own, by seed and id; else all have the same, but
+            for one that would be its own example.
+    """
+
+    dataset: Any
+    count: int
+    seed: int
+    per_sample: bool
+
+    def of(self, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The examples of one sample, in the order in which they are shown.
+
+        Raises:
+            UserError: there are too few, or they have pictures.
+        """
+        found: list[dict[str, Any]] = []
+        for row in self._order(sample):
+            if len(found) == self.count:
+                break
+            images, example = self.dataset[row]
+            if images:
+                raise UserError(
+                    f"`num_fewshot` {self.count} came with samples that have pictures. Text alone "
+                    "was expected in examples, because a template has places for the pictures of "
+                    "one sample: leave `num_fewshot` out."
+                )
+            if not _is_same(example, sample):
+                found.append(example)
+        if len(found) < self.count:
+            raise UserError(
+                f"`num_fewshot` {self.count} came, and {len(found)} samples can stand before "
+                f"sample {sample.get('id')}. As many were expected, because each prompt shows as "
+                "many: lower it, or choose another `fewshot_split`."
+            )
+        return found
+
+    def _order(self, sample: Mapping[str, Any]) -> Iterator[int]:
+        """Rows in the order of the draw, each once."""
+        own = f"/{sample.get('id')}" if self.per_sample else ""
+        draw = random.Random(f"{self.seed}{own}")
+        seen: set[int] = set()
+        while len(seen) < len(self.dataset):
+            row = draw.randrange(len(self.dataset))
+            if row not in seen:
+                seen.add(row)
+                yield row
+
+
+def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    if str(one.get("id")) == str(other.get("id")):
+        return True
+    known = [name for name in _QUESTION if one.get(name) is not None or other.get(name) is not None]
+    return bool(known) and all(one.get(name) == other.get(name) for name in known)
+
+
+@dataclass(frozen=True)
+class EvaluationReplicas:
+    """Which replica of a model this process belongs to, and where replicas wait for each other.
+
+    They exchange no tensors: each answers its share of the samples. They meet in the store of the
+    run, without a time limit, because one may have hours more to do than another; a launcher that
+    sees one fail ends the others.
+
+    Attributes:
+        index: of its replica.
+        count: of replicas.
+        is_first: the first process of its replica, which asks and writes; others only compute.
+        store: of all processes of the run; None where there is one.
+    """
+
+    index: int = 0
+    count: int = 1
+    is_first: bool = True
+    store: Store | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """The one process that merges, reports and prints."""
+        return self.index == 0 and self.is_first
+
+    def share(self, items: Sequence[int]) -> list[int]:
+        """This replica's part of what all have to do; every item is in one part."""
+        return list(items[self.index :: self.count])
+
+    def tell(self, word: str) -> None:
+        """Says that this replica has come so far."""
+        if self.store is not None and self.is_first:
+            self.store.set(f"stageline/replica/{self.index}/{word}", "1")
+
+    def wait_for_main(self, word: str) -> None:
+        """Returns when the main process told this word."""
+        self._wait([0], word)
+
+    def wait_for_all(self, word: str) -> None:
+        """Returns when all replicas told this word."""
+        self._wait(range(self.count), word)
+
+    def _wait(self, replicas: Sequence[int], word: str) -> None:
+        names = [f"stageline/replica/{index}/{word}" for index in replicas]
+        while self.store is not None and not self.store.check(names):
+            time.sleep(SECONDS_BETWEEN_LOOKS)

@@ -119,3 +119,40 @@ def test_a_reader_that_leaves_early_is_no_failure(words):
     done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+LAUNCHERS = [
+    f"train_pp.py {TRAIN.partition(' ')[2]} --num-stages 2 --device cpu",
+    f"{EVALUATE} --engine pipeline --num-stages 2 --model-path .",
+    "-m stageline infer --engine pipeline --num-stages 2 --model-path . --text a",
+    "-m stageline check --train-model llama --num-stages 2",
+    "serve.py --num-stages 2 --model-path .",
+]
+# runs each command in a fork, up to where it would start its ranks
+START = """
+import os, runpy, sys
+from stageline.distributed import launch
+launch._launch = lambda *_, **__: os._exit(40 + ("transformers" in sys.modules))
+for words in sys.stdin.read().splitlines():
+    if not os.fork():
+        first, *rest = words.split()
+        is_module = first == "-m"
+        sys.argv = rest if is_module else [first, *rest]
+        (runpy.run_module if is_module else runpy.run_path)(sys.argv[0], run_name="__main__")
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def test_what_starts_the_ranks_imports_no_transformers():
+    """Its ranks do, each for itself: in their launcher it is three seconds that all wait."""
+    done = subprocess.run(
+        [sys.executable, "-c", START],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        input="\n".join(LAUNCHERS),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    codes = dict(zip(LAUNCHERS, done.stdout.split(), strict=True))
+    assert set(codes.values()) == {"40"}, (codes, done.stderr)

@@ -7,9 +7,8 @@ import torch
 
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError
-from stageline.evaluation.predictions import PredictionFile, fingerprint
+from stageline.evaluation.predictions import Asking, PredictionFile, check_ids, fingerprint, predict
 from stageline.evaluation.report import make_report, wilson_interval, write_report
-from stageline.evaluation.runner import Asking, check_ids, predict
 
 ROWS = [(None, {"id": f"r{i}", "question": str(i), "answer": str(i)}) for i in range(7)]
 TEXTS = {

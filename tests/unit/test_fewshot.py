@@ -9,7 +9,7 @@ from prompt_fn import chat, fill
 from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.text.encode import encode_rendered
 from stageline.errors import UserError
-from stageline.evaluation.runner import FewShot
+from stageline.evaluation.predictions import FewShot
 from tests.helpers.small_run import ForkedRun, Job
 
 ROOT = Path(__file__).resolve().parents[2]

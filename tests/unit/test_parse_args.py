@@ -1,5 +1,6 @@
 """Options: keys, the options of parts, YAML, round trips. Errors are in test_option_errors.py."""
 
+import dataclasses
 import functools
 import json
 from typing import Literal
@@ -8,7 +9,10 @@ import pytest
 import yaml
 
 import parse_args
+from commands import run_configs
 from options.command_line import read_config
+from options.fields import option_groups
+from options.train import RunConfig
 from parse_args import parse_evaluate_args, parse_train_args, save_config
 from register import ALL_REGISTERS, UnknownKeyError
 
@@ -381,3 +385,12 @@ def test_a_key_from_a_file_names_the_file(tmp_path):
         train("--config", str(file))
     assert f"--loss-fn ({file}:1)" in str(error.value)
     assert "Did you mean 'sft'" in str(error.value)
+
+
+@pytest.mark.parametrize("config_class", [*run_configs(), RunConfig], ids=lambda one: one.__name__)
+def test_a_default_that_nobody_gives_is_what_reading_it_would_make(config_class):
+    """Only given options are read: jsonargparse would change no default and refuse none."""
+    parser = parse_args._build_parser(option_groups(config_class), {}, listed={})
+    made = parser.parse_args([])
+    for item in dataclasses.fields(config_class):
+        assert (made[item.name], type(made[item.name])) == (item.default, type(item.default))

@@ -11,8 +11,15 @@ import torch
 
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError
-from stageline.evaluation.predictions import PredictionFile, find_shards, merge_shards, shard_path
-from stageline.evaluation.runner import Asking, EvaluationReplicas, predict
+from stageline.evaluation.predictions import (
+    Asking,
+    EvaluationReplicas,
+    PredictionFile,
+    find_shards,
+    merge_shards,
+    predict,
+    shard_path,
+)
 from tests.helpers.small_run import ForkedRun, Job
 
 ROOT = Path(__file__).resolve().parents[2]
