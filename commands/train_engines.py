@@ -4,6 +4,7 @@ Imports torch and all that a run needs; train.py has read the options before.
 """
 
 import functools
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,7 @@ def run_training(arguments: TrainArguments) -> int:
         if run.elastic and not run.check_only:
             elastic = make_elastic(run, plan.topology.num_processes)
         launch_if_needed(plan.topology.num_processes, rules=plan.guard_rules, elastic=elastic)
+    gc.freeze()  # what is imported stays: looking through it is a tenth of the time of encoding
     data = check_data(plan)
     plan = settle_steps(plan, data)
     check_parts(plan, data)
