@@ -522,10 +522,9 @@ class _Run:
         pieces = []
         for piece, turn, is_trimmed in known:
             if turn is not None:
-                own = self.turns[turn].pieces[0]
-                text = own.text.strip() if is_trimmed else own.text
-                is_same = text == own.text and own.is_target == piece.is_target
-                piece = own if is_same else Piece(text, True, piece.is_target, is_answer=piece.is_answer)
+                text = self.turns[turn].pieces[0].text
+                text = text.strip() if is_trimmed else text
+                piece = Piece(text, True, piece.is_target, is_answer=piece.is_answer)
             pieces.append(piece)
         return Rendered(tuple(pieces), is_chat=True, for_generation=self.for_generation)
 

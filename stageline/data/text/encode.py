@@ -13,6 +13,7 @@ take a quarter of its time.
 
 import bisect
 import itertools
+import os
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -143,8 +144,8 @@ class Encoded:
     @classmethod
     def of(cls, ids: list[int], kinds: Kinds, rendered: Rendered) -> "Encoded":
         """The tokens of a text, each with the kinds of pieces that it touches."""
-        has_answers = any([piece.is_answer for piece in rendered.pieces])
-        has_images = any([piece.is_image for piece in rendered.pieces])
+        has_answers = any(piece.is_answer for piece in rendered.pieces)
+        has_images = any(piece.is_image for piece in rendered.pieces)
         return cls(
             ids,
             is_target=_marks(kinds, _HAS_TARGET),
@@ -223,6 +224,8 @@ class TextEncoder:
         self._bytes: _TokenBytes | None = None
         if self._is_direct and isinstance(self.tokenizer.backend_tokenizer.decoder, ByteLevel):
             self._bytes = _TokenBytes(self.tokenizer)
+        # one text at a time: threads would only hand it on, and be missing in forked workers
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._borders = _borders(self.tokenizer, self.reserved)
         self._heads: dict[str, tuple[str, list[int]]] = {}
         self._plain: PlainTokenizer | None = None
