@@ -31,6 +31,7 @@ def ours(settings: dict[str, Any]) -> Callable[[], Any]:
     """The jsonl dataset, the chat template and the encoder; in workers as the loader has them."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     import functools
+    import gc
 
     from torch.utils.data import DataLoader
 
@@ -44,6 +45,7 @@ def ours(settings: dict[str, Any]) -> Callable[[], Any]:
         encode_for_training, processor=load_processor(settings["tokenizer"]), **texts
     )
     num_workers = settings["processes"] if settings["processes"] > 1 else 0
+    gc.freeze()  # as `run_training` does
 
     def collate(items: list[Any]) -> Rows:
         rows = [encode(images, sample) for images, sample in items]

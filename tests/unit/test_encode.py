@@ -289,3 +289,70 @@ def test_drop_leaves_a_row_without_labels():
     _, encoded = _encode(tiny_tokenizer(), "ab", "7" * 40)
     dropped = limit_length(encoded, max_token_num=20, overlong="drop", name="s", warn=False)
     assert dropped.input_ids == [0] and dropped.is_target == [False]
+
+
+BITS = (
+    *("<|im_start|>", "<|im_end|>", "</s>", "<unk>", "<|im_", "end|>", "<think>", "<|im_end|>x"),
+    *(" ", "  ", "\n", "\n\n", "x", "xx", "seven", " seven", "user\n", "7", "\u00e9", "e\u0301"),
+    *("\u0301", "\u4e2d", "\U0001f600", "\U0001f468\u200d", "\ufb01", "\u00a0", "\x7f", "\u0130"),
+)
+
+
+def _variants():
+    """Byte-level tokenizers that treat a border each in a way of its own."""
+    from tokenizers import AddedToken, normalizers, pre_tokenizers
+
+    merged = ["user\n\n seven<|im_end|>x xx\n", "x x\n\n", "e\u0301 \u4e2d \U0001f600"] * 3
+    yield "bytes", tiny_tokenizer(merged, vocab_size=420)
+    for name in ("NFC", "NFKD", "Lowercase"):
+        tokenizer = tiny_tokenizer(merged, vocab_size=420)
+        tokenizer.backend_tokenizer.normalizer = getattr(normalizers, name)()
+        yield name, tokenizer
+    tokenizer = tiny_tokenizer(merged, vocab_size=420)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    yield "prefix space", tokenizer
+    for flag in ("lstrip", "rstrip", "single_word", "normalized"):
+        tokenizer = tiny_tokenizer(merged, vocab_size=420)
+        options = {"normalized": False, flag: True}
+        tokenizer.add_special_tokens(
+            {"additional_special_tokens": [AddedToken("<|own|>", special=True, **options)]}
+        )
+        yield flag, tokenizer
+    tokenizer = tiny_tokenizer(merged, vocab_size=420)
+    tokenizer.add_tokens(["<think>", "<|im_end|>x", "xx"])
+    yield "longer tokens", tokenizer
+
+
+VARIANTS = dict(_variants())
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_bytes_of_tokens_say_what_offsets_say(name):
+    """Random texts of hostile bits: ids and kinds are those of the whole text with offsets."""
+    encoder = TextEncoder(VARIANTS[name])
+    draw = random.Random(name)
+    bits = [*BITS, "<|own|>"]
+    num_by_bytes = 0
+    for _ in range(300):
+        first = Piece("<|im_start|>user" + draw.choice(("\n", "<|im_end|>", "<|own|>", "<|own|> ")))
+        pieces = [first] * draw.randrange(2)
+        for _ in range(draw.randrange(1, 7)):
+            text = "".join(draw.choices(bits, k=draw.randrange(4)))
+            pieces.append(Piece(text, *(draw.random() < 0.5 for _ in range(5))))
+        rendered = Rendered(tuple(pieces), is_chat=True)
+        found = encoder._by_bytes(rendered)
+        if found is not None:
+            num_by_bytes += 1
+            whole = encoder._whole(rendered)
+            assert (found[0], bytes(found[1])) == (whole[0], bytes(whole[1])), rendered
+    assert num_by_bytes > (0 if name == "prefix space" else 30)
+
+
+def test_a_beginning_is_kept_only_where_nothing_behind_it_changes_it():
+    """The same first piece before texts that would join its last token."""
+    for name, border in (("longer tokens", "<|im_end|>"), ("rstrip", "<|own|>")):
+        encoder = TextEncoder(VARIANTS[name])
+        for text in ("a", "x", " x", "xx"):
+            pieces = (Piece(f"<s>user{border}"), Piece(text, is_user=True, is_target=True))
+            rendered = Rendered(pieces, is_chat=True)
+            assert encoder.encode(rendered).input_ids == encoder._whole(rendered)[0]

@@ -51,7 +51,8 @@ def render_sample(
     rendered = call("prompt_fn", prompt_fn, counted, prompt, **given)
     _check_rendered("prompt_fn", prompt_fn, rendered)
     placed = call("image_token", image_token, rendered, images, processor=processor)
-    _check_rendered("image_token", image_token, placed)
+    if placed is not rendered:
+        _check_rendered("image_token", image_token, placed)
     return replace(placed, name=sample_name(sample))
 
 

@@ -332,6 +332,8 @@ def expand_images(
         UserError: the text for an image is not that of the processor.
     """
     sizes = [image_size(image) for image in images or ()]
+    if not sizes and not rendered.num_images:
+        return rendered
     expander = ImageExpander.of(processor)
     most = expander.settings.max_images if expander is not None else None
     if most is not None and len(sizes) > most:

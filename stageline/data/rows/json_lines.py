@@ -111,7 +111,7 @@ class JsonLines(RowsDataset):
 
     def __getitem__(self, index: int) -> tuple[list[Image.Image] | None, dict[str, Any]]:
         images, sample = super().__getitem__(index)
-        if not self._is_converted(self.rows[index]):
+        if "videos" not in sample or not self._is_converted(self.rows[index]):
             return images, sample
         options: dict[str, Any] = {"folders": self._folders, "num_frames": self._num_frames}
         return with_videos(sample, images, source=sample["source"], **options)

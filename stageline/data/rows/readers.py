@@ -61,7 +61,7 @@ def split_rows(
     rows = [row for row in rows if row.source not in current_bad_rows().reasons]
     wanted = test_size if isinstance(test_size, int) else round(test_size * len(rows))
     test: set[int] = set()
-    for name in sorted(groups, key=_draw):
+    for name in sorted(groups, key=_draw) if wanted else ():
         if len(test) >= wanted:
             break
         test.update(row.number for row in groups[name])

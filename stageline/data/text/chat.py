@@ -493,7 +493,7 @@ class _Run:
         """All that decides the text besides the contents; None where a turn has more than those."""
         if self.tools or "continue_final_message" in self.options or not self.template.only_writes:
             return None
-        roles = []
+        roles: list[Any] = [self.learnt, self.for_generation, repr(self.options)]
         for turn in self.turns:
             piece = turn.pieces[0] if len(turn.pieces) == 1 else None
             others = turn.name or turn.reasoning or turn.tool_calls or turn.tool_call_id
@@ -502,8 +502,8 @@ class _Run:
             if piece.is_user and (OPEN in piece.text or self.template.has_tags(piece.text)):
                 return None
             fixed = "" if piece.is_user else piece.text
-            roles.append((turn.role, turn.is_target, piece.is_answer, fixed))
-        return (*roles, self.learnt, self.for_generation, repr(self.options))
+            roles += (turn.role, turn.is_target, piece.is_answer, fixed)
+        return tuple(roles)
 
     def first_that_fits(self, reasons: list[str]) -> Rendered | None:
         """The conversation in the first way that works; why others did not goes into `reasons`."""

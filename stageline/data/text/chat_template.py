@@ -203,9 +203,11 @@ def use_template(processor: Any, *, template: str | None = None, **others: Any) 
     Raises:
         UserError: there is none of that name, or the tokenizer has not the tokens that it needs.
     """
+    if template is None:
+        return
     tokenizer = get_tokenizer(processor)
-    text = _templates().get(template or "")
-    if template is None or (text is not None and template_of(processor) == text):
+    text = _templates().get(template)
+    if text is not None and template_of(processor) == text:
         return
     if text is None:
         raise UserError(

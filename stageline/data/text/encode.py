@@ -6,40 +6,44 @@ answer, " 7" is learnt. Only where text from the data turned into a special toke
 tokenized run by run: special tokens of the template by their id, and what lies between them with
 a copy of the tokenizer that does not know them.
 
-Most tokenizers read what lies between two special tokens by itself. With them, what the template
-writes is tokenized once and kept, and a row costs only its own text.
+Tokens of most tokenizers are bytes. Where those of a text, one behind the other, are the bytes of
+the text, they show which characters a token covers, and the library is not asked for offsets, which
+take a quarter of its time.
 """
 
-import json
-import re
+import bisect
+import itertools
+import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
+from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from stageline.data.text.processor import get_tokenizer
 from stageline.data.text.rendered import Piece, Rendered
-from stageline.data.text.tokenizers import PlainTokenizer, any_of
+from stageline.data.text.tokenizers import PlainTokenizer
 from stageline.errors import DataError, UserError
 
 _USER, _FIXED, _TARGET, _MARKED, _ANSWER, _IMAGE = (1 << place for place in range(6))
-_ALL = numpy.arange(1 << 6)  # the kinds, to be looked up below
+_ALL = numpy.arange(256, dtype=numpy.uint8)  # tables of all kinds: whether they say so
 _HAS_TARGET, _HAS_MARK, _HAS_ANSWER, _HAS_IMAGE = (
-    _ALL & bit != 0 for bit in (_TARGET, _MARKED, _ANSWER, _IMAGE)
+    (_ALL & bit != 0).tobytes() for bit in (_TARGET, _MARKED, _ANSWER, _IMAGE)
 )
-_IS_TEXT = _ALL & (_USER | _FIXED) == _USER
-_IS_CUTTABLE = _ALL & (_USER | _FIXED | _TARGET) == _USER
+_IS_TEXT = (_ALL & (_USER | _FIXED) == _USER).tobytes()
+_IS_CUTTABLE = (_ALL & (_USER | _FIXED | _TARGET) == _USER).tobytes()
 _CONTENTS = ("q", "a", "q")
 _ZERO = numpy.zeros(1, dtype=numpy.int64)
-# steps of a tokenizer that treat a text alike wherever it stands
-_ANYWHERE_ALIKE = ("ByteLevel", "Split", "Digits", "NFC", "NFKC", "NFD", "NFKD")
-_MOST_KEPT = 1024  # of each kind of what templates write
+_MOST_HEADS = 1024  # that are kept
+_BYTE_OF_LETTER = defaultdict(lambda: 0xFF)  # which is in no UTF-8
+_BYTE_OF_LETTER.update({ord(letter): byte for byte, letter in bytes_to_unicode().items()})
 Offsets = Sequence[tuple[int, int]]
-Run = tuple[tuple[str, int], ...]  # text between special tokens: (text, kind) of its pieces
-Kinds = numpy.ndarray  # of each token: the bits of the pieces that it touches
+Kinds = bytes | bytearray  # of each token: the bits of the pieces that it touches
 
 
 def structural_tokens(processor: Any) -> set[str]:
@@ -98,7 +102,7 @@ def token_kinds(
         for kind in kinds[first[place] + 1 : last[place] + 1]:
             touched[place] |= kind
     touched[ends <= starts] = 0
-    return touched
+    return touched.tobytes()
 
 
 def _kind(piece: Piece) -> int:
@@ -109,6 +113,11 @@ def _kind(piece: Piece) -> int:
         | (_ANSWER if piece.is_answer else 0)
         | (_IMAGE if piece.is_image else 0)
     )
+
+
+def _marks(kinds: Kinds, table: bytes) -> list[bool]:
+    """What a table says of the kinds of each token."""
+    return numpy.frombuffer(kinds.translate(table), dtype=numpy.bool_).tolist()
 
 
 @dataclass(frozen=True)
@@ -139,12 +148,12 @@ class Encoded:
         has_images = any(piece.is_image for piece in rendered.pieces)
         return cls(
             ids,
-            is_target=_HAS_TARGET[kinds].tolist(),
-            is_cuttable=_IS_CUTTABLE[kinds].tolist(),
-            is_marked=_HAS_MARK[kinds].tolist(),
-            is_text=_IS_TEXT[kinds].tolist(),
-            is_answer=_HAS_ANSWER[kinds].tolist() if has_answers else [],
-            is_image=_HAS_IMAGE[kinds].tolist() if has_images else [],
+            is_target=_marks(kinds, _HAS_TARGET),
+            is_cuttable=_marks(kinds, _IS_CUTTABLE),
+            is_marked=_marks(kinds, _HAS_MARK),
+            is_text=_marks(kinds, _IS_TEXT),
+            is_answer=_marks(kinds, _HAS_ANSWER) if has_answers else [],
+            is_image=_marks(kinds, _HAS_IMAGE) if has_images else [],
         )
 
     def __len__(self) -> int:
@@ -168,6 +177,20 @@ class Encoded:
             return [values[place] for place in chosen] if values else []
 
         return Encoded(**{name: kept(values) for name, values in vars(self).items()})
+
+
+class _TokenBytes(dict[int, bytes]):
+    """Id -> bytes of the token, of a byte-level tokenizer; each is made when it first comes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        added = tokenizer.added_tokens_decoder.items()
+        super().__init__({token_id: str(token).encode() for token_id, token in added})
+        self._backend = tokenizer.backend_tokenizer
+
+    def __missing__(self, token_id: int) -> bytes:
+        letters = self._backend.id_to_token(token_id)
+        self[token_id] = letters.translate(_BYTE_OF_LETTER).encode("latin-1")
+        return self[token_id]
 
 
 class TextEncoder:
@@ -198,10 +221,13 @@ class TextEncoder:
         self.reserved_ids = frozenset(self.reserved.values())
         self.prefix = _first_tokens(self.tokenizer)
         self._is_direct = _is_plain_class(type(self.tokenizer))
-        self._has_runs = self._is_direct and _reads_runs_alone(self.tokenizer, self.reserved)
-        self._parts: dict[str, list[str]] = {}
-        self._fixed_runs: dict[Run, tuple[list[int], list[int]]] = {}
-        self._compared: set[tuple[str, ...]] = set()
+        self._bytes: _TokenBytes | None = None
+        if self._is_direct and isinstance(self.tokenizer.backend_tokenizer.decoder, ByteLevel):
+            self._bytes = _TokenBytes(self.tokenizer)
+        # one text at a time: threads would only hand it on, and be missing in forked workers
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        self._borders = _borders(self.tokenizer, self.reserved)
+        self._heads: dict[str, tuple[str, list[int]]] = {}
         self._plain: PlainTokenizer | None = None
 
     @classmethod
@@ -227,7 +253,7 @@ class TextEncoder:
         Text of a plain template gets the tokenizer's first tokens and, unless it is for
         generation, a supervised end-of-sequence token; a chat template holds its own.
         """
-        ids, kinds = self._by_known_runs(rendered) or self._whole(rendered)
+        ids, kinds = self._by_bytes(rendered) or self._whole(rendered)
         encoded = Encoded.of(ids, kinds, rendered)
         if not rendered.is_chat:
             self._add_outer(encoded, for_generation=rendered.for_generation)
@@ -243,63 +269,57 @@ class TextEncoder:
             kinds = token_kinds(spans, starts, ends)
         return ids, kinds
 
-    def _by_known_runs(self, rendered: Rendered) -> tuple[list[int], Kinds] | None:
-        """The same run by run; None where this tokenizer or text does not allow it."""
-        if not (self._has_runs and self._is_as_loaded()):
+    def _by_bytes(self, rendered: Rendered) -> tuple[list[int], Kinds] | None:
+        """The same without offsets, from the bytes of each token.
+
+        None where these are not the bytes of the text (the tokenizer has others, or a normalizer
+        has changed it), and where text from the data became a special token.
+        """
+        if self._bytes is None or not self._is_as_loaded() or not rendered.pieces:
             return None
-        ids: list[int] = []
-        kinds: list[int] = []
-        for run in self._runs(rendered):
-            found = self._fixed_runs.get(run) or self._encode_run(run)
-            if found is None:
-                return None
-            ids += found[0]
-            kinds += found[1]
-        template = tuple(piece.text for piece in rendered.pieces if not piece.is_user)
-        if template in self._compared:
-            return ids, numpy.array(kinds, dtype=numpy.uint8)
-        whole = self._whole(rendered)  # once for all that the same template wrote
-        self._has_runs = whole[0] == ids and whole[1].tolist() == kinds
-        if len(self._compared) < _MOST_KEPT:
-            self._compared.add(template)
-        return whole
-
-    def _runs(self, rendered: Rendered) -> Iterator[Run]:
-        """The text cut at the special tokens of the template; each is a run of its own."""
-        run: list[tuple[str, int]] = []
+        head, head_ids = self._head(rendered.pieces[0])
+        text = rendered.text[len(head) :]
+        # only the call for many texts can do without offsets
+        found = self.tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        ids = found[0].ids
+        tokens = list(map(self._bytes.__getitem__, ids))
+        if b"".join(tokens) != text.encode():
+            return None
+        ends = list(itertools.accumulate(map(len, tokens)))
+        kinds = bytearray()
+        end = -len(head.encode())
+        crossing = 0  # kinds of the pieces in which the next token begins
         for piece in rendered.pieces:
-            kind = _kind(piece)
-            if piece.is_user:
-                run.append((piece.text, kind))
+            if not piece.text:
                 continue
-            parts = self._parts.get(piece.text)
-            if parts is None:
-                parts = re.split(f"({any_of(self.reserved).pattern})", piece.text)
-                if len(self._parts) < _MOST_KEPT:
-                    self._parts[piece.text] = parts
-            for place, part in enumerate(parts):
-                if place % 2 == 0:
-                    run.append((part, kind))
-                    continue
-                yield tuple(run)
-                yield ((part, kind),)
-                run = []
-        yield tuple(run)
-
-    def _encode_run(self, run: Run) -> tuple[list[int], list[int]] | None:
-        """Ids and kinds; None where text from the data became a special token."""
-        is_fixed = not any(kind & _USER for _, kind in run)
-        text = "".join(own for own, _ in run)
-        if is_fixed and text in self.reserved:
-            ids, kinds = [self.reserved[text]], [run[0][1]]
-        else:
-            encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-            ids, kinds = encoding.ids, _kinds_of_run(run, encoding)
-            if not self.reserved_ids.isdisjoint(ids):
+            end += len(piece.text.encode())
+            first = len(kinds)
+            last = bisect.bisect_right(ends, end, lo=first)
+            is_cut = end > (ends[last - 1] if last else 0)
+            if piece.is_user and not self.reserved_ids.isdisjoint(ids[first : last + is_cut]):
                 return None
-        if is_fixed and len(self._fixed_runs) < _MOST_KEPT:
-            self._fixed_runs[run] = ids, kinds
-        return ids, kinds
+            kind = _kind(piece)
+            if last > first:
+                kinds.append(kind | crossing)
+                kinds += bytes((kind,)) * (last - first - 1)
+                crossing = 0
+            if is_cut:
+                crossing |= kind
+        return head_ids + ids, bytes((_kind(rendered.pieces[0]),)) * len(head_ids) + kinds
+
+    def _head(self, piece: Piece) -> tuple[str, list[int]]:
+        """What a template writes first, up to its last border, with its ids; both are kept."""
+        if piece.is_user or not self._borders:
+            return "", []
+        known = self._heads.get(piece.text)
+        if known is None:
+            before, border, _ = piece.text.rpartition(max(self._borders, key=piece.text.rfind))
+            ids = self.tokenize(before + border)[0]
+            is_border = bool(border) and ids[-1:] == [self.reserved[border]]
+            known = (before + border, ids) if is_border else ("", [])
+            if len(self._heads) < _MOST_HEADS:
+                self._heads[piece.text] = known
+        return known
 
     def _is_as_loaded(self) -> bool:
         """No call before has left a padding, a truncation or another reading of special tokens."""
@@ -410,64 +430,6 @@ def check_targets(encoded: Encoded, *, name: str) -> None:
         )
 
 
-def _kinds_of_run(run: Run, encoding: Any) -> list[int]:
-    """As `token_kinds`, of a tokenizer each of whose tokens has characters, in their order."""
-    num_tokens = len(encoding)
-    if len(run) == 1:
-        return [run[0][1]] * num_tokens
-    num_characters = sum(len(text) for text, _ in run)
-    kinds = [0] * num_tokens
-    first = end = 0
-    for text, kind in run:
-        if not text:
-            continue
-        end += len(text)
-        behind = (encoding.char_to_token(place) for place in range(end, num_characters))
-        last = next((token for token in behind if token is not None), num_tokens)
-        for place in range(first, last):
-            kinds[place] |= kind
-        # characters that no token covers are the next one's
-        reached = encoding.token_to_chars(last - 1)[1] if last else 0
-        if last < num_tokens and reached < end:
-            kinds[last] |= kind
-        first = place = last
-        while place < num_tokens and encoding.token_to_chars(place)[0] < end:
-            kinds[place] |= kind
-            place += 1
-    return kinds
-
-
-def _reads_runs_alone(tokenizer: Any, reserved: Mapping[str, int]) -> bool:
-    """Text between reserved tokens gets the same tokens as in the whole, each of some characters.
-
-    So it is with tokenizers of bytes, but for tokens that take spaces beside them.
-    """
-    backend = tokenizer.backend_tokenizer
-    steps = [*_steps(backend.normalizer), *_steps(backend.pre_tokenizer)]
-    added = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
-    has_bytes = any(step["type"] == "ByteLevel" for step in steps)
-    is_plain = all(
-        step["type"] in _ANYWHERE_ALIKE and not step.get("add_prefix_space") for step in steps
-    )
-    return (
-        bool(reserved)
-        and has_bytes
-        and is_plain
-        and all(
-            (token := added.get(text)) is not None
-            and not (token.lstrip or token.rstrip or token.single_word or token.normalized)
-            for text in reserved
-        )
-    )
-
-
-def _steps(component: Any) -> list[dict[str, Any]]:
-    """The settings of a normalizer or a pre-tokenizer, or of those that it is made of."""
-    state = json.loads(component.__getstate__()) if component is not None else {}
-    known = state.get("pretokenizers", state.get("normalizers"))
-    return known if known is not None else [state] if state else []
-
-
 def _with_gaps(ids: list[int], offsets: Offsets) -> tuple[list[int], numpy.ndarray, numpy.ndarray]:
     """Gives characters that no token covers (spaces that offsets leave out) to the next token."""
     spans = numpy.array(offsets, dtype=numpy.int64).reshape(len(offsets), 2)
@@ -492,6 +454,18 @@ def _reserved_tokens(processor: Any) -> dict[str, int]:
     texts.update(structural_tokens(processor))
     vocabulary = tokenizer.get_vocab()
     return {text: vocabulary[text] for text in sorted(texts) if text and text in vocabulary}
+
+
+def _borders(tokenizer: Any, reserved: Iterable[str]) -> list[str]:
+    """Reserved tokens behind which text gets the same ids whether or not they stand before it."""
+    added = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
+    return [
+        text
+        for text in reserved
+        if (token := added.get(text)) is not None
+        and not (token.rstrip or token.single_word or token.normalized)
+        and not any(text in other for other in added if other != text)
+    ]
 
 
 def _first_tokens(tokenizer: Any) -> list[int]:

@@ -189,8 +189,7 @@ def _turn(sample: Mapping[str, Any], number: int, message: Any) -> Turn:
         raise _bad(sample, f"{place} has the role {role!r}", "a word such as user")
     is_answer = role == "assistant"
     if message.keys() == _PLAIN and isinstance(message["content"], str):  # nothing to check further
-        piece = Piece(message["content"], is_user=True, is_target=is_answer)
-        return Turn(role, (piece,), is_target=is_answer)
+        return Turn(role, (Piece(message["content"], True, is_answer),), is_answer)
     unknown = sorted(key for key, value in message.items() if value and key not in _KNOWN_FIELDS)
     if unknown:
         raise _bad(

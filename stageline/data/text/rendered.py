@@ -54,12 +54,12 @@ class Rendered:
     @property
     def text(self) -> str:
         """The whole string."""
-        return "".join(piece.text for piece in self.pieces)
+        return "".join([piece.text for piece in self.pieces])
 
     @property
     def num_images(self) -> int:
         """How many image pieces there are."""
-        return sum(piece.is_image for piece in self.pieces)
+        return sum([piece.is_image for piece in self.pieces])
 
     def __iter__(self) -> Iterator[Piece]:
         return iter(self.pieces)
@@ -96,6 +96,8 @@ def place_image_text(rendered: Rendered, text: str) -> Rendered:
 
     A chat template has put its own image text there already; that stays.
     """
+    if not rendered.num_images:
+        return rendered
     return rendered.with_pieces(
         replace(piece, text=text) if piece.is_image and not piece.text else piece
         for piece in rendered

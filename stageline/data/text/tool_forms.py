@@ -35,8 +35,11 @@ Form = tuple[list[Turn], Sequence[Tool], str]
 
 def forms_of(turns: Sequence[Turn], tools: Sequence[Tool], *, knows_tools: bool) -> Iterator[Form]:
     """Turns and tools as they are, then as others want them, with what the user should hear."""
+    has_any = any(turn.tool_calls or turn.role == "tool" for turn in turns)
+    if not (tools or has_any):
+        yield list(turns), tools, ""
+        return
     has_calls = any(turn.tool_calls for turn in turns)
-    has_any = has_calls or any(turn.role == "tool" for turn in turns)
     ways = [list(turns)]
     if knows_tools and has_any and (named := with_ids(turns)) != ways[0]:
         ways.append(named)
