@@ -1,5 +1,6 @@
 """One thread, no network, registers and defaults restored: what every test stands on."""
 
+import functools
 import gc
 import importlib.util
 import multiprocessing
@@ -22,6 +23,10 @@ import commands  # noqa: F401 - which tells errors how options are spelled
 from register import restored_registers
 
 torch.set_num_threads(1)
+# without a card, the host's alone: torch.manual_seed looks through its stack for each backend
+seed_for_a_test = functools.partial(
+    torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed, 0
+)
 
 SERVER_PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "openai")
 if any(importlib.util.find_spec(name) is None for name in SERVER_PACKAGES):
@@ -73,7 +78,7 @@ def pytest_collection_finish():
 def _clean_state():
     """Restores registers, default dtype and seeds after each test."""
     dtype = torch.get_default_dtype()
-    torch.manual_seed(0)
+    seed_for_a_test()
     with restored_registers():
         yield
     torch.set_default_dtype(dtype)
