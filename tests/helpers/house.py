@@ -22,6 +22,9 @@ LATE = (  # what a run imports only when it is on its way
     "docstring_parser",
     "attr",
     "attrs",
+    "datasets",
+    "scipy.stats",
+    "sklearn.datasets",
     "stageline.data.rows.converters",
     "stageline.data.rows.json_lines",
     "stageline.stages.causal_lm",
@@ -65,7 +68,7 @@ def _imported_house() -> dict[str, ModuleType]:
 def enter_house() -> None:
     """Lets an entry file, in a process that was just forked, find the untouched modules."""
     younger = itertools.takewhile(lambda name: name not in _LAST, reversed(sys.modules))
-    _LEFT.append(_take_out([*_OURS, *younger]))
+    _LEFT.append(_take_out({*_OURS, *younger}))
     sys.path.insert(0, str(ROOT))
     sys.modules.update(_imported_house())
     for part_register, parts in _contents():  # a launcher's worker comes here again
