@@ -176,7 +176,9 @@ def _supplied(
 def _functions(target: Any, method: str | None) -> Iterator[Callable]:
     """The functions whose arguments a call can reach: of a class, also its bases' `__init__`."""
     if inspect.isclass(target):
-        yield from (vars(base)["__init__"] for base in target.__mro__ if "__init__" in vars(base))
+        # without `object`: the signature of a built-in is parsed from its text, each time
+        bases = target.__mro__[:-1]
+        yield from (vars(base)["__init__"] for base in bases if "__init__" in vars(base))
     else:
         yield getattr(target, method) if method else target
 

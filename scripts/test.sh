@@ -10,42 +10,70 @@ STAGELINE_PURPOSES=dev source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 unset PYTHONDONTWRITEBYTECODE # some tests start Python, again and again
 # many ranks of small models: on the CPU, wherever they run; tests/gpu as an argument runs on GPUs
 case "$*" in *tests/gpu*) ;; *) export CUDA_VISIBLE_DEVICES="" ;; esac
-run_tests() { # long files first: tests of faults, which mostly wait, and of ranks
-    "$PYTHON" -m pytest --rootdir "$ROOT" -c "$ROOT/pyproject.toml" \
-        --numprocesses "${STAGELINE_TEST_WORKERS:-3}" \
+run_tests() {
+    "$PYTHON" -m pytest --rootdir "$ROOT" -c "$ROOT/pyproject.toml" "$@"
+}
+shared_out() { # long files first: tests of faults, which mostly wait, and of ranks
+    run_tests --numprocesses "${STAGELINE_TEST_WORKERS:-3}" \
         --dist loadfile --no-loadscope-reorder "$@"
 }
 # on a real card where torch finds one, else on emulated ones (docs/gpu.md); workers read no -p early
-run_gpu_tests() {
-    PYTHONPATH="$ROOT" PYTEST_PLUGINS=tests.helpers.emulated_gpu.plugin run_tests "$@"
-}
+with_cards() { PYTHONPATH="$ROOT" PYTEST_PLUGINS=tests.helpers.emulated_gpu.plugin "$@"; }
+
 if [ $# -gt 0 ]; then
-    case "$*" in *tests/gpu*) run_gpu_tests "$@" ;; *) run_tests "$@" ;; esac
+    case "$*" in *tests/gpu*) with_cards shared_out "$@" ;; *) shared_out "$@" ;; esac
     exit
 fi
-(cd "$ROOT" && "$PYTHON" -m mypy)
-run_tests "$ROOT/tests" --ignore "$ROOT/tests/gpu"
-run_gpu_tests "$ROOT/tests/gpu"
+
+check_types() { (cd "$ROOT" && "$PYTHON" -m mypy); }
+run_on_cards() { with_cards run_tests "$ROOT/tests/gpu"; }
 # the same code on a kind that torch itself does not have: as torch_npu is one
-EMULATED_KIND=npu run_gpu_tests "$ROOT"/tests/gpu/test_a_{runs,answers}.py
+run_on_npus() { EMULATED_KIND=npu with_cards run_tests "$ROOT"/tests/gpu/test_a_{runs,answers}.py; }
 # torch takes the kernels for the best instructions of the CPU. Others add up in another order, and
 # show what is close by luck. So the comparisons that are not to the bit, of shares, experts
 # and rewards, run again with lesser kernels (93 s of CPU time); none are lesser than DEFAULT.
-case "$("$PYTHON" -c 'import torch; print(torch.backends.cpu.get_cpu_capability())')" in
-AVX512) LESSER=avx2 ;;
-DEFAULT) LESSER="" ;;
-*) LESSER=default ;; # AVX2, and what other kinds of CPUs have
-esac
-if [ -n "$LESSER" ]; then
-    echo "[tests] again with ATEN_CPU_CAPABILITY=$LESSER" >&2
-    ATEN_CPU_CAPABILITY="$LESSER" run_tests \
+run_with_lesser_kernels() {
+    local lesser
+    case "$("$PYTHON" -c 'import torch; print(torch.backends.cpu.get_cpu_capability())')" in
+    AVX512) lesser=avx2 ;;
+    DEFAULT) return ;;
+    *) lesser=default ;; # AVX2, and what other kinds of CPUs have
+    esac
+    echo "[tests] again with ATEN_CPU_CAPABILITY=$lesser"
+    ATEN_CPU_CAPABILITY="$lesser" run_tests \
         "$ROOT"/tests/distributed/test_{new_rows_ranks,moe,reward_parity}.py \
         "$ROOT/tests/distributed/test_data_parallel.py::test_replicas_equal_one_process"
-fi
+}
 # torchao lies beside the environment: where it is in it, transformers imports it at every start
-TORCHAO="$ROOT/.cache/torchao-0.18.0"
-if [ ! -d "$TORCHAO" ]; then
-    "$PYTHON" -m pip install -qq --disable-pip-version-check --no-deps --target "$TORCHAO.part" torchao==0.18.0
-    mv "$TORCHAO.part" "$TORCHAO"
-fi
-PYTHONPATH="$TORCHAO" run_tests "$ROOT"/tests/unit/test_{quantised_base,lora_quantised}.py
+run_with_torchao() {
+    local torchao="$ROOT/.cache/torchao-0.18.0"
+    if [ ! -d "$torchao" ]; then
+        "$PYTHON" -m pip install -qq --disable-pip-version-check --no-deps \
+            --target "$torchao.part" torchao==0.18.0 && mv "$torchao.part" "$torchao" || return
+    fi
+    PYTHONPATH="$torchao" run_tests "$ROOT"/tests/unit/test_{quantised_base,lora_quantised}.py
+}
+
+# Beside the tests, one after the other and each in one process: a worker takes seven seconds to
+# import what it needs. What they tell comes last.
+beside() {
+    local check failed=""
+    for check in check_types run_on_cards run_on_npus run_with_lesser_kernels run_with_torchao; do
+        echo "[tests] $check"
+        "$check" || failed="$failed $check"
+    done
+    [ -z "$failed" ] || { echo "[tests] failed:$failed" && return 1; }
+}
+TOLD="$(mktemp)"
+set -m # a group of its own, which is ended with this script
+beside >"$TOLD" 2>&1 &
+BESIDE=$!
+set +m
+trap 'kill -- "-$BESIDE" 2>/dev/null || true; rm -f "$TOLD"' EXIT
+trap 'exit 130' INT
+code=0
+shared_out "$ROOT/tests" --ignore "$ROOT/tests/gpu" || code=$?
+wait "$BESIDE" || beside_code=$?
+cat "$TOLD"
+[ "$code" = 0 ] || echo "[tests] failed: shared_out, whose summary is above all that ran beside it"
+exit "$((code | ${beside_code:-0}))"

@@ -154,8 +154,14 @@ def run_init(model: nn.Module, *, seed: int, device: torch.device) -> None:
     shared = {key for key, modules in holders.items() if len(modules) > 1}
     marked: list[torch.Tensor] = []
     owner = root if isinstance(root, PreTrainedModel) else None
-    with generators_kept([device]):
-        _init_tree(root, "", owner, seed, shared, marked)
+    with generators_kept([device]) as generators:
+
+        def reseed(name: str) -> None:
+            # not by torch.manual_seed, which goes through all backends: 80 times as long
+            for generator in generators:
+                generator.manual_seed(name_seed(seed, name))
+
+        _init_tree(root, "", owner, reseed, shared, marked)
     for tensor in marked:
         delattr(tensor, DONE)
 
@@ -164,17 +170,17 @@ def _init_tree(
     module: nn.Module,
     name: str,
     owner: PreTrainedModel | None,
-    seed: int,
+    reseed: Callable[[str], object],
     shared: set[int],
     marked: list[torch.Tensor],
 ) -> None:
     """Children first, as the library does; a model inside a model decides over what is below it."""
     for leaf, child in module.named_children():
         child_owner = child if isinstance(child, PreTrainedModel) else owner
-        _init_tree(child, f"{name}.{leaf}" if name else leaf, child_owner, seed, shared, marked)
+        _init_tree(child, f"{name}.{leaf}" if name else leaf, child_owner, reseed, shared, marked)
     if isinstance(module, PassThrough):
         return  # it may have the class of a layer, and has nothing of one
-    torch.manual_seed(name_seed(seed, name))
+    reseed(name)
     if owner is not None:
         owner._init_weights(module)
     elif hasattr(module, "reset_parameters"):

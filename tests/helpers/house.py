@@ -6,8 +6,9 @@ process cannot use what that process has imported. To import it all again took a
 
 import functools
 import importlib
-import os
+import itertools
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,9 @@ LATE = (  # what a run imports only when it is on its way
     "docstring_parser",
     "attr",
     "attrs",
+    "datasets",
+    "scipy.stats",
+    "sklearn.datasets",
     "stageline.data.rows.converters",
     "stageline.data.rows.json_lines",
     "stageline.stages.causal_lm",
@@ -31,43 +35,62 @@ LATE = (  # what a run imports only when it is on its way
 _LEFT: list[dict[str, ModuleType]] = []  # to free what a fork does not use would copy its pages
 
 
-@functools.cache
 def untouched_house() -> dict[str, ModuleType]:
-    """Modules by name, with registers of their own; this process goes on with those it had."""
-    before = _take_out()
+    """Modules by name, with registers of their own; this process goes on with those it had.
+
+    Called before a fork: one that looked at some thousand modules itself would copy their pages.
+    """
+    _contents()
+    names = list(sys.modules)  # at once: other threads import
+    _OURS[:], _LAST[:] = _ours(names), names[-1:]
+    return _imported_house()
+
+
+_OURS: list[str] = []  # modules of this repository
+_LAST: list[str] = []  # the youngest module that was looked at
+
+
+@functools.cache
+def _imported_house() -> dict[str, ModuleType]:
+    before = _take_out(list(sys.modules))
     sys.path.insert(0, str(ROOT))
     try:
         for name in ENTRY_PARTS + LATE:
             importlib.import_module(name)
         sys.modules["register"].import_shelf(*sys.modules["commands.train"].SHELF)
-        return _take_out()
+        return _take_out(list(sys.modules))
     finally:
         sys.path.remove(str(ROOT))
-        _take_out()
+        _take_out(list(sys.modules))
         sys.modules.update(before)
 
 
 def enter_house() -> None:
     """Lets an entry file, in a process that was just forked, find the untouched modules."""
-    _LEFT.append(_take_out())
+    younger = itertools.takewhile(lambda name: name not in _LAST, reversed(sys.modules))
+    _LEFT.append(_take_out({*_OURS, *younger}))
     sys.path.insert(0, str(ROOT))
-    sys.modules.update(untouched_house())
+    sys.modules.update(_imported_house())
     for part_register, parts in _contents():  # a launcher's worker comes here again
         part_register.data, part_register.is_frozen = dict(parts), False
 
 
 @functools.cache
 def _contents() -> list[tuple[Any, dict[str, Any]]]:
-    registers = untouched_house()["register"].ALL_REGISTERS.values()
+    registers = _imported_house()["register"].ALL_REGISTERS.values()
     return [(one, dict(one.data)) for one in registers]
 
 
-def _take_out() -> dict[str, ModuleType]:
-    taken, here = {}, f"{ROOT}{os.sep}"
-    for name, module in sys.modules.copy().items():  # at once: other threads import
-        file = getattr(module, "__file__", None) or ""
-        if file.startswith(here):  # a Path of each of thousands would take a tenth of a run
-            first = file.removeprefix(here).split(os.sep, 1)[0]
+def _take_out(names: Iterable[str]) -> dict[str, ModuleType]:
+    return {name: sys.modules.pop(name) for name in _ours(names)}
+
+
+def _ours(names: Iterable[str]) -> list[str]:
+    here, found = f"{ROOT}/", []
+    for name in names:
+        file = getattr(sys.modules.get(name), "__file__", None) or ""
+        if file.startswith(here):
+            first = file[len(here) :].partition("/")[0]
             if first.endswith(".py") or first in ("models", "options", "commands"):
-                taken[name] = sys.modules.pop(name)
-    return taken
+                found.append(name)
+    return found

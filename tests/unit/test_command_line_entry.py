@@ -18,6 +18,7 @@ from options.command_line import command_words
 from stageline.distributed import failure
 from stageline.errors import UserError
 from tests.helpers.small_run import Job
+from tests.helpers.warm_start import WarmLauncher
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -132,18 +133,18 @@ def test_workers_are_started_with_the_words_of_the_command(name, told, monkeypat
     assert seen == [([*told, *WORDS], WORDS)]
 
 
-def test_a_real_run_of_two_processes_and_ctrl_c_that_leaves_none(tmp_path):
+def test_a_run_of_two_processes_and_ctrl_c_that_leaves_none(tmp_path, monkeypatch):
     """A config file and overrides, from a folder of one's own; all ranks save and end."""
     job = Job(tmp_path / "it's a job")
     words = job.command("by_file", "--num-stages", 2, "--warmup-steps", 0)[2:]
     config = dict(zip((word[2:] for word in words[::2]), words[1::2], strict=True))
     (job.folder / "run.yaml").write_text(yaml.safe_dump(config))
     name = 'a "b" c'
-    process = subprocess.Popen(
-        [sys.executable, "-m", "stageline", "train", "run.yaml", "total_steps=100000",
+    monkeypatch.chdir(job.folder)
+    process = WarmLauncher(
+        ["-m", "stageline", "train", "run.yaml", "total_steps=100000",
          "dataset.test_size=4", f"output_dir={name}"],
-        cwd=job.folder, env=ENVIRONMENT, start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     log = job.folder / name / "log.jsonl"
     try:
@@ -151,11 +152,11 @@ def test_a_real_run_of_two_processes_and_ctrl_c_that_leaves_none(tmp_path):
         family = [process.pid, *children_of(process.pid)]
         assert len(family) >= 3, "the command, and a process a stage"
         os.killpg(process.pid, signal.SIGINT)
-        _, told = process.communicate(timeout=60)
+        ended = process.finish(timeout=60)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 130, told
+    assert ended.code == 130, ended.err
     assert not [pid for pid in family if Path(f"/proc/{pid}").exists()]
     saved = yaml.safe_load((job.folder / name / "config.yaml").read_text())
     assert saved["total-steps"] == 100000 and saved["dataset.test_size"] == 4
@@ -178,6 +179,6 @@ def children_of(parent):
 def wait_for(is_so, process, *, seconds):
     deadline = time.monotonic() + seconds
     while not is_so():
-        assert process.poll() is None, process.communicate()[1]
+        assert process.poll() is None, process.finish().err
         assert time.monotonic() < deadline
         time.sleep(0.1)

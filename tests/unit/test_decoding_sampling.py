@@ -73,7 +73,7 @@ def _logits(exact, request, token_ids):
 
 def test_no_stop_comes_before_the_least_number_of_tokens(model, engine_of):
     """As transformers' min_new_tokens: an id that ends the answer early does not come at all."""
-    whole = load_whole(model.folder)
+    whole, engine = load_whole(model.folder), engine_of(2)
     for prompt in model.prompts:
         ids = prompt["input_ids"]
         free = whole.generate(ids, do_sample=False, max_new_tokens=NUM_TOKENS)[0, ids.shape[1] :]
@@ -89,7 +89,7 @@ def test_no_stop_comes_before_the_least_number_of_tokens(model, engine_of):
                 pad_token_id=0,
             )[0, ids.shape[1] :].tolist()
             request = Request("a", prompt, Sampling(min_new_tokens=least, **options))
-            (found,) = _answers(engine_of(2), [request])
+            (found,) = _answers(engine, [request])
             ended = [stop] if found.stopped_by == stop else []
             assert [*found.token_ids, *ended] == expected
             assert found.completion_tokens >= least
