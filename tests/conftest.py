@@ -22,6 +22,10 @@ import commands  # noqa: F401 - which tells errors how options are spelled
 from register import restored_registers
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    # torch.manual_seed writes down the stack for each backend that may start later: a millisecond
+    for backend in (torch.cuda, torch.xpu, torch.mtia):
+        backend.manual_seed_all = lambda seed: None
 
 SERVER_PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "openai")
 if any(importlib.util.find_spec(name) is None for name in SERVER_PACKAGES):

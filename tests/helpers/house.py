@@ -6,12 +6,14 @@ process cannot use what that process has imported. To import it all again took a
 
 import functools
 import importlib
+import itertools
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+_HERE = f"{ROOT}/"
 # what train_pp.py is made of; the second one it imports when it has read its options
 ENTRY_PARTS = ("commands.train", "commands.train_engines")
 LATE = (  # what a run imports only when it is on its way
@@ -26,8 +28,25 @@ LATE = (  # what a run imports only when it is on its way
     "stageline.stages.vision_language",
 )
 
+OF_ENTRY = {"evaluate.py": "stageline.evaluation.report"}  # scipy: half a second in each fork
 
-_LEFT: list[dict[str, ModuleType]] = []  # to free what a fork does not use would copy its pages
+
+_LEFT: list[ModuleType | None] = []  # to free what a fork does not use would copy its pages
+_SEEN: list[str] = []  # all modules, when this process last was about to fork
+_OURS: list[str] = []  # those of this repository among them
+
+
+def prepare_house(entry: str) -> None:
+    """Called before each fork, which would copy the pages of thousands of modules by a look.
+
+    Args:
+        entry: the path of its entry file.
+    """
+    untouched_house()
+    if name := OF_ENTRY.get(Path(entry).name):
+        importlib.import_module(name)
+    if _SEEN != (names := list(sys.modules)):
+        _SEEN[:], _OURS[:] = names, filter(_is_ours, names)
 
 
 @functools.cache
@@ -48,11 +67,17 @@ def untouched_house() -> dict[str, ModuleType]:
 
 def enter_house() -> None:
     """Lets an entry file, in a process that was just forked, find the untouched modules."""
-    _LEFT.append(_take_out())
+    for name in [*_OURS, *filter(_is_ours, newer_modules())]:
+        _LEFT.append(sys.modules.pop(name, None))
     sys.path.insert(0, str(ROOT))
     sys.modules.update(untouched_house())
     for part_register, parts in _contents():  # a launcher's worker comes here again
         part_register.data, part_register.is_frozen = dict(parts), False
+
+
+def newer_modules() -> list[str]:
+    """Names of what a forked process has imported, the last first."""
+    return list(itertools.takewhile(lambda name: name != _SEEN[-1], reversed(sys.modules)))
 
 
 @functools.cache
@@ -62,11 +87,12 @@ def _contents() -> list[tuple[Any, dict[str, Any]]]:
 
 
 def _take_out() -> dict[str, ModuleType]:
-    here, taken = f"{ROOT}/", {}
-    for name, module in sys.modules.copy().items():  # at once: other threads import
-        file = getattr(module, "__file__", None) or ""
-        if file.startswith(here):
-            first = file[len(here) :].partition("/")[0]
-            if first.endswith(".py") or first in ("models", "options", "commands"):
-                taken[name] = sys.modules.pop(name)
-    return taken
+    return {name: sys.modules.pop(name) for name in filter(_is_ours, list(sys.modules))}
+
+
+def _is_ours(name: str) -> bool:
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    if not file.startswith(_HERE):
+        return False
+    first = file[len(_HERE) :].partition("/")[0]
+    return first.endswith(".py") or first in ("models", "options", "commands")
