@@ -1,6 +1,5 @@
 """One thread, no network, registers and defaults restored: what every test stands on."""
 
-import functools
 import gc
 import importlib.util
 import multiprocessing
@@ -24,10 +23,10 @@ from register import restored_registers
 
 torch.set_num_threads(1)
 gc.disable()  # until all tests are found: nearly half of that time went into looking for garbage
-# without a card, the host's alone: torch.manual_seed looks through its stack for each backend
-seed_for_a_test = functools.partial(
-    torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed, 0
-)
+if not torch.cuda.is_available():
+    # torch.manual_seed writes down the stack for each backend that may start later: a millisecond
+    for backend in (torch.cuda, torch.xpu, torch.mtia):
+        backend.manual_seed_all = lambda seed: None
 
 SERVER_PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "openai")
 if any(importlib.util.find_spec(name) is None for name in SERVER_PACKAGES):
@@ -80,7 +79,7 @@ def pytest_collection_finish():
 def _clean_state():
     """Restores registers, default dtype and seeds after each test."""
     dtype = torch.get_default_dtype()
-    seed_for_a_test()
+    torch.manual_seed(0)
     with restored_registers():
         yield
     torch.set_default_dtype(dtype)

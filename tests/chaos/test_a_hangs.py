@@ -158,19 +158,20 @@ def test_g28_a_helper_that_is_killed_is_named(job):
 
 
 def test_a19_workers_end_with_a_launcher_that_was_killed(job):
-    process = job.start(  # new Pythons: what makes a worker end may be left from a fork
-        "a19", "--num-stages", 2, "--sync-save", chaos="at=forward,rank=1,step=3,do=sigstop"
+    # with new Pythons: tests/distributed/test_failure.py
+    run = launch(
+        job, "a19", "--num-stages", 2, "--sync-save", chaos="at=forward,rank=1,step=3,do=sigstop"
     )
     log = job.folder / "a19" / "log.jsonl"
     while not log.exists() or len(log.read_text().splitlines()) < 3:
-        assert process.poll() is None
+        assert run.poll() is None
         time.sleep(0.1)
-    workers = workers_of(process.pid)
+    workers = workers_of(run.pid)
     assert len(workers) == 2
-    os.kill(process.pid, signal.SIGKILL)
+    os.kill(run.pid, signal.SIGKILL)
     killed = time.monotonic()
     while workers & live_processes().keys():
         assert time.monotonic() - killed < SECONDS
         time.sleep(0.1)
-    process.communicate()
+    assert run.wait() == -signal.SIGKILL
     assert_kept(job, "a19", 2)

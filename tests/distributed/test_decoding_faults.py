@@ -4,9 +4,6 @@ a rank that is lost ends all ranks within seconds, and the cause is the first li
 tests/unit/test_decoding_faults.py has the same over stages in one process, and much more.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,8 +16,8 @@ from stageline.inference.decoding.request import Failed, Request, Sampling
 from tests.helpers.decoded_models import decoded_text_model
 from tests.helpers.decoding_engines import on_ranks
 from tests.helpers.ranks import run_ranks
+from tests.helpers.warm_start import WarmLauncher
 
-ROOT = Path(__file__).resolve().parents[2]
 ENTRY = Path(__file__).with_name("decoding_entry.py")
 SECONDS = 60  # a rank that waits for a lost one would wait for days
 NUM_TOKENS = 8
@@ -79,14 +76,9 @@ def test_a_pass_that_fails_on_the_second_rank_ends_its_rows_alone(model):
 
 @pytest.mark.timeout(3 * SECONDS)
 def test_a_lost_rank_ends_all_and_is_named_first(model):
-    done = subprocess.run(
-        [sys.executable, str(ENTRY), str(model.folder)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 9
+    run = WarmLauncher([str(ENTRY), str(model.folder)], {"OMP_NUM_THREADS": "1"})
+    done = run.finish(SECONDS)
+    assert done.code == 9
     line = "error[crash] rank=1 stage=1: killed by signal 9 (SIGKILL"
-    assert done.stderr.startswith(line), done.stderr
-    assert "onnection" not in done.stderr and done.stderr.count("Traceback") <= 1
+    assert done.err.startswith(line), done.err
+    assert "onnection" not in done.err and done.err.count("Traceback") <= 1

@@ -61,11 +61,16 @@ def _last_line(stderr: str) -> str:
     return stderr.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_a_run_without_failure_ends_with_0_and_no_words(tmp_path, num_ranks):
-    done = _run("ok", tmp_path, num_ranks=num_ranks)
+def test_a_run_without_failure_ends_with_0_and_no_words(tmp_path):
+    done = _run("ok", tmp_path, num_ranks=3)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert len(list(tmp_path.glob("done_*"))) == num_ranks
+    assert len(list(tmp_path.glob("done_*"))) == 3
+
+
+def test_a_single_process_says_no_word_either(tmp_path):
+    done = _run_warm("ok", tmp_path, num_ranks=1)
+    assert (done.code, done.out, done.err) == (0, "", "")
+    assert [path.name for path in tmp_path.glob("done_*")] == ["done_0"]
 
 
 @pytest.mark.parametrize("mode", ["raise_on_1", "close_then_raise_on_1"])

@@ -6,14 +6,15 @@ The group's timeout is 600 s: a machine that waits for the other would be notice
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from stageline import chaos
 from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
-from tests.helpers import warm_start
 from tests.helpers.forked_entry import run_entry
+from tests.helpers.warm_start import WarmLauncher
 
 # a file beside this one; tests are no package
 sys.path.insert(0, str(Path(__file__).parent))
@@ -89,21 +90,28 @@ def start_recipe(hosts, job, folder, *options):
     return processes, [folder / f"{number}.log" for number in range(2)]
 
 
+def start_warm(hosts, folder, *words, num_ranks=1, **environment):
+    """An entry file on both hosts, below torchruns that are forks of this process."""
+    logs = [folder / f"{number}.log" for number in range(2)]
+    for number, log in enumerate(logs):
+        launcher = torchrun(number, num_ranks=num_ranks)
+        fork_on(hosts, number, [*launcher, *map(str, words)], environment, output=log)
+    return hosts.started[-2:], logs
+
+
+def fork_on(hosts, number, words, environment, **options):
+    """A torchrun that is a fork of this process, on a host."""
+    told = {"GLOO_SOCKET_IFNAME": "eth0", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+    enter_host = partial(enter, hosts.names[number], name="ab"[number])
+    run = WarmLauncher(words, {**told, **environment}, enter=enter_host, **options)
+    hosts.started.append(run)
+    return run
+
+
 def start_entry(hosts, mode, folder, *, num_ranks=1, **environment):
     """failing_entry.py on both hosts."""
-    told = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-    told |= {"TORCH_CPP_LOG_LEVEL": "ERROR", **environment}
-    processes = [
-        hosts.start(
-            number,
-            [*torchrun(number, num_ranks=num_ranks), str(ENTRY), mode, str(folder)]
-            + [str(2 * num_ranks)],
-            folder / f"{number}.log",
-            **told,
-        )
-        for number in range(2)
-    ]
-    return processes, [folder / f"{number}.log" for number in range(2)]
+    words = (ENTRY, mode, folder, 2 * num_ranks)
+    return start_warm(hosts, folder, *words, num_ranks=num_ranks, **environment)
 
 
 def wait_for(is_true, processes):
@@ -149,9 +157,9 @@ def test_a_run_on_two_hosts_has_the_losses_of_one(hosts, job, tmp_path):
     assert said(logs[1]) == []  # only machine 0 writes
 
 
-@pytest.mark.skipif(not (ROOT / ".venv").is_dir(), reason="the scripts' environment is not there")
 def test_a_host_that_is_killed_in_the_middle_ends_the_other(hosts, job, tmp_path):
-    processes, logs = start_recipe(hosts, job, tmp_path, "--total-steps", "100000")
+    options = ("--output-dir", tmp_path / "run", "--total-steps", 100000)
+    processes, logs = start_warm(hosts, tmp_path, ROOT / "train_pp.py", *job, *options)
     log = tmp_path / "run" / "log.jsonl"
     wait_for(lambda: log.exists() and len(log.read_text().splitlines()) > 2, processes)
     hosts.kill(1)
@@ -183,14 +191,8 @@ def test_both_hosts_name_the_rank_that_failed_first(hosts, tmp_path):
     assert "onnection" not in logs[0].read_text()
 
 
-def start_elastic(hosts, monkeypatch, number, job, folder):
+def start_elastic(hosts, number, job, folder):
     """A torchrun as scripts/_nodes.sh makes it for NNODES=1:2: three ranks on host a, one on b."""
-    prepare = warm_start._prepare
-
-    def prepare_there(environment):
-        enter(hosts.names[number], name="ab"[number])
-        prepare(environment)
-
     words = [
         *("-m", "torch.distributed.run", "--nnodes", "1:2"),
         *("--nproc-per-node", "31"[number], "--rdzv-backend", "c10d"),
@@ -200,18 +202,15 @@ def start_elastic(hosts, monkeypatch, number, job, folder):
         *(str(ROOT / "train_pp.py"), *job, "--output-dir", str(folder / "run"), "--sync-save"),
         *("--elastic", "--num-stages", "4", "--total-steps", "24", "--save-steps", "4"),
     ]
-    told = {"GLOO_SOCKET_IFNAME": "eth0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    told |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     # the first start stands still at a step, so that its host is lost before it is done
-    told |= {chaos.VARIABLE: "at=step,rank=0,step=8,restart=0,do=sleep,value=30"}
-    with monkeypatch.context() as patch:
-        patch.setattr(warm_start, "_prepare", prepare_there)
-        return warm_start.WarmLauncher(words, told)
+    fault = "at=step,rank=0,step=8,restart=0,do=sleep,value=30"
+    told = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", chaos.VARIABLE: fault}
+    return fork_on(hosts, number, words, told)
 
 
-def test_an_elastic_run_goes_on_without_a_host(hosts, job, tmp_path, monkeypatch):
+def test_an_elastic_run_goes_on_without_a_host(hosts, job, tmp_path):
     options = [*job[: job.index("--num-stages")], *job[job.index("--num-stages") + 2 :]]
-    runs = [start_elastic(hosts, monkeypatch, number, options, tmp_path) for number in range(2)]
+    runs = [start_elastic(hosts, number, options, tmp_path) for number in range(2)]
     log = tmp_path / "run" / "log.jsonl"
 
     def has_done(step):

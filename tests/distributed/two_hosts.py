@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,9 +135,9 @@ def two_hosts() -> Iterator[TwoHosts]:
 
 
 def torchrun(number: int, *, num_ranks: int = 1) -> list[str]:
-    """The command before an entry file on one of the hosts."""
+    """What stands between `python` and an entry file on one of the hosts."""
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"),
+        *("-m", "torch.distributed.run", "--nnodes", "2"),
         *("--node-rank", str(number), "--nproc-per-node", str(num_ranks)),
         *("--rdzv-backend", "static", "--master-addr", MASTER_ADDR, "--master-port", "29500"),
     ]

@@ -8,12 +8,12 @@ import functools
 import importlib
 import itertools
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+_HERE = f"{ROOT}/"
 # what train_pp.py is made of; the second one it imports when it has read its options
 ENTRY_PARTS = ("commands.train", "commands.train_engines")
 LATE = (  # what a run imports only when it is on its way
@@ -21,76 +21,81 @@ LATE = (  # what a run imports only when it is on its way
     "torch.profiler._cupti_monitor",
     "docstring_parser",
     "attr",
-    "attrs",
     "datasets",
     "scipy.stats",
     "sklearn.datasets",
+    "attrs",
     "stageline.data.rows.converters",
     "stageline.data.rows.json_lines",
     "stageline.stages.causal_lm",
     "stageline.stages.vision_language",
 )
 
+OF_ENTRY = {"evaluate.py": "stageline.evaluation.report"}  # scipy: half a second in each fork
 
-_LEFT: list[dict[str, ModuleType]] = []  # to free what a fork does not use would copy its pages
+
+_LEFT: list[ModuleType | None] = []  # to free what a fork does not use would copy its pages
+_SEEN: list[str] = []  # all modules, when this process last was about to fork
+_OURS: list[str] = []  # those of this repository among them
 
 
-def untouched_house() -> dict[str, ModuleType]:
-    """Modules by name, with registers of their own; this process goes on with those it had.
+def prepare_house(entry: str) -> None:
+    """Called before each fork, which would copy the pages of thousands of modules by a look.
 
-    Called before a fork: one that looked at some thousand modules itself would copy their pages.
+    Args:
+        entry: the path of its entry file.
     """
-    _contents()
-    names = list(sys.modules)  # at once: other threads import
-    _OURS[:], _LAST[:] = _ours(names), names[-1:]
-    return _imported_house()
-
-
-_OURS: list[str] = []  # modules of this repository
-_LAST: list[str] = []  # the youngest module that was looked at
+    untouched_house()
+    if name := OF_ENTRY.get(Path(entry).name):
+        importlib.import_module(name)
+    if _SEEN != (names := list(sys.modules)):
+        _SEEN[:], _OURS[:] = names, filter(_is_ours, names)
 
 
 @functools.cache
-def _imported_house() -> dict[str, ModuleType]:
-    before = _take_out(list(sys.modules))
+def untouched_house() -> dict[str, ModuleType]:
+    """Modules by name, with registers of their own; this process goes on with those it had."""
+    before = _take_out()
     sys.path.insert(0, str(ROOT))
     try:
         for name in ENTRY_PARTS + LATE:
             importlib.import_module(name)
         sys.modules["register"].import_shelf(*sys.modules["commands.train"].SHELF)
-        return _take_out(list(sys.modules))
+        return _take_out()
     finally:
         sys.path.remove(str(ROOT))
-        _take_out(list(sys.modules))
+        _take_out()
         sys.modules.update(before)
 
 
 def enter_house() -> None:
     """Lets an entry file, in a process that was just forked, find the untouched modules."""
-    younger = itertools.takewhile(lambda name: name not in _LAST, reversed(sys.modules))
-    _LEFT.append(_take_out({*_OURS, *younger}))
+    for name in [*_OURS, *filter(_is_ours, newer_modules())]:
+        _LEFT.append(sys.modules.pop(name, None))
     sys.path.insert(0, str(ROOT))
-    sys.modules.update(_imported_house())
+    sys.modules.update(untouched_house())
     for part_register, parts in _contents():  # a launcher's worker comes here again
         part_register.data, part_register.is_frozen = dict(parts), False
 
 
+def newer_modules() -> list[str]:
+    """Names of what a forked process has imported, the last first."""
+    return list(itertools.takewhile(lambda name: name != _SEEN[-1], reversed(sys.modules)))
+
+
 @functools.cache
 def _contents() -> list[tuple[Any, dict[str, Any]]]:
-    registers = _imported_house()["register"].ALL_REGISTERS.values()
+    registers = untouched_house()["register"].ALL_REGISTERS.values()
     return [(one, dict(one.data)) for one in registers]
 
 
-def _take_out(names: Iterable[str]) -> dict[str, ModuleType]:
-    return {name: sys.modules.pop(name) for name in _ours(names)}
+def _take_out() -> dict[str, ModuleType]:
+    return {name: sys.modules.pop(name) for name in filter(_is_ours, list(sys.modules))}
 
 
-def _ours(names: Iterable[str]) -> list[str]:
-    here, found = f"{ROOT}/", []
-    for name in names:
-        file = getattr(sys.modules.get(name), "__file__", None) or ""
-        if file.startswith(here):
-            first = file[len(here) :].partition("/")[0]
-            if first.endswith(".py") or first in ("models", "options", "commands"):
-                found.append(name)
-    return found
+def _is_ours(name: str) -> bool:
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    if not file.startswith(_HERE):
+        return False
+    first = file[len(_HERE) :].partition("/")[0]
+    return first.endswith(".py") or first in ("models", "options", "commands")

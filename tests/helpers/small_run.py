@@ -28,8 +28,9 @@ from stageline import progress
 from stageline.chaos import VARIABLE, arm
 from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.checkpoint.layout import verify
+from stageline.plotting import pictures
 from stageline.training import run_log
-from tests.helpers.house import ROOT, enter_house, untouched_house
+from tests.helpers.house import ROOT, enter_house, prepare_house
 from tests.helpers.plans import learn_plans, leave_plans
 
 OPTIONS = (
@@ -212,7 +213,7 @@ class ForkedRun:
         folder = Path(self._files.name)
         with socket.create_server(("", 0)) as server:
             port = server.getsockname()[1]
-        untouched_house()  # before the fork, so that ranks share it
+        prepare_house(words[0])
         learn_plans()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -267,7 +268,6 @@ def _fork_rank(words: list[str], rank: int, ranks: int, port: int, chaos: str, f
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
         os.environ[VARIABLE] = chaos
         tempfile.tempdir = str(folder)  # ranks of the next run must not read what these leave
-        run_log.plot_loss = lambda *_, **__: None  # a third of a short run; nobody looks at it
         arm()
 
     run_and_exit(words, [folder / f"{rank}.{kind}" for kind in ("out", "err")], prepare)
@@ -283,13 +283,15 @@ def run_and_exit(words: list[str], files: Sequence[Path], prepare: Callable[[], 
     """
     # looking through all of torch again costs a third of a second, and copies its pages
     gc.freeze()
-    code = 70
     try:
         for number, file in enumerate(files, start=1):
             os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), number)
         sys.stdout = open(1, "w", buffering=1, closefd=False)
         sys.stderr = open(2, "w", buffering=1, closefd=False)
         prepare()
+        # a third of a short run; nobody looks at them
+        run_log.plot_loss = lambda *_, **__: None
+        pictures.save_figure = lambda figure, path, **_: path.touch()
         progress.begin()  # a test may have trained in this process before
         sys.argv = words[1:] if words[0] == "-m" else words
         torch.set_num_threads(1)  # threads of before are not in the fork
@@ -303,6 +305,7 @@ def run_and_exit(words: list[str], files: Sequence[Path], prepare: Callable[[], 
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     except BaseException:
         traceback.print_exc()
+        code = 1
     finally:
         try:
             sys.stdout.flush()

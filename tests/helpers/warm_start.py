@@ -12,13 +12,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
 from stageline.chaos import VARIABLE
 from stageline.distributed.stop import PR_SET_PDEATHSIG
-from tests.helpers.house import untouched_house
+from tests.helpers.house import newer_modules, prepare_house
 from tests.helpers.plans import learn_plans
 from tests.helpers.small_run import Finished, Job, run_and_exit
 
@@ -29,20 +31,29 @@ class WarmLauncher:
     Args:
         words: what would stand behind `python`: a file or `-m` and a module, its options.
         environment: added to this process's.
+        enter: called in the fork before all else.
+        output: a file that takes what it and its workers print, of both kinds.
     """
 
-    def __init__(self, words: list[str], environment: Mapping[str, str] = {}) -> None:
-        untouched_house()
+    def __init__(
+        self,
+        words: list[str],
+        environment: Mapping[str, str] = {},
+        *,
+        enter: Callable[[], None] = lambda: None,
+        output: Path | None = None,
+    ) -> None:
+        prepare_house(words[0])
         learn_plans()
         self.code: int | None = None
         self._files = tempfile.TemporaryDirectory()
-        self._texts = [Path(self._files.name, kind) for kind in ("out", "err")]
+        self._texts = [output or Path(self._files.name, kind) for kind in ("out", "err")]
         self._started_at = time.monotonic()
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            run_and_exit(words, self._texts, lambda: _prepare(environment))
+            run_and_exit(words, self._texts, lambda: _prepare(environment, enter))
 
     def poll(self) -> int | None:
         """Its exit code, a signal negative; None while it runs."""
@@ -105,7 +116,7 @@ def live_processes() -> dict[int, int]:
 class _Worker(subprocess.Popen):
     """What torch's launcher takes for a process that it has started: a fork of this one."""
 
-    def __init__(self, words: list[str], environment: Mapping[str, str], imported: set) -> None:
+    def __init__(self, words: list[str], environment: Mapping[str, str]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         self.args, self.returncode = words, None
@@ -114,25 +125,27 @@ class _Worker(subprocess.Popen):
         self._child_created = True
         self.pid = os.fork()
         if self.pid == 0:
-            _become_worker(words, environment, imported)
+            _become_worker(words, environment)
 
 
-def _prepare(environment: Mapping[str, str]) -> None:
+def _prepare(environment: Mapping[str, str], enter: Callable[[], None]) -> None:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     from stageline import chaos
 
+    enter()
     os.setsid()
     os.environ.update(environment)
+    # torch reads TORCH_CPP_LOG_LEVEL when it is loaded: once more
+    ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))._ZN3c1011initLoggingEv()
     chaos.arm()
-    imported = set(sys.modules)
     # for its own log it looks through all modules, of which there are thousands here: a second
     dynamic_rendezvous.get_method_name = lambda depth=2: ""
-    SubprocessHandler._popen = lambda self, words, env: _Worker(list(words), env, imported)
+    SubprocessHandler._popen = lambda self, words, env: _Worker(list(words), env)
 
 
-def _become_worker(words: list[str], environment: Mapping[str, str], imported: set) -> NoReturn:
+def _become_worker(words: list[str], environment: Mapping[str, str]) -> NoReturn:
     def prepare() -> None:
         from stageline import chaos
 
@@ -147,7 +160,7 @@ def _become_worker(words: list[str], environment: Mapping[str, str], imported: s
             signal.signal(signum, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-        for name in set(sys.modules) - imported:  # parts of a user, which fill registers
+        for name in newer_modules():  # parts of a user, which fill registers
             file = getattr(sys.modules[name], "__file__", None)
             if file in words:
                 del sys.modules[name]
