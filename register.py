@@ -371,9 +371,13 @@ loss_fn_register = Register(
         "needs_reference": False,  # True: micro_batch["loss_reference"] of the start model
         "needs_kl": False,  # True: micro_batch["loss_kl"], too
         "weighs_by_itself": False,  # True: it need not add up over micro-batches
+        "samples_answers": False,  # True: the model answers before each step, rewards say how well
     },
 )
 sim_fn_register = Register("sim_fn", "similarity of two batches of vectors")
+reward_register = Register(
+    "reward", "(prompts, completions, samples) -> a number or None for each answer"
+)
 metric_register = Register("metric", "(predictions, samples) -> figures")
 optimizer_register = Register(
     "optimizer",
@@ -412,6 +416,7 @@ ALL_REGISTERS: dict[str, Register] = {
         collate_fn_register,
         loss_fn_register,
         sim_fn_register,
+        reward_register,
         metric_register,
         optimizer_register,
         lr_scheduler_register,

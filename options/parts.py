@@ -40,6 +40,7 @@ CONTRACTS: dict[str, tuple[int, str]] = {
     ),
     "loss_fn": (2, "num_targets step sim_fn"),
     "sim_fn": (2, ""),
+    "reward": (3, ""),
     "metric": (2, ""),
     "optimizer": (1, ""),
     "lr_scheduler": (0, ""),
