@@ -330,7 +330,7 @@ def grpo(
     num_tokens: torch.Tensor,
     num_answers: torch.Tensor,
     kl_beta: float,
-    temperature: float,
+    sampling_temperature: float,
     max_completion_length: int,
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo"] = "dapo",
     importance_sampling_level: Literal["token", "sequence"] = "token",
@@ -374,7 +374,7 @@ def grpo(
         entropy_coef=entropy_coef,
         importance_correction=importance_correction,
         importance_cap=importance_cap,
-        temperature=temperature,
+        temperature=sampling_temperature,
         max_completion_length=max_completion_length,
     )
     options.check()

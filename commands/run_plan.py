@@ -14,7 +14,7 @@ from typing import Any
 
 from commands import say
 from commands.elastic import num_wanted, settle_ranks
-from commands.train_data import Data, epoch_steps
+from commands.train_data import Data, answers_of, epoch_steps
 from commands.train_parts import make_planner
 from options.fields import option_fields, spelled
 from options.memory import check_memory, check_streaming_engine
@@ -116,7 +116,7 @@ def settle_steps(plan: RunPlan, data: Data) -> RunPlan:
     run, told = plan.run, []
     found: dict[str, Any] = {}
     if run.num_train_epochs is not None or "epoch" in (run.save_steps, run.eval_steps):
-        epoch = epoch_steps(run, data.train)
+        epoch = epoch_steps(run, data.train, answers=answers_of(plan))
         told.append(f"an epoch is {epoch:,} steps")
         if run.num_train_epochs is not None:
             # 0.1 x 30 is a little more than 3

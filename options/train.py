@@ -28,6 +28,7 @@ from options.model import (
     check_counts,
     read_tokens,
 )
+from options.rollouts import RolloutOptions
 
 
 def precision_of(config: Any) -> Literal["fp32", "bf16", "fp16"]:
@@ -448,6 +449,7 @@ class RunConfig(
     MethodOptions,
     PartTrainingOptions,
     ReferenceOptions,
+    RolloutOptions,
     AdapterOptions,
     LoRAOptions,
     FreezeOptions,
