@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stageline import progress
+from stageline import chaos, progress
 from stageline.contracts import broken, call, part_name, shown
 from stageline.errors import UserError
 
@@ -59,6 +59,7 @@ class Rewards:
         calls = [_Call(one, prompts, completions, samples) for one in self.parts]
         found = []
         with progress.doing("rewards"):
+            chaos.point("rewards")
             began = time.monotonic()
             for one in calls:
                 left = self.timeout - (time.monotonic() - began)

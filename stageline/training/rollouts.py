@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stageline import progress
+from stageline import chaos, progress
 from stageline.data.batches.collate_part import CollatePart, EncodedSample
 from stageline.data.batches.prompts import answered, decoder_inputs, prompt_of
 from stageline.data.batches.step_maker import StepMaker
@@ -128,6 +128,7 @@ class StageAnswers:
     ) -> list[list[SampledAnswer]]:
         """The answers, on the first rank; nothing on the others."""
         with progress.doing("decoding"), answering(self.models):
+            chaos.point("decoding")
             if not self.is_first:
                 assert self.wire is not None
                 num_stages = len(self.route)

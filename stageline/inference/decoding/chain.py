@@ -219,8 +219,8 @@ def follow(
     has_stopped = False
     while not has_stopped:
         order, tensors = carrier.receive()
-        has_stopped = order.kind == "stop" and len(order.seconds) == last
         carrier.carry(order, tensors)
+        has_stopped = order.kind == "stop" and len(order.seconds) > last
     wire.flush()
 
 
