@@ -4,6 +4,9 @@ Knows the options; the engine's part is stageline/training/rollouts.py.
 """
 
 import functools
+import json
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from stageline.pipeline.runner import PipelineRunner
 from stageline.training.replicas import Replicas
 from stageline.training.resume import ResumePoint
 from stageline.training.rewards import Reward, Rewards
-from stageline.training.rollouts import RolloutOptions, Rollouts, SampleFile, StageAnswers
+from stageline.training.rollouts import RolloutOptions, Rollouts, StageAnswers
 
 
 def make_prompts(
@@ -150,3 +153,33 @@ def _make_answers(
         stop_ids=stop_ids_of(folder, config, tokenizer),
         positions=getattr(text, "max_position_embeddings", None),
     )
+
+
+class SampleFile:
+    """Answers with their rewards in the run folder, a line a prompt.
+
+    Args:
+        start_step: steps done; what an earlier start wrote beyond them is taken away.
+        every: steps between two that are written.
+    """
+
+    def __init__(self, path: Path, *, start_step: int, every: int) -> None:
+        self.path, self.every = path, every
+        if path.exists():
+            kept = [line for line in path.open(encoding="utf-8") if _step_of(line) <= start_step]
+            draft = path.with_name(path.name + ".tmp")
+            draft.write_text("".join(kept) if start_step else "", encoding="utf-8")
+            os.replace(draft, path)
+
+    def __call__(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Writes the answers of a step."""
+        if (step - 1) % self.every == 0:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(one, ensure_ascii=False) + "\n" for one in records)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):  # cut off by a crash
+        return float("inf")

@@ -29,6 +29,7 @@ from stageline import chaos, progress
 from stageline.checkpoint.layout import Ranks
 from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.writer import CheckpointWriter
+from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.rows.readers import data_fingerprint
 from stageline.distributed.process_group import DistributedContext
 from stageline.distributed.stop import stop_requested
@@ -305,25 +306,7 @@ class TrainingRun:
             ),
             make_weights=getattr(runner, "make_weights", MasterWeights),
         )
-        loader = functools.partial(
-            make_loader, arguments, data, context, runner.schedule, facts=facts_of(runner)
-        )
-        self.batches = loader(
-            data.train,
-            is_evaluation=False,
-            start_step=self.start_step,
-            position=point.state.facts.get("position") if point else None,
-        )
-        self.held_out = None if data.test is None else loader(data.test, is_evaluation=True)
-        self.rollouts: Rollouts | None = None
-        if arguments.parts["loss_fn"].facts["samples_answers"]:
-            self.batches = self.rollouts = make_rollouts(
-                arguments, data, context, runner, replicas, point=point
-            )
-            if data.test is not None:
-                self.held_out = make_prompts(
-                    arguments, data, context, data.test, is_evaluation=True
-                )
+        self.make_batches(arguments, context, point)
         self.checkpoints = Path(run.output_dir).absolute() / "checkpoints"
         self.writer = make_writer(arguments, data, context, self.train_step)
         if point is not None:
@@ -334,6 +317,30 @@ class TrainingRun:
         )
         self.train_step.prepare, self.reference = references["train"], references["test"]
         self.judge_evaluations(context)
+
+    def make_batches(
+        self, arguments: TrainArguments, context: DistributedContext, point: ResumePoint | None
+    ) -> None:
+        """Prepares what gives the micro-batches of each step, and the held-out ones."""
+        data, runner = self.data, self.runner
+        loader = functools.partial(
+            make_loader, arguments, data, context, runner.schedule, facts=facts_of(runner)
+        )
+        self.rollouts: Rollouts | None = None
+        self.batches: MicroBatchLoader | Rollouts
+        if arguments.parts["loss_fn"].facts["samples_answers"]:
+            self.batches = self.rollouts = make_rollouts(
+                arguments, data, context, runner, self.replicas, point=point
+            )
+            loader = functools.partial(make_prompts, arguments, data, context)
+        else:
+            self.batches = loader(
+                data.train,
+                is_evaluation=False,
+                start_step=self.start_step,
+                position=point.state.facts.get("position") if point else None,
+            )
+        self.held_out = None if data.test is None else loader(data.test, is_evaluation=True)
 
     def judge_evaluations(self, context: DistributedContext) -> None:
         """Prepares what held-out figures decide: the best weights, and whether it goes on."""

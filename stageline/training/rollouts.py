@@ -8,12 +8,9 @@ Every rank of a pipeline calls the same methods. Shapes: P prompts of this repli
 each, R rewards; B rows of a micro-batch, T tokens.
 """
 
-import json
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,12 +51,18 @@ from stageline.modules.policy_loss import (
 )
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
 from stageline.seeds import derive_seed, host_state_kept
-from stageline.training.advantages import Advantage, advantages, deviations, has_spread, weighted
 from stageline.training.evaluation import EvalResult
 from stageline.training.loss_part import Output, logits_of
 from stageline.training.reference import choose_mode, holds_last_stage
 from stageline.training.replicas import Replicas
-from stageline.training.rewards import Rewards
+from stageline.training.rewards import (
+    Advantage,
+    Rewards,
+    advantages,
+    deviations,
+    has_spread,
+    weighted,
+)
 from stageline.training.step import StepProgress, StepResult
 
 PromptRow = tuple[int | None, int, EncodedSample]  # row of the dataset, place in the step, prompt
@@ -97,7 +100,7 @@ class StageAnswers:
                 raise UserError(
                     f"stage {model.stage} keeps no keys and values (can_decode is False). A model "
                     "that does was expected, because it answers before each step: train a model "
-                    "that the `train_model` parts causal_lm or vision_language serve."
+                    "that `train_model` causal_lm or vision_language serves."
                 )
         device = runner.device
         self.decoders = {
@@ -570,33 +573,3 @@ def _with_columns(batch: MicroBatch, made: Sequence[_Answered]) -> MicroBatch:
         IS_COUNTED: torch.tensor([one.is_counted for one in rows]),
         SAMPLED: sampled_BT,
     }
-
-
-class SampleFile:
-    """Answers with their rewards in the run folder, a line a prompt.
-
-    Args:
-        start_step: steps done; what an earlier start wrote beyond them is taken away.
-        every: steps between two that are written.
-    """
-
-    def __init__(self, path: Path, *, start_step: int, every: int) -> None:
-        self.path, self.every = path, every
-        if path.exists():
-            kept = [line for line in path.open(encoding="utf-8") if _step_of(line) <= start_step]
-            draft = path.with_name(path.name + ".tmp")
-            draft.write_text("".join(kept) if start_step else "", encoding="utf-8")
-            os.replace(draft, path)
-
-    def __call__(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Writes the answers of a step."""
-        if (step - 1) % self.every == 0:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(one, ensure_ascii=False) + "\n" for one in records)
-
-
-def _step_of(line: str) -> float:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):  # cut off by a crash
-        return float("inf")

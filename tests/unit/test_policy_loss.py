@@ -1,6 +1,7 @@
 """The loss over sampled answers against trl's own, and against an expectation written out."""
 
 import itertools
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from torch.nn.functional import pad
 
 from stageline.errors import UserError
 from stageline.modules.policy_loss import PolicyOptions, policy_loss, token_log_probs
-from stageline.training.advantages import advantages, has_spread, weighted
+from stageline.training.rewards import advantages, has_spread, weighted
 
 PROMPT, ANSWER, VOCABULARY = 3, 6, 11
 LENGTHS = (6, 1, 4, 2, 6, 3)
@@ -60,19 +61,18 @@ def trl_loss(batch, logits, mask, *, has_old=True, correction=None, **options):
         "aux_loss_enabled": False,
         "current_gradient_accumulation_steps": 1,
         "use_adaptive_entropy": False,
-        "entropy_coef": 0.0,
         **{name: value for name, value in options.items() if name != "delta"},
     }
-    trainer.__dict__.update(values, _entropy_bonus_enabled=values["entropy_coef"] != 0)
-    trainer._metrics = {"train": __import__("collections").defaultdict(list)}
+    trainer.__dict__.update(values, _entropy_bonus_enabled="entropy_coef" in options)
+    trainer._metrics = {"train": defaultdict(list)}
     trainer.model = SimpleNamespace(training=True)
     settings = {"delta": options.get("delta"), "use_bias_correction_kl": False}
     trainer.args = SimpleNamespace(steps_per_generation=1, **settings)
     trainer.accelerator = SimpleNamespace(
         num_processes=1,
-        sync_gradients=True,
         reduce=lambda value, reduction: value,
         gather=lambda value: value,
+        sync_gradients=True,
     )
 
     def forward(*given, **more):

@@ -121,11 +121,10 @@ class MicroBatchLoader:
             "group_size": group_size,
             "facts": facts if _CAN_FORK or not num_workers else None,
         }
-        if packing is None:
-            self.step_maker = maker(dataset, **options)
-        else:
+        if packing is not None:
             options |= {"capacity": packing, "legal_counts": legal_counts, "agree": agree}
-            self.step_maker = PackedStepMaker(dataset, **options)
+            maker = PackedStepMaker
+        self.step_maker = maker(dataset, **options)
         self.num_workers = num_workers
         self.pins = pins and torch.cuda.is_available()
         self.start_step, self.eval = start_step, eval
