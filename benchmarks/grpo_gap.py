@@ -1,9 +1,8 @@
 """How far log-probabilities of cached decoding lie from those of a training pass, by dtype.
 
-Of each family;
-
-Tiny random models answer prompts in groups (two stages, sampling at temperature 1), and the same stages score
-the answers in a training forward. Usage: python benchmarks/grpo_gap.py [families ...]
+Tiny random models answer prompts in groups (two stages, sampling at temperature 1), and the same
+stages score the answers in a forward of whole rows. Answers with a token that stands for an image
+are left out. Usage: python benchmarks/grpo_gap.py [families ...]
 """
 
 import functools
@@ -19,6 +18,7 @@ import pp_models  # noqa: F401, E402 (puts the parts on the shelf)
 from prompt_fn import auto, chat  # noqa: E402
 from register import train_model_register  # noqa: E402
 from stageline.checkpoint.load import quiet  # noqa: E402
+from stageline.data.images.images import ImageExpander  # noqa: E402
 from stageline.data.text.processor import get_tokenizer  # noqa: E402
 from stageline.inference.decoding.answer_groups import AnswerGroups, PromptToAnswer  # noqa: E402
 from stageline.inference.decoding.chain import LocalChain  # noqa: E402
@@ -41,9 +41,7 @@ def main(families: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder, quiet():
             if family in SEEING:
                 encode = functools.partial(pictured_prompts, prompt_fn=chat, image_token=auto)
-                model = decoded_models.decoded_vision_model(
-                    family, Path(folder), encode=encode
-                )
+                model = decoded_models.decoded_vision_model(family, Path(folder), encode=encode)
             else:
                 model = decoded_models.decoded_text_model(family, Path(folder), num_prompts=4)
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -70,9 +68,13 @@ def line(model: decoded_models.DecodedModel, family: str, dtype: torch.dtype) ->
     with answering(stages):
         found = groups.draw(prompts, sampling, lot_size=len(prompts))
     gaps, ratios = [], []
-    for prompt, group in zip(prompts, found, strict=True):
+    expander = ImageExpander.of(model.processor)
+    ids = frozenset() if expander is None else expander.own_ids()
+    for prompt, answers in zip(prompts, found, strict=True):
+        group = [answer for answer in answers if ids.isdisjoint(answer.token_ids)]
+        if not group:
+            continue
         own = torch.tensor([answer.token_ids for answer in group])
-        own = own.clamp(max=stages[0].config.get_text_config().vocab_size - 1)
         drawn = torch.tensor([answer.log_probs for answer in group])
         if "pixel_values" in prompt.inputs:  # rows with an image: one at a time
             scored = torch.cat([score(stages, prompt.inputs, row[None]) for row in own])
@@ -100,7 +102,8 @@ def score(stages: list, inputs: decoded_models.Prompt, own: torch.Tensor) -> tor
     batch = {n: v for n, v in inputs.items() if n not in ("input_ids", "attention_mask")}
     for name, value in batch.items():
         if value.shape == inputs["input_ids"].shape:
-            batch[name] = torch.cat([value, torch.zeros_like(own)], dim=1)
+            rows = value.expand(len(own), -1)
+            batch[name] = torch.cat([rows, torch.zeros_like(own)], dim=1)
     given = {**batch, "attention_mask": torch.ones_like(ids)}
     out: tuple = (ids,)
     for stage in stages:

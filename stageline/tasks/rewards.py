@@ -190,4 +190,4 @@ def judged(
     with urllib.request.urlopen(request, timeout=seconds) as reply:
         text = json.load(reply)["choices"][0]["message"]["content"]
     value = number_in(str(text))
-    return None if value is None else float(min(max(value, 0), 10)) / 10
+    return None if value is None else min(max(float(value), 0.0), 10.0) / 10

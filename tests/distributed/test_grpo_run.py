@@ -5,7 +5,12 @@ import json
 import pytest
 import torch
 
+from stageline.checking.tiny_models import tiny_processor
+from stageline.data.images.images import ImageExpander
+from stageline.modules.policy_loss import SAMPLED
+from stageline.training.rollouts import Rollouts
 from tests.helpers.small_run import Job, saved_tensors
+from tests.helpers.small_vision_run import VisionJob
 
 PARTS = '''
 """A reward with a spread over answers of a random model, and a loss that looks at its ratios."""
@@ -189,3 +194,38 @@ def test_full_weights_and_held_out_prompts(job):
 def test_what_cannot_be_done_is_told(job, options, wanted):
     done = run(job, "refused", *options, ranks=1)
     assert done.code in (2, 3) and wanted in done.err, done.err
+
+
+@pytest.mark.parametrize("family", ["internvl", "qwen2_vl"])
+def test_pictures_are_asked_about(family, tmp_path, monkeypatch):
+    """A random model also says tokens that stand for images: what comes behind is not learnt."""
+    (tmp_path / "parts.py").write_text(PARTS)
+    pictured = VisionJob(tmp_path, family=family)
+    image_ids = ImageExpander.of(tiny_processor(family)).own_ids()
+    made, seen = Rollouts._batches, []
+
+    def noted(self, *given):
+        batches = made(self, *given)
+        seen.extend(batches)
+        for batch in batches:
+            learnt = batch["labels"] != -100
+            assert (batch[SAMPLED][:, :-1][learnt[:, 1:]] < 0).all()
+            for row, ids in enumerate(batch["labels"].tolist()):
+                places = [place for place, one in enumerate(ids) if one in image_ids]
+                assert len(places) < 2 and not any(i != -100 for p in places for i in ids[p + 1 :])
+                if places:
+                    assert batch["input_ids"][row, places[0]].item() not in image_ids
+                    open(tmp_path / "met", "w").close()
+        return batches
+
+    monkeypatch.setattr(Rollouts, "_batches", noted)
+    options = ("--micro-batch-size", 4, "--max-completion-length", 24, "--total-steps", 2, *TWICE)
+    for name, ranks in (("one", 1), ("two", 2)):
+        done = run(
+            pictured, name, *options, "--inner-steps", 2, "--loss-fn", "watched", ranks=ranks
+        )
+        assert done.code == 0, done.err
+    assert samples(pictured, "one") == samples(pictured, "two")
+    assert records(pictured, "one")[1]["ratio_gap"] == 0
+    assert records(pictured, "one")[1]["loss"] == records(pictured, "two")[1]["loss"]
+    assert (tmp_path / "met").exists(), "no answer held such a token: the test shows nothing"
