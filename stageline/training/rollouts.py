@@ -271,9 +271,8 @@ class Rollouts:
 
     def told(self, result: StepResult) -> StepResult:
         """What a step did, with what was told of its answers, for which nobody waited."""
-        figures = {**self.figures, **result.figures}
         wait = max(0.0, result.data_wait - self.busy_seconds)
-        return replace(result, figures=figures, data_wait=wait)
+        return replace(result, answers=dict(self.figures), data_wait=wait)
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         step = self.start_step

@@ -66,6 +66,7 @@ class StepRecord(StepResult):
         """What stands in the log, by name."""
         figures = {
             "loss": self.loss,
+            **self.answers,
             **self.figures,
             **({"loss_figures": list(self.figures)} if self.figures else {}),
             **({"router_loss": self.extra_loss} if self.extra_loss else {}),
@@ -107,7 +108,7 @@ class StepRecord(StepResult):
     def __str__(self) -> str:
         skipped = ", skipped" if self.is_skipped else ""
         router = f", router loss {self.extra_loss:.4f}" if self.extra_loss else ""
-        figures = name_figures(dict(list(self.figures.items())[:MAX_SHOWN]))  # the log has all
+        figures = name_figures({**self.answers, **self.figures}, most=MAX_SHOWN)  # the log has all
         own = ", ".join(f"{part} {rate:.2e}" for part, rate in self.part_rates.items())
         rates = f", learning rate {self.learning_rate:.2e} ({own})" if own else ""
         return f"loss {self.loss:.4f}{router}{figures}{skipped}{rates}, {self.pace}"
@@ -299,9 +300,10 @@ def _failure_of(listener: Any | None, what: Callable[[Any], object]) -> str | No
     return None
 
 
-def name_figures(figures: Mapping[str, float]) -> str:
+def name_figures(figures: Mapping[str, float], most: int | None = None) -> str:
     """Named figures for the end of a line: ", marked loss 0.1234"; empty where there are none."""
-    return "".join(f", {name.replace('_', ' ')} {value:.4f}" for name, value in figures.items())
+    shown = list(figures.items())[:most]
+    return "".join(f", {name.replace('_', ' ')} {value:.4f}" for name, value in shown)
 
 
 def finite(figures: Mapping[str, Any]) -> dict[str, Any]:

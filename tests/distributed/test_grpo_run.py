@@ -119,6 +119,7 @@ def test_what_a_run_tells(job):
     assert steps[1]["longest_answer"] == max(lengths)
     assert steps[1]["cut_answers"] == sum(one["is_cut"] for one in first) / 16
     assert steps[1]["num_targets"] == sum(lengths)
+    assert "reward" not in steps[1]["loss_figures"] and "kl" in steps[1]["loss_figures"]
 
 
 @pytest.mark.each_value
