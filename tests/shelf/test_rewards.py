@@ -9,12 +9,15 @@ import time
 import pytest
 import torch
 
+from commands.train import SHELF
+from commands.train_rollouts import make_rewards
 from options.parts import chosen_part
+from parse_args import parse_train_args, save_config
 from register import import_shelf, reward_register
 from stageline.errors import DataError, UserError
 from stageline.training.rewards import Reward, Rewards
 
-import_shelf("loss_fn")
+import_shelf(*SHELF)
 DIGIT = {"answer": "7", "id": "a"}
 OPTIONS = {"choices": ["left", "right"], "answer": "right", "question": "Which side?"}
 
@@ -47,7 +50,8 @@ CASES = {
 
 
 def reward(key, weight=1.0, **options):
-    return Reward(key, chosen_part("reward", key, options).bound, weight)
+    [one] = chosen_part("reward", key, {key: options}).part
+    return Reward(key, one.bound, weight)
 
 
 @pytest.mark.parametrize("key", CASES)
@@ -146,3 +150,21 @@ def test_a_row_without_an_answer_is_named():
 def test_every_shipped_reward_is_seen_here():
     others = {"spatial_consistency", "remote"}
     assert set(reward_register) == {*CASES, *others}
+
+
+def test_several_rewards_with_options_are_read_and_read_again(tmp_path):
+    words = (
+        "--train-model llama --config-path . --dataset digits --collate-fn grpo --group-size 4 "
+        "--reward number,format --reward.number.tolerance 0.5 --reward-weights 1,0.2"
+    ).split()
+    given = parse_train_args(words)
+    save_config(given, tmp_path / "config.yaml")
+    again = parse_train_args(["--config", str(tmp_path / "config.yaml")])
+    assert again.as_config() == given.as_config()
+    rewards = make_rewards(again)
+    assert rewards.weights == [1, 0.2] and [one.key for one in rewards.parts] == [
+        "number",
+        "format",
+    ]
+    found = rewards(["?"], ["7.5"], [DIGIT])
+    assert found.tolist() == [[1], [0]]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from stageline import progress
 from stageline.errors import UserError
 from stageline.inference.decoding.cache import GroupCache, Window, take_out
 from stageline.inference.decoding.grammars import Matchers, RowMatcher
@@ -156,6 +157,7 @@ class StageDecoder:
     ) -> None:
         # what a model keeps of a pass may be saved for a gradient later, but not in inference mode
         self._mode = torch.no_grad if trains_on else torch.inference_mode
+        self._trains_on = trains_on
         if not trains_on:
             stage.eval().requires_grad_(False)
             stage.answer_only()
@@ -186,8 +188,14 @@ class StageDecoder:
         Returns:
             What the next stage needs. The last stage writes into the order instead.
         """
-        with self._mode():
+        with self._mode(), self._noted():
             return self._run(order, tensors)
+
+    def _noted(self) -> contextlib.AbstractContextManager:
+        """A training run looks for operations that hang: each pass is one."""
+        if not self._trains_on:
+            return contextlib.nullcontext()
+        return progress.doing("decoding", stage=self.stage.stage)
 
     def _run(self, order: PassOrder, tensors: Tensors) -> Tensors:
         began = time.perf_counter()
