@@ -27,6 +27,7 @@ COLLATE, PREFERENCE = "stageline.data.batches.collate", "stageline.data.batches.
 PLAIN_TEXT = "stageline.data.batches.plain_text"
 ChatOverlong = Literal["error", "cut_prompt", "share", "drop"]
 PairOverlong = Literal["error", "cut_prompt", "drop"]  # both rows of a pair keep the same prompt
+PromptOverlong = Literal["error", "drop"]
 TextOverlong = Literal["error", "cut", "drop"]
 # keys of other registers that suit a part: of text there is no template to choose
 TEXT_KEYS = {"prompt": "text", "prompt_fn": "fill", "image_token": "none", "loss_fn": "sft"}
@@ -268,6 +269,32 @@ def kto(
     """
     return load_target(f"{PREFERENCE}:collate_answers")(
         samples, pad_to_multiple_of=pad_to_multiple_of, overlong=overlong, **common
+    )
+
+
+@collate_fn_register("grpo", gives_prompts=True, default_keys=CHAT_KEYS | {"loss_fn": "grpo"})
+@collate_part(encode="stageline.data.batches.prompts:encode_prompt")
+def grpo(
+    samples: Sequence[Item],
+    *,
+    num_stages: int,
+    max_completion_length: int,
+    pad_to_multiple_of: int = 1,
+    overlong: PromptOverlong = "error",
+    **common: Any,
+) -> dict[str, torch.Tensor]:
+    """Prompts that the model answers before each step; rows need no answer but for their rewards.
+
+    Args:
+        overlong: what to do with a prompt that leaves no room for the longest answer within
+            --max-token-num: refuse it, or drop it.
+    """
+    return load_target("stageline.data.batches.prompts:collate_answers")(
+        samples,
+        max_completion_length=max_completion_length,
+        pad_to_multiple_of=pad_to_multiple_of,
+        overlong=overlong,
+        **common,
     )
 
 

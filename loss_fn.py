@@ -1,20 +1,23 @@
 """The loss_fn parts: (logits, micro-batch) -> one number, already divided for the whole batch.
 
 A loss may also return named figures that are logged. The sim_fn parts say how much alike two
-batches of vectors are, for a loss that asks for one.
+batches of vectors are, for a loss that asks for one. The reward parts say how good answers are,
+for a loss over what the model answers: (prompts, completions, samples) -> a number or None each.
 
 Shapes: logits [B, T, V], labels [B, T] aligned with the token ids, -100 where unsupervised.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import functools
+import os
+from typing import TYPE_CHECKING, Any, Literal
 
-from register import loss_fn_register, sim_fn_register
+from register import loss_fn_register, reward_register, sim_fn_register
 from stageline.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -38,6 +41,11 @@ ANSWER_COUNTS = {
     "num_answers": f"{_LOSSES}:count_answers",
     "num_wanted": f"{_LOSSES}:count_wanted",
     "num_unwanted": f"{_LOSSES}:count_unwanted",
+}
+_POLICY = "stageline.modules.policy_loss"
+POLICY_COUNTS = {
+    "num_tokens": f"{_POLICY}:count_learnt_tokens",
+    "num_answers": f"{_POLICY}:count_answers",
 }
 REWARD_COUNTS = {"num_pairs": f"{_LOSSES}:count_reward_pairs"}
 
@@ -311,3 +319,221 @@ def rm(
         "reward_margin": apart_P.sum() / num_pairs,
     }
     return loss, figures
+
+
+@loss_fn_register("grpo", counts=POLICY_COUNTS, samples_answers=True)
+def grpo(
+    logits_BTV: torch.Tensor,
+    micro_batch: dict[str, torch.Tensor],
+    *,
+    num_targets: torch.Tensor,
+    num_tokens: torch.Tensor,
+    num_answers: torch.Tensor,
+    kl_beta: float,
+    sampling_temperature: float,
+    max_completion_length: int,
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo"] = "dapo",
+    importance_sampling_level: Literal["token", "sequence"] = "token",
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    entropy_coef: float = 0.0,
+    importance_correction: Literal[
+        "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = "auto",
+    importance_cap: float = 3.0,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Group relative policy optimization: the model answers, rewards judge (--collate-fn grpo).
+
+    Names, formulas and defaults are those of trl's GRPOTrainer.
+
+    Args:
+        loss_type: how terms are divided: dapo by all tokens of the step, grpo by the tokens of
+            each answer, dr_grpo by --max-completion-length; bnpo is dapo, for a step is one batch;
+            gspo is grpo with a ratio for each answer; cispo weighs log-probabilities.
+        importance_sampling_level: what has a ratio of its own; gspo is sequence.
+        epsilon: how far a ratio may go below 1 (and above) and still be followed.
+        epsilon_high: how far above 1, default epsilon; of cispo the largest ratio itself (5 is
+            usual).
+        delta: the largest ratio of a bad answer; default: none.
+        entropy_coef: of the mean entropy of the tokens, which is taken from the loss.
+        importance_correction: of answers that were drawn with other roundings than are trained:
+            the ratio is cut at the cap (truncate) or is 0 above it (mask), of each token or of a
+            whole answer; auto: sequence_mask in half types, none in float32.
+        importance_cap: the largest such ratio.
+    """
+    from stageline.modules.policy_loss import PolicyOptions, policy_loss
+
+    options = PolicyOptions(
+        loss_type=loss_type,
+        importance_sampling_level=importance_sampling_level,
+        epsilon=epsilon,
+        epsilon_high=epsilon_high,
+        delta=delta,
+        kl_beta=kl_beta,
+        entropy_coef=entropy_coef,
+        importance_correction=importance_correction,
+        importance_cap=importance_cap,
+        temperature=sampling_temperature,
+        max_completion_length=max_completion_length,
+    )
+    options.check()
+    return policy_loss(
+        logits_BTV, micro_batch, num_tokens=num_tokens, num_answers=num_answers, options=options
+    )
+
+
+@reward_register("exact_answer")
+def exact_answer(
+    prompts: Sequence[str], completions: Sequence[str], samples: Sequence[dict[str, Any]]
+) -> list[float | None]:
+    """1 for the right answer and nothing else; an <answer> tag and thoughts are looked through."""
+    from stageline.tasks.rewards import is_answer
+
+    return [float(is_answer(*one)) for one in zip(completions, samples, strict=True)]
+
+
+@reward_register("contains")
+def contains(
+    prompts: Sequence[str], completions: Sequence[str], samples: Sequence[dict[str, Any]]
+) -> list[float | None]:
+    """1 where a right answer stands somewhere in the text, as whole words."""
+    from stageline.tasks.answer_text import contains_words, normalize
+    from stageline.tasks.rewards import references, said
+
+    return [
+        float(any(contains_words(normalize(said(text)), normalize(a)) for a in references(sample)))
+        for text, sample in zip(completions, samples, strict=True)
+    ]
+
+
+@reward_register("number")
+def number(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    samples: Sequence[dict[str, Any]],
+    *,
+    tolerance: float = 0.0,
+    is_relative: bool = False,
+) -> list[float | None]:
+    """1 where the last number of the text is that of the answer; 0 without a number.
+
+    Args:
+        tolerance: how far it may be away.
+        is_relative: the tolerance is a share of the right number.
+    """
+    from stageline.tasks.rewards import is_near
+
+    near = functools.partial(is_near, tolerance=tolerance, is_relative=is_relative)
+    return [float(bool(near(*one))) for one in zip(completions, samples, strict=True)]
+
+
+@reward_register("choice")
+def choice(
+    prompts: Sequence[str], completions: Sequence[str], samples: Sequence[dict[str, Any]]
+) -> list[float | None]:
+    """1 where the text names the right one of the sample's `choices`, by letter or text."""
+    from stageline.tasks.rewards import is_choice
+
+    return [float(is_choice(*one)) for one in zip(completions, samples, strict=True)]
+
+
+@reward_register("format")
+def format_(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    samples: Sequence[dict[str, Any]],
+    *,
+    tags: list[str] = ["think", "answer"],
+    pattern: str | None = None,
+) -> list[float | None]:
+    """1 for texts of the wanted form: tags in their order, or a regular expression.
+
+    Args:
+        tags: each once, in this order, nothing around them.
+        pattern: that the whole text has to be, in the place of tags; one that takes too long says
+            nothing of an answer.
+    """
+    from stageline.tasks.rewards import fits, has_tags
+
+    if pattern is None:
+        return [float(has_tags(text, tags)) for text in completions]
+    found = [fits(text, pattern) for text in completions]
+    return [None if one is None else float(one) for one in found]
+
+
+@reward_register("length")
+def length(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    samples: Sequence[dict[str, Any]],
+    *,
+    longest: int = 512,
+    margin: int = 128,
+) -> list[float | None]:
+    """0 for answers that are short enough, falling to -1 for the longest (DAPO).
+
+    Args:
+        longest: tokens of an answer that gets -1.
+        margin: tokens before that from which it falls.
+    """
+    from stageline.tasks.rewards import length_reward
+
+    return [
+        length_reward(int(sample["num_tokens"]), longest=longest, margin=margin)
+        for sample in samples
+    ]
+
+
+@reward_register("spatial_consistency")
+def spatial_consistency(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    samples: Sequence[dict[str, Any]],
+    *,
+    view_of: str = "contrast_group",
+) -> list[float | None]:
+    """1 where the answers to all views of a scene are right: mirrored, rotated or asked anew.
+
+    Nothing for a sample without another view in the same step: keep the views of a scene together
+    by a dataset with groups (arXiv 2506.01371).
+
+    Args:
+        view_of: field that views of one scene share.
+    """
+    from stageline.tasks.rewards import agreement, is_spatially_right
+
+    return agreement(completions, samples, field=view_of, is_right=is_spatially_right)
+
+
+@reward_register("remote")
+def remote(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    samples: Sequence[dict[str, Any]],
+    *,
+    url: str = "http://127.0.0.1:8000/v1",
+    model: str = "judge",
+    key_variable: str = "OPENAI_API_KEY",
+    seconds: float = 60.0,
+) -> list[float | None]:
+    """What another model gives, from 0 to 1: a judge behind an OpenAI-style API, asked at once.
+
+    Args:
+        url: up to /v1; nothing but prompt, right answer and answer goes there.
+        model: its name there.
+        key_variable: environment variable that holds the key, if it needs one.
+        seconds: that one judgement may take.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    from stageline.tasks.rewards import judged
+
+    key = os.environ.get(key_variable)
+
+    def ask(prompt: str, completion: str, sample: dict[str, Any]) -> float | None:
+        right = str(sample.get("answer", "unknown"))
+        return judged(url, model, key, prompt, completion, right, seconds)
+
+    with ThreadPoolExecutor(16) as pool:
+        return list(pool.map(ask, prompts, completions, samples))

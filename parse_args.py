@@ -72,6 +72,7 @@ from options.model import (
     check_vision,
 )
 from options.parts import ChosenPart, add_part_options, chosen_part, help_text, list_parts, takes
+from options.rollouts import check_rollouts
 from options.serve import ServeConfig, check_certificate, named_adapters
 from options.train import (
     CheckConfig,
@@ -98,7 +99,7 @@ TRAIN_KEYS: dict[str, str | None] = {
     "engine": "pipeline",
 }
 # register -> the register whose part takes it as an argument: chosen only where that part does
-OWNED_KEYS = {"sim_fn": "loss_fn"}
+OWNED_KEYS = {"sim_fn": "loss_fn", "reward": "loss_fn"}
 EVALUATE_KEYS: dict[str, str | None] = {
     "model": None,
     "builder": None,
@@ -196,6 +197,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     for check in (*CHECKS_OF_SPLIT, *more):
         check(run)
     check_attention(run, arguments.parts["train_model"])
+    check_rollouts(run, arguments.parts)
     return replace(arguments, run=run)
 
 
@@ -386,9 +388,10 @@ def _choose(
     for name, default in keys.items():
         register = ALL_REGISTERS[name]
         item = options.get(name)
-        if item is not None and len(item.values) != 1:
+        is_right = item is None or len(item.values) == 1 or (register.takes_several and item.values)
+        if item is not None and not is_right:
             raise OptionError(needs_value(item, f"one key of {name}_register"))
-        key = item.values[0] if item is not None else default
+        key = ",".join(item.values) if item is not None else default
         if key is None and may_miss:
             continue
         if key is None:
@@ -401,7 +404,8 @@ def _choose(
             continue
         place = item.origin if item is not None else "the default"
         suffix = "" if place == "command line" else f" ({place})"
-        register.entry(key, option=register.option + suffix)
+        for one in key.split(",") if register.takes_several else [key]:
+            register.entry(one, option=register.option + suffix)
         chosen[name] = key
     return chosen
 
@@ -428,6 +432,8 @@ def _owned_keys(options: dict[str, Given], chosen: Mapping[str, str]) -> dict[st
         if key is None:
             continue
         has = takes(ALL_REGISTERS[owner][key], name)
+        if name == "reward" and ALL_REGISTERS[owner].entry(key).facts["samples_answers"]:
+            has = "needs"  # the run calls it, before the loss
         if has == "needs" or (has == "may have" and name in options):
             found[name] = None
         elif name in options:

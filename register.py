@@ -92,6 +92,7 @@ class Register(UserDict):
         part_type: `callable`, or the type that each part has.
         option: what a key is given with, where it is not the name.
         facts: the facts that a part may have, with their values where it says nothing.
+        takes_several: the option takes several keys, a,b, and options are those of one of them.
     """
 
     def __init__(
@@ -102,8 +103,10 @@ class Register(UserDict):
         part_type: Any = callable,
         option: str | None = None,
         facts: Mapping[str, Any] = {},
+        takes_several: bool = False,
     ) -> None:
         super().__init__()
+        self.takes_several = takes_several
         self.name = name
         self.holds = holds
         self.option = option or "--" + name.replace("_", "-")
@@ -358,6 +361,7 @@ collate_fn_register = Register(
     facts={
         "needs_groups": False,  # True: the samples of a group are compared
         "takes_tokens": False,  # True: samples may be token ids in the place of text
+        "gives_prompts": False,  # True: rows end where an answer begins
         "default_keys": {},
     },
 )
@@ -371,9 +375,15 @@ loss_fn_register = Register(
         "needs_reference": False,  # True: micro_batch["loss_reference"] of the start model
         "needs_kl": False,  # True: micro_batch["loss_kl"], too
         "weighs_by_itself": False,  # True: it need not add up over micro-batches
+        "samples_answers": False,  # True: the model answers before each step, rewards say how well
     },
 )
 sim_fn_register = Register("sim_fn", "similarity of two batches of vectors")
+reward_register = Register(
+    "reward",
+    "(prompts, completions, samples) -> a number or None for each answer; several: a,b",
+    takes_several=True,
+)
 metric_register = Register("metric", "(predictions, samples) -> figures")
 optimizer_register = Register(
     "optimizer",
@@ -412,6 +422,7 @@ ALL_REGISTERS: dict[str, Register] = {
         collate_fn_register,
         loss_fn_register,
         sim_fn_register,
+        reward_register,
         metric_register,
         optimizer_register,
         lr_scheduler_register,

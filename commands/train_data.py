@@ -104,10 +104,20 @@ def check_tokens_taken(arguments: TrainArguments, dataset: Dataset) -> None:
         )
 
 
-def epoch_sampler(run: RunConfig, dataset: Any) -> Any:
-    """What draws the rows of training; its length is the steps of an epoch."""
+def answers_of(arguments: TrainArguments) -> int:
+    """Answers that a row of the dataset gets in a step; 1 where it has its own."""
+    is_answered = arguments.parts["loss_fn"].facts["samples_answers"]
+    return arguments.run.group_size if is_answered else 1
+
+
+def epoch_sampler(run: RunConfig, dataset: Any, *, answers: int = 1) -> Any:
+    """What draws the rows of training; its length is the steps of an epoch.
+
+    Args:
+        answers: of each row, which a batch counts.
+    """
     common: dict[str, Any] = {
-        "step_samples": run.batch_size * run.accumulate_steps,
+        "step_samples": run.batch_size * run.accumulate_steps // answers,
         "dp_degree": run.dp_degree or 1,
         "seed": run.seed,
     }
@@ -123,14 +133,14 @@ def mixture_report(run: RunConfig, dataset: Any) -> str:
     return "" if told is None else told()
 
 
-def epoch_steps(run: RunConfig, dataset: Any) -> int:
+def epoch_steps(run: RunConfig, dataset: Any, *, answers: int = 1) -> int:
     """Optimizer steps of an epoch.
 
     Raises:
         UserError: the rows are a stream, which has no epochs.
     """
     if not is_stream(dataset):
-        return max(1, len(epoch_sampler(run, dataset)))
+        return max(1, len(epoch_sampler(run, dataset, answers=answers))) * run.inner_steps
     asked = "--num-train-epochs" if run.num_train_epochs is not None else "epoch"
     raise UserError(
         f"{asked} came with a dataset that is streamed. Rows of a known number were expected, "
@@ -180,6 +190,7 @@ class Data:
             "max_token_num": run.max_token_num,
             "num_stages": run.num_stages,
             **padding_argument(collate.part, run.pad_to_multiple_of),
+            **(handed_to("collate_fn", run) if collate.facts["gives_prompts"] else {}),
             **collate.kwargs,
         }
         self.collate = as_collate_part(collate.part).bind(**options)
@@ -241,7 +252,7 @@ def check_data(arguments: TrainArguments) -> Data:
     if asks_for(arguments.parts["loss_fn"], "needs_kl"):
         data.train = WithOthers(data.train)
         data.test = None if data.test is None else WithOthers(data.test)
-    report = left_over_rows(run, data.train)
+    report = left_over_rows(run, data.train, answers=answers_of(arguments))
     if data.bad_rows.reasons:
         report += f"{len(data.bad_rows)} bad rows are left out:\n{data.bad_rows.listed()}\n"
     if report:
@@ -254,7 +265,7 @@ def settle_steps(plan: RunPlan, data: Data) -> RunPlan:
     run, told = plan.run, []
     found: dict[str, Any] = {}
     if run.num_train_epochs is not None or "epoch" in (run.save_steps, run.eval_steps):
-        epoch = epoch_steps(run, data.train)
+        epoch = epoch_steps(run, data.train, answers=answers_of(plan))
         told.append(f"an epoch is {epoch:,} steps")
         if run.num_train_epochs is not None:
             # 0.1 x 30 is a little more than 3
@@ -377,14 +388,14 @@ def check_rows(arguments: TrainArguments, data: Data, dataset: Any, vocab_size: 
     return Subset(dataset, [row for row in range(len(dataset)) if row not in left_out])
 
 
-def left_over_rows(run: RunConfig, dataset: Any) -> str:
+def left_over_rows(run: RunConfig, dataset: Any, *, answers: int = 1) -> str:
     """Says how many rows an epoch leaves out because steps are whole."""
     num_rows = len(dataset)
     if is_stream(dataset):
         return ""
     if has_sampler(dataset):
         return mixture_report(run, dataset)
-    sampler = epoch_sampler(run, dataset)
+    sampler = epoch_sampler(run, dataset, answers=answers)
     rest = num_rows % (sampler.step_samples * sampler.dp_degree)
     if rest == 0:
         return ""

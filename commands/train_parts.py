@@ -20,7 +20,7 @@ from commands.train_vocabulary import rows_option
 from options.fields import handed_to
 from options.memory import attention_arguments, check_attention_device
 from options.model import learning_rate_scales, method_arguments
-from options.parts import ChosenPart
+from options.parts import ChosenPart, takes
 from options.train import RunConfig
 from parse_args import TrainArguments
 from register import load_target
@@ -38,6 +38,7 @@ from stageline.distributed.process_group import DistributedContext, wait_for_wei
 from stageline.modules.chunked_loss import ChunkedLoss
 from stageline.modules.lora_layer import PISSA
 from stageline.modules.losses import without_reference
+from stageline.modules.policy_loss import with_stand_ins
 from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.stage_passes import check_values_kept
 from stageline.pipeline.topology import Topology
@@ -56,6 +57,8 @@ from stageline.training.part_checks import (
     check_tracker,
 )
 from stageline.training.resume import ResumePoint
+
+PLAIN_FACTS = ("is_token_sum", "predicts_tokens", "weighs_by_itself")  # of a loss, for the engine
 
 
 def stage_builder(arguments: TrainArguments, *, images: Any = None) -> StageBuilder:
@@ -159,6 +162,8 @@ def check_parts(arguments: TrainArguments, data: Data) -> None:
         samples = [check_encode(collate, sample) for sample in samples]
         batch = collate(samples)
         halves = [collate(samples[:size]), collate(samples[size:])] if samples[size:] else []
+    if arguments.parts["loss_fn"].facts["samples_answers"]:
+        batch, halves = with_stand_ins(batch), [with_stand_ins(half) for half in halves]
     problem = check_loss(
         bind_loss(arguments),
         batch,
@@ -180,15 +185,24 @@ def bind_loss(arguments: TrainArguments) -> LossPart:
     """The loss_fn part with its options and facts, and the sim_fn part where it takes one."""
     sim_fn = arguments.parts.get("sim_fn")
     similar = {} if sim_fn is None else {"sim_fn": sim_fn.bound}
-    return make_loss_part(arguments.parts["loss_fn"], **similar)
+    given = taken_options("loss_fn", arguments)
+    return make_loss_part(arguments.parts["loss_fn"], **similar, **given)
 
 
-def make_loss_part(part: ChosenPart, **similar: Callable) -> LossPart:
+def taken_options(register: str, arguments: TrainArguments) -> dict[str, Any]:
+    """The options of the run that a part of a register is handed, where it takes them."""
+    part = arguments.parts[register].part
+    handed = handed_to(register, arguments.run)
+    return {name: value for name, value in handed.items() if takes(part, name) != "no"}
+
+
+def make_loss_part(part: ChosenPart, **given: Any) -> LossPart:
     """What the engine calls for a loss_fn part: its facts are plain arguments there."""
     counts = {name: load_target(count) for name, count in part.facts["counts"].items()}
     asked = {name: asks_for(part, name) for name in ("needs_reference", "needs_kl")}
-    loss_fn = functools.partial(part.part, **part.kwargs, **similar)
-    return LossPart(loss_fn, **{**part.facts, **asked, "counts": counts})
+    loss_fn = functools.partial(part.part, **part.kwargs, **given)
+    facts = {name: part.facts[name] for name in PLAIN_FACTS}
+    return LossPart(loss_fn, **facts, **asked, counts=counts)
 
 
 def make_loss(arguments: TrainArguments, model: Stage) -> LossPart:
@@ -271,9 +285,11 @@ def make_planner(
         shards=topology.dp_degree if run.dp_shard else 1,
         visual_gpu_ratio=run.visual_gpu_ratio,
         group_size=group_size_of(data.train),
-        micro_batch_of=lambda num_rows: without_reference(
-            example_micro_batch(
-                data.train, functools.partial(data.collate, stage=0), num_rows, seed=run.seed
+        micro_batch_of=lambda num_rows: with_stand_ins(
+            without_reference(
+                example_micro_batch(
+                    data.train, functools.partial(data.collate, stage=0), num_rows, seed=run.seed
+                )
             )
         ),
         loss_for=loss_for,

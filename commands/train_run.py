@@ -20,6 +20,7 @@ from commands import say
 from commands.elastic import Interruption
 from commands.train_data import Data, make_loader
 from commands.train_parts import bind_loss, make_learning_rate, make_loss, make_optimizer
+from commands.train_rollouts import make_prompts, make_rollouts
 from options.fields import spelled
 from options.memory import check_streaming
 from options.train import RunConfig, on_resume
@@ -28,6 +29,7 @@ from stageline import chaos, progress
 from stageline.checkpoint.layout import Ranks
 from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.writer import CheckpointWriter
+from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.rows.readers import data_fingerprint
 from stageline.distributed.process_group import DistributedContext
 from stageline.distributed.stop import stop_requested
@@ -42,7 +44,13 @@ from stageline.streaming.host_weights import check_host_memory, host_bytes
 from stageline.streaming.lanes import Lane
 from stageline.streaming.runner import StreamingRunner, even_plan, streaming_schedule
 from stageline.terminal import terminal
-from stageline.training.evaluation import BestCheckpoint, EarlyStop, evaluate, figure_of
+from stageline.training.evaluation import (
+    BestCheckpoint,
+    EarlyStop,
+    EvalResult,
+    evaluate,
+    figure_of,
+)
 from stageline.training.nonfinite import Skips
 from stageline.training.precision import LossScaler, MasterWeights
 from stageline.training.reference import (
@@ -60,6 +68,7 @@ from stageline.training.resume import (
     clear_way,
     find_resume_point,
 )
+from stageline.training.rollouts import Rollouts
 from stageline.training.run_log import RunReport
 from stageline.training.step import StepResult, TrainStep, train
 from stageline.training.timeline import StepTimeline
@@ -297,16 +306,7 @@ class TrainingRun:
             ),
             make_weights=getattr(runner, "make_weights", MasterWeights),
         )
-        loader = functools.partial(
-            make_loader, arguments, data, context, runner.schedule, facts=facts_of(runner)
-        )
-        self.batches = loader(
-            data.train,
-            is_evaluation=False,
-            start_step=self.start_step,
-            position=point.state.facts.get("position") if point else None,
-        )
-        self.held_out = None if data.test is None else loader(data.test, is_evaluation=True)
+        self.make_batches(arguments, context, point)
         self.checkpoints = Path(run.output_dir).absolute() / "checkpoints"
         self.writer = make_writer(arguments, data, context, self.train_step)
         if point is not None:
@@ -317,6 +317,30 @@ class TrainingRun:
         )
         self.train_step.prepare, self.reference = references["train"], references["test"]
         self.judge_evaluations(context)
+
+    def make_batches(
+        self, arguments: TrainArguments, context: DistributedContext, point: ResumePoint | None
+    ) -> None:
+        """Prepares what gives the micro-batches of each step, and the held-out ones."""
+        data, runner = self.data, self.runner
+        loader = functools.partial(
+            make_loader, arguments, data, context, runner.schedule, facts=facts_of(runner)
+        )
+        self.rollouts: Rollouts | None = None
+        self.batches: MicroBatchLoader | Rollouts
+        if arguments.parts["loss_fn"].facts["samples_answers"]:
+            self.batches = self.rollouts = make_rollouts(
+                arguments, data, context, runner, self.replicas, point=point
+            )
+            loader = functools.partial(make_prompts, arguments, data, context)
+        else:
+            self.batches = loader(
+                data.train,
+                is_evaluation=False,
+                start_step=self.start_step,
+                position=point.state.facts.get("position") if point else None,
+            )
+        self.held_out = None if data.test is None else loader(data.test, is_evaluation=True)
 
     def judge_evaluations(self, context: DistributedContext) -> None:
         """Prepares what held-out figures decide: the best weights, and whether it goes on."""
@@ -344,6 +368,9 @@ class TrainingRun:
             self.report.say(str(self.early_stop))
             return
         stop_requested()  # from here on Ctrl-C ends the run after a step, with a checkpoint
+        asked = (
+            stop_requested if self.rollouts is None else self.rollouts.when_between(stop_requested)
+        )
         is_done = train(
             self.train_step,
             iter(self.batches),
@@ -354,7 +381,7 @@ class TrainingRun:
             on_step=self.after_step,
             evaluate=self.evaluate_now if self.held_out is not None else None,
             save=self.save_now,
-            stop_requested=stop_requested,
+            stop_requested=asked,
         )
         self.writer.finish()
         self.tell_saved()
@@ -367,6 +394,8 @@ class TrainingRun:
 
     def after_step(self, step: int, result: StepResult, seconds: float) -> None:
         """Logs a step, with its bubble where it was timed; draws the one that is to be drawn."""
+        if self.rollouts is not None:
+            result = self.rollouts.told(result)
         with progress.doing("log"):
             chaos.point("log")
             events = self.timeline.measured() if self.timeline.is_timed(step - 1) else []
@@ -388,15 +417,7 @@ class TrainingRun:
         assert self.held_out is not None, "the trainer asks only where there are such rows"
         with progress.doing("evaluation"):
             chaos.point("evaluation")
-            result = evaluate(
-                self.runner,
-                self.held_out,
-                loss_fn=self.loss_fn,
-                step=step,
-                keep=self.report.num_pictures,
-                replicas=self.replicas,
-                prepare=self.reference,
-            )
+            result = self.held_out_figures(step)
         is_best = self.best.improves(result)
         self.report.evaluated(
             step, result, dataset=self.data.test, processor=self.data.processor, is_best=is_best
@@ -408,6 +429,21 @@ class TrainingRun:
             if self.early_stop.is_over:
                 self.report.say(str(self.early_stop))
         return self.early_stop.is_over
+
+    def held_out_figures(self, step: int) -> EvalResult:
+        """The loss on held-out rows, or what answers to held-out prompts are worth."""
+        assert self.held_out is not None
+        if self.rollouts is not None:
+            return self.rollouts.judge(self.held_out)
+        return evaluate(
+            self.runner,
+            self.held_out,
+            loss_fn=self.loss_fn,
+            step=step,
+            keep=self.report.num_pictures,
+            replicas=self.replicas,
+            prepare=self.reference,
+        )
 
     def save_now(self, step: int) -> None:
         """Copies a checkpoint; it is written while training goes on."""

@@ -40,6 +40,7 @@ CONTRACTS: dict[str, tuple[int, str]] = {
     ),
     "loss_fn": (2, "num_targets step sim_fn"),
     "sim_fn": (2, ""),
+    "reward": (3, ""),
     "metric": (2, ""),
     "optimizer": (1, ""),
     "lr_scheduler": (0, ""),
@@ -80,7 +81,18 @@ class ChosenPart:
 
 
 def chosen_part(register: str, key: str, kwargs: Mapping[str, Any] = {}) -> ChosenPart:
-    """The part of a key, which is imported now, with its facts."""
+    """The part of a key, which is imported now, with its facts.
+
+    Of a register that takes several keys, "a,b", the part is a tuple of the parts of all.
+    """
+    if not ALL_REGISTERS[register].takes_several:
+        return _one_part(register, key, kwargs)
+    parts = tuple(_one_part(register, one, kwargs.get(one) or {}) for one in key.split(","))
+    named = {f"{one.key}.{name}": value for one in parts for name, value in one.kwargs.items()}
+    return ChosenPart(register, key, parts, named)
+
+
+def _one_part(register: str, key: str, kwargs: Mapping[str, Any]) -> ChosenPart:
     facts = ALL_REGISTERS[register].entry(key).facts
     return ChosenPart(register, key, ALL_REGISTERS[register][key], dict(kwargs), facts)
 
@@ -90,13 +102,23 @@ def add_part_options(
 ) -> None:
     """Adds the options of one part to a jsonargparse parser, as a group of their own.
 
+    Where a register takes several keys, each has a group, and its options have the key before them.
+
     Args:
         parser: a `jsonargparse.ArgumentParser`.
         listed: names that the run supplies, but that are options here all the same.
     """
+    if register.takes_several:
+        for one in key.split(","):
+            _add_options(parser, register, one, f"{register.name}.{one}", listed=listed)
+    elif not isinstance(register[key], str):
+        _add_options(parser, register, key, register.name, listed=listed)
+
+
+def _add_options(
+    parser: Any, register: Register, key: str, prefix: str, *, listed: frozenset[str]
+) -> None:
     part = register[key]
-    if isinstance(part, str):
-        return
     target, method, bound = _target(part)
     supplied = _supplied(register, target, method, bound=bound)
     supplied.update(register.entry(key).facts.get("counts", ()))  # the run counts, and hands over
@@ -105,11 +127,11 @@ def add_part_options(
     adding: dict[str, Any] = {"as_group": False, "skip": skipped, "fail_untyped": False}
     with _types_in_place(_functions(target, method)):
         if inspect.isclass(target):
-            group.add_class_arguments(target, register.name, **adding)
+            group.add_class_arguments(target, prefix, **adding)
         elif method is not None:
-            group.add_method_arguments(target.__class__, method, register.name, **adding)
+            group.add_method_arguments(target.__class__, method, prefix, **adding)
         elif inspect.isroutine(target) and _parameters(target):
-            group.add_function_arguments(target, register.name, **adding)
+            group.add_function_arguments(target, prefix, **adding)
     if not group._group_actions:  # nothing to list: no empty heading in --help
         parser._action_groups.remove(group)
 
@@ -271,10 +293,10 @@ def help_text(
     for name in keys:
         register = ALL_REGISTERS[name]
         shown = f"{register.option} {chosen.get(name, 'KEY')}"
-        if name in chosen:
-            place = short_home(register.home(chosen[name]))
-            lines.append(f"  {shown:<32} {register.summary(chosen[name])} [{place}]")
-        else:
+        for key in chosen[name].split(",") if name in chosen else ():
+            place = short_home(register.home(key))
+            lines.append(f"  {shown:<32} {register.summary(key)} [{place}]")
+        if name not in chosen:
             lines.append(f"  {shown:<32} {register.holds}")
             lines.append(f"  {'':<32} one of: {', '.join(sorted(register)) or '(none)'}")
     lines += [

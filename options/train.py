@@ -28,6 +28,7 @@ from options.model import (
     check_counts,
     read_tokens,
 )
+from options.rollouts import RolloutOptions
 
 DeviceKind = Literal["auto", "cpu", "cuda", "xpu", "npu", "mps"]
 DEVICE_HELP = "auto takes the accelerator that torch finds, or the CPU; mps is to be named"
@@ -449,6 +450,7 @@ class RunConfig(
     MethodOptions,
     PartTrainingOptions,
     ReferenceOptions,
+    RolloutOptions,
     AdapterOptions,
     LoRAOptions,
     FreezeOptions,

@@ -29,6 +29,8 @@ CONTRACTS = {
     "counts": "counts={name: f} where it is registered, f(micro_batch) -> a whole number, which "
     "adds up over micro-batches; the part takes their sum by this name",
     "sim_fn": "part(a_NV, b_NV, **own) -> similarities [N]",
+    "reward": "part(prompts, completions, samples, **own) -> a list with a number or None for each "
+    "completion; a sample has num_tokens and is_cut of its answer besides its fields",
     "metric": "part(predictions, samples, **own) -> a dict: score, per_sample (0 or 1 for each "
     "sample), groups ({name: indices})",
     "optimizer": "part(param_groups, *, learning_rate, weight_decay, **own) -> a torch optimizer "

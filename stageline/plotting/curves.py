@@ -68,10 +68,40 @@ def loss_figure(
 
 
 def plot_loss(log_path: Path, png_path: Path, *, has_pdf: bool = True) -> None:
-    """Draws the log at `log_path` into `png_path`; the picture is named after the log's folder."""
+    """Draws the log at `log_path` into `png_path`; the picture is named after the log's folder.
+
+    Of a run whose answers are rewarded also `reward.png` beside it.
+    """
     steps, evaluations = read_log(log_path)
     title = log_path.resolve().parent.name
     save_figure(loss_figure(steps, evaluations, title=title), png_path, has_pdf=has_pdf)
+    if any("reward" in record for record in steps):
+        figure = reward_figure(steps, evaluations, title=title)
+        save_figure(figure, png_path.with_name("reward.png"), has_pdf=has_pdf)
+
+
+def reward_figure(steps: Sequence[dict], evaluations: Sequence[dict], *, title: str) -> Figure:
+    """Rewards by part and on held-out prompts; below, what tells that nothing is learnt."""
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    rewards, shares, lengths = figure.subplots(3, 1, sharex=True, height_ratios=[3, 1.2, 1])
+    parts = [
+        name for name in steps[-1] if name.startswith("reward_") and f"{name}_std" in steps[-1]
+    ]
+    drawn = [(rewards, name) for name in ("reward", *parts)]
+    drawn += [(shares, name) for name in ("equal_groups", "cut_answers", "entropy")]
+    for axes, name in [*drawn, (lengths, "answer_tokens")]:
+        x, y = _points(steps, name)
+        axes.plot(x, smooth(y), label=name.replace("_", " "))
+    rewards.plot(
+        *_points(evaluations, "reward"), "o-", color="tab:red", label="held out, likeliest"
+    )
+    rewards.set_title(title, fontsize=10, parse_math=False)
+    lengths.set_xlabel("optimizer step")
+    for axes in (rewards, shares, lengths):
+        axes.legend(fontsize=8)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
 
 
 def _points(records: Sequence[dict], name: str) -> tuple[list[int], list[float]]:

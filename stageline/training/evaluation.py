@@ -34,7 +34,7 @@ class EvalResult:
 
     Attributes:
         loss: the mean over supervised tokens; of a loss_fn part with several terms their sum,
-            each divided by its own number in the whole set.
+            each divided by its own number in the whole set. None of answers that are rewarded.
         token_accuracy: the share of supervised tokens that greedy prediction hits, given the true
             tokens before them; None where the loss_fn part scores instead of predicting.
         num_targets: supervised tokens.
@@ -44,7 +44,7 @@ class EvalResult:
         perplexity: exp of the loss, where that is the mean of token losses.
     """
 
-    loss: float
+    loss: float | None
     token_accuracy: float | None
     num_targets: int
     predicted: list[list[int]] = field(default_factory=list)
@@ -53,9 +53,10 @@ class EvalResult:
 
     def named(self) -> dict[str, float]:
         """Every figure by its name in the log."""
-        some = {"perplexity": self.perplexity, "token_accuracy": self.token_accuracy}
+        some = {"loss": self.loss, "perplexity": self.perplexity}
+        some["token_accuracy"] = self.token_accuracy
         known = {name: value for name, value in some.items() if value is not None}
-        return {"loss": self.loss, **known, **self.figures}
+        return {**known, **self.figures}
 
 
 def evaluate(

@@ -33,6 +33,7 @@ from stageline.training.step import StepResult
 from stageline.training.timeline import plot_timeline, write_trace
 
 MAX_LINES = 50  # of progress, where there is no terminal
+MAX_SHOWN = 6  # figures of a loss in a line
 MEMORY_EVERY = 10  # steps between two looks at the peak of memory
 TOLD_WAIT = 0.05  # share of the time; a run that waits more for data can be made faster
 
@@ -65,6 +66,7 @@ class StepRecord(StepResult):
         """What stands in the log, by name."""
         figures = {
             "loss": self.loss,
+            **self.answers,
             **self.figures,
             **({"loss_figures": list(self.figures)} if self.figures else {}),
             **({"router_loss": self.extra_loss} if self.extra_loss else {}),
@@ -106,11 +108,10 @@ class StepRecord(StepResult):
     def __str__(self) -> str:
         skipped = ", skipped" if self.is_skipped else ""
         router = f", router loss {self.extra_loss:.4f}" if self.extra_loss else ""
+        figures = name_figures({**self.answers, **self.figures}, most=MAX_SHOWN)  # the log has all
         own = ", ".join(f"{part} {rate:.2e}" for part, rate in self.part_rates.items())
         rates = f", learning rate {self.learning_rate:.2e} ({own})" if own else ""
-        return (
-            f"loss {self.loss:.4f}{router}{name_figures(self.figures)}{skipped}{rates}, {self.pace}"
-        )
+        return f"loss {self.loss:.4f}{router}{figures}{skipped}{rates}, {self.pace}"
 
     @property
     def pace(self) -> str:
@@ -299,9 +300,10 @@ def _failure_of(listener: Any | None, what: Callable[[Any], object]) -> str | No
     return None
 
 
-def name_figures(figures: Mapping[str, float]) -> str:
+def name_figures(figures: Mapping[str, float], most: int | None = None) -> str:
     """Named figures for the end of a line: ", marked loss 0.1234"; empty where there are none."""
-    return "".join(f", {name.replace('_', ' ')} {value:.4f}" for name, value in figures.items())
+    shown = list(figures.items())[:most]
+    return "".join(f", {name.replace('_', ' ')} {value:.4f}" for name, value in shown)
 
 
 def finite(figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -541,10 +543,9 @@ class RunReport(RunLog):
         if is_best:
             figures["is_best"] = True
         self.log_eval(step, figures)
-        self.say(
-            f"step {step}: held-out loss {result.loss:.4f}{perplexity}{told}"
-            f"{name_figures(result.figures)}"
-        )
+        loss = "" if result.loss is None else f" loss {result.loss:.4f}"
+        told += name_figures(result.figures)
+        self.say(f"step {step}: held-out{loss}{perplexity}{told}")
         if self.is_main and result.predicted:
             self._draw_samples(step, result, dataset, processor)
 

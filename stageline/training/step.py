@@ -210,6 +210,7 @@ class StepResult:
         skipped_in_a_row, num_skipped: steps up to this one, and since the start of the run.
         warnings: things that do not stop a run.
         figures: what the loss_fn part tells besides its loss, of the whole batch.
+        answers: what is told of the answers that a step learnt from, where the model gave them.
         data_wait: seconds that the micro-batches took to come, where that took longest.
     """
 
@@ -228,6 +229,7 @@ class StepResult:
     num_skipped: int = 0
     warnings: tuple[str, ...] = ()
     figures: dict[str, float] = field(default_factory=dict)
+    answers: dict[str, float] = field(default_factory=dict)
     data_wait: float = 0.0
 
 

@@ -61,11 +61,14 @@ LOSSES = {  # key -> the collate part that it goes with
     "dpo": "dpo",
     "kto": "kto",
     "rm": "rm",
+    "grpo": "grpo",
 }
+POLICY_KINDS = "grpo bnpo dr_grpo dapo gspo cispo".split()
 PAIR_KINDS = "sigmoid robust hinge ipo apo_zero apo_down sppo_hard nca_pair simpo orpo".split()
 OPTIONS = {
     "dpo": [f"--loss-fn.loss_type {kind} --loss-fn.sft_weight 0.5" for kind in PAIR_KINDS],
     "kto": ["", "--loss-fn.use_kl false"],
+    "grpo": [f"--loss-fn.loss_type {kind} --kl-beta 0.1" for kind in POLICY_KINDS],
     "rm": ["", "--loss-fn.center_coefficient 0.1"],
     "contrastive": ["--sim-fn js", "--sim-fn cos --loss-fn.temperature 0.5"],
     "sft": ["", "--logits-chunk 4"],
@@ -109,6 +112,8 @@ def test_shipped_losses_and_collate_parts_pass(job, key):
         words += ["--dataset", "groups", "--batch-size", 8, "--micro-batch-size", 4]
     if key == "pt":
         words += ["--prompt", "text"]
+    if key == "grpo":
+        words += ["--reward", "contains,format", "--max-completion-length", 8]
     if key == "rm":
         words += ["--train-model", "reward"]
     for options in OPTIONS.get(key, [""]):

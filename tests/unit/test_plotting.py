@@ -8,7 +8,7 @@ import numpy
 import pytest
 from PIL import Image
 
-from stageline.plotting.curves import loss_figure, plot_loss, smooth
+from stageline.plotting.curves import loss_figure, plot_loss, reward_figure, smooth
 from stageline.plotting.pictures import (
     caption,
     drawable,
@@ -53,6 +53,22 @@ def test_the_curve_shows_what_was_logged():
     assert held_out.get_xydata().tolist() == [[0, 3.0], [50, 2.5]]
     assert lower.lines[0].get_ydata().tolist() == [0.1 / n for n in range(1, 101)]
     assert upper.get_yscale() == "linear"
+
+
+def test_rewards_are_drawn_by_part_where_there_are_some(tmp_path):
+    parts = {"reward": 0.5, "reward_std": 0.1, "reward_number": 0.4, "reward_number_std": 0.2}
+    others = {"equal_groups": 0.2, "cut_answers": 0, "entropy": 1.5, "answer_tokens": 9}
+    steps = [step(number, 0.1, **parts, **others, reward_seconds=1) for number in (1, 2)]
+    held_out = [{"kind": "eval", "step": 0, "reward": 0.3}]
+    upper, middle, lower = reward_figure(steps, held_out, title="a").axes
+    assert data_of(upper.lines, "reward number") == [[1, 0.4], [2, 0.4]]
+    assert data_of(upper.lines, "held out") == [[0, 0.3]] and len(upper.lines) == 3
+    assert len(middle.lines) == 3 and data_of(lower.lines, "answer") == [[1, 9], [2, 9]]
+    for name, records in (("with", [*held_out, *steps]), ("without", [step(1, 0.1)])):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "log.jsonl", records)
+        plot_loss(tmp_path / name / "log.jsonl", tmp_path / name / "loss.png", has_pdf=False)
+        assert (tmp_path / name / "reward.png").exists() is (name == "with")
 
 
 def test_steps_that_are_not_finite_are_marked_and_leave_no_gap_in_the_axis():

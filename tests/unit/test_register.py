@@ -191,7 +191,7 @@ def test_registers_are_restored_with_homes_and_frozen_state():
 def test_all_registers_are_there_under_their_names():
     names = (
         "model train_model builder prompt prompt_fn image_token dataset collate_fn loss_fn sim_fn "
-        "metric optimizer lr_scheduler tracker engine document splitter"
+        "reward metric optimizer lr_scheduler tracker engine document splitter"
     )
     assert list(ALL_REGISTERS) == names.split()
     module = __import__("register")

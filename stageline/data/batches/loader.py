@@ -62,6 +62,7 @@ class MicroBatchLoader:
             `PackedStepMaker`.
         facts: micro-batch -> what goes into it besides, see `StageModel.host_facts`; left out where
             workers are not forked, which would get a copy of the model.
+        maker: what makes a step of rows that are not packed.
 
     Raises:
         UserError: rows of a step do not fall into micro-batches or would cut groups, or the part
@@ -90,6 +91,7 @@ class MicroBatchLoader:
         legal_counts: Callable[[int], int] = int,
         agree: Callable[[int, int], int] | None = None,
         facts: Callable[[MicroBatch], MicroBatch] | None = None,
+        maker: type[StepMaker] = StepMaker,
     ) -> None:
         _check_step(batch_size, accumulate_steps, micro_batch_size)
         group_size = group_size_of(dataset)
@@ -120,11 +122,10 @@ class MicroBatchLoader:
             "group_size": group_size,
             "facts": facts if _CAN_FORK or not num_workers else None,
         }
-        if packing is None:
-            self.step_maker = StepMaker(dataset, **options)
-        else:
+        if packing is not None:
             options |= {"capacity": packing, "legal_counts": legal_counts, "agree": agree}
-            self.step_maker = PackedStepMaker(dataset, **options)
+            maker = PackedStepMaker
+        self.step_maker = maker(dataset, **options)
         self.num_workers = num_workers
         self.pins = pins and bool(accelerators())
         self.start_step, self.eval = start_step, eval

@@ -424,6 +424,15 @@ class StepMaker(Dataset):
         return {**batch, "loss_packed_rows": numbers.repeat_interleave(counts)}
 
 
+class PromptMaker(StepMaker):
+    """The rows of a step as they are encoded, with their numbers: prompts, before any answer."""
+
+    def make(self, step: int, shares: Shares) -> list[Any]:
+        """(row of the dataset or None, place in the step over all replicas, encoded sample)."""
+        places = [place for _, place in self._places(shares)]
+        return list(zip(shares[self.dp_rank], places, self._read(step, shares), strict=True))
+
+
 def _no_facts(batch: MicroBatch) -> MicroBatch:
     return {}
 

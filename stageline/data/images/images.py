@@ -27,7 +27,7 @@ from stageline.data.images.image_files import (
     is_turned,
 )
 from stageline.data.images.image_settings import MAX_PIXELS, ImageSettings
-from stageline.data.text.processor import get_image_processor, get_image_token
+from stageline.data.text.processor import get_image_processor, get_image_token, get_tokenizer
 from stageline.data.text.rendered import Rendered
 from stageline.errors import DataError, UserError
 
@@ -181,6 +181,14 @@ class ImageExpander:
         for token_id, mark in facts.type_of_id.items():
             types_BT[input_ids_BT == token_id] = mark
         return {facts.type_input: types_BT}
+
+    def own_ids(self) -> frozenset[int]:
+        """Added tokens that stand for images in a text: a model looks for an image behind each."""
+        facts = next(iter(self._facts.values()), None) or self.facts((64, 64))
+        tokenizer = get_tokenizer(self.processor)
+        written = tokenizer(facts.text, add_special_tokens=False)["input_ids"]
+        added = tokenizer.added_tokens_decoder
+        return frozenset(facts.type_of_id).union(one for one in written if one in added)
 
     def pixels(self, images: Sequence[Sequence[Image.Image]]) -> dict[str, torch.Tensor]:
         """All image inputs of a micro-batch, from the true pixels.

@@ -83,6 +83,13 @@ class FixedLayer(CacheLayerMixin):
                 buffer[index] = buffer[num_rows]
         self._show(num_rows)
 
+    def repeat(self, count: int, num_rows: int) -> None:
+        """Each row becomes so many equal ones; `columns` counts them afterwards."""
+        if self._buffers:
+            rows = (buffer[:num_rows] for buffer in self._buffers)
+            self._buffers = tuple(buffer.repeat_interleave(count, dim=0) for buffer in rows)
+            self._show(num_rows * count)
+
     def join(self, other: "FixedLayer", num_rows: int, num_new: int) -> None:
         """Takes another group's rows behind the own ones; `columns` counts them already."""
         if not self._buffers and not other._buffers:
@@ -308,6 +315,19 @@ class GroupCache(Cache):
             layer.remove(index, last)
         take_out(window.first_columns, index)
         window.trim()
+
+    def repeat(self, count: int) -> None:
+        """Each row becomes so many equal ones, side by side: answers to the same prompt."""
+        window, num_rows = self.window, self.window.num_rows
+        window.row_capacity = num_rows * count
+        for layer in self.window_layers:
+            for name in layer.buffers():
+                rows = getattr(layer, name)[:num_rows]
+                setattr(layer, name, rows.repeat_interleave(count, dim=0))
+        for fixed in self.fixed_layers:
+            fixed.repeat(count, num_rows)
+        for lengths in (window.first_columns, self.fixed.lengths):
+            lengths[:] = [length for length in lengths for _ in range(count)]
 
     def swap(self, one: int, other: int) -> None:
         """Two rows change places."""

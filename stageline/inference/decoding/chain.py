@@ -2,7 +2,7 @@
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -69,10 +69,13 @@ class Wire:
             for work, _ in self._sent.popleft():
                 work.wait()
 
-    def receive(self, source: int) -> tuple[PassOrder, dict[str, torch.Tensor]]:
-        """Waits for the next order of a rank."""
+    def receive(self, source: int | None) -> tuple[PassOrder, dict[str, torch.Tensor]]:
+        """Waits for the next order of a rank; None: of any."""
         block = torch.empty(BLOCK, dtype=torch.uint8)
-        dist.recv(block, group=self.group, group_src=source)
+        if source is None:
+            source = dist.get_group_rank(self.group, dist.recv(block, group=self.group))
+        else:
+            dist.recv(block, group=self.group, group_src=source)
         length = int.from_bytes(bytes(block[:_LENGTH].tolist()), "big")
         text = block[_LENGTH : _LENGTH + length].numpy().tobytes()
         if len(text) < length:
@@ -116,40 +119,101 @@ class LocalChain:
         return self._done.popleft()
 
 
-class RankChain:
-    """A stage on each rank of a pipeline; this is the first one's.
+class Carrier:
+    """One rank's part of a chain: runs its stages when their turn comes, and sends orders on.
 
     Args:
-        decoder: the first stage.
+        decoders: stage -> its decoder, of this rank.
+        route: the rank of each stage, by default a rank a stage; of a schedule with several stages
+            a rank orders come by more than once.
     """
 
-    def __init__(self, decoder: StageDecoder, wire: Wire, *, num_stages: int) -> None:
-        self.decoder, self.wire = decoder, wire
-        self.num_stages = num_stages
+    def __init__(
+        self, decoders: Mapping[int, StageDecoder], wire: Wire, route: Sequence[int]
+    ) -> None:
+        self.decoders, self.wire, self.route = decoders, wire, route
+        sources = {route[stage - 1] for stage in decoders}
+        sources |= {route[-1]} if wire.rank == route[0] else set()
+        sources -= {wire.rank}
+        self._source = sources.pop() if len(sources) == 1 else None
+
+    def receive(self) -> tuple[PassOrder, Tensors]:
+        """The next order that comes to this rank."""
+        return self.wire.receive(self._source)
+
+    def carry(self, order: PassOrder, tensors: Tensors) -> bool:
+        """Does what comes next here, and hands the order on; True: it is over, and at its home."""
+        route, here = self.route, self.wire.rank
+        while len(order.seconds) < len(route) and route[len(order.seconds)] == here:
+            tensors = self.decoders[len(order.seconds)].run(order, tensors)
+        target = route[len(order.seconds) % len(route)]
+        if target == here:
+            return True
+        self.wire.send(target, order, tensors)
+        return False
+
+
+class RankChain:
+    """Stages on the ranks of a pipeline; this is the first one's.
+
+    Args:
+        decoders: the first stage, or all stages of this rank by number.
+        route: the rank of each stage; by default a rank a stage.
+    """
+
+    def __init__(
+        self,
+        decoders: StageDecoder | Mapping[int, StageDecoder],
+        wire: Wire,
+        *,
+        num_stages: int,
+        route: Sequence[int] | None = None,
+    ) -> None:
+        self.wire, self.num_stages = wire, num_stages
+        self._carrier = _carrier(decoders, wire, route or range(num_stages))
         self.num_in_flight = 0
+        self._done: deque[PassOrder] = deque()
 
     def start(self, order: PassOrder, tensors: Tensors) -> None:
-        tensors = self.decoder.run(order, tensors)
-        self.wire.send(1, order, tensors)
         self.num_in_flight += 1
+        if self._carrier.carry(order, tensors):
+            self._done.append(order)
 
     def result(self) -> PassOrder:
-        order, _ = self.wire.receive(self.num_stages - 1)
+        while not self._done:
+            order, tensors = self._carrier.receive()
+            if self._carrier.carry(order, tensors):
+                self._done.append(order)
         self.num_in_flight -= 1
-        return order
+        return self._done.popleft()
 
 
 Chain = LocalChain | RankChain
 
 
-def follow(decoder: StageDecoder, wire: Wire, *, num_stages: int) -> None:
+def _carrier(
+    decoders: StageDecoder | Mapping[int, StageDecoder], wire: Wire, route: Sequence[int]
+) -> Carrier:
+    if isinstance(decoders, Mapping):
+        return Carrier(decoders, wire, route)
+    return Carrier({wire.rank: decoders}, wire, route)
+
+
+def follow(
+    decoders: StageDecoder | Mapping[int, StageDecoder],
+    wire: Wire,
+    *,
+    num_stages: int,
+    route: Sequence[int] | None = None,
+) -> None:
     """What the other ranks do: each order's part, until the order to stop has gone by."""
-    target = (wire.rank + 1) % num_stages
-    kind = ""
-    while kind != "stop":
-        order, tensors = wire.receive(wire.rank - 1)
-        kind = order.kind
-        wire.send(target, order, decoder.run(order, tensors))
+    carrier = _carrier(decoders, wire, route or range(num_stages))
+    last = max(carrier.decoders)
+    has_stopped = False
+    while not has_stopped:
+        order, tensors = carrier.receive()
+        carrier.carry(order, tensors)
+        has_stopped = order.kind == "stop" and len(order.seconds) > last
     wire.flush()
 
 

@@ -47,6 +47,7 @@ class Sampling:
         stop_token_ids: end the answer; None: those of model and tokenizer, (): none.
         min_new_tokens: none of them comes before the answer has so many tokens.
         logprobs: None: none; n: that of each chosen token and of the n likeliest ones.
+        tempers_logprobs: they are those of what is drawn from, the logits by the temperature.
         grammar: what the whole answer has to be; stop tokens then come only where it may end.
     """
 
@@ -64,6 +65,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] | None = None
     min_new_tokens: int = 0
     logprobs: int | None = None
+    tempers_logprobs: bool = False
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
@@ -102,7 +104,8 @@ class Request:
 class TokenLogprob:
     """Log-probability of a token and of the likeliest ones in its place, likeliest first.
 
-    They are those of the model: before penalties, biases and temperature.
+    They are those of the model: before penalties and biases, and before the temperature unless the
+    request says otherwise.
     """
 
     token_id: int
@@ -232,6 +235,8 @@ class PassOrder:
         rows: ids of the rows, in the order in which the group has them.
         adapters: number of each row's adapter, 0: none; empty: no row has one.
         lengths: tokens of each row; of a prefill, a score and a measurement.
+        copies: rows that the only prompt becomes when it is read, which share its keys and values
+            up to there; 0: the one.
         piece: (first, end) of the tokens that are read of the only row; empty: all of each row.
         settings: of each new row: how its tokens are chosen.
         targets: of each row of a score: the tokens that are scored; the row ends before the last.
@@ -253,6 +258,7 @@ class PassOrder:
     rows: list[int] = field(default_factory=list)
     adapters: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    copies: int = 0
     piece: list[int] = field(default_factory=list)
     settings: list[Sampling] = field(default_factory=list)
     targets: list[list[int]] = field(default_factory=list)

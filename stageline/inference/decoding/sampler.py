@@ -167,7 +167,8 @@ def choose(logits_BV: Tensor, rows: Sequence[SampledRow]) -> list[Chosen]:
     """The next token of each row.
 
     Log-probabilities are those of the logits as they come, a float32 log-softmax: penalties,
-    biases and temperature don't change them (as OpenAI and vLLM have it).
+    biases and temperature don't change them (as OpenAI and vLLM have it), but for the temperature
+    of a row that wants it so.
     """
     tops, tokens = _likeliest(logits_BV)
     errors = {
@@ -188,7 +189,7 @@ def choose(logits_BV: Tensor, rows: Sequence[SampledRow]) -> list[Chosen]:
     return [
         Chosen(-1, error=errors[place])
         if place in errors
-        else Chosen(token, _logprob(logits_BV[place], token, rows[place].sampling.logprobs))
+        else Chosen(token, _logprob(logits_BV[place], token, rows[place].sampling))
         for place, token in enumerate(tokens)
     ]
 
@@ -330,12 +331,16 @@ def _penalise_repetition(scores_V: Tensor, row: SampledRow, answer: Tensor) -> N
     scores_V.copy_(longer_V.scatter(0, ids, scores)[:size])
 
 
-def _logprob(logits_V: Tensor, token: int, num_top: int | None) -> TokenLogprob | None:
+def _logprob(logits_V: Tensor, token: int, sampling: Sampling) -> TokenLogprob | None:
+    num_top = sampling.logprobs
     if num_top is None:
         return None
     # row by row and from a new tensor: the order of a sum may depend on the shape of the whole,
     # and on a GPU on where in memory the row begins
-    logprobs_V = logits_V.to(torch.float32, copy=True).log_softmax(-1)
+    wide_V = logits_V.to(torch.float32, copy=True)
+    if sampling.tempers_logprobs and _is_sampled(sampling):
+        wide_V /= sampling.temperature
+    logprobs_V = wide_V.log_softmax(-1)
     top = _largest(logprobs_V, min(num_top, len(logprobs_V)))
     return TokenLogprob(token, logprobs_V[token].item(), top)
 

@@ -3,15 +3,18 @@
 Shapes: B rows, T tokens or new columns, H hidden size, V vocabulary.
 """
 
+import contextlib
 import inspect
 import sys
 import time
 import traceback
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from stageline import progress
 from stageline.device import is_accelerator, sent, synchronize
 from stageline.errors import UserError
 from stageline.inference.decoding.cache import GroupCache, Window, take_out
@@ -108,6 +111,28 @@ HIDDEN, EXTRA = "hidden", "extra"
 MEASURED_GROUP = -1
 
 
+@contextlib.contextmanager
+def answering(stages: Iterable[Stage]) -> Iterator[None]:
+    """Stages of a training answer meanwhile; afterwards they are as they were."""
+    with contextlib.ExitStack() as stack:
+        for stage in stages:
+            modes = [(module, module.training) for module in stage.modules()]
+            for module, is_training in modes:
+                stack.callback(setattr, module, "training", is_training)
+            stack.callback(stage.train, stage.training)  # what else hangs on the mode
+            before = dict(vars(stage))
+            stage.eval()
+            stage.answer_only()
+            stack.callback(_put_back, stage, before)
+        yield
+
+
+def _put_back(stage: Stage, before: dict[str, Any]) -> None:
+    for name in vars(stage).keys() - before.keys():
+        del vars(stage)[name]
+    vars(stage).update(before)
+
+
 class StageDecoder:
     """Carries out orders on one stage.
 
@@ -115,6 +140,7 @@ class StageDecoder:
         stage: a stage model with its weights.
         device: where they lie.
         matchers: on the last stage, for answers that keep to a grammar.
+        trains_on: the stage is one of a training, which `answering` brings to answer and back.
 
     Attributes:
         has_cache: the model keeps keys and values; else each token reads its whole row anew.
@@ -128,9 +154,14 @@ class StageDecoder:
         *,
         device: torch.device | str = "cpu",
         matchers: Matchers | None = None,
+        trains_on: bool = False,
     ) -> None:
-        stage.eval().requires_grad_(False)
-        stage.answer_only()
+        # what a model keeps of a pass may be saved for a gradient later, but not in inference mode
+        self._mode = torch.no_grad if trains_on else torch.inference_mode
+        self._trains_on = trains_on
+        if not trains_on:
+            stage.eval().requires_grad_(False)
+            stage.answer_only()
         self.stage = stage
         self.has_cache = bool(stage.can_decode)
         self.reads_in_pieces = self.has_cache and bool(stage.reads_in_pieces)
@@ -149,7 +180,6 @@ class StageDecoder:
         self._row_choice = getattr(stage, "row_choice", None)
         self._keeps_logits = stage.is_last and _can_keep_logits(stage)
 
-    @torch.inference_mode()
     def run(self, order: PassOrder, tensors: Tensors) -> Tensors:
         """Does this stage's part of an order, in place.
 
@@ -159,6 +189,16 @@ class StageDecoder:
         Returns:
             What the next stage needs. The last stage writes into the order instead.
         """
+        with self._mode(), self._noted():
+            return self._run(order, tensors)
+
+    def _noted(self) -> contextlib.AbstractContextManager:
+        """A training run looks for operations that hang: each pass is one."""
+        if not self._trains_on:
+            return contextlib.nullcontext()
+        return progress.doing("decoding", stage=self.stage.stage)
+
+    def _run(self, order: PassOrder, tensors: Tensors) -> Tensors:
         began = time.perf_counter()
         self._tidy(order)
         if self._row_choice is not None:
@@ -175,11 +215,14 @@ class StageDecoder:
         order.seconds.append(time.perf_counter() - began)
         return {} if order.error else found
 
-    @torch.inference_mode()
     def bytes_of_a_token(self) -> int:
         """What one token takes in the cache of this stage; at least 1."""
         if not self.has_cache:
             return 1
+        with self._mode():
+            return self._bytes_of_a_token()
+
+    def _bytes_of_a_token(self) -> int:
         cache = self._new_cache(1)
         cache.begin(1, lengths=[1])
         inputs = [
@@ -246,14 +289,19 @@ class StageDecoder:
         last = positions.amax(-1) + 1
         new.positions = (last if last.ndim == 1 else last.amax(0)).tolist()
         kept = self.stage.kept_inputs(batch)
-        places = range(len(order.rows))
+        places = range(len(order.lengths))
         new.kept = [{name: value[place] for name, value in kept.items()} for place in places]
+        if order.copies:
+            new.cache.repeat(order.copies)
+            new.positions, new.kept = new.positions * order.copies, new.kept * order.copies
         self._join(order.group, new)
         if self.stage.is_last:
-            ids_BT = torch.cat(new.read, dim=1)
-            for place, length in enumerate(order.lengths):
-                self._welcome(order, place, ids_BT[place, ids_BT.shape[1] - length :])
-            return self._choose(order, output[:, -1])
+            ids_BT, count = torch.cat(new.read, dim=1), order.copies or 1
+            lengths = [length for length in order.lengths for _ in range(count)]
+            for place, length in enumerate(lengths):
+                ids_T = ids_BT[place // count, ids_BT.shape[1] - length :]
+                self._welcome(order, place, ids_T)
+            return self._choose(order, output[:, -1].repeat_interleave(count, dim=0))
         return _onwards(output, _others(tensors))
 
     def _begun(self, order: PassOrder) -> Group | None:
@@ -267,7 +315,7 @@ class StageDecoder:
             if new is not None:
                 new.cache.begin(end - first)
             return new
-        new = Group(self._new_cache(len(order.rows)), list(order.rows))
+        new = Group(self._new_cache(len(order.lengths)), list(order.rows))
         lengths = [end] if order.piece else order.lengths
         new.cache.begin(end, lengths=lengths, room=max(order.lengths))
         return new

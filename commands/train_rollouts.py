@@ -1,0 +1,185 @@
+"""What a run is made of whose model answers before each step: prompts, rewards, decoding.
+
+Knows the options; the engine's part is stageline/training/rollouts.py.
+"""
+
+import functools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from commands.train_data import Data, answers_of
+from options.train import RunConfig
+from parse_args import TrainArguments
+from stageline.data.batches.loader import MicroBatchLoader
+from stageline.data.batches.sampler import group_size_of
+from stageline.data.batches.step_maker import PromptMaker
+from stageline.data.text.processor import get_tokenizer
+from stageline.distributed.process_group import DistributedContext
+from stageline.inference.decoding.chain import make_wire
+from stageline.inference.generation import stop_ids_of
+from stageline.model_folder import find_folder, load_config
+from stageline.pipeline.runner import PipelineRunner
+from stageline.training.replicas import Replicas
+from stageline.training.resume import ResumePoint
+from stageline.training.rewards import Reward, Rewards
+from stageline.training.rollouts import RolloutOptions, Rollouts, StageAnswers
+
+
+def make_prompts(
+    arguments: TrainArguments,
+    data: Data,
+    context: DistributedContext,
+    dataset: Any,
+    *,
+    is_evaluation: bool,
+    start_step: int = 0,
+    position: object = None,
+) -> MicroBatchLoader:
+    """Gives the prompts of each step, encoded.
+
+    Args:
+        start_step: times that answers were drawn.
+    """
+    run = arguments.run
+    count = run.batch_size if is_evaluation else run.batch_size * run.accumulate_steps
+    return MicroBatchLoader(
+        dataset,
+        collate=functools.partial(data.collate, stage=context.pp_rank),
+        batch_size=max(1, count // answers_of(arguments)),
+        micro_batch_size=group_size_of(dataset),
+        dp_rank=context.dp_rank,
+        dp_degree=context.num_replicas,
+        seed=run.seed,
+        num_workers=run.num_workers,
+        start_step=start_step,
+        position=position,
+        shuffle=not is_evaluation,
+        eval=is_evaluation,
+        order="given",
+        maker=PromptMaker,
+    )
+
+
+def make_rollouts(
+    arguments: TrainArguments,
+    data: Data,
+    context: DistributedContext,
+    runner: PipelineRunner,
+    replicas: Replicas,
+    *,
+    point: ResumePoint | None,
+) -> Rollouts:
+    """What gives the micro-batches of each step; every rank makes it, together."""
+    run = arguments.run
+    start_step = point.step if point else 0
+    prompts = make_prompts(
+        arguments,
+        data,
+        context,
+        data.train,
+        is_evaluation=False,
+        start_step=start_step // run.inner_steps,
+        position=point.state.facts.get("position") if point else None,
+    )
+    samples = None
+    if context.is_main and run.keep_samples:
+        path = Path(run.output_dir).absolute() / "samples.jsonl"
+        samples = SampleFile(path, start_step=start_step, every=run.keep_samples)
+    return Rollouts(
+        _make_answers(run, data, context, runner),
+        make_rewards(arguments),
+        rollout_options(run),
+        prompts=prompts,
+        collate=functools.partial(data.collate, stage=context.pp_rank),
+        replicas=replicas,
+        facts=getattr(runner.local.models[0], "host_facts", None),
+        start_step=start_step,
+        on_samples=samples,
+    )
+
+
+def make_rewards(arguments: TrainArguments) -> Rewards:
+    """The reward parts with their weights."""
+    run, chosen = arguments.run, arguments.parts["reward"].part
+    weights = run.reward_weights or [1.0] * len(chosen)
+    parts = [
+        Reward(one.key, one.bound, weight) for one, weight in zip(chosen, weights, strict=True)
+    ]
+    return Rewards(parts, timeout=run.reward_timeout)
+
+
+def rollout_options(run: RunConfig) -> RolloutOptions:
+    """The options of the run, as the engine calls them."""
+    return RolloutOptions(
+        seed=run.seed,
+        group_size=run.group_size,
+        inner_steps=run.inner_steps,
+        advantage=run.advantage,
+        temperature=run.sampling_temperature,
+        max_completion_length=run.max_completion_length,
+        stop=tuple(run.stop_strings or ()),
+        kl_beta=run.kl_beta,
+        masks_cut=run.mask_truncated_completions,
+        drops_equal=run.drop_equal_groups,
+        prompts_together=run.prompts_together,
+        micro_batch_size=run.micro_batch_size,
+        is_sorted=run.micro_batch_order == "sorted",
+    )
+
+
+def _make_answers(
+    run: RunConfig, data: Data, context: DistributedContext, runner: PipelineRunner
+) -> StageAnswers:
+    wire = None
+    if context.num_ranks > 1:
+        wire = make_wire(
+            context.rank,
+            num_stages=context.num_ranks,
+            num_replicas=context.num_replicas,
+            device=context.device,
+        )
+    tokenizer = get_tokenizer(data.processor)
+    folder = find_folder(run.config_folder)
+    config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
+    text = config.get_text_config(decoder=True)
+    return StageAnswers(
+        runner,
+        wire,
+        processor=data.processor,
+        pad_token_id=data.pad_token_id,
+        stop_ids=stop_ids_of(folder, config, tokenizer),
+        positions=getattr(text, "max_position_embeddings", None),
+    )
+
+
+class SampleFile:
+    """Answers with their rewards in the run folder, a line a prompt.
+
+    Args:
+        start_step: steps done; what an earlier start wrote beyond them is taken away.
+        every: steps between two that are written.
+    """
+
+    def __init__(self, path: Path, *, start_step: int, every: int) -> None:
+        self.path, self.every = path, every
+        if path.exists():
+            kept = [line for line in path.open(encoding="utf-8") if _step_of(line) <= start_step]
+            draft = path.with_name(path.name + ".tmp")
+            draft.write_text("".join(kept) if start_step else "", encoding="utf-8")
+            os.replace(draft, path)
+
+    def __call__(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Writes the answers of a step."""
+        if (step - 1) % self.every == 0:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(one, ensure_ascii=False) + "\n" for one in records)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):  # cut off by a crash
+        return float("inf")

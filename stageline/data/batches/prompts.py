@@ -1,0 +1,92 @@
+"""Prompts that a model is to answer, and the rows that they become with answers of its own.
+
+Before there are answers a prompt is a row with a stand-in for the longest one: what is checked of
+lengths, planned and measured holds for the rows of every step. Shapes: B rows, T tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from stageline.data.batches.batch import (
+    Images,
+    MicroBatch,
+    Sample,
+    add_image_inputs,
+    encode_sample,
+    pad_rows,
+    render_sample,
+    sample_name,
+)
+from stageline.data.batches.collate import TEXTS, Item, collate_encoded
+from stageline.data.batches.collate_part import EncodedSample, all_encoded
+from stageline.data.text.encode import Encoded
+from stageline.data.text.limit import Overlong, limit_length
+
+
+def encode_prompt(
+    images: Images,
+    sample: Sample,
+    *,
+    pad_token_id: int,
+    max_token_num: int,
+    max_completion_length: int,
+    stage: int,
+    overlong: Overlong = "error",
+    **texts: Any,
+) -> EncodedSample:
+    """A prompt, up to where its answer begins, with a stand-in for the longest answer."""
+    chosen = {name: texts[name] for name in TEXTS}
+    rendered = render_sample(images, sample, for_generation=True, **chosen)
+    name = sample_name(sample)
+    prompt = encode_sample(rendered, images, processor=texts["processor"], name=name)
+    whole = with_answer(prompt, [pad_token_id] * max_completion_length)
+    row = limit_length(
+        whole,
+        max_token_num=max_token_num,
+        overlong=overlong,
+        name=name,
+        pad_token_id=pad_token_id,
+        warn=stage == 0,
+    )
+    return EncodedSample(images, sample, [row], len(row), [whole])
+
+
+def with_answer(prompt: Encoded, answer: Sequence[int]) -> Encoded:
+    """The row of a prompt and what answers it, which is learnt."""
+    is_target = [False] * len(prompt) + [True] * len(answer)
+    ids = [*prompt.input_ids, *answer]
+    return Encoded(ids, is_target=is_target, is_cuttable=[False] * len(ids))
+
+
+def prompt_of(encoded: EncodedSample) -> Encoded:
+    """The prompt alone."""
+    [row] = encoded.whole
+    length = row.is_target.index(True)
+    return Encoded(row.input_ids[:length], [False] * length, [False] * length)
+
+
+def answered(encoded: EncodedSample, answer: Sequence[int]) -> EncodedSample:
+    """The sample with an answer in the place of the stand-in."""
+    row = with_answer(prompt_of(encoded), answer)
+    return replace(encoded, rows=[row], length=len(row), whole=[row])
+
+
+def decoder_inputs(encoded: EncodedSample, *, processor: Any, pad_token_id: int) -> MicroBatch:
+    """What a decoder reads of a prompt: ids and mask [1, T], pixels and what goes with them."""
+    batch = pad_rows(
+        [prompt_of(encoded)], pad_token_id=pad_token_id, side="left", with_labels=False
+    )
+    names = [sample_name(encoded.sample)]
+    images = [encoded.images or ()]
+    add_image_inputs(batch, images, processor=processor, names=names, with_pixels=True)
+    return batch
+
+
+def collate_answers(
+    samples: Sequence[Item], *, max_completion_length: int, **common: Any
+) -> MicroBatch:
+    """One micro-batch of prompts with answers, or with their stand-ins."""
+    options = {"max_completion_length": max_completion_length, **common}
+    encoded = all_encoded(samples, encode_prompt, **options)
+    return collate_encoded(encoded, **common)

@@ -1,0 +1,251 @@
+"""Several answers to each prompt, for training on them: which are drawn follows from seeds alone.
+
+A server puts together what came when, and how many groups are best is measured. Here a lot of
+prompts is answered together, whatever the number of stages or replicas, so that each pass has the
+shape that it would have in any other split, and a run that is resumed draws the same answers. A
+prompt is read once: its answers share what was kept of it, and images are looked at once.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from stageline.errors import UserError
+from stageline.inference.decoding.answer import AnswerText
+from stageline.inference.decoding.cache import take_out
+from stageline.inference.decoding.chain import Chain
+from stageline.inference.decoding.request import (
+    PassOrder,
+    Prompt,
+    Sampling,
+    error_of,
+    length_of,
+    together,
+)
+
+
+@dataclass(frozen=True)
+class PromptToAnswer:
+    """A prompt with a seed for each answer.
+
+    Attributes:
+        inputs: what `encode_prompts` makes of one prompt.
+    """
+
+    inputs: Prompt
+    seeds: tuple[int, ...]
+
+
+@dataclass
+class SampledAnswer:
+    """One answer as it was drawn.
+
+    Attributes:
+        token_ids: with the token that ended it, which was drawn as well as the others.
+        log_probs: of each of them, of the distribution that it was drawn from.
+        text: without what ended it.
+        is_cut: nothing ended it: there was no room for more.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    text: str = ""
+    is_cut: bool = False
+
+
+@dataclass(eq=False)
+class _Row:
+    """An answer that grows."""
+
+    number: int
+    answer: SampledAnswer
+    words: AnswerText
+
+    def take(self, order: PassOrder, place: int, most: int) -> bool:
+        """Takes a token; True: the answer has ended."""
+        error = error_of(order, place)
+        if error is not None:
+            raise error
+        logprob = order.logprobs[place]
+        assert logprob is not None  # they were asked for
+        self.answer.token_ids.append(order.tokens[place])
+        self.answer.log_probs.append(logprob.logprob)
+        self.words.add(order.tokens[place])
+        is_over = self.words.is_stopped or len(self.answer.token_ids) == most
+        if is_over:
+            self.words.finish()  # its rest may end in a stop string
+            self.answer.is_cut = not self.words.is_stopped
+            self.answer.text = self.words.text
+        return is_over
+
+
+@dataclass(eq=False)
+class _Lot:
+    """Prompts that are answered together: one group of the stages.
+
+    Attributes:
+        unread: prompts that have not come back from their first pass.
+        rows: that go on, in the order in which the stages have them.
+        left: rows that have ended and not been told of.
+    """
+
+    number: int
+    unread: int
+    rows: list[_Row] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
+
+
+class AnswerGroups:
+    """Draws groups of answers; the first rank of a pipeline has it, the others follow.
+
+    Args:
+        chain: the stages, which answer meanwhile.
+        stop_ids: tokens that end an answer.
+        lots_at_once: so many are on their way; more fill the pipeline, and take memory.
+        most_on_way: passes that may be on their way.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        *,
+        tokenizer: Any,
+        stop_ids: Sequence[int],
+        device: torch.device,
+        lots_at_once: int,
+        most_on_way: int,
+    ) -> None:
+        self.chain = chain
+        self.tokenizer = tokenizer
+        self.stop_ids = tuple(stop_ids)
+        self.device = device
+        self.lots_at_once = lots_at_once
+        self.most_on_way = most_on_way
+
+    def draw(
+        self, prompts: Sequence[PromptToAnswer], sampling: Sampling, *, lot_size: int
+    ) -> list[list[SampledAnswer]]:
+        """The answers to each prompt, one for each of its seeds.
+
+        Args:
+            sampling: how all tokens are drawn; its seed is not looked at.
+            lot_size: prompts that are answered together. Roundings depend on it, and so may tokens.
+
+        Raises:
+            EngineError, UserError: a stage failed, or a token could not be drawn.
+        """
+        wanted = replace(sampling, stop_token_ids=self.stop_ids, logprobs=0, tempers_logprobs=True)
+        drawing = _Drawing(self, wanted)
+        waiting = deque(
+            prompts[start : start + lot_size] for start in range(0, len(prompts), lot_size)
+        )
+        while waiting or drawing.is_busy:
+            while waiting and len(drawing.lots) < self.lots_at_once:
+                drawing.begin(waiting.popleft())
+            drawing.go_on()
+        return drawing.answers
+
+    def close(self) -> None:
+        """Lets the other ranks go on to something else."""
+        if self.chain.num_stages > 1:
+            self.chain.start(PassOrder("stop"), {})
+            self.chain.result()
+
+
+class _Drawing:
+    """One call of `AnswerGroups.draw`."""
+
+    def __init__(self, groups: AnswerGroups, sampling: Sampling) -> None:
+        self.groups, self.sampling = groups, sampling
+        self.answers: list[list[SampledAnswer]] = []
+        self.lots: dict[int, _Lot] = {}
+        self._ready: deque[Callable[[], tuple[PassOrder, dict[str, torch.Tensor]]]] = deque()
+        self._rows: dict[int, _Row] = {}
+        self._num_lots = 0
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._ready or self.groups.chain.num_in_flight)
+
+    def begin(self, prompts: Sequence[PromptToAnswer]) -> None:
+        """Puts the first passes of a lot in line: each prompt is read alone, and once."""
+        lot = self.lots[self._num_lots] = _Lot(self._num_lots, unread=len(prompts))
+        self._num_lots += 1
+        for prompt in prompts:
+            rows = [self._new_row() for _ in prompt.seeds]
+            self.answers.append([row.answer for row in rows])
+            lot.rows += rows
+            self._ready.append(functools.partial(self._read, lot, prompt, rows))
+
+    def _new_row(self) -> _Row:
+        groups = self.groups
+        words = AnswerText(groups.tokenizer, self.sampling.stop, groups.stop_ids)
+        row = _Row(len(self._rows), SampledAnswer(), words)
+        self._rows[row.number] = row
+        return row
+
+    def _read(
+        self, lot: _Lot, prompt: PromptToAnswer, rows: Sequence[_Row]
+    ) -> tuple[PassOrder, dict[str, torch.Tensor]]:
+        order = PassOrder(
+            "prefill",
+            group=lot.number,
+            rows=[row.number for row in rows],
+            lengths=[length_of(prompt.inputs)],
+            copies=len(rows),
+            settings=[replace(self.sampling, seed=seed) for seed in prompt.seeds],
+        )
+        return order, together([prompt.inputs])
+
+    def _step(self, lot: _Lot) -> tuple[PassOrder, dict[str, torch.Tensor]]:
+        order = PassOrder("decode", group=lot.number, rows=[row.number for row in lot.rows])
+        order.leave, lot.left = [(lot.number, row) for row in lot.left], []
+        return order, {"input_ids": torch.tensor([[row.answer.token_ids[-1]] for row in lot.rows])}
+
+    def go_on(self) -> None:
+        """Starts what is in line, then takes the oldest result."""
+        chain = self.groups.chain
+        while self._ready and chain.num_in_flight < self.groups.most_on_way:
+            order, tensors = self._ready.popleft()()
+            chain.start(
+                order, {name: value.to(self.groups.device) for name, value in tensors.items()}
+            )
+        self._take(chain.result())
+
+    def _take(self, order: PassOrder) -> None:
+        if order.kind == "tidy":
+            return
+        lot = self.lots[order.group]
+        lot.unread -= order.kind == "prefill"
+        for place, number in enumerate(order.rows):
+            row = self._rows[number]
+            if row.take(order, place, self.sampling.max_new_tokens):
+                # as the stages take a row out, so that they need not move any
+                take_out(lot.rows, lot.rows.index(row))
+                lot.left.append(number)
+        if lot.unread:
+            return
+        if lot.rows:
+            self._ready.append(functools.partial(self._step, lot))
+            return
+        del self.lots[lot.number]
+        left = [(lot.number, row) for row in lot.left]
+        self._ready.append(lambda: (PassOrder("tidy", leave=left), {}))
+
+
+def check_room(prompt_tokens: int, answer_tokens: int, positions: int | None) -> None:
+    """Refuses answers that the model has no positions for.
+
+    Raises:
+        UserError: says how many there are.
+    """
+    if positions is not None and prompt_tokens + answer_tokens > positions:
+        raise UserError(
+            f"a prompt of {prompt_tokens} tokens and an answer of up to {answer_tokens} came "
+            f"(`max_completion_length`); the model has {positions} positions. Both have to fit: "
+            "lower it, or shorten the prompts."
+        )

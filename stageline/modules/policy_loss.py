@@ -1,0 +1,250 @@
+"""Losses over sampled answers: GRPO and its kin, from log-probabilities and advantages.
+
+Formulas, names and defaults are those of trl's GRPOTrainer; docs/grpo.md writes them out. All
+that is given by place [B, T] lies where the token is predicted, one before its own place.
+
+Shapes: B answers, one a row, T tokens, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from stageline.errors import UserError
+from stageline.modules.losses import IGNORE, at_least_float32, next_labels, token_losses
+
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo"]
+Level = Literal["token", "sequence"]
+Correction = Literal[
+    "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+]
+MicroBatch = Mapping[str, torch.Tensor]
+# what a run adds to a micro-batch. An answer that is not learnt has no say in any token; one that
+# does not count is not even among the answers that a mean is taken of
+ADVANTAGES, IS_LEARNT, IS_COUNTED = "loss_advantages", "loss_is_learnt", "loss_is_counted"  # [B]
+# [B, T], log-probabilities of the tokens: when they were drawn, before the first of several steps
+# on the same answers, and under the model that training began with
+SAMPLED, OLD, START = "loss_sampled", "loss_old", "loss_start"
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """What a loss over sampled answers is made of; see the loss_fn part `grpo`."""
+
+    loss_type: LossType = "dapo"
+    importance_sampling_level: Level = "token"
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
+    kl_beta: float = 0.0
+    entropy_coef: float = 0.0
+    importance_correction: Correction = "auto"
+    importance_cap: float = 3.0
+    temperature: float = 1.0
+    max_completion_length: int = 512
+
+    @property
+    def high(self) -> float:
+        """How far a ratio may be above 1; of cispo, the most that it may be."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def level(self) -> Level:
+        """What has a ratio of its own."""
+        return "sequence" if self.loss_type == "gspo" else self.importance_sampling_level
+
+    def check(self) -> None:
+        """Refuses numbers that make no loss.
+
+        Raises:
+            UserError: names the options.
+        """
+        least = (self.epsilon, self.high, self.kl_beta, self.entropy_coef)
+        above = (self.temperature, self.importance_cap, self.max_completion_length)
+        if min(least) < 0 or min(above) <= 0 or (self.delta is not None and self.delta <= 0):
+            raise UserError(
+                f"the loss grpo has epsilon {self.epsilon:g}, epsilon_high {self.high:g}, delta "
+                f"{self.delta}, kl_beta {self.kl_beta:g}, entropy_coef {self.entropy_coef:g}, "
+                f"temperature {self.temperature:g}, importance_cap {self.importance_cap:g}. "
+                "Nothing below 0, and a temperature, a delta and a cap above 0 were expected: "
+                "correct the options of the loss."
+            )
+
+
+def given(batch: MicroBatch, name: str) -> torch.Tensor:
+    """What the run adds to a micro-batch.
+
+    Raises:
+        UserError: it did not.
+    """
+    if name not in batch:
+        raise UserError(
+            f"a loss over sampled answers got a micro-batch without {name}. It was expected, "
+            "because the model answers, and rewards say how well, before each step: train with "
+            "train_pp.py and `collate_fn` grpo."
+        )
+    return batch[name]
+
+
+def learnt_tokens(batch: MicroBatch) -> torch.Tensor:
+    """Whether the token that a place predicts is learnt, [B, T]."""
+    return (next_labels(batch) != IGNORE) & given(batch, IS_LEARNT)[:, None]
+
+
+def count_learnt_tokens(batch: MicroBatch) -> int:
+    """Tokens of the answers that are learnt, the one that ends an answer among them."""
+    return int(learnt_tokens(batch).sum())
+
+
+def count_answers(batch: MicroBatch) -> int:
+    """Answers of a micro-batch that count."""
+    return int(given(batch, IS_COUNTED).sum())
+
+
+def with_stand_ins(batch: MicroBatch) -> dict[str, torch.Tensor]:
+    """The micro-batch with what a run adds, made up: to measure with, not to train on."""
+    labels_BT = batch["labels"]
+    has_B = (labels_BT != IGNORE).any(dim=1)
+    zeros_BT = torch.zeros(labels_BT.shape)
+    columns = {ADVANTAGES: torch.ones(len(labels_BT)), IS_LEARNT: has_B, IS_COUNTED: has_B}
+    return {**batch, **columns, SAMPLED: zeros_BT, START: zeros_BT}
+
+
+def token_log_probs(
+    logits_BTV: torch.Tensor, batch: MicroBatch, *, temperature: float
+) -> torch.Tensor:
+    """Of the token that each place predicts, [B, T] in float32 at least; 0 where none is.
+
+    Args:
+        temperature: that tokens were drawn at: they are those of what was drawn from.
+    """
+    logits_BTV = at_least_float32(logits_BTV)
+    if temperature != 1:
+        logits_BTV = logits_BTV / temperature
+    return -token_losses(logits_BTV, batch)
+
+
+def entropies(logits_BTV: torch.Tensor, is_learnt_BT: torch.Tensor, *, temperature: float):
+    """Of the distribution in each place that is learnt, [B, T]; 0 elsewhere."""
+    rows = []
+    for logits_TV, is_learnt_T in zip(logits_BTV, is_learnt_BT, strict=True):  # for the memory
+        log_probs_NV = (at_least_float32(logits_TV[is_learnt_T]) / temperature).log_softmax(-1)
+        found_N = -(log_probs_NV.exp() * log_probs_NV).sum(-1)
+        row_T = found_N.new_zeros(len(logits_TV))
+        rows.append(row_T.masked_scatter(is_learnt_T, found_N))
+    return torch.stack(rows)
+
+
+def policy_loss(
+    logits_BTV: torch.Tensor,
+    batch: MicroBatch,
+    *,
+    num_tokens: torch.Tensor,
+    num_answers: torch.Tensor,
+    options: PolicyOptions,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The share of a micro-batch in the loss of the step, and in its figures.
+
+    Args:
+        num_tokens, num_answers: of the whole step, by the counts above.
+    """
+    is_learnt_BT = learnt_tokens(batch).to(logits_BTV.device)
+    log_probs_BT = token_log_probs(logits_BTV, batch, temperature=options.temperature)
+    old_BT = batch[OLD].to(log_probs_BT) if OLD in batch else log_probs_BT.detach()
+    terms_BT, figures_BT = policy_terms(log_probs_BT, old_BT, is_learnt_BT, batch, options)
+    correction_B1 = correction(old_BT, is_learnt_BT, batch, options, dtype=logits_BTV.dtype)
+    if correction_B1 is not None:
+        terms_BT = terms_BT * correction_B1
+    if options.kl_beta:
+        apart_BT = given(batch, START).to(log_probs_BT) - log_probs_BT
+        kl_BT = torch.exp(apart_BT) - apart_BT - 1  # k3: unbiased, never below 0
+        terms_BT = terms_BT + options.kl_beta * kl_BT
+        figures_BT["kl"] = kl_BT
+    tokens, answers = num_tokens.clamp(min=1), num_answers.clamp(min=1)
+    learnt_BT = is_learnt_BT.to(log_probs_BT)
+    loss = _normalised(terms_BT * learnt_BT, learnt_BT, tokens, answers, options)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and options.entropy_coef > 0):
+        entropy_BT = entropies(logits_BTV, is_learnt_BT, temperature=options.temperature)
+    figures_BT["entropy"] = entropy_BT
+    if options.entropy_coef:
+        loss = loss - options.entropy_coef * entropy_BT.sum() / tokens
+    if SAMPLED in batch:
+        figures_BT["sampling_gap"] = (old_BT - batch[SAMPLED].to(old_BT)).abs()
+    figures = {name: (value * learnt_BT).sum() / tokens for name, value in figures_BT.items()}
+    return loss, figures
+
+
+def _normalised(
+    terms_BT: torch.Tensor,
+    learnt_BT: torch.Tensor,
+    tokens: torch.Tensor,
+    answers: torch.Tensor,
+    options: PolicyOptions,
+) -> torch.Tensor:
+    if options.loss_type in ("grpo", "gspo"):  # a mean of the means of answers
+        return (terms_BT.sum(-1) / learnt_BT.sum(-1).clamp(min=1)).sum() / answers
+    if options.loss_type == "dr_grpo":
+        return terms_BT.sum() / (answers * options.max_completion_length)
+    return terms_BT.sum() / tokens
+
+
+def policy_terms(
+    log_probs_BT: torch.Tensor,
+    old_BT: torch.Tensor,
+    is_learnt_BT: torch.Tensor,
+    batch: MicroBatch,
+    options: PolicyOptions,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The clipped term of each token, [B, T], and where it is clipped."""
+    advantages_B1 = given(batch, ADVANTAGES).to(log_probs_BT)[:, None]
+    log_ratios = log_probs_BT - old_BT
+    if options.level == "sequence":
+        learnt_BT = is_learnt_BT.to(log_ratios)
+        lengths_B1 = learnt_BT.sum(-1, keepdim=True).clamp(min=1)
+        log_ratios = (log_ratios * learnt_BT).sum(-1, keepdim=True) / lengths_B1
+    ratios = torch.exp(log_ratios)
+    if options.loss_type == "cispo":
+        weights = ratios.clamp(max=options.high).detach()
+        is_clipped = (ratios > options.high) & (advantages_B1 > 0)
+        terms_BT = -weights * advantages_B1 * log_probs_BT
+        return terms_BT, {"clip_high": is_clipped.expand_as(terms_BT)}
+    clipped = ratios.clamp(1 - options.epsilon, 1 + options.high)
+    is_low = (ratios < 1 - options.epsilon) & (advantages_B1 < 0)
+    is_high = (ratios > 1 + options.high) & (advantages_B1 > 0)
+    if options.delta is not None:
+        ratios = ratios.clamp(max=options.delta)
+    terms_BT = -torch.minimum(ratios * advantages_B1, clipped * advantages_B1)
+    shape = log_probs_BT.shape
+    figures = {"clip_low": is_low.expand(shape), "clip_high": is_high.expand(shape)}
+    return terms_BT.expand(shape), figures
+
+
+def correction(
+    old_BT: torch.Tensor,
+    is_learnt_BT: torch.Tensor,
+    batch: MicroBatch,
+    options: PolicyOptions,
+    *,
+    dtype: torch.dtype,
+) -> torch.Tensor | None:
+    """What terms are multiplied by, for tokens were drawn with other roundings than are trained.
+
+    [B, T] or [B, 1]; None: nothing. The ratio of the two probabilities, cut at a cap, or 0 above.
+
+    Args:
+        dtype: of the logits: "auto" corrects what half types round, as trl does of its engine.
+    """
+    kind = options.importance_correction
+    if kind == "auto":
+        kind = "sequence_mask" if dtype in (torch.bfloat16, torch.float16) else "none"
+    if kind == "none":
+        return None
+    apart = (old_BT - given(batch, SAMPLED).to(old_BT)).detach() * is_learnt_BT
+    if kind.startswith("sequence"):
+        apart = apart.sum(-1, keepdim=True)
+    ratios = torch.exp(apart)
+    if kind.endswith("truncate"):
+        return ratios.clamp(max=options.importance_cap)
+    return ratios.masked_fill(ratios > options.importance_cap, 0.0)

@@ -1,0 +1,193 @@
+"""How good one answer is: what the shipped rewards judge by. Plain texts and numbers.
+
+Nothing is evaluated: numbers are read by a pattern and kept as fractions, and a pattern of the
+user's gets a time limit, since a long answer can make one search for hours.
+"""
+
+import json
+import re
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import regex  # transformers brings it; unlike re it can be given a time limit
+
+from stageline.errors import DataError, UserError
+from stageline.tasks.answer_text import normalize
+from stageline.tasks.answers import parse_choice, parse_directions
+
+Sample = Mapping[str, Any]
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S | re.I)
+_THOUGHT = re.compile(r".*</think>", re.S | re.I)
+_NUMBER = re.compile(r"[-+]?(?:\d[\d,]{0,40}(?:\.\d{0,40})?|\.\d{1,40})(?:/\d{1,40})?(%?)")
+PATTERN_SECONDS = 0.2  # for one answer
+
+
+def said(completion: str) -> str:
+    """What an answer says in the end: in its last <answer> tag, else behind its thoughts."""
+    tagged = _ANSWER.findall(completion)
+    return tagged[-1].strip() if tagged else _THOUGHT.sub("", completion).strip()
+
+
+def references(sample: Sample) -> list[str]:
+    """The answers that count as right.
+
+    Raises:
+        DataError: the row has none.
+    """
+    found = sample.get("answers") or ([sample["answer"]] if "answer" in sample else [])
+    if not found:
+        raise DataError(
+            f"sample {sample.get('source') or sample.get('id')} has neither `answer` nor "
+            "`answers`. One was expected, because a reward compares with it: add the field, or "
+            "choose rewards that need none (format, length)."
+        )
+    return [str(one) for one in found]
+
+
+def is_answer(completion: str, sample: Sample) -> bool:
+    """Whether an answer is the right one and nothing else, but for case and punctuation."""
+    return normalize(said(completion)) in [normalize(one) for one in references(sample)]
+
+
+def number_in(text: str) -> Fraction | None:
+    """The last number of a text; 1,200.5, 3/4 and 40% are numbers."""
+    for found in reversed(list(_NUMBER.finditer(text[-4000:]))):
+        whole, _, below = found[0].rstrip("%").replace(",", "").partition("/")
+        try:
+            value = Fraction(whole) / Fraction(below or 1)
+        except (ValueError, ZeroDivisionError):
+            continue
+        return value / 100 if found[1] else value
+    return None
+
+
+def is_near(completion: str, sample: Sample, *, tolerance: float, is_relative: bool) -> bool | None:
+    """Whether the number that an answer ends with is close to a right one; None: there is none."""
+    value = number_in(said(completion))
+    if value is None:
+        return None
+    for reference in references(sample):
+        right = number_in(reference)
+        if right is None:
+            raise DataError(
+                f"sample {sample.get('source') or sample.get('id')}: the answer {reference!r} "
+                "holds no number. One was expected, because the reward number compares with it: "
+                "correct the row, or use another reward."
+            )
+        most = Fraction(tolerance) * (abs(right) if is_relative else 1)
+        if abs(value - right) <= most:
+            return True
+    return False
+
+
+def is_choice(completion: str, sample: Sample) -> bool:
+    """Whether an answer names the right option, by its letter or its text."""
+    choices = [str(choice) for choice in sample["choices"]]
+    right = sample.get("answer_index")
+    if right is None:
+        right = parse_choice(str(sample["answer"]), choices)
+    found = parse_choice(said(completion), choices, question=sample.get("question"))
+    return found is not None and found == right
+
+
+def has_tags(completion: str, tags: Sequence[str]) -> bool:
+    """Whether an answer is these tags, each once and in this order, and nothing around them."""
+    rest = completion.strip()
+    for tag in tags:
+        start, end = f"<{tag}>", f"</{tag}>"
+        if completion.count(start) != 1 or completion.count(end) != 1:
+            return False
+        head, _, rest = rest.partition(end)
+        if not head.strip().startswith(start):
+            return False
+    return not rest.strip()
+
+
+def fits(completion: str, pattern: str) -> bool | None:
+    """Whether the whole answer is what a regular expression says; None: it took too long."""
+    try:
+        return regex.fullmatch(pattern, completion, timeout=PATTERN_SECONDS) is not None
+    except TimeoutError:
+        return None
+    except regex.error as error:
+        raise UserError(
+            f"`reward` format: the pattern {pattern!r} is no regular expression ({error}). One "
+            "was expected, because whole answers are compared with it: correct it."
+        ) from error
+
+
+def length_reward(num_tokens: int, *, longest: int, margin: int) -> float:
+    """0 up to `margin` below the longest, then in a straight line to -1 (arXiv 2503.14476)."""
+    over = num_tokens - (longest - margin)
+    return 0.0 if over <= 0 else -1.0 if margin == 0 else max(-1.0, -over / margin)
+
+
+def agreement(
+    completions: Sequence[str],
+    samples: Sequence[Sample],
+    *,
+    field: str,
+    is_right: Callable[[str, Sample], bool],
+) -> list[float | None]:
+    """1 where the answers to all views of a scene are right, else 0; None of one without others.
+
+    The first answer to a view goes with the first one to each other view, and so on.
+    """
+    scenes: dict[Any, dict[Any, list[int]]] = {}
+    for place, sample in enumerate(samples):
+        scene = sample.get(field)
+        if scene is not None:
+            view = sample.get("id", sample.get("source"))
+            scenes.setdefault(scene, {}).setdefault(view, []).append(place)
+    found: list[float | None] = [None] * len(completions)
+    for views in scenes.values():
+        if len(views) < 2:
+            continue
+        for places in zip(*views.values(), strict=False):
+            agree = all(is_right(completions[place], samples[place]) for place in places)
+            for place in places:
+                found[place] = float(agree)
+    return found
+
+
+def is_spatially_right(completion: str, sample: Sample) -> bool:
+    """Whether an answer is right, or names the right directions."""
+    if is_answer(completion, sample):
+        return True
+    asked = sample.get("question")
+    directions = parse_directions(said(completion), question=asked)
+    return any(directions == parse_directions(one) for one in references(sample) if directions)
+
+
+def judged(
+    url: str,
+    model: str,
+    key: str | None,
+    prompt: str,
+    completion: str,
+    reference: str,
+    seconds: float,
+) -> float | None:
+    """What a judge behind an OpenAI-style API gives, from 0 to 1; None: it said no number."""
+    question = (
+        "Rate the answer from 0 (wrong) to 10 (right and complete). Say the number alone.\n\n"
+        f"Question:\n{prompt}\n\nRight answer:\n{reference}\n\nAnswer:\n{completion}"
+    )
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": question}],
+        "temperature": 0,
+        "max_tokens": 16,
+    }
+    headers = {"Content-Type": "application/json"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    request = urllib.request.Request(
+        url.rstrip("/") + "/chat/completions", json.dumps(body).encode(), headers
+    )
+    with urllib.request.urlopen(request, timeout=seconds) as reply:
+        text = json.load(reply)["choices"][0]["message"]["content"]
+    value = number_in(str(text))
+    return None if value is None else min(max(float(value), 0.0), 10.0) / 10

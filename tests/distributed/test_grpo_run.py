@@ -1,0 +1,232 @@
+"""Runs whose model answers before each step: the same in every split, and after a kill."""
+
+import json
+
+import pytest
+import torch
+
+from stageline.checking.tiny_models import tiny_processor
+from stageline.data.images.images import ImageExpander
+from stageline.modules.policy_loss import SAMPLED
+from stageline.training.rollouts import Rollouts
+from tests.helpers.small_run import Job, saved_tensors
+from tests.helpers.small_vision_run import VisionJob
+
+PARTS = '''
+"""A reward with a spread over answers of a random model, and a loss that looks at its ratios."""
+import torch
+from register import loss_fn_register, reward_register
+from stageline.modules.policy_loss import OLD, PolicyOptions, learnt_tokens, policy_loss
+from stageline.modules.policy_loss import count_answers, count_learnt_tokens, token_log_probs
+
+
+@reward_register("letters")
+def letters(prompts, completions, samples):
+    return [sum(map(ord, text)) % 7 / 7 for text in completions]
+
+
+@reward_register("broken")
+def broken(prompts, completions, samples):
+    raise KeyError("depth")
+
+
+@loss_fn_register(
+    "watched",
+    counts={"num_tokens": count_learnt_tokens, "num_answers": count_answers},
+    samples_answers=True,
+)
+def watched(
+    logits, batch, *, num_targets, num_tokens, num_answers, kl_beta, sampling_temperature
+):
+    """GRPO, and how far the ratios are from 1."""
+    options = PolicyOptions(
+        loss_type="gspo", kl_beta=kl_beta, temperature=sampling_temperature, epsilon=0.001
+    )
+    loss, figures = policy_loss(
+        logits, batch, num_tokens=num_tokens, num_answers=num_answers, options=options
+    )
+    if OLD in batch:
+        now = token_log_probs(logits, batch, temperature=sampling_temperature)
+        figures["ratio_gap"] = (now - batch[OLD]).abs().max()
+    return loss, figures
+'''
+GRPO = (
+    "--collate-fn grpo --reward letters,length --reward.length.longest 8 --reward.length.margin 6 "
+    "--reward-weights 1,0.1 --group-size 4 --batch-size 16 --prompts-together 2 "
+    "--max-completion-length 8 --total-steps 4 --save-steps 2 --learning-rate 3e-3"
+).split()
+TWICE = ("--inner-steps", 2, "--sampling-temperature", 0.7, "--loss-fn", "watched")
+LORA = ("--llm-lora-num", 1, "--frozen-lm-head", "--kl-beta", 0.1)
+SPLITS = [
+    ((), 2),
+    (("--schedule", "gpipe"), 4),
+    (("--schedule", "zbv", "--num-stages", 4), 2),
+    (("--schedule", "interleaved_1f1b", "--num-stages", 4), 2),
+]
+REPLICAS = ("--dp-degree", 2, "--num-stages", 1, "--batch-size", 8)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("grpo")
+    (folder / "parts.py").write_text(PARTS)
+    made = Job(folder, num_layers=4)
+    done = run(made, "one", *TWICE, *LORA, ranks=1)
+    assert done.code == 0, done.err
+    return made
+
+
+def run(job, name, *options, **more):
+    words = ("--import", job.folder / "parts.py", *GRPO, *options)
+    return job.fork(name, *words, **more)
+
+
+def records(job, name, kind="train"):
+    lines = map(json.loads, (job.folder / name / "log.jsonl").read_text().splitlines())
+    return {record["step"]: record for record in lines if record["kind"] == kind}
+
+
+def samples(job, name):
+    return (job.folder / name / "samples.jsonl").read_bytes()
+
+
+def last_tensors(job, name):
+    return saved_tensors(job.folder / name / "checkpoints" / "step-00000004")
+
+
+def test_what_a_run_tells(job):
+    steps = records(job, "one")
+    assert [steps[step]["ratio_gap"] for step in (1, 3)] == [0, 0], "to the bit"
+    assert min(steps[step]["ratio_gap"] for step in (2, 4)) > 1e-4
+    assert steps[1]["kl"] == 0 and steps[2]["kl"] > 0
+    assert steps[1]["sampling_gap"] < 1e-5
+    assert steps[1]["clip_low"] == 0 and max(steps[s]["clip_low"] for s in (2, 4)) > 0
+    answers = [json.loads(line) for line in samples(job, "one").splitlines()]
+    assert [one["step"] for one in answers] == [1] * 4 + [3] * 4, "4 prompts, twice"
+    first = [one for record in answers[:4] for one in record["answers"]]
+    rewards = torch.tensor([one["reward"] for one in first], dtype=torch.float64)
+    assert len(first) == 16 and steps[1]["reward"] == pytest.approx(rewards.mean().item())
+    assert steps[1]["reward_std"] == pytest.approx(rewards.std().item())
+    for one in first:
+        letters = sum(map(ord, one["text"])) % 7 / 7
+        assert one["rewards"]["letters"] == pytest.approx(letters)
+        wanted = letters + 0.1 * one["rewards"]["length"]
+        assert one["reward"] == pytest.approx(wanted) and one["num_tokens"] <= 8
+    group = torch.tensor([one["reward"] for one in answers[0]["answers"]], dtype=torch.float64)
+    told = torch.tensor([one["advantage"] for one in answers[0]["answers"]], dtype=torch.float64)
+    torch.testing.assert_close(told, (group - group.mean()) / (group.std() + 1e-4))
+    lengths = [one["num_tokens"] for one in first]
+    assert steps[1]["longest_answer"] == max(lengths)
+    assert steps[1]["cut_answers"] == sum(one["is_cut"] for one in first) / 16
+    assert steps[1]["num_targets"] == sum(lengths)
+    assert "reward" not in steps[1]["loss_figures"] and "kl" in steps[1]["loss_figures"]
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize(("options", "ranks"), SPLITS)
+def test_every_split_draws_and_learns_the_same(job, options, ranks):
+    name = f"split {ranks} {' '.join(map(str, options))}"
+    done = run(job, name, *TWICE, *LORA, *options, ranks=ranks)
+    assert done.code == 0, done.err
+    assert samples(job, name) == samples(job, "one")
+    ours, wanted = records(job, name), records(job, "one")
+    for step, record in wanted.items():
+        for figure in ("loss", "kl", "entropy", "grad_norm", "reward", "ratio_gap"):
+            assert ours[step][figure] == pytest.approx(record[figure], rel=1e-6, abs=1e-9), figure
+    tensors = last_tensors(job, name)
+    for key, value in last_tensors(job, "one").items():
+        assert torch.equal(tensors[key], value), key
+
+
+def test_replicas_draw_the_same_answers(job):
+    done = run(job, "replicas", *TWICE, *LORA, *REPLICAS, ranks=2)
+    assert done.code == 0, done.err
+    assert samples(job, "replicas") == samples(job, "one")
+    tensors = last_tensors(job, "replicas")
+    for key, value in last_tensors(job, "one").items():
+        torch.testing.assert_close(tensors[key], value, rtol=0, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("point", ["decoding", "rewards", "forward"])
+def test_a_killed_run_goes_on_with_the_same_answers(job, point):
+    fault = f"at={point},rank=0,step=2,do=sigkill"
+    killed = run(job, point, *TWICE, *LORA, chaos=fault, waits=True)
+    assert killed.code != 0 and job.checkpoints(point) == ["step-00000002"]
+    done = run(job, point, *TWICE, *LORA, "--resume", "auto")
+    assert done.code == 0 and "2 of 4 steps are done" in done.out, done.err
+    assert samples(job, point) == samples(job, "one")
+    tensors = last_tensors(job, point)
+    assert all(torch.equal(tensors[key], value) for key, value in last_tensors(job, "one").items())
+
+
+def test_full_weights_and_held_out_prompts(job):
+    options = ("--eval-samples", 4, "--eval-steps", 2, "--save-best", "reward", "--keep-samples", 2)
+    done = run(job, "full", *options, "--loss-fn.loss-type", "dr_grpo", ranks=2)
+    assert done.code == 0, done.err
+    held_out = records(job, "full", "eval")
+    assert held_out.keys() == {0, 2, 4} and held_out[0].keys() >= {"reward", "reward_letters"}
+    assert (job.folder / "full" / "checkpoints" / "best").exists()
+    kept = {json.loads(line)["step"] for line in samples(job, "full").splitlines()}
+    assert kept == {1, 3}
+    one = run(job, "full one", *options, "--loss-fn.loss-type", "dr_grpo", ranks=1)
+    assert one.code == 0, one.err
+    again = records(job, "full one", "eval")
+    for step, record in held_out.items():
+        assert again[step]["reward"] == record["reward"]
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (("--reward", "broken,length"), "the reward broken"),
+        (("--kl-beta", 0.1), "so the model without adapters is not the one"),
+        (("--group-size", 3), "--group-size 3. Whole groups"),
+        (("--reward-weights", "1"), "--reward-weights has 1 numbers"),
+        (("--inner-steps", 3), "--total-steps 4 is no multiple of --inner-steps 3"),
+        (("--packing",), "--packing came with --loss-fn grpo"),
+        (("--engine", "streaming"), "--engine streaming came with --loss-fn grpo"),
+        (("--logits-chunk", 8), "--logits-chunk came with --loss-fn grpo"),
+        (("--loss-fn", "sft"), "--reward letters,length came with --loss-fn sft"),
+        (("--collate-fn", "dpo", "--loss-fn", "grpo"), "--collate-fn grpo was expected"),
+        (("--max-completion-length", 60), "60 of them the answer, do not fit --max-token-num 64"),
+        (("--reward", "letters,none"), "reward_register has no key 'none'"),
+    ],
+)
+def test_what_cannot_be_done_is_told(job, options, wanted):
+    done = run(job, "refused", *options, ranks=1)
+    assert done.code in (2, 3) and wanted in done.err, done.err
+
+
+@pytest.mark.parametrize("family", ["internvl", "qwen2_vl"])
+def test_pictures_are_asked_about(family, tmp_path, monkeypatch):
+    """A random model also says tokens that stand for images: what comes behind is not learnt."""
+    (tmp_path / "parts.py").write_text(PARTS)
+    pictured = VisionJob(tmp_path, family=family)
+    image_ids = ImageExpander.of(tiny_processor(family)).own_ids()
+    made, seen = Rollouts._batches, []
+
+    def noted(self, *given):
+        batches = made(self, *given)
+        seen.extend(batches)
+        for batch in batches:
+            learnt = batch["labels"] != -100
+            assert (batch[SAMPLED][:, :-1][learnt[:, 1:]] < 0).all()
+            for row, ids in enumerate(batch["labels"].tolist()):
+                places = [place for place, one in enumerate(ids) if one in image_ids]
+                assert len(places) < 2 and not any(i != -100 for p in places for i in ids[p + 1 :])
+                if places:
+                    assert batch["input_ids"][row, places[0]].item() not in image_ids
+                    open(tmp_path / "met", "w").close()
+        return batches
+
+    monkeypatch.setattr(Rollouts, "_batches", noted)
+    options = ("--micro-batch-size", 4, "--max-completion-length", 24, "--total-steps", 2, *TWICE)
+    for name, ranks in (("one", 1), ("two", 2)):
+        done = run(
+            pictured, name, *options, "--inner-steps", 2, "--loss-fn", "watched", ranks=ranks
+        )
+        assert done.code == 0, done.err
+    assert samples(pictured, "one") == samples(pictured, "two")
+    assert records(pictured, "one")[1]["ratio_gap"] == 0
+    assert records(pictured, "one")[1]["loss"] == records(pictured, "two")[1]["loss"]
+    assert (tmp_path / "met").exists(), "no answer held such a token: the test shows nothing"

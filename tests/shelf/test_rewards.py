@@ -1,0 +1,170 @@
+"""The reward parts: what each gives for answers written out, and what a broken one gets."""
+
+import http.server
+import json
+import re
+import threading
+import time
+
+import pytest
+import torch
+
+from commands.train import SHELF
+from commands.train_rollouts import make_rewards
+from options.parts import chosen_part
+from parse_args import parse_train_args, save_config
+from register import import_shelf, reward_register
+from stageline.errors import DataError, UserError
+from stageline.training.rewards import Reward, Rewards
+
+import_shelf(*SHELF)
+DIGIT = {"answer": "7", "id": "a"}
+OPTIONS = {"choices": ["left", "right"], "answer": "right", "question": "Which side?"}
+
+CASES = {
+    "exact_answer": [
+        ({}, DIGIT, {"7": 1, " 7. ": 1, "<think>8</think>\n<answer> 7 </answer>": 1}),
+        ({}, DIGIT, {"8": 0, "it is 7": 0, "": 0}),
+        ({}, {"answers": ["yes", "no"]}, {"No": 1, "maybe": 0}),
+    ],
+    "contains": [({}, DIGIT, {"I think it is 7.": 1, "17": 0, "<think>7</think> 8": 0})],
+    "number": [
+        ({}, {"answer": "1200"}, {"about 1,200": 1, "3 then 1200.0": 1, "1200 or 3": 0, "?": 0}),
+        ({"tolerance": 0.5}, {"answer": "2"}, {"2.5": 1, "5/2": 1, "2.51": 0}),
+        ({"tolerance": 0.1, "is_relative": True}, {"answer": "50%"}, {"0.55": 1, "0.56": 0}),
+    ],
+    "choice": [({}, OPTIONS, {"(B)": 1, "on the right": 1, "A": 0, "left or right": 0})],
+    "format": [
+        ({}, {}, {"<think>a</think>\n<answer>b</answer>": 1, "<answer>b</answer>": 0}),
+        ({}, {}, {"x <think>a</think><answer>b</answer>": 0}),
+        ({}, {}, {"<think>a</think><answer>b</answer> more": 0}),
+        ({}, {}, {"<think>a</think><think>a</think><answer>b</answer>": 0}),
+        ({"pattern": r"\d+"}, {}, {"123": 1, "12a": 0}),
+    ],
+    "length": [
+        ({"longest": 10, "margin": 4}, {"num_tokens": 6}, {"": 0}),
+        ({"longest": 10, "margin": 4}, {"num_tokens": 9}, {"": -0.75}),
+        ({"longest": 10, "margin": 0}, {"num_tokens": 11}, {"": -1}),
+    ],
+}
+
+
+def reward(key, weight=1.0, **options):
+    [one] = chosen_part("reward", key, {key: options}).part
+    return Reward(key, one.bound, weight)
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_what_answers_are_worth(key):
+    for options, sample, answers in CASES[key]:
+        texts = list(answers)
+        count = len(texts)
+        found = Rewards([reward(key, **options)])(["?"] * count, texts, [sample] * count)
+        assert found[0].tolist() == list(answers.values()), (options, sample)
+
+
+def test_views_of_a_scene_have_to_agree():
+    samples = [
+        {"contrast_group": "s", "id": view, "answer": answer, "question": "Where?"}
+        for view, answer in (("plain", "left"), ("mirrored", "right"))
+        for _ in range(2)
+    ]
+    samples.append({"contrast_group": "t", "id": "alone", "answer": "left"})
+    texts = ["left", "It is on the left.", "right", "left", "left"]
+    found = Rewards([reward("spatial_consistency")])([""] * 5, texts, samples)[0].tolist()
+    assert found[:4] == [1, 0, 1, 0] and found[4] != found[4]
+
+
+def test_a_judge_elsewhere_is_asked():
+    asked = []
+
+    class Judge(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append(body["messages"][0]["content"])
+            said = "10" if "Answer:\n7" in asked[-1] else "no idea"
+            reply = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(reply)
+
+        def log_message(self, *given):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        found = Rewards([reward("remote", url=url)])(["2+5?"] * 2, ["7", "8"], [DIGIT] * 2)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert found[0, 0] == 1 and torch.isnan(found[0, 1])
+    assert all("2+5?" in one and "Right answer:\n7" in one for one in asked)
+
+
+def test_a_pattern_that_searches_for_ever_says_nothing():
+    began = time.monotonic()
+    part = reward("format", pattern=r"(a|aa)+$")
+    found = Rewards([part])([""], ["a" * 4000 + "b"], [{}])
+    assert found.isnan().all() or found[0, 0] == 0
+    assert time.monotonic() - began < 20
+    with pytest.raises(UserError, match="is no regular expression"):
+        Rewards([reward("format", pattern="(")])([""], ["a"], [{}])
+
+
+def test_one_that_is_late_gives_nothing_and_is_counted():
+    release = threading.Event()
+    slow = Reward("slow", lambda prompts, texts, samples: release.wait(30) and [1.0])
+    rewards = Rewards([slow, Reward("fast", lambda prompts, texts, samples: [2.0])], timeout=0.1)
+    found = rewards([""], ["x"], [{}])
+    release.set()
+    assert torch.isnan(found[0, 0]) and found[1, 0] == 2 and rewards.num_late == 1
+
+
+def raises(prompts, completions, samples):
+    raise KeyError("depth")
+
+
+@pytest.mark.parametrize(
+    ("part", "wanted"),
+    [
+        (raises, r"the reward raises \(tests/shelf/test_rewards.py:\d+\) raised KeyError: 'depth'"),
+        (lambda p, c, s: [1.0], r"test_rewards.py:\d+\) returned 1 rewards for 2 answers"),
+        (lambda p, c, s: 1.0, "returned a float: 1.0. A list with one"),
+        (lambda p, c, s: [1.0, "good"], "among its rewards"),
+        (lambda p, c, s: [1.0, float("nan")], "among its rewards"),
+        (lambda p, c: [1.0, 1.0], "has the signature"),
+    ],
+)
+def test_a_broken_reward_names_itself(part, wanted):
+    with pytest.raises(UserError, match=wanted):
+        Rewards([Reward("mine", part)])(["a", "b"], ["c", "d"], [{}, {}])
+
+
+def test_a_row_without_an_answer_is_named():
+    with pytest.raises(DataError, match=re.escape("sample rows.jsonl:3 has neither `answer`")):
+        Rewards([reward("exact_answer")])([""], ["x"], [{"source": "rows.jsonl:3"}])
+
+
+def test_every_shipped_reward_is_seen_here():
+    others = {"spatial_consistency", "remote"}
+    assert set(reward_register) == {*CASES, *others}
+
+
+def test_several_rewards_with_options_are_read_and_read_again(tmp_path):
+    words = (
+        "--train-model llama --config-path . --dataset digits --collate-fn grpo --group-size 4 "
+        "--reward number,format --reward.number.tolerance 0.5 --reward-weights 1,0.2"
+    ).split()
+    given = parse_train_args(words)
+    save_config(given, tmp_path / "config.yaml")
+    again = parse_train_args(["--config", str(tmp_path / "config.yaml")])
+    assert again.as_config() == given.as_config()
+    rewards = make_rewards(again)
+    assert rewards.weights == [1, 0.2] and [one.key for one in rewards.parts] == [
+        "number",
+        "format",
+    ]
+    found = rewards(["?"], ["7.5"], [DIGIT])
+    assert found.tolist() == [[1], [0]]
