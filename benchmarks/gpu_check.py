@@ -249,7 +249,7 @@ def table_rows(check: "Check", state: State) -> list[tuple[str, ...]]:
     outcome = state.outcomes.get(check.name)
     have = len(state.machine["cards"])
     if outcome is None:
-        why = f"may take {check.minutes:g} minutes, fewer were left: call again"
+        why = f"not reached: it may take {check.minutes:g} minutes; call again"
         if check.cards > have:
             why = f"needs {check.cards} cards, and {have} came"
         return [(check.name, "-", "-", why, "not run")]
