@@ -19,9 +19,11 @@ LATE = (  # what a run imports only when it is on its way
     "torch.utils.tensorboard",
     "torch.profiler._cupti_monitor",
     "docstring_parser",
-    "attr",
+    "attrs",
+    "encodings.idna",
     "stageline.data.rows.converters",
     "stageline.data.rows.json_lines",
+    "stageline.data.text.messages",
     "stageline.stages.causal_lm",
     "stageline.stages.vision_language",
 )
