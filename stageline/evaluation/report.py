@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import scipy.stats
 
 from stageline.contracts import broken, check_call, shown
 from stageline.errors import UserError
@@ -61,7 +60,9 @@ class Bootstrap:
         if len(sums) == 1:  # of which there is one resample, and scipy draws none
             mean = sum(scores) / len(scores)
             return mean, mean
-        found = scipy.stats.bootstrap(
+        from scipy.stats import bootstrap  # here: what only answers needs none of scipy
+
+        found = bootstrap(
             (list(sums.values()), list(counts.values())),
             lambda sums, counts, axis: sums.sum(axis=axis) / counts.sum(axis=axis),
             paired=True,
@@ -79,7 +80,9 @@ def wilson_interval(num_hits: float, count: int) -> tuple[float, float]:
     """The interval of a share (Wilson 1927); it stays within 0 and 1 and is right at both ends."""
     if count == 0:
         return (0.0, 1.0)
-    found = scipy.stats.binomtest(int(num_hits), count).proportion_ci(LEVEL, method="wilson")
+    from scipy.stats import binomtest
+
+    found = binomtest(int(num_hits), count).proportion_ci(LEVEL, method="wilson")
     return float(found.low), float(found.high)
 
 
@@ -378,7 +381,9 @@ def sign_test(num_better: int, num_worse: int) -> float:
     """How likely a split at least this uneven is where both are equally good; two-sided, exact."""
     if num_better == num_worse:
         return 1.0
-    return float(scipy.stats.binomtest(num_better, num_better + num_worse).pvalue)
+    from scipy.stats import binomtest
+
+    return float(binomtest(num_better, num_better + num_worse).pvalue)
 
 
 def format_comparison(comparison: dict[str, Any]) -> str:

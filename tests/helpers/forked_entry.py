@@ -25,6 +25,10 @@ from tests.helpers.small_run import run_and_exit
 
 HEAVY = (  # what entry files import; whatever else they need they import as always
     "transformers",
+    "scipy.stats",
+    "stageline.checkpoint.plain_folder",
+    "stageline.evaluation.report",
+    "stageline.inference.decoding.engine",
     "stageline.planner.planner",
     "stageline.training.evaluation",
     "stageline.training.run_log",

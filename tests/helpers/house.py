@@ -25,8 +25,10 @@ LATE = (  # what a run imports only when it is on its way
     "scipy.stats",
     "sklearn.datasets",
     "attrs",
+    "encodings.idna",
     "stageline.data.rows.converters",
     "stageline.data.rows.json_lines",
+    "stageline.data.text.messages",
     "stageline.stages.causal_lm",
     "stageline.stages.vision_language",
 )
