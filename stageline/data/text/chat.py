@@ -501,8 +501,7 @@ class _Run:
                 return None
             if piece.is_user and (OPEN in piece.text or self.template.has_tags(piece.text)):
                 return None
-            fixed = "" if piece.is_user else piece.text
-            roles += (turn.role, turn.is_target, piece.is_answer, fixed)
+            roles += (turn.role, turn.is_target, piece.is_answer, piece.is_user or piece.text)
         return tuple(roles)
 
     def first_that_fits(self, reasons: list[str]) -> Rendered | None:
@@ -522,9 +521,10 @@ class _Run:
         pieces = []
         for piece, turn, is_trimmed in known:
             if turn is not None:
-                text = self.turns[turn].pieces[0].text
-                text = text.strip() if is_trimmed else text
-                piece = Piece(text, True, piece.is_target, is_answer=piece.is_answer)
+                own = self.turns[turn].pieces[0]
+                text = own.text.strip() if is_trimmed else own.text
+                is_as_own = text == own.text and piece.is_target == own.is_target
+                piece = own if is_as_own else replace(piece, text=text)
             pieces.append(piece)
         return Rendered(tuple(pieces), is_chat=True, for_generation=self.for_generation)
 

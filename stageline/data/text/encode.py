@@ -117,7 +117,10 @@ def _kind(piece: Piece) -> int:
 
 def _marks(kinds: Kinds, table: bytes) -> list[bool]:
     """What a table says of the kinds of each token."""
-    return numpy.frombuffer(kinds.translate(table), dtype=numpy.bool_).tolist()
+    flags = kinds.translate(table)
+    return (
+        numpy.frombuffer(flags, dtype=numpy.bool_).tolist() if 1 in flags else [False] * len(flags)
+    )
 
 
 @dataclass(frozen=True)
