@@ -21,6 +21,7 @@ import torch
 
 from tests.helpers.house import prepare_house
 from tests.helpers.plans import learn_plans
+from tests.helpers.ranks import keep_to_a_core
 from tests.helpers.small_run import run_and_exit
 
 HEAVY = (  # what entry files import; whatever else they need they import as always
@@ -110,6 +111,8 @@ def _fork_ranks(num_ranks: int) -> None:
     for rank in range(num_ranks):
         if os.fork() == 0:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            if num_ranks > 1:
+                keep_to_a_core(rank)
             torch.set_num_threads(1)  # before two threads of a loader do, whose pool is gone
             return
     codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(num_ranks)]

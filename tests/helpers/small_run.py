@@ -32,6 +32,7 @@ from stageline.plotting import pictures
 from stageline.training import run_log
 from tests.helpers.house import ROOT, enter_house, prepare_house
 from tests.helpers.plans import learn_plans, leave_plans
+from tests.helpers.ranks import keep_to_a_core
 
 OPTIONS = (
     "--dataset jsonl --prompt question --prompt-fn fill --image-token none "
@@ -267,6 +268,8 @@ def _fork_rank(words: list[str], rank: int, ranks: int, port: int, chaos: str, f
         os.environ.update({key: str(value) for key, value in names.items()})
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
         os.environ[VARIABLE] = chaos
+        if ranks > 1:
+            keep_to_a_core(rank)
         tempfile.tempdir = str(folder)  # ranks of the next run must not read what these leave
         arm()
 

@@ -22,6 +22,7 @@ from stageline.chaos import VARIABLE
 from stageline.distributed.stop import PR_SET_PDEATHSIG
 from tests.helpers.house import newer_modules, prepare_house
 from tests.helpers.plans import learn_plans
+from tests.helpers.ranks import keep_to_a_core
 from tests.helpers.small_run import Finished, Job, run_and_exit
 
 
@@ -154,6 +155,8 @@ def _become_worker(words: list[str], environment: Mapping[str, str]) -> NoReturn
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
         os.environ.clear()
         os.environ.update(environment)
+        if environment["LOCAL_WORLD_SIZE"] != "1":
+            keep_to_a_core(int(environment["LOCAL_RANK"]))
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.set_wakeup_fd(-1)
         for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGALRM):
