@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -162,7 +163,7 @@ def main() -> None:
             decode = statistics.median(one["decode_seconds"] for one in steps)
             rewards = statistics.median(one["reward_seconds"] for one in steps)
             print(f"    of it decoding {decode:.2f} s, rewards {rewards:.3f} s")
-            (folder / "ours" / "log.jsonl").unlink()
+            shutil.rmtree(folder / "ours")
 
 
 def tell(name: str, seconds: list[float], tokens: float, memory: float) -> None:
