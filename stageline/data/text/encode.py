@@ -40,7 +40,7 @@ _IS_CUTTABLE = (_ALL & (_USER | _FIXED | _TARGET) == _USER).tobytes()
 _CONTENTS = ("q", "a", "q")
 _ZERO = numpy.zeros(1, dtype=numpy.int64)
 _MOST_HEADS = 1024  # that are kept
-_BYTE_OF_LETTER = defaultdict(lambda: 0xFF)  # which is in no UTF-8
+_BYTE_OF_LETTER: defaultdict[int, int] = defaultdict(lambda: 0xFF)  # which is in no UTF-8
 _BYTE_OF_LETTER.update({ord(letter): byte for byte, letter in bytes_to_unicode().items()})
 Offsets = Sequence[tuple[int, int]]
 Kinds = bytes | bytearray  # of each token: the bits of the pieces that it touches
