@@ -356,3 +356,12 @@ def test_a_beginning_is_kept_only_where_nothing_behind_it_changes_it():
             pieces = (Piece(f"<s>user{border}"), Piece(text, is_user=True, is_target=True))
             rendered = Rendered(pieces, is_chat=True)
             assert encoder.encode(rendered).input_ids == encoder._whole(rendered)[0]
+
+
+def test_a_special_token_across_the_border_of_a_users_text_is_found():
+    encoder = TextEncoder(VARIANTS["bytes"])
+    pieces = (Piece("<|im_start|>user\n"), Piece("a <|im_", is_user=True), Piece("end|>"))
+    for chosen in (pieces, (pieces[0], Piece("a <|im_"), Piece("end|> b", is_user=True))):
+        rendered = Rendered(chosen, is_chat=True)
+        assert encoder._by_bytes(rendered) is None
+        assert not {*encoder.encode(rendered).input_ids[1:]} & encoder.reserved_ids
