@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,7 @@ from commands import say
 from commands.elastic import Interruption
 from commands.train_data import Data, make_loader
 from commands.train_parts import bind_loss, make_learning_rate, make_loss, make_optimizer
-from commands.train_rollouts import make_prompts, make_rollouts
-from options.fields import spelled
+from options.fields import absolute, option_fields, spelled
 from options.memory import check_streaming
 from options.train import RunConfig, on_resume
 from parse_args import TrainArguments
@@ -68,10 +67,13 @@ from stageline.training.resume import (
     clear_way,
     find_resume_point,
 )
-from stageline.training.rollouts import Rollouts
 from stageline.training.run_log import RunReport
 from stageline.training.step import StepResult, TrainStep, train
 from stageline.training.timeline import StepTimeline
+
+if TYPE_CHECKING:
+    from stageline.training.rollouts import Rollouts
+
 
 LONGEST_SAVE = timedelta(hours=2)  # that a rank waits for the others while they write
 
@@ -93,9 +95,10 @@ def open_run_folder(
     saved = point.state.facts["settings"]
     is_longer, why = rates_stay(arguments, saved, point.step)
     free = {"free", "length"} if is_longer else {"free"}
+    now = settings(arguments, data)
     check_same_run(
-        saved,
-        settings(arguments, data),
+        {**newer_options(run, now), **saved},
+        now,
         may_change=lambda name: on_resume(name, arguments.parts) in free,
         allows_changes=run.allow_changes,
         say=say,
@@ -105,6 +108,12 @@ def open_run_folder(
         clear_way(point, folder / "checkpoints", say=say)
     say(f"resumed from {point.folder}: {point.step} of {run.total_steps} steps are done")
     return point
+
+
+def newer_options(run: RunConfig, now: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults of the options in `now`: what one had that is newer than a checkpoint."""
+    named = {spelled(item.name)[2:]: item for item in option_fields(run).values()}
+    return {name: absolute(item, item.default) for name, item in named.items() if name in now}
 
 
 def check_same_commits(configs: Sequence[Mapping[str, object]]) -> None:
@@ -329,6 +338,9 @@ class TrainingRun:
         self.rollouts: Rollouts | None = None
         self.batches: MicroBatchLoader | Rollouts
         if arguments.parts["loss_fn"].facts["samples_answers"]:
+            # what decodes is imported where something is decoded
+            from commands.train_rollouts import make_prompts, make_rollouts
+
             self.batches = self.rollouts = make_rollouts(
                 arguments, data, context, runner, self.replicas, point=point
             )

@@ -10,11 +10,14 @@ import yaml
 
 import parse_args
 from commands import run_configs
+from commands.train_run import newer_options
 from options.command_line import read_config
 from options.fields import option_groups
 from options.train import RunConfig
 from parse_args import parse_evaluate_args, parse_train_args, save_config
 from register import ALL_REGISTERS, UnknownKeyError
+from stageline.errors import CheckpointError
+from stageline.training.resume import check_same_run
 
 NAMES_OF_THE_FOUNDING_NOTES = """
 --model-path --config-path --processor-path --dataset --dataset-path --prompt --prompt-fn
@@ -394,3 +397,19 @@ def test_a_default_that_nobody_gives_is_what_reading_it_would_make(config_class)
     made = parser.parse_args([])
     for item in dataclasses.fields(config_class):
         assert (made[item.name], type(made[item.name])) == (item.default, type(item.default))
+
+
+def test_a_checkpoint_that_is_older_than_an_option_had_its_default():
+    saved, told = {"batch-size": 32}, []
+
+    def check(group_size):
+        now = {"batch-size": 32, "group-size": group_size}
+        earlier = {**newer_options(RunConfig(), now), **saved}
+        check_same_run(
+            earlier, now, may_change=lambda name: False, allows_changes=False, say=told.append
+        )
+
+    check(RunConfig.group_size)
+    with pytest.raises(CheckpointError, match="group-size: 8 then, 4 now"):
+        check(4)
+    assert not told
