@@ -1,6 +1,5 @@
 """Every schedule on the streams of one GPU, or of an emulated one, and the default job on two."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -96,10 +95,9 @@ def test_several_stages_on_one_gpu_equal_one(context, of_one_stage, name, dtype)
     assert all(0 <= event.start <= event.end < 60 for event in passes)
 
 
-def test_the_planned_memory_is_what_a_card_holds(cards, capsys, monkeypatch):
+def test_the_planned_memory_is_what_a_card_holds(cards):
     """As benchmarks/plan_memory.py compares them; NCCL and fragments apart."""
-    monkeypatch.setattr(plan_memory, "SCHEDULES", ("1f1b",))
-    plan_memory.compare(
+    (figures,) = plan_memory.compare(
         tiny_config("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2),
         "full",
         {},
@@ -107,8 +105,8 @@ def test_the_planned_memory_is_what_a_card_holds(cards, capsys, monkeypatch):
         tokens=64,
         dtype=torch.float32,
         device=torch.device("cuda", 0),
+        schedules=("1f1b",),
     )
-    (figures,) = map(json.loads, capsys.readouterr().out.splitlines())
     assert all(0.8 < ratio < 1.25 for ratio in figures["predicted_to_measured"]), figures
 
 

@@ -312,6 +312,7 @@ class CardsInAFile:
     file: Path
 
     def __init__(self, device: str, *, num_ranks: int) -> None:
+        self.variable = "CUDA_VISIBLE_DEVICES"
         self.names = [str(index) for index in range(num_ranks)]
 
     def usable(self, *, is_sure: bool) -> list[str]:

@@ -39,6 +39,8 @@ OPTIONS = (
     "--collate-fn sft --batch-size 8 --total-steps 12 --device cpu "
     "--max-token-num 64 --learning-rate 1e-2 --eval-samples 0 --save-steps 2 --timeline-step 0"
 ).split()
+# whether forked runs draw their pictures: a third of a short run, and hardly a test looks at them
+draws = False
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
@@ -292,9 +294,9 @@ def run_and_exit(words: list[str], files: Sequence[Path], prepare: Callable[[], 
         sys.stdout = open(1, "w", buffering=1, closefd=False)
         sys.stderr = open(2, "w", buffering=1, closefd=False)
         prepare()
-        # a third of a short run; nobody looks at them
-        run_log.plot_loss = lambda *_, **__: None
-        pictures.save_figure = lambda figure, path, **_: path.touch()
+        if not draws:
+            run_log.plot_loss = lambda *_, **__: None
+            pictures.save_figure = lambda figure, path, **_: path.touch()
         progress.begin()  # a test may have trained in this process before
         sys.argv = words[1:] if words[0] == "-m" else words
         torch.set_num_threads(1)  # threads of before are not in the fork

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from stageline.checking.tiny_models import tiny_config, tiny_processor, tiny_tokenizer
+from tests.helpers import small_run
 from tests.helpers.forked_entry import run_entry
 from tests.helpers.warm_start import WarmLauncher
 
@@ -60,7 +61,8 @@ def assert_refused(done, code, *words):
     assert "held-out loss" not in done.stdout and "step 1/" not in done.stdout
 
 
-def test_a_good_run_ends_with_0(model, rows):
+def test_a_good_run_ends_with_0(model, rows, monkeypatch):
+    monkeypatch.setattr(small_run, "draws", True)
     done = train(model, rows, num_stages=2, launches=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (model.parent / "run" / "loss.png").is_file()

@@ -26,6 +26,7 @@ from scripts.study_spatial_report import (
 )
 from stageline.errors import UserError
 from stageline.plotting.pictures import save_figure
+from tests.helpers import small_run
 from tests.helpers.ready_venv import mark_ready
 from tests.helpers.small_run import ForkedRun
 
@@ -284,8 +285,9 @@ def options_of(words):
     return {name: value for name, value in pairs if name.startswith("--")}
 
 
-def test_the_commands_of_the_script_run_and_are_reported(tmp_path):
+def test_the_commands_of_the_script_run_and_are_reported(tmp_path, monkeypatch):
     """One seed, three steps: model, both arms, evaluation, report."""
+    monkeypatch.setattr(small_run, "draws", True)
     few = ("--total-steps", "3", "--warmup-steps", "1", "--device", "cpu", "--timeline-step", "0")
     more = ("--dataset.num_train", "40", "--batch-size", "16", "--micro-batch-size", "8")
     _, commands = commands_of(tmp_path, "--seeds", "0", *few, *more, NUM_TEST="20")
