@@ -2,7 +2,6 @@
 # Sets up and runs all checks: style, types, tests. Arguments go to pytest; types are left out then.
 #
 # STAGELINE_TEST_WORKERS   processes that run tests, a file at a time (default: 3)
-# STAGELINE_TESTS=all      every combination of parameters (twice the time), not each value in some
 STAGELINE_PURPOSES=dev source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 "$PYTHON" -m ruff check "$ROOT" --config "$ROOT/pyproject.toml"

@@ -81,17 +81,18 @@ def test_a_forged_step_is_refused_before_anything_is_renamed(step, job, straight
     assert job.checkpoints("straight") == before
 
 
-# each starts three runs: so what has nothing to do with each other goes together
 OPTIONS = {
-    "e04_data_workers-e06_warm_up_and_decay-packed-waits": (
-        *("--num-workers", 2, "--packing", "--sync-save"),
-        *("--warmup-steps", 5, "--weight-decay", 0.3, "--max-grad-norm", 0.5),
-    ),
-    "e05_accumulation-e13_bf16_masters": ("--accumulate-steps", 2, "--batch-size", 4, "--bf16"),
-    "e07_dropout-lora-recomputed": (
-        *("--llm-lora-num", 1, "--lora-dropout", 0.3, "--gradient-checkpointing"),
-    ),
-    "e13_fp16_scale-frozen": ("--fp16", "--frozen-lm-head"),
+    "e04_data_workers": ("--num-workers", 2),
+    "e05_accumulation": ("--accumulate-steps", 2, "--batch-size", 4),
+    "e06_warm_up_and_decay": ("--warmup-steps", 5, "--weight-decay", 0.3, "--max-grad-norm", 0.5),
+    "e07_dropout": ("--llm-lora-num", 1, "--lora-dropout", 0.3),
+    "e13_bf16_masters": ("--bf16",),
+    "e13_fp16_scale": ("--fp16",),
+    "packed": ("--packing",),
+    "recomputed": ("--gradient-checkpointing",),
+    "frozen": ("--frozen-lm-head",),
+    "lora": ("--llm-lora-num", 1),
+    "waits": ("--sync-save",),
     "muon": ("--optimizer", "muon"),
     "adafactor": ("--optimizer", "adafactor"),
     "adamw_8bit": ("--optimizer", "adamw_8bit"),

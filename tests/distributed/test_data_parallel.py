@@ -286,7 +286,6 @@ def count_collectives(rank, folder, is_sharded, schedule):
     return [counts, sum(len(model.modules_to_shard()) for model in run.models) + sum(has_more)]
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_gradients_are_reduced_once_a_step(is_sharded, schedule, tmp_path):
@@ -376,7 +375,6 @@ def evaluate_plainly(whole):
     return [loss / count, hits / count, count, predicted[:5]]
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("is_sharded", [False, True])
 @pytest.mark.parametrize("kind", ["full", "lora", "tied, bf16"])
 def test_the_first_replica_saves_what_all_have_trained(kind, is_sharded, tmp_path):

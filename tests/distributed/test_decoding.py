@@ -108,7 +108,6 @@ def assert_same(found, expected):
 # -- every family ----------------------------------------------------------------------------
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("num_rows", [1, 3, 16])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 def test_llama_over_stages_and_batches(num_stages, num_rows, model_of):

@@ -122,7 +122,6 @@ def test_what_a_run_tells(job):
     assert "reward" not in steps[1]["loss_figures"] and "kl" in steps[1]["loss_figures"]
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize(("options", "ranks"), SPLITS)
 def test_every_split_draws_and_learns_the_same(job, options, ranks):
     name = f"split {ranks} {' '.join(map(str, options))}"

@@ -144,7 +144,6 @@ def assert_equal_grads(stages, grads):
     return seen
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", ["full", "frozen"])
 def test_stages_equal_the_whole_model(folder, num_stages, kind):

@@ -114,7 +114,6 @@ def quick_flex(monkeypatch):
         yield
 
 
-@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize(("kernel", "kind"), KINDS)
 def test_packed_losses_are_those_of_the_samples_alone(kernel, kind, quick_flex):

@@ -206,20 +206,9 @@ def whole_runs(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "qwen2_vl"])
-def test_one_stage_equals_whole(family, whole_runs):
-    """That nothing but the cut could differ."""
-    check_split(family, 1, whole_runs)
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("num_stages", [2, 3, 4])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_split_equals_whole(family, num_stages, whole_runs):
-    check_split(family, num_stages, whole_runs)
-
-
-def check_split(family, num_stages, whole_runs):
     folders, references = whole_runs(family)
     results = run_ranks(split_runs, num_stages, family, folders, num_stages)
     for tied in (False, True):
@@ -243,7 +232,6 @@ def true_float64(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "softmax", softmax_as_input)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_split_equals_one_full_batch_in_float64(family, tied, tmp_path, true_float64):

@@ -277,10 +277,10 @@ def all_schedules(num_ranks):
     return schedules
 
 
-# two ranks have all schedules, variants and kinds of rows; four are the deeper pipeline: for each
-# variant the kind that is hardest for it; one is the simplest
+# two ranks have all schedules, variants and kinds of rows; four are the deeper pipeline: for full
+# training each kind of rows, for each variant the kind that is hardest for it; one is the simplest
 ON_FOUR = [
-    ("full", "own"),
+    *(("full", kind) for kind in KINDS),
     ("tied", "own"),
     ("lora", "packed"),
     ("frozen_half", "packed"),
@@ -288,7 +288,7 @@ ON_FOUR = [
     ("frozen_but_head", "padded"),
 ]
 CASES = [
-    ("full", "own", 1),
+    *(("full", kind, 1) for kind in KINDS),
     *((variant, kind, 2) for variant in VARIANTS for kind in KINDS),
     *((variant, kind, 4) for variant, kind in ON_FOUR),
 ]

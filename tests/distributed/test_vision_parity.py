@@ -240,7 +240,6 @@ def run_split(family, mode, num_stages):
 # -- the proof -------------------------------------------------------------------------------
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", VISION_LANGUAGE)
@@ -292,7 +291,6 @@ def pipeline_results(request):
     return run_ranks(real_pipelines, SCHEDULES[request.param], request.param, families)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("family", VISION_LANGUAGE)
 def test_real_pipelines_equal_the_unsplit_model(family, pipeline_results):
     processor_of(family)

@@ -202,7 +202,6 @@ def run_split(family, stages, **kwargs):
 # -- the proof -------------------------------------------------------------------------------
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("mode", SPLITS)
 @pytest.mark.parametrize("family", VISION_LANGUAGE)
 def test_stages_equal_the_unsplit_model(family, mode, tmp_path):

@@ -75,7 +75,6 @@ def folders(tmp_path_factory):
     return made
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", [*TEXT, *VISION])
 def test_three_steps_equal_plain_transformers(family, way, folders, tmp_path):
@@ -88,7 +87,6 @@ def test_three_steps_equal_plain_transformers(family, way, folders, tmp_path):
     assert "of transformers" in report["facts"]["compared with"]
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("lora", [(), ("--llm-lora-num", 1)], ids=["full", "lora"])
 @pytest.mark.parametrize("family", [*TEXT, *VISION])
 def test_runs_are_resumed_on_other_stages_and_exported(family, lora, folders, tmp_path):

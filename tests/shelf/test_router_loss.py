@@ -144,7 +144,6 @@ def check(config, num_stages, *, dtype=torch.float32, drop=(), prepare=None, **o
     return whole, stages
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stages_equal_the_whole(family, num_stages):
