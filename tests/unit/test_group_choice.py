@@ -118,8 +118,9 @@ def test_the_best_of_all_numbers_but_for_what_is_not_worth_it(data, num_stages, 
     possible = range(1, min(2 * num_stages, num_rows) + 1)
     cycles = {number: found.cycle(num_rows, number) for number in possible}
     assert best in cycles
-    assert cycles[best] <= min(cycles.values()) / WORTH_IT
-    assert all(cycles[best] < WORTH_IT * cycles[number] for number in possible if number < best)
+    least = min(cycles.values())
+    assert cycles[best] * WORTH_IT <= least
+    assert all(cycles[number] * WORTH_IT > least for number in possible if number < best)
 
 
 @settings(max_examples=40, deadline=None)

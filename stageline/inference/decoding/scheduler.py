@@ -396,14 +396,11 @@ class GroupChoice:
         return len(self.alone[0])
 
     def best(self, num_rows: int) -> int:
-        """The number of groups with the most tokens a second; at least 1."""
+        """The least number of groups that gives about the most tokens a second; at least 1."""
         most = min(2 * self.num_stages, max(1, num_rows))
-        best, least = 1, self.cycle(num_rows, 1)
-        for num_groups in range(2, most + 1):
-            found = self.cycle(num_rows, num_groups)
-            if found < least * WORTH_IT:
-                best, least = num_groups, found
-        return best
+        cycles = {number: self.cycle(num_rows, number) for number in range(1, most + 1)}
+        least = min(cycles.values())
+        return next(number for number, found in cycles.items() if found * WORTH_IT <= least)
 
     def cycle(self, num_rows: int, num_groups: int) -> float:
         """Seconds until each of the rows has one more token.
