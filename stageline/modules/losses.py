@@ -25,7 +25,9 @@ def next_labels(micro_batch: MicroBatch) -> torch.Tensor:
 
 def next_marks(micro_batch: MicroBatch) -> torch.Tensor:
     """Whether the logits of each token predict a marked, supervised one, [B, T]."""
-    marks_BT = functional.pad(_given(micro_batch, "loss_marks"), (0, 1), value=False)[:, 1:]
+    marks_BT = functional.pad(given(micro_batch, "loss_marks", CONTRASTIVE), (0, 1), value=False)[
+        :, 1:
+    ]
     return marks_BT & (next_labels(micro_batch) != IGNORE)
 
 
@@ -42,7 +44,7 @@ def count_groups(micro_batch: MicroBatch) -> int:
 def compared_groups(micro_batch: MicroBatch) -> torch.Tensor:
     """Which groups are compared, [G]; not those that fill up or have a dropped sample."""
     has_target_B = (next_labels(micro_batch) != IGNORE).any(dim=1)
-    groups_B = _given(micro_batch, "loss_groups")
+    groups_B = given(micro_batch, "loss_groups", CONTRASTIVE)
     return has_target_B.view(int(groups_B[-1]) + 1, -1).all(dim=1)
 
 
@@ -55,6 +57,34 @@ def token_losses(logits_BTV: torch.Tensor, micro_batch: MicroBatch) -> torch.Ten
         reduction="none",
     )
     return losses.view(logits_BTV.shape[:2])
+
+
+# which loss asks for what a run adds, and why it does
+CONTRASTIVE = (
+    "the contrastive loss",
+    "samples are compared group by group: use `collate_fn` contrastive with a dataset that has "
+    "groups (`dataset` groups).",
+)
+PREFERENCES = (
+    "a loss over preferences",
+    "the loss compares the model with the one that training began with, or with other answers, "
+    "and the run adds that before each step: train with train_pp.py.",
+)
+
+
+def given(batch: MicroBatch, name: str, asks: tuple[str, str] = PREFERENCES) -> torch.Tensor:
+    """What the run adds to a micro-batch before the loss.
+
+    Args:
+        asks: which loss does, and why, with what to do.
+
+    Raises:
+        UserError: the run did not.
+    """
+    if name not in batch:
+        loss, why = asks
+        raise UserError(f"{loss} got a micro-batch without {name}. It was expected, because {why}")
+    return batch[name]
 
 
 def representations(logits_BTV: torch.Tensor, on_host: MicroBatch) -> torch.Tensor:
@@ -79,7 +109,10 @@ def representations(logits_BTV: torch.Tensor, on_host: MicroBatch) -> torch.Tens
 def _on_host(micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
     """Labels, marks and groups on the host: one copy, for which it waits once."""
     labels_BT = micro_batch["labels"]
-    marks_BT, groups_B = _given(micro_batch, "loss_marks"), _given(micro_batch, "loss_groups")
+    marks_BT, groups_B = (
+        given(micro_batch, "loss_marks", CONTRASTIVE),
+        given(micro_batch, "loss_groups", CONTRASTIVE),
+    )
     of_tokens = (labels_BT, marks_BT.to(labels_BT), groups_B[:, None].expand_as(labels_BT))
     labels, marks, groups = torch.stack(of_tokens).cpu().unbind()
     return {"labels": labels, "loss_marks": marks.bool(), "loss_groups": groups[:, 0]}
@@ -124,16 +157,6 @@ def warm_up(step: int, *, start_step: int, warmup_steps: int) -> float:
 def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
     """Half types become float32."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-
-
-def _given(micro_batch: MicroBatch, name: str) -> torch.Tensor:
-    if name not in micro_batch:
-        raise UserError(
-            f"the contrastive loss got a micro-batch without {name}. It was expected, because "
-            "samples are compared group by group: use `collate_fn` contrastive with a dataset "
-            "that has groups (`dataset` groups)."
-        )
-    return micro_batch[name]
 
 
 # Similarities of two batches of distributions; the bodies of the sim_fn parts.
@@ -214,21 +237,6 @@ def row_log_probs(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Te
 def row_lengths(labels_BT: torch.Tensor) -> torch.Tensor:
     """Supervised tokens [B] of each row that are predicted; the first token never is."""
     return (labels_BT[:, 1:] != IGNORE).sum(dim=1)
-
-
-def given(batch: MicroBatch, name: str) -> torch.Tensor:
-    """What the run adds to a micro-batch before the loss.
-
-    Raises:
-        UserError: it did not.
-    """
-    if name not in batch:
-        raise UserError(
-            f"a loss over preferences got a micro-batch without {name}. It was expected, because "
-            "the loss compares the model with the one that training began with, or with other "
-            "answers, and the run adds that before each step: train with train_pp.py."
-        )
-    return batch[name]
 
 
 def without_reference(batch: MicroBatch) -> dict[str, torch.Tensor]:

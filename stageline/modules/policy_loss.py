@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from stageline.errors import UserError
-from stageline.modules.losses import IGNORE, at_least_float32, next_labels, token_losses
+from stageline.modules.losses import IGNORE, at_least_float32, given, next_labels, token_losses
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo"]
 Level = Literal["token", "sequence"]
@@ -27,6 +27,11 @@ ADVANTAGES, IS_LEARNT, IS_COUNTED = "loss_advantages", "loss_is_learnt", "loss_i
 # [B, T], log-probabilities of the tokens: when they were drawn, before the first of several steps
 # on the same answers, and under the model that training began with
 SAMPLED, OLD, START = "loss_sampled", "loss_old", "loss_start"
+ANSWERS = (  # asks for them; see `given`
+    "a loss over sampled answers",
+    "the model answers, and rewards say how well, before each step: train with train_pp.py and "
+    "`collate_fn` grpo.",
+)
 
 
 @dataclass(frozen=True)
@@ -73,24 +78,9 @@ class PolicyOptions:
             )
 
 
-def given(batch: MicroBatch, name: str) -> torch.Tensor:
-    """What the run adds to a micro-batch.
-
-    Raises:
-        UserError: it did not.
-    """
-    if name not in batch:
-        raise UserError(
-            f"a loss over sampled answers got a micro-batch without {name}. It was expected, "
-            "because the model answers, and rewards say how well, before each step: train with "
-            "train_pp.py and `collate_fn` grpo."
-        )
-    return batch[name]
-
-
 def learnt_tokens(batch: MicroBatch) -> torch.Tensor:
     """Whether the token that a place predicts is learnt, [B, T]."""
-    return (next_labels(batch) != IGNORE) & given(batch, IS_LEARNT)[:, None]
+    return (next_labels(batch) != IGNORE) & given(batch, IS_LEARNT, ANSWERS)[:, None]
 
 
 def count_learnt_tokens(batch: MicroBatch) -> int:
@@ -100,7 +90,7 @@ def count_learnt_tokens(batch: MicroBatch) -> int:
 
 def count_answers(batch: MicroBatch) -> int:
     """Answers of a micro-batch that count."""
-    return int(given(batch, IS_COUNTED).sum())
+    return int(given(batch, IS_COUNTED, ANSWERS).sum())
 
 
 def with_stand_ins(batch: MicroBatch) -> dict[str, torch.Tensor]:
@@ -158,7 +148,7 @@ def policy_loss(
     if correction_B1 is not None:
         terms_BT = terms_BT * correction_B1
     if options.kl_beta:
-        apart_BT = given(batch, START).to(log_probs_BT) - log_probs_BT
+        apart_BT = given(batch, START, ANSWERS).to(log_probs_BT) - log_probs_BT
         kl_BT = torch.exp(apart_BT) - apart_BT - 1  # k3: unbiased, never below 0
         terms_BT = terms_BT + options.kl_beta * kl_BT
         figures_BT["kl"] = kl_BT
@@ -198,7 +188,7 @@ def policy_terms(
     options: PolicyOptions,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The clipped term of each token, [B, T], and where it is clipped."""
-    advantages_B1 = given(batch, ADVANTAGES).to(log_probs_BT)[:, None]
+    advantages_B1 = given(batch, ADVANTAGES, ANSWERS).to(log_probs_BT)[:, None]
     log_ratios = log_probs_BT - old_BT
     if options.level == "sequence":
         learnt_BT = is_learnt_BT.to(log_ratios)
@@ -241,7 +231,7 @@ def correction(
         kind = "sequence_mask" if dtype in (torch.bfloat16, torch.float16) else "none"
     if kind == "none":
         return None
-    apart = (old_BT - given(batch, SAMPLED).to(old_BT)).detach() * is_learnt_BT
+    apart = (old_BT - given(batch, SAMPLED, ANSWERS).to(old_BT)).detach() * is_learnt_BT
     if kind.startswith("sequence"):
         apart = apart.sum(-1, keepdim=True)
     ratios = torch.exp(apart)

@@ -26,7 +26,6 @@ from tests.helpers.small_run import run_and_exit
 
 HEAVY = (  # what entry files import; whatever else they need they import as always
     "transformers",
-    "scipy.stats",
     "stageline.checkpoint.plain_folder",
     "stageline.evaluation.report",
     "stageline.inference.decoding.engine",
@@ -58,7 +57,7 @@ def run_entry(
     for name in HEAVY:
         importlib.import_module(name)
     words = list(map(str, words))
-    prepare_house(words[0])
+    prepare_house()
     learn_plans()
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, kind) for kind in ("out", "err")]

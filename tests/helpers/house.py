@@ -21,10 +21,10 @@ LATE = (  # what a run imports only when it is on its way
     "torch.profiler._cupti_monitor",
     "docstring_parser",
     "attr",
+    "attrs",
     "datasets",
     "scipy.stats",
     "sklearn.datasets",
-    "attrs",
     "encodings.idna",
     "stageline.data.rows.converters",
     "stageline.data.rows.json_lines",
@@ -33,23 +33,14 @@ LATE = (  # what a run imports only when it is on its way
     "stageline.stages.vision_language",
 )
 
-OF_ENTRY = {"evaluate.py": "stageline.evaluation.report"}  # scipy: half a second in each fork
-
-
 _LEFT: list[ModuleType | None] = []  # to free what a fork does not use would copy its pages
 _SEEN: list[str] = []  # all modules, when this process last was about to fork
 _OURS: list[str] = []  # those of this repository among them
 
 
-def prepare_house(entry: str) -> None:
-    """Called before each fork, which would copy the pages of thousands of modules by a look.
-
-    Args:
-        entry: the path of its entry file.
-    """
+def prepare_house() -> None:
+    """Called before each fork, which would copy the pages of thousands of modules by a look."""
     untouched_house()
-    if name := OF_ENTRY.get(Path(entry).name):
-        importlib.import_module(name)
     if _SEEN != (names := list(sys.modules)):
         _SEEN[:], _OURS[:] = names, filter(_is_ours, names)
 

@@ -216,7 +216,7 @@ class ForkedRun:
         folder = Path(self._files.name)
         with socket.create_server(("", 0)) as server:
             port = server.getsockname()[1]
-        prepare_house(words[0])
+        prepare_house()
         learn_plans()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -44,7 +44,7 @@ class WarmLauncher:
         enter: Callable[[], None] = lambda: None,
         output: Path | None = None,
     ) -> None:
-        prepare_house(words[0])
+        prepare_house()
         learn_plans()
         self.code: int | None = None
         self._files = tempfile.TemporaryDirectory()
