@@ -291,6 +291,7 @@ class Rollouts:
     def _make(self, rows: Sequence[PromptRow], step: int) -> list[MicroBatch]:
         """The micro-batches of a step."""
         options = self.options
+        self.replicas.put_together()  # they answer for different times
         number = step // options.inner_steps
         seeds = [
             tuple(
@@ -469,6 +470,7 @@ class Rollouts:
         lot_size = self.options.prompts_together * self.options.group_size
         sums: list[torch.Tensor] = []
         num_tokens = 0
+        self.replicas.put_together()
         for rows in prompts:
             encoded = [one for row, _, one in rows if row is not None]
             if not encoded:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from stageline.checking.tiny_models import tiny_processor
 from stageline.data.images.images import ImageExpander
@@ -137,13 +138,28 @@ def test_every_split_draws_and_learns_the_same(job, options, ranks):
         assert torch.equal(tensors[key], value), key
 
 
-def test_replicas_draw_the_same_answers(job):
-    done = run(job, "replicas", *TWICE, *LORA, *REPLICAS, ranks=2)
+def assert_same_but_for_sums(job, name, wanted):
+    """The same answers, and weights within the rounding of another order of sums."""
+    assert samples(job, name) == samples(job, wanted)
+    ours, theirs = (weights(job, one) for one in (name, wanted))
+    assert ours.keys() == theirs.keys() and ours
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-5, msg=key)
+
+
+def weights(job, name):
+    """Without the state of the optimizer, which replicas with shares save in pieces."""
+    [last] = (job.folder / name / "checkpoints").glob("step-*4")
+    paths = [path for path in last.rglob("*.safetensors") if path.parent.name != "training_state"]
+    return {key: value for path in paths for key, value in load_file(path).items()}
+
+
+@pytest.mark.parametrize("shares", [(), ("--dp-shard",)])
+def test_replicas_draw_the_same_answers(job, shares):
+    name = " ".join(("replicas", *shares))
+    done = run(job, name, *TWICE, *LORA, *REPLICAS, *shares, ranks=2)
     assert done.code == 0, done.err
-    assert samples(job, "replicas") == samples(job, "one")
-    tensors = last_tensors(job, "replicas")
-    for key, value in last_tensors(job, "one").items():
-        torch.testing.assert_close(tensors[key], value, rtol=0, atol=1e-5, msg=key)
+    assert_same_but_for_sums(job, name, "one")
 
 
 @pytest.mark.parametrize("point", ["decoding", "rewards", "forward"])
@@ -172,6 +188,10 @@ def test_full_weights_and_held_out_prompts(job):
     again = records(job, "full one", "eval")
     for step, record in held_out.items():
         assert again[step]["reward"] == record["reward"]
+    shares = ("--loss-fn.loss-type", "dr_grpo", *REPLICAS, "--dp-shard", "--eval-samples", 3)
+    two = run(job, "full shares", *options, *shares, ranks=2)
+    assert two.code == 0, two.err
+    assert_same_but_for_sums(job, "full shares", "full one")
 
 
 @pytest.mark.parametrize(
@@ -229,3 +249,14 @@ def test_pictures_are_asked_about(family, tmp_path, monkeypatch):
     assert records(pictured, "one")[1]["ratio_gap"] == 0
     assert records(pictured, "one")[1]["loss"] == records(pictured, "two")[1]["loss"]
     assert (tmp_path / "met").exists(), "no answer held such a token: the test shows nothing"
+
+
+def test_replicas_with_shares_ask_about_pictures(tmp_path):
+    """Some prompts have none: the tower's weights come when those of its replica's do."""
+    (tmp_path / "parts.py").write_text(PARTS)
+    pictured = VisionJob(tmp_path)
+    for name, shares in (("whole", ()), ("shares", ("--dp-shard",))):
+        frozen = ("--frozen-vit", "--frozen-mlp", *shares)
+        done = run(pictured, name, *REPLICAS, *frozen, "--micro-batch-size", 4, ranks=2)
+        assert done.code == 0, done.err
+    assert_same_but_for_sums(pictured, "shares", "whole")
