@@ -321,7 +321,7 @@ def rm(
     return loss, figures
 
 
-@loss_fn_register("grpo", counts=POLICY_COUNTS, samples_answers=True)
+@loss_fn_register("grpo", counts=POLICY_COUNTS, samples_answers=True, reads_by_token=True)
 def grpo(
     logits_BTV: torch.Tensor,
     micro_batch: dict[str, torch.Tensor],

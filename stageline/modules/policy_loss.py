@@ -6,6 +6,7 @@ that is given by place [B, T] lies where the token is predicted, one before its 
 Shapes: B answers, one a row, T tokens, V vocabulary.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -13,6 +14,7 @@ from typing import Literal
 import torch
 
 from stageline.errors import UserError
+from stageline.modules.chunked_loss import ChunkedLogits
 from stageline.modules.losses import IGNORE, at_least_float32, given, next_labels, token_losses
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo"]
@@ -102,14 +104,20 @@ def with_stand_ins(batch: MicroBatch) -> dict[str, torch.Tensor]:
     return {**batch, **columns, SAMPLED: zeros_BT, START: zeros_BT}
 
 
-def token_log_probs(
-    logits_BTV: torch.Tensor, batch: MicroBatch, *, temperature: float
-) -> torch.Tensor:
+Logits = torch.Tensor | ChunkedLogits
+
+
+def token_log_probs(logits_BTV: Logits, batch: MicroBatch, *, temperature: float) -> torch.Tensor:
     """Of the token that each place predicts, [B, T] in float32 at least; 0 where none is.
+
+    In chunks also 0 where it is not learnt.
 
     Args:
         temperature: that tokens were drawn at: they are those of what was drawn from.
     """
+    if isinstance(logits_BTV, ChunkedLogits):
+        options = PolicyOptions(temperature=temperature)
+        return _log_probs_and_entropies(logits_BTV, batch, options)[0]
     logits_BTV = at_least_float32(logits_BTV)
     if temperature != 1:
         logits_BTV = logits_BTV / temperature
@@ -127,8 +135,36 @@ def entropies(logits_BTV: torch.Tensor, is_learnt_BT: torch.Tensor, *, temperatu
     return torch.stack(rows)
 
 
+def _log_probs_and_entropies(
+    logits_BTV: Logits, batch: MicroBatch, options: PolicyOptions
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both [B, T]; entropies have a gradient where the loss has them."""
+    learns = options.entropy_coef > 0
+    is_learnt_BT = learnt_tokens(batch).to(logits_BTV.device)
+    if isinstance(logits_BTV, ChunkedLogits):
+        function = functools.partial(_of_tokens, temperature=options.temperature, learns=learns)
+        labels_BT = next_labels(batch).to(logits_BTV.device)
+        found_BT2 = logits_BTV.by_token(function, labels_BT, is_learnt_BT)
+        log_probs_BT, entropies_BT = found_BT2.unbind(-1)
+        return log_probs_BT, entropies_BT
+    log_probs_BT = token_log_probs(logits_BTV, batch, temperature=options.temperature)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and learns):
+        entropies_BT = entropies(logits_BTV, is_learnt_BT, temperature=options.temperature)
+    return log_probs_BT, entropies_BT
+
+
+def _of_tokens(
+    logits_CV: torch.Tensor, labels_C: torch.Tensor, *, temperature: float, learns: bool
+) -> torch.Tensor:
+    """Log-probability and entropy of each, [C, 2]."""
+    log_probs_CV = (at_least_float32(logits_CV) / temperature).log_softmax(-1)
+    log_probs_C = log_probs_CV.gather(-1, labels_C[:, None])[:, 0]
+    own_CV = log_probs_CV if learns else log_probs_CV.detach()
+    return torch.stack([log_probs_C, -(own_CV.exp() * own_CV).sum(-1)], dim=-1)
+
+
 def policy_loss(
-    logits_BTV: torch.Tensor,
+    logits_BTV: Logits,
     batch: MicroBatch,
     *,
     num_tokens: torch.Tensor,
@@ -141,7 +177,7 @@ def policy_loss(
         num_tokens, num_answers: of the whole step, by the counts above.
     """
     is_learnt_BT = learnt_tokens(batch).to(logits_BTV.device)
-    log_probs_BT = token_log_probs(logits_BTV, batch, temperature=options.temperature)
+    log_probs_BT, entropy_BT = _log_probs_and_entropies(logits_BTV, batch, options)
     old_BT = batch[OLD].to(log_probs_BT) if OLD in batch else log_probs_BT.detach()
     terms_BT, figures_BT = policy_terms(log_probs_BT, old_BT, is_learnt_BT, batch, options)
     correction_B1 = correction(old_BT, is_learnt_BT, batch, options, dtype=logits_BTV.dtype)
@@ -155,8 +191,6 @@ def policy_loss(
     tokens, answers = num_tokens.clamp(min=1), num_answers.clamp(min=1)
     learnt_BT = is_learnt_BT.to(log_probs_BT)
     loss = _normalised(terms_BT * learnt_BT, learnt_BT, tokens, answers, options)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and options.entropy_coef > 0):
-        entropy_BT = entropies(logits_BTV, is_learnt_BT, temperature=options.temperature)
     figures_BT["entropy"] = entropy_BT
     if options.entropy_coef:
         loss = loss - options.entropy_coef * entropy_BT.sum() / tokens

@@ -39,6 +39,7 @@ from stageline.inference.decoding.chain import (
 )
 from stageline.inference.decoding.request import Sampling
 from stageline.inference.decoding.stage_decoder import StageDecoder, answering
+from stageline.modules.chunked_loss import ChunkedLogits
 from stageline.modules.lora import adapters_off
 from stageline.modules.policy_loss import (
     ADVANTAGES,
@@ -148,6 +149,12 @@ class StageAnswers:
             found = self.groups.draw(asked, sampling, lot_size=lot_size)
             self.groups.close()
             return found
+
+    def logits_of(self, output: Output) -> torch.Tensor | ChunkedLogits:
+        """What a training pass of the last stage gave, which may be hidden states."""
+        last = self.models[-1]
+        chunk, logits = getattr(last, "logits_chunk", 0), logits_of(output)
+        return ChunkedLogits(logits, whole=last.whole, chunk=chunk) if chunk else logits
 
     def shared(self, value: Any) -> Any:
         """What the first rank has, on all of the pipeline."""
@@ -451,8 +458,8 @@ class Rollouts:
         found: list[torch.Tensor] = []
 
         def take(output: Output, batch: MicroBatch) -> None:
-            temperature = self.options.temperature
-            found.append(token_log_probs(logits_of(output), batch, temperature=temperature))
+            logits = self.answers.logits_of(output)
+            found.append(token_log_probs(logits, batch, temperature=self.options.temperature))
 
         told = StepProgress(device=self.runner.device, forward="log-probabilities")
         self.runner.evaluate(batches, on_output=take, recorder=told)
