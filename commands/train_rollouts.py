@@ -127,6 +127,7 @@ def rollout_options(run: RunConfig) -> RolloutOptions:
         prompts_together=run.prompts_together,
         micro_batch_size=run.micro_batch_size,
         is_sorted=run.micro_batch_order == "sorted",
+        row_capacity=run.max_token_num if run.packing else None,
     )
 
 

@@ -111,7 +111,6 @@ def _check_not_built(run: Any, parts: Any) -> None:
     loss = parts["loss_fn"].key
     refused = {
         "--engine streaming": parts["engine"].key == "streaming",
-        "--packing": run.packing,
         "--vision-stages": run.vision_stages > 0,
         "--token-cache": run.token_cache is not None,
         "--compile-layers": getattr(run, "compile_layers", False),
@@ -120,7 +119,6 @@ def _check_not_built(run: Any, parts: Any) -> None:
     }
     reasons = {
         "--engine streaming": "its stages pass through the device one by one for each token",
-        "--packing": "ratios and means are taken of rows, an answer each",
         "--vision-stages": "stages of a tower do not answer",
         "--token-cache": "prompts are kept in no cache",
         "--compile-layers": "each new length of an answer would be compiled",

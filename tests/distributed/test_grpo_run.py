@@ -152,6 +152,22 @@ def assert_same_but_for_sums(job, name, wanted):
     ("options", "ranks"),
     [(("--schedule", "zbv", "--num-stages", 4), 2), ((*REPLICAS, "--dp-shard"), 2)],
 )
+def test_answers_packed_into_rows(job, options, ranks):
+    name = f"packed {options[0]}"
+    done = run(job, name, *TWICE, *LORA, *options, "--packing", "--max-token-num", 96, ranks=ranks)
+    assert done.code == 0, done.err
+    assert_same_but_for_sums(job, name, "one")
+    ours, wanted = records(job, name), records(job, "one")
+    assert [ours[step]["ratio_gap"] for step in (1, 3)] == [0, 0], "to the bit"
+    for step, record in wanted.items():
+        for figure in ("loss", "kl", "entropy", "grad_norm", "sampling_gap", "num_targets"):
+            assert ours[step][figure] == pytest.approx(record[figure], rel=1e-3, abs=1e-6), figure
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [(("--schedule", "zbv", "--num-stages", 4), 2), ((*REPLICAS, "--dp-shard"), 2)],
+)
 def test_logits_in_chunks(job, options, ranks):
     name = f"chunks {options[0]}"
     done = run(job, name, *TWICE, *LORA, *options, "--logits-chunk", 5, ranks=ranks)
@@ -219,7 +235,6 @@ def test_full_weights_and_held_out_prompts(job):
         (("--group-size", 3), "--group-size 3. Whole groups"),
         (("--reward-weights", "1"), "--reward-weights has 1 numbers"),
         (("--inner-steps", 3), "--total-steps 4 is no multiple of --inner-steps 3"),
-        (("--packing",), "--packing came with --loss-fn grpo"),
         (("--engine", "streaming"), "--engine streaming came with --loss-fn grpo"),
         (("--loss-fn", "sft"), "--reward letters,length came with --loss-fn sft"),
         (("--collate-fn", "dpo", "--loss-fn", "grpo"), "--collate-fn grpo was expected"),

@@ -18,7 +18,7 @@ from stageline.data.batches.batch import (
     render_sample,
     sample_name,
 )
-from stageline.data.batches.collate import TEXTS, Item, collate_encoded
+from stageline.data.batches.collate import TEXTS, Item, collate_encoded, collate_packed_sft
 from stageline.data.batches.collate_part import EncodedSample, all_encoded
 from stageline.data.text.encode import Encoded
 from stageline.data.text.limit import Overlong, limit_length
@@ -90,3 +90,12 @@ def collate_answers(
     options = {"max_completion_length": max_completion_length, **common}
     encoded = all_encoded(samples, encode_prompt, **options)
     return collate_encoded(encoded, **common)
+
+
+def collate_packed_answers(
+    rows: Sequence[Sequence[Item]], *, max_completion_length: int, **common: Any
+) -> MicroBatch:
+    """One micro-batch of rows that hold several; as `collate_answers` otherwise."""
+    options = {"max_completion_length": max_completion_length, **common}
+    encoded = [all_encoded(row, encode_prompt, **options) for row in rows]
+    return collate_packed_sft(encoded, **common)
