@@ -152,7 +152,8 @@ def assert_same_but_for_sums(job, name, wanted):
     ("options", "ranks"),
     [(("--schedule", "zbv", "--num-stages", 4), 2), ((*REPLICAS, "--dp-shard"), 2)],
 )
-def test_answers_packed_into_rows(job, options, ranks):
+def test_answers_packed_into_rows(job, options, ranks, monkeypatch):
+    monkeypatch.setattr(Rollouts, "_batches", packs_several(Rollouts._batches))
     name = f"packed {options[0]}"
     done = run(job, name, *TWICE, *LORA, *options, "--packing", "--max-token-num", 96, ranks=ranks)
     assert done.code == 0, done.err
@@ -193,6 +194,17 @@ def test_replicas_draw_the_same_answers(job, shares):
     done = run(job, name, *TWICE, *LORA, *REPLICAS, *shares, ranks=2)
     assert done.code == 0, done.err
     assert_same_but_for_sums(job, name, "one")
+
+
+def packs_several(made):
+    """As it is, and looks whether rows hold more than one answer each."""
+
+    def noted(self, *given):
+        batches = made(self, *given)
+        assert max(batch["sample_ids"].max() for batch in batches) > 0
+        return batches
+
+    return noted
 
 
 @pytest.mark.parametrize("point", ["decoding", "rewards", "forward"])
@@ -280,6 +292,15 @@ def test_pictures_are_asked_about(family, tmp_path, monkeypatch):
     assert records(pictured, "one")[1]["ratio_gap"] == 0
     assert records(pictured, "one")[1]["loss"] == records(pictured, "two")[1]["loss"]
     assert (tmp_path / "met").exists(), "no answer held such a token: the test shows nothing"
+    monkeypatch.setattr(Rollouts, "_batches", packs_several(made))
+    options += ("--inner-steps", 2, "--loss-fn", "watched", "--packing", "--max-token-num", 256)
+    done = run(pictured, "packed", *options, ranks=2)
+    assert done.code == 0, done.err
+    assert samples(pictured, "packed") == samples(pictured, "one")
+    ours, wanted = records(pictured, "packed"), records(pictured, "one")
+    assert [ours[step]["loss"] for step in (1, 2)] == pytest.approx(
+        [wanted[step]["loss"] for step in (1, 2)], rel=1e-4, abs=1e-6
+    )
 
 
 def test_replicas_with_shares_ask_about_pictures(tmp_path):
