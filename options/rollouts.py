@@ -112,14 +112,12 @@ def _check_not_built(run: Any, parts: Any) -> None:
     refused = {
         "--engine streaming": parts["engine"].key == "streaming",
         "--vision-stages": run.vision_stages > 0,
-        "--compile-layers": getattr(run, "compile_layers", False),
         "--early-stop-metric loss": run.early_stop > 0 and run.early_stop_metric == "loss",
         "--save-best loss": run.save_best in ("loss", "token_accuracy"),
     }
     reasons = {
         "--engine streaming": "its stages pass through the device one by one for each token",
         "--vision-stages": "stages of a tower do not answer",
-        "--compile-layers": "each new length of an answer would be compiled",
         "--early-stop-metric loss": "held-out prompts have rewards and no loss (use reward)",
         "--save-best loss": "held-out prompts have rewards and no loss (use reward)",
     }

@@ -1,6 +1,8 @@
 """Runs whose model answers before each step: the same in every split, and after a kill."""
 
+import functools
 import json
+import traceback
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from safetensors.torch import load_file
 
 from stageline.checking.tiny_models import tiny_processor
 from stageline.data.images.images import ImageExpander
+from stageline.modules import recompute
 from stageline.modules.policy_loss import SAMPLED
 from stageline.training.rollouts import Rollouts
 from tests.helpers.small_run import Job, saved_tensors
@@ -154,8 +157,10 @@ def assert_same_but_for_sums(job, name, wanted):
 )
 def test_answers_packed_into_rows(job, options, ranks, monkeypatch):
     monkeypatch.setattr(Rollouts, "_batches", packs_several(Rollouts._batches))
-    name = f"packed {options[0]}"
-    done = run(job, name, *TWICE, *LORA, *options, "--packing", "--max-token-num", 96, ranks=ranks)
+    name, kept = f"packed {options[0]}", ("--token-cache", job.folder / "tokens")
+    done = run(
+        job, name, *TWICE, *LORA, *options, "--packing", "--max-token-num", 96, *kept, ranks=ranks
+    )
     assert done.code == 0, done.err
     assert_same_but_for_sums(job, name, "one")
     ours, wanted = records(job, name), records(job, "one")
@@ -217,6 +222,23 @@ def test_a_killed_run_goes_on_with_the_same_answers(job, point):
     assert samples(job, point) == samples(job, "one")
     tensors = last_tensors(job, point)
     assert all(torch.equal(tensors[key], value) for key, value in last_tensors(job, "one").items())
+
+
+def test_compiled_layers_answer_as_they_were_written(job, monkeypatch):
+    """A backend that runs graphs as they are, and looks which passes they are made for."""
+
+    def backend(graph, inputs):
+        passes = {frame.filename.rpartition("/")[2] for frame in traceback.extract_stack()}
+        assert "stage_decoder.py" not in passes
+        open(job.folder / "compiled", "w").close()
+        return graph
+
+    compiling = functools.partial(recompute.compile_layers, backend=backend)
+    monkeypatch.setattr(recompute, "compile_layers", compiling)
+    done = run(job, "compiled run", *TWICE, *LORA, "--compile-layers", ranks=1)
+    assert done.code == 0, done.err
+    assert (job.folder / "compiled").exists()
+    assert_same_but_for_sums(job, "compiled run", "one")
 
 
 def test_full_weights_and_held_out_prompts(job):
