@@ -339,7 +339,7 @@ class Rollouts:
                 facts = {"num_tokens": len(answer.token_ids), "is_cut": answer.is_cut}
                 asked.append(text)
                 said.append(answer.text)
-                samples.append({**prompt.sample, **facts})
+                samples.append({**prompt.sample, **facts, "images": prompt.images})
         found = self.rewards(asked, said, samples)
         return found.view(len(self.rewards.parts), len(prompts), -1)
 

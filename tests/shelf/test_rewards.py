@@ -149,6 +149,7 @@ def test_a_row_without_an_answer_is_named():
 
 def test_every_shipped_reward_is_seen_here():
     others = {"spatial_consistency", "remote"}
+    others |= {"reward_model"}  # tests/unit/test_reward_model.py
     assert set(reward_register) == {*CASES, *others}
 
 
