@@ -1,4 +1,4 @@
-"""A model that scores answers: the library's sequence classifier with one label, whole, on a device.
+"""A model that scores answers: the library's sequence classifier with one label, on one device.
 
 So are the checkpoints of a reward model's run, and most reward models that others publish. It reads
 texts, not the ids of the model that answered: its own chat template writes the conversation and its

@@ -1,7 +1,7 @@
 """A reward model as a reward: the scores of plain transformers, and what is refused.
 
-The reference writes the conversation with the tokenizer's own `apply_chat_template`, one row without
-padding, and reads the score at its last token by hand.
+The reference writes the conversation with the tokenizer's own `apply_chat_template`, one row
+without padding, and reads the score at its last token by hand.
 """
 
 import json
@@ -66,17 +66,16 @@ def conversation(sample, answer):
 def expected(model, tokenizer, samples=SAMPLES, answers=ANSWERS):
     scores = []
     for sample, answer in zip(samples, answers, strict=True):
-        # what an answer says is text: a token that it writes out does not end its turn
         text = tokenizer.apply_chat_template(conversation(sample, "ANSWER"), tokenize=False)
         before, after = text.split("ANSWER")
-        plain = tokenizer(before + answer.strip() + after, add_special_tokens=False)["input_ids"]
-        if "<|im" in answer:
-            parts = [tokenizer(before, add_special_tokens=False)["input_ids"]]
-            parts += [
-                tokenizer(answer, add_special_tokens=False, split_special_tokens=True).input_ids
-            ]
-            parts += [tokenizer(after, add_special_tokens=False)["input_ids"]]
-            plain = sum(parts, [])
+        # what an answer says is text: a token that it writes out does not end its turn
+        pieces = ((before, False), (answer.strip(), True), (after, False))
+        options = {"add_special_tokens": False}
+        plain = [
+            token
+            for piece, is_text in pieces
+            for token in tokenizer(piece, split_special_tokens=is_text, **options).input_ids
+        ]
         ids = torch.tensor([plain])
         if hasattr(model, "score"):
             scores.append(model.score(model.base_model(ids).last_hidden_state[0, -1])[0])
