@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from PIL import Image
 
 from stageline.checking.tiny_models import tiny_processor
 from stageline.data.images.images import ImageExpander
@@ -229,3 +230,16 @@ def test_pictures_are_asked_about(family, tmp_path, monkeypatch):
     assert records(pictured, "one")[1]["ratio_gap"] == 0
     assert records(pictured, "one")[1]["loss"] == records(pictured, "two")[1]["loss"]
     assert (tmp_path / "met").exists(), "no answer held such a token: the test shows nothing"
+    for line in samples(pictured, "two").splitlines():
+        row, record = pictured_row(pictured, line)
+        kept = [Image.open(tmp_path / "two" / name) for name in record.get("images", ())]
+        shown = [Image.open(tmp_path / row["image"])] if "image" in row else []
+        assert [one.tobytes() for one in kept] == [one.tobytes() for one in shown]
+    assert "<img src=" in (tmp_path / "two" / "samples.html").read_text()
+
+
+def pictured_row(job, line):
+    """The row that a line of samples is about, and the line."""
+    record = json.loads(line)
+    rows = map(json.loads, job.rows.read_text().splitlines())
+    return next(row for row in rows if row["id"] == record["id"]), record
