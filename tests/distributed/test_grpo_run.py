@@ -1,6 +1,7 @@
 """Runs whose model answers before each step: the same in every split, and after a kill."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.helpers.small_vision_run import VisionJob
 
 PARTS = '''
 """A reward with a spread over answers of a random model, and a loss that looks at its ratios."""
+import os
 import torch
 from register import loss_fn_register, reward_register
 from stageline.modules.policy_loss import OLD, PolicyOptions, learnt_tokens, policy_loss
@@ -27,8 +29,10 @@ def letters(prompts, completions, samples):
 
 
 @reward_register("broken")
-def broken(prompts, completions, samples):
-    raise KeyError("depth")
+def broken(prompts, completions, samples, *, on_rank: int = 0):
+    if os.environ["RANK"] == str(on_rank):
+        raise KeyError("depth")
+    return [0.0] * len(completions)
 
 
 @loss_fn_register(
@@ -175,10 +179,25 @@ def test_full_weights_and_held_out_prompts(job):
         assert again[step]["reward"] == record["reward"]
 
 
+@pytest.mark.parametrize(("options", "rank"), [((), 0), (REPLICAS, 1)])
+def test_a_reward_that_raises_ends_all_ranks_and_is_told_first(job, options, rank):
+    broken = ("--reward", "broken,length", "--reward.broken.on-rank", rank)
+    words = ("--import", job.folder / "parts.py", *GRPO, *broken, *options)
+    started = job.start_forked(f"broken {rank}", *words)
+    done = started.wait()
+    assert started.codes == [2, 2], "both by what was told, none by a lost connection"
+    line = PARTS.splitlines().index('@reward_register("broken")') + 1
+    part = f"broken ({job.folder}/parts.py:{line})"
+    told = re.escape(f": the reward {part} raised KeyError: 'depth'")
+    where = rf"error\[contract\] rank={rank} stage=0 step=\d"
+    assert re.match(where + told, done.err) and done.err.count("\n") == 1, done.err
+    log = (job.folder / f"broken {rank}/failures/rank-{rank}.log").read_text()
+    assert 'raise KeyError("depth")' in log
+
+
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        (("--reward", "broken,length"), "the reward broken"),
         (("--kl-beta", 0.1), "so the model without adapters is not the one"),
         (("--group-size", 3), "--group-size 3. Whole groups"),
         (("--reward-weights", "1"), "--reward-weights has 1 numbers"),
