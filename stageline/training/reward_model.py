@@ -9,7 +9,7 @@ Shapes: B rows, T tokens.
 
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,13 @@ from transformers import PreTrainedModel
 from stageline.checkpoint.adapter import base_of, processor_folder
 from stageline.checkpoint.files import ADAPTER_CONFIG
 from stageline.checkpoint.plain_model import CLASSIFIER, load_plain
-from stageline.data.batches.batch import add_image_inputs, encode_sample, pad_rows, sample_name
+from stageline.data.batches.batch import (
+    Sample,
+    add_image_inputs,
+    encode_sample,
+    pad_rows,
+    sample_name,
+)
 from stageline.data.text.chat import render_chat
 from stageline.data.text.chat_template import template_of
 from stageline.data.text.encode import Encoded
@@ -35,7 +41,6 @@ from stageline.data.text.rendered import place_image_text, plain_image_text
 from stageline.errors import CheckpointError, UserError
 from stageline.model_folder import find_folder
 
-Sample = Mapping[str, Any]
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 _loading = threading.Lock()  # a late call may still load when that of the next step comes
 
@@ -62,7 +67,7 @@ def reward_model(
 def _load(path: str, device: str, dtype: Precision) -> "RewardModel":
     folder = find_folder(path, option="`path` of the reward")
     is_adapter = (folder / ADAPTER_CONFIG).exists()
-    model = load_plain(folder, dtype=None if dtype == "auto" else getattr(torch, dtype))
+    model: Any = load_plain(folder, dtype=None if dtype == "auto" else getattr(torch, dtype))
     name, count = type(model).__name__, getattr(model.config, "num_labels", 0)
     if not name.endswith(CLASSIFIER) or count != 1:
         came = f"with {count} labels" if name.endswith(CLASSIFIER) else "which has no score head"
@@ -72,7 +77,8 @@ def _load(path: str, device: str, dtype: Precision) -> "RewardModel":
             "trained, or a reward model of AutoModelForSequenceClassification."
         )
     origin = processor_folder(folder, base_of(folder)) if is_adapter else folder
-    return RewardModel(model.to(device).requires_grad_(False), load_processor(origin), origin)
+    model = model.to(device).requires_grad_(False)
+    return RewardModel(model, load_processor(origin), origin)
 
 
 class RewardModel:
