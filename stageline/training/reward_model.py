@@ -94,12 +94,13 @@ class RewardModel:
         self.sees = get_image_processor(processor) is not None
         text = model.config.get_text_config(decoder=True)
         text.use_cache = False
-        if text.pad_token_id is None:
+        embeddings: Any = model.get_input_embeddings()
+        num_ids, num_rows = len(get_tokenizer(processor)), embeddings.weight.shape[0]
+        if text.pad_token_id not in range(num_rows):  # None or, of older models, -1
             text.pad_token_id = get_pad_token_id(processor)
         # by it the library finds where a row ends, where the score is read
         self.pad_token_id = int(text.pad_token_id)
         self.longest = getattr(text, "max_position_embeddings", None)
-        num_ids, num_rows = len(get_tokenizer(processor)), _num_rows(model)
         if num_ids > num_rows:
             raise CheckpointError(
                 f"the tokenizer in {folder} has {num_ids} tokens, the reward model there has rows "
@@ -122,26 +123,32 @@ class RewardModel:
         prompt: str,
         batch_size: int = 8,
     ) -> list[float | None]:
-        """The score of each completion as an answer to its sample; None of one that is too long.
+        """The score of each completion as an answer to its sample.
+
+        None of one that is too long, or that the chat template would write as another text.
 
         Args:
             samples: with `messages`, or with the fields of `prompt`; `images` are PIL images, which
                 a model that sees none is not shown.
             prompt: a template, whose text before [ANSWER] is the user's turn.
             batch_size: rows at once, those of near-equal length together.
+
+        Raises:
+            UserError: the chat template can write none of them.
         """
         images = [list(sample.get("images") or ()) if self.sees else [] for sample in samples]
-        rows = [self._encode(*one, prompt) for one in zip(samples, completions, images)]
-        fitting = [n for n, row in enumerate(rows) if len(row) <= (self.longest or len(row))]
+        made = [self._encode(*one, prompt) for one in zip(samples, completions, images)]
+        refused = [one for one in made if isinstance(one, UserError)]
+        if refused and len(refused) == len(made):
+            raise refused[0]
+        rows = {number: one for number, one in enumerate(made) if isinstance(one, Encoded)}
+        fitting = [n for n, row in rows.items() if len(row) <= (self.longest or len(row))]
         fitting.sort(key=lambda number: len(rows[number]))
-        scores: list[float | None] = [None] * len(rows)
+        scores: list[float | None] = [None] * len(made)
         for start in range(0, len(fitting), batch_size):
             chosen = fitting[start : start + batch_size]
-            batch = pad_rows(
-                [rows[number] for number in chosen],
-                pad_token_id=self.pad_token_id,
-                with_labels=False,
-            )
+            own = [rows[number] for number in chosen]
+            batch = pad_rows(own, pad_token_id=self.pad_token_id, with_labels=False)
             add_image_inputs(
                 batch,
                 [images[number] for number in chosen],
@@ -155,8 +162,8 @@ class RewardModel:
 
     def _encode(
         self, sample: Sample, completion: str, images: Sequence[Any], prompt: str
-    ) -> Encoded:
-        """The row of a conversation that ends with the completion."""
+    ) -> Encoded | UserError:
+        """The row of a conversation that ends with the completion, or why there is none."""
         name = sample_name(sample)
         answered = {**with_answer(sample, completion), "num_images": len(images)}
         turns = turns_of(answered, prompt, system=None, for_generation=False)
@@ -165,7 +172,10 @@ class RewardModel:
                 replace(turn, pieces=tuple(one for one in turn.pieces if not one.is_image))
                 for turn in turns
             ]
-        rendered = render_chat(turns, self.processor, tools=tools_of(sample))
+        try:
+            rendered = render_chat(turns, self.processor, tools=tools_of(sample))
+        except UserError as error:  # a run must not end for what one answer says
+            return error
         if images:
             rendered = place_image_text(rendered, plain_image_text(self.processor))
         return encode_sample(
@@ -189,8 +199,3 @@ def with_answer(sample: Sample, completion: str) -> dict[str, Any]:
     if messages[-1].get("role") == "assistant":
         messages = messages[:-1]
     return {**sample, "messages": [*messages, {"role": "assistant", "content": completion}]}
-
-
-def _num_rows(model: PreTrainedModel) -> int:
-    embeddings: Any = model.get_input_embeddings()
-    return int(embeddings.weight.shape[0])

@@ -6,8 +6,9 @@ import re
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from stageline.checking.tiny_models import tiny_processor
+from stageline.checking.tiny_models import tiny_config, tiny_processor
 from stageline.data.images.images import ImageExpander
 from stageline.modules.policy_loss import SAMPLED
 from stageline.training.rollouts import Rollouts
@@ -177,6 +178,27 @@ def test_full_weights_and_held_out_prompts(job):
     again = records(job, "full one", "eval")
     for step, record in held_out.items():
         assert again[step]["reward"] == record["reward"]
+
+
+def test_a_reward_model_judges(job):
+    folder = job.folder / "judge"
+    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    tokenizer.save_pretrained(folder)
+    config = tiny_config("qwen3", vocab_size=len(tokenizer), num_labels=1, pad_token_id=0)
+    judge = AutoModelForSequenceClassification.from_config(config).eval()
+    judge.save_pretrained(folder)
+    options = ("--reward", "reward_model,length", "--reward.reward_model.path", folder)
+    done = run(job, "judged", *options, "--total-steps", 1, "--save-steps", 1, ranks=2)
+    assert done.code == 0, done.err
+    questions = {row["id"]: row["question"] for row in map(json.loads, job.rows.open())}
+    for record in map(json.loads, samples(job, "judged").splitlines()):
+        for answer in record["answers"]:
+            said = {"user": questions[record["id"]], "assistant": answer["text"]}
+            talk = [{"role": role, "content": text} for role, text in said.items()]
+            text = tokenizer.apply_chat_template(talk, return_dict=True, return_tensors="pt")
+            with torch.no_grad():
+                wanted = judge(text["input_ids"]).logits.item()
+            assert answer["rewards"]["reward_model"] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize(("options", "rank"), [((), 0), (REPLICAS, 1)])
