@@ -141,7 +141,7 @@ summary {{ font-size: 1.1rem; font-weight: 600; padding: .4rem 0; cursor: pointe
 article {{ border-top: 1px solid #8886; padding: .6rem 0 1rem }}
 .said {{ white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: isolate }}
 .note {{ color: #888; font-size: .85rem }}
-img {{ margin: .4rem .4rem 0 0; image-rendering: auto; min-width: 4rem }}
+img {{ margin: .4rem .4rem 0 0; min-width: 4rem }}
 table {{ border-collapse: collapse; width: 100%; margin-top: .5rem }}
 th, td {{ text-align: right; vertical-align: top; padding: .15rem .5rem; white-space: nowrap }}
 th:last-child, td:last-child {{ text-align: left; width: 99% }}
