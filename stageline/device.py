@@ -137,11 +137,9 @@ def synchronize(device: torch.device) -> None:
 def device_in_use() -> torch.device | None:
     """The accelerator that this thread computes on; None where the process uses none so far."""
     kind = torch.accelerator.current_accelerator()
-    if (
-        kind is None
-        or not is_accelerator(kind)
-        or not torch.get_device_module(kind).is_initialized()
-    ):
+    if kind is None or not is_accelerator(kind):
+        return None
+    if not torch.get_device_module(kind).is_initialized():
         return None
     return torch.device(kind.type, torch.accelerator.current_device_index())
 

@@ -18,7 +18,7 @@ import torch
 from stageline import chaos, progress
 from stageline.contracts import broken, call, part_name, shown
 from stageline.device import device_in_use
-from stageline.errors import ContractError, UserError
+from stageline.errors import ContractError, UserError, is_out_of_memory
 
 Samples = Sequence[Mapping[str, Any]]
 Advantage = Literal["group", "group_no_std", "batch", "rloo"]
@@ -98,9 +98,9 @@ class _Call:
             self.error = error
 
     def result(self) -> list[float]:
-        if isinstance(self.error, UserError | MemoryError | torch.OutOfMemoryError):
-            raise self.error
         if self.error is not None:
+            if isinstance(self.error, UserError) or is_out_of_memory(self.error):
+                raise self.error
             told = ContractError(
                 f"the reward {part_name(self.reward.part)} raised {type(self.error).__name__}: "
                 f"{self.error}. A number or None for each answer was expected: catch what an "
