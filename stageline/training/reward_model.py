@@ -8,6 +8,7 @@ Shapes: B rows, T tokens.
 """
 
 import functools
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,16 +28,13 @@ from stageline.data.batches.batch import (
     pad_rows,
     sample_name,
 )
+from stageline.data.images.image_settings import ImageSettings
+from stageline.data.images.images import ImageExpander
 from stageline.data.text.chat import render_chat
 from stageline.data.text.chat_template import template_of
 from stageline.data.text.encode import Encoded
 from stageline.data.text.messages import tools_of, turns_of
-from stageline.data.text.processor import (
-    get_image_processor,
-    get_pad_token_id,
-    get_tokenizer,
-    load_processor,
-)
+from stageline.data.text.processor import get_pad_token_id, get_tokenizer, load_processor
 from stageline.data.text.rendered import place_image_text, plain_image_text
 from stageline.errors import CheckpointError, UserError
 from stageline.model_folder import find_folder
@@ -91,7 +89,10 @@ class RewardModel:
 
     def __init__(self, model: PreTrainedModel, processor: Any, folder: Path) -> None:
         self.model, self.processor = model, processor
-        self.sees = get_image_processor(processor) is not None
+        expander = ImageExpander.of(processor)
+        self.sees = expander is not None
+        if expander is not None:  # the run has looked at sizes by its own limit
+            expander.use(ImageSettings(max_pixels=sys.maxsize))
         text = model.config.get_text_config(decoder=True)
         text.use_cache = False
         embeddings: Any = model.get_input_embeddings()
