@@ -90,13 +90,20 @@ def answer_batches(
     maker = kind(rows, collate=part, **options, **(packing or {}))
     with host_state_kept():
         batches = maker.make(step, [list(range(len(made)))])
-    return [_with_columns(batch, made) for batch in batches]
+    return [with_answers(batch, rows_in(batch, made)) for batch in batches]
 
 
-def _with_columns(batch: MicroBatch, made: Sequence[AnswerRow]) -> MicroBatch:
+def rows_in(batch: MicroBatch, made: Sequence[AnswerRow]) -> list[AnswerRow]:
+    """The answers of a micro-batch that has just been collated, in their order."""
+    return [made[number] for number in batch[_numbers(batch)].tolist()]
+
+
+def _numbers(batch: MicroBatch) -> str:
+    return "loss_rows" if "loss_rows" in batch else "loss_packed_rows"
+
+
+def with_answers(batch: MicroBatch, answers: Sequence[AnswerRow]) -> MicroBatch:
     """A micro-batch with what its loss needs of each answer."""
-    numbers = "loss_rows" if "loss_rows" in batch else "loss_packed_rows"
-    answers = [made[number] for number in batch[numbers].tolist()]
     labels_BT = batch["labels"].clone()
     sampled_BT, places_BT = torch.zeros(labels_BT.shape), torch.full_like(labels_BT, -1)
     for number, (one, (row, start)) in enumerate(zip(answers, _begins(batch), strict=True)):
@@ -107,18 +114,17 @@ def _with_columns(batch: MicroBatch, made: Sequence[AnswerRow]) -> MicroBatch:
         count = length - one.num_prompt
         first = start + one.num_prompt - 1  # where the first token of the answer is predicted
         sampled_BT[row, first : first + count] = torch.tensor(one.answer.log_probs[:count])
-    return {
+    numbers = [-1 if one.row is None else one.row for one in answers]
+    found = {
         **batch,
-        **({PLACES: places_BT} if "sample_ids" in batch else {}),
         "labels": labels_BT,
-        numbers: torch.tensor(
-            [-1 if one.row is None else one.row for one in answers], dtype=torch.long
-        ),
+        _numbers(batch): torch.tensor(numbers, dtype=torch.long),
         ADVANTAGES: torch.tensor([one.advantage for one in answers]),
         IS_LEARNT: torch.tensor([one.is_learnt for one in answers], dtype=torch.bool),
         IS_COUNTED: torch.tensor([one.is_counted for one in answers], dtype=torch.bool),
         SAMPLED: sampled_BT,
     }
+    return {**found, PLACES: places_BT} if "sample_ids" in batch else found
 
 
 def _begins(batch: MicroBatch) -> Iterator[tuple[int, int]]:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from stageline import chaos, progress
+from stageline.data.batches.batch import sample_name
 from stageline.data.batches.collate_part import EncodedSample
 from stageline.data.batches.prompts import decoder_inputs, prompt_of
 from stageline.data.images.images import ImageExpander
@@ -56,6 +57,7 @@ from stageline.training.rewards import (
     has_spread,
     weighted,
 )
+from stageline.training.samples import thumbnail
 from stageline.training.step import StepProgress, StepResult
 
 PromptRow = tuple[int | None, int, EncodedSample]  # row of the dataset, place in the step, prompt
@@ -167,6 +169,7 @@ class RolloutOptions:
         drops_equal: groups of one reward do not count.
         prompts_together: prompts whose answers are drawn together.
         row_capacity: tokens of a row that holds several answers; None: it holds one.
+        keep_samples: steps between two whose answers are told; 0: those of none are.
     """
 
     seed: int
@@ -183,6 +186,7 @@ class RolloutOptions:
     micro_batch_size: int = 1
     is_sorted: bool = True
     row_capacity: int | None = None
+    keep_samples: int = 1
 
     @property
     def sampling(self) -> Sampling:
@@ -335,7 +339,7 @@ class Rollouts:
                 facts = {"num_tokens": len(answer.token_ids), "is_cut": answer.is_cut}
                 asked.append(text)
                 said.append(answer.text)
-                samples.append({**prompt.sample, **facts})
+                samples.append({**prompt.sample, **facts, "images": prompt.images})
         found = self.rewards(asked, said, samples)
         return found.view(len(self.rewards.parts), len(prompts), -1)
 
@@ -376,7 +380,8 @@ class Rollouts:
         advantages_PG: torch.Tensor,
     ) -> None:
         """Hands the answers of all replicas to who writes them down."""
-        if not self.answers.is_first:
+        every = self.options.keep_samples
+        if not self.answers.is_first or not every or step % every:
             return
         keys = [one.key for one in self.rewards.parts]
         records = []
@@ -395,7 +400,10 @@ class Rollouts:
                     }
                 )
             known = {"row": row, "id": prompt.sample.get("id"), "prompt": self._text(prompt)}
-            records.append({"step": step + 1, **known, "answers": answers})
+            pictures = [
+                thumbnail(one, name=sample_name(prompt.sample)) for one in prompt.images or ()
+            ]
+            records.append({"step": step + 1, **known, "images": pictures, "answers": answers})
         gathered = self.replicas.gather(records)
         if self.on_samples is not None:
             self.on_samples(step + 1, [record for own in gathered for record in own])

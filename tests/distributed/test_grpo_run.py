@@ -2,13 +2,16 @@
 
 import functools
 import json
+import re
 import traceback
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from stageline.checking.tiny_models import tiny_processor
+from stageline.checking.tiny_models import tiny_config, tiny_processor
 from stageline.data.images.images import ImageExpander
 from stageline.modules import recompute
 from stageline.modules.policy_loss import SAMPLED
@@ -18,6 +21,7 @@ from tests.helpers.small_vision_run import VisionJob
 
 PARTS = '''
 """A reward with a spread over answers of a random model, and a loss that looks at its ratios."""
+import os
 import torch
 from register import loss_fn_register, reward_register
 from stageline.modules.policy_loss import OLD, PolicyOptions, learnt_tokens, policy_loss
@@ -30,8 +34,10 @@ def letters(prompts, completions, samples):
 
 
 @reward_register("broken")
-def broken(prompts, completions, samples):
-    raise KeyError("depth")
+def broken(prompts, completions, samples, *, on_rank: int = 0):
+    if os.environ["RANK"] == str(on_rank):
+        raise KeyError("depth")
+    return [0.0] * len(completions)
 
 
 @loss_fn_register(
@@ -261,10 +267,46 @@ def test_full_weights_and_held_out_prompts(job):
     assert_same_but_for_sums(job, "full shares", "full one")
 
 
+def test_a_reward_model_judges(job):
+    folder = job.folder / "judge"
+    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    tokenizer.save_pretrained(folder)
+    config = tiny_config("qwen3", vocab_size=len(tokenizer), num_labels=1, pad_token_id=0)
+    judge = AutoModelForSequenceClassification.from_config(config).eval()
+    judge.save_pretrained(folder)
+    options = ("--reward", "reward_model,length", "--reward.reward_model.path", folder)
+    done = run(job, "judged", *options, "--total-steps", 1, "--save-steps", 1, ranks=2)
+    assert done.code == 0, done.err
+    questions = {row["id"]: row["question"] for row in map(json.loads, job.rows.open())}
+    for record in map(json.loads, samples(job, "judged").splitlines()):
+        for answer in record["answers"]:
+            said = {"user": questions[record["id"]], "assistant": answer["text"]}
+            talk = [{"role": role, "content": text} for role, text in said.items()]
+            text = tokenizer.apply_chat_template(talk, return_dict=True, return_tensors="pt")
+            with torch.no_grad():
+                wanted = judge(text["input_ids"]).logits.item()
+            assert answer["rewards"]["reward_model"] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(("options", "rank"), [((), 0), (REPLICAS, 1)])
+def test_a_reward_that_raises_ends_all_ranks_and_is_told_first(job, options, rank):
+    broken = ("--reward", "broken,length", "--reward.broken.on-rank", rank)
+    words = ("--import", job.folder / "parts.py", *GRPO, *broken, *options)
+    started = job.start_forked(f"broken {rank}", *words)
+    done = started.wait()
+    assert started.codes == [2, 2], "both by what was told, none by a lost connection"
+    line = PARTS.splitlines().index('@reward_register("broken")') + 1
+    part = f"broken ({job.folder}/parts.py:{line})"
+    told = re.escape(f": the reward {part} raised KeyError: 'depth'")
+    where = rf"error\[contract\] rank={rank} stage=0 step=\d"
+    assert re.match(where + told, done.err) and done.err.count("\n") == 1, done.err
+    log = (job.folder / f"broken {rank}/failures/rank-{rank}.log").read_text()
+    assert 'raise KeyError("depth")' in log
+
+
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        (("--reward", "broken,length"), "the reward broken"),
         (("--kl-beta", 0.1), "so the model without adapters is not the one"),
         (("--group-size", 3), "--group-size 3. Whole groups"),
         (("--reward-weights", "1"), "--reward-weights has 1 numbers"),
@@ -314,8 +356,14 @@ def test_pictures_are_asked_about(family, tmp_path, monkeypatch):
     assert records(pictured, "one")[1]["ratio_gap"] == 0
     assert records(pictured, "one")[1]["loss"] == records(pictured, "two")[1]["loss"]
     assert (tmp_path / "met").exists(), "no answer held such a token: the test shows nothing"
+    for line in samples(pictured, "two").splitlines():
+        row, record = pictured_row(pictured, line)
+        kept = [Image.open(tmp_path / "two" / name) for name in record.get("images", ())]
+        shown = [Image.open(tmp_path / row["image"])] if "image" in row else []
+        assert [one.tobytes() for one in kept] == [one.tobytes() for one in shown]
+    assert "<img src=" in (tmp_path / "two" / "samples.html").read_text()
     monkeypatch.setattr(Rollouts, "_batches", packs_several(made))
-    options += ("--inner-steps", 2, "--loss-fn", "watched", "--packing", "--max-token-num", 256)
+    options += ("--packing", "--max-token-num", 256)
     done = run(pictured, "packed", *options, ranks=2)
     assert done.code == 0, done.err
     assert samples(pictured, "packed") == samples(pictured, "one")
@@ -334,3 +382,10 @@ def test_replicas_with_shares_ask_about_pictures(tmp_path):
         done = run(pictured, name, *REPLICAS, *frozen, "--micro-batch-size", 4, ranks=2)
         assert done.code == 0, done.err
     assert_same_but_for_sums(pictured, "shares", "whole")
+
+
+def pictured_row(job, line):
+    """The row that a line of samples is about, and the line."""
+    record = json.loads(line)
+    rows = map(json.loads, job.rows.read_text().splitlines())
+    return next(row for row in rows if row["id"] == record["id"]), record
