@@ -383,7 +383,7 @@ def grpo(
     )
 
 
-@reward_register("exact_answer")
+@reward_register("exact_answer", takes_lots=True)
 def exact_answer(
     prompts: Sequence[str], completions: Sequence[str], samples: Sequence[dict[str, Any]]
 ) -> list[float | None]:
@@ -393,7 +393,7 @@ def exact_answer(
     return [float(is_answer(*one)) for one in zip(completions, samples, strict=True)]
 
 
-@reward_register("contains")
+@reward_register("contains", takes_lots=True)
 def contains(
     prompts: Sequence[str], completions: Sequence[str], samples: Sequence[dict[str, Any]]
 ) -> list[float | None]:
@@ -407,7 +407,7 @@ def contains(
     ]
 
 
-@reward_register("number")
+@reward_register("number", takes_lots=True)
 def number(
     prompts: Sequence[str],
     completions: Sequence[str],
@@ -428,7 +428,7 @@ def number(
     return [float(bool(near(*one))) for one in zip(completions, samples, strict=True)]
 
 
-@reward_register("choice")
+@reward_register("choice", takes_lots=True)
 def choice(
     prompts: Sequence[str], completions: Sequence[str], samples: Sequence[dict[str, Any]]
 ) -> list[float | None]:
@@ -438,7 +438,7 @@ def choice(
     return [float(is_choice(*one)) for one in zip(completions, samples, strict=True)]
 
 
-@reward_register("format")
+@reward_register("format", takes_lots=True)
 def format_(
     prompts: Sequence[str],
     completions: Sequence[str],
@@ -462,7 +462,7 @@ def format_(
     return [None if one is None else float(one) for one in found]
 
 
-@reward_register("length")
+@reward_register("length", takes_lots=True)
 def length(
     prompts: Sequence[str],
     completions: Sequence[str],
@@ -506,7 +506,7 @@ def spatial_consistency(
     return agreement(completions, samples, field=view_of, is_right=is_spatially_right)
 
 
-@reward_register("remote")
+@reward_register("remote", takes_lots=True)
 def remote(
     prompts: Sequence[str],
     completions: Sequence[str],

@@ -25,7 +25,8 @@ from stageline.pipeline.runner import PipelineRunner
 from stageline.training.replicas import Replicas
 from stageline.training.resume import ResumePoint
 from stageline.training.rewards import Reward, Rewards
-from stageline.training.rollouts import RolloutOptions, Rollouts, StageAnswers
+from stageline.training.rollouts import RolloutOptions, Rollouts
+from stageline.training.stage_answers import StageAnswers
 
 
 def make_prompts(
@@ -97,6 +98,8 @@ def make_rollouts(
         replicas=replicas,
         facts=getattr(runner.local.models[0], "host_facts", None),
         start_step=start_step,
+        end_step=run.total_steps,
+        saved=point.state.facts.get("answers") if point else None,
         on_samples=samples,
     )
 
@@ -106,7 +109,8 @@ def make_rewards(arguments: TrainArguments) -> Rewards:
     run, chosen = arguments.run, arguments.parts["reward"].part
     weights = run.reward_weights or [1.0] * len(chosen)
     parts = [
-        Reward(one.key, one.bound, weight) for one, weight in zip(chosen, weights, strict=True)
+        Reward(one.key, one.bound, weight, takes_lots=one.facts["takes_lots"])
+        for one, weight in zip(chosen, weights, strict=True)
     ]
     return Rewards(parts, timeout=run.reward_timeout)
 
@@ -125,6 +129,7 @@ def rollout_options(run: RunConfig) -> RolloutOptions:
         masks_cut=run.mask_truncated_completions,
         drops_equal=run.drop_equal_groups,
         prompts_together=run.prompts_together,
+        is_ahead=run.rollouts_ahead > 0,
         micro_batch_size=run.micro_batch_size,
         is_sorted=run.micro_batch_order == "sorted",
     )

@@ -117,9 +117,11 @@ def test_one_that_is_late_gives_nothing_and_is_counted():
     release = threading.Event()
     slow = Reward("slow", lambda prompts, texts, samples: release.wait(30) and [1.0])
     rewards = Rewards([slow, Reward("fast", lambda prompts, texts, samples: [2.0])], timeout=0.1)
-    found = rewards([""], ["x"], [{}])
+    judging = rewards.begin()
+    judging.add([""], ["x"], [{}])
+    found = judging.result()
     release.set()
-    assert torch.isnan(found[0, 0]) and found[1, 0] == 2 and rewards.num_late == 1
+    assert torch.isnan(found[0, 0]) and found[1, 0] == 2 and judging.num_late == 1
 
 
 def raises(prompts, completions, samples):
