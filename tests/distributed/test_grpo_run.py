@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from stageline.checking.tiny_models import tiny_processor
 from stageline.data.images.images import ImageExpander
-from stageline.modules.policy_loss import SAMPLED
+from stageline.modules.policy_loss import ADVANTAGES, OLD, SAMPLED
 from stageline.training.rollouts import Rollouts
 from tests.helpers.small_run import Job, saved_tensors
 from tests.helpers.small_vision_run import VisionJob
@@ -64,6 +66,7 @@ SPLITS = [
     (("--schedule", "interleaved_1f1b", "--num-stages", 4), 2),
 ]
 REPLICAS = ("--dp-degree", 2, "--num-stages", 1, "--batch-size", 8)
+AHEAD = ("--rollouts-ahead", 1, "--sampling-temperature", 0.7, "--loss-fn", "watched", *LORA)
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +159,121 @@ def test_a_killed_run_goes_on_with_the_same_answers(job, point):
     assert samples(job, point) == samples(job, "one")
     tensors = last_tensors(job, point)
     assert all(torch.equal(tensors[key], value) for key, value in last_tensors(job, "one").items())
+
+
+@pytest.fixture(scope="module")
+def ahead(job):
+    done = run(job, "ahead", *AHEAD, ranks=1)
+    assert done.code == 0, done.err
+    return "ahead"
+
+
+def test_answers_drawn_a_step_ahead(job, ahead):
+    steps = records(job, ahead)
+    assert [steps[step]["staleness"] for step in (1, 2, 3, 4)] == [0, 1, 1, 1]
+    assert steps[1]["ratio_gap"] == 0, "by a training pass of the weights that drew them"
+    assert min(steps[step]["ratio_gap"] for step in (2, 3, 4)) > 1e-4
+    assert steps[2]["policy_gap"] > 100 * steps[2]["sampling_gap"] > 0
+    plain = run(job, "not ahead", *AHEAD[2:], "--total-steps", 2, ranks=1)
+    assert plain.code == 0, plain.err
+    ours, others = (samples(job, name).splitlines() for name in (ahead, "not ahead"))
+    assert ours[:4] == others[:4] and ours[4:8] != others[4:8]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_split_draws_the_same_ahead(job, ahead, ranks):
+    name = f"ahead on {ranks}"
+    done = run(job, name, *AHEAD, ranks=ranks)
+    assert done.code == 0, done.err
+    assert samples(job, name) == samples(job, ahead)
+    tensors = last_tensors(job, name)
+    assert all(torch.equal(tensors[key], value) for key, value in last_tensors(job, ahead).items())
+
+
+@pytest.mark.parametrize(
+    ("point", "when"),
+    [("decoding", "step=2"), ("rewards", "step=3"), ("forward", "step=2"), ("write", "count=2")],
+)
+def test_answers_in_flight_outlive_a_kill(job, ahead, point, when):
+    """They were drawn by weights that are gone."""
+    name = f"ahead killed at {point}"
+    fault = f"at={point},rank=0,{when},do=sigkill"
+    killed = run(job, name, *AHEAD, chaos=fault, waits=True)
+    assert killed.code != 0 and job.checkpoints(name) == ["step-00000002"]
+    done = run(job, name, *AHEAD, "--resume", "auto")
+    assert done.code == 0 and "2 of 4 steps are done" in done.out, done.err
+    assert samples(job, name) == samples(job, ahead)
+    assert records(job, name)[3]["staleness"] == 1
+    tensors = last_tensors(job, name)
+    assert all(torch.equal(tensors[key], value) for key, value in last_tensors(job, ahead).items())
+
+
+def test_several_steps_on_answers_drawn_ahead(job):
+    """Replicas, evaluations between, answers for two steps each; killed, and gone on with."""
+    options = (*AHEAD, *TWICE, "--eval-samples", 4, "--eval-steps", 2)
+    assert run(job, "ahead twice", *options, ranks=1).code == 0
+    steps = records(job, "ahead twice")
+    assert [steps[step]["staleness"] for step in (1, 2, 3, 4)] == [0, 0, 1, 1]
+    fault = "at=forward,rank=1,step=3,do=sigkill"
+    killed = run(job, "ahead both", *options, *REPLICAS, ranks=2, chaos=fault, waits=True)
+    assert killed.code != 0 and job.checkpoints("ahead both") == ["step-00000002"]
+    done = run(job, "ahead both", *options, *REPLICAS, "--resume", "auto", ranks=2)
+    assert done.code == 0, done.err
+    assert samples(job, "ahead both") == samples(job, "ahead twice")
+    tensors = last_tensors(job, "ahead both")
+    for key, value in last_tensors(job, "ahead twice").items():
+        torch.testing.assert_close(tensors[key], value, rtol=0, atol=1e-5, msg=key)
+
+
+def test_a_stale_update_is_the_one_written_out(job, tmp_path, monkeypatch):
+    """Plain torch: drawn by the weights before, ratios to these, clipped; no rewards beside."""
+    made = Rollouts._make
+
+    def noted(self, drawn, step):
+        batches = made(self, drawn, step)
+        torch.save([dict(batch) for batch in batches], tmp_path / f"{step}.pt")
+        return batches
+
+    monkeypatch.setattr(Rollouts, "_make", noted)
+    rate, options = 0.3, ("--optimizer", "sgd", "--lr-scheduler", "constant", "--max-grad-norm", 0)
+    numbers = ("--learning-rate", rate, "--weight-decay", 0, "--loss-fn.epsilon", 0.01)
+    done = run(job, "stale", "--rollouts-ahead", 1, *options, *numbers, ranks=1)
+    assert done.code == 0, done.err
+    now, before = (AutoModelForCausalLM.from_pretrained(job.model) for _ in range(2))
+    clipped = 0
+    for step in range(4):
+        batches = torch.load(tmp_path / f"{step}.pt")
+        count = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
+        loss = 0
+        for batch in batches:
+            labels = batch["labels"][:, 1:]
+            is_learnt = labels != -100
+
+            def log_probs(model, batch=batch, labels=labels):
+                given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+                found = model(**given).logits[:, :-1].log_softmax(-1)
+                return found.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+
+            with torch.no_grad():
+                old = log_probs(before)[is_learnt]
+            for column in (OLD, SAMPLED):
+                torch.testing.assert_close(batch[column][:, :-1][is_learnt], old, rtol=0, atol=1e-5)
+            ratios = (log_probs(now)[is_learnt] - old).exp()
+            worth = batch[ADVANTAGES][:, None].expand(labels.shape)[is_learnt]
+            bounded = ratios.clamp(0.99, 1.01)
+            clipped += (bounded * worth < ratios * worth).sum().item()
+            loss = loss - torch.minimum(ratios * worth, bounded * worth).sum() / count
+        before.load_state_dict(now.state_dict())
+        now.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in now.parameters():
+                parameter -= rate * parameter.grad
+    assert clipped > 10, "nothing was stale"
+    saved = load_file(job.folder / "stale" / "checkpoints" / "step-00000004" / "model.safetensors")
+    for name, value in now.state_dict().items():
+        if name in saved:
+            torch.testing.assert_close(saved[name], value, rtol=0, atol=2e-6, msg=name)
 
 
 def test_full_weights_and_held_out_prompts(job):
