@@ -91,19 +91,32 @@ class Judging:
         self, parts: Sequence[Reward], timeout: float = 0.0, *, behind: "Judging | None" = None
     ) -> None:
         self.timeout, self._behind = timeout, behind
-        before = [None] * len(parts) if behind is None else behind._works
-        self._works = [_Work(*pair) for pair in zip(parts, before, strict=True)]
+        before = [None for _ in parts] if behind is None else behind._works
+        self._works: list[_Work] = [_Work(*pair) for pair in zip(parts, before, strict=True)]
         self._answers: tuple[list[str], list[str], list[Mapping[str, Any]]] = ([], [], [])
         self._found: torch.Tensor | None = None
+        self._is_whole = False
         self.num_late, self.seconds, self.seconds_waited = 0, 0.0, 0.0
 
     def add(self, prompts: Sequence[str], completions: Sequence[str], samples: Samples) -> None:
         """Hands over a lot of answers."""
-        for known, more in zip(self._answers, (prompts, completions, samples), strict=True):
-            known += more
+        known_prompts, known_completions, known_samples = self._answers
+        known_prompts += prompts
+        known_completions += completions
+        known_samples += samples
         for work in self._works:
             if work.reward.takes_lots:
                 work.asked.put((prompts, completions, samples))
+
+    def end(self) -> None:
+        """No more answers come: parts that want all of a step get them."""
+        if self._is_whole:
+            return
+        self._is_whole = True
+        for work in self._works:
+            if not work.reward.takes_lots:
+                work.asked.put(self._answers)
+            work.asked.put(None)
 
     def result(self) -> torch.Tensor:
         """Waits for [R, N] in float64: of each part and answer; NaN where it has nothing to say.
@@ -121,10 +134,7 @@ class Judging:
         began = time.monotonic()
         with progress.doing("rewards"):
             chaos.point("rewards")
-            for work in self._works:
-                if not work.reward.takes_lots:
-                    work.asked.put(self._answers)
-                work.asked.put(None)
+            self.end()
             found = [self._wait_for(work, count) for work in self._works]
         self.seconds = max((work.seconds for work in self._works), default=0.0)
         self.seconds_waited = time.monotonic() - began
@@ -133,7 +143,7 @@ class Judging:
 
     def _wait_for(self, work: "_Work", count: int) -> list[float]:
         while not work.is_over.wait(self._left(work)) and self._left(work) != 0:
-            pass  # it was at work for others meanwhile
+            pass  # it was not at work all the time: its limit counts calls alone
         if work.is_over.is_set() and self._left(work) != 0:
             return work.result()
         work.is_over.set()  # a thread cannot be ended; neither this process nor the next waits
@@ -172,7 +182,7 @@ class _Work:
         if gate is not None:
             gate.wait()
         try:
-            while (given := self.asked.get()) is not None:
+            while (given := self.asked.get()) is not None and not self.is_over.is_set():
                 self._clock = self.seconds, time.monotonic()
                 found = call("reward", self.reward.part, *given)
                 self._found += _checked(self.reward.part, found, len(given[1]))

@@ -243,6 +243,8 @@ class Rollouts:
         began = time.perf_counter()
         judging, judge = self._begin_to_judge(prompts)
         found = self.answers(prompts, seeds, sampling, lot_size=lot_size, on_lot=judge)
+        if judging is not None:
+            judging.end()
         answers, seconds = self.answers.shared((found, time.perf_counter() - began))
         self._spent("decode", seconds)
         return answers, judging
@@ -279,6 +281,8 @@ class Rollouts:
         size = self.options.prompts_together
         for first in range(0, len(answers), size):
             judge(first, answers[first : first + size])
+        if judging is not None:
+            judging.end()
         return judging
 
     def _judged(self, judging: Judging | None, num_prompts: int) -> tuple[torch.Tensor, int]:

@@ -16,15 +16,32 @@ from tests.helpers.small_vision_run import VisionJob
 
 PARTS = '''
 """A reward with a spread over answers of a random model, and a loss that looks at its ratios."""
+import time
 import torch
 from register import loss_fn_register, reward_register
 from stageline.modules.policy_loss import OLD, PolicyOptions, learnt_tokens, policy_loss
+from stageline.progress import place
 from stageline.modules.policy_loss import count_answers, count_learnt_tokens, token_log_probs
 
 
 @reward_register("letters")
 def letters(prompts, completions, samples):
     return [sum(map(ord, text)) % 7 / 7 for text in completions]
+
+
+began = []
+
+
+@reward_register("patient")
+def patient(prompts, completions, samples):
+    """Judges the second step's answers when the first step is done."""
+    began.append(place().step)
+    deadline = time.monotonic() + 30
+    assert set(began) == {0}, "the second step's are judged before the first one trains"
+    while len(began) == 2 and place().step < 1:
+        assert time.monotonic() < deadline, "the run waits"
+        time.sleep(0.001)
+    return letters(prompts, completions, samples)
 
 
 @reward_register("broken")
@@ -178,6 +195,13 @@ def test_answers_drawn_a_step_ahead(job, ahead):
     assert plain.code == 0, plain.err
     ours, others = (samples(job, name).splitlines() for name in (ahead, "not ahead"))
     assert ours[:4] == others[:4] and ours[4:8] != others[4:8]
+
+
+def test_a_slow_judge_works_while_the_step_before_trains(job):
+    """It would wait for ever if the run waited for it."""
+    options = (*AHEAD, "--reward", "patient,length", "--total-steps", 2)
+    done = run(job, "patient", *options, ranks=1)
+    assert done.code == 0, done.err
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

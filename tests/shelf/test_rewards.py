@@ -5,6 +5,7 @@ import json
 import re
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -122,6 +123,50 @@ def test_one_that_is_late_gives_nothing_and_is_counted():
     found = judging.result()
     release.set()
     assert torch.isnan(found[0, 0]) and found[1, 0] == 2 and judging.num_late == 1
+
+
+def test_what_is_late_does_not_depend_on_how_long_answers_take(monkeypatch):
+    """Only calls count; a part is never called twice at a time, whoever waits for what."""
+    at_work, most, asked, now = [], [], [], [0.0]
+    clock = types.SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("stageline.training.rewards.time", clock)
+
+    def part(prompts, completions, samples):
+        at_work.append(1)
+        most.append(len(at_work))
+        now[0] += 1
+        asked.append(list(completions))
+        at_work.pop()
+        return [float(text) for text in completions]
+
+    rewards = Rewards(
+        [Reward("lots", part, takes_lots=True), Reward("steps", lambda p, c, s: [0.0] * len(c))],
+        timeout=2.5,
+    )
+    first, second = rewards.begin(), rewards.begin()
+    first.add(["", ""], ["1", "2"], [{}, {}])
+    second.add([""], ["4"], [{}])
+    while first._works[0]._clock != (1, None):
+        time.sleep(0.001)
+    now[0] += 100  # the next answers take that long
+    first.add([""], ["3"], [{}])
+    assert second.result().tolist() == [[4], [0]], "and those before, which it waits for"
+    assert first.result().tolist() == [[1, 2, 3], [0, 0, 0]]
+    assert first.num_late == second.num_late == 0 and max(most) == 1
+    assert asked == [["1", "2"], ["3"], ["4"]], "in order, a lot at a time"
+    assert first.seconds == 2 and second.seconds == 1
+
+
+def test_a_part_that_hangs_does_not_hold_up_the_next_step():
+    release = threading.Event()
+    hung = Reward("hung", lambda p, texts, s: texts == ["a"] and release.wait(30) or [1.0])
+    rewards = Rewards([hung], timeout=0.1)
+    first, second = rewards.begin(), rewards.begin()
+    first.add([""], ["a"], [{}])
+    second.add([""], ["b"], [{}])
+    assert second.result().tolist() == [[1.0]] and second.num_late == 0
+    assert torch.isnan(first.result()).all() and first.num_late == 1
+    release.set()
 
 
 def raises(prompts, completions, samples):
