@@ -525,9 +525,7 @@ def remote(
         key_variable: environment variable that holds the key, if it needs one.
         seconds: that one judgement may take.
     """
-    from concurrent.futures import ThreadPoolExecutor
-
-    from stageline.tasks.rewards import judged
+    from stageline.tasks.rewards import judged, side_by_side
 
     key = os.environ.get(key_variable)
 
@@ -535,5 +533,4 @@ def remote(
         right = str(sample.get("answer", "unknown"))
         return judged(url, model, key, prompt, completion, right, seconds)
 
-    with ThreadPoolExecutor(16) as pool:
-        return list(pool.map(ask, prompts, completions, samples))
+    return side_by_side(ask, prompts, completions, samples)

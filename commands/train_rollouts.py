@@ -22,11 +22,11 @@ from stageline.inference.decoding.chain import make_wire
 from stageline.inference.generation import stop_ids_of
 from stageline.model_folder import find_folder, load_config
 from stageline.pipeline.runner import PipelineRunner
+from stageline.training.answers import StageAnswers
 from stageline.training.replicas import Replicas
 from stageline.training.resume import ResumePoint
 from stageline.training.rewards import Reward, Rewards
 from stageline.training.rollouts import RolloutOptions, Rollouts
-from stageline.training.stage_answers import StageAnswers
 
 
 def make_prompts(

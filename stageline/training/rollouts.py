@@ -29,10 +29,11 @@ from stageline.modules.lora import adapters_off
 from stageline.modules.policy_loss import OLD, START, token_log_probs
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
 from stageline.seeds import derive_seed, host_state_kept
-from stageline.training.answer_rows import (
+from stageline.training.answers import (
     AnswerRow,
     Drawn,
     PromptRow,
+    StageAnswers,
     read_answer,
     rows_in,
     with_answers,
@@ -51,7 +52,6 @@ from stageline.training.rewards import (
     has_spread,
     weighted,
 )
-from stageline.training.stage_answers import StageAnswers
 from stageline.training.step import StepProgress, StepResult
 
 

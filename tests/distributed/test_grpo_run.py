@@ -204,10 +204,10 @@ def test_a_slow_judge_works_while_the_step_before_trains(job):
     assert done.code == 0, done.err
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_split_draws_the_same_ahead(job, ahead, ranks):
-    name = f"ahead on {ranks}"
-    done = run(job, name, *AHEAD, ranks=ranks)
+@pytest.mark.parametrize("options", [(), SPLITS[2][0]])
+def test_every_split_draws_the_same_ahead(job, ahead, options):
+    name = f"ahead {' '.join(map(str, options))}"
+    done = run(job, name, *AHEAD, *options, ranks=2)
     assert done.code == 0, done.err
     assert samples(job, name) == samples(job, ahead)
     tensors = last_tensors(job, name)
@@ -215,13 +215,19 @@ def test_every_split_draws_the_same_ahead(job, ahead, ranks):
 
 
 @pytest.mark.parametrize(
-    ("point", "when"),
-    [("decoding", "step=2"), ("rewards", "step=3"), ("forward", "step=2"), ("write", "count=2")],
+    ("point", "when", "how"),
+    [
+        ("decoding", "step=2", "sigkill"),
+        ("rewards", "step=3", "sigkill"),
+        ("forward", "step=2", "sigkill"),
+        ("write", "count=2", "sigkill"),
+        ("backward", "step=1", "sigint"),
+    ],
 )
-def test_answers_in_flight_outlive_a_kill(job, ahead, point, when):
+def test_answers_in_flight_outlive_a_kill(job, ahead, point, when, how):
     """They were drawn by weights that are gone."""
     name = f"ahead killed at {point}"
-    fault = f"at={point},rank=0,{when},do=sigkill"
+    fault = f"at={point},rank=0,{when},do={how}"
     killed = run(job, name, *AHEAD, chaos=fault, waits=True)
     assert killed.code != 0 and job.checkpoints(name) == ["step-00000002"]
     done = run(job, name, *AHEAD, "--resume", "auto")
@@ -234,8 +240,9 @@ def test_answers_in_flight_outlive_a_kill(job, ahead, point, when):
 
 def test_several_steps_on_answers_drawn_ahead(job):
     """Replicas, evaluations between, answers for two steps each; killed, and gone on with."""
-    options = (*AHEAD, *TWICE, "--eval-samples", 4, "--eval-steps", 2)
-    assert run(job, "ahead twice", *options, ranks=1).code == 0
+    options = (*AHEAD, *TWICE, "--eval-samples", 4)
+    assert run(job, "ahead twice", *options, "--eval-steps", 4, ranks=1).code == 0
+    options += ("--eval-steps", 2)
     steps = records(job, "ahead twice")
     assert [steps[step]["staleness"] for step in (1, 2, 3, 4)] == [0, 0, 1, 1]
     fault = "at=forward,rank=1,step=3,do=sigkill"
