@@ -143,6 +143,26 @@ def build_stages(
     return stages
 
 
+def start_stages(
+    arguments: TrainArguments, data: Data, context: DistributedContext, point: ResumePoint | None
+) -> Callable[[int], Stage]:
+    """Gives a stage as this run's first start filled it, from `model_path` or at random."""
+    run = arguments.run
+
+    def build(stage: int) -> Stage:
+        with host_state_kept():
+            return stage_builder(arguments, images=data.processor).build(
+                stage,
+                checkpoint_path=run.model_path,
+                processor_path=run.processor_path,
+                device=context.device,
+                **rows_option(run, data.new_tokens),
+                **taken_option(run, point),
+            )
+
+    return build
+
+
 def check_parts(arguments: TrainArguments, data: Data) -> None:
     """Refuses parts that do not keep their contracts, on the first rows; loads no model."""
     parts = arguments.parts

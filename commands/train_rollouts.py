@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from commands.train_data import Data, answers_of
+from commands.train_parts import start_stages
 from options.train import RunConfig
 from parse_args import TrainArguments
 from stageline.data.batches.loader import MicroBatchLoader
@@ -97,6 +98,8 @@ def make_rollouts(
         start_step=start_step,
         end_step=run.total_steps,
         saved=point.state.facts.get("answers") if point else None,
+        start_stage=start_stages(arguments, data, context, point),
+        saved_start=point.state.facts.get("start") if point else None,
         on_samples=samples,
     )
 
@@ -123,6 +126,7 @@ def rollout_options(run: RunConfig) -> RolloutOptions:
         max_completion_length=run.max_completion_length,
         stop=tuple(run.stop_strings or ()),
         kl_beta=run.kl_beta,
+        reference=run.reference,
         masks_cut=run.mask_truncated_completions,
         drops_equal=run.drop_equal_groups,
         prompts_together=run.prompts_together,

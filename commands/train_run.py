@@ -344,6 +344,9 @@ class TrainingRun:
             self.batches = self.rollouts = make_rollouts(
                 arguments, data, context, runner, self.replicas, point=point
             )
+            if self.rollouts.start_mode:
+                mode, why = self.rollouts.start_mode, self.rollouts.start_reason
+                self.report.say(f"reference of the loss: {mode} ({why})")
             loader = functools.partial(make_prompts, arguments, data, context)
         else:
             self.batches = loader(
@@ -467,6 +470,7 @@ class TrainingRun:
         }
         if self.rollouts is not None:
             facts["answers"] = self.rollouts.answers_ahead()
+            facts["start"] = self.rollouts.start_fingerprint()
         self.writer.save(step, facts)
         self.tell_saved()
 

@@ -28,7 +28,7 @@ class RolloutOptions:
     inner_steps: int = option(1, "optimizer steps on the same answers", at_least=1)
     kl_beta: float = option(
         0.0,
-        "weight of the divergence from the model that training began with; needs LoRA alone",
+        "weight of the divergence from the model that training began with; --reference says how",
         at_least=0,
         to="loss_fn",
     )
@@ -67,6 +67,12 @@ def check_rollouts(run: Any, parts: Any) -> None:
     """Refuses what a run whose model answers cannot do, and its options in any other run."""
     loss, collate = parts["loss_fn"], parts.get("collate_fn")
     if not loss.facts["samples_answers"]:
+        if run.reference == "frozen_copy":
+            raise OptionError(
+                f"--reference frozen_copy came with --loss-fn {loss.key}. It was expected with "
+                "--loss-fn grpo alone, because a table of the rows, made once, needs no copy: use "
+                "--reference precompute."
+            )
         given = given_options(run, of=RolloutOptions)
         if given:
             name = spelled(next(iter(given)))
@@ -119,11 +125,15 @@ def _check_not_built(run: Any, parts: Any) -> None:
     refused = {
         "--engine streaming": parts["engine"].key == "streaming",
         "--vision-stages": run.vision_stages > 0,
+        "--reference precompute": run.reference == "precompute",
+        "--reference columns": run.reference == "columns",
         "--early-stop-metric loss": run.early_stop > 0 and run.early_stop_metric == "loss",
         "--save-best loss": run.save_best in ("loss", "token_accuracy"),
     }
     reasons = {
         "--engine streaming": "its stages pass through the device one by one for each token",
+        "--reference precompute": "a table knows no answers that are drawn later",
+        "--reference columns": "a column knows no answers that are drawn later",
         "--vision-stages": "stages of a tower do not answer",
         "--early-stop-metric loss": "held-out prompts have rewards and no loss (use reward)",
         "--save-best loss": "held-out prompts have rewards and no loss (use reward)",

@@ -181,11 +181,12 @@ def on_resume(name: str, parts: Mapping[str, Any] = {}) -> str:
 class ReferenceOptions:
     """Reference of preferences"""
 
-    reference: Literal["auto", "adapters_off", "precompute", "columns"] = option(
+    reference: Literal["auto", "adapters_off", "precompute", "columns", "frozen_copy"] = option(
         "auto",
         "log-probabilities of the start model: adapters_off runs the stages without LoRA before "
         "each step; precompute: once, before the first one; columns: the rows bring them; auto: "
-        "columns where they are, adapters_off where adapters alone are trained, else precompute",
+        "columns where they are, adapters_off where adapters alone are trained, else precompute, "
+        "or with --loss-fn grpo frozen_copy: the start weights of what is trained, on the host",
         resume="steps",
     )
 

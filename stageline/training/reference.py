@@ -34,7 +34,7 @@ from stageline.training.part_checks import check_agreement
 from stageline.training.replicas import Replicas
 from stageline.training.step import StepProgress
 
-Mode = Literal["auto", "adapters_off", "precompute", "columns"]
+Mode = Literal["auto", "adapters_off", "precompute", "columns", "frozen_copy"]
 # rows [B] of each micro-batch, then of each one with the answers of other rows
 Source = Callable[[Sequence[MicroBatch], Sequence[MicroBatch]], list[torch.Tensor]]
 KL_PREFIX = "loss_kl_"
@@ -164,7 +164,12 @@ def from_columns(
 
 
 def choose_mode(
-    mode: Mode, runner: PipelineRunner, *, has_columns: bool, is_resumed: bool
+    mode: Mode,
+    runner: PipelineRunner,
+    *,
+    has_columns: bool,
+    is_resumed: bool,
+    otherwise: Mode = "precompute",
 ) -> tuple[Mode, str]:
     """How the reference of a run is come by, the same on all ranks, and why.
 
@@ -173,6 +178,7 @@ def choose_mode(
     Args:
         has_columns: the rows bring their log-probabilities.
         is_resumed: adapters have been trained by this run.
+        otherwise: what auto means where adapters off would not be the start model.
 
     Raises:
         UserError: adapters off would not be the model that training began with.
@@ -185,12 +191,12 @@ def choose_mode(
     if reason is None:
         return "adapters_off", "adapters alone are trained"
     if mode == "auto":
-        return "precompute", reason
+        return otherwise, reason
     raise UserError(
         f"`reference` adapters_off: {reason}, so the model without adapters is not the one that "
         "training began with. Adapters that start at zero and nothing else were expected to be "
         "trained: freeze the rest (`frozen_lm_head`, `frozen_llm` ...), or use `reference` "
-        "precompute."
+        f"{otherwise}."
     )
 
 

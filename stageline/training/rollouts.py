@@ -12,6 +12,7 @@ each, R rewards; B rows of a micro-batch, T tokens.
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,12 +23,11 @@ from stageline.data.batches.collate_part import EncodedSample
 from stageline.data.batches.prompts import prompt_of
 from stageline.data.images.images import ImageExpander
 from stageline.data.text.processor import get_tokenizer
-from stageline.errors import UserError
 from stageline.inference.decoding.answer_groups import OnLot, SampledAnswer
 from stageline.inference.decoding.request import Sampling
 from stageline.modules.lora import adapters_off
 from stageline.modules.policy_loss import OLD, START, token_log_probs
-from stageline.pipeline.runner import MicroBatch, PipelineRunner
+from stageline.pipeline.runner import MicroBatch
 from stageline.seeds import derive_seed
 from stageline.training.answer_rows import (
     AnswerRow,
@@ -39,8 +39,9 @@ from stageline.training.answer_rows import (
 )
 from stageline.training.answers import Drawn, PromptRow, StageAnswers
 from stageline.training.evaluation import EvalResult
+from stageline.training.frozen_copy import FrozenCopy, StartStage
 from stageline.training.loss_part import Output
-from stageline.training.reference import choose_mode, holds_last_stage
+from stageline.training.reference import Mode, choose_mode, holds_last_stage
 from stageline.training.replicas import Replicas
 from stageline.training.rewards import (
     Advantage,
@@ -61,6 +62,7 @@ class RolloutOptions:
 
     Attributes:
         inner_steps: optimizer steps on the same answers.
+        reference: how the start model is come by: auto, adapters_off or frozen_copy.
         masks_cut: answers without an end are not learnt.
         drops_equal: groups of one reward do not count.
         prompts_together: prompts whose answers are drawn together.
@@ -78,6 +80,7 @@ class RolloutOptions:
     max_completion_length: int = 512
     stop: tuple[str, ...] = ()
     kl_beta: float = 0.0
+    reference: Mode = "auto"
     masks_cut: bool = False
     drops_equal: bool = False
     prompts_together: int = 8
@@ -104,6 +107,8 @@ class Rollouts:
         start_step: optimizer steps done.
         end_step: optimizer steps after which no answers are wanted.
         saved: what `answers_ahead` said after `start_step`, where that is known.
+        start_stage: gives a stage of the start model again; needed after `start_step`.
+        saved_start: what `start_fingerprint` was then.
         on_samples: told, on the main rank, the answers of a step: (step, records).
 
     Attributes:
@@ -113,7 +118,7 @@ class Rollouts:
         is_last: new answers are drawn behind the step that runs.
 
     Raises:
-        UserError: there is no model to take the divergence from.
+        UserError: adapters off were asked for, and would not be the start model.
     """
 
     def __init__(
@@ -129,6 +134,8 @@ class Rollouts:
         start_step: int = 0,
         end_step: int,
         saved: Sequence[Mapping[str, Any]] | None = None,
+        start_stage: StartStage | None = None,
+        saved_start: str | None = None,
         on_samples: Callable[[int, list[dict[str, Any]]], None] | None = None,
     ) -> None:
         self.answers, self.rewards, self.options = answers, rewards, options
@@ -144,8 +151,20 @@ class Rollouts:
         self._tokenizer = get_tokenizer(answers.processor)
         expander = ImageExpander.of(answers.processor)
         self._image_ids = frozenset() if expander is None else expander.own_ids()
+        self._frozen: FrozenCopy | None = None
+        self._start_stage, self._saved_start = start_stage, saved_start
+        self.start_mode, self.start_reason = "", "no divergence is taken"
         if options.kl_beta:
-            _check_start(self.runner, is_resumed=start_step > 0)
+            # adapters that did not start at zero cannot be told any more: the checkpoint can
+            is_known = saved_start is not None and options.reference == "auto"
+            wanted: Mode = "frozen_copy" if is_known else options.reference
+            self.start_mode, self.start_reason = choose_mode(
+                wanted,
+                self.runner,
+                has_columns=False,
+                is_resumed=start_step > 0,
+                otherwise="frozen_copy",
+            )
 
     def __len__(self) -> int:
         """Optimizer steps of an epoch."""
@@ -169,6 +188,24 @@ class Rollouts:
         told = self.replicas.gather([one.saved() for one in self._ahead.made])
         return [one for own in told for one in own]
 
+    def start_fingerprint(self) -> str | None:
+        """Of the start weights, where there is a copy of them."""
+        return None if self._frozen is None else self._frozen.fingerprint
+
+    def _start_model(self) -> AbstractContextManager[None]:
+        """While open, passes are those of the model that training began with."""
+        return adapters_off(self.runner.local) if self._frozen is None else self._frozen.in_place()
+
+    def _keep_start(self) -> None:
+        """Copies the start weights, before they are trained; those of a resumed run come anew."""
+        self.replicas.put_together()
+        is_resumed = self.start_step > 0
+        self._frozen = FrozenCopy(
+            self.runner,
+            start_stage=self._start_stage if is_resumed else None,
+            saved=self._saved_start,
+        )
+
     def told(self, result: StepResult) -> StepResult:
         """What a step did, with what was told of its answers, for which nobody waited."""
         wait = max(0.0, result.data_wait - self.busy_seconds)
@@ -178,6 +215,8 @@ class Rollouts:
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         options, step, prompts = self.options, self.start_step, iter(self.prompts)
+        if self.start_mode == "frozen_copy":
+            self._keep_start()
         began = time.perf_counter()
         self.seconds = {}
         while True:
@@ -436,7 +475,7 @@ class Rollouts:
         if self.options.inner_steps > 1 and not self.options.is_ahead:
             batches = _added(batches, OLD, self._log_probs(batches, "old"))
         if self.options.kl_beta:
-            with adapters_off(self.runner.local):
+            with self._start_model():
                 batches = _added(batches, START, self._log_probs(batches, "start"))
         return batches
 
@@ -488,18 +527,6 @@ class Rollouts:
 def _plain(value: float) -> float | None:
     """As JSON can say it: an answer that no reward judged has none."""
     return value if value == value else None
-
-
-def _check_start(runner: PipelineRunner, *, is_resumed: bool) -> None:
-    mode, why = choose_mode("auto", runner, has_columns=False, is_resumed=is_resumed)
-    if mode != "adapters_off":
-        raise UserError(
-            f"`kl_beta` came, and {why}, so the model without adapters is not the one that "
-            "training began with. LoRA that starts at zero, and nothing else, was expected to be "
-            "trained, because the divergence from that model is taken and no second copy is kept: "
-            "add `llm_lora_num` 1 and freeze the rest (`frozen_lm_head` ...), or leave `kl_beta` "
-            "out (0, as trl has it)."
-        )
 
 
 def _added(
