@@ -13,13 +13,17 @@ import numpy
 import pytest
 from PIL import Image
 
+from register import import_shelf
 from scripts.study_spatial_report import (
     ALL,
+    CONSISTENT,
     Run,
     Study,
     accuracy_figure,
     bootstrap,
+    chance_by_group,
     losses_figure,
+    read_run,
     study_figures,
     study_markdown,
     verdict,
@@ -110,6 +114,41 @@ def test_pairing_makes_an_interval_narrow():
     low, high = study.difference("sft", "contrastive").over_samples
     assert 0 < low < 0.02 < high < 0.035
     assert study.accuracy("sft").over_samples[1] > study.accuracy("contrastive").over_samples[0]
+
+
+def test_views_of_a_scene_are_judged_alone_and_together(tmp_path):
+    """Two scenes of two views, written as `evaluate` does; the figures are counted by hand."""
+    said = {"a": ["left", "right"], "b": ["left", "left"]}
+    right = {"a": ["left", "right"], "b": ["left", "right"]}
+    for arm in ("sft", "grpo"):
+        folder = tmp_path / arm / "seed-0"
+        (folder / "evaluation").mkdir(parents=True)
+        (folder / "log.jsonl").write_text('{"kind": "train", "step": 4, "seconds": 2.0}\n')
+        lines = [
+            {
+                "id": f"{scene}{view}",
+                "prediction": "right" if arm == "grpo" else said[scene][view],
+                "sample": {
+                    **{"question": "Where?", "answer": right[scene][view], "task": "direction"},
+                    **{"group": "direction", "contrast_group": scene},
+                },
+            }
+            for scene in said
+            for view in (0, 1)
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / "evaluation/predictions.jsonl").write_text(text)
+    import_shelf("metric")
+    runs = [read_run(tmp_path / arm / "seed-0") for arm in ("sft", "grpo")]
+    assert runs[0].scores == {"a": 1, "b": 0.5} and runs[0].consistent == {"a": 1, "b": 0}
+    study = Study(runs)
+    assert study.shown == ["direction", ALL, CONSISTENT]
+    assert [study.accuracy(arm).mean for arm in ("sft", "grpo")] == [0.75, 0.5]
+    assert [study.accuracy(arm, CONSISTENT).mean for arm in ("sft", "grpo")] == [0.5, 0]
+    assert study.accuracy("sft").num_samples == 2, "scenes are drawn, not views"
+    samples = [line["sample"] for line in lines]
+    assert chance_by_group(samples) == {"direction": 0.5, CONSISTENT: 0.25}
+    assert CONSISTENT in study_figures(study, chance=chance_by_group(samples))["chance"]
 
 
 def test_what_cannot_be_compared_is_refused():
