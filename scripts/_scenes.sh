@@ -1,4 +1,4 @@
-# Sourced after _env.sh by the studies with drawn scenes: random weights, evaluation, the report.
+# Sourced after _env.sh by the studies with drawn scenes: random weights, training, evaluation, report.
 #
 # STUDY_DIR   where the runs lie, ARM/seed-N
 # SIZE        of the model: small or large
@@ -13,6 +13,24 @@ scenes_model() { # folder, seed: random weights, written whole or not at all
         "$PYTHON" "$ROOT/scripts/make_scenes_model.py" "$1.tmp" "$SIZE" "$2"
         mv "$1.tmp" "$1"
     fi
+}
+
+scenes_train() { # run folder, weights to start from, seed, options
+    "$PYTHON" "$ROOT/train_pp.py" \
+        --num-stages 2 \
+        --train-model internvl \
+        --model-path "$2" \
+        --dataset scenes \
+        "${SCENES[@]}" \
+        --prompt vqa \
+        --prompt-fn fill \
+        --image-token auto \
+        --max-token-num 128 \
+        --keep-last 1 \
+        --resume auto \
+        --seed "$3" \
+        --output-dir "$1" \
+        "${@:4}"
 }
 
 scenes_evaluate() { # run folder: answers to held-out scenes, by the newest checkpoint

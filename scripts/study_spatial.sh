@@ -44,31 +44,18 @@ STUDY_DIR="${STUDY_DIR:-$ROOT/runs/study_spatial/$SIZE}"
 train() { # arm, seed: both arms see the same pictures in the same order, from the same start
     local compared=()
     [ "$1" = sft ] || compared=(--sim-fn "$SIM_FN" "${COMPARED[@]}")
-    "$PYTHON" "$ROOT/train_pp.py" \
-        --num-stages 2 \
-        --train-model internvl \
-        --model-path "$STUDY_DIR/start/seed-$2" \
-        --dataset scenes \
+    scenes_train "$STUDY_DIR/$1/seed-$2" "$STUDY_DIR/start/seed-$2" "$2" \
         --dataset.negatives "$NEGATIVES" \
-        "${SCENES[@]}" \
-        --prompt vqa \
-        --prompt-fn fill \
-        --image-token auto \
         --collate-fn "$1" \
         --loss-fn "$1" \
         ${compared[@]+"${compared[@]}"} \
         --micro-batch-order given \
-        --max-token-num 128 \
         "${TRAIN[@]}" \
         --min-lr 1e-4 \
         --warmup-steps 20 \
         --weight-decay 0.05 \
         --eval-samples 0 \
         --save-steps 250 \
-        --keep-last 1 \
-        --resume auto \
-        --seed "$2" \
-        --output-dir "$STUDY_DIR/$1/seed-$2" \
         ${OPTIONS[@]+"${OPTIONS[@]}"}
 }
 

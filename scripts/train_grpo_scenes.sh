@@ -11,48 +11,24 @@ source "$ROOT/scripts/_scenes.sh"
 
 SEEDS="${SEEDS:-0 1 2}"
 SIZE=small
-NUM_STAGES=2
-START_STEPS=200 # on random weights: rewards alone would teach them nothing
-STEPS=100
+START_STEPS="${START_STEPS:-200}" # on random weights: rewards alone would teach them nothing
+STEPS="${STEPS:-60}"
 ROWS=32 # a step: 16 scenes and their mirror images
 GROUP_SIZE=8
-LEARNING_RATE=5e-4
 REWARD=exact_answer,spatial_consistency
-LOOK=(--dataset.num_things 1 --dataset.references car --dataset.image_size 48)
-SCENES=("${LOOK[@]}" --dataset.mirrored true --dataset.tasks '["direction"]')
+SCENES=(--dataset.num_things 1 --dataset.references car --dataset.image_size 48
+    --dataset.mirrored true --dataset.tasks '[direction]')
 STUDY_DIR="${STUDY_DIR:-$ROOT/runs/grpo_scenes}"
-DEVICE="$(stageline_device "$NUM_STAGES")"
+DEVICE="$(stageline_device 2)"
+COMMON=(--device "$DEVICE" --partition 1,2 --dataset.num_train 10000 --lr-scheduler constant
+    --weight-decay 0 --save-steps $((STEPS / 2)) --keep-last 2)
 
-train() { # folder, start, steps, seed, options
-    "$PYTHON" "$ROOT/train_pp.py" \
-        --num-stages "$NUM_STAGES" \
-        --device "$DEVICE" \
-        --partition 1,2 \
-        --train-model internvl \
-        --model-path "$2" \
-        --dataset scenes \
-        --dataset.num_train 10000 \
-        --prompt vqa \
-        --prompt-fn fill \
-        --image-token auto \
-        --max-token-num 64 \
-        --lr-scheduler constant \
-        --weight-decay 0 \
-        --total-steps "$3" \
-        --save-steps $((STEPS / 2)) \
-        --keep-last 2 \
-        --resume auto \
-        --seed "$4" \
-        --output-dir "$1" \
-        "${@:5}"
+learn() { # run folder, weights to start from, seed, options: the answers of the rows
+    scenes_train "${@:1:3}" "${COMMON[@]}" --collate-fn sft --loss-fn sft --eval-samples 0 "${@:4}"
 }
 
-learn() { # folder, start, steps, seed, options: the answers of the rows
-    train "$@" --collate-fn sft --loss-fn sft --eval-samples 0
-}
-
-earn() { # folder, start, steps, seed, options: rewards for answers of its own
-    train "${@:1:4}" \
+earn() { # run folder, weights to start from, seed, options: rewards for answers of its own
+    scenes_train "${@:1:3}" "${COMMON[@]}" \
         --collate-fn grpo \
         --loss-fn grpo \
         --reward "$REWARD" \
@@ -61,36 +37,36 @@ earn() { # folder, start, steps, seed, options: rewards for answers of its own
         --max-completion-length 3 \
         --loss-fn.entropy_coef 0.01 \
         --batch-size $((ROWS * GROUP_SIZE)) \
-        --micro-batch-size 64 \
-        --learning-rate "$LEARNING_RATE" \
+        --micro-batch-size 128 \
+        --learning-rate 2e-4 \
         --eval-steps 10 \
         --eval-samples 400 \
-        "${SCENES[@]}" \
-        "${@:5}"
+        "${@:4}"
 }
 
-checkpoint() { # folder, step
+step() { # run folder, number
     printf '%s/checkpoints/step-%08d' "$1" "$2"
 }
 
 for seed in $SEEDS; do
-    start="$STUDY_DIR/start/seed-$seed" sft="$STUDY_DIR/sft/seed-$seed"
-    answers=("${SCENES[@]}" --batch-size "$ROWS" --micro-batch-size 16
-        --learning-rate "$LEARNING_RATE")
+    start="$STUDY_DIR/start/seed-$seed" sft="$STUDY_DIR/sft/seed-$seed" half=$((STEPS / 2))
     for arm in start sft grpo both; do
         run="$STUDY_DIR/$arm/seed-$seed"
         if scenes_is_evaluated "$run"; then continue; fi
         echo "== $arm, seed $seed"
         case "$arm" in
-            start) # which way the car faces has to be seen before directions can
+            start) # which way the car faces has to be seen before left and right of it
                 scenes_model "$STUDY_DIR/random/seed-$seed" "$seed"
-                learn "$run" "$STUDY_DIR/random/seed-$seed" "$START_STEPS" "$seed" "${LOOK[@]}" \
-                    --dataset.tasks '["direction", "picture", "facing"]' \
+                learn "$run" "$STUDY_DIR/random/seed-$seed" "$seed" --total-steps "$START_STEPS" \
+                    --dataset.mirrored false --dataset.tasks '[direction,picture,facing]' \
                     --batch-size 64 --micro-batch-size 32 --learning-rate 1e-3 --warmup-steps 20
                 ;;
-            sft) learn "$run" "$(checkpoint "$start" "$START_STEPS")" "$STEPS" "$seed" "${answers[@]}" ;;
-            grpo) earn "$run" "$(checkpoint "$start" "$START_STEPS")" "$STEPS" "$seed" "$@" ;;
-            both) earn "$run" "$(checkpoint "$sft" $((STEPS / 2)))" $((STEPS / 2)) "$seed" "$@" ;;
+            sft)
+                learn "$run" "$(step "$start" "$START_STEPS")" "$seed" --total-steps "$STEPS" \
+                    --batch-size "$ROWS" --micro-batch-size 16 --learning-rate 5e-4
+                ;;
+            grpo) earn "$run" "$(step "$start" "$START_STEPS")" "$seed" --total-steps "$STEPS" "$@" ;;
+            both) earn "$run" "$(step "$sft" "$half")" "$seed" --total-steps "$half" "$@" ;;
         esac
         scenes_evaluate "$run"
     done
