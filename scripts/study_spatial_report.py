@@ -438,7 +438,7 @@ def read_predictions(folder: Path) -> list[dict[str, Any]]:
 
 
 def chance_by_group(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """What who guesses gets right of each group; its right answers are as frequent as each other."""
+    """What who guesses gets right of each group, whose answers are equally frequent."""
     answers: dict[str, set[str]] = {}
     for sample in samples:
         answers.setdefault(sample["group"], set()).add(sample["answer"])
@@ -482,16 +482,21 @@ def run_folders(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (path.parent.name != "sft", str(path)))
 
 
-def describe(folder: Path) -> dict[str, Any]:
-    """Date, machine and what the runs have in common."""
-    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+def describe(folders: Sequence[Path]) -> dict[str, Any]:
+    """Date, machine and what all runs have in common."""
+    texts = [(folder / "config.yaml").read_text(encoding="utf-8") for folder in folders]
+    first, *others = (yaml.safe_load(text) for text in texts)
     names = ("dataset", "batch-size", "total-steps", "learning-rate", "num-stages", "device")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()}"
     return {
         "date": datetime.date.today().isoformat(),
         "machine": f"{os.cpu_count()} CPU cores, {device}",
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
-        **{name: config[name] for name in names if name in config},
+        **{
+            name: first[name]
+            for name in names
+            if name in first and all(other.get(name) == first[name] for other in others)
+        },
     }
 
 
@@ -507,7 +512,7 @@ def main(target: str) -> None:
         logs.setdefault(path.parent.name, []).append(read_log(path / "log.jsonl")[0])
     save_figure(accuracy_figure(figures), folder / "accuracy.png")
     save_figure(losses_figure(logs), folder / "loss.png")
-    text = study_markdown(figures, title="Spatial study", settings=describe(folders[0]))
+    text = study_markdown(figures, title="Spatial study", settings=describe(folders))
     write_report(figures, folder / "report.json")
     (folder / "report.md").write_text(text, encoding="utf-8")
     print(text)

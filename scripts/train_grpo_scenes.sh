@@ -17,7 +17,7 @@ ROWS=32 # a step: 16 scenes and their mirror images
 GROUP_SIZE=8
 REWARD=exact_answer,spatial_consistency
 SCENES=(--dataset.num_things 1 --dataset.references car --dataset.image_size 48
-    --dataset.mirrored true --dataset.tasks '[direction]')
+    --dataset.mirrored true --dataset.tasks '[direction,statement]')
 STUDY_DIR="${STUDY_DIR:-$ROOT/runs/grpo_scenes}"
 DEVICE="$(stageline_device 2)"
 COMMON=(--device "$DEVICE" --partition 1,2 --dataset.num_train 10000 --lr-scheduler constant
@@ -39,8 +39,9 @@ earn() { # run folder, weights to start from, seed, options: rewards for answers
         --batch-size $((ROWS * GROUP_SIZE)) \
         --micro-batch-size 128 \
         --learning-rate 2e-4 \
+        --dataset.num_test 200 \
         --eval-steps 10 \
-        --eval-samples 400 \
+        --eval-samples all \
         "${@:4}"
 }
 
@@ -55,10 +56,10 @@ for seed in $SEEDS; do
         if scenes_is_evaluated "$run"; then continue; fi
         echo "== $arm, seed $seed"
         case "$arm" in
-            start) # which way the car faces has to be seen before left and right of it
+            start) # which way the car faces has to be seen before what is left of it
                 scenes_model "$STUDY_DIR/random/seed-$seed" "$seed"
                 learn "$run" "$STUDY_DIR/random/seed-$seed" "$seed" --total-steps "$START_STEPS" \
-                    --dataset.mirrored false --dataset.tasks '[direction,picture,facing]' \
+                    --dataset.mirrored false --dataset.tasks '[direction,statement,picture,facing]' \
                     --batch-size 64 --micro-batch-size 32 --learning-rate 1e-3 --warmup-steps 20
                 ;;
             sft)
