@@ -321,7 +321,7 @@ def rm(
     return loss, figures
 
 
-@loss_fn_register("grpo", counts=POLICY_COUNTS, samples_answers=True)
+@loss_fn_register("grpo", counts=POLICY_COUNTS, samples_answers=True, reads_by_token=True)
 def grpo(
     logits_BTV: torch.Tensor,
     micro_batch: dict[str, torch.Tensor],
@@ -504,6 +504,36 @@ def spatial_consistency(
     from stageline.tasks.rewards import agreement, is_spatially_right
 
     return agreement(completions, samples, field=view_of, is_right=is_spatially_right)
+
+
+@reward_register("reward_model")
+def reward_model(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    samples: Sequence[dict[str, Any]],
+    *,
+    path: str,
+    prompt: str = "[IMAGE][QUESTION][ANSWER]",
+    batch_size: int = 8,
+    device: str = "cpu",
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+) -> list[float | None]:
+    """The score of a reward model: a checkpoint of --loss-fn rm, or any classifier with one label.
+
+    It is loaded once, on the first rank, and reads the conversation by its own chat template; an
+    answer that is longer than its positions has none.
+
+    Args:
+        path: its folder, or that of an adapter with its score.
+        prompt: template of a row without messages; what comes before [ANSWER] is the user's turn.
+        batch_size: answers that are scored together.
+        device: cpu, or cuda, xpu ... for the one of the first rank.
+        dtype: of its weights; auto: as they are in the files.
+    """
+    from stageline.training.reward_model import reward_model
+
+    model = reward_model(path, device=device, dtype=dtype)
+    return model(samples, completions, prompt=prompt, batch_size=batch_size)
 
 
 @reward_register("remote")

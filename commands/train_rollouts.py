@@ -4,9 +4,6 @@ Knows the options; the engine's part is stageline/training/rollouts.py.
 """
 
 import functools
-import json
-import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ from stageline.training.replicas import Replicas
 from stageline.training.resume import ResumePoint
 from stageline.training.rewards import Reward, Rewards
 from stageline.training.rollouts import RolloutOptions, Rollouts, StageAnswers
+from stageline.training.samples import SampleFile
 
 
 def make_prompts(
@@ -86,8 +84,7 @@ def make_rollouts(
     )
     samples = None
     if context.is_main and run.keep_samples:
-        path = Path(run.output_dir).absolute() / "samples.jsonl"
-        samples = SampleFile(path, start_step=start_step, every=run.keep_samples)
+        samples = SampleFile(Path(run.output_dir).absolute(), start_step=start_step)
     return Rollouts(
         _make_answers(run, data, context, runner),
         make_rewards(arguments),
@@ -127,6 +124,8 @@ def rollout_options(run: RunConfig) -> RolloutOptions:
         prompts_together=run.prompts_together,
         micro_batch_size=run.micro_batch_size,
         is_sorted=run.micro_batch_order == "sorted",
+        row_capacity=run.max_token_num if run.packing else None,
+        keep_samples=run.keep_samples,
     )
 
 
@@ -153,33 +152,3 @@ def _make_answers(
         stop_ids=stop_ids_of(folder, config, tokenizer),
         positions=getattr(text, "max_position_embeddings", None),
     )
-
-
-class SampleFile:
-    """Answers with their rewards in the run folder, a line a prompt.
-
-    Args:
-        start_step: steps done; what an earlier start wrote beyond them is taken away.
-        every: steps between two that are written.
-    """
-
-    def __init__(self, path: Path, *, start_step: int, every: int) -> None:
-        self.path, self.every = path, every
-        if path.exists():
-            kept = [line for line in path.open(encoding="utf-8") if _step_of(line) <= start_step]
-            draft = path.with_name(path.name + ".tmp")
-            draft.write_text("".join(kept) if start_step else "", encoding="utf-8")
-            os.replace(draft, path)
-
-    def __call__(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Writes the answers of a step."""
-        if (step - 1) % self.every == 0:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(one, ensure_ascii=False) + "\n" for one in records)
-
-
-def _step_of(line: str) -> float:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):  # cut off by a crash
-        return float("inf")

@@ -111,21 +111,13 @@ def _check_not_built(run: Any, parts: Any) -> None:
     loss = parts["loss_fn"].key
     refused = {
         "--engine streaming": parts["engine"].key == "streaming",
-        "--packing": run.packing,
-        "--dp-shard": run.dp_shard,
         "--vision-stages": run.vision_stages > 0,
-        "--token-cache": run.token_cache is not None,
-        "--compile-layers": getattr(run, "compile_layers", False),
         "--early-stop-metric loss": run.early_stop > 0 and run.early_stop_metric == "loss",
         "--save-best loss": run.save_best in ("loss", "token_accuracy"),
     }
     reasons = {
         "--engine streaming": "its stages pass through the device one by one for each token",
-        "--packing": "ratios and means are taken of rows, an answer each",
-        "--dp-shard": "replicas that answer for different times cannot exchange weights meanwhile",
         "--vision-stages": "stages of a tower do not answer",
-        "--token-cache": "prompts are kept in no cache",
-        "--compile-layers": "each new length of an answer would be compiled",
         "--early-stop-metric loss": "held-out prompts have rewards and no loss (use reward)",
         "--save-best loss": "held-out prompts have rewards and no loss (use reward)",
     }

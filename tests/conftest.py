@@ -1,5 +1,6 @@
 """One thread, no network, registers and defaults restored: what every test stands on."""
 
+import faulthandler
 import gc
 import importlib.util
 import multiprocessing
@@ -35,6 +36,47 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+def pytest_runtest_logreport(report):
+    """Tells of a failure when it comes: a run that is cut off prints no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        why = "\n".join(report.longreprtext.splitlines()[-4:])
+        print(f"\n{report.nodeid} failed after {report.duration:.0f} s:\n{why}", flush=True)
+
+
+class _HungTests:
+    """One that hangs shows all threads and ends its process, in which the next ones may hang, too.
+
+    It runs once more in a new process, and fails there or is told.
+    """
+
+    def __init__(self) -> None:
+        self._stderr = os.dup(2)
+        self._seen: set[str] = set()
+
+    @pytest.hookimpl(optionalhook=True, tryfirst=True)
+    def pytest_timeout_set_timer(self, settings):
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            return None  # a single process goes on
+        faulthandler.dump_traceback_later(settings.timeout, exit=True, file=self._stderr)
+        return True
+
+    @pytest.hookimpl(optionalhook=True, tryfirst=True)
+    def pytest_timeout_cancel_timer(self):
+        faulthandler.cancel_dump_traceback_later()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_handlecrashitem(self, crashitem, report):
+        if crashitem not in self._seen:
+            self._seen.add(crashitem)
+            why = f"{crashitem} ended its process (its threads are shown above): once more"
+            report.outcome, report.longrepr = "skipped", ("", 0, why)
+            print(f"\n[tests] {why}", flush=True)
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(_HungTests())
 
 
 @pytest.fixture(autouse=True)

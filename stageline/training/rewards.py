@@ -17,7 +17,8 @@ import torch
 
 from stageline import chaos, progress
 from stageline.contracts import broken, call, part_name, shown
-from stageline.errors import UserError
+from stageline.device import device_in_use
+from stageline.errors import ContractError, UserError, is_out_of_memory
 
 Samples = Sequence[Mapping[str, Any]]
 Advantage = Literal["group", "group_no_std", "batch", "rloo"]
@@ -84,20 +85,23 @@ class _Call:
         self.reward, self.given = reward, given
         self.found: Any = None
         self.error: BaseException | None = None
+        self.device = device_in_use()
         self.thread = threading.Thread(target=self._run, daemon=True, name=f"reward {reward.key}")
         self.thread.start()
 
     def _run(self) -> None:
         try:
+            if self.device is not None:  # a new thread would begin on the machine's first one
+                torch.accelerator.set_device_index(self.device)
             self.found = call("reward", self.reward.part, *self.given)
         except BaseException as error:  # told in the thread that waits
             self.error = error
 
     def result(self) -> list[float]:
-        if isinstance(self.error, UserError):
-            raise self.error
         if self.error is not None:
-            told = UserError(
+            if isinstance(self.error, UserError) or is_out_of_memory(self.error):
+                raise self.error
+            told = ContractError(
                 f"the reward {part_name(self.reward.part)} raised {type(self.error).__name__}: "
                 f"{self.error}. A number or None for each answer was expected: catch what an "
                 "answer may do to it, and return None for one that it cannot judge."

@@ -10,16 +10,16 @@ each, R rewards; B rows of a micro-batch, T tokens.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from stageline import chaos, progress
-from stageline.data.batches.collate_part import CollatePart, EncodedSample
-from stageline.data.batches.prompts import answered, decoder_inputs, prompt_of
-from stageline.data.batches.step_maker import StepMaker
+from stageline.data.batches.batch import sample_name
+from stageline.data.batches.collate_part import EncodedSample
+from stageline.data.batches.prompts import decoder_inputs, prompt_of
 from stageline.data.images.images import ImageExpander
 from stageline.data.text.processor import get_tokenizer
 from stageline.errors import UserError
@@ -39,18 +39,12 @@ from stageline.inference.decoding.chain import (
 )
 from stageline.inference.decoding.request import Sampling
 from stageline.inference.decoding.stage_decoder import StageDecoder, answering
+from stageline.modules.chunked_loss import ChunkedLogits
 from stageline.modules.lora import adapters_off
-from stageline.modules.policy_loss import (
-    ADVANTAGES,
-    IS_COUNTED,
-    IS_LEARNT,
-    OLD,
-    SAMPLED,
-    START,
-    token_log_probs,
-)
+from stageline.modules.policy_loss import OLD, START, token_log_probs
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
-from stageline.seeds import derive_seed, host_state_kept
+from stageline.seeds import derive_seed
+from stageline.training.answer_rows import AnswerRow, answer_batches
 from stageline.training.evaluation import EvalResult
 from stageline.training.loss_part import Output, logits_of
 from stageline.training.reference import choose_mode, holds_last_stage
@@ -63,6 +57,7 @@ from stageline.training.rewards import (
     has_spread,
     weighted,
 )
+from stageline.training.samples import thumbnail
 from stageline.training.step import StepProgress, StepResult
 
 PromptRow = tuple[int | None, int, EncodedSample]  # row of the dataset, place in the step, prompt
@@ -149,6 +144,12 @@ class StageAnswers:
             self.groups.close()
             return found
 
+    def logits_of(self, output: Output) -> torch.Tensor | ChunkedLogits:
+        """What a training pass of the last stage gave, which may be hidden states."""
+        last = self.models[-1]
+        chunk, logits = getattr(last, "logits_chunk", 0), logits_of(output)
+        return ChunkedLogits(logits, whole=last.whole, chunk=chunk) if chunk else logits
+
     def shared(self, value: Any) -> Any:
         """What the first rank has, on all of the pipeline."""
         told = [value]
@@ -167,6 +168,8 @@ class RolloutOptions:
         masks_cut: answers without an end are not learnt.
         drops_equal: groups of one reward do not count.
         prompts_together: prompts whose answers are drawn together.
+        row_capacity: tokens of a row that holds several answers; None: it holds one.
+        keep_samples: steps between two whose answers are told; 0: those of none are.
     """
 
     seed: int
@@ -182,6 +185,8 @@ class RolloutOptions:
     prompts_together: int = 8
     micro_batch_size: int = 1
     is_sorted: bool = True
+    row_capacity: int | None = None
+    keep_samples: int = 1
 
     @property
     def sampling(self) -> Sampling:
@@ -204,12 +209,6 @@ class _Judged:
     rewards_RPG: torch.Tensor
     num_late: int
     seconds: tuple[float, float]
-
-
-class _Rows(list):
-    """Rows for a `StepMaker`, which draw nothing."""
-
-    is_fixed = True
 
 
 class Rollouts:
@@ -291,6 +290,7 @@ class Rollouts:
     def _make(self, rows: Sequence[PromptRow], step: int) -> list[MicroBatch]:
         """The micro-batches of a step."""
         options = self.options
+        self.replicas.put_together()  # they answer for different times
         number = step // options.inner_steps
         seeds = [
             tuple(
@@ -339,7 +339,7 @@ class Rollouts:
                 facts = {"num_tokens": len(answer.token_ids), "is_cut": answer.is_cut}
                 asked.append(text)
                 said.append(answer.text)
-                samples.append({**prompt.sample, **facts})
+                samples.append({**prompt.sample, **facts, "images": prompt.images})
         found = self.rewards(asked, said, samples)
         return found.view(len(self.rewards.parts), len(prompts), -1)
 
@@ -380,7 +380,8 @@ class Rollouts:
         advantages_PG: torch.Tensor,
     ) -> None:
         """Hands the answers of all replicas to who writes them down."""
-        if not self.answers.is_first:
+        every = self.options.keep_samples
+        if not self.answers.is_first or not every or step % every:
             return
         keys = [one.key for one in self.rewards.parts]
         records = []
@@ -399,7 +400,10 @@ class Rollouts:
                     }
                 )
             known = {"row": row, "id": prompt.sample.get("id"), "prompt": self._text(prompt)}
-            records.append({"step": step + 1, **known, "answers": answers})
+            pictures = [
+                thumbnail(one, name=sample_name(prompt.sample)) for one in prompt.images or ()
+            ]
+            records.append({"step": step + 1, **known, "images": pictures, "answers": answers})
         gathered = self.replicas.gather(records)
         if self.on_samples is not None:
             self.on_samples(step + 1, [record for own in gathered for record in own])
@@ -415,7 +419,7 @@ class Rollouts:
         """Prompts with answers as micro-batches, rows of near-equal length together."""
         options = self.options
         made = [
-            _Answered.of(row, prompt, answer, advantage, image_ids=self._image_ids)
+            AnswerRow.of(row, prompt, answer, advantage, image_ids=self._image_ids)
             for (row, _, prompt), group, own in zip(
                 rows, judged.answers, advantages_PG.tolist(), strict=True
             )
@@ -425,16 +429,22 @@ class Rollouts:
         for one, is_spread in zip(made, counted, strict=True):
             one.is_counted = is_spread or not options.drops_equal
             one.is_learnt = one.is_counted and not (options.masks_cut and one.answer.is_cut)
-        maker = StepMaker(
-            _Rows((None, one.encoded) for one in made),
-            collate=CollatePart(self.collate, encode=lambda images, sample: sample),
+        packing = None
+        if options.row_capacity is not None:
+            packing = {
+                "capacity": options.row_capacity,
+                "legal_counts": self.runner.schedule.legal_micro_batches,
+                "agree": lambda step, count: max(self.replicas.gather(count)),
+            }
+        return answer_batches(
+            made,
+            step,
+            collate=self.collate,
+            packing=packing,
             micro_batch_size=options.micro_batch_size,
             is_sorted=options.is_sorted,
             facts=self.facts,
         )
-        with host_state_kept():
-            batches = maker.make(step, [list(range(len(made)))])
-        return [_with_columns(batch, made) for batch in batches]
 
     def _with_log_probs(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """Adds log-probabilities before the first of several steps, and of the start model."""
@@ -450,8 +460,8 @@ class Rollouts:
         found: list[torch.Tensor] = []
 
         def take(output: Output, batch: MicroBatch) -> None:
-            temperature = self.options.temperature
-            found.append(token_log_probs(logits_of(output), batch, temperature=temperature))
+            logits = self.answers.logits_of(output)
+            found.append(token_log_probs(logits, batch, temperature=self.options.temperature))
 
         told = StepProgress(device=self.runner.device, forward="log-probabilities")
         self.runner.evaluate(batches, on_output=take, recorder=told)
@@ -469,6 +479,7 @@ class Rollouts:
         lot_size = self.options.prompts_together * self.options.group_size
         sums: list[torch.Tensor] = []
         num_tokens = 0
+        self.replicas.put_together()
         for rows in prompts:
             encoded = [one for row, _, one in rows if row is not None]
             if not encoded:
@@ -506,69 +517,3 @@ def _check_start(runner: PipelineRunner, *, is_resumed: bool) -> None:
             "add `llm_lora_num` 1 and freeze the rest (`frozen_lm_head` ...), or leave `kl_beta` "
             "out (0, as trl has it)."
         )
-
-
-@dataclass
-class _Answered:
-    """An answer as a row of a step.
-
-    Attributes:
-        row: of the dataset.
-        encoded: the prompt with the answer's tokens.
-        replaced: the last label, where the row cannot hold its token: (place, token id).
-    """
-
-    row: int | None
-    encoded: EncodedSample
-    answer: SampledAnswer
-    advantage: float
-    num_prompt: int
-    replaced: tuple[int, int] | None = None
-    is_learnt: bool = field(default=True, init=False)
-    is_counted: bool = field(default=True, init=False)
-
-    @classmethod
-    def of(
-        cls,
-        row: int | None,
-        prompt: EncodedSample,
-        answer: SampledAnswer,
-        advantage: float,
-        *,
-        image_ids: frozenset[int],
-    ) -> "_Answered":
-        """The row of an answer.
-
-        A token that stands for an image ends it: it is learnt like any other, but training would
-        look for the image that belongs to it, and for its place in what comes behind.
-        """
-        ids, replaced = list(answer.token_ids), None
-        num_prompt = len(prompt_of(prompt))
-        first = next((place for place, one in enumerate(ids) if one in image_ids), None)
-        if first is not None:
-            replaced = (num_prompt + first, ids[first])
-            ids = [*ids[:first], next(iter(prompt.whole[0].input_ids[-1:]))]
-        encoded = answered(prompt, ids)
-        return cls(row, encoded, answer, advantage, num_prompt, replaced)
-
-
-def _with_columns(batch: MicroBatch, made: Sequence[_Answered]) -> MicroBatch:
-    """A micro-batch with what its loss needs of each answer."""
-    rows = [made[row] for row in batch["loss_rows"].tolist()]
-    labels_BT = batch["labels"].clone()
-    sampled_BT = torch.zeros(labels_BT.shape)
-    for place, one in enumerate(rows):
-        if one.replaced is not None:
-            labels_BT[place, one.replaced[0]] = one.replaced[1]
-        count = len(one.encoded.rows[0]) - one.num_prompt
-        first = one.num_prompt - 1  # where the first token of the answer is predicted
-        sampled_BT[place, first : first + count] = torch.tensor(one.answer.log_probs[:count])
-    return {
-        **batch,
-        "labels": labels_BT,
-        "loss_rows": torch.tensor([-1 if one.row is None else one.row for one in rows]),
-        ADVANTAGES: torch.tensor([one.advantage for one in rows]),
-        IS_LEARNT: torch.tensor([one.is_learnt for one in rows]),
-        IS_COUNTED: torch.tensor([one.is_counted for one in rows]),
-        SAMPLED: sampled_BT,
-    }

@@ -142,6 +142,14 @@ def test_a_broken_reward_names_itself(part, wanted):
         Rewards([Reward("mine", part)])(["a", "b"], ["c", "d"], [{}, {}])
 
 
+def test_full_memory_stays_what_it_is():
+    def large(prompts, completions, samples):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    with pytest.raises(torch.OutOfMemoryError):  # the report tells what fills it
+        Rewards([Reward("large", large)])([""], ["x"], [{}])
+
+
 def test_a_row_without_an_answer_is_named():
     with pytest.raises(DataError, match=re.escape("sample rows.jsonl:3 has neither `answer`")):
         Rewards([reward("exact_answer")])([""], ["x"], [{"source": "rows.jsonl:3"}])
@@ -149,6 +157,7 @@ def test_a_row_without_an_answer_is_named():
 
 def test_every_shipped_reward_is_seen_here():
     others = {"spatial_consistency", "remote"}
+    others |= {"reward_model"}  # tests/unit/test_reward_model.py
     assert set(reward_register) == {*CASES, *others}
 
 
