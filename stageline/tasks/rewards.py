@@ -174,7 +174,8 @@ def side_by_side(
         BaseException: what the function raised first.
     """
     rows = list(zip(*columns, strict=True))
-    found, errors = [None] * len(rows), []
+    found: list[Any] = [None] * len(rows)
+    errors: list[BaseException] = []
     left = iter(range(len(rows)))  # one step of it is one step for all threads
 
     def work() -> None:

@@ -413,7 +413,7 @@ class Rollouts:
         found = self._log_probs(drawn.batches, "old")
         if found is not None:
             for batch, log_probs_BT in zip(drawn.batches, found, strict=True):
-                for one, row_T in zip(rows_in(batch, drawn.made), log_probs_BT, strict=True):
+                for one, row_T in zip(rows_in(batch, drawn.made), log_probs_BT.cpu(), strict=True):
                     one.old = row_T[one.places].tolist()
         olds = self.answers.shared([one.old for one in drawn.made], stage=-1)
         for one, old in zip(drawn.made, olds, strict=True):
