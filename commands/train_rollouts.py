@@ -19,10 +19,11 @@ from stageline.inference.decoding.chain import make_wire
 from stageline.inference.generation import stop_ids_of
 from stageline.model_folder import find_folder, load_config
 from stageline.pipeline.runner import PipelineRunner
+from stageline.training.answers import StageAnswers
 from stageline.training.replicas import Replicas
 from stageline.training.resume import ResumePoint
 from stageline.training.rewards import Reward, Rewards
-from stageline.training.rollouts import RolloutOptions, Rollouts, StageAnswers
+from stageline.training.rollouts import RolloutOptions, Rollouts
 from stageline.training.samples import SampleFile
 
 
@@ -94,6 +95,8 @@ def make_rollouts(
         replicas=replicas,
         facts=getattr(runner.local.models[0], "host_facts", None),
         start_step=start_step,
+        end_step=run.total_steps,
+        saved=point.state.facts.get("answers") if point else None,
         on_samples=samples,
     )
 
@@ -103,7 +106,8 @@ def make_rewards(arguments: TrainArguments) -> Rewards:
     run, chosen = arguments.run, arguments.parts["reward"].part
     weights = run.reward_weights or [1.0] * len(chosen)
     parts = [
-        Reward(one.key, one.bound, weight) for one, weight in zip(chosen, weights, strict=True)
+        Reward(one.key, one.bound, weight, takes_lots=one.facts["takes_lots"])
+        for one, weight in zip(chosen, weights, strict=True)
     ]
     return Rewards(parts, timeout=run.reward_timeout)
 
@@ -122,6 +126,7 @@ def rollout_options(run: RunConfig) -> RolloutOptions:
         masks_cut=run.mask_truncated_completions,
         drops_equal=run.drop_equal_groups,
         prompts_together=run.prompts_together,
+        is_ahead=run.rollouts_ahead > 0,
         micro_batch_size=run.micro_batch_size,
         is_sorted=run.micro_batch_order == "sorted",
         row_capacity=run.max_token_num if run.packing else None,

@@ -51,6 +51,13 @@ class RolloutOptions:
         "depend on it",
         at_least=1,
     )
+    rollouts_ahead: int = option(
+        0,
+        "1: the answers of the next step are drawn before this one, by weights a step older, and "
+        "rewards judge them while it trains",
+        at_least=0,
+        at_most=1,
+    )
     keep_samples: int = free_option(
         1, "write the answers of each such step into samples.jsonl; 0: none", at_least=0
     )

@@ -214,6 +214,8 @@ def policy_loss(
     figures_BT["entropy"] = entropy_BT
     if options.entropy_coef:
         loss = loss - options.entropy_coef * entropy_BT.sum() / tokens
+    if OLD in batch:
+        figures_BT["policy_gap"] = (log_probs_BT.detach() - old_BT).abs()
     if SAMPLED in batch:
         figures_BT["sampling_gap"] = (old_BT - batch[SAMPLED].to(old_BT)).abs()
     figures = {name: (value * learnt_BT).sum() / tokens for name, value in figures_BT.items()}

@@ -1,4 +1,4 @@
-"""Prompts with sampled answers as the micro-batches of an optimizer step.
+"""Prompts with sampled answers as micro-batches of an optimizer step, or as a checkpoint has them.
 
 Shapes: A answers of a micro-batch, B rows, T tokens. An answer is a row, or rows are packed.
 """
@@ -13,7 +13,14 @@ from stageline.data.batches.collate_part import CollatePart, EncodedSample, as_c
 from stageline.data.batches.prompts import answered, prompt_of
 from stageline.data.batches.step_maker import PackedStepMaker, StepMaker
 from stageline.inference.decoding.answer_groups import SampledAnswer
-from stageline.modules.policy_loss import ADVANTAGES, IS_COUNTED, IS_LEARNT, PLACES, SAMPLED
+from stageline.modules.policy_loss import (
+    ADVANTAGES,
+    IS_COUNTED,
+    IS_LEARNT,
+    OLD,
+    PLACES,
+    SAMPLED,
+)
 from stageline.pipeline.runner import MicroBatch
 from stageline.seeds import host_state_kept
 
@@ -32,14 +39,17 @@ class AnswerRow:
         row: of the dataset.
         encoded: the prompt with the answer's tokens.
         replaced: the last label, where the row cannot hold its token: (place, token id).
+        old: log-probabilities of its tokens by a training pass of the weights that drew it, where
+            these may be older than the ones that it trains.
     """
 
     row: int | None
     encoded: EncodedSample
     answer: SampledAnswer
-    advantage: float
     num_prompt: int
     replaced: tuple[int, int] | None = None
+    old: list[float] | None = field(default=None, init=False)
+    advantage: float = field(default=0.0, init=False)
     is_learnt: bool = field(default=True, init=False)
     is_counted: bool = field(default=True, init=False)
 
@@ -49,7 +59,6 @@ class AnswerRow:
         row: int | None,
         prompt: EncodedSample,
         answer: SampledAnswer,
-        advantage: float,
         *,
         image_ids: frozenset[int],
     ) -> "AnswerRow":
@@ -64,8 +73,35 @@ class AnswerRow:
         if first is not None:
             replaced = (num_prompt + first, ids[first])
             ids = [*ids[:first], next(iter(prompt.whole[0].input_ids[-1:]))]
-        encoded = answered(prompt, ids)
-        return cls(row, encoded, answer, advantage, num_prompt, replaced)
+        return cls(row, answered(prompt, ids), answer, num_prompt, replaced)
+
+    def predicted(self, start: int) -> slice:
+        """Where the answer's tokens are predicted: one before their own places.
+
+        Args:
+            start: place of the prompt's first token in its row.
+        """
+        return slice(start + self.num_prompt - 1, start + len(self.encoded.rows[0]) - 1)
+
+    def saved(self) -> dict[str, Any]:
+        """As a checkpoint has it, in JSON: numbers of one kind are one text, exact to the bit."""
+        answer = self.answer
+        return {
+            "tokens": " ".join(map(str, answer.token_ids)),
+            "log_probs": " ".join(map(repr, answer.log_probs)),
+            "old": " ".join(map(repr, self.old or ())),
+            "text": answer.text,
+            "is_cut": answer.is_cut,
+        }
+
+
+def read_answer(saved: Mapping[str, Any]) -> tuple[SampledAnswer, list[float]]:
+    """What `AnswerRow.saved` gave: the answer, and its old log-probabilities."""
+    ids, log_probs = (saved[name].split() for name in ("tokens", "log_probs"))
+    answer = SampledAnswer(
+        list(map(int, ids)), list(map(float, log_probs)), saved["text"], saved["is_cut"]
+    )
+    return answer, list(map(float, saved["old"].split()))
 
 
 def answer_batches(
@@ -76,7 +112,7 @@ def answer_batches(
     packing: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> list[MicroBatch]:
-    """Micro-batches of answers, those of near-equal length together, with what the loss needs.
+    """Micro-batches of answers, those of near-equal length together, without what rewards decide.
 
     Args:
         collate: makes a micro-batch of encoded samples, on this rank.
@@ -103,28 +139,47 @@ def _numbers(batch: MicroBatch) -> str:
 
 
 def with_answers(batch: MicroBatch, answers: Sequence[AnswerRow]) -> MicroBatch:
-    """A micro-batch with what its loss needs of each answer."""
+    """A micro-batch with what is known of its answers before they are judged."""
     labels_BT = batch["labels"].clone()
     sampled_BT, places_BT = torch.zeros(labels_BT.shape), torch.full_like(labels_BT, -1)
     for number, (one, (row, start)) in enumerate(zip(answers, _begins(batch), strict=True)):
-        length = len(one.encoded.rows[0])
-        places_BT[row, start : start + length] = number
+        places_BT[row, start : start + len(one.encoded.rows[0])] = number
         if one.replaced is not None:
             labels_BT[row, start + one.replaced[0]] = one.replaced[1]
-        count = length - one.num_prompt
-        first = start + one.num_prompt - 1  # where the first token of the answer is predicted
-        sampled_BT[row, first : first + count] = torch.tensor(one.answer.log_probs[:count])
-    numbers = [-1 if one.row is None else one.row for one in answers]
-    found = {
-        **batch,
-        "labels": labels_BT,
-        _numbers(batch): torch.tensor(numbers, dtype=torch.long),
+        tokens = one.predicted(start)
+        count = tokens.stop - tokens.start
+        sampled_BT[row, tokens] = torch.tensor(one.answer.log_probs[:count])
+    found = {**batch, "labels": labels_BT, SAMPLED: sampled_BT}
+    return {**found, PLACES: places_BT} if "sample_ids" in batch else found
+
+
+def with_rewards(
+    batch: MicroBatch, answers: Sequence[AnswerRow], *, has_old: bool = False
+) -> MicroBatch:
+    """A micro-batch with all that its loss needs of each answer.
+
+    Args:
+        has_old: answers bring log-probabilities of the weights that drew them.
+    """
+    columns = {
+        _numbers(batch): torch.tensor(
+            [-1 if one.row is None else one.row for one in answers], dtype=torch.long
+        ),
         ADVANTAGES: torch.tensor([one.advantage for one in answers]),
         IS_LEARNT: torch.tensor([one.is_learnt for one in answers], dtype=torch.bool),
         IS_COUNTED: torch.tensor([one.is_counted for one in answers], dtype=torch.bool),
-        SAMPLED: sampled_BT,
     }
-    return {**found, PLACES: places_BT} if "sample_ids" in batch else found
+    if has_old:
+        columns[OLD] = torch.zeros(batch["labels"].shape)
+        for one, (row, start) in zip(answers, _begins(batch), strict=True):
+            columns[OLD][row, one.predicted(start)] = torch.tensor(one.old)
+    return {**batch, **columns}
+
+
+def note_old(batch: MicroBatch, answers: Sequence[AnswerRow], log_probs_BT: torch.Tensor) -> None:
+    """Gives answers their log-probabilities, of a pass over the micro-batch that they are in."""
+    for one, (row, start) in zip(answers, _begins(batch), strict=True):
+        one.old = log_probs_BT[row, one.predicted(start)].tolist()
 
 
 def _begins(batch: MicroBatch) -> Iterator[tuple[int, int]]:

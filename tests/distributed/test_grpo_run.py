@@ -9,12 +9,16 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from stageline.checking.tiny_models import tiny_config, tiny_processor
 from stageline.data.images.images import ImageExpander
 from stageline.modules import recompute
-from stageline.modules.policy_loss import SAMPLED
+from stageline.modules.policy_loss import ADVANTAGES, OLD, SAMPLED
 from stageline.training.rollouts import Rollouts
 from tests.helpers.small_run import Job, saved_tensors
 from tests.helpers.small_vision_run import VisionJob
@@ -22,15 +26,32 @@ from tests.helpers.small_vision_run import VisionJob
 PARTS = '''
 """A reward with a spread over answers of a random model, and a loss that looks at its ratios."""
 import os
+import time
 import torch
 from register import loss_fn_register, reward_register
 from stageline.modules.policy_loss import OLD, PolicyOptions, learnt_tokens, policy_loss
+from stageline.progress import place
 from stageline.modules.policy_loss import count_answers, count_learnt_tokens, token_log_probs
 
 
 @reward_register("letters")
 def letters(prompts, completions, samples):
     return [sum(map(ord, text)) % 7 / 7 for text in completions]
+
+
+began = []
+
+
+@reward_register("patient")
+def patient(prompts, completions, samples):
+    """Judges the second step's answers when the first step is done."""
+    began.append(place().step)
+    deadline = time.monotonic() + 30
+    assert set(began) == {0}, "the second step's are judged before the first one trains"
+    while len(began) == 2 and place().step < 1:
+        assert time.monotonic() < deadline, "the run waits"
+        time.sleep(0.001)
+    return letters(prompts, completions, samples)
 
 
 @reward_register("broken")
@@ -75,6 +96,7 @@ SPLITS = [
     (("--schedule", "interleaved_1f1b", "--num-stages", 4), 2),
 ]
 REPLICAS = ("--dp-degree", 2, "--num-stages", 1, "--batch-size", 8)
+AHEAD = ("--rollouts-ahead", 1, "--sampling-temperature", 0.7, "--loss-fn", "watched", *LORA)
 
 
 @pytest.fixture(scope="module")
@@ -245,6 +267,141 @@ def test_compiled_layers_answer_as_they_were_written(job, monkeypatch):
     assert done.code == 0, done.err
     assert (job.folder / "compiled").exists()
     assert_same_but_for_sums(job, "compiled run", "one")
+
+
+@pytest.fixture(scope="module")
+def ahead(job):
+    done = run(job, "ahead", *AHEAD, ranks=1)
+    assert done.code == 0, done.err
+    return "ahead"
+
+
+def test_answers_drawn_a_step_ahead(job, ahead):
+    steps = records(job, ahead)
+    assert [steps[step]["staleness"] for step in (1, 2, 3, 4)] == [0, 1, 1, 1]
+    assert steps[1]["ratio_gap"] == 0, "by a training pass of the weights that drew them"
+    assert min(steps[step]["ratio_gap"] for step in (2, 3, 4)) > 1e-4
+    assert steps[2]["policy_gap"] > 100 * steps[2]["sampling_gap"] > 0
+    plain = run(job, "not ahead", *AHEAD[2:], "--total-steps", 2, ranks=1)
+    assert plain.code == 0, plain.err
+    ours, others = (samples(job, name).splitlines() for name in (ahead, "not ahead"))
+    assert ours[:4] == others[:4] and ours[4:8] != others[4:8]
+
+
+def test_a_slow_judge_works_while_the_step_before_trains(job):
+    """It would wait for ever if the run waited for it."""
+    options = (*AHEAD, "--reward", "patient,length", "--total-steps", 2)
+    done = run(job, "patient", *options, ranks=1)
+    assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize("options", [(), SPLITS[2][0]])
+def test_every_split_draws_the_same_ahead(job, ahead, options):
+    name = f"ahead {' '.join(map(str, options))}"
+    done = run(job, name, *AHEAD, *options, ranks=2)
+    assert done.code == 0, done.err
+    assert samples(job, name) == samples(job, ahead)
+    tensors = last_tensors(job, name)
+    assert all(torch.equal(tensors[key], value) for key, value in last_tensors(job, ahead).items())
+
+
+def test_shares_that_answer_ahead_in_packed_rows(job, ahead):
+    done = run(job, "ahead shared", *AHEAD, *REPLICAS, "--dp-shard", "--packing", ranks=2)
+    assert done.code == 0, done.err
+    assert_same_but_for_sums(job, "ahead shared", ahead)
+
+
+@pytest.mark.parametrize(
+    ("point", "when", "how"),
+    [
+        ("decoding", "step=2", "sigkill"),
+        ("rewards", "step=3", "sigkill"),
+        ("forward", "step=2", "sigkill"),
+        ("write", "count=2", "sigkill"),
+        ("backward", "step=1", "sigint"),
+    ],
+)
+def test_answers_in_flight_outlive_a_kill(job, ahead, point, when, how):
+    """They were drawn by weights that are gone."""
+    name = f"ahead killed at {point}"
+    fault = f"at={point},rank=0,{when},do={how}"
+    killed = run(job, name, *AHEAD, chaos=fault, waits=True)
+    assert killed.code != 0 and job.checkpoints(name) == ["step-00000002"]
+    done = run(job, name, *AHEAD, "--resume", "auto")
+    assert done.code == 0 and "2 of 4 steps are done" in done.out, done.err
+    assert samples(job, name) == samples(job, ahead)
+    assert records(job, name)[3]["staleness"] == 1
+    tensors = last_tensors(job, name)
+    assert all(torch.equal(tensors[key], value) for key, value in last_tensors(job, ahead).items())
+
+
+def test_several_steps_on_answers_drawn_ahead(job):
+    """Replicas, evaluations between, answers for two steps each; killed, and gone on with."""
+    options = (*AHEAD, *TWICE, "--eval-samples", 4)
+    assert run(job, "ahead twice", *options, "--eval-steps", 4, ranks=1).code == 0
+    options += ("--eval-steps", 2)
+    steps = records(job, "ahead twice")
+    assert [steps[step]["staleness"] for step in (1, 2, 3, 4)] == [0, 0, 1, 1]
+    fault = "at=forward,rank=1,step=3,do=sigkill"
+    killed = run(job, "ahead both", *options, *REPLICAS, ranks=2, chaos=fault, waits=True)
+    assert killed.code != 0 and job.checkpoints("ahead both") == ["step-00000002"]
+    done = run(job, "ahead both", *options, *REPLICAS, "--resume", "auto", ranks=2)
+    assert done.code == 0, done.err
+    assert samples(job, "ahead both") == samples(job, "ahead twice")
+    tensors = last_tensors(job, "ahead both")
+    for key, value in last_tensors(job, "ahead twice").items():
+        torch.testing.assert_close(tensors[key], value, rtol=0, atol=1e-5, msg=key)
+
+
+def test_a_stale_update_is_the_one_written_out(job, tmp_path, monkeypatch):
+    """Plain torch: drawn by the weights before, ratios to these, clipped; no rewards beside."""
+    made = Rollouts._make
+
+    def noted(self, drawn, step):
+        batches = made(self, drawn, step)
+        torch.save([dict(batch) for batch in batches], tmp_path / f"{step}.pt")
+        return batches
+
+    monkeypatch.setattr(Rollouts, "_make", noted)
+    rate, options = 0.3, ("--optimizer", "sgd", "--lr-scheduler", "constant", "--max-grad-norm", 0)
+    numbers = ("--learning-rate", rate, "--weight-decay", 0, "--loss-fn.epsilon", 0.01)
+    done = run(job, "stale", "--rollouts-ahead", 1, *options, *numbers, ranks=1)
+    assert done.code == 0, done.err
+    now, before = (AutoModelForCausalLM.from_pretrained(job.model) for _ in range(2))
+    clipped = 0
+    for step in range(4):
+        batches = torch.load(tmp_path / f"{step}.pt")
+        count = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
+        loss = 0
+        for batch in batches:
+            labels = batch["labels"][:, 1:]
+            is_learnt = labels != -100
+
+            def log_probs(model, batch=batch, labels=labels):
+                given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+                found = model(**given).logits[:, :-1].log_softmax(-1)
+                return found.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+
+            with torch.no_grad():
+                old = log_probs(before)[is_learnt]
+            for column in (OLD, SAMPLED):
+                torch.testing.assert_close(batch[column][:, :-1][is_learnt], old, rtol=0, atol=1e-5)
+            ratios = (log_probs(now)[is_learnt] - old).exp()
+            worth = batch[ADVANTAGES][:, None].expand(labels.shape)[is_learnt]
+            bounded = ratios.clamp(0.99, 1.01)
+            clipped += (bounded * worth < ratios * worth).sum().item()
+            loss = loss - torch.minimum(ratios * worth, bounded * worth).sum() / count
+        before.load_state_dict(now.state_dict())
+        now.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in now.parameters():
+                parameter -= rate * parameter.grad
+    assert clipped > 10, "nothing was stale"
+    saved = load_file(job.folder / "stale" / "checkpoints" / "step-00000004" / "model.safetensors")
+    for name, value in now.state_dict().items():
+        if name in saved:
+            torch.testing.assert_close(saved[name], value, rtol=0, atol=2e-6, msg=name)
 
 
 def test_full_weights_and_held_out_prompts(job):
