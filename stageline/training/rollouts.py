@@ -465,7 +465,7 @@ class Rollouts:
         found = self._log_probs(drawn.batches, "old")
         if found is not None:
             for batch, log_probs_BT in zip(drawn.batches, found, strict=True):
-                note_old(batch, rows_in(batch, drawn.made), log_probs_BT)
+                note_old(batch, rows_in(batch, drawn.made), log_probs_BT.cpu())
         olds = self.answers.shared([one.old for one in drawn.made], stage=-1)
         for one, old in zip(drawn.made, olds, strict=True):
             one.old = old
