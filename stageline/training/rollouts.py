@@ -1,9 +1,10 @@
 """Answers of the very stages that train, rewarded, as the micro-batches of optimizer steps.
 
-There is no second copy of the weights: before a step the stages answer the prompts of the batch
-(`answering`), rewards judge on the host of the first rank, and prompts with answers become the rows
-of an ordinary step. Which answers are drawn follows from seeds and weights, so that nothing of them
-is saved; but those that were drawn ahead, by weights that are gone when they are learnt.
+Answering takes no second copy of the weights: before a step the stages answer the prompts of the
+batch (`answering`), rewards judge on the host of the first rank, and prompts with answers become
+the rows of an ordinary step. Which answers are drawn follows from seeds and weights, so that
+nothing of them is saved; but those that were drawn ahead, by weights that are gone when they are
+learnt.
 
 Every rank of a pipeline calls the same methods. Shapes: P prompts of this replica, G answers of
 each, R rewards; B rows of a micro-batch, T tokens.
