@@ -6,6 +6,7 @@ Ranks are forked, a card each, with gloo for NCCL. Files that begin with test_a 
 refuses to fork a process that has run a backward pass on a card.
 """
 
+import json
 import re
 from datetime import timedelta
 from types import SimpleNamespace
@@ -294,3 +295,22 @@ def test_every_schedule_over_two_cards(cards):
         for name in SCHEDULES:
             for ours, theirs in zip(found[name], alone[name], strict=True):
                 assert ours == pytest.approx(theirs, rel=1e-5), name
+
+
+def test_start_weights_on_the_host_are_exchanged_with_those_on_the_card(jobs, cards):
+    """Full weights with a divergence from the start: the card has what the CPU has."""
+    job = jobs.job("llama")
+    words = (
+        "--collate-fn grpo --loss-fn grpo --reward length --reward.length.longest 8 "
+        "--reward.length.margin 6 --group-size 4 --batch-size 8 --max-completion-length 8 "
+        "--kl-beta 0.1 --loss-fn.entropy_coef 0.1 --learning-rate 3e-3 --num-stages 2"
+    ).split()
+    cpu = job.fork("start cpu", *TWO_STEPS, *words, ranks=2)
+    assert cpu.code == 0, cpu.err
+    cards.count = 2
+    train(job, "start", *words, ranks=2)
+    told = []
+    for name in ("start", "start cpu"):
+        lines = map(json.loads, (job.folder / name / "log.jsonl").read_text().splitlines())
+        told.append([line["kl"] for line in lines if line["kind"] == "train"])
+    assert told[0][0] == 0 < told[0][1] and told[0] == pytest.approx(told[1], rel=1e-3)
