@@ -1,0 +1,194 @@
+"""The divergence from a frozen copy of the start: that of plain transformers, in every split."""
+
+import functools
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from stageline.modules.policy_loss import START
+from stageline.training.rollouts import Rollouts
+from tests.distributed.test_grpo_run import (
+    AHEAD,
+    LORA,
+    PARTS,
+    REPLICAS,
+    SPLITS,
+    TWICE,
+    assert_same_but_for_sums,
+    last_tensors,
+    records,
+    run,
+    samples,
+)
+from tests.helpers.small_run import Job
+
+FROZEN = (*TWICE, "--kl-beta", 0.1)
+MIXED = ("--llm-lora-num", 1)  # and the head
+BESIDE = {"full": FROZEN, "mixed": (*FROZEN, *MIXED), "ahead": (*AHEAD[:6], "--kl-beta", 0.1)}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("start")
+    (folder / "parts.py").write_text(PARTS)
+    made = Job(folder, num_layers=4)
+    done = run(made, "one", *TWICE, *LORA, ranks=1)
+    assert done.code == 0 and "reference of the loss: adapters_off" in done.out, done.err
+    return made
+
+
+@pytest.fixture(scope="module")
+def frozen(job):
+    """The name of a run on one rank with a copy of the start weights, of each kind."""
+
+    @functools.cache
+    def made(kind):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Rollouts, "_with_log_probs", against_plain_model(job.model))
+            done = run(job, f"frozen {kind}", *BESIDE[kind], ranks=1)
+        assert done.code == 0 and "reference of the loss: frozen_copy" in done.out, done.err
+        return f"frozen {kind}"
+
+    return made
+
+
+def against_plain_model(folder, made=Rollouts._with_log_probs):
+    """As it is; looks whether log-probabilities are those of the start model in transformers."""
+
+    def noted(self, batches):
+        named = [pair for model in self.runner.local for pair in model.named_parameters()]
+        before = [(p.detach().clone(), p.data_ptr()) for _, p in named]
+        found = made(self, batches)
+        for (name, parameter), (value, place) in zip(named, before, strict=True):
+            assert torch.equal(parameter, value) and parameter.data_ptr() == place, name
+        if self.answers.route[-1] == self.runner.pp_rank:
+            plain = AutoModelForCausalLM.from_pretrained(folder).eval()
+            for batch in found:
+                assert_log_probs_of(plain, batch, self.options.temperature)
+        return found
+
+    return noted
+
+
+@torch.no_grad()
+def assert_log_probs_of(plain, batch, temperature):
+    logits = plain(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    labels = batch["labels"][:, 1:]
+    told = (logits[:, :-1] / temperature).log_softmax(-1)
+    told = told.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    ours = batch[START][:, :-1]
+    is_learnt = labels != -100
+    assert is_learnt.any()
+    torch.testing.assert_close(ours[is_learnt], told[is_learnt], rtol=0, atol=1e-6)
+
+
+def assert_same_bytes(job, name, wanted):
+    assert samples(job, name) == samples(job, wanted)
+    tensors, theirs = last_tensors(job, name), last_tensors(job, wanted)
+    assert tensors.keys() == theirs.keys()
+    for key, value in theirs.items():
+        assert torch.equal(tensors[key], value), key
+
+
+@pytest.mark.parametrize("kind", ["full", "mixed"])
+def test_the_divergence_from_a_copy_of_the_start(job, frozen, kind):
+    steps = records(job, frozen(kind))
+    assert steps[1]["kl"] == 0 and min(steps[step]["kl"] for step in (2, 3, 4)) > 1e-6
+    assert steps[3]["ratio_gap"] == 0, "old log-probabilities are those of the weights"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "ranks"),
+    [("mixed", (), 2), ("full", *SPLITS[1]), ("full", *SPLITS[2]), ("ahead", (), 2)],
+)
+def test_every_split_has_the_same_start(job, frozen, kind, options, ranks, monkeypatch):
+    monkeypatch.setattr(Rollouts, "_with_log_probs", against_plain_model(job.model))
+    name = f"frozen {kind} {ranks} {' '.join(options[:2])}"
+    done = run(job, name, *BESIDE[kind], *map(str, options), ranks=ranks)
+    assert done.code == 0, done.err
+    assert_same_bytes(job, name, frozen(kind))
+
+
+@pytest.mark.parametrize("shares", [(), ("--dp-shard",)])
+def test_replicas_have_the_same_start(job, frozen, shares, monkeypatch):
+    if not shares:
+        monkeypatch.setattr(Rollouts, "_with_log_probs", against_plain_model(job.model))
+    name = " ".join(("frozen replicas", *shares))
+    done = run(job, name, *BESIDE["full"], *REPLICAS, *shares, ranks=2)
+    assert done.code == 0, done.err
+    assert_same_but_for_sums(job, name, frozen("full"))
+    ours, wanted = records(job, name), records(job, frozen("full"))
+    for step, record in wanted.items():
+        assert ours[step]["kl"] == pytest.approx(record["kl"], rel=1e-3, abs=1e-7)
+
+
+def test_a_copy_of_adapters_is_as_good_as_none(job):
+    """B is zero at the start: the copy gives what adapters off give, to the bit."""
+    done = run(job, "copied", *TWICE, *LORA, "--reference", "frozen_copy", ranks=2)
+    assert done.code == 0, done.err
+    assert_same_bytes(job, "copied", "one")
+
+
+ODD = {
+    "tied": ("--schedule", "zbv", "--num-stages", 4),
+    "random": ("--num-stages", 2),
+    "rows": ("--new-tokens", "<yes>,<no>", "--train-new-tokens", "--num-stages", 2),
+    "begun": ("--llm-lora-num", 1, "--frozen-lm-head"),
+    "bf16": ("--bf16",),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_starts_are_found_again(job, kind, tmp_path):
+    """Killed and gone on with: the same bytes."""
+    made = Job(tmp_path, num_layers=4, tied=kind == "tied")
+    (tmp_path / "parts.py").write_text(PARTS)
+    options = (*FROZEN, *ODD[kind])
+    if kind == "begun":
+        adapter = job.folder / "one" / "checkpoints" / "step-00000004"
+        options += ("--model-path", adapter, "--config-path", job.model)
+    if kind == "random":
+        tokenizer = ("--processor-path", made.model)
+        shutil.copy(made.model / "config.json", tmp_path / "config.json")
+        (made.model / "model.safetensors").unlink()
+        options += ("--model-path", "", "--config-path", tmp_path / "config.json", *tokenizer)
+    one = run(made, "one", *options, ranks=2)
+    assert one.code == 0 and "reference of the loss: frozen_copy" in one.out, one.err
+    assert records(made, "one")[1]["kl"] == 0 and records(made, "one")[4]["kl"] > 0
+    fault = "at=forward,rank=0,step=2,do=sigkill"
+    assert run(made, "two", *options, ranks=2, chaos=fault, waits=True).code != 0
+    done = run(made, "two", *options, "--resume", "auto", ranks=2)
+    assert done.code == 0 and "2 of 4 steps are done" in done.out, done.err
+    assert_same_bytes(made, "two", "one")
+
+
+def refuses_another_start(job, name, *options, ranks):
+    moved = job.folder / "another model"
+    shutil.copytree(job.model, moved)
+    values = load_file(moved / "model.safetensors")
+    values["lm_head.weight"] += 0.01
+    save_file(values, moved / "model.safetensors", metadata={"format": "pt"})
+    done = run(job, name, *options, "--resume", "auto", "--model-path", moved, ranks=ranks)
+    assert done.code == 2 and "has other weights than the one" in done.err, done.err
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("full", 2), ("mixed", 1), ("ahead", 1)])
+def test_a_killed_run_has_the_start_of_its_first_one(job, frozen, kind, ranks):
+    name = f"frozen {kind} killed"
+    killed = run(
+        job,
+        name,
+        *BESIDE[kind],
+        ranks=ranks,
+        chaos="at=forward,rank=0,step=2,do=sigkill",
+        waits=True,
+    )
+    assert killed.code != 0 and job.checkpoints(name) == ["step-00000002"]
+    if kind == "full":
+        refuses_another_start(job, name, *BESIDE[kind], ranks=ranks)
+    done = run(job, name, *BESIDE[kind], "--resume", "auto", ranks=ranks)
+    assert done.code == 0 and "2 of 4 steps are done" in done.out, done.err
+    assert_same_bytes(job, name, frozen(kind))
