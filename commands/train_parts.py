@@ -151,7 +151,7 @@ def start_stages(
 
     def build(stage: int) -> Stage:
         with host_state_kept():
-            return stage_builder(arguments, images=data.processor).build(
+            made = stage_builder(arguments, images=data.processor).build(
                 stage,
                 checkpoint_path=run.model_path,
                 processor_path=run.processor_path,
@@ -159,6 +159,8 @@ def start_stages(
                 **rows_option(run, data.new_tokens),
                 **taken_option(run, point),
             )
+        wait_for_weights(run.model_path)
+        return made
 
     return build
 

@@ -31,7 +31,6 @@ class FrozenCopy:
 
     Attributes:
         fingerprint: of the start weights, the same on all ranks and in every split.
-        num_bytes: on this rank's host.
 
     Raises:
         UserError: the start model is another one than that of the run.
@@ -47,12 +46,7 @@ class FrozenCopy:
         self.runner = runner
         self._kept: dict[str, torch.Tensor] = {}
         for model in runner.local:
-            # one stage at a time: the gradients, which are not there yet, will need as much
-            start = model if start_stage is None else start_stage(model.stage)
-            values = dict(start.named_parameters())
-            for name in _trained([model]).keys() - self._kept.keys():
-                self._kept[name] = _on_host(values[name])
-        self.num_bytes = sum(value.nbytes for value in self._kept.values())
+            self._take(model, start_stage)
         self.fingerprint = self._fingerprint()
         if saved is not None and self.fingerprint != saved:
             raise UserError(
@@ -62,6 +56,13 @@ class FrozenCopy:
                 "`model_path` and `seed` of that run, and the same versions of torch and "
                 "transformers."
             )
+
+    def _take(self, model: Stage, start_stage: StartStage | None) -> None:
+        # a stage of its own is gone behind this; gradients, which are not there yet, need as much
+        start = model if start_stage is None else start_stage(model.stage)
+        values = dict(start.named_parameters())
+        for name in _trained([model]).keys() - self._kept.keys():
+            self._kept[name] = _on_host(values[name])
 
     def _fingerprint(self) -> str:
         own = {bit_sum(value).item() for value in self._kept.values()}
