@@ -3,6 +3,7 @@
 Knows the options; the engine's part is stageline/training/rollouts.py.
 """
 
+import dataclasses
 import functools
 import json
 import os
@@ -18,6 +19,7 @@ from stageline.data.batches.sampler import group_size_of
 from stageline.data.batches.step_maker import PromptMaker
 from stageline.data.text.processor import get_tokenizer
 from stageline.distributed.process_group import DistributedContext
+from stageline.inference.decoding.answer_bytes import AnswerLoad
 from stageline.inference.decoding.chain import make_wire
 from stageline.inference.generation import stop_ids_of
 from stageline.model_folder import find_folder, load_config
@@ -99,6 +101,31 @@ def make_rollouts(
         start_step=start_step,
         on_samples=samples,
     )
+
+
+def answer_loads(arguments: TrainArguments, num_ranks: int, row_tokens: int) -> list[AnswerLoad]:
+    """What a pipeline answers before a step, and in an evaluation.
+
+    Args:
+        row_tokens: of the longest row, with a stand-in for the longest answer.
+    """
+    run = arguments.run
+    answer_tokens = min(run.max_completion_length, row_tokens - 1)
+    step = AnswerLoad(
+        num_prompts=run.batch_size * run.accumulate_steps // run.group_size,
+        copies=run.group_size,
+        lot_size=run.prompts_together,
+        lots_at_once=num_ranks,
+        prompt_tokens=row_tokens - answer_tokens,
+        answer_tokens=answer_tokens,
+    )
+    held_out = dataclasses.replace(
+        step,
+        num_prompts=max(1, run.batch_size // run.group_size),
+        copies=1,
+        lot_size=run.prompts_together * run.group_size,
+    )
+    return [step, held_out] if run.eval_samples else [step]
 
 
 def make_rewards(arguments: TrainArguments) -> Rewards:

@@ -163,7 +163,7 @@ def pass_bytes(model: PreTrainedModel, load: Load, *, image_tokens: int = 0) -> 
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     peaks = [0] * len(layers)  # a layer that looks at images may be left out where there are none
     watch = PeakBytes(torch.device("meta"))
-    with on_meta(watch), _light_experts(model), _laps(layers, watch, peaks):
+    with on_meta(watch, model), _laps(layers, watch, peaks):
         inputs = _inputs(model, load, image_tokens)
         text_model(**inputs, past_key_values=cache, use_cache=True)
     tensors = [layer_tensors(layer) for layer in cache.layers[: len(layers)]]
@@ -179,10 +179,11 @@ def pass_bytes(model: PreTrainedModel, load: Load, *, image_tokens: int = 0) -> 
 
 
 @contextmanager
-def on_meta(watch: PeakBytes) -> Iterator[None]:
-    """Makes tensors without values, and counts them."""
-    with torch.no_grad(), torch.device("meta"), _FusedAttention(), watch.watch():
-        yield
+def on_meta(watch: PeakBytes, model: nn.Module) -> Iterator[None]:
+    """Has a model make tensors without values, and counts them."""
+    with torch.no_grad(), torch.device("meta"), _light_experts(model), _FusedAttention():
+        with watch.watch():
+            yield
 
 
 def layer_tensors(layer: object) -> list[torch.Tensor]:
@@ -392,7 +393,7 @@ def _measured_tower(model: PreTrainedModel, count: int) -> int:
     config = model.config.vision_config
     height, width = _pair(config.image_size)
     watch = PeakBytes(torch.device("meta"))
-    with on_meta(watch):
+    with on_meta(watch, model):
         channels = getattr(config, "num_channels", 3)
         pixels = torch.empty(count, channels, height, width, dtype=model.dtype)
         held = (pixels, cast(Any, model).get_image_features(pixel_values=pixels))
