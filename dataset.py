@@ -273,7 +273,10 @@ def kto(
 
 
 @collate_fn_register("grpo", gives_prompts=True, default_keys=CHAT_KEYS | {"loss_fn": "grpo"})
-@collate_part(encode="stageline.data.batches.prompts:encode_prompt")
+@collate_part(
+    encode="stageline.data.batches.prompts:encode_prompt",
+    pack="stageline.data.batches.prompts:collate_packed_answers",
+)
 def grpo(
     samples: Sequence[Item],
     *,

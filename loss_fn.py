@@ -321,7 +321,7 @@ def rm(
     return loss, figures
 
 
-@loss_fn_register("grpo", counts=POLICY_COUNTS, samples_answers=True)
+@loss_fn_register("grpo", counts=POLICY_COUNTS, samples_answers=True, reads_by_token=True)
 def grpo(
     logits_BTV: torch.Tensor,
     micro_batch: dict[str, torch.Tensor],
@@ -383,7 +383,7 @@ def grpo(
     )
 
 
-@reward_register("exact_answer")
+@reward_register("exact_answer", takes_lots=True)
 def exact_answer(
     prompts: Sequence[str], completions: Sequence[str], samples: Sequence[dict[str, Any]]
 ) -> list[float | None]:
@@ -393,7 +393,7 @@ def exact_answer(
     return [float(is_answer(*one)) for one in zip(completions, samples, strict=True)]
 
 
-@reward_register("contains")
+@reward_register("contains", takes_lots=True)
 def contains(
     prompts: Sequence[str], completions: Sequence[str], samples: Sequence[dict[str, Any]]
 ) -> list[float | None]:
@@ -407,7 +407,7 @@ def contains(
     ]
 
 
-@reward_register("number")
+@reward_register("number", takes_lots=True)
 def number(
     prompts: Sequence[str],
     completions: Sequence[str],
@@ -428,7 +428,7 @@ def number(
     return [float(bool(near(*one))) for one in zip(completions, samples, strict=True)]
 
 
-@reward_register("choice")
+@reward_register("choice", takes_lots=True)
 def choice(
     prompts: Sequence[str], completions: Sequence[str], samples: Sequence[dict[str, Any]]
 ) -> list[float | None]:
@@ -438,7 +438,7 @@ def choice(
     return [float(is_choice(*one)) for one in zip(completions, samples, strict=True)]
 
 
-@reward_register("format")
+@reward_register("format", takes_lots=True)
 def format_(
     prompts: Sequence[str],
     completions: Sequence[str],
@@ -462,7 +462,7 @@ def format_(
     return [None if one is None else float(one) for one in found]
 
 
-@reward_register("length")
+@reward_register("length", takes_lots=True)
 def length(
     prompts: Sequence[str],
     completions: Sequence[str],
@@ -506,7 +506,37 @@ def spatial_consistency(
     return agreement(completions, samples, field=view_of, is_right=is_spatially_right)
 
 
-@reward_register("remote")
+@reward_register("reward_model", takes_lots=True)
+def reward_model(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    samples: Sequence[dict[str, Any]],
+    *,
+    path: str,
+    prompt: str = "[IMAGE][QUESTION][ANSWER]",
+    batch_size: int = 8,
+    device: str = "cpu",
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+) -> list[float | None]:
+    """The score of a reward model: a checkpoint of --loss-fn rm, or any classifier with one label.
+
+    It is loaded once, on the first rank, and reads the conversation by its own chat template; an
+    answer that is longer than its positions has none.
+
+    Args:
+        path: its folder, or that of an adapter with its score.
+        prompt: template of a row without messages; what comes before [ANSWER] is the user's turn.
+        batch_size: answers that are scored together.
+        device: cpu, or cuda, xpu ... for the one of the first rank.
+        dtype: of its weights; auto: as they are in the files.
+    """
+    from stageline.training.reward_model import reward_model
+
+    model = reward_model(path, device=device, dtype=dtype)
+    return model(samples, completions, prompt=prompt, batch_size=batch_size)
+
+
+@reward_register("remote", takes_lots=True)
 def remote(
     prompts: Sequence[str],
     completions: Sequence[str],
@@ -525,9 +555,7 @@ def remote(
         key_variable: environment variable that holds the key, if it needs one.
         seconds: that one judgement may take.
     """
-    from concurrent.futures import ThreadPoolExecutor
-
-    from stageline.tasks.rewards import judged
+    from stageline.tasks.rewards import judged, side_by_side
 
     key = os.environ.get(key_variable)
 
@@ -535,5 +563,4 @@ def remote(
         right = str(sample.get("answer", "unknown"))
         return judged(url, model, key, prompt, completion, right, seconds)
 
-    with ThreadPoolExecutor(16) as pool:
-        return list(pool.map(ask, prompts, completions, samples))
+    return side_by_side(ask, prompts, completions, samples)

@@ -375,6 +375,7 @@ loss_fn_register = Register(
         "needs_reference": False,  # True: micro_batch["loss_reference"] of the start model
         "needs_kl": False,  # True: micro_batch["loss_kl"], too
         "weighs_by_itself": False,  # True: it need not add up over micro-batches
+        "reads_by_token": False,  # True: --logits-chunk gives it ChunkedLogits, for policy_loss.py
         "samples_answers": False,  # True: the model answers before each step, rewards say how well
     },
 )
@@ -382,6 +383,7 @@ sim_fn_register = Register("sim_fn", "similarity of two batches of vectors")
 reward_register = Register(
     "reward",
     "(prompts, completions, samples) -> a number or None for each answer; several: a,b",
+    facts={"takes_lots": False},  # True: it need not see all answers of a step together
     takes_several=True,
 )
 metric_register = Register("metric", "(predictions, samples) -> figures")

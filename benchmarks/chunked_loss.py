@@ -3,6 +3,7 @@
     python benchmarks/chunked_loss.py
     python benchmarks/chunked_loss.py --dtype bfloat16
     python benchmarks/chunked_loss.py --device cuda --hidden 4096
+    python benchmarks/chunked_loss.py --loss grpo --learnt 256 --tokens 1100 --vocabulary 152064
 
 Claim: with --logits-chunk the logits of a micro-batch never exist, so the peak above weights,
 hidden states and gradients grows with the chunk and not with the micro-batch. Each row is a fresh
@@ -16,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,20 +55,38 @@ def resident() -> tuple[int, int]:
     return tuple(int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
 
 
+def make_loss(options: argparse.Namespace, stage: object) -> Callable:
+    """Over all tokens at once, or in chunks; of an answer with its figures left out."""
+    import torch
+
+    from loss_fn import sft
+    from stageline.modules.chunked_loss import ChunkedLoss, LossByToken
+    from stageline.modules.policy_loss import PolicyOptions, policy_loss, with_stand_ins
+
+    def grpo(logits: object, batch: dict, *, num_targets: torch.Tensor) -> torch.Tensor:
+        counts = {"num_tokens": num_targets, "num_answers": torch.ones_like(num_targets)}
+        chosen = PolicyOptions(importance_correction="none")
+        return policy_loss(logits, with_stand_ins(batch), options=chosen, **counts)[0]
+
+    loss_fn, kind = (sft, ChunkedLoss) if options.loss == "sft" else (grpo, LossByToken)
+    if not options.child:
+        return loss_fn
+    return kind(loss_fn, whole=stage.whole, chunk=options.child)
+
+
 def measure(options: argparse.Namespace) -> dict[str, float]:
     """One row, in this process: bytes of the first pass, seconds of the later ones."""
     import torch
 
-    from loss_fn import sft
-    from stageline.modules.chunked_loss import ChunkedLoss
-
     stage = make_stage(options)
-    chunk, on_gpu = options.child, options.device == "cuda"
-    loss_fn = ChunkedLoss(sft, whole=stage.whole, chunk=chunk) if chunk else sft
+    on_gpu = options.device == "cuda"
+    loss_fn = make_loss(options, stage)
     torch.manual_seed(0)
     ids = torch.randint(0, options.vocabulary, (1, options.tokens), device=options.device)
-    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
-    count = torch.tensor(float(options.tokens - 1), device=options.device)
+    labels = ids.clone()
+    labels[:, : options.tokens - (options.learnt or options.tokens)] = -100
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+    count = (labels[:, 1:] != -100).sum().float()
 
     # on a CPU the time of this process alone, which neighbours on the machine change little
     clock = time.perf_counter if on_gpu else time.process_time
@@ -100,6 +120,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vocabulary", type=int, default=131072)
     parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--loss", choices=("sft", "grpo"), default="sft")
+    parser.add_argument("--learnt", type=int, help="tokens at the end; default: all")
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

@@ -362,7 +362,7 @@ def cut_logits(machine: Machine) -> Rows:
     shape = {"vocabulary": 128256, "tokens": 4096, "hidden": 4096}
     if machine["emulated"]:
         shape = {"vocabulary": 512, "tokens": 64, "hidden": 32}
-    fixed = {"dtype": "bfloat16", "device": "cuda", "repeats": 3}
+    fixed = {"dtype": "bfloat16", "device": "cuda", "repeats": 3, "loss": "sft", "learnt": None}
     full, cut = (
         chunked_loss.measure(argparse.Namespace(**shape, **fixed, child=chunk))
         for chunk in (0, shape["tokens"] // 8)

@@ -318,7 +318,7 @@ def asks_for(part: ChosenPart, fact: str) -> bool:
 
 def check_token_sum(loss: ChosenPart) -> None:
     """Refuses to cut a loss into chunks that does not say that it is a sum over target tokens."""
-    if not loss.facts["is_token_sum"]:
+    if not (loss.facts["is_token_sum"] or loss.facts["reads_by_token"]):
         raise UserError(
             f"--logits-chunk came with --loss-fn {loss.key}, which does not say that it is a sum "
             "over target tokens. Only such a loss can be added up from chunks of tokens; one that "

@@ -35,7 +35,7 @@ from stageline.data.images.tiling import Tiling
 from stageline.data.text.processor import get_tokenizer
 from stageline.data.text.tokenizers import NewTokens
 from stageline.distributed.process_group import DistributedContext, wait_for_weights
-from stageline.modules.chunked_loss import ChunkedLoss
+from stageline.modules.chunked_loss import ChunkedLoss, LossByToken
 from stageline.modules.lora_layer import PISSA
 from stageline.modules.losses import without_reference
 from stageline.modules.policy_loss import with_stand_ins
@@ -210,7 +210,9 @@ def make_loss(arguments: TrainArguments, model: Stage) -> LossPart:
     loss = bind_loss(arguments)
     chunk = arguments.run.logits_chunk
     if chunk and model.is_last:
-        return loss.over(ChunkedLoss(loss.loss_fn, whole=model.whole, chunk=chunk))
+        by_token = arguments.parts["loss_fn"].facts["reads_by_token"]
+        kind = LossByToken if by_token else ChunkedLoss
+        return loss.over(kind(loss.loss_fn, whole=model.whole, chunk=chunk))
     return loss
 
 

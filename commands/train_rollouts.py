@@ -5,9 +5,6 @@ Knows the options; the engine's part is stageline/training/rollouts.py.
 
 import dataclasses
 import functools
-import json
-import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +21,12 @@ from stageline.inference.decoding.chain import make_wire
 from stageline.inference.generation import stop_ids_of
 from stageline.model_folder import find_folder, load_config
 from stageline.pipeline.runner import PipelineRunner
+from stageline.training.answers import StageAnswers
 from stageline.training.replicas import Replicas
 from stageline.training.resume import ResumePoint
 from stageline.training.rewards import Reward, Rewards
-from stageline.training.rollouts import RolloutOptions, Rollouts, StageAnswers
+from stageline.training.rollouts import RolloutOptions, Rollouts
+from stageline.training.samples import SampleFile
 
 
 def make_prompts(
@@ -88,8 +87,7 @@ def make_rollouts(
     )
     samples = None
     if context.is_main and run.keep_samples:
-        path = Path(run.output_dir).absolute() / "samples.jsonl"
-        samples = SampleFile(path, start_step=start_step, every=run.keep_samples)
+        samples = SampleFile(Path(run.output_dir).absolute(), start_step=start_step)
     return Rollouts(
         _make_answers(run, data, context, runner),
         make_rewards(arguments),
@@ -99,6 +97,8 @@ def make_rollouts(
         replicas=replicas,
         facts=getattr(runner.local.models[0], "host_facts", None),
         start_step=start_step,
+        end_step=run.total_steps,
+        saved=point.state.facts.get("answers") if point else None,
         on_samples=samples,
     )
 
@@ -133,7 +133,8 @@ def make_rewards(arguments: TrainArguments) -> Rewards:
     run, chosen = arguments.run, arguments.parts["reward"].part
     weights = run.reward_weights or [1.0] * len(chosen)
     parts = [
-        Reward(one.key, one.bound, weight) for one, weight in zip(chosen, weights, strict=True)
+        Reward(one.key, one.bound, weight, takes_lots=one.facts["takes_lots"])
+        for one, weight in zip(chosen, weights, strict=True)
     ]
     return Rewards(parts, timeout=run.reward_timeout)
 
@@ -152,8 +153,11 @@ def rollout_options(run: RunConfig) -> RolloutOptions:
         masks_cut=run.mask_truncated_completions,
         drops_equal=run.drop_equal_groups,
         prompts_together=run.prompts_together,
+        is_ahead=run.rollouts_ahead > 0,
         micro_batch_size=run.micro_batch_size,
         is_sorted=run.micro_batch_order == "sorted",
+        row_capacity=run.max_token_num if run.packing else None,
+        keep_samples=run.keep_samples,
     )
 
 
@@ -180,33 +184,3 @@ def _make_answers(
         stop_ids=stop_ids_of(folder, config, tokenizer),
         positions=getattr(text, "max_position_embeddings", None),
     )
-
-
-class SampleFile:
-    """Answers with their rewards in the run folder, a line a prompt.
-
-    Args:
-        start_step: steps done; what an earlier start wrote beyond them is taken away.
-        every: steps between two that are written.
-    """
-
-    def __init__(self, path: Path, *, start_step: int, every: int) -> None:
-        self.path, self.every = path, every
-        if path.exists():
-            kept = [line for line in path.open(encoding="utf-8") if _step_of(line) <= start_step]
-            draft = path.with_name(path.name + ".tmp")
-            draft.write_text("".join(kept) if start_step else "", encoding="utf-8")
-            os.replace(draft, path)
-
-    def __call__(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Writes the answers of a step."""
-        if (step - 1) % self.every == 0:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(one, ensure_ascii=False) + "\n" for one in records)
-
-
-def _step_of(line: str) -> float:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):  # cut off by a crash
-        return float("inf")

@@ -465,6 +465,8 @@ class TrainingRun:
             "numbers": self.train_step.state_dict(),
             "position": self.batches.state_after(step),
         }
+        if self.rollouts is not None:
+            facts["answers"] = self.rollouts.answers_ahead()
         self.writer.save(step, facts)
         self.tell_saved()
 

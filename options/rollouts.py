@@ -51,6 +51,13 @@ class RolloutOptions:
         "depend on it",
         at_least=1,
     )
+    rollouts_ahead: int = option(
+        0,
+        "1: the answers of the next step are drawn before this one, by weights a step older, and "
+        "rewards judge them while it trains",
+        at_least=0,
+        at_most=1,
+    )
     keep_samples: int = free_option(
         1, "write the answers of each such step into samples.jsonl; 0: none", at_least=0
     )
@@ -111,21 +118,13 @@ def _check_not_built(run: Any, parts: Any) -> None:
     loss = parts["loss_fn"].key
     refused = {
         "--engine streaming": parts["engine"].key == "streaming",
-        "--packing": run.packing,
-        "--dp-shard": run.dp_shard,
         "--vision-stages": run.vision_stages > 0,
-        "--token-cache": run.token_cache is not None,
-        "--compile-layers": getattr(run, "compile_layers", False),
         "--early-stop-metric loss": run.early_stop > 0 and run.early_stop_metric == "loss",
         "--save-best loss": run.save_best in ("loss", "token_accuracy"),
     }
     reasons = {
         "--engine streaming": "its stages pass through the device one by one for each token",
-        "--packing": "ratios and means are taken of rows, an answer each",
-        "--dp-shard": "replicas that answer for different times cannot exchange weights meanwhile",
         "--vision-stages": "stages of a tower do not answer",
-        "--token-cache": "prompts are kept in no cache",
-        "--compile-layers": "each new length of an answer would be compiled",
         "--early-stop-metric loss": "held-out prompts have rewards and no loss (use reward)",
         "--save-best loss": "held-out prompts have rewards and no loss (use reward)",
     }

@@ -30,7 +30,8 @@ CONTRACTS = {
     "adds up over micro-batches; the part takes their sum by this name",
     "sim_fn": "part(a_NV, b_NV, **own) -> similarities [N]",
     "reward": "part(prompts, completions, samples, **own) -> a list with a number or None for each "
-    "completion; a sample has num_tokens and is_cut of its answer besides its fields",
+    "completion; a sample has num_tokens and is_cut of its answer and the prompt's images (PIL, or "
+    "None) besides its fields",
     "metric": "part(predictions, samples, **own) -> a dict: score, per_sample (0 or 1 for each "
     "sample), groups ({name: indices})",
     "optimizer": "part(param_groups, *, learning_rate, weight_decay, **own) -> a torch optimizer "

@@ -134,6 +134,16 @@ def synchronize(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
+def device_in_use() -> torch.device | None:
+    """The accelerator that this thread computes on; None where the process uses none so far."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or not is_accelerator(kind):
+        return None
+    if not torch.get_device_module(kind).is_initialized():
+        return None
+    return torch.device(kind.type, torch.accelerator.current_device_index())
+
+
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Values of the host on a device; the host waits for no copy."""
     return (values.pin_memory() if is_accelerator(device) else values).to(device, non_blocking=True)

@@ -1,12 +1,16 @@
 """The loss over a few tokens at a time: the logits of a whole micro-batch never exist.
 
 The last stage returns hidden states [B, T, H]. Head and loss run over chunks of them, and once more
-in the backward pass. Works for any loss that is a sum over target tokens.
+in the backward pass. `ChunkedLoss` serves any loss that is a sum over target tokens;
+`ChunkedLogits` one that needs all tokens at once, but of each only a few numbers.
 
-Shapes: B samples, T tokens, H hidden size, V vocabulary, C tokens of a chunk and one more.
+Shapes: B samples, T tokens, H hidden size, V vocabulary, C tokens of a chunk (of a `ChunkedLoss`
+and one more), N tokens that are asked about, K numbers of each.
 """
 
 import copy
+import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,6 +24,8 @@ from stageline.modules.recompute import RandomState
 
 MicroBatch = dict[str, torch.Tensor]
 Piece = tuple[torch.Tensor, MicroBatch]
+# hidden states -> those of each chunk, neighbours by so many tokens, and what is made of its logits
+Chunks = Callable[[torch.Tensor], Iterator[tuple[torch.Tensor, Callable[..., torch.Tensor]]]]
 
 
 class ChunkedLoss:
@@ -48,16 +54,15 @@ class ChunkedLoss:
         """The loss of a micro-batch, a scalar; its gradients reach the hidden states and the head.
 
         What is `given` goes to the part: the number of targets, and what else it asks for.
-
-        Two nodes of the graph share the work. A backward pass that asks for the gradient of the
-        hidden states alone, as those of zero-bubble schedules do, leaves the second one alone.
         """
-        work = _Work(self, micro_batch, given, RandomState(hidden_BTH.device))
-        loss = _HiddenGradients.apply(work, hidden_BTH)
-        if loss.grad_fn is not None:
-            work.hidden_node = weakref.ref(loss.grad_fn)
-        zero = _HeadGradients.apply(work, hidden_BTH.detach(), loss.detach(), *work.weights)
-        return loss + zero
+        loss_fn = functools.partial(self.loss_fn, **given)
+
+        def chunks(hidden_BTH: torch.Tensor) -> Iterator[Any]:
+            for hidden_BCH, part in slices(hidden_BTH, micro_batch, self.chunk):
+                yield hidden_BCH, lambda logits_BCV, part=part: loss_fn(logits_BCV, part)
+
+        work = _Work(self.whole, chunks, hidden_BTH.device, chunk=self.chunk, is_sum=True)
+        return work(hidden_BTH)
 
     def pieces(self, hidden_BTH: torch.Tensor, micro_batch: MicroBatch) -> Iterator[Piece]:
         """(logits, micro-batch) of one chunk after the other.
@@ -85,6 +90,78 @@ def slices(hidden_BTH: torch.Tensor, micro_batch: MicroBatch, chunk: int) -> Ite
 def _is_per_token(name: str, value: torch.Tensor, hidden_BTH: torch.Tensor) -> bool:
     is_for_loss = name in ("input_ids", "attention_mask", "labels") or name.startswith("loss_")
     return is_for_loss and value.shape[:2] == hidden_BTH.shape[:2]
+
+
+class ChunkedLogits:
+    """Stands for the logits of a micro-batch, of which chunks are made when they are asked about.
+
+    Args:
+        hidden_BTH: what the last stage gives in their place.
+        whole: the transformers model of the last stage.
+        chunk: tokens of a chunk.
+
+    Attributes:
+        dtype, device: of the logits.
+    """
+
+    def __init__(
+        self, hidden_BTH: torch.Tensor, *, whole: PreTrainedModel | None, chunk: int
+    ) -> None:
+        self.hidden_BTH, self.whole, self.chunk = hidden_BTH, whole, chunk
+        self.dtype, self.device = hidden_BTH.dtype, hidden_BTH.device
+
+    def by_token(
+        self,
+        function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        labels_BT: torch.Tensor,
+        is_asked_BT: torch.Tensor,
+    ) -> torch.Tensor:
+        """Numbers of each token that is asked about, [B, T, K]; 0 elsewhere.
+
+        The head runs over these tokens alone. Gradients reach the hidden states and the head.
+
+        Args:
+            function: (logits [C, V], labels [C]) -> [C, K].
+            labels_BT: what each token is to predict.
+        """
+        places_N = is_asked_BT.flatten().nonzero().flatten()
+        labels_N = labels_BT.flatten()[places_N]
+        # index_select: its gradient adds up without a sort
+        hidden_1NH = self.hidden_BTH.flatten(0, 1).index_select(0, places_N)[None]
+
+        def chunks(hidden_1NH: torch.Tensor) -> Iterator[Any]:
+            parts = zip(hidden_1NH.split(self.chunk, 1), labels_N.split(self.chunk), strict=True)
+            for hidden_1CH, labels_C in parts:
+                yield hidden_1CH, lambda logits_1CV, own=labels_C: function(logits_1CV[0], own)
+
+        work = _Work(self.whole, chunks, self.device, chunk=self.chunk, is_sum=False)
+        values_NK = work(hidden_1NH)
+        zeros = values_NK.new_zeros(is_asked_BT.numel(), values_NK.shape[-1])
+        return zeros.index_copy(0, places_N, values_NK).view(*is_asked_BT.shape, -1)
+
+
+class LossByToken:
+    """A loss_fn part that reads logits by token alone; takes hidden states in their place.
+
+    Args:
+        loss_fn: a loss_fn part that takes `ChunkedLogits` for logits.
+        whole: the transformers model of the last stage.
+        chunk: tokens of a chunk.
+
+    Raises:
+        UserError: the model has no head of its own.
+    """
+
+    def __init__(
+        self, loss_fn: Callable[..., Any], *, whole: PreTrainedModel | None, chunk: int
+    ) -> None:
+        head_of(whole)
+        self.loss_fn = loss_fn
+        self.logits_of = functools.partial(ChunkedLogits, whole=whole, chunk=chunk)
+
+    def __call__(self, hidden_BTH: torch.Tensor, micro_batch: MicroBatch, **given: Any) -> Any:
+        """What the part returns; see `ChunkedLoss`."""
+        return self.loss_fn(self.logits_of(hidden_BTH), micro_batch, **given)
 
 
 class _BaseOutput:
@@ -149,33 +226,43 @@ def head_of(whole: PreTrainedModel | None) -> Head:
 
 
 class _Work:
-    """One micro-batch's loss: run forward once, and backward by either node or both together."""
+    """What is made of the logits of a micro-batch: once forward, once more for the backward pass.
+
+    Two nodes of the graph share it. A backward pass that asks for the gradient of the hidden states
+    alone, as those of zero-bubble schedules do, leaves the second one alone.
+
+    Args:
+        chunk: tokens by which neighbouring chunks lie apart.
+        is_sum: what is made of chunks is added up; else it is put together.
+    """
 
     def __init__(
         self,
-        parent: ChunkedLoss,
-        micro_batch: MicroBatch,
-        given: dict[str, Any],
-        random_state: RandomState,
+        whole: PreTrainedModel | None,
+        chunks: Chunks,
+        device: torch.device,
+        *,
+        chunk: int,
+        is_sum: bool,
     ) -> None:
-        self.head = head_of(parent.whole)
+        self.head = head_of(whole)
         self.weights = [weight for weight in self.head.parameters() if weight.requires_grad]
-        self.loss_fn = parent.loss_fn
-        self.chunk = parent.chunk
-        self.micro_batch = micro_batch
-        self.given = given
-        self.random_state = random_state
+        self.chunks, self.chunk, self.is_sum = chunks, chunk, is_sum
+        self.random_state = RandomState(device)
         # weak: the node holds this object
         self.hidden_node: Callable[[], object | None] = lambda: None
         self.hidden_grad: torch.Tensor | None = None
 
+    def __call__(self, hidden_BTH: torch.Tensor) -> torch.Tensor:
+        made = _HiddenGradients.apply(self, hidden_BTH)
+        if made.grad_fn is not None:
+            self.hidden_node = weakref.ref(made.grad_fn)
+        return made + _HeadGradients.apply(self, hidden_BTH.detach(), made.detach(), *self.weights)
+
     def run(self, hidden_BTH: torch.Tensor) -> torch.Tensor:
-        """The sum over chunks."""
-        losses = [
-            self.loss_fn(self.head(hidden), part, **self.given)
-            for hidden, part in slices(hidden_BTH, self.micro_batch, self.chunk)
-        ]
-        return torch.stack(losses).sum()
+        """The sum over chunks, or what is made of each, one behind the other."""
+        made = [function(self.head(hidden)) for hidden, function in self.chunks(hidden_BTH)]
+        return torch.stack(made).sum() if self.is_sum else torch.cat(made)
 
     def gradients(
         self,
@@ -188,14 +275,15 @@ class _Work:
         """Gradients of the hidden states, or None, and of `weights`."""
         hidden_grad = torch.zeros_like(hidden_BTH) if wants_hidden else None
         sums: list[torch.Tensor | None] = [None] * len(weights)
+        grads = itertools.repeat(grad) if self.is_sum else iter(grad.split(self.chunk))
         start = 0
         with self.random_state.replayed():
-            for view, part in slices(hidden_BTH, self.micro_batch, self.chunk):
+            for view, function in self.chunks(hidden_BTH):
                 hidden = view.detach().requires_grad_(wants_hidden)
                 with torch.enable_grad():
-                    loss = self.loss_fn(self.head(hidden), part, **self.given)
+                    made = function(self.head(hidden))
                 sources = [hidden, *weights] if wants_hidden else weights
-                found = torch.autograd.grad(loss, sources, grad, allow_unused=True)
+                found = torch.autograd.grad(made, sources, next(grads), allow_unused=True)
                 if hidden_grad is not None and found[0] is not None:
                     hidden_grad[:, start : start + hidden.shape[1]] += found[0]
                 _add(sums, found[len(sources) - len(weights) :])
@@ -221,7 +309,7 @@ def _add(sums: list[torch.Tensor | None], found: Sequence[torch.Tensor | None]) 
 
 
 class _HiddenGradients(torch.autograd.Function):
-    """The loss; its backward pass gives the gradient of the hidden states."""
+    """What is made; its backward pass gives the gradient of the hidden states."""
 
     @staticmethod
     def forward(ctx: Any, work: _Work, hidden_BTH: torch.Tensor) -> torch.Tensor:
@@ -247,11 +335,11 @@ class _HeadGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, work: _Work, hidden_BTH: torch.Tensor, loss: torch.Tensor, *weights: object
+        ctx: Any, work: _Work, hidden_BTH: torch.Tensor, made: torch.Tensor, *weights: object
     ) -> torch.Tensor:
         ctx.work = work
         ctx.save_for_backward(hidden_BTH)
-        return torch.zeros_like(loss)
+        return torch.zeros_like(made)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

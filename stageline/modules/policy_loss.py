@@ -3,9 +3,11 @@
 Formulas, names and defaults are those of trl's GRPOTrainer; docs/grpo.md writes them out. All
 that is given by place [B, T] lies where the token is predicted, one before its own place.
 
-Shapes: B answers, one a row, T tokens, V vocabulary.
+Shapes: A answers, B rows, T tokens, V vocabulary. An answer is a row, or rows are packed: several
+answers in one.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -13,6 +15,7 @@ from typing import Literal
 import torch
 
 from stageline.errors import UserError
+from stageline.modules.chunked_loss import ChunkedLogits
 from stageline.modules.losses import IGNORE, at_least_float32, given, next_labels, token_losses
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo"]
@@ -23,7 +26,8 @@ Correction = Literal[
 MicroBatch = Mapping[str, torch.Tensor]
 # what a run adds to a micro-batch. An answer that is not learnt has no say in any token; one that
 # does not count is not even among the answers that a mean is taken of
-ADVANTAGES, IS_LEARNT, IS_COUNTED = "loss_advantages", "loss_is_learnt", "loss_is_counted"  # [B]
+ADVANTAGES, IS_LEARNT, IS_COUNTED = "loss_advantages", "loss_is_learnt", "loss_is_counted"  # [A]
+PLACES = "loss_places"  # [B, T], of packed rows: the number of the answer that a token is of, or -1
 # [B, T], log-probabilities of the tokens: when they were drawn, before the first of several steps
 # on the same answers, and under the model that training began with
 SAMPLED, OLD, START = "loss_sampled", "loss_old", "loss_start"
@@ -78,9 +82,27 @@ class PolicyOptions:
             )
 
 
+def _by_token(values_A: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """What an answer has, at each of its tokens: [B, 1], or [B, T] of packed rows."""
+    if PLACES not in batch:
+        return values_A[:, None]
+    none = values_A.new_zeros(1)  # whose place is -1
+    return torch.cat([values_A, none])[batch[PLACES].to(values_A.device)]
+
+
+def _by_answer(values_BT: torch.Tensor, batch: MicroBatch, num_answers: int) -> torch.Tensor:
+    """The sum over the tokens of each answer, [A]."""
+    if PLACES not in batch:
+        return values_BT.sum(-1)
+    places_BT = batch[PLACES].to(values_BT.device)
+    # not index_add, whose order of sums is another one each time on a GPU
+    numbers_A11 = torch.arange(num_answers, device=values_BT.device)[:, None, None]
+    return torch.where(places_BT == numbers_A11, values_BT, 0.0).sum((-1, -2))
+
+
 def learnt_tokens(batch: MicroBatch) -> torch.Tensor:
     """Whether the token that a place predicts is learnt, [B, T]."""
-    return (next_labels(batch) != IGNORE) & given(batch, IS_LEARNT, ANSWERS)[:, None]
+    return (next_labels(batch) != IGNORE) & _by_token(given(batch, IS_LEARNT, ANSWERS), batch)
 
 
 def count_learnt_tokens(batch: MicroBatch) -> int:
@@ -102,14 +124,20 @@ def with_stand_ins(batch: MicroBatch) -> dict[str, torch.Tensor]:
     return {**batch, **columns, SAMPLED: zeros_BT, START: zeros_BT}
 
 
-def token_log_probs(
-    logits_BTV: torch.Tensor, batch: MicroBatch, *, temperature: float
-) -> torch.Tensor:
+Logits = torch.Tensor | ChunkedLogits
+
+
+def token_log_probs(logits_BTV: Logits, batch: MicroBatch, *, temperature: float) -> torch.Tensor:
     """Of the token that each place predicts, [B, T] in float32 at least; 0 where none is.
+
+    In chunks also 0 where it is not learnt.
 
     Args:
         temperature: that tokens were drawn at: they are those of what was drawn from.
     """
+    if isinstance(logits_BTV, ChunkedLogits):
+        options = PolicyOptions(temperature=temperature)
+        return _log_probs_and_entropies(logits_BTV, batch, options)[0]
     logits_BTV = at_least_float32(logits_BTV)
     if temperature != 1:
         logits_BTV = logits_BTV / temperature
@@ -127,8 +155,36 @@ def entropies(logits_BTV: torch.Tensor, is_learnt_BT: torch.Tensor, *, temperatu
     return torch.stack(rows)
 
 
+def _log_probs_and_entropies(
+    logits_BTV: Logits, batch: MicroBatch, options: PolicyOptions
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both [B, T]; entropies have a gradient where the loss has them."""
+    learns = options.entropy_coef > 0
+    is_learnt_BT = learnt_tokens(batch).to(logits_BTV.device)
+    if isinstance(logits_BTV, ChunkedLogits):
+        function = functools.partial(_of_tokens, temperature=options.temperature, learns=learns)
+        labels_BT = next_labels(batch).to(logits_BTV.device)
+        found_BT2 = logits_BTV.by_token(function, labels_BT, is_learnt_BT)
+        log_probs_BT, entropies_BT = found_BT2.unbind(-1)
+        return log_probs_BT, entropies_BT
+    log_probs_BT = token_log_probs(logits_BTV, batch, temperature=options.temperature)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and learns):
+        entropies_BT = entropies(logits_BTV, is_learnt_BT, temperature=options.temperature)
+    return log_probs_BT, entropies_BT
+
+
+def _of_tokens(
+    logits_CV: torch.Tensor, labels_C: torch.Tensor, *, temperature: float, learns: bool
+) -> torch.Tensor:
+    """Log-probability and entropy of each, [C, 2]."""
+    log_probs_CV = (at_least_float32(logits_CV) / temperature).log_softmax(-1)
+    log_probs_C = log_probs_CV.gather(-1, labels_C[:, None])[:, 0]
+    own_CV = log_probs_CV if learns else log_probs_CV.detach()
+    return torch.stack([log_probs_C, -(own_CV.exp() * own_CV).sum(-1)], dim=-1)
+
+
 def policy_loss(
-    logits_BTV: torch.Tensor,
+    logits_BTV: Logits,
     batch: MicroBatch,
     *,
     num_tokens: torch.Tensor,
@@ -141,12 +197,12 @@ def policy_loss(
         num_tokens, num_answers: of the whole step, by the counts above.
     """
     is_learnt_BT = learnt_tokens(batch).to(logits_BTV.device)
-    log_probs_BT = token_log_probs(logits_BTV, batch, temperature=options.temperature)
+    log_probs_BT, entropy_BT = _log_probs_and_entropies(logits_BTV, batch, options)
     old_BT = batch[OLD].to(log_probs_BT) if OLD in batch else log_probs_BT.detach()
     terms_BT, figures_BT = policy_terms(log_probs_BT, old_BT, is_learnt_BT, batch, options)
-    correction_B1 = correction(old_BT, is_learnt_BT, batch, options, dtype=logits_BTV.dtype)
-    if correction_B1 is not None:
-        terms_BT = terms_BT * correction_B1
+    factors_BT = correction(old_BT, is_learnt_BT, batch, options, dtype=logits_BTV.dtype)
+    if factors_BT is not None:
+        terms_BT = terms_BT * factors_BT
     if options.kl_beta:
         apart_BT = given(batch, START, ANSWERS).to(log_probs_BT) - log_probs_BT
         kl_BT = torch.exp(apart_BT) - apart_BT - 1  # k3: unbiased, never below 0
@@ -154,12 +210,12 @@ def policy_loss(
         figures_BT["kl"] = kl_BT
     tokens, answers = num_tokens.clamp(min=1), num_answers.clamp(min=1)
     learnt_BT = is_learnt_BT.to(log_probs_BT)
-    loss = _normalised(terms_BT * learnt_BT, learnt_BT, tokens, answers, options)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and options.entropy_coef > 0):
-        entropy_BT = entropies(logits_BTV, is_learnt_BT, temperature=options.temperature)
+    loss = _normalised(terms_BT * learnt_BT, learnt_BT, batch, tokens, answers, options)
     figures_BT["entropy"] = entropy_BT
     if options.entropy_coef:
         loss = loss - options.entropy_coef * entropy_BT.sum() / tokens
+    if OLD in batch:
+        figures_BT["policy_gap"] = (log_probs_BT.detach() - old_BT).abs()
     if SAMPLED in batch:
         figures_BT["sampling_gap"] = (old_BT - batch[SAMPLED].to(old_BT)).abs()
     figures = {name: (value * learnt_BT).sum() / tokens for name, value in figures_BT.items()}
@@ -169,12 +225,17 @@ def policy_loss(
 def _normalised(
     terms_BT: torch.Tensor,
     learnt_BT: torch.Tensor,
+    batch: MicroBatch,
     tokens: torch.Tensor,
     answers: torch.Tensor,
     options: PolicyOptions,
 ) -> torch.Tensor:
     if options.loss_type in ("grpo", "gspo"):  # a mean of the means of answers
-        return (terms_BT.sum(-1) / learnt_BT.sum(-1).clamp(min=1)).sum() / answers
+        sums_A, counts_A = (
+            _by_answer(values_BT, batch, len(batch[ADVANTAGES]))
+            for values_BT in (terms_BT, learnt_BT)
+        )
+        return (sums_A / counts_A.clamp(min=1)).sum() / answers
     if options.loss_type == "dr_grpo":
         return terms_BT.sum() / (answers * options.max_completion_length)
     return terms_BT.sum() / tokens
@@ -188,24 +249,28 @@ def policy_terms(
     options: PolicyOptions,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The clipped term of each token, [B, T], and where it is clipped."""
-    advantages_B1 = given(batch, ADVANTAGES, ANSWERS).to(log_probs_BT)[:, None]
+    advantages_A = given(batch, ADVANTAGES, ANSWERS).to(log_probs_BT)
+    advantages_BT = _by_token(advantages_A, batch)
     log_ratios = log_probs_BT - old_BT
     if options.level == "sequence":
         learnt_BT = is_learnt_BT.to(log_ratios)
-        lengths_B1 = learnt_BT.sum(-1, keepdim=True).clamp(min=1)
-        log_ratios = (log_ratios * learnt_BT).sum(-1, keepdim=True) / lengths_B1
+        sums_A, counts_A = (
+            _by_answer(values_BT, batch, len(advantages_A))
+            for values_BT in (log_ratios * learnt_BT, learnt_BT)
+        )
+        log_ratios = _by_token(sums_A / counts_A.clamp(min=1), batch)
     ratios = torch.exp(log_ratios)
     if options.loss_type == "cispo":
         weights = ratios.clamp(max=options.high).detach()
-        is_clipped = (ratios > options.high) & (advantages_B1 > 0)
-        terms_BT = -weights * advantages_B1 * log_probs_BT
+        is_clipped = (ratios > options.high) & (advantages_BT > 0)
+        terms_BT = -weights * advantages_BT * log_probs_BT
         return terms_BT, {"clip_high": is_clipped.expand_as(terms_BT)}
     clipped = ratios.clamp(1 - options.epsilon, 1 + options.high)
-    is_low = (ratios < 1 - options.epsilon) & (advantages_B1 < 0)
-    is_high = (ratios > 1 + options.high) & (advantages_B1 > 0)
+    is_low = (ratios < 1 - options.epsilon) & (advantages_BT < 0)
+    is_high = (ratios > 1 + options.high) & (advantages_BT > 0)
     if options.delta is not None:
         ratios = ratios.clamp(max=options.delta)
-    terms_BT = -torch.minimum(ratios * advantages_B1, clipped * advantages_B1)
+    terms_BT = -torch.minimum(ratios * advantages_BT, clipped * advantages_BT)
     shape = log_probs_BT.shape
     figures = {"clip_low": is_low.expand(shape), "clip_high": is_high.expand(shape)}
     return terms_BT.expand(shape), figures
@@ -233,7 +298,7 @@ def correction(
         return None
     apart = (old_BT - given(batch, SAMPLED, ANSWERS).to(old_BT)).detach() * is_learnt_BT
     if kind.startswith("sequence"):
-        apart = apart.sum(-1, keepdim=True)
+        apart = _by_token(_by_answer(apart, batch, len(batch[ADVANTAGES])), batch)
     ratios = torch.exp(apart)
     if kind.endswith("truncate"):
         return ratios.clamp(max=options.importance_cap)

@@ -167,7 +167,8 @@ class MemoryRules:
     Attributes:
         optimizer_bytes: state of the optimizer for each trained element.
         update_bytes: what an update takes beside it, for each trained element.
-        shards: replicas that share weights, gradients and optimizer state.
+        shards: replicas that share weights and optimizer state; in a step each has whole weights
+            and gradients beside its shares.
         workspace: bytes of libraries on each device.
     """
 
@@ -260,12 +261,16 @@ def memory_of(
     has_both_ends = 0 in held and num_stages - 1 in held
     tied = costs.tied if has_both_ends else Cost()
     num_trained = total.num_trainable - tied.num_trainable
+    weights, masters = total.weights - tied.weights, total.masters - tied.masters
+    shares = 0
+    if rules.shards > 1:  # of half a type, a share is the master itself
+        shares = (weights - masters // 2) // rules.shards
     # a tensor comes while another is worked on: one for each border
     num_borders = sum((stage > 0) + (stage < num_stages - 1) for stage in held)
     return RankMemory(
-        weights=(total.weights - tied.weights) // rules.shards,
-        gradients=(total.gradients - tied.gradients) // rules.shards,
-        masters=(total.masters - tied.masters) // rules.shards,
+        weights=weights + shares,
+        gradients=total.gradients - tied.gradients,
+        masters=masters // rules.shards,
         optimizer=int(num_trained * rules.optimizer_bytes) // rules.shards,
         activations=activations,
         inputs=(costs.batch * num_micro_batches if 0 in held else 0) + num_borders * costs.border,

@@ -117,6 +117,12 @@ class Replicas:
                     "`model_path` and the same versions of torch and transformers."
                 )
 
+    def put_together(self) -> None:
+        """Has the whole weights here until the next step ends: passes exchange nothing till then.
+
+        All replicas call it together; what they do next may differ.
+        """
+
     def end_weight_pass(self, model: nn.Module) -> None:
         """Called behind each backward pass that computed a stage's weight gradients alone."""
 
@@ -202,6 +208,13 @@ class ShardedReplicas(Replicas):
         self._touched: set[nn.Parameter] = set()
         for parameter in self._trained:
             parameter.register_post_accumulate_grad_hook(self._touched.add)
+
+    def put_together(self) -> None:
+        modules = [module for model in self.models for module in sharded_modules(model)]
+        for module in modules:
+            module.reshard()  # an evaluation may have left some whole, on some replicas
+        for module in modules:
+            module.unshard()
 
     @torch.no_grad()
     def end_weight_pass(self, model: nn.Module) -> None:

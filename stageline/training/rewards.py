@@ -7,6 +7,7 @@ Shapes: P prompts, G answers of each, N answers in all, R rewards.
 """
 
 import math
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,8 @@ import torch
 
 from stageline import chaos, progress
 from stageline.contracts import broken, call, part_name, shown
-from stageline.errors import UserError
+from stageline.device import device_in_use
+from stageline.errors import ContractError, UserError, is_out_of_memory
 
 Samples = Sequence[Mapping[str, Any]]
 Advantage = Literal["group", "group_no_std", "batch", "rloo"]
@@ -25,11 +27,17 @@ Advantage = Literal["group", "group_no_std", "batch", "rloo"]
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward part, its key and its weight in the sum."""
+    """A reward part, its key and its weight in the sum.
+
+    Attributes:
+        takes_lots: it sees a lot of answers at a time, as soon as they are there; else all
+            answers of a step at once.
+    """
 
     key: str
     part: Callable[..., Any]
     weight: float = 1.0
+    takes_lots: bool = False
 
 
 @dataclass
@@ -38,72 +46,167 @@ class Rewards:
 
     Attributes:
         timeout: seconds that one part may take for all answers of a step; 0: any number.
-        num_late: calls that took longer: their answers have no reward of that part.
     """
 
     parts: Sequence[Reward]
     timeout: float = 0.0
-    num_late: int = field(default=0, init=False)
+    _newest: "Judging | None" = field(default=None, init=False)
 
     @property
     def weights(self) -> list[float]:
         return [one.weight for one in self.parts]
 
+    def begin(self) -> "Judging":
+        """Judges what comes in, beside what the caller does.
+
+        A part is never called twice at a time: it goes on with these answers when it is done with
+        those before.
+        """
+        self._newest = Judging(self.parts, self.timeout, behind=self._newest)
+        return self._newest
+
     def __call__(
         self, prompts: Sequence[str], completions: Sequence[str], samples: Samples
     ) -> torch.Tensor:
-        """[R, N] in float64: of each part and answer; NaN where a part has nothing to say.
+        """The rewards of answers that are all there; see `Judging.result`."""
+        judging = self.begin()
+        judging.add(prompts, completions, samples)
+        return judging.result()
 
-        All parts run side by side, each in a thread of its own.
+
+class Judging:
+    """The rewards of a step at work, each part in a thread of its own.
+
+    Values follow from the order in which answers come in, and from no timing.
+
+    Args:
+        behind: answers that are judged before these.
+
+    Attributes:
+        num_late: parts that took longer than they may: their answers have no reward of theirs.
+        seconds: that the slowest part took.
+        seconds_waited: for them, in `result`.
+    """
+
+    def __init__(
+        self, parts: Sequence[Reward], timeout: float = 0.0, *, behind: "Judging | None" = None
+    ) -> None:
+        self.timeout, self._behind = timeout, behind
+        before = [None for _ in parts] if behind is None else behind._works
+        self._works: list[_Work] = [_Work(*pair) for pair in zip(parts, before, strict=True)]
+        self._answers: tuple[list[str], list[str], list[Mapping[str, Any]]] = ([], [], [])
+        self._found: torch.Tensor | None = None
+        self._is_whole = False
+        self.num_late, self.seconds, self.seconds_waited = 0, 0.0, 0.0
+
+    def add(self, prompts: Sequence[str], completions: Sequence[str], samples: Samples) -> None:
+        """Hands over a lot of answers."""
+        known_prompts, known_completions, known_samples = self._answers
+        known_prompts += prompts
+        known_completions += completions
+        known_samples += samples
+        for work in self._works:
+            if work.reward.takes_lots:
+                work.asked.put((prompts, completions, samples))
+
+    def end(self) -> None:
+        """No more answers come: parts that want all of a step get them."""
+        if self._is_whole:
+            return
+        self._is_whole = True
+        for work in self._works:
+            if not work.reward.takes_lots:
+                work.asked.put(self._answers)
+            work.asked.put(None)
+
+    def result(self) -> torch.Tensor:
+        """Waits for [R, N] in float64: of each part and answer; NaN where it has nothing to say.
 
         Raises:
             ContractError: a part raised, or returned something else than one number or None for
                 each answer; part, file and line are named.
         """
-        calls = [_Call(one, prompts, completions, samples) for one in self.parts]
-        found = []
+        if self._found is not None:
+            return self._found
+        if self._behind is not None:  # a part that hangs there is given up, and comes here
+            self._behind.result()
+            self._behind = None
+        count = len(self._answers[0])
+        began = time.monotonic()
         with progress.doing("rewards"):
             chaos.point("rewards")
-            began = time.monotonic()
-            for one in calls:
-                left = self.timeout - (time.monotonic() - began)
-                one.thread.join(max(left, 0) if self.timeout else None)
-            for one in calls:
-                if one.thread.is_alive():  # a thread cannot be ended; its process does not wait
-                    self.num_late += 1
-                    found.append([math.nan] * len(completions))
-                else:
-                    found.append(one.result())
-        return torch.tensor(found, dtype=torch.float64).view(len(self.parts), len(completions))
+            self.end()
+            found = [self._wait_for(work, count) for work in self._works]
+        self.seconds = max((work.seconds for work in self._works), default=0.0)
+        self.seconds_waited = time.monotonic() - began
+        self._found = torch.tensor(found, dtype=torch.float64).view(len(found), count)
+        return self._found
+
+    def _wait_for(self, work: "_Work", count: int) -> list[float]:
+        while not work.is_over.wait(self._left(work)) and self._left(work) != 0:
+            pass  # it was not at work all the time: its limit counts calls alone
+        if work.is_over.is_set() and self._left(work) != 0:
+            return work.result()
+        work.is_over.set()  # a thread cannot be ended; neither this process nor the next waits
+        self.num_late += 1
+        return [math.nan] * count
+
+    def _left(self, work: "_Work") -> float | None:
+        return max(self.timeout - work.seconds, 0.0) if self.timeout else None
 
 
-class _Call:
-    """A part at work."""
+class _Work:
+    """A part at work: a call after the other.
 
-    def __init__(self, reward: Reward, *given: Sequence[Any]) -> None:
-        self.reward, self.given = reward, given
-        self.found: Any = None
-        self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, daemon=True, name=f"reward {reward.key}")
-        self.thread.start()
+    Args:
+        before: what the part does first.
+    """
 
-    def _run(self) -> None:
+    def __init__(self, reward: Reward, before: "_Work | None") -> None:
+        self.reward = reward
+        self.asked: queue.SimpleQueue[Sequence[Sequence[Any]] | None] = queue.SimpleQueue()
+        self.is_over = threading.Event()
+        self._device = device_in_use()
+        self._found: list[float] = []
+        self._error: BaseException | None = None
+        self._clock: tuple[float, float | None] = 0.0, None  # of calls done; since when one runs
+        gate = None if before is None else before.is_over
+        name = f"reward {reward.key}"
+        threading.Thread(target=self._run, args=(gate,), daemon=True, name=name).start()
+
+    @property
+    def seconds(self) -> float:
+        """That its calls have taken up to now."""
+        done, since = self._clock
+        return done if since is None else done + time.monotonic() - since
+
+    def _run(self, gate: threading.Event | None) -> None:
+        if gate is not None:
+            gate.wait()
         try:
-            self.found = call("reward", self.reward.part, *self.given)
+            if self._device is not None:  # a new thread would begin on the machine's first one
+                torch.accelerator.set_device_index(self._device)
+            while (given := self.asked.get()) is not None and not self.is_over.is_set():
+                self._clock = self.seconds, time.monotonic()
+                found = call("reward", self.reward.part, *given)
+                self._found += _checked(self.reward.part, found, len(given[1]))
+                self._clock = self.seconds, None
         except BaseException as error:  # told in the thread that waits
-            self.error = error
+            self._error = error
+        self._clock = self.seconds, None
+        self.is_over.set()
 
     def result(self) -> list[float]:
-        if isinstance(self.error, UserError):
-            raise self.error
-        if self.error is not None:
-            told = UserError(
-                f"the reward {part_name(self.reward.part)} raised {type(self.error).__name__}: "
-                f"{self.error}. A number or None for each answer was expected: catch what an "
+        if self._error is not None:
+            if isinstance(self._error, UserError) or is_out_of_memory(self._error):
+                raise self._error
+            told = ContractError(
+                f"the reward {part_name(self.reward.part)} raised {type(self._error).__name__}: "
+                f"{self._error}. A number or None for each answer was expected: catch what an "
                 "answer may do to it, and return None for one that it cannot judge."
             )
-            raise told from self.error
-        return _checked(self.reward.part, self.found, len(self.given[1]))
+            raise told from self._error
+        return self._found
 
 
 def _checked(part: object, found: Any, count: int) -> list[float]:

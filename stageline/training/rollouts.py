@@ -2,160 +2,57 @@
 
 There is no second copy of the weights: before a step the stages answer the prompts of the batch
 (`answering`), rewards judge on the host of the first rank, and prompts with answers become the rows
-of an ordinary step. What belongs to a step follows from seeds, so that nothing of it is saved.
+of an ordinary step. Which answers are drawn follows from seeds and weights, so that nothing of them
+is saved; but those that were drawn ahead, by weights that are gone when they are learnt.
 
 Every rank of a pipeline calls the same methods. Shapes: P prompts of this replica, G answers of
 each, R rewards; B rows of a micro-batch, T tokens.
 """
 
+import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from stageline import chaos, progress
-from stageline.data.batches.collate_part import CollatePart, EncodedSample
-from stageline.data.batches.prompts import answered, decoder_inputs, prompt_of
-from stageline.data.batches.step_maker import StepMaker
+from stageline.data.batches.batch import sample_name
+from stageline.data.batches.collate_part import EncodedSample
+from stageline.data.batches.prompts import prompt_of
 from stageline.data.images.images import ImageExpander
 from stageline.data.text.processor import get_tokenizer
 from stageline.errors import UserError
-from stageline.inference.decoding.answer_groups import (
-    AnswerGroups,
-    PromptToAnswer,
-    SampledAnswer,
-    check_room,
-)
-from stageline.inference.decoding.chain import (
-    Chain,
-    LocalChain,
-    RankChain,
-    Wire,
-    follow,
-    max_in_flight,
-)
+from stageline.inference.decoding.answer_groups import OnLot, SampledAnswer
 from stageline.inference.decoding.request import Sampling
-from stageline.inference.decoding.stage_decoder import StageDecoder, answering
 from stageline.modules.lora import adapters_off
-from stageline.modules.policy_loss import (
-    ADVANTAGES,
-    IS_COUNTED,
-    IS_LEARNT,
-    OLD,
-    SAMPLED,
-    START,
-    token_log_probs,
-)
+from stageline.modules.policy_loss import OLD, START, token_log_probs
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
-from stageline.seeds import derive_seed, host_state_kept
+from stageline.seeds import derive_seed
+from stageline.training.answer_rows import (
+    AnswerRow,
+    answer_batches,
+    note_old,
+    read_answer,
+    rows_in,
+    with_rewards,
+)
+from stageline.training.answers import Drawn, PromptRow, StageAnswers
 from stageline.training.evaluation import EvalResult
-from stageline.training.loss_part import Output, logits_of
+from stageline.training.loss_part import Output
 from stageline.training.reference import choose_mode, holds_last_stage
 from stageline.training.replicas import Replicas
 from stageline.training.rewards import (
     Advantage,
+    Judging,
     Rewards,
     advantages,
     deviations,
     has_spread,
     weighted,
 )
+from stageline.training.samples import thumbnail
 from stageline.training.step import StepProgress, StepResult
-
-PromptRow = tuple[int | None, int, EncodedSample]  # row of the dataset, place in the step, prompt
-
-
-class StageAnswers:
-    """Has the stages of a pipeline answer prompts.
-
-    Args:
-        wire: between the ranks of the pipeline; None: there is one.
-        stop_ids: tokens that end an answer.
-        positions: that the model has; None: not known.
-
-    Raises:
-        UserError: a stage cannot answer token by token.
-    """
-
-    def __init__(
-        self,
-        runner: PipelineRunner,
-        wire: Wire | None,
-        *,
-        processor: Any,
-        pad_token_id: int,
-        stop_ids: Sequence[int],
-        positions: int | None = None,
-    ) -> None:
-        schedule = runner.schedule
-        self.runner, self.wire = runner, wire
-        self.processor, self.pad_token_id = processor, pad_token_id
-        self.positions = positions
-        self.models = list(runner.local)
-        for model in self.models:
-            if not model.can_decode:
-                raise UserError(
-                    f"stage {model.stage} keeps no keys and values (can_decode is False). A model "
-                    "that does was expected, because it answers before each step: train a model "
-                    "that `train_model` causal_lm or vision_language serves."
-                )
-        device = runner.device
-        self.decoders = {
-            model.stage: StageDecoder(model, device=device, trains_on=True) for model in self.models
-        }
-        ranks = {s: rank for rank in range(schedule.num_ranks) for s in schedule.stages_of(rank)}
-        self.route = [ranks[stage] for stage in range(schedule.num_stages)]
-        self.is_first = self.route[0] == runner.pp_rank
-        chain: Chain = LocalChain([self.decoders[stage] for stage in sorted(self.decoders)])
-        if wire is not None and self.is_first:
-            chain = RankChain(self.decoders, wire, num_stages=schedule.num_stages, route=self.route)
-        self.groups = AnswerGroups(
-            chain,
-            tokenizer=get_tokenizer(processor),
-            stop_ids=stop_ids,
-            device=device,
-            lots_at_once=schedule.num_ranks,
-            most_on_way=max(1, max_in_flight(schedule.num_ranks) // len(self.models)),
-        )
-
-    def __call__(
-        self,
-        prompts: Sequence[EncodedSample],
-        seeds: Sequence[tuple[int, ...]],
-        sampling: Sampling,
-        *,
-        lot_size: int,
-    ) -> list[list[SampledAnswer]]:
-        """The answers, on the first rank; nothing on the others."""
-        with progress.doing("decoding"), answering(self.models):
-            chaos.point("decoding")
-            if not self.is_first:
-                assert self.wire is not None
-                num_stages = len(self.route)
-                follow(self.decoders, self.wire, num_stages=num_stages, route=self.route)
-                return []
-            asked = []
-            for prompt, own in zip(prompts, seeds, strict=True):
-                inputs = decoder_inputs(
-                    prompt, processor=self.processor, pad_token_id=self.pad_token_id
-                )
-                count = inputs["input_ids"].shape[1]
-                check_room(count, sampling.max_new_tokens, self.positions)
-                asked.append(PromptToAnswer(inputs, own))
-            found = self.groups.draw(asked, sampling, lot_size=lot_size)
-            self.groups.close()
-            return found
-
-    def shared(self, value: Any) -> Any:
-        """What the first rank has, on all of the pipeline."""
-        told = [value]
-        if self.wire is not None:
-            with progress.doing("answers of the first rank", is_waiting=not self.is_first):
-                dist.broadcast_object_list(told, group=self.wire.group, group_src=self.route[0])
-        return told[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +64,10 @@ class RolloutOptions:
         masks_cut: answers without an end are not learnt.
         drops_equal: groups of one reward do not count.
         prompts_together: prompts whose answers are drawn together.
+        is_ahead: answers are drawn before the last step on those before, whose weights drew them
+            then.
+        row_capacity: tokens of a row that holds several answers; None: it holds one.
+        keep_samples: steps between two whose answers are told; 0: those of none are.
     """
 
     seed: int
@@ -180,36 +81,17 @@ class RolloutOptions:
     masks_cut: bool = False
     drops_equal: bool = False
     prompts_together: int = 8
+    is_ahead: bool = False
     micro_batch_size: int = 1
     is_sorted: bool = True
+    row_capacity: int | None = None
+    keep_samples: int = 1
 
     @property
     def sampling(self) -> Sampling:
         return Sampling(
             max_new_tokens=self.max_completion_length, temperature=self.temperature, stop=self.stop
         )
-
-
-@dataclass
-class _Judged:
-    """Answers of a step with what they are worth; the same on all ranks of a pipeline.
-
-    Attributes:
-        answers: P lists of G.
-        rewards_RPG: of each reward; NaN where it has nothing to say.
-        seconds: of decoding and of judging, on the first rank.
-    """
-
-    answers: list[list[SampledAnswer]]
-    rewards_RPG: torch.Tensor
-    num_late: int
-    seconds: tuple[float, float]
-
-
-class _Rows(list):
-    """Rows for a `StepMaker`, which draw nothing."""
-
-    is_fixed = True
 
 
 class Rollouts:
@@ -220,10 +102,13 @@ class Rollouts:
         collate: makes a micro-batch of encoded samples, on this rank.
         facts: what the stages want to be told of each micro-batch.
         start_step: optimizer steps done.
+        end_step: optimizer steps after which no answers are wanted.
+        saved: what `answers_ahead` said after `start_step`, where that is known.
         on_samples: told, on the main rank, the answers of a step: (step, records).
 
     Attributes:
-        figures: of the last step, for the log; the same on all ranks.
+        figures: of the answers that the last step learnt from; the same on all ranks.
+        seconds: of the last step, by what they went to.
         busy_seconds: that the last step took before its passes began.
         is_last: new answers are drawn behind the step that runs.
 
@@ -242,13 +127,18 @@ class Rollouts:
         replicas: Replicas,
         facts: Callable[[MicroBatch], MicroBatch] | None,
         start_step: int = 0,
+        end_step: int,
+        saved: Sequence[Mapping[str, Any]] | None = None,
         on_samples: Callable[[int, list[dict[str, Any]]], None] | None = None,
     ) -> None:
         self.answers, self.rewards, self.options = answers, rewards, options
         self.runner = answers.runner
         self.prompts, self.collate, self.facts = prompts, collate, facts
         self.replicas, self.start_step, self.on_samples = replicas, start_step, on_samples
+        self.end_step, self._saved = end_step, saved if options.is_ahead else None
+        self._ahead: Drawn | None = None
         self.figures: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
         self.busy_seconds = 0.0
         self.is_last = True
         self._tokenizer = get_tokenizer(answers.processor)
@@ -269,90 +159,196 @@ class Rollouts:
         """Asked where new answers are drawn alone: those of a step half done are not saved."""
         return lambda: self.is_last and stop_requested()
 
+    def answers_ahead(self) -> list[dict[str, Any]] | None:
+        """Answers of all replicas that are not learnt yet, as JSON has them; None: there are none.
+
+        Every rank calls this together.
+        """
+        if self._ahead is None:
+            return None
+        told = self.replicas.gather([one.saved() for one in self._ahead.made])
+        return [one for own in told for one in own]
+
     def told(self, result: StepResult) -> StepResult:
         """What a step did, with what was told of its answers, for which nobody waited."""
         wait = max(0.0, result.data_wait - self.busy_seconds)
-        return replace(result, answers=dict(self.figures), data_wait=wait)
+        all_seconds = self.replicas.gather(self.seconds)
+        slowest = {f"{n}_seconds": max(one[n] for one in all_seconds) for n in self.seconds}
+        return replace(result, answers={**self.figures, **slowest}, data_wait=wait)
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
-        step = self.start_step
-        for rows in self.prompts:
-            began = time.perf_counter()
-            batches = self._make(rows, step)
-            for inner in range(self.options.inner_steps):
+        options, step, prompts = self.options, self.start_step, iter(self.prompts)
+        began = time.perf_counter()
+        self.seconds = {}
+        while True:
+            drawn = self._ahead or self._drawn(next(prompts), step)
+            self._ahead = None
+            for inner in range(options.inner_steps):
+                self.is_last = inner == options.inner_steps - 1
+                if options.is_ahead and self.is_last and step + 1 < self.end_step:
+                    self._ahead = self._drawn(next(prompts), step + 1, staleness=1)
+                if inner == 0:  # behind the draw, so that rewards have had that long
+                    batches = self._make(drawn, step)
                 self.busy_seconds = time.perf_counter() - began
-                self.is_last = inner == self.options.inner_steps - 1
                 yield batches
                 began = time.perf_counter()
-                # they belong to the first step on these answers
-                self.figures = {n: 0.0 if "seconds" in n else v for n, v in self.figures.items()}
+                self.seconds = dict.fromkeys(self.seconds, 0.0)
                 step += 1
 
-    def _make(self, rows: Sequence[PromptRow], step: int) -> list[MicroBatch]:
-        """The micro-batches of a step."""
-        options = self.options
-        number = step // options.inner_steps
-        seeds = [
-            tuple(
-                derive_seed(options.seed, "answer", number, place, one)
-                for one in range(options.group_size)
-            )
-            for _, place, _ in rows
-        ]
-        encoded = [one for *_, one in rows]
-        judged = self._judged(encoded, seeds, options.sampling, options.prompts_together)
-        all_RPG = torch.cat(self.replicas.gather(judged.rewards_RPG), dim=1)
-        total_PG = weighted(all_RPG, self.rewards.weights)
-        mine = slice(self.replicas.rank * len(rows), (self.replicas.rank + 1) * len(rows))
-        advantages_PG = advantages(total_PG, options.advantage)[mine]
-        self.figures = self._figures(judged, all_RPG, total_PG)
-        self._tell(step, rows, judged, total_PG[mine], advantages_PG)
-        batches = self._batches(rows, judged, advantages_PG, has_spread(total_PG)[mine], step)
-        return self._with_log_probs(batches)
+    def _drawn(self, rows: Sequence[PromptRow], step: int, *, staleness: int = 0) -> Drawn:
+        """Answers that a step is to learn from, by the weights as they are; rewards begin.
 
-    def _judged(
+        Those that a checkpoint has were drawn a step before, by weights that are gone.
+
+        Args:
+            staleness: optimizer steps until then.
+        """
+        options, prompts = self.options, [one for *_, one in rows]
+        self.replicas.put_together()  # they answer for different times
+        saved, self._saved = self._own_saved(len(rows)), None
+        if saved is None:
+            seeds = [self._seeds(step // options.inner_steps, place) for _, place, _ in rows]
+            lot_size = options.prompts_together
+            answers, judging = self._answers_to(prompts, seeds, options.sampling, lot_size)
+            drawn = Drawn(rows, answers, judging, staleness)
+        else:
+            answers = [[one for one, _ in group] for group in saved]
+            drawn = Drawn(rows, answers, self._judged_anew(prompts, answers), staleness=1)
+        drawn.made = [
+            AnswerRow.of(row, prompt, answer, image_ids=self._image_ids)
+            for (row, _, prompt), group in zip(rows, answers, strict=True)
+            for answer in group
+        ]
+        drawn.batches = self._batches(drawn.made, step)
+        if saved is not None:
+            for one, (_, old) in zip(drawn.made, itertools.chain(*saved), strict=True):
+                one.old = old
+        elif options.is_ahead:
+            self._add_old(drawn)
+        return drawn
+
+    def _seeds(self, number: int, place: int) -> tuple[int, ...]:
+        seed, count = self.options.seed, self.options.group_size
+        return tuple(derive_seed(seed, "answer", number, place, one) for one in range(count))
+
+    def _answers_to(
         self,
         prompts: Sequence[EncodedSample],
         seeds: Sequence[tuple[int, ...]],
         sampling: Sampling,
         lot_size: int,
-    ) -> _Judged:
-        """Draws answers and judges them; on all ranks of the pipeline."""
+    ) -> tuple[list[list[SampledAnswer]], Judging | None]:
+        """Draws answers, on all ranks of the pipeline; the first one judges beside it."""
         began = time.perf_counter()
-        answers = self.answers(prompts, seeds, sampling, lot_size=lot_size)
-        drawn = time.perf_counter()
-        judged: _Judged | None = None
-        if self.answers.is_first:
-            before = self.rewards.num_late
-            rewards = self._rewards(prompts, answers)
-            times = drawn - began, time.perf_counter() - drawn
-            judged = _Judged(answers, rewards, self.rewards.num_late - before, times)
-        return self.answers.shared(judged)
+        judging, judge = self._begin_to_judge(prompts)
+        found = self.answers(prompts, seeds, sampling, lot_size=lot_size, on_lot=judge)
+        if judging is not None:
+            judging.end()
+        answers, seconds = self.answers.shared((found, time.perf_counter() - began))
+        self._spent("decode", seconds)
+        return answers, judging
 
-    def _rewards(
-        self, prompts: Sequence[EncodedSample], answers: Sequence[Sequence[SampledAnswer]]
-    ) -> torch.Tensor:
-        texts = [self._text(prompt) for prompt in prompts]
+    def _begin_to_judge(self, prompts: Sequence[EncodedSample]) -> tuple[Judging | None, OnLot]:
+        """What judges answers, and what is told of a lot of them."""
+        judging = self.rewards.begin() if self.answers.is_first else None
+
+        def judge(first: int, lot: Sequence[Sequence[SampledAnswer]]) -> None:
+            if judging is not None:
+                judging.add(*self._asked(prompts[first : first + len(lot)], lot))
+
+        return judging, judge
+
+    def _asked(
+        self, prompts: Sequence[EncodedSample], lot: Sequence[Sequence[SampledAnswer]]
+    ) -> tuple[list[str], list[str], list[dict[str, Any]]]:
+        """What rewards are asked about: prompts, answers and samples."""
         asked, said, samples = [], [], []
-        for text, prompt, group in zip(texts, prompts, answers, strict=True):
+        for prompt, group in zip(prompts, lot, strict=True):
+            text = self._text(prompt)
             for answer in group:
                 facts = {"num_tokens": len(answer.token_ids), "is_cut": answer.is_cut}
                 asked.append(text)
                 said.append(answer.text)
-                samples.append({**prompt.sample, **facts})
-        found = self.rewards(asked, said, samples)
-        return found.view(len(self.rewards.parts), len(prompts), -1)
+                samples.append({**prompt.sample, **facts, "images": prompt.images})
+        return asked, said, samples
+
+    def _judged_anew(
+        self, prompts: Sequence[EncodedSample], answers: Sequence[Sequence[SampledAnswer]]
+    ) -> Judging | None:
+        """Judges answers that are there, in the lots that they were drawn in."""
+        judging, judge = self._begin_to_judge(prompts)
+        size = self.options.prompts_together
+        for first in range(0, len(answers), size):
+            judge(first, answers[first : first + size])
+        if judging is not None:
+            judging.end()
+        return judging
+
+    def _judged(self, judging: Judging | None, num_prompts: int) -> tuple[torch.Tensor, int]:
+        """Rewards [R, P, G], NaN where there is none, and late parts; on all ranks."""
+        told = None
+        if judging is not None:
+            found = judging.result().view(len(self.rewards.parts), num_prompts, -1)
+            told = found, judging.num_late, judging.seconds, judging.seconds_waited
+        rewards_RPG, num_late, seconds, waited = self.answers.shared(told)
+        self._spent("reward", seconds)
+        self._spent("reward_wait", waited)
+        return rewards_RPG, num_late
+
+    def _spent(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    def _own_saved(self, num_prompts: int) -> list[list[tuple[SampledAnswer, list[float]]]] | None:
+        """What a checkpoint has for the prompts of this replica, in groups.
+
+        None where it has nothing, or those of a run with other settings, that went on all the same.
+        """
+        size, saved = self.options.group_size, self._saved or []
+        if len(saved) != num_prompts * size * self.replicas.size:
+            return None
+        first = self.replicas.rank * num_prompts * size
+        own = [read_answer(one) for one in saved[first : first + num_prompts * size]]
+        return [own[start : start + size] for start in range(0, len(own), size)]
+
+    def _make(self, drawn: Drawn, step: int) -> list[MicroBatch]:
+        """The micro-batches of a step."""
+        options, rows = self.options, drawn.rows
+        self.replicas.put_together()  # a step behind the draw has parted them again
+        rewards_RPG, num_late = self._judged(drawn.judging, len(rows))
+        all_RPG = torch.cat(self.replicas.gather(rewards_RPG), dim=1)
+        total_PG = weighted(all_RPG, self.rewards.weights)
+        mine = slice(self.replicas.rank * len(rows), (self.replicas.rank + 1) * len(rows))
+        advantages_PG = advantages(total_PG, options.advantage)[mine]
+        self.figures = self._figures(drawn.answers, num_late, all_RPG, total_PG)
+        if options.is_ahead:
+            self.figures["staleness"] = float(drawn.staleness)
+        self._tell(step, drawn, rewards_RPG, total_PG[mine], advantages_PG)
+        has_spread_P = has_spread(total_PG)[mine].repeat_interleave(options.group_size)
+        worth = zip(advantages_PG.flatten().tolist(), has_spread_P.tolist(), strict=True)
+        for one, (advantage, is_spread) in zip(drawn.made, worth, strict=True):
+            one.advantage = advantage
+            one.is_counted = is_spread or not options.drops_equal
+            one.is_learnt = one.is_counted and not (options.masks_cut and one.answer.is_cut)
+        batches = [
+            with_rewards(one, rows_in(one, drawn.made), has_old=options.is_ahead)
+            for one in drawn.batches
+        ]
+        return self._with_log_probs(batches)
 
     def _text(self, prompt: EncodedSample) -> str:
         return self._tokenizer.decode(prompt_of(prompt).input_ids, skip_special_tokens=True)
 
     def _figures(
-        self, judged: _Judged, all_RPG: torch.Tensor, total_PG: torch.Tensor
+        self,
+        answers: Sequence[Sequence[SampledAnswer]],
+        num_late: int,
+        all_RPG: torch.Tensor,
+        total_PG: torch.Tensor,
     ) -> dict[str, float]:
         """What the log tells of the answers of all replicas."""
-        lengths = [len(one.token_ids) for group in judged.answers for one in group]
-        num_cut = sum(one.is_cut for group in judged.answers for one in group)
-        told = self.replicas.gather((lengths, num_cut, judged.num_late, judged.seconds))
+        lengths = [len(one.token_ids) for group in answers for one in group]
+        num_cut = sum(one.is_cut for group in answers for one in group)
+        told = self.replicas.gather((lengths, num_cut, num_late))
         lengths = [length for own, *_ in told for length in own]
         figures = {
             "reward": total_PG.nanmean().item(),
@@ -366,28 +362,27 @@ class Rollouts:
         for one, values_PG in zip(self.rewards.parts, all_RPG, strict=True):
             figures[f"reward_{one.key}"] = values_PG.nanmean().item()
             figures[f"reward_{one.key}_std"] = deviations(values_PG.reshape(1, -1)).item()
-        figures["late_rewards"] = float(sum(late for _, _, late, _ in told))
-        for name, times in zip(("decode", "reward"), zip(*(t[-1] for t in told)), strict=True):
-            figures[f"{name}_seconds"] = max(times)
+        figures["late_rewards"] = float(sum(late for *_, late in told))
         return figures
 
     def _tell(
         self,
         step: int,
-        rows: Sequence[PromptRow],
-        judged: _Judged,
+        drawn: Drawn,
+        rewards_RPG: torch.Tensor,
         total_PG: torch.Tensor,
         advantages_PG: torch.Tensor,
     ) -> None:
         """Hands the answers of all replicas to who writes them down."""
-        if not self.answers.is_first:
+        every = self.options.keep_samples
+        if not self.answers.is_first or not every or step % every:
             return
         keys = [one.key for one in self.rewards.parts]
         records = []
-        for p, (row, _, prompt) in enumerate(rows):
+        for p, (row, _, prompt) in enumerate(drawn.rows):
             answers = []
-            for g, answer in enumerate(judged.answers[p]):
-                parts = zip(keys, judged.rewards_RPG[:, p, g].tolist(), strict=True)
+            for g, answer in enumerate(drawn.answers[p]):
+                parts = zip(keys, rewards_RPG[:, p, g].tolist(), strict=True)
                 answers.append(
                     {
                         "text": answer.text,
@@ -399,67 +394,65 @@ class Rollouts:
                     }
                 )
             known = {"row": row, "id": prompt.sample.get("id"), "prompt": self._text(prompt)}
-            records.append({"step": step + 1, **known, "answers": answers})
+            pictures = [
+                thumbnail(one, name=sample_name(prompt.sample)) for one in prompt.images or ()
+            ]
+            records.append({"step": step + 1, **known, "images": pictures, "answers": answers})
         gathered = self.replicas.gather(records)
         if self.on_samples is not None:
             self.on_samples(step + 1, [record for own in gathered for record in own])
 
-    def _batches(
-        self,
-        rows: Sequence[PromptRow],
-        judged: _Judged,
-        advantages_PG: torch.Tensor,
-        has_spread_P: torch.Tensor,
-        step: int,
-    ) -> list[MicroBatch]:
+    def _batches(self, made: Sequence[AnswerRow], step: int) -> list[MicroBatch]:
         """Prompts with answers as micro-batches, rows of near-equal length together."""
-        options = self.options
-        made = [
-            _Answered.of(row, prompt, answer, advantage, image_ids=self._image_ids)
-            for (row, _, prompt), group, own in zip(
-                rows, judged.answers, advantages_PG.tolist(), strict=True
-            )
-            for answer, advantage in zip(group, own, strict=True)
-        ]
-        counted = has_spread_P.repeat_interleave(options.group_size).tolist()
-        for one, is_spread in zip(made, counted, strict=True):
-            one.is_counted = is_spread or not options.drops_equal
-            one.is_learnt = one.is_counted and not (options.masks_cut and one.answer.is_cut)
-        maker = StepMaker(
-            _Rows((None, one.encoded) for one in made),
-            collate=CollatePart(self.collate, encode=lambda images, sample: sample),
+        options, packing = self.options, None
+        if options.row_capacity is not None:
+            packing = {
+                "capacity": options.row_capacity,
+                "legal_counts": self.runner.schedule.legal_micro_batches,
+                "agree": lambda step, count: max(self.replicas.gather(count)),
+            }
+        return answer_batches(
+            made,
+            step,
+            collate=self.collate,
+            packing=packing,
             micro_batch_size=options.micro_batch_size,
             is_sorted=options.is_sorted,
             facts=self.facts,
         )
-        with host_state_kept():
-            batches = maker.make(step, [list(range(len(made)))])
-        return [_with_columns(batch, made) for batch in batches]
+
+    def _add_old(self, drawn: Drawn) -> None:
+        """Log-probabilities of a training pass of the weights that drew answers, on all ranks."""
+        found = self._log_probs(drawn.batches, "old")
+        if found is not None:
+            for batch, log_probs_BT in zip(drawn.batches, found, strict=True):
+                note_old(batch, rows_in(batch, drawn.made), log_probs_BT.cpu())
+        olds = self.answers.shared([one.old for one in drawn.made], stage=-1)
+        for one, old in zip(drawn.made, olds, strict=True):
+            one.old = old
 
     def _with_log_probs(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """Adds log-probabilities before the first of several steps, and of the start model."""
-        if self.options.inner_steps > 1:
-            batches = self._added(batches, OLD)
+        if self.options.inner_steps > 1 and not self.options.is_ahead:
+            batches = _added(batches, OLD, self._log_probs(batches, "old"))
         if self.options.kl_beta:
             with adapters_off(self.runner.local):
-                batches = self._added(batches, START)
+                batches = _added(batches, START, self._log_probs(batches, "start"))
         return batches
 
-    def _added(self, batches: list[MicroBatch], name: str) -> list[MicroBatch]:
+    def _log_probs(self, batches: list[MicroBatch], name: str) -> list[torch.Tensor] | None:
+        """Of each micro-batch by a pass without gradients, [B, T]; None: no last stage is here."""
         began = time.perf_counter()
         found: list[torch.Tensor] = []
 
         def take(output: Output, batch: MicroBatch) -> None:
-            temperature = self.options.temperature
-            found.append(token_log_probs(logits_of(output), batch, temperature=temperature))
+            logits = self.answers.logits_of(output)
+            found.append(token_log_probs(logits, batch, temperature=self.options.temperature))
 
         told = StepProgress(device=self.runner.device, forward="log-probabilities")
         self.runner.evaluate(batches, on_output=take, recorder=told)
-        self.figures[f"{name.removeprefix('loss_')}_seconds"] = time.perf_counter() - began
-        if not holds_last_stage(self.runner):
-            return batches
-        pairs = zip(batches, found, strict=True)
-        return [{**batch, name: log_probs} for batch, log_probs in pairs]
+        self._spent(name, time.perf_counter() - began)
+        return found if holds_last_stage(self.runner) else None
 
     def judge(self, prompts: Any) -> EvalResult:
         """Rewards of held-out prompts, whose likeliest answers are taken."""
@@ -469,13 +462,14 @@ class Rollouts:
         lot_size = self.options.prompts_together * self.options.group_size
         sums: list[torch.Tensor] = []
         num_tokens = 0
+        self.replicas.put_together()
         for rows in prompts:
             encoded = [one for row, _, one in rows if row is not None]
             if not encoded:
                 continue
-            judged = self._judged(encoded, [(0,)] * len(encoded), sampling, lot_size)
-            sums.append(judged.rewards_RPG[:, :, 0])
-            num_tokens += sum(len(one.token_ids) for group in judged.answers for one in group)
+            answers, judging = self._answers_to(encoded, [(0,)] * len(encoded), sampling, lot_size)
+            sums.append(self._judged(judging, len(encoded))[0][:, :, 0])
+            num_tokens += sum(len(one.token_ids) for group in answers for one in group)
         own = torch.cat(sums, dim=1) if sums else torch.empty(len(self.rewards.parts), 0)
         told = self.replicas.gather((own, num_tokens))
         all_RN = torch.cat([values.double() for values, _ in told], dim=1)
@@ -508,67 +502,10 @@ def _check_start(runner: PipelineRunner, *, is_resumed: bool) -> None:
         )
 
 
-@dataclass
-class _Answered:
-    """An answer as a row of a step.
-
-    Attributes:
-        row: of the dataset.
-        encoded: the prompt with the answer's tokens.
-        replaced: the last label, where the row cannot hold its token: (place, token id).
-    """
-
-    row: int | None
-    encoded: EncodedSample
-    answer: SampledAnswer
-    advantage: float
-    num_prompt: int
-    replaced: tuple[int, int] | None = None
-    is_learnt: bool = field(default=True, init=False)
-    is_counted: bool = field(default=True, init=False)
-
-    @classmethod
-    def of(
-        cls,
-        row: int | None,
-        prompt: EncodedSample,
-        answer: SampledAnswer,
-        advantage: float,
-        *,
-        image_ids: frozenset[int],
-    ) -> "_Answered":
-        """The row of an answer.
-
-        A token that stands for an image ends it: it is learnt like any other, but training would
-        look for the image that belongs to it, and for its place in what comes behind.
-        """
-        ids, replaced = list(answer.token_ids), None
-        num_prompt = len(prompt_of(prompt))
-        first = next((place for place, one in enumerate(ids) if one in image_ids), None)
-        if first is not None:
-            replaced = (num_prompt + first, ids[first])
-            ids = [*ids[:first], next(iter(prompt.whole[0].input_ids[-1:]))]
-        encoded = answered(prompt, ids)
-        return cls(row, encoded, answer, advantage, num_prompt, replaced)
-
-
-def _with_columns(batch: MicroBatch, made: Sequence[_Answered]) -> MicroBatch:
-    """A micro-batch with what its loss needs of each answer."""
-    rows = [made[row] for row in batch["loss_rows"].tolist()]
-    labels_BT = batch["labels"].clone()
-    sampled_BT = torch.zeros(labels_BT.shape)
-    for place, one in enumerate(rows):
-        if one.replaced is not None:
-            labels_BT[place, one.replaced[0]] = one.replaced[1]
-        count = len(one.encoded.rows[0]) - one.num_prompt
-        first = one.num_prompt - 1  # where the first token of the answer is predicted
-        sampled_BT[place, first : first + count] = torch.tensor(one.answer.log_probs[:count])
-    return {
-        **batch,
-        "labels": labels_BT,
-        "loss_rows": torch.tensor([-1 if one.row is None else one.row for one in rows]),
-        ADVANTAGES: torch.tensor([one.advantage for one in rows]),
-        IS_LEARNT: torch.tensor([one.is_learnt for one in rows]),
-        IS_COUNTED: torch.tensor([one.is_counted for one in rows]),
-        SAMPLED: sampled_BT,
-    }
+def _added(
+    batches: list[MicroBatch], name: str, log_probs: list[torch.Tensor] | None
+) -> list[MicroBatch]:
+    if log_probs is None:
+        return batches
+    pairs = zip(batches, log_probs, strict=True)
+    return [{**batch, name: values} for batch, values in pairs]

@@ -7,6 +7,8 @@ last bits is compared to 1e-6: with sharded weights the gradient norm, made of s
 shares, and the weights, by clipping; the gradients of tied weights, a sum in another order.
 """
 
+import dataclasses
+
 import peft
 import pytest
 import torch
@@ -21,12 +23,15 @@ from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
 from stageline.modules.lora import is_lora_name
+from stageline.pipeline.live_bytes import tensor_bytes
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
+from stageline.planner.cost import Cost, MemoryRules, ModelCosts, memory_of
+from stageline.planner.measure import parameter_cost
 from stageline.training.evaluation import evaluate
 from stageline.training.optimizers import optimizer_groups
 from stageline.training.precision import LossScaler
-from stageline.training.replicas import Replicas, ShardedReplicas
+from stageline.training.replicas import Replicas, ShardedReplicas, sharded_modules
 from stageline.training.step import TrainStep
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_batches import count_targets, drop_pixels, tiny_micro_batches
@@ -295,6 +300,44 @@ def test_gradients_are_reduced_once_a_step(is_sharded, schedule, tmp_path):
         scattered = counts[0].get("_reduce_scatter_base_", 0)
         gathered = counts[0].get("_allgather_base_", 0)
         assert (scattered, gathered) == ((groups, groups) if is_sharded else (0, 0))
+
+
+def held_in_a_step(rank, folder, dtype):
+    """Bytes of weights, shares and gradients when all passes are done, and what is planned."""
+    run = Run(folder, is_sharded=True, dtype=dtype)
+    found = {}
+
+    def reduce_gradients(weights, then=run.replicas.reduce_gradients):
+        groups = [one._get_fsdp_state()._fsdp_param_group for one in sharded_modules(run.models[0])]
+        shared = [one for group in filter(None, groups) for one in group.fsdp_params]
+        whole = [one.unsharded_param for one in shared]
+        found["shares"] = sum(one._sharded_param_data.nbytes for one in shared)
+        sums = [one.unsharded_accumulated_grad for one in shared]  # of half types
+        grads = [w.grad if own is None else own for w, own in zip(whole, sums, strict=True)]
+        found["whole"], found["gradients"] = tensor_bytes(whole), tensor_bytes(grads)
+        then(weights)
+
+    run.replicas.reduce_gradients = reduce_gradients
+    run.step(run.batches(0), step=0)
+    stage = build_stage(folder, "llama", run.pp_rank, 2, dtype=dtype)
+    nothing = ModelCosts(Cost(), Cost(), (), Cost(), Cost(), border=0, batch=0, shape=(1, 1))
+    planned = memory_of(
+        nothing,
+        {0: parameter_cost(stage.parameters())},
+        num_stages=2,
+        activations=0,
+        num_micro_batches=1,
+        rules=MemoryRules(shards=2),
+    )
+    return found, dataclasses.asdict(planned)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_plan_knows_what_replicas_with_shares_hold(dtype, tmp_path):
+    build_whole(tmp_path)
+    for found, planned in run_ranks(held_in_a_step, 4, tmp_path, dtype):
+        assert planned["gradients"] == found["gradients"]
+        assert planned["weights"] + planned["masters"] == found["whole"] + found["shares"]
 
 
 # -- what all ranks must agree on --------------------------------------------------------------

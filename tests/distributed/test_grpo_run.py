@@ -1,22 +1,36 @@
 """Runs whose model answers before each step: the same in every split, and after a kill."""
 
+import functools
 import json
+import re
+import traceback
 
 import pytest
 import torch
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
-from stageline.checking.tiny_models import tiny_processor
+from stageline.checking.tiny_models import tiny_config, tiny_processor
 from stageline.data.images.images import ImageExpander
-from stageline.modules.policy_loss import SAMPLED
+from stageline.modules import recompute
+from stageline.modules.policy_loss import ADVANTAGES, OLD, SAMPLED
 from stageline.training.rollouts import Rollouts
 from tests.helpers.small_run import Job, saved_tensors
 from tests.helpers.small_vision_run import VisionJob
 
 PARTS = '''
 """A reward with a spread over answers of a random model, and a loss that looks at its ratios."""
+import os
+import time
 import torch
 from register import loss_fn_register, reward_register
 from stageline.modules.policy_loss import OLD, PolicyOptions, learnt_tokens, policy_loss
+from stageline.progress import place
 from stageline.modules.policy_loss import count_answers, count_learnt_tokens, token_log_probs
 
 
@@ -25,15 +39,33 @@ def letters(prompts, completions, samples):
     return [sum(map(ord, text)) % 7 / 7 for text in completions]
 
 
+began = []
+
+
+@reward_register("patient")
+def patient(prompts, completions, samples):
+    """Judges the second step's answers when the first step is done."""
+    began.append(place().step)
+    deadline = time.monotonic() + 30
+    assert set(began) == {0}, "the second step's are judged before the first one trains"
+    while len(began) == 2 and place().step < 1:
+        assert time.monotonic() < deadline, "the run waits"
+        time.sleep(0.001)
+    return letters(prompts, completions, samples)
+
+
 @reward_register("broken")
-def broken(prompts, completions, samples):
-    raise KeyError("depth")
+def broken(prompts, completions, samples, *, on_rank: int = 0):
+    if os.environ["RANK"] == str(on_rank):
+        raise KeyError("depth")
+    return [0.0] * len(completions)
 
 
 @loss_fn_register(
     "watched",
     counts={"num_tokens": count_learnt_tokens, "num_answers": count_answers},
     samples_answers=True,
+    reads_by_token=True,
 )
 def watched(
     logits, batch, *, num_targets, num_tokens, num_answers, kl_beta, sampling_temperature
@@ -64,6 +96,7 @@ SPLITS = [
     (("--schedule", "interleaved_1f1b", "--num-stages", 4), 2),
 ]
 REPLICAS = ("--dp-degree", 2, "--num-stages", 1, "--batch-size", 8)
+AHEAD = ("--rollouts-ahead", 1, "--sampling-temperature", 0.7, "--loss-fn", "watched", *LORA)
 
 
 @pytest.fixture(scope="module")
@@ -137,13 +170,74 @@ def test_every_split_draws_and_learns_the_same(job, options, ranks):
         assert torch.equal(tensors[key], value), key
 
 
-def test_replicas_draw_the_same_answers(job):
-    done = run(job, "replicas", *TWICE, *LORA, *REPLICAS, ranks=2)
+def assert_same_but_for_sums(job, name, wanted):
+    """The same answers, and weights within the rounding of another order of sums."""
+    assert samples(job, name) == samples(job, wanted)
+    ours, theirs = (weights(job, one) for one in (name, wanted))
+    assert ours.keys() == theirs.keys() and ours
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [(("--schedule", "zbv", "--num-stages", 4), 2), ((*REPLICAS, "--dp-shard"), 2)],
+)
+def test_answers_packed_into_rows(job, options, ranks, monkeypatch):
+    monkeypatch.setattr(Rollouts, "_batches", packs_several(Rollouts._batches))
+    name, kept = f"packed {options[0]}", ("--token-cache", job.folder / "tokens")
+    done = run(
+        job, name, *TWICE, *LORA, *options, "--packing", "--max-token-num", 96, *kept, ranks=ranks
+    )
     assert done.code == 0, done.err
-    assert samples(job, "replicas") == samples(job, "one")
-    tensors = last_tensors(job, "replicas")
-    for key, value in last_tensors(job, "one").items():
-        torch.testing.assert_close(tensors[key], value, rtol=0, atol=1e-5, msg=key)
+    assert_same_but_for_sums(job, name, "one")
+    ours, wanted = records(job, name), records(job, "one")
+    assert [ours[step]["ratio_gap"] for step in (1, 3)] == [0, 0], "to the bit"
+    for step, record in wanted.items():
+        for figure in ("loss", "kl", "entropy", "grad_norm", "sampling_gap", "num_targets"):
+            assert ours[step][figure] == pytest.approx(record[figure], rel=1e-3, abs=1e-6), figure
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [(("--schedule", "zbv", "--num-stages", 4), 2), ((*REPLICAS, "--dp-shard"), 2)],
+)
+def test_logits_in_chunks(job, options, ranks):
+    name = f"chunks {options[0]}"
+    done = run(job, name, *TWICE, *LORA, *options, "--logits-chunk", 5, ranks=ranks)
+    assert done.code == 0, done.err
+    assert_same_but_for_sums(job, name, "one")
+    ours, wanted = records(job, name), records(job, "one")
+    assert [ours[step]["ratio_gap"] for step in (1, 3)] == [0, 0], "to the bit"
+    for step, record in wanted.items():
+        for figure in ("loss", "kl", "entropy", "grad_norm", "sampling_gap", "ratio_gap"):
+            assert ours[step][figure] == pytest.approx(record[figure], rel=1e-3, abs=1e-6), figure
+
+
+def weights(job, name):
+    """Without the state of the optimizer, which replicas with shares save in pieces."""
+    [last] = (job.folder / name / "checkpoints").glob("step-*4")
+    paths = [path for path in last.rglob("*.safetensors") if path.parent.name != "training_state"]
+    return {key: value for path in paths for key, value in load_file(path).items()}
+
+
+@pytest.mark.parametrize("shares", [(), ("--dp-shard",)])
+def test_replicas_draw_the_same_answers(job, shares):
+    name = " ".join(("replicas", *shares))
+    done = run(job, name, *TWICE, *LORA, *REPLICAS, *shares, ranks=2)
+    assert done.code == 0, done.err
+    assert_same_but_for_sums(job, name, "one")
+
+
+def packs_several(made):
+    """As it is, and looks whether rows hold more than one answer each."""
+
+    def noted(self, *given):
+        batches = made(self, *given)
+        assert max(batch["sample_ids"].max() for batch in batches) > 0
+        return batches
+
+    return noted
 
 
 @pytest.mark.parametrize("point", ["decoding", "rewards", "forward"])
@@ -156,6 +250,158 @@ def test_a_killed_run_goes_on_with_the_same_answers(job, point):
     assert samples(job, point) == samples(job, "one")
     tensors = last_tensors(job, point)
     assert all(torch.equal(tensors[key], value) for key, value in last_tensors(job, "one").items())
+
+
+def test_compiled_layers_answer_as_they_were_written(job, monkeypatch):
+    """A backend that runs graphs as they are, and looks which passes they are made for."""
+
+    def backend(graph, inputs):
+        passes = {frame.filename.rpartition("/")[2] for frame in traceback.extract_stack()}
+        assert "stage_decoder.py" not in passes
+        open(job.folder / "compiled", "w").close()
+        return graph
+
+    compiling = functools.partial(recompute.compile_layers, backend=backend)
+    monkeypatch.setattr(recompute, "compile_layers", compiling)
+    done = run(job, "compiled run", *TWICE, *LORA, "--compile-layers", ranks=1)
+    assert done.code == 0, done.err
+    assert (job.folder / "compiled").exists()
+    assert_same_but_for_sums(job, "compiled run", "one")
+
+
+@pytest.fixture(scope="module")
+def ahead(job):
+    done = run(job, "ahead", *AHEAD, ranks=1)
+    assert done.code == 0, done.err
+    return "ahead"
+
+
+def test_answers_drawn_a_step_ahead(job, ahead):
+    steps = records(job, ahead)
+    assert [steps[step]["staleness"] for step in (1, 2, 3, 4)] == [0, 1, 1, 1]
+    assert steps[1]["ratio_gap"] == 0, "by a training pass of the weights that drew them"
+    assert min(steps[step]["ratio_gap"] for step in (2, 3, 4)) > 1e-4
+    assert steps[2]["policy_gap"] > 100 * steps[2]["sampling_gap"] > 0
+    plain = run(job, "not ahead", *AHEAD[2:], "--total-steps", 2, ranks=1)
+    assert plain.code == 0, plain.err
+    ours, others = (samples(job, name).splitlines() for name in (ahead, "not ahead"))
+    assert ours[:4] == others[:4] and ours[4:8] != others[4:8]
+
+
+def test_a_slow_judge_works_while_the_step_before_trains(job):
+    """It would wait for ever if the run waited for it."""
+    options = (*AHEAD, "--reward", "patient,length", "--total-steps", 2)
+    done = run(job, "patient", *options, ranks=1)
+    assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize("options", [(), SPLITS[2][0]])
+def test_every_split_draws_the_same_ahead(job, ahead, options):
+    name = f"ahead {' '.join(map(str, options))}"
+    done = run(job, name, *AHEAD, *options, ranks=2)
+    assert done.code == 0, done.err
+    assert samples(job, name) == samples(job, ahead)
+    tensors = last_tensors(job, name)
+    assert all(torch.equal(tensors[key], value) for key, value in last_tensors(job, ahead).items())
+
+
+def test_shares_that_answer_ahead_in_packed_rows(job, ahead):
+    done = run(job, "ahead shared", *AHEAD, *REPLICAS, "--dp-shard", "--packing", ranks=2)
+    assert done.code == 0, done.err
+    assert_same_but_for_sums(job, "ahead shared", ahead)
+
+
+@pytest.mark.parametrize(
+    ("point", "when", "how"),
+    [
+        ("decoding", "step=2", "sigkill"),
+        ("rewards", "step=3", "sigkill"),
+        ("forward", "step=2", "sigkill"),
+        ("write", "count=2", "sigkill"),
+        ("backward", "step=1", "sigint"),
+    ],
+)
+def test_answers_in_flight_outlive_a_kill(job, ahead, point, when, how):
+    """They were drawn by weights that are gone."""
+    name = f"ahead killed at {point}"
+    fault = f"at={point},rank=0,{when},do={how}"
+    killed = run(job, name, *AHEAD, chaos=fault, waits=True)
+    assert killed.code != 0 and job.checkpoints(name) == ["step-00000002"]
+    done = run(job, name, *AHEAD, "--resume", "auto")
+    assert done.code == 0 and "2 of 4 steps are done" in done.out, done.err
+    assert samples(job, name) == samples(job, ahead)
+    assert records(job, name)[3]["staleness"] == 1
+    tensors = last_tensors(job, name)
+    assert all(torch.equal(tensors[key], value) for key, value in last_tensors(job, ahead).items())
+
+
+def test_several_steps_on_answers_drawn_ahead(job):
+    """Replicas, evaluations between, answers for two steps each; killed, and gone on with."""
+    options = (*AHEAD, *TWICE, "--eval-samples", 4)
+    assert run(job, "ahead twice", *options, "--eval-steps", 4, ranks=1).code == 0
+    options += ("--eval-steps", 2)
+    steps = records(job, "ahead twice")
+    assert [steps[step]["staleness"] for step in (1, 2, 3, 4)] == [0, 0, 1, 1]
+    fault = "at=forward,rank=1,step=3,do=sigkill"
+    killed = run(job, "ahead both", *options, *REPLICAS, ranks=2, chaos=fault, waits=True)
+    assert killed.code != 0 and job.checkpoints("ahead both") == ["step-00000002"]
+    done = run(job, "ahead both", *options, *REPLICAS, "--resume", "auto", ranks=2)
+    assert done.code == 0, done.err
+    assert samples(job, "ahead both") == samples(job, "ahead twice")
+    tensors = last_tensors(job, "ahead both")
+    for key, value in last_tensors(job, "ahead twice").items():
+        torch.testing.assert_close(tensors[key], value, rtol=0, atol=1e-5, msg=key)
+
+
+def test_a_stale_update_is_the_one_written_out(job, tmp_path, monkeypatch):
+    """Plain torch: drawn by the weights before, ratios to these, clipped; no rewards beside."""
+    made = Rollouts._make
+
+    def noted(self, drawn, step):
+        batches = made(self, drawn, step)
+        torch.save([dict(batch) for batch in batches], tmp_path / f"{step}.pt")
+        return batches
+
+    monkeypatch.setattr(Rollouts, "_make", noted)
+    rate, options = 0.3, ("--optimizer", "sgd", "--lr-scheduler", "constant", "--max-grad-norm", 0)
+    numbers = ("--learning-rate", rate, "--weight-decay", 0, "--loss-fn.epsilon", 0.01)
+    done = run(job, "stale", "--rollouts-ahead", 1, *options, *numbers, ranks=1)
+    assert done.code == 0, done.err
+    now, before = (AutoModelForCausalLM.from_pretrained(job.model) for _ in range(2))
+    clipped = 0
+    for step in range(4):
+        batches = torch.load(tmp_path / f"{step}.pt")
+        count = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
+        loss = 0
+        for batch in batches:
+            labels = batch["labels"][:, 1:]
+            is_learnt = labels != -100
+
+            def log_probs(model, batch=batch, labels=labels):
+                given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+                found = model(**given).logits[:, :-1].log_softmax(-1)
+                return found.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+
+            with torch.no_grad():
+                old = log_probs(before)[is_learnt]
+            for column in (OLD, SAMPLED):
+                torch.testing.assert_close(batch[column][:, :-1][is_learnt], old, rtol=0, atol=1e-5)
+            ratios = (log_probs(now)[is_learnt] - old).exp()
+            worth = batch[ADVANTAGES][:, None].expand(labels.shape)[is_learnt]
+            bounded = ratios.clamp(0.99, 1.01)
+            clipped += (bounded * worth < ratios * worth).sum().item()
+            loss = loss - torch.minimum(ratios * worth, bounded * worth).sum() / count
+        before.load_state_dict(now.state_dict())
+        now.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in now.parameters():
+                parameter -= rate * parameter.grad
+    assert clipped > 10, "nothing was stale"
+    saved = load_file(job.folder / "stale" / "checkpoints" / "step-00000004" / "model.safetensors")
+    for name, value in now.state_dict().items():
+        if name in saved:
+            torch.testing.assert_close(saved[name], value, rtol=0, atol=2e-6, msg=name)
 
 
 def test_full_weights_and_held_out_prompts(job):
@@ -172,19 +418,57 @@ def test_full_weights_and_held_out_prompts(job):
     again = records(job, "full one", "eval")
     for step, record in held_out.items():
         assert again[step]["reward"] == record["reward"]
+    shares = ("--loss-fn.loss-type", "dr_grpo", *REPLICAS, "--dp-shard", "--eval-samples", 1)
+    two = run(job, "full shares", *options, *shares, ranks=2)
+    assert two.code == 0, two.err
+    assert_same_but_for_sums(job, "full shares", "full one")
+
+
+def test_a_reward_model_judges(job):
+    folder = job.folder / "judge"
+    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    tokenizer.save_pretrained(folder)
+    config = tiny_config("qwen3", vocab_size=len(tokenizer), num_labels=1, pad_token_id=0)
+    judge = AutoModelForSequenceClassification.from_config(config).eval()
+    judge.save_pretrained(folder)
+    options = ("--reward", "reward_model,length", "--reward.reward_model.path", folder)
+    done = run(job, "judged", *options, "--total-steps", 1, "--save-steps", 1, ranks=2)
+    assert done.code == 0, done.err
+    questions = {row["id"]: row["question"] for row in map(json.loads, job.rows.open())}
+    for record in map(json.loads, samples(job, "judged").splitlines()):
+        for answer in record["answers"]:
+            said = {"user": questions[record["id"]], "assistant": answer["text"]}
+            talk = [{"role": role, "content": text} for role, text in said.items()]
+            text = tokenizer.apply_chat_template(talk, return_dict=True, return_tensors="pt")
+            with torch.no_grad():
+                wanted = judge(text["input_ids"]).logits.item()
+            assert answer["rewards"]["reward_model"] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(("options", "rank"), [((), 0), (REPLICAS, 1)])
+def test_a_reward_that_raises_ends_all_ranks_and_is_told_first(job, options, rank):
+    broken = ("--reward", "broken,length", "--reward.broken.on-rank", rank)
+    words = ("--import", job.folder / "parts.py", *GRPO, *broken, *options)
+    started = job.start_forked(f"broken {rank}", *words)
+    done = started.wait()
+    assert started.codes == [2, 2], "both by what was told, none by a lost connection"
+    line = PARTS.splitlines().index('@reward_register("broken")') + 1
+    part = f"broken ({job.folder}/parts.py:{line})"
+    told = re.escape(f": the reward {part} raised KeyError: 'depth'")
+    where = rf"error\[contract\] rank={rank} stage=0 step=\d"
+    assert re.match(where + told, done.err) and done.err.count("\n") == 1, done.err
+    log = (job.folder / f"broken {rank}/failures/rank-{rank}.log").read_text()
+    assert 'raise KeyError("depth")' in log
 
 
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        (("--reward", "broken,length"), "the reward broken"),
         (("--kl-beta", 0.1), "so the model without adapters is not the one"),
         (("--group-size", 3), "--group-size 3. Whole groups"),
         (("--reward-weights", "1"), "--reward-weights has 1 numbers"),
         (("--inner-steps", 3), "--total-steps 4 is no multiple of --inner-steps 3"),
-        (("--packing",), "--packing came with --loss-fn grpo"),
         (("--engine", "streaming"), "--engine streaming came with --loss-fn grpo"),
-        (("--logits-chunk", 8), "--logits-chunk came with --loss-fn grpo"),
         (("--loss-fn", "sft"), "--reward letters,length came with --loss-fn sft"),
         (("--collate-fn", "dpo", "--loss-fn", "grpo"), "--collate-fn grpo was expected"),
         (("--max-completion-length", 60), "60 of them the answer, do not fit --max-token-num 64"),
@@ -229,3 +513,36 @@ def test_pictures_are_asked_about(family, tmp_path, monkeypatch):
     assert records(pictured, "one")[1]["ratio_gap"] == 0
     assert records(pictured, "one")[1]["loss"] == records(pictured, "two")[1]["loss"]
     assert (tmp_path / "met").exists(), "no answer held such a token: the test shows nothing"
+    for line in samples(pictured, "two").splitlines():
+        row, record = pictured_row(pictured, line)
+        kept = [Image.open(tmp_path / "two" / name) for name in record.get("images", ())]
+        shown = [Image.open(tmp_path / row["image"])] if "image" in row else []
+        assert [one.tobytes() for one in kept] == [one.tobytes() for one in shown]
+    assert "<img src=" in (tmp_path / "two" / "samples.html").read_text()
+    monkeypatch.setattr(Rollouts, "_batches", packs_several(made))
+    options += ("--packing", "--max-token-num", 256)
+    done = run(pictured, "packed", *options, ranks=2)
+    assert done.code == 0, done.err
+    assert samples(pictured, "packed") == samples(pictured, "one")
+    ours, wanted = records(pictured, "packed"), records(pictured, "one")
+    assert [ours[step]["loss"] for step in (1, 2)] == pytest.approx(
+        [wanted[step]["loss"] for step in (1, 2)], rel=1e-4, abs=1e-6
+    )
+
+
+def test_replicas_with_shares_ask_about_pictures(tmp_path):
+    """Some prompts have none: the tower's weights come when those of its replica's do."""
+    (tmp_path / "parts.py").write_text(PARTS)
+    pictured = VisionJob(tmp_path)
+    for name, shares in (("whole", ()), ("shares", ("--dp-shard",))):
+        frozen = ("--frozen-vit", "--frozen-mlp", *shares)
+        done = run(pictured, name, *REPLICAS, *frozen, "--micro-batch-size", 4, ranks=2)
+        assert done.code == 0, done.err
+    assert_same_but_for_sums(pictured, "shares", "whole")
+
+
+def pictured_row(job, line):
+    """The row that a line of samples is about, and the line."""
+    record = json.loads(line)
+    rows = map(json.loads, job.rows.read_text().splitlines())
+    return next(row for row in rows if row["id"] == record["id"]), record

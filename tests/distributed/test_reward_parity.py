@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from commands.export import make_stages
-from loss_fn import rm
+from loss_fn import reward_model, rm
 from pp_models import RewardStage
+from register import dataset_register, import_shelf
 from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.plain_folder import export_folder
@@ -23,6 +24,7 @@ from stageline.data.text.encode import Encoded
 from tests.helpers.chain import run_chain
 from tests.helpers.small_run import Job
 
+import_shelf()
 PAIRS = (  # lengths of chosen and rejected, margin
     ((9, 6), 0.0),
     ((4, 11), 0.7),
@@ -202,6 +204,13 @@ def test_two_ranks_train_resume_and_give_a_classifier(job):
     assert report.verdict.reference == "its 2 stages" and report.verdict.difference == 0
     exported = AutoModelForSequenceClassification.from_pretrained(report.folder)
     assert torch.equal(scores_of(exported, tokenizer), scores_of(model, tokenizer))
+    # as a reward it gives what the run itself said of its held-out answers in the end
+    held_out = dataset_register["jsonl"](dataset_path=str(job.rows), split="test", test_size=5)
+    samples = [sample for _, sample in held_out]
+    for figure, field in (("chosen_reward", "chosen"), ("rejected_reward", "rejected")):
+        texts = [sample[field][0]["content"] for sample in samples]
+        scores = reward_model(samples, texts, samples, path=str(saved))
+        assert sum(scores) / len(scores) == pytest.approx(last[figure], rel=1e-6), figure
 
 
 def test_lora_trains_the_score_whole_and_peft_reads_it(job):
@@ -218,6 +227,9 @@ def test_lora_trains_the_score_whole_and_peft_reads_it(job):
     before = scores_of(base, tokenizer)
     adapted = scores_of(peft.PeftModel.from_pretrained(base, saved), tokenizer)
     assert not torch.allclose(adapted, before, atol=1e-2)
+    texts = [row["chosen"][0]["content"] for row in rows()[:3]]
+    scored = reward_model([], texts, rows()[:3], path=str(saved))
+    torch.testing.assert_close(torch.tensor(scored), adapted[:, 0], rtol=1e-5, atol=1e-6)
     report = export_folder(saved, job.folder / "merged", merge=True, make_stages=make_stages)
     assert report.verdict.reference == "its 2 stages"
     merged = AutoModelForSequenceClassification.from_pretrained(report.folder, pad_token_id=0)

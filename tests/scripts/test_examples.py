@@ -103,6 +103,8 @@ def words_of(path, models, folder):
     smaller = list(SMALLER[command_of(path)])
     if options_of(path).get("num-stages", 1) > 2:  # a micro-batch for each stage at least
         smaller += ["--batch-size", "8"]
+    if "group-size" in options_of(path):  # whole groups in a batch
+        smaller += ["--group-size", "2"]
     return rewritten([*words, *smaller])
 
 

@@ -3,8 +3,11 @@
 import http.server
 import json
 import re
+import subprocess
+import sys
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from options.parts import chosen_part
 from parse_args import parse_train_args, save_config
 from register import import_shelf, reward_register
 from stageline.errors import DataError, UserError
+from stageline.tasks.rewards import side_by_side
 from stageline.training.rewards import Reward, Rewards
 
 import_shelf(*SHELF)
@@ -103,6 +107,20 @@ def test_a_judge_elsewhere_is_asked():
     assert all("2+5?" in one and "Right answer:\n7" in one for one in asked)
 
 
+def test_rows_are_asked_side_by_side_and_nobody_waits_for_them_at_the_end():
+    both = threading.Barrier(2, timeout=30)
+    found = side_by_side(lambda one, two: both.wait() * 0 + one - two, [5, 7], [1, 2])
+    assert found == [4, 5]
+    with pytest.raises(KeyError, match="depth"):
+        side_by_side(lambda one: raises(one, one, one), range(40))
+    code = (
+        "import threading, time; from stageline.tasks.rewards import side_by_side\n"
+        "given = side_by_side, (time.sleep, [3600])\n"
+        "threading.Thread(target=given[0], args=given[1], daemon=True).start()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_a_pattern_that_searches_for_ever_says_nothing():
     began = time.monotonic()
     part = reward("format", pattern=r"(a|aa)+$")
@@ -117,9 +135,55 @@ def test_one_that_is_late_gives_nothing_and_is_counted():
     release = threading.Event()
     slow = Reward("slow", lambda prompts, texts, samples: release.wait(30) and [1.0])
     rewards = Rewards([slow, Reward("fast", lambda prompts, texts, samples: [2.0])], timeout=0.1)
-    found = rewards([""], ["x"], [{}])
+    judging = rewards.begin()
+    judging.add([""], ["x"], [{}])
+    found = judging.result()
     release.set()
-    assert torch.isnan(found[0, 0]) and found[1, 0] == 2 and rewards.num_late == 1
+    assert torch.isnan(found[0, 0]) and found[1, 0] == 2 and judging.num_late == 1
+
+
+def test_what_is_late_does_not_depend_on_how_long_answers_take(monkeypatch):
+    """Only calls count; a part is never called twice at a time, whoever waits for what."""
+    at_work, most, asked, now = [], [], [], [0.0]
+    clock = types.SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("stageline.training.rewards.time", clock)
+
+    def part(prompts, completions, samples):
+        at_work.append(1)
+        most.append(len(at_work))
+        now[0] += 1
+        asked.append(list(completions))
+        at_work.pop()
+        return [float(text) for text in completions]
+
+    rewards = Rewards(
+        [Reward("lots", part, takes_lots=True), Reward("steps", lambda p, c, s: [0.0] * len(c))],
+        timeout=2.5,
+    )
+    first, second = rewards.begin(), rewards.begin()
+    first.add(["", ""], ["1", "2"], [{}, {}])
+    second.add([""], ["4"], [{}])
+    while first._works[0]._clock != (1, None):
+        time.sleep(0.001)
+    now[0] += 100  # the next answers take that long
+    first.add([""], ["3"], [{}])
+    assert second.result().tolist() == [[4], [0]], "and those before, which it waits for"
+    assert first.result().tolist() == [[1, 2, 3], [0, 0, 0]]
+    assert first.num_late == second.num_late == 0 and max(most) == 1
+    assert asked == [["1", "2"], ["3"], ["4"]], "in order, a lot at a time"
+    assert first.seconds == 2 and second.seconds == 1
+
+
+def test_a_part_that_hangs_does_not_hold_up_the_next_step():
+    release = threading.Event()
+    hung = Reward("hung", lambda p, texts, s: texts == ["a"] and release.wait(30) or [1.0])
+    rewards = Rewards([hung], timeout=0.1)
+    first, second = rewards.begin(), rewards.begin()
+    first.add([""], ["a"], [{}])
+    second.add([""], ["b"], [{}])
+    assert second.result().tolist() == [[1.0]] and second.num_late == 0
+    assert torch.isnan(first.result()).all() and first.num_late == 1
+    release.set()
 
 
 def raises(prompts, completions, samples):
@@ -142,6 +206,14 @@ def test_a_broken_reward_names_itself(part, wanted):
         Rewards([Reward("mine", part)])(["a", "b"], ["c", "d"], [{}, {}])
 
 
+def test_full_memory_stays_what_it_is():
+    def large(prompts, completions, samples):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    with pytest.raises(torch.OutOfMemoryError):  # the report tells what fills it
+        Rewards([Reward("large", large)])([""], ["x"], [{}])
+
+
 def test_a_row_without_an_answer_is_named():
     with pytest.raises(DataError, match=re.escape("sample rows.jsonl:3 has neither `answer`")):
         Rewards([reward("exact_answer")])([""], ["x"], [{"source": "rows.jsonl:3"}])
@@ -149,6 +221,7 @@ def test_a_row_without_an_answer_is_named():
 
 def test_every_shipped_reward_is_seen_here():
     others = {"spatial_consistency", "remote"}
+    others |= {"reward_model"}  # tests/unit/test_reward_model.py
     assert set(reward_register) == {*CASES, *others}
 
 

@@ -1,6 +1,7 @@
 """Groups of answers for training: which are drawn, what they are worth, stages left as found."""
 
 import functools
+import threading
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from stageline.inference.decoding.chain import LocalChain
 from stageline.inference.decoding.request import Sampling
 from stageline.inference.decoding.stage_decoder import StageDecoder, answering
 from stageline.seeds import derive_seed
+from stageline.training.rewards import Reward, Rewards
 from tests.helpers import decoded_models
 from tests.helpers.decoding_engines import answers_of, built_stages, local_engine
 from tests.helpers.pictured_prompts import pictured_prompts
@@ -52,7 +54,7 @@ def seeded(prompts, count):
     ]
 
 
-def draw(model, stages, prompts, *, lot_size=2, stop_ids=(), orders=None, **sampling):
+def draw(model, stages, prompts, *, lot_size=2, stop_ids=(), orders=None, on_lot=None, **sampling):
     decoders = [StageDecoder(stage, trains_on=True) for stage in stages]
     chain = LocalChain(decoders)
     if orders is not None:
@@ -67,7 +69,8 @@ def draw(model, stages, prompts, *, lot_size=2, stop_ids=(), orders=None, **samp
         most_on_way=4,
     )
     with answering(stages):
-        found = groups.draw(prompts, Sampling(max_new_tokens=MOST, **sampling), lot_size=lot_size)
+        sampled = Sampling(max_new_tokens=MOST, **sampling)
+        found = groups.draw(prompts, sampled, lot_size=lot_size, on_lot=on_lot)
     assert not any(decoder.groups or decoder.sampled for decoder in decoders)
     return found
 
@@ -86,6 +89,31 @@ def test_the_likeliest_answers_are_the_librarys(name, num_stages, request):
     read = [order for order in orders if order.kind == "prefill"]
     assert [len(order.lengths) for order in read] == [1] * len(model.prompts), "read once"
     assert all(answer.is_cut and not answer.text.isspace() for group in found for answer in group)
+
+
+def test_rewards_judge_a_lot_while_the_next_is_drawn(llama):
+    """In the order of prompts; a judge that waits for the last lot does not hold it up."""
+    orders, told, goes_on = [], [], threading.Event()
+
+    def judge(prompts, completions, samples):
+        assert goes_on.wait(30), "nothing was drawn meanwhile"
+        return [float(text) for text in completions]
+
+    judging = Rewards([Reward("judge", judge, takes_lots=True)]).begin()
+
+    def on_lot(first, answers):
+        told.append((first, tokens(answers), len(orders)))
+        names = [str(first + place) for place, group in enumerate(answers) for _ in group]
+        judging.add(names, names, [{}] * len(names))
+        if first == 4:
+            goes_on.set()
+
+    prompts = seeded(llama.prompts, 3)
+    found = draw(llama, stages_of(llama, 2), prompts, orders=orders, on_lot=on_lot)
+    assert [first for first, *_ in told] == [0, 2, 4]
+    assert [group for _, answers, _ in told for group in answers] == tokens(found)
+    assert told[0][2] < len(orders) - MOST, "told while others are drawn"
+    assert judging.result().tolist() == [[float(place) for place in range(5) for _ in range(3)]]
 
 
 def test_drawn_answers_are_those_of_the_engine_and_know_their_probabilities(llama):

@@ -16,8 +16,9 @@ from pp_models import class_of_key
 from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, VOCAB_SIZE, tiny_config
 from stageline.errors import UserError
 from stageline.modules import chunked_loss
-from stageline.modules.chunked_loss import ChunkedLoss, head_of
+from stageline.modules.chunked_loss import ChunkedLogits, ChunkedLoss, LossByToken, head_of
 from stageline.modules.lora import wrap_linear
+from stageline.modules.policy_loss import PolicyOptions, policy_loss, token_log_probs
 from tests.helpers.split_backward import plain_backward, split_backward
 from tests.helpers.tiny_batches import tiny_micro_batches
 
@@ -197,6 +198,89 @@ def test_how_often_the_head_runs(backward, runs):
     assert lengths == [5, 5, 5, 2] * runs
 
 
+# -- losses that need all tokens at once, and a few numbers of each -----------------------------
+
+
+def answers(logits, batch, *, num_targets, learnt=(True, True), **options):
+    """A loss over sampled answers; how sure the model was of each token before is made up."""
+    generator = torch.Generator().manual_seed(5)
+    shape, wide = batch["labels"].shape, torch.float64
+    columns = {
+        "loss_advantages": torch.tensor([0.7, -1.3], dtype=wide),
+        "loss_is_learnt": torch.tensor(learnt),
+        "loss_is_counted": torch.ones(2, dtype=torch.bool),
+    }
+    for name in ("loss_old", "loss_sampled", "loss_start"):
+        columns[name] = torch.randn(shape, generator=generator, dtype=wide) / 2 - 3.5
+    chosen = PolicyOptions(**{"kl_beta": 0.1, "temperature": 0.7, "delta": 3.0, **options})
+    two = torch.tensor(2.0, dtype=wide)
+    counts = {"num_tokens": num_targets, "num_answers": two}
+    loss, figures = policy_loss(logits, {**batch, **columns}, options=chosen, **counts)
+    answers.figures = {name: value.detach() for name, value in figures.items()}
+    return loss
+
+
+def by_token(stage, loss_fn, chunk=4):
+    stage.logits_chunk = chunk
+    return LossByToken(loss_fn, whole=stage.whole, chunk=chunk)
+
+
+@pytest.mark.parametrize("learnt", [(True, True), (False, True), (False, False)])
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo"])
+def test_losses_over_answers(loss_type, learnt):
+    part = functools.partial(
+        answers,
+        loss_type=loss_type,
+        learnt=learnt,
+        entropy_coef=0.2,
+        importance_correction="sequence_truncate",
+    )
+    expected = run(last_stage("all"), plain_backward, loss_fn=part)
+    wanted = answers.figures
+    for chunk in (1, 4, 100):
+        stage = last_stage("all")
+        ours = run(stage, plain_backward, loss_fn=by_token(stage, part, chunk))
+        assert ours[0] == pytest.approx(expected[0], rel=1e-13)
+        assert_close(ours[1], expected[1], torch.float64)
+        assert_close(answers.figures, wanted, torch.float64)
+    assert bool(expected[1][""].any()) == any(learnt)
+
+
+@pytest.mark.parametrize("kind", ["all", "frozen head", "head alone"])
+def test_two_walks_of_a_loss_over_answers(kind):
+    expected = run(last_stage(kind), plain_backward, loss_fn=answers)
+    stage = last_stage(kind)
+    ours = run(stage, split_backward, loss_fn=by_token(stage, answers))
+    assert_close(ours[1], expected[1], torch.float64)
+
+
+def test_the_head_runs_over_learnt_tokens_alone():
+    stage = last_stage("all")
+    lengths = []
+    stage.whole.lm_head.register_forward_hook(lambda m, args, out: lengths.append(out.shape[1]))
+    batch, _ = batch_of("gemma2", torch.float64)
+    counts = (batch["labels"][:, 1:] != -100).sum(1).tolist()
+    run(stage, plain_backward, loss_fn=by_token(stage, answers, 100))
+    part = functools.partial(answers, learnt=(False, True))
+    run(stage, plain_backward, loss_fn=by_token(stage, part, 100))
+    assert lengths == [sum(counts)] * 2 + [counts[1]] * 2 and counts[0] > 0
+
+
+def test_log_probabilities_before_a_step_are_those_of_the_step():
+    stage = last_stage("all", torch.float32)
+    stage.logits_chunk = 4
+    batch, inputs = batch_of("gemma2", torch.float32)
+    batch["loss_is_learnt"] = torch.tensor([True, True])
+    hidden = stage(torch.ones(2, LENGTH, 16), **inputs)
+    with torch.no_grad():
+        before = ChunkedLogits(hidden, whole=stage.whole, chunk=4)
+        before_BT = token_log_probs(before, batch, temperature=0.7)
+    logits = ChunkedLogits(hidden, whole=stage.whole, chunk=4)
+    assert torch.equal(token_log_probs(logits, batch, temperature=0.7), before_BT)
+    plain_BT = token_log_probs(head_of(stage.whole)(hidden), batch, temperature=0.7)
+    torch.testing.assert_close(before_BT, plain_BT, rtol=1e-6, atol=1e-6)
+
+
 def test_half_gradients_are_summed_in_float32():
     """Sixty-four chunks: each alone is lost in bfloat16 beside the sum, together they are not."""
     whole, stage = make_pair("llama", dtype=torch.bfloat16, max_position_embeddings=512)
@@ -247,7 +331,8 @@ def test_a_loss_that_is_no_sum_is_refused():
     loss = ChosenPart("loss_fn", "mean_loss", mean_loss)
     with pytest.raises(UserError, match='"mean_loss", is_token_sum=True'):
         check_token_sum(loss)
-    check_token_sum(chosen_part("loss_fn", "sft"))
+    for key in ("sft", "grpo"):
+        check_token_sum(chosen_part("loss_fn", key))
 
 
 def test_a_head_that_cannot_run_alone_is_refused():

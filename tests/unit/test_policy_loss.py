@@ -197,6 +197,53 @@ def test_any_split_into_micro_batches_adds_up(loss_type, options):
         torch.testing.assert_close(sum(own[name] for _, own in parts), value, **CLOSE)
 
 
+def packed_into(rows, batch, logits):
+    """The answers of each row, with the prompts before them, behind each other; padding behind."""
+    width = max(sum(PROMPT + LENGTHS[one] for one in row) for row in rows) + 2
+
+    def packed(value, fill):
+        lines = []
+        for row in rows:
+            parts = [value[one, : PROMPT + LENGTHS[one]] for one in row]
+            line = torch.cat(parts) if parts else value[0, :0]
+            lines.append(pad(line, (0, 0) * (line.ndim - 1) + (0, width - len(line)), value=fill))
+        return torch.stack(lines)
+
+    members = [one for row in rows for one in row]
+    numbers = torch.full((len(LENGTHS), 1), -1)
+    for number, one in enumerate(members):
+        numbers[one] = number
+    made = {
+        "labels": packed(batch["labels"], -100),
+        "loss_places": packed(numbers.expand(-1, PROMPT + ANSWER), -1),
+    }
+    for name in ("loss_old", "loss_sampled", "loss_start"):
+        made[name] = packed(batch[name], 0.0)
+    for name in ("loss_advantages", "loss_is_learnt", "loss_is_counted"):
+        made[name] = batch[name][members]
+    return made, packed(logits, 0.0)
+
+
+@pytest.mark.parametrize("correction", ["none", "token_mask", "sequence_truncate"])
+@pytest.mark.parametrize("has_old", [True, False])
+@pytest.mark.parametrize(("loss_type", "options"), TYPES)
+def test_packed_rows_give_the_same(loss_type, options, has_old, correction):
+    batch, logits, _ = make_batch()
+    chosen = {"kl_beta": 0.1, "entropy_coef": 0.01, "has_old": has_old, "importance_cap": 1.3}
+    chosen |= {"loss_type": loss_type, "importance_correction": correction, **options}
+    whole, figures = our_loss(batch, logits, **chosen)
+    found = [
+        our_loss(*packed_into(rows, batch, logits), **chosen)
+        for rows in ([[2, 0, 5], [4]], [[1, 3]], [[]])  # the last one only fills up
+    ]
+    loss = sum(own for own, _ in found)
+    torch.testing.assert_close(loss, whole, **CLOSE)
+    ours, wanted = (torch.autograd.grad(one, logits)[0] for one in (loss, whole))
+    torch.testing.assert_close(ours, wanted, **CLOSE)
+    for name, value in figures.items():
+        torch.testing.assert_close(sum(own[name] for _, own in found), value, **CLOSE)
+
+
 def test_advantages_are_those_of_trl():
     """Written out as trl's trainer has them; a reward of nothing is in no mean."""
     rewards = torch.tensor([[1.0, 0.0, 0.5, 0.25], [2.0, torch.nan, 2.0, 2.0]]).double()

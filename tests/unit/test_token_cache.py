@@ -21,6 +21,7 @@ from stageline.data.batches import token_cache
 from stageline.data.batches.check_batch import CheckedCollate
 from stageline.data.batches.collate import encode_for_training
 from stageline.data.batches.collate_part import as_collate_part
+from stageline.data.batches.prompts import encode_prompt, prompt_of
 from stageline.data.batches.token_cache import (
     DamagedTokens,
     TokenCache,
@@ -99,6 +100,23 @@ def test_a_hit_gives_the_same_batch_and_encodes_nothing(dataset, tmp_path, monke
     kept = encode_for_training(images, sample, **options)
     use_token_cache(run.processor, None)
     assert kept == encode_for_training(images, sample, **options), "marks are other ones"
+
+
+def test_prompts_are_kept_beside_rows_with_their_answers(dataset, tmp_path, monkeypatch):
+    run = Run(tmp_path / "tokens", dataset)
+    options = {**run.texts, "processor": run.processor, "pad_token_id": 0, "stage": 1}
+    encode = functools.partial(encode_prompt, max_token_num=99, max_completion_length=9, **options)
+    expected = [encode(*dataset[row]) for row in range(40)]
+    use_token_cache(run.processor, cache := TokenCache(**run.texts))
+    folder, said = tmp_path / "prompts", run.said.append
+    fill_token_cache(folder, cache, dataset, encode=encode, key=run.key(), num_workers=0, say=said)
+    learnt = encode_for_training(*dataset[3], **run.texts, processor=run.processor)
+    assert cache.num_hits == 0 and run.said[-1].endswith("40 rows encoded")
+    with monkeypatch.context() as patch:
+        patch.setattr("stageline.data.batches.prompts.render_sample", None)
+        found = [encode(*dataset[row]) for row in range(40)]
+    assert cache.num_hits == 40 and [one.rows for one in found] == [one.rows for one in expected]
+    assert len(learnt.input_ids) != len(prompt_of(found[3]).input_ids)
 
 
 def test_each_part_of_the_key_makes_other_entries(dataset, tmp_path):

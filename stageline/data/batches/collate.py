@@ -22,7 +22,7 @@ from stageline.data.batches.batch import (
     sample_name,
 )
 from stageline.data.batches.collate_part import ROLES, EncodedSample, all_encoded
-from stageline.data.batches.token_cache import token_cache_of
+from stageline.data.batches.token_cache import encoded_once
 from stageline.data.text.encode import Encoded, check_targets
 from stageline.data.text.limit import Overlong, limit_length
 from stageline.data.text.template import MarkedWords
@@ -50,21 +50,17 @@ def encode_for_training(
     Raises:
         DataError: it has no supervised token.
     """
-    cache = token_cache_of(processor)
-    kept_as = None
-    if cache is not None and cache.is_used:
-        kept_as = cache.name_of(images, sample, words=words, **texts)
-    if cache is not None and kept_as is not None and (kept := cache.get(kept_as)) is not None:
-        return kept
-    name = sample_name(sample)
-    rendered = render_sample(images, sample, processor=processor, **texts)
-    if words is not None:
-        rendered = words.mark(rendered)
-    encoded = encode_sample(rendered, images, processor=processor, name=name)
-    check_targets(encoded, name=name)
-    if cache is not None and kept_as is not None:
-        cache.note(kept_as, encoded)
-    return encoded
+
+    def make() -> Encoded:
+        name = sample_name(sample)
+        rendered = render_sample(images, sample, processor=processor, **texts)
+        if words is not None:
+            rendered = words.mark(rendered)
+        encoded = encode_sample(rendered, images, processor=processor, name=name)
+        check_targets(encoded, name=name)
+        return encoded
+
+    return encoded_once(make, images, sample, processor=processor, words=words, **texts)
 
 
 def encode_sft(

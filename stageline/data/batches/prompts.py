@@ -18,8 +18,9 @@ from stageline.data.batches.batch import (
     render_sample,
     sample_name,
 )
-from stageline.data.batches.collate import TEXTS, Item, collate_encoded
+from stageline.data.batches.collate import TEXTS, Item, collate_encoded, collate_packed_sft
 from stageline.data.batches.collate_part import EncodedSample, all_encoded
+from stageline.data.batches.token_cache import encoded_once
 from stageline.data.text.encode import Encoded
 from stageline.data.text.limit import Overlong, limit_length
 
@@ -37,9 +38,13 @@ def encode_prompt(
 ) -> EncodedSample:
     """A prompt, up to where its answer begins, with a stand-in for the longest answer."""
     chosen = {name: texts[name] for name in TEXTS}
-    rendered = render_sample(images, sample, for_generation=True, **chosen)
     name = sample_name(sample)
-    prompt = encode_sample(rendered, images, processor=texts["processor"], name=name)
+
+    def make() -> Encoded:
+        rendered = render_sample(images, sample, for_generation=True, **chosen)
+        return encode_sample(rendered, images, processor=texts["processor"], name=name)
+
+    prompt = encoded_once(make, images, sample, is_prompt=True, **chosen)
     whole = with_answer(prompt, [pad_token_id] * max_completion_length)
     row = limit_length(
         whole,
@@ -90,3 +95,12 @@ def collate_answers(
     options = {"max_completion_length": max_completion_length, **common}
     encoded = all_encoded(samples, encode_prompt, **options)
     return collate_encoded(encoded, **common)
+
+
+def collate_packed_answers(
+    rows: Sequence[Sequence[Item]], *, max_completion_length: int, **common: Any
+) -> MicroBatch:
+    """One micro-batch of rows that hold several; as `collate_answers` otherwise."""
+    options = {"max_completion_length": max_completion_length, **common}
+    encoded = [all_encoded(row, encode_prompt, **options) for row in rows]
+    return collate_packed_sft(encoded, **common)

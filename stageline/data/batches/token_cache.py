@@ -203,12 +203,14 @@ class TokenCache:
         sample: dict[str, Any],
         *,
         words: Any = None,
+        is_prompt: bool = False,
         **texts: Any,
     ) -> bytes | None:
         """What a row is called; None where it is not kept.
 
         Args:
             words: that are marked in it.
+            is_prompt: it ends where the answer begins.
             texts: what it is rendered with, as `texts`.
         """
         if texts != self.texts:
@@ -217,6 +219,8 @@ class TokenCache:
         facts.append([image_size(image) for image in images or ()])
         if words is not None:
             facts.append(words.words)
+        if is_prompt:
+            facts.append("prompt")
         try:
             text = json.dumps(facts)  # in the given order: a tool's arguments are written in it
         except (TypeError, ValueError):  # holds what is no text, and may be anything
@@ -265,6 +269,31 @@ _of_processor: "weakref.WeakKeyDictionary[Any, TokenCache]" = weakref.WeakKeyDic
 def token_cache_of(processor: Any) -> TokenCache | None:
     """The cache of rows that this processor tokenizes, if there is one."""
     return _of_processor.get(processor)
+
+
+def encoded_once(
+    make: Callable[[], Encoded],
+    images: Sequence[Any] | None,
+    sample: dict[str, Any],
+    *,
+    processor: Any,
+    **way: Any,
+) -> Encoded:
+    """The row as it is kept, or made and, where rows are to be kept, told of.
+
+    Args:
+        way: what else `TokenCache.name_of` asks.
+    """
+    cache = token_cache_of(processor)
+    if cache is None or not cache.is_used:
+        return make()
+    kept_as = cache.name_of(images, sample, **way)
+    if kept_as is not None and (kept := cache.get(kept_as)) is not None:
+        return kept
+    encoded = make()
+    if kept_as is not None:
+        cache.note(kept_as, encoded)
+    return encoded
 
 
 def use_token_cache(processor: Any, cache: TokenCache | None) -> None:

@@ -101,6 +101,10 @@ class _Lot:
     left: list[int] = field(default_factory=list)
 
 
+# the number of the lot's first prompt, and the answers to each of its prompts
+OnLot = Callable[[int, Sequence[Sequence[SampledAnswer]]], None]
+
+
 class AnswerGroups:
     """Draws groups of answers; the first rank of a pipeline has it, the others follow.
 
@@ -129,13 +133,19 @@ class AnswerGroups:
         self.most_on_way = most_on_way
 
     def draw(
-        self, prompts: Sequence[PromptToAnswer], sampling: Sampling, *, lot_size: int
+        self,
+        prompts: Sequence[PromptToAnswer],
+        sampling: Sampling,
+        *,
+        lot_size: int,
+        on_lot: OnLot | None = None,
     ) -> list[list[SampledAnswer]]:
         """The answers to each prompt, one for each of its seeds.
 
         Args:
             sampling: how all tokens are drawn; its seed is not looked at.
             lot_size: prompts that are answered together. Roundings depend on it, and so may tokens.
+            on_lot: told the answers of a lot that is whole, while others are drawn.
 
         Raises:
             EngineError, UserError: a stage failed, or a token could not be drawn.
@@ -149,6 +159,10 @@ class AnswerGroups:
             while waiting and len(drawing.lots) < self.lots_at_once:
                 drawing.begin(waiting.popleft())
             drawing.go_on()
+            while on_lot is not None and drawing.has_whole_lot:
+                first = drawing.num_told * lot_size
+                on_lot(first, drawing.answers[first : first + lot_size])
+                drawing.num_told += 1
         return drawing.answers
 
     def close(self) -> None:
@@ -159,12 +173,17 @@ class AnswerGroups:
 
 
 class _Drawing:
-    """One call of `AnswerGroups.draw`."""
+    """One call of `AnswerGroups.draw`.
+
+    Attributes:
+        num_told: lots that were handed on.
+    """
 
     def __init__(self, groups: AnswerGroups, sampling: Sampling) -> None:
         self.groups, self.sampling = groups, sampling
         self.answers: list[list[SampledAnswer]] = []
         self.lots: dict[int, _Lot] = {}
+        self.num_told = 0
         self._ready: deque[Callable[[], tuple[PassOrder, dict[str, torch.Tensor]]]] = deque()
         self._rows: dict[int, _Row] = {}
         self._num_lots = 0
@@ -172,6 +191,11 @@ class _Drawing:
     @property
     def is_busy(self) -> bool:
         return bool(self._ready or self.groups.chain.num_in_flight)
+
+    @property
+    def has_whole_lot(self) -> bool:
+        """Whether the next lot is whole; one that ended before it waits: their order is given."""
+        return self.num_told < self._num_lots and self.num_told not in self.lots
 
     def begin(self, prompts: Sequence[PromptToAnswer]) -> None:
         """Puts the first passes of a lot in line: each prompt is read alone, and once."""

@@ -113,8 +113,12 @@ MEASURED_GROUP = -1
 
 @contextlib.contextmanager
 def answering(stages: Iterable[Stage]) -> Iterator[None]:
-    """Stages of a training answer meanwhile; afterwards they are as they were."""
+    """Stages of a training answer meanwhile; afterwards they are as they were.
+
+    Compiled layers run as they were written: each length of a cache would be compiled anew.
+    """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         for stage in stages:
             modes = [(module, module.training) for module in stage.modules()]
             for module, is_training in modes:

@@ -1,0 +1,202 @@
+"""A model that scores answers: the library's sequence classifier with one label, on one device.
+
+So are the checkpoints of a reward model's run, and most reward models that others publish. It reads
+texts, not the ids of the model that answered: its own chat template writes the conversation and its
+own tokenizer cuts it, so that the two models need not be of one family.
+
+Shapes: B rows, T tokens.
+"""
+
+import functools
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from stageline.checkpoint.adapter import base_of, processor_folder
+from stageline.checkpoint.files import ADAPTER_CONFIG
+from stageline.checkpoint.plain_model import CLASSIFIER, load_plain
+from stageline.data.batches.batch import (
+    Sample,
+    add_image_inputs,
+    encode_sample,
+    pad_rows,
+    sample_name,
+)
+from stageline.data.images.image_settings import ImageSettings
+from stageline.data.images.images import ImageExpander
+from stageline.data.text.chat import render_chat
+from stageline.data.text.chat_template import template_of
+from stageline.data.text.encode import Encoded
+from stageline.data.text.messages import tools_of, turns_of
+from stageline.data.text.processor import get_pad_token_id, get_tokenizer, load_processor
+from stageline.data.text.rendered import place_image_text, plain_image_text
+from stageline.errors import CheckpointError, UserError
+from stageline.model_folder import find_folder
+
+Precision = Literal["auto", "float32", "bfloat16", "float16"]
+_loading = threading.Lock()  # a late call may still load when that of the next step comes
+
+
+def reward_model(
+    path: str | Path, *, device: str = "cpu", dtype: Precision = "auto"
+) -> "RewardModel":
+    """The reward model of a folder, which is loaded the first time.
+
+    Args:
+        path: a classifier's folder, or that of an adapter with its `score`; safetensors alone.
+        device: as torch names it; an accelerator without a number is the current one.
+        dtype: of its weights; auto: as the files have them.
+
+    Raises:
+        UserError: nothing is there, or a model that gives no score; or it has no chat template.
+        CheckpointError: weights are missing or damaged, or the tokenizer is another model's.
+    """
+    with _loading:
+        return _load(str(path), device, dtype)
+
+
+@functools.cache
+def _load(path: str, device: str, dtype: Precision) -> "RewardModel":
+    folder = find_folder(path, option="`path` of the reward")
+    is_adapter = (folder / ADAPTER_CONFIG).exists()
+    model: Any = load_plain(folder, dtype=None if dtype == "auto" else getattr(torch, dtype))
+    name, count = type(model).__name__, getattr(model.config, "num_labels", 0)
+    if not name.endswith(CLASSIFIER) or count != 1:
+        came = f"with {count} labels" if name.endswith(CLASSIFIER) else "which has no score head"
+        raise UserError(
+            f"{folder} holds a {name}, {came}. A sequence classifier with one label was expected, "
+            "because the reward of an answer is its score: take a checkpoint that `loss_fn` rm "
+            "trained, or a reward model of AutoModelForSequenceClassification."
+        )
+    origin = processor_folder(folder, base_of(folder)) if is_adapter else folder
+    model = model.to(device).requires_grad_(False)
+    return RewardModel(model, load_processor(origin), origin)
+
+
+class RewardModel:
+    """Scores answers to prompts.
+
+    Args:
+        model: in evaluation, on its device.
+        folder: what errors name.
+    """
+
+    def __init__(self, model: PreTrainedModel, processor: Any, folder: Path) -> None:
+        self.model, self.processor = model, processor
+        expander = ImageExpander.of(processor)
+        self.sees = expander is not None
+        if expander is not None:  # the run has looked at sizes by its own limit
+            expander.use(ImageSettings(max_pixels=sys.maxsize))
+        text = model.config.get_text_config(decoder=True)
+        text.use_cache = False
+        embeddings: Any = model.get_input_embeddings()
+        num_ids, num_rows = len(get_tokenizer(processor)), embeddings.weight.shape[0]
+        if text.pad_token_id not in range(num_rows):  # None or, of older models, -1
+            text.pad_token_id = get_pad_token_id(processor)
+        # by it the library finds where a row ends, where the score is read
+        self.pad_token_id = int(text.pad_token_id)
+        self.longest = getattr(text, "max_position_embeddings", None)
+        if num_ids > num_rows:
+            raise CheckpointError(
+                f"the tokenizer in {folder} has {num_ids} tokens, the reward model there has rows "
+                f"for {num_rows}. A row for each was expected: the tokenizer is another model's. "
+                "Copy the one that the reward model was trained with into its folder."
+            )
+        if template_of(processor) is None:
+            raise UserError(
+                f"the tokenizer in {folder} has no chat template. One was expected, because a "
+                "reward model scores a conversation as it saw them in training: put its "
+                "chat_template.jinja there."
+            )
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        samples: Sequence[Sample],
+        completions: Sequence[str],
+        *,
+        prompt: str,
+        batch_size: int = 8,
+    ) -> list[float | None]:
+        """The score of each completion as an answer to its sample.
+
+        None of one that is too long, or that the chat template would write as another text.
+
+        Args:
+            samples: with `messages`, or with the fields of `prompt`; `images` are PIL images, which
+                a model that sees none is not shown.
+            prompt: a template, whose text before [ANSWER] is the user's turn.
+            batch_size: rows at once, those of near-equal length together.
+
+        Raises:
+            UserError: the chat template can write none of them.
+        """
+        images = [list(sample.get("images") or ()) if self.sees else [] for sample in samples]
+        made = [self._encode(*one, prompt) for one in zip(samples, completions, images)]
+        refused = [one for one in made if isinstance(one, UserError)]
+        if refused and len(refused) == len(made):
+            raise refused[0]
+        rows = {number: one for number, one in enumerate(made) if isinstance(one, Encoded)}
+        fitting = [n for n, row in rows.items() if len(row) <= (self.longest or len(row))]
+        fitting.sort(key=lambda number: len(rows[number]))
+        scores: list[float | None] = [None] * len(made)
+        for start in range(0, len(fitting), batch_size):
+            chosen = fitting[start : start + batch_size]
+            own = [rows[number] for number in chosen]
+            batch = pad_rows(own, pad_token_id=self.pad_token_id, with_labels=False)
+            add_image_inputs(
+                batch,
+                [images[number] for number in chosen],
+                processor=self.processor,
+                names=[sample_name(samples[number]) for number in chosen],
+                with_pixels=True,
+            )
+            for number, score in zip(chosen, self._scores(batch), strict=True):
+                scores[number] = score
+        return scores
+
+    def _encode(
+        self, sample: Sample, completion: str, images: Sequence[Any], prompt: str
+    ) -> Encoded | UserError:
+        """The row of a conversation that ends with the completion, or why there is none."""
+        name = sample_name(sample)
+        answered = {**with_answer(sample, completion), "num_images": len(images)}
+        turns = turns_of(answered, prompt, system=None, for_generation=False)
+        if not images:  # a place for one may be in a message
+            turns = [
+                replace(turn, pieces=tuple(one for one in turn.pieces if not one.is_image))
+                for turn in turns
+            ]
+        try:
+            rendered = render_chat(turns, self.processor, tools=tools_of(sample))
+        except UserError as error:  # a run must not end for what one answer says
+            return error
+        if images:
+            rendered = place_image_text(rendered, plain_image_text(self.processor))
+        return encode_sample(
+            replace(rendered, name=name), images, processor=self.processor, name=name
+        )
+
+    def _scores(self, batch: dict[str, torch.Tensor]) -> list[float]:
+        device, dtype = self.model.device, self.model.dtype
+        given = {
+            name: value.to(device, dtype if value.is_floating_point() else None)
+            for name, value in batch.items()
+        }
+        return self.model(**given).logits[:, 0].float().tolist()
+
+
+def with_answer(sample: Sample, completion: str) -> dict[str, Any]:
+    """The sample with another answer: in the place of its own, or of its last message."""
+    messages = sample.get("messages")
+    if not messages:
+        return {**sample, "answer": completion}
+    if messages[-1].get("role") == "assistant":
+        messages = messages[:-1]
+    return {**sample, "messages": [*messages, {"role": "assistant", "content": completion}]}
