@@ -5,6 +5,7 @@ Knows the options; the engine's part is stageline/training/rollouts.py.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from stageline.data.batches.sampler import group_size_of
 from stageline.data.batches.step_maker import PromptMaker
 from stageline.data.text.processor import get_tokenizer
 from stageline.distributed.process_group import DistributedContext
-from stageline.inference.decoding.answer_bytes import AnswerLoad
 from stageline.inference.decoding.chain import make_wire
 from stageline.inference.generation import stop_ids_of
+from stageline.inference.model_bytes import AnswerLoad, answer_cost
 from stageline.model_folder import find_folder, load_config
 from stageline.pipeline.runner import PipelineRunner
+from stageline.planner.cost import Cost
+from stageline.stage import Stage
 from stageline.training.answers import StageAnswers
 from stageline.training.replicas import Replicas
 from stageline.training.resume import ResumePoint
@@ -103,13 +106,12 @@ def make_rollouts(
     )
 
 
-def answer_loads(arguments: TrainArguments, num_ranks: int, row_tokens: int) -> list[AnswerLoad]:
-    """What a pipeline answers before a step, and in an evaluation.
+def weigh_answers(run: RunConfig, num_ranks: int, row_tokens: int) -> Callable[[Stage], Cost]:
+    """What weighs the answers that a pipeline draws before a step, and in an evaluation.
 
     Args:
         row_tokens: of the longest row, with a stand-in for the longest answer.
     """
-    run = arguments.run
     answer_tokens = min(run.max_completion_length, row_tokens - 1)
     step = AnswerLoad(
         num_prompts=run.batch_size * run.accumulate_steps // run.group_size,
@@ -125,7 +127,8 @@ def answer_loads(arguments: TrainArguments, num_ranks: int, row_tokens: int) -> 
         copies=1,
         lot_size=run.prompts_together * run.group_size,
     )
-    return [step, held_out] if run.eval_samples else [step]
+    loads = [step, held_out] if run.eval_samples else [step]
+    return functools.partial(answer_cost, loads=loads)
 
 
 def make_rewards(arguments: TrainArguments) -> Rewards:

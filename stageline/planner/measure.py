@@ -27,7 +27,6 @@ from torch.utils.flop_counter import (
 )
 
 from stageline.device import empty_cache, is_accelerator, synchronize
-from stageline.inference.decoding.answer_bytes import META, AnswerLoad, answer_bytes
 from stageline.modules.recompute import recomputes
 from stageline.pipeline.live_bytes import PeakBytes, SavedBytes, tensor_bytes
 from stageline.pipeline.plan import Kind
@@ -488,20 +487,23 @@ def _gloo_seconds(num_bytes: int) -> float:
     return statistics.median(took[1:])
 
 
-def with_answers(costs: ModelCosts, outline: Outline, loads: Sequence[AnswerLoad]) -> ModelCosts:
-    """The costs of a run whose model answers before it trains; looks at pieces on meta.
+WeighAnswers = Callable[[Stage], Cost]  # a piece on meta -> its `cache` and `answering`
+
+
+def with_answers(costs: ModelCosts, outline: Outline, weigh: WeighAnswers) -> ModelCosts:
+    """The costs of a run whose model answers before it trains.
 
     A tower looks at one prompt at a time, and at no less when it trains: what it holds then counts.
     """
     items = {0, *(kind + 1 for kind in outline.kinds), outline.num_layers + 1}
     try:
-        found = {item: answer_bytes(outline.piece(item, META), loads) for item in items}
+        found = {item: weigh(outline.piece(item, torch.device("meta"))) for item in items}
     except Exception as error:  # a forward pass that looks at numbers, or has no kernel on meta
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         return replace(costs, not_counted=f"keys and values of the answers ({why})")
 
     def added(cost: Cost, item: int) -> Cost:
-        return replace(cost, cache=found[item].cache, answering=found[item].workspace)
+        return replace(cost, cache=found[item].cache, answering=found[item].answering)
 
     first = added(costs.first, 0)
     if outline.has_tower:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from stageline.device import generators_kept, is_accelerator
 from stageline.errors import PlanError, UserError, spelled
-from stageline.inference.decoding.answer_bytes import AnswerLoad
 from stageline.pipeline.live_bytes import PeakBytes
 from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.stage_passes import MicroBatch
@@ -23,6 +22,7 @@ from stageline.planner.measure import (
     LossFor,
     MakePiece,
     Outline,
+    WeighAnswers,
     Workload,
     estimate,
     measure,
@@ -235,8 +235,8 @@ class Planner:
         make_optimizer: {name: parameter} -> the optimizer of the run.
         device: where to measure.
         shards: replicas that share weights and their state.
-        answer_loads: tokens of the longest row -> what the model answers before it trains, of which
-            the largest counts; None: it does not answer.
+        answers_of: tokens of the longest row -> what weighs the answers that are drawn before a
+            step; None: the model does not answer.
         group_size: samples that stay in one micro-batch.
         times_transfers: measures what a transfer takes, where this process may use a second GPU.
     """
@@ -251,7 +251,7 @@ class Planner:
     make_optimizer: MakeOptimizer
     device: torch.device
     shards: int = 1
-    answer_loads: Callable[[int], Sequence[AnswerLoad]] | None = None
+    answers_of: Callable[[int], WeighAnswers] | None = None
     visual_gpu_ratio: float = 0.0
     group_size: int = 1
     repeats: int = 5
@@ -298,9 +298,9 @@ class Planner:
         return costs if taken is None else replace(costs, hand_over=taken)
 
     def _with_answers(self, costs: ModelCosts) -> ModelCosts:
-        if self.answer_loads is None:
+        if self.answers_of is None:
             return costs
-        return with_answers(costs, self.outline, self.answer_loads(costs.shape[1]))
+        return with_answers(costs, self.outline, self.answers_of(costs.shape[1]))
 
     def place(
         self, kind: PartitionKind, capacities: tuple[int, ...] | None = None

@@ -10,11 +10,11 @@ from pp_models import class_of_key
 from prompt_fn import auto, chat
 from stageline.checkpoint.load import quiet
 from stageline.data.text.processor import get_tokenizer
-from stageline.inference.decoding.answer_bytes import META, AnswerLoad, answer_bytes
 from stageline.inference.decoding.answer_groups import AnswerGroups, PromptToAnswer
 from stageline.inference.decoding.chain import LocalChain
 from stageline.inference.decoding.request import Sampling
 from stageline.inference.decoding.stage_decoder import StageDecoder, answering
+from stageline.inference.model_bytes import META, AnswerLoad, answer_cost
 from stageline.pipeline.live_bytes import PeakBytes
 from stageline.planner.measure import Workload, estimate, measure, outline_of, with_answers
 from tests.helpers import decoded_models
@@ -90,11 +90,11 @@ def test_real_answers_take_what_is_stated(model, lengths):
     make = maker(model)
     prompts = decoded_models.text_prompts(LENGTHS[lengths], vocab_size=64)
     load = load_of(prompts, lots_at_once=2)
-    stated = answer_bytes(make(stage=0, num_stages=1, device=META), [load])
+    stated = answer_cost(make(stage=0, num_stages=1, device=META), [load])
     stage = make(stage=0, num_stages=1, device=CPU)
     [decoder], peak = really_drawn(model, [stage], load, prompts)
     assert decoder.most == stated.cache
-    assert 0.8 * (stated.cache + stated.workspace) < peak <= stated.cache + stated.workspace
+    assert 0.8 * (stated.cache + stated.answering) < peak <= stated.cache + stated.answering
     window = getattr(stage.config.get_text_config(), "sliding_window", None)
     if model.family == "gemma3":
         assert window < load.prompt_tokens, "layers with a window keep all columns here"
@@ -112,7 +112,7 @@ def test_stages_are_the_sum_of_their_items(model):
     workload = Workload(batch, lambda last: functools.partial(sft, num_targets=1), CPU, repeats=1)
     for costs in (estimate(outline, shape=(2, 20)), measure(outline, workload)):
         assert not any(stage.cache or stage.answering for stage in costs.stages([1, 3]))
-        found = with_answers(costs, outline, [load])
+        found = with_answers(costs, outline, functools.partial(answer_cost, loads=[load]))
         assert found.not_counted == ""
         stages = [
             make(stage=index, num_stages=2, partition=[1, 3], device=CPU) for index in range(2)
@@ -124,13 +124,12 @@ def test_stages_are_the_sum_of_their_items(model):
     assert 0.7 * all_bytes < peak <= all_bytes
 
 
-def test_what_cannot_be_looked_at_is_told(monkeypatch, tmp_path):
+def test_what_cannot_be_looked_at_is_told(tmp_path):
     outline = outline_of(maker(tiny_model("llama", tmp_path)))
     costs = estimate(outline, shape=(2, 20))
 
     def fails(*_):
         raise RuntimeError("no kernel\nfor it")
 
-    monkeypatch.setattr("stageline.planner.measure.answer_bytes", fails)
-    found = with_answers(costs, outline, [AnswerLoad(4, 2, 2, 1, 9, 9)])
+    found = with_answers(costs, outline, fails)
     assert found.not_counted.endswith("(RuntimeError: no kernel)")
