@@ -24,7 +24,7 @@ from tests.helpers.tiny_batches import tiny_micro_batches
 CPU = torch.device("cpu")
 COPIES, ANSWER = 3, 60
 # with two lots at once: full ones, with prompts of several lengths, and one that is not full
-LENGTHS = {"even": [40] * 5, "mixed": [40, 9, 17, 40, 23], "rest": [12, 31, 40]}
+LENGTHS = {"even": [40] * 8, "mixed": [40, 9, 17, 23, 40, 8], "rest": [12, 31, 40]}
 
 
 class Watched(StageDecoder):
@@ -61,7 +61,7 @@ def maker(model, **options):
     return make
 
 
-def load_of(prompts, *, lots_at_once, lot_size=2):
+def load_of(prompts, *, lots_at_once, lot_size=4):
     longest = max(prompt["input_ids"].shape[1] for prompt in prompts)
     return AnswerLoad(len(prompts), COPIES, lot_size, lots_at_once, longest, ANSWER)
 
