@@ -4,13 +4,12 @@
 # About 12 minutes on 2 CPU cores. Stop it at any time: started again it goes on where it was.
 # Change a key below, or append options of training: bash scripts/study_spatial.sh --sim-fn cos
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
+source "$ROOT/scripts/_scenes.sh"
 
 SIZE="${SIZE:-small}"
 SEEDS="${SEEDS:-0 1 2}"
 ARMS="${ARMS:-sft contrastive}"
 SIM_FN="${SIM_FN:-js}"
-SPLIT="${SPLIT:-test}" # choose settings on validation
-NUM_TEST="${NUM_TEST:-1200}"
 NEGATIVES=2
 COMPARED=(--collate-fn.marked directions,clock,yes,no --loss-fn.warmup_steps 100)
 OPTIONS=()
@@ -42,73 +41,32 @@ case "$SIZE" in
 esac
 STUDY_DIR="${STUDY_DIR:-$ROOT/runs/study_spatial/$SIZE}"
 
-model() { # seed: random weights, written whole or not at all
-    local folder="$STUDY_DIR/start/seed-$1"
-    if [ ! -d "$folder" ]; then
-        rm -rf "$folder.tmp"
-        "$PYTHON" "$ROOT/scripts/make_scenes_model.py" "$folder.tmp" "$SIZE" "$1"
-        mv "$folder.tmp" "$folder"
-    fi
-}
-
 train() { # arm, seed: both arms see the same pictures in the same order, from the same start
     local compared=()
     [ "$1" = sft ] || compared=(--sim-fn "$SIM_FN" "${COMPARED[@]}")
-    "$PYTHON" "$ROOT/train_pp.py" \
-        --num-stages 2 \
-        --train-model internvl \
-        --model-path "$STUDY_DIR/start/seed-$2" \
-        --dataset scenes \
+    scenes_train "$STUDY_DIR/$1/seed-$2" "$STUDY_DIR/start/seed-$2" "$2" \
         --dataset.negatives "$NEGATIVES" \
-        "${SCENES[@]}" \
-        --prompt vqa \
-        --prompt-fn fill \
-        --image-token auto \
         --collate-fn "$1" \
         --loss-fn "$1" \
         ${compared[@]+"${compared[@]}"} \
         --micro-batch-order given \
-        --max-token-num 128 \
         "${TRAIN[@]}" \
         --min-lr 1e-4 \
         --warmup-steps 20 \
         --weight-decay 0.05 \
         --eval-samples 0 \
         --save-steps 250 \
-        --keep-last 1 \
-        --resume auto \
-        --seed "$2" \
-        --output-dir "$STUDY_DIR/$1/seed-$2" \
         ${OPTIONS[@]+"${OPTIONS[@]}"}
-}
-
-evaluate() { # arm, seed
-    local run="$STUDY_DIR/$1/seed-$2"
-    "$PYTHON" "$ROOT/evaluate.py" \
-        --builder auto \
-        --model generate \
-        --model-path "$(ls -d "$run"/checkpoints/step-* | sort | tail -n 1)" \
-        --dataset scenes \
-        --dataset.split "$SPLIT" \
-        --dataset.num_test "$NUM_TEST" \
-        "${SCENES[@]}" \
-        --prompt vqa \
-        --prompt-fn fill \
-        --image-token auto \
-        --metric rotate_qa \
-        --batch-size 100 \
-        --max-new-tokens 4 \
-        --output-dir "$run/evaluation"
 }
 
 for seed in $SEEDS; do
     for arm in $ARMS; do
-        if [ ! -f "$STUDY_DIR/$arm/seed-$seed/evaluation/report.json" ]; then
+        if ! scenes_is_evaluated "$STUDY_DIR/$arm/seed-$seed"; then
             echo "== $arm, seed $seed"
-            model "$seed"
+            scenes_model "$STUDY_DIR/start/seed-$seed" "$seed"
             train "$arm" "$seed"
-            evaluate "$arm" "$seed"
+            scenes_evaluate "$STUDY_DIR/$arm/seed-$seed"
         fi
     done
 done
-"$PYTHON" "$ROOT/scripts/study_spatial_report.py" "$STUDY_DIR"
+scenes_report

@@ -1,15 +1,16 @@
-"""Writes the report of scripts/study_spatial.sh: report.md, report.json, accuracy.png, loss.png.
+"""Writes the report of a study with drawn scenes: report.md, report.json, accuracy.png, loss.png.
 
 Usage: study_spatial_report.py FOLDER, whose runs lie in FOLDER/ARM/seed-N.
 
 It compares ways of training over several seeds on one held-out set. Two questions are kept apart:
 how sure the figures of the runs that were made are (the held-out samples are drawn again), and how
 sure they would be of runs with other seeds (the seeds are drawn again too; rough, where there are
-few).
+few). Views of one scene are no independent samples: where there are several, scenes are drawn.
 """
 
 import datetime
 import json
+import math
 import os
 import platform
 import sys
@@ -39,6 +40,7 @@ METRIC = "rotate_qa"
 COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:purple")
 NUM_DRAWS = 2000
 ALL = "all"
+CONSISTENT = "all views right"
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,10 @@ class Run:
     """What one run scored.
 
     Attributes:
-        scores: id of a held-out sample -> 0 or 1.
+        scores: id of a held-out sample -> 0 or 1; of views of scenes, scene -> share of them.
         groups: id -> group of the report, such as its task.
         facts: seconds, steps ...; shown in the table of runs.
+        consistent: scene -> 1 where the answers to all its views are right; empty without views.
     """
 
     arm: str
@@ -56,6 +59,7 @@ class Run:
     scores: Mapping[str, float]
     groups: Mapping[str, str]
     facts: Mapping[str, Any] = field(default_factory=dict)
+    consistent: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,7 @@ class Study:
             for group in self.groups
         }
         self._rows[ALL] = numpy.ones(len(self.ids), dtype=bool)
+        self.shown = [*self.groups, ALL, *([CONSISTENT] if runs[0].consistent else [])]
 
     def _check(self) -> None:
         for run in self.runs:
@@ -127,8 +132,10 @@ class Study:
     def scores(self, arm: str, group: str = ALL) -> numpy.ndarray:
         """[seeds, samples of the group]."""
         runs = {run.seed: run for run in self.runs if run.arm == arm}
-        whole = numpy.array([[runs[seed].scores[name] for name in self.ids] for seed in self.seeds])
-        return whole[:, self._rows[group]]
+        is_whole = group == CONSISTENT
+        found = [runs[seed].consistent if is_whole else runs[seed].scores for seed in self.seeds]
+        scores = numpy.array([[of[name] for name in self.ids] for of in found])
+        return scores[:, self._rows[ALL if is_whole else group]]
 
     def accuracy(self, arm: str, group: str = ALL) -> Figure:
         """Of one arm."""
@@ -171,7 +178,7 @@ def study_figures(study: Study, *, chance: Mapping[str, float]) -> dict[str, Any
     Args:
         chance: group -> accuracy of who guesses.
     """
-    groups = [*study.groups, ALL]
+    groups = study.shown
     baseline, *others = study.arms
     return {
         "seeds": study.seeds,
@@ -390,7 +397,7 @@ def _draw_interval(
 
 
 def losses_figure(logs: Mapping[str, Sequence[Sequence[dict]]]) -> Picture:
-    """Next-token losses of all runs: a thin line each, in the colour of its arm.
+    """Next-token losses of all runs that have one: a thin line each, in the colour of its arm.
 
     Args:
         logs: arm -> training records of each of its runs. A loss of several terms tells its
@@ -400,7 +407,7 @@ def losses_figure(logs: Mapping[str, Sequence[Sequence[dict]]]) -> Picture:
     axes = figure.subplots()
     for number, (arm, runs) in enumerate(logs.items()):
         for place, records in enumerate(runs):
-            known = [record for record in records if record.get("loss") is not None]
+            known = [one for one in records if one.get("loss") is not None and "reward" not in one]
             losses = [record.get("token_loss", record["loss"]) for record in known]
             axes.plot(
                 [record["step"] for record in known],
@@ -416,18 +423,30 @@ def losses_figure(logs: Mapping[str, Sequence[Sequence[dict]]]) -> Picture:
     return figure
 
 
+def by_scene(values: Sequence[float], samples: Sequence[Mapping[str, Any]]) -> dict[str, list]:
+    """Scene -> what was given for each of its views."""
+    views: dict[str, list] = {}
+    for value, sample in zip(values, samples, strict=True):
+        views.setdefault(sample["contrast_group"], []).append(value)
+    return views
+
+
 def read_predictions(folder: Path) -> list[dict[str, Any]]:
     """A record a held-out sample."""
     lines = (folder / "evaluation" / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
     return [record for record in map(json.loads, lines) if "prediction" in record]
 
 
-def answers_of(folder: Path) -> dict[str, set[str]]:
-    """Group -> its right answers; they are equally frequent, so who guesses has one in so many."""
+def chance_by_group(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What who guesses gets right of each group, whose answers are equally frequent."""
     answers: dict[str, set[str]] = {}
-    for record in read_predictions(folder):
-        answers.setdefault(record["sample"]["group"], set()).add(record["sample"]["answer"])
-    return answers
+    for sample in samples:
+        answers.setdefault(sample["group"], set()).add(sample["answer"])
+    chance = {group: 1 / len(found) for group, found in answers.items()}
+    if "contrast_group" in samples[0]:
+        views = by_scene([chance[sample["group"]] for sample in samples], samples)
+        chance[CONSISTENT] = float(numpy.mean([math.prod(of) for of in views.values()]))
+    return chance
 
 
 def read_run(folder: Path) -> Run:
@@ -435,7 +454,13 @@ def read_run(folder: Path) -> Run:
     records = read_predictions(folder)
     samples = [record["sample"] for record in records]
     scores = metric_register[METRIC](records, samples)["per_sample"]
-    ids = [record["id"] for record in records]
+    names = [record["id"] for record in records]
+    consistent: dict[str, float] = {}
+    if "contrast_group" in samples[0]:
+        views = by_scene(scores, samples)
+        consistent = {scene: float(min(of)) for scene, of in views.items()}
+        names = [sample["contrast_group"] for sample in samples]
+        scores = [sum(views[scene]) / len(views[scene]) for scene in names]
     steps, _ = read_log(folder / "log.jsonl")
     facts = {
         "steps": steps[-1]["step"],
@@ -444,9 +469,10 @@ def read_run(folder: Path) -> Run:
     return Run(
         arm=folder.parent.name,
         seed=int(folder.name.removeprefix("seed-")),
-        scores=dict(zip(ids, scores, strict=True)),
-        groups={name: sample["group"] for name, sample in zip(ids, samples, strict=True)},
+        scores=dict(zip(names, scores, strict=True)),
+        groups={name: sample["group"] for name, sample in zip(names, samples, strict=True)},
         facts=facts,
+        consistent=consistent,
     )
 
 
@@ -456,16 +482,21 @@ def run_folders(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (path.parent.name != "sft", str(path)))
 
 
-def describe(folder: Path) -> dict[str, Any]:
-    """Date, machine and what the runs have in common."""
-    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+def describe(folders: Sequence[Path]) -> dict[str, Any]:
+    """Date, machine and what all runs have in common."""
+    texts = [(folder / "config.yaml").read_text(encoding="utf-8") for folder in folders]
+    first, *others = (yaml.safe_load(text) for text in texts)
     names = ("dataset", "batch-size", "total-steps", "learning-rate", "num-stages", "device")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()}"
     return {
         "date": datetime.date.today().isoformat(),
         "machine": f"{os.cpu_count()} CPU cores, {device}",
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
-        **{name: config[name] for name in names if name in config},
+        **{
+            name: first[name]
+            for name in names
+            if name in first and all(other.get(name) == first[name] for other in others)
+        },
     }
 
 
@@ -474,14 +505,14 @@ def main(target: str) -> None:
     folder = Path(target)
     folders = run_folders(folder)
     study = Study([read_run(path) for path in folders])
-    chance = {group: 1 / len(answers) for group, answers in answers_of(folders[0]).items()}
+    chance = chance_by_group([record["sample"] for record in read_predictions(folders[0])])
     figures = study_figures(study, chance=chance)
     logs: dict[str, list[list[dict]]] = {}
     for path in folders:
         logs.setdefault(path.parent.name, []).append(read_log(path / "log.jsonl")[0])
     save_figure(accuracy_figure(figures), folder / "accuracy.png")
     save_figure(losses_figure(logs), folder / "loss.png")
-    text = study_markdown(figures, title="Spatial study", settings=describe(folders[0]))
+    text = study_markdown(figures, title="Spatial study", settings=describe(folders))
     write_report(figures, folder / "report.json")
     (folder / "report.md").write_text(text, encoding="utf-8")
     print(text)

@@ -82,6 +82,13 @@ class Scene:
         )
         return replace(self, heading=(self.heading + angle) % 360, things=things)
 
+    def mirrored(self) -> "Scene":
+        """As in a mirror beside it: left and right change places, in the picture and for the
+        reference."""
+        things = tuple(replace(thing, bearing=-thing.bearing % 360) for thing in self.things)
+        heading, (x, y) = -self.heading % 360, self.offset
+        return replace(self, heading=heading, things=things, offset=(-x, y))
+
     def facing(self, heading: int) -> "Scene":
         return replace(self, heading=heading % 360)
 
@@ -245,7 +252,11 @@ def draw_anchor(random: Random, rules: SceneRules, task: Task) -> Question:
         question = replace(question, scene=scene.moved(0, bearing))
         if question.answer == answer and rules.allow(question):
             return question
-    raise UserError(
+    raise _none_found(rules)
+
+
+def _none_found(rules: SceneRules) -> UserError:
+    return UserError(
         f"no scene was found with {rules.num_things} things of {len(rules.shapes)} shapes and "
         f"{len(rules.colors)} colours and {rules.headings} headings. Some were expected that hold "
         "no held-out combination of the three, because those are for the test: give more shapes, "
@@ -265,6 +276,19 @@ def draw_group(random: Random, rules: SceneRules, task: Task, num_negatives: int
             group += [negative] if negative else []
         if positive and len(group) == 1 + num_negatives:
             return [anchor, positive, *group[1:]]
+
+
+def draw_mirrored(random: Random, rules: SceneRules, task: Task) -> list[Question]:
+    """A question and the same one of the scene's mirror image, which has another answer.
+
+    Front is front in a mirror too: who always said so would be right about both images.
+    """
+    for _ in range(_TRIES**2):
+        anchor = draw_anchor(random, rules, task)
+        other = replace(anchor, scene=anchor.scene.mirrored())
+        if rules.allow(other) and other.answer != anchor.answer:
+            return [anchor, other]
+    raise _none_found(rules)
 
 
 def draw_positive(random: Random, rules: SceneRules, anchor: Question) -> Question | None:

@@ -18,6 +18,7 @@ from stageline.tasks.scene_questions import (
     Task,
     draw_anchor,
     draw_group,
+    draw_mirrored,
 )
 
 COLORS = {
@@ -157,6 +158,8 @@ class Scenes:
         num_test: held-out samples, of validation and test each.
         negatives: gives groups of 2 + so many neighbouring samples: an anchor, a positive (other
             picture, same answer) and negatives (a small change, other answer).
+        mirrored: gives pairs of neighbouring samples: a scene and its mirror image, where left and
+            right change places and so another answer is right. Without `negatives`.
         tasks: which are asked, in turn.
         references: what faces somewhere.
         num_shapes, num_colors: how many there are, at most four and six.
@@ -175,6 +178,7 @@ class Scenes:
         num_train: int = 4000,
         num_test: int = 800,
         negatives: int | None = None,
+        mirrored: bool = False,
         tasks: list[Task] = list(TASKS),
         references: list[str] = list(REFERENCES),
         num_shapes: int = 4,
@@ -188,8 +192,8 @@ class Scenes:
         self._split, self._seed = split, seed
         self._tasks = tuple(tasks)
         self._num_negatives = negatives or 0
-        self._is_grouped = negatives is not None
-        self.group_size = 2 + negatives if negatives is not None else 1
+        self._is_mirrored = mirrored
+        self.group_size = 2 if mirrored else 1 if negatives is None else 2 + negatives
         self._num_groups = num_train if split == "train" else num_test
         self._image_size = image_size
         trained = SceneRules(
@@ -224,8 +228,10 @@ class Scenes:
                 "rotation": f"{rotation} degrees",
             },
         }
-        if self._is_grouped:
-            sample["contrast_group"] = f"scenes-{self._split}-{group}"
+        if self.group_size > 1:
+            # views of a scene fail together: intervals draw scenes
+            sample["contrast_group"] = sample["cluster"] = f"scenes-{self._split}-{group}"
+        if self.group_size > 1 and not self._is_mirrored:
             sample["role"] = ROLES[min(place, 2)]
         return [draw_scene(question.scene, self._image_size)], sample
 
@@ -249,7 +255,9 @@ class Scenes:
     def _draw(self, group: int) -> list[Question]:
         random = Random(f"scenes {self._seed} {self._split} {group}")
         task, rules = self._tasks[group % len(self._tasks)], self._rules[self._is_new(group)]
-        if self._is_grouped:
+        if self._is_mirrored:
+            return draw_mirrored(random, rules, task)
+        if self.group_size > 1:
             return draw_group(random, rules, task, self._num_negatives)
         return [draw_anchor(random, rules, task)]
 
@@ -272,6 +280,9 @@ def _check_options(options: dict[str, Any]) -> None:
     }
     if options["negatives"] is not None:
         limits["negatives"] = (1, 100)
+        if options["mirrored"]:
+            why = "a group is a scene with its mirror image, or an anchor with what differs"
+            raise _refusal("negatives", options, "none beside `mirrored`", why)
     for name, (least, most) in limits.items():
         if not least <= options[name] <= most:
             raise _refusal(name, options, f"{least} to {most}", "no scene is drawn otherwise")

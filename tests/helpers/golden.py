@@ -36,7 +36,7 @@ ACTIONS_OF_STAGELINE = {
     **{"infer.py": "infer", "chat.py": "chat"},
     **{"check_model.py": "check", "lm_eval_run.py": "lm-eval"},
 }
-NO_RECIPES = {"_env.sh", "_nodes.sh", "docs.sh", "gpu_check.sh", "setup.sh", "test.sh"}
+NO_RECIPES = {"docs.sh", "gpu_check.sh", "setup.sh", "test.sh"}
 PREPARING = ("make_", "prepare_", "study_spatial_report")  # their calls depend on what is cached
 Done = subprocess.CompletedProcess[str]
 ENVIRONMENT = {
@@ -186,7 +186,7 @@ def recipe_files(folder: Path) -> Iterator:
         if entry:
             named += path.read_text()
             wanted.append((f"examples/{path.name}", entry, ["--config", str(path)]))
-    for script in sorted((ROOT / "scripts").glob("*.sh")):
+    for script in sorted((ROOT / "scripts").glob("[!_]*.sh")):  # the others are sourced
         if script.name in NO_RECIPES:
             continue
         shown += f"# {script.name}\n"

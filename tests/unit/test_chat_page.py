@@ -339,7 +339,9 @@ def test_a_reload_brings_the_conversation_back(page, engine):
     assert last_answer(page).locator("strong").inner_text() == "sum"
     assert page.locator(".figures").all_inner_texts() == figures
     ask(page, "Please count")
-    page.wait_for_function("() => document.querySelectorAll('.answer .text')[2]?.innerText.length > 20")
+    page.wait_for_function(
+        "() => document.querySelectorAll('.answer .text')[2]?.innerText.length > 20"
+    )
     assert "A picture of a seven." in text_of(engine.asked[-1])
     assert engine.asked[-1].prompt["pixel_values"].shape[0] == 1
     page.reload()  # amid an answer

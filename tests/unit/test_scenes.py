@@ -219,6 +219,30 @@ def test_groups_are_whole_and_differ_in_what_they_should(things, headings, negat
     assert len({scenes[i][1]["contrast_group"] for i in range(len(scenes))}) == 40
 
 
+@pytest.mark.parametrize("task", TASKS)
+def test_a_mirrored_pair_is_one_scene_seen_from_both_sides(task):
+    """Pixels are mirrored but for the rounding of edges; answers are measured in them."""
+    scenes = Scenes(
+        mirrored=True, tasks=[task], references=["car"], num_things=1, num_train=12, image_size=SIZE
+    )
+    assert scenes.group_size == 2 and len(scenes) == 24
+    for start in range(0, 24, 2):
+        (plain,), first = scenes[start]
+        (mirrored,), second = scenes[start + 1]
+        assert abs(pixels(plain)[:, ::-1] - pixels(mirrored)).mean() < 2, "the same, mirrored"
+        assert abs(pixels(plain) - pixels(mirrored)).mean() > 2, "and not the same"
+        assert first["contrast_group"] == second["contrast_group"] == first["cluster"]
+        assert first["question"] == second["question"] and first["answer"] != second["answer"]
+        for index, image in ((start, plain), (start + 1, mirrored)):
+            question = scenes.question(index)
+            (x, y), _ = middle_of(image, COLORS[question.scene.things[0].color])
+            (near_x, near_y), _ = middle_of(image, DARK, PALE)
+            heading = measured_heading(image)
+            found = answer_by_measuring(task, question.stated, heading, x - near_x, y - near_y)
+            assert found == question.answer
+    assert len({scenes[i][1]["contrast_group"] for i in range(24)}) == 12
+
+
 def test_a_negative_is_one_change_away():
     scenes = Scenes(negatives=3, num_train=60)
     changes, distinct = collections.Counter(), []
@@ -280,7 +304,8 @@ def test_the_fingerprint_follows_what_is_drawn():
     same = data_fingerprint(Scenes())
     assert same == data_fingerprint(Scenes(num_test=3))
     changes = [{"seed": 1}, {"split": "test"}, {"negatives": 2}, {"image_size": 32},
-               {"num_train": 7}, {"tasks": ["clock"]}, {"oblique": 0.1}]  # fmt: skip
+               {"num_train": 7}, {"tasks": ["clock"]}, {"oblique": 0.1},
+               {"mirrored": True}]  # fmt: skip
     prints = {data_fingerprint(Scenes(**change)) for change in changes}
     assert len(prints | {same}) == len(changes) + 1
 
@@ -290,7 +315,7 @@ def test_the_fingerprint_follows_what_is_drawn():
     [{"num_things": 6}, {"num_things": 0}, {"headings": 7}, {"headings": 2}, {"tasks": ["north"]},
      {"tasks": []}, {"references": ["dog"]}, {"split": "dev"}, {"negatives": 0},
      {"num_shapes": 5}, {"num_colors": 0}, {"oblique": 2}, {"image_size": 4}, {"num_train": 0},
-     {"num_things": 3, "num_shapes": 1, "num_colors": 2}],
+     {"num_things": 3, "num_shapes": 1, "num_colors": 2}, {"negatives": 2, "mirrored": True}],
     ids=str,
 )  # fmt: skip
 def test_what_cannot_be_drawn_is_refused(options):
@@ -302,6 +327,10 @@ def test_what_cannot_be_drawn_is_refused(options):
 def test_scenes_that_cannot_be_are_refused():
     with pytest.raises(UserError, match="5 things of 1 shapes and 5 colours and 4 headings"):
         Scenes(num_things=5, num_shapes=1, num_colors=5, headings=4).question(0)
+    # the one combination that is held out faces up, and so it does in a mirror
+    alone = {"num_things": 1, "num_shapes": 1, "num_colors": 1, "headings": 4}
+    with pytest.raises(UserError, match="1 things of 1 shapes"):
+        Scenes(split="test", mirrored=True, tasks=["facing"], **alone).question(2)
 
 
 def test_it_is_on_the_shelf():

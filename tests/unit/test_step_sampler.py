@@ -1,6 +1,7 @@
 """Which rows belong to which step, against the rules written out."""
 
 import itertools
+from collections import Counter
 
 import pytest
 
@@ -98,5 +99,9 @@ def test_rows_of_groups():
 
 
 def test_some_rows_are_spread_over_the_set():
-    assert list(some_rows(range(100), 4).indices) == [0, 25, 50, 75]
+    chosen = list(some_rows(range(100), 4).indices)
+    assert [row // 25 for row in chosen] == [0, 1, 2, 3], "one of each quarter"
     assert list(some_rows(range(3), 9).indices) == [0, 1, 2]
+    for period in (2, 3, 4, 8):  # rows take turns: all kinds are there, about as often
+        kinds = Counter(row % period for row in some_rows(range(960), 240).indices)
+        assert len(kinds) == period and max(kinds.values()) < 1.25 * min(kinds.values()), kinds

@@ -13,13 +13,17 @@ import numpy
 import pytest
 from PIL import Image
 
+from register import import_shelf
 from scripts.study_spatial_report import (
     ALL,
+    CONSISTENT,
     Run,
     Study,
     accuracy_figure,
     bootstrap,
+    chance_by_group,
     losses_figure,
+    read_run,
     study_figures,
     study_markdown,
     verdict,
@@ -110,6 +114,41 @@ def test_pairing_makes_an_interval_narrow():
     low, high = study.difference("sft", "contrastive").over_samples
     assert 0 < low < 0.02 < high < 0.035
     assert study.accuracy("sft").over_samples[1] > study.accuracy("contrastive").over_samples[0]
+
+
+def test_views_of_a_scene_are_judged_alone_and_together(tmp_path):
+    """Two scenes of two views, written as `evaluate` does; the figures are counted by hand."""
+    said = {"a": ["left", "right"], "b": ["left", "left"]}
+    right = {"a": ["left", "right"], "b": ["left", "right"]}
+    for arm in ("sft", "grpo"):
+        folder = tmp_path / arm / "seed-0"
+        (folder / "evaluation").mkdir(parents=True)
+        (folder / "log.jsonl").write_text('{"kind": "train", "step": 4, "seconds": 2.0}\n')
+        lines = [
+            {
+                "id": f"{scene}{view}",
+                "prediction": "right" if arm == "grpo" else said[scene][view],
+                "sample": {
+                    **{"question": "Where?", "answer": right[scene][view], "task": "direction"},
+                    **{"group": "direction", "contrast_group": scene},
+                },
+            }
+            for scene in said
+            for view in (0, 1)
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / "evaluation/predictions.jsonl").write_text(text)
+    import_shelf("metric")
+    runs = [read_run(tmp_path / arm / "seed-0") for arm in ("sft", "grpo")]
+    assert runs[0].scores == {"a": 1, "b": 0.5} and runs[0].consistent == {"a": 1, "b": 0}
+    study = Study(runs)
+    assert study.shown == ["direction", ALL, CONSISTENT]
+    assert [study.accuracy(arm).mean for arm in ("sft", "grpo")] == [0.75, 0.5]
+    assert [study.accuracy(arm, CONSISTENT).mean for arm in ("sft", "grpo")] == [0.5, 0]
+    assert study.accuracy("sft").num_samples == 2, "scenes are drawn, not views"
+    samples = [line["sample"] for line in lines]
+    assert chance_by_group(samples) == {"direction": 0.5, CONSISTENT: 0.25}
+    assert CONSISTENT in study_figures(study, chance=chance_by_group(samples))["chance"]
 
 
 def test_what_cannot_be_compared_is_refused():
@@ -236,7 +275,7 @@ elif name != "study_spatial_report.py":
 """
 
 
-def commands_of(tmp_path, *options, **environment):
+def commands_of(tmp_path, *options, script="study_spatial.sh", **environment):
     """The commands that the script gives, without running any."""
     venv, notes = tmp_path / "venv", tmp_path / "notes.jsonl"
     (venv / "bin").mkdir(parents=True, exist_ok=True)
@@ -248,7 +287,7 @@ def commands_of(tmp_path, *options, **environment):
     mine = {"STAGELINE_VENV": str(venv), "STUDY_DIR": str(tmp_path / "study"), **environment}
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     done = subprocess.run(
-        ["bash", str(ROOT / "scripts/study_spatial.sh"), *options],
+        ["bash", str(ROOT / "scripts" / script), *options],
         env={**kept, **mine}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     return done, [json.loads(line) for line in notes.read_text().splitlines()]
@@ -279,6 +318,37 @@ def test_the_script_makes_both_arms_alike_and_goes_on_where_it_was(tmp_path):
     assert done.returncode == 2 and "small or large" in done.stderr
 
 
+def test_the_arms_of_the_rewarded_study_have_one_start_and_the_same_rows(tmp_path):
+    given = {"script": "train_grpo_scenes.sh", "SEEDS": "4 5", "START_STEPS": "20", "STEPS": "10"}
+    done, commands = commands_of(tmp_path, "--loss-fn.entropy_coef", "0", **given)
+    assert done.returncode == 0, done.stderr
+    once = ["train_pp.py", "evaluate.py"] * 4
+    names = [name for name, *_ in commands]
+    assert names == ["make_scenes_model.py", *once] * 2 + ["study_spatial_report.py"]
+    start, sft, grpo, both = (options_of(commands[place]) for place in (1, 3, 5, 7))
+    study = tmp_path / "study"
+    assert start["--model-path"] == str(study / "random/seed-4")
+    first = str(study / "start/seed-4/checkpoints/step-00000020")
+    assert sft["--model-path"] == grpo["--model-path"] == first
+    assert both["--model-path"] == str(study / "sft/seed-4/checkpoints/step-00000005")
+    assert sft["--save-steps"] == "5" and sft["--keep-last"] == "2", "half of it is kept"
+    steps = [int(one["--total-steps"]) for one in (sft, grpo, both)]
+    assert steps == [10, 10, 5], "as many rows, of which half were learnt by both"
+    rows = int(grpo["--batch-size"]) / int(grpo["--group-size"])
+    assert rows == int(sft["--batch-size"]), "a batch of grpo counts answers"
+    same = {"--seed", "--lr-scheduler", "--weight-decay", "--prompt", *DRAWN}
+    for name in same:
+        assert sft[name] == grpo[name] == both[name], name
+    assert {options_of(words)["--dataset.split"] for words in commands[2:9:2]} == {"test"}
+    assert grpo["--loss-fn.entropy_coef"] == "0" and "--loss-fn.entropy_coef" not in sft
+    (study / "both/seed-5/evaluation/report.json").unlink()
+    _, again = commands_of(tmp_path, **given)
+    assert [name for name, *_ in again] == [*once[:2], "study_spatial_report.py"]
+
+
+DRAWN = [f"--dataset.{name}" for name in ("mirrored", "tasks", "num_train", "num_things")]
+
+
 def options_of(words):
     """Option -> value; the last one counts, as in the entry files."""
     pairs = zip(words, [*words[1:], ""], strict=True)
@@ -293,14 +363,7 @@ def test_the_commands_of_the_script_run_and_are_reported(tmp_path, monkeypatch):
     _, commands = commands_of(tmp_path, "--seeds", "0", *few, *more, NUM_TEST="20")
     folder = tmp_path / "study"
     shutil.rmtree(folder)  # what the stand-in made
-    for name, *words in commands:
-        if name == "make_scenes_model.py":
-            words[0] = words[0].removesuffix(".tmp")
-        is_entry = not name.startswith(("make", "study"))
-        program = ROOT / name if is_entry else ROOT / "scripts" / name
-        ranks = 2 if name == "train_pp.py" else 1
-        done = ForkedRun([str(program), *words], ranks=ranks).wait(120)
-        assert done.code == 0, done.out + done.err
+    run_all(commands)
     text = (folder / "report.md").read_text()
     assert "| sft | 0 | 3 |" in text and "| contrastive | 0 | 3 |" in text
     assert "nothing can be said" in text, "of one seed"
@@ -317,3 +380,37 @@ def test_the_commands_of_the_script_run_and_are_reported(tmp_path, monkeypatch):
     assert first[0]["num_tokens"] == first[1]["num_tokens"]
     for name in ("accuracy.png", "loss.png"):
         Image.open(folder / name).verify()
+
+
+def run_all(commands):
+    for name, *words in commands:
+        if name == "make_scenes_model.py":
+            words[0] = words[0].removesuffix(".tmp")
+        is_entry = not name.startswith(("make", "study"))
+        program = ROOT / name if is_entry else ROOT / "scripts" / name
+        ranks = 2 if name == "train_pp.py" else 1
+        done = ForkedRun([str(program), *words], ranks=ranks).wait(120)
+        assert done.code == 0, done.out + done.err
+
+
+def test_the_rewarded_commands_run_and_are_reported(tmp_path):
+    """Two steps of rewards, on random weights, with evaluation and report."""
+    few = {"SEEDS": "0", "STEPS": "2", "NUM_TEST": "8"}
+    short = ("--dataset.num_test", "4", "--timeline-step", "0")
+    _, commands = commands_of(tmp_path, *short, script="train_grpo_scenes.sh", **few)
+    folder = tmp_path / "study"
+    shutil.rmtree(folder)  # what the stand-in made
+    model, _, _, _, _, grpo, evaluated, _, _, report = commands
+    grpo[grpo.index("--model-path") + 1] = str(folder / "random/seed-0")
+    checkpoint = folder / "grpo/seed-0/checkpoints/step-00000002"
+    evaluated[evaluated.index("--model-path") + 1] = str(checkpoint)
+    run_all([model, grpo, evaluated, report])
+    figures = json.loads((folder / "report.json").read_text())
+    tasks = {"direction", "direction, new", "statement", "statement, new"}
+    assert figures["chance"] == {**dict.fromkeys([*tasks, ALL], 0.5), CONSISTENT: 0.25}
+    rows = [json.loads(line) for line in (folder / "grpo/seed-0/log.jsonl").open()]
+    for row in rows:
+        assert row["reward_spatial_consistency"] is not None, "views of a scene stay together"
+    answers = [json.loads(line) for line in (folder / "grpo/seed-0/samples.jsonl").open()]
+    pairs = [(one["id"], two["id"]) for one, two in zip(answers[::2], answers[1::2], strict=True)]
+    assert all(int(b.split("-")[-1]) == int(a.split("-")[-1]) + 1 for a, b in pairs)

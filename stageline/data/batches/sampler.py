@@ -17,6 +17,8 @@ from torch.utils.data import Subset
 
 from stageline.errors import UserError
 
+_GOLDEN = (5**0.5 - 1) / 2  # its multiples fill 0 to 1 evenly, and repeat nothing
+
 
 def is_stream(dataset: object) -> bool:
     """Whether a dataset has positions of an endless stream instead of rows in any order."""
@@ -213,11 +215,19 @@ def expand(groups: Sequence[int], group_size: int) -> list[int]:
 
 
 def some_rows(dataset: Any, count: int) -> Subset:
-    """At most `count` rows, spread evenly over the set; of groups whole ones, at least one."""
+    """At most `count` rows, spread over the set; of groups whole ones, at least one.
+
+    One of each of `count` equal stretches, and not at the same place of each: sets whose rows take
+    turns (tasks, kinds) would give every k-th row, which may be one kind alone.
+    """
     size = group_size_of(dataset)
     total = len(dataset) // size
     wanted = min(max(count // size, 1), total)
-    return Subset(dataset, expand([i * total // wanted for i in range(wanted)], size))
+    groups = []
+    for stretch in range(wanted):
+        first, end = (total * edge // wanted for edge in (stretch, stretch + 1))
+        groups.append(first + int(_GOLDEN * stretch % 1 * (end - first)))
+    return Subset(dataset, expand(groups, size))
 
 
 def _near(number: int, divisor: int) -> list[int]:
