@@ -506,7 +506,7 @@ def spatial_consistency(
     return agreement(completions, samples, field=view_of, is_right=is_spatially_right)
 
 
-@reward_register("reward_model", takes_lots=True)
+@reward_register("reward_model", takes_lots=True, is_dear=True)
 def reward_model(
     prompts: Sequence[str],
     completions: Sequence[str],
@@ -536,7 +536,7 @@ def reward_model(
     return model(samples, completions, prompt=prompt, batch_size=batch_size)
 
 
-@reward_register("remote", takes_lots=True)
+@reward_register("remote", takes_lots=True, is_dear=True)
 def remote(
     prompts: Sequence[str],
     completions: Sequence[str],

@@ -383,7 +383,8 @@ sim_fn_register = Register("sim_fn", "similarity of two batches of vectors")
 reward_register = Register(
     "reward",
     "(prompts, completions, samples) -> a number or None for each answer; several: a,b",
-    facts={"takes_lots": False},  # True: it need not see all answers of a step together
+    # takes_lots: it need not see all answers of a step together; is_dear: a check calls it not
+    facts={"takes_lots": False, "is_dear": False},
     takes_several=True,
 )
 metric_register = Register("metric", "(predictions, samples) -> figures")

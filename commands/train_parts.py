@@ -285,7 +285,11 @@ def make_planner(
     arguments: TrainArguments, data: Data, topology: Topology, device: torch.device
 ) -> Planner:
     """The planner of this run; it measures on `device`."""
-    run = arguments.run
+    run, answers_of = arguments.run, None
+    if arguments.parts["loss_fn"].facts["samples_answers"]:
+        from commands.train_rollouts import weigh_answers
+
+        answers_of = functools.partial(weigh_answers, run, topology.schedule.num_ranks)
 
     def loss_for(model: Stage) -> StepLoss:
         return StepLoss(
@@ -309,6 +313,7 @@ def make_planner(
         shards=topology.dp_degree if run.dp_shard else 1,
         visual_gpu_ratio=run.visual_gpu_ratio,
         group_size=group_size_of(data.train),
+        answers_of=answers_of,
         micro_batch_of=lambda num_rows: with_stand_ins(
             without_reference(
                 example_micro_batch(

@@ -3,29 +3,39 @@
 Knows the options; the engine's part is stageline/training/rollouts.py.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from commands import say
 from commands.train_data import Data, answers_of
 from commands.train_parts import start_stages
 from options.train import RunConfig
 from parse_args import TrainArguments
 from stageline.data.batches.loader import MicroBatchLoader
+from stageline.data.batches.prompts import prompt_of
 from stageline.data.batches.sampler import group_size_of
-from stageline.data.batches.step_maker import PromptMaker
+from stageline.data.batches.step_maker import PromptMaker, read_row
 from stageline.data.text.processor import get_tokenizer
 from stageline.distributed.process_group import DistributedContext
 from stageline.inference.decoding.chain import make_wire
 from stageline.inference.generation import stop_ids_of
+from stageline.inference.model_bytes import AnswerLoad, answer_cost
 from stageline.model_folder import find_folder, load_config
 from stageline.pipeline.runner import PipelineRunner
+from stageline.planner.cost import Cost
+from stageline.seeds import host_state_kept
+from stageline.stage import Stage
 from stageline.training.answers import StageAnswers
 from stageline.training.replicas import Replicas
 from stageline.training.resume import ResumePoint
-from stageline.training.rewards import Reward, Rewards
+from stageline.training.rewards import Reward, Rewards, try_rewards
 from stageline.training.rollouts import RolloutOptions, Rollouts
 from stageline.training.samples import SampleFile
+
+MOST_TRIED = 32  # rows that rewards are tried on
 
 
 def make_prompts(
@@ -104,15 +114,61 @@ def make_rollouts(
     )
 
 
+def weigh_answers(run: RunConfig, num_ranks: int, row_tokens: int) -> Callable[[Stage], Cost]:
+    """What weighs the answers that a pipeline draws before a step, and in an evaluation.
+
+    Args:
+        row_tokens: of the longest row, with a stand-in for the longest answer.
+    """
+    answer_tokens = min(run.max_completion_length, row_tokens - 1)
+    step = AnswerLoad(
+        num_prompts=run.batch_size * run.accumulate_steps // run.group_size,
+        copies=run.group_size,
+        lot_size=run.prompts_together,
+        lots_at_once=num_ranks,
+        prompt_tokens=row_tokens - answer_tokens,
+        answer_tokens=answer_tokens,
+    )
+    held_out = dataclasses.replace(
+        step,
+        num_prompts=max(1, run.batch_size // run.group_size),
+        copies=1,
+        lot_size=run.prompts_together * run.group_size,
+    )
+    loads = [step, held_out] if run.eval_samples else [step]
+    return functools.partial(answer_cost, loads=loads)
+
+
 def make_rewards(arguments: TrainArguments) -> Rewards:
     """The reward parts with their weights."""
     run, chosen = arguments.run, arguments.parts["reward"].part
     weights = run.reward_weights or [1.0] * len(chosen)
     parts = [
-        Reward(one.key, one.bound, weight, takes_lots=one.facts["takes_lots"])
+        Reward(one.key, one.bound, weight, **one.facts)
         for one, weight in zip(chosen, weights, strict=True)
     ]
     return Rewards(parts, timeout=run.reward_timeout)
+
+
+def check_rewards(arguments: TrainArguments, data: Data) -> None:
+    """Shows what the rewards give on the first rows of training, and how long these prompts are."""
+    run, size = arguments.run, group_size_of(data.train)
+    tokenizer = get_tokenizer(data.processor)
+    count = min(len(data.train), max(1, MOST_TRIED // size) * size)
+    with host_state_kept():
+        items = [read_row(data.train, row) for row in range(count)]
+        prompts = [prompt_of(data.encode(*item)).input_ids for item in items]
+    told = try_rewards(
+        make_rewards(arguments),
+        [tokenizer.decode(ids, skip_special_tokens=True) for ids in prompts],
+        [sample for _, sample in items],
+        num_tokens=lambda text: len(tokenizer.encode(text, add_special_tokens=False)),
+    )
+    say(
+        f"the first {count} prompts have at most {max(map(len, prompts))} tokens; with "
+        f"--max-completion-length {run.max_completion_length} a row may have --max-token-num "
+        f"{run.max_token_num}\n" + "\n".join(told)
+    )
 
 
 def rollout_options(run: RunConfig) -> RolloutOptions:

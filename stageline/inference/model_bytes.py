@@ -21,9 +21,14 @@ from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.quantizers.base import get_keys_to_not_convert
 
+from stageline.inference.decoding.cache import GroupCache, whole_columns
+from stageline.inference.decoding.stage_decoder import answering, can_keep_logits
 from stageline.inference.meta_model import blocks_path, layers_path, module_list, text_model_path
 from stageline.pipeline.live_bytes import PeakBytes, tensor_bytes
+from stageline.planner.cost import Cost
+from stageline.stage import Stage
 
+META = torch.device("meta")
 BLOCK, NESTED_BLOCK = 64, 256  # weights below one scale, scales below one of theirs: bitsandbytes
 _CODE_BYTES = 16 * 4  # the sixteen values of 4 bits
 _NESTED_CODE_BYTES = _CODE_BYTES + 256 * 4 + 4  # and those of scales in 8 bits, and their offset
@@ -162,8 +167,8 @@ def pass_bytes(model: PreTrainedModel, load: Load, *, image_tokens: int = 0) -> 
     layers = list(module_list(model, layers_path(model)))
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     peaks = [0] * len(layers)  # a layer that looks at images may be left out where there are none
-    watch = PeakBytes(torch.device("meta"))
-    with on_meta(watch), _light_experts(model), _laps(layers, watch, peaks):
+    watch = PeakBytes(META)
+    with on_meta(watch, model), _laps(layers, watch, peaks):
         inputs = _inputs(model, load, image_tokens)
         text_model(**inputs, past_key_values=cache, use_cache=True)
     tensors = [layer_tensors(layer) for layer in cache.layers[: len(layers)]]
@@ -179,10 +184,11 @@ def pass_bytes(model: PreTrainedModel, load: Load, *, image_tokens: int = 0) -> 
 
 
 @contextmanager
-def on_meta(watch: PeakBytes) -> Iterator[None]:
-    """Makes tensors without values, and counts them."""
-    with torch.no_grad(), torch.device("meta"), _FusedAttention(), watch.watch():
-        yield
+def on_meta(watch: PeakBytes, model: nn.Module) -> Iterator[None]:
+    """Has a model make tensors without values, and counts them."""
+    with torch.no_grad(), META, _light_experts(model), _FusedAttention():
+        with watch.watch():
+            yield
 
 
 def layer_tensors(layer: object) -> list[torch.Tensor]:
@@ -391,8 +397,8 @@ def _vision_workspace(model: PreTrainedModel, load: Load) -> int:
 def _measured_tower(model: PreTrainedModel, count: int) -> int:
     config = model.config.vision_config
     height, width = _pair(config.image_size)
-    watch = PeakBytes(torch.device("meta"))
-    with on_meta(watch):
+    watch = PeakBytes(META)
+    with on_meta(watch, model):
         channels = getattr(config, "num_channels", 3)
         pixels = torch.empty(count, channels, height, width, dtype=model.dtype)
         held = (pixels, cast(Any, model).get_image_features(pixel_values=pixels))
@@ -407,3 +413,123 @@ def _width(block: nn.Module) -> int:
 def _pair(size: int | list[int] | tuple[int, ...]) -> tuple[int, int]:
     height, width = size[:2] if isinstance(size, list | tuple) else (size, size)
     return int(height), int(width)
+
+
+# -- the stages of a training, while they answer ---------------------------------------------------
+# How many places for keys and values there are follows from the way in which `AnswerGroups` reads
+# and steps.
+
+
+@dataclass(frozen=True)
+class AnswerLoad:
+    """What a pipeline is asked to answer.
+
+    Attributes:
+        num_prompts: that wait together.
+        copies: answers to each.
+        lot_size: prompts that are answered together.
+        lots_at_once: that are on their way through the stages.
+        prompt_tokens, answer_tokens: of the longest prompt and answer.
+    """
+
+    num_prompts: int
+    copies: int
+    lot_size: int
+    lots_at_once: int
+    prompt_tokens: int
+    answer_tokens: int
+
+    @property
+    def rows(self) -> int:
+        """Answers of a lot, which one step brings forward together."""
+        return min(self.num_prompts, self.lot_size) * self.copies
+
+    @property
+    def columns(self) -> int:
+        """Tokens of a row in the last step; what that step draws is in no cache."""
+        return self.prompt_tokens + self.answer_tokens - 1
+
+    @property
+    def cells(self) -> int:
+        """Places for the keys and values of a token that buffers have at once, used or not.
+
+        Those of rows that are as long as they may be, in lots that are all as far; and while a lot
+        reads, those of the last prompt, before they are in its own.
+        """
+        num_full, rest = divmod(self.num_prompts, self.lot_size)
+        num_rows = min(num_full, self.lots_at_once) * self.lot_size
+        if num_full < self.lots_at_once:
+            num_rows += rest
+        width = whole_columns(self.columns)
+        grown = self.prompt_tokens + max(1, self.prompt_tokens // 4)
+        read = whole_columns(min(grown, self.columns))
+        joining = self.copies * whole_columns(self.prompt_tokens) if self.rows > self.copies else 0
+        beyond = max(0, self.rows * read + joining - self.rows * width)
+        return num_rows * self.copies * width + beyond
+
+    @property
+    def moved_cells(self) -> int:
+        """Places of a buffer that is there twice while its lot grows, at most."""
+        return self.rows * whole_columns(self.columns)
+
+
+def answer_cost(stage: Stage, loads: Sequence[AnswerLoad]) -> Cost:
+    """The `cache` and `answering` of a stage on the meta device, or of a piece of one.
+
+    Of the largest of some loads: caches of all lots when they take most, and the fullest moment
+    beside them: of the pass over a prompt, of a step with the choice of its tokens, or of a buffer
+    that moves.
+
+    Keys and values of images that layers look at themselves are not counted, nor is a tower.
+    """
+    rows, columns = max(load.rows for load in loads), max(load.columns for load in loads)
+    width = max(load.prompt_tokens for load in loads)
+    with answering([stage]), torch.no_grad():
+        prompt, _ = _pass(stage, _cache(stage, rows=1, columns=0, room=width), width)
+        steps = _cache(stage, rows=rows, columns=columns - 1, room=columns)
+        step, output = _pass(stage, steps, 1)
+    num_cells = steps.window.row_capacity * steps.window.column_capacity
+    buffers = steps.buffer_bytes()
+    if stage.is_last:  # float32 copies of the logits, when what led to them is gone
+        step = max(step, output.nbytes + output.numel() * 4 * LOGIT_COPIES)
+    moved = max(buffers, default=0) // num_cells * max(load.moved_cells for load in loads)
+    return Cost(
+        cache=sum(buffers) // num_cells * max(load.cells for load in loads),
+        answering=max(prompt, step, moved),
+    )
+
+
+def _cache(stage: Stage, *, rows: int, columns: int, room: int) -> GroupCache:
+    """With so many columns in use, which nobody wrote, and room for as many as that."""
+    cache = GroupCache(stage.num_layers(), rows, fixed_layers=stage.fixed_layers())
+    cache.begin(room, lengths=[room] * rows)
+    cache.window.first_columns = [0] * rows
+    cache.advance(columns)
+    return cache
+
+
+def _pass(stage: Stage, cache: GroupCache, num_new: int) -> tuple[int, torch.Tensor]:
+    """The most that a pass makes beside the cache, with what comes in; and what it gives."""
+    rows = cache.window.num_rows
+    inputs = stage.get_example_input(rows, num_new)
+    batch: dict[str, object] = {
+        "position_ids": torch.empty(rows, num_new, dtype=torch.long, device=META),
+        "past_key_values": cache,
+    }
+    if stage.is_last and can_keep_logits(stage):
+        batch["logits_to_keep"] = 1
+    watch = PeakBytes(META)
+    with on_meta(watch, stage):
+        inputs = tuple(torch.empty_like(value) for value in inputs)
+        # one that has all its dimensions: the library would look into any other. Prompts of several
+        # lengths are told apart by it; kernels for one alone do without
+        kind = torch.bool if rows > 1 else _float_type(stage)
+        mask = torch.empty(rows, 1, num_new, cache.window.width + num_new, dtype=kind)
+        output = stage(*inputs, attention_mask=mask, **batch)
+    output = output[0] if isinstance(output, tuple) else output
+    return max(0, watch.peak - cache.num_bytes()), output
+
+
+def _float_type(stage: Stage) -> torch.dtype:
+    kinds = (p.dtype for p in stage.parameters() if p.is_floating_point())
+    return next(kinds, torch.get_default_dtype())

@@ -31,6 +31,8 @@ class Cost:
         weights, gradients, masters: bytes; a parameter in half precision has a float32 master.
         saved: bytes that the backward pass waits for.
         transient: what the fullest moment of a pass has beyond those.
+        cache: keys and values of the answers that are drawn at once, of a run whose model answers.
+        answering: what the fullest moment of a pass that answers has beyond the cache.
         trains: some parameter is trained.
     """
 
@@ -45,6 +47,8 @@ class Cost:
     masters: int = 0
     saved: int = 0
     transient: int = 0
+    cache: int = 0
+    answering: int = 0
     trains: bool = False
 
     def __add__(self, other: "Cost") -> "Cost":
@@ -56,6 +60,7 @@ class Cost:
         return Cost(
             **{name: getattr(self, name) + getattr(other, name) for name in _SUMMED},
             transient=max(self.transient - other.saved, other.transient),
+            answering=max(self.answering, other.answering),
             trains=self.trains or other.trains,
         )
 
@@ -68,7 +73,8 @@ class Cost:
         return self.forward + (min(split, self.backward) if splits_backward else self.backward)
 
 
-_SUMMED = [item.name for item in fields(Cost) if item.name not in ("transient", "trains")]
+_NOT_SUMMED = ("transient", "answering", "trains")
+_SUMMED = [item.name for item in fields(Cost) if item.name not in _NOT_SUMMED]
 
 
 # Between two processes of one machine; assumed where not measured: enough to tell apart ways to run
@@ -98,6 +104,7 @@ class ModelCosts:
         shape: rows and tokens.
         hand_over: seconds from a rank to the next.
         front: what `first` is, for people.
+        not_counted: what is not in these costs and why, for people.
     """
 
     overhead: Cost
@@ -110,6 +117,7 @@ class ModelCosts:
     shape: tuple[int, int]
     hand_over: float = 0.0
     front: str = "embedding"
+    not_counted: str = ""
 
     @property
     def num_layers(self) -> int:
@@ -179,6 +187,8 @@ class RankMemory:
         activations: at the fullest moment of a step, the running pass included.
         inputs: micro-batches that wait on the device, and tensors under way between ranks.
         update: of the optimizer while it works; activations are gone by then.
+        cache: keys and values, while the model answers; gone before it trains.
+        answering: of a pass that answers, beside them.
     """
 
     weights: int
@@ -189,6 +199,8 @@ class RankMemory:
     inputs: int
     update: int
     workspace: int
+    cache: int = 0
+    answering: int = 0
 
     @property
     def lasting(self) -> int:
@@ -197,8 +209,18 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """The most that is held at once."""
-        return self.lasting + self.inputs + max(self.activations, self.update)
+        """The most that is held at once, of the phases of a step."""
+        return self.lasting + max(self.training, self.answers)
+
+    @property
+    def answers(self) -> int:
+        """The most beside what lasts, while the model answers."""
+        return self.cache + self.answering
+
+    @property
+    def training(self) -> int:
+        """The most beside what lasts, in passes that train and in the update."""
+        return self.inputs + max(self.activations, self.update)
 
 
 def rank_memory(
@@ -254,6 +276,8 @@ def memory_of(
         inputs=(costs.batch * num_micro_batches if 0 in held else 0) + num_borders * costs.border,
         update=int(num_trained * rules.update_bytes) // rules.shards,
         workspace=rules.workspace,
+        cache=total.cache,
+        answering=total.answering,
     )
 
 

@@ -58,7 +58,7 @@ class Outline:
         border: (rows, tokens) -> bytes that travel between two stages.
         widths: for each layer, numbers saved for each token, roughly; 0 where they are recomputed.
         last_width: the same of head and norm.
-        front: what the first item holds, for people.
+        has_tower: the first item looks at images.
     """
 
     make_piece: MakePiece
@@ -70,7 +70,12 @@ class Outline:
     border: Callable[[int, int], int]
     widths: tuple[int, ...]
     last_width: int
-    front: str = "embedding"
+    has_tower: bool = False
+
+    @property
+    def front(self) -> str:
+        """What the first item holds, for people."""
+        return "tower+embedding" if self.has_tower else "embedding"
 
     @property
     def num_layers(self) -> int:
@@ -113,7 +118,6 @@ def outline_of(make_piece: MakePiece) -> Outline:
     layers: list[dict[str, torch.Tensor]]
     layers = [dict(whole.get_submodule(path).named_parameters()) for path in paths]
     is_recomputed = recomputes(whole)
-    has_tower = bool(getattr(getattr(whole, "paths", None), "vision_tower", ""))
     return Outline(
         make_piece=make_piece,
         first=parameter_cost(first.values()),
@@ -124,7 +128,7 @@ def outline_of(make_piece: MakePiece) -> Outline:
         border=lambda *shape: tensor_bytes(ends[1].get_example_input(*shape)),
         widths=tuple(0 if is_recomputed else token_width(layer) for layer in layers),
         last_width=token_width(last),
-        front="tower+embedding" if has_tower else "embedding",
+        has_tower=bool(getattr(getattr(whole, "paths", None), "vision_tower", "")),
     )
 
 
@@ -481,6 +485,37 @@ def _gloo_seconds(num_bytes: int) -> float:
             took.append((time.perf_counter() - start) / 2)
         echoed.result()
     return statistics.median(took[1:])
+
+
+WeighAnswers = Callable[[Stage], Cost]  # a piece on meta -> its `cache` and `answering`
+
+
+def with_answers(costs: ModelCosts, outline: Outline, weigh: WeighAnswers) -> ModelCosts:
+    """The costs of a run whose model answers before it trains.
+
+    A tower looks at one prompt at a time, and at no less when it trains: what it holds then counts.
+    """
+    items = {0, *(kind + 1 for kind in outline.kinds), outline.num_layers + 1}
+    try:
+        found = {item: weigh(outline.piece(item, torch.device("meta"))) for item in items}
+    except Exception as error:  # a forward pass that looks at numbers, or has no kernel on meta
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        return replace(costs, not_counted=f"keys and values of the answers ({why})")
+
+    def added(cost: Cost, item: int) -> Cost:
+        return replace(cost, cache=found[item].cache, answering=found[item].answering)
+
+    first = added(costs.first, 0)
+    if outline.has_tower:
+        looking = costs.first.saved + costs.first.transient
+        first = replace(first, answering=max(first.answering, looking))
+    layers = zip(costs.layers, outline.kinds, strict=True)
+    return replace(
+        costs,
+        first=first,
+        layers=tuple(added(cost, kind + 1) for cost, kind in layers),
+        last=added(costs.last, outline.num_layers + 1),
+    )
 
 
 BYTES_OF_SCORES = 4  # the loss is computed in float32

@@ -22,11 +22,13 @@ from stageline.planner.measure import (
     LossFor,
     MakePiece,
     Outline,
+    WeighAnswers,
     Workload,
     estimate,
     measure,
     outline_of,
     transfer_seconds,
+    with_answers,
 )
 from stageline.planner.placement import Choice, Placement, advise
 from stageline.planner.simulate import Expectation
@@ -39,6 +41,7 @@ _STAGES = (
     *("kept", "forward", "backward", "of slowest"),
 )
 _RANKS = ("rank", "weights", "state", "activations", "inputs", "peak", "device", "used")
+_ANSWERS = ("cache", "answering")  # of a run whose model answers; before the peak
 
 
 def format_plan(
@@ -61,12 +64,14 @@ def format_plan(
         "",
         format_table([_STAGES, *_stage_rows(expectation, costs.front)], num_texts=4, rules=[1]),
         "",
-        format_table([_RANKS, *_rank_rows(expectation.memory, capacities)], rules=[1]),
+        format_table(_rank_rows(expectation.memory, capacities), rules=[1]),
         "",
         f"expected: {seconds_text(expectation.seconds)} for forward and backward of a step, "
         f"bubble {expectation.bubble:.1%}, slowest rank {seconds_text(expectation.slowest)} a "
         f"micro-batch, peak {human_bytes(max(rank.peak for rank in expectation.memory))}",
     ]
+    if costs.not_counted:
+        lines.append(f"not counted: {costs.not_counted}")
     pairs = zip(expectation.memory, capacities or (), strict=False)
     if any(rank.peak > capacity for rank, capacity in pairs):
         lines += ["", refusal(expectation, capacities or ())]
@@ -79,19 +84,33 @@ def format_plan(
 
 def refusal(expectation: Expectation, capacities: Sequence[int]) -> str:
     """Why a run cannot be started, with the figures of each rank that is too full."""
-    figures = [
-        f"rank {rank} needs {human_bytes(memory.peak)} (weights {human_bytes(memory.weights)}, "
-        f"gradients and optimizer {human_bytes(_state(memory))}, activations "
-        f"{human_bytes(memory.activations)}) and has {human_bytes(capacity)}"
+    full = [
+        (rank, memory, capacity)
         for rank, (memory, capacity) in enumerate(zip(expectation.memory, capacities, strict=True))
         if memory.peak > capacity
     ]
+    figures = [
+        f"rank {rank} needs {human_bytes(memory.peak)} (weights {human_bytes(memory.weights)}, "
+        f"gradients and optimizer {human_bytes(_state(memory))}, activations "
+        f"{human_bytes(memory.activations)}{_answers(memory)}) and has {human_bytes(capacity)}"
+        for rank, memory, capacity in full
+    ]
+    helps = ["more stages", "`partition` measured"]
+    if any(memory.lasting + memory.answers > capacity for _, memory, capacity in full):
+        helps.append("a smaller `prompts_together`, `group_size` or `max_completion_length`")
+    if any(memory.lasting + memory.training > capacity for _, memory, capacity in full):
+        helps.append("a smaller `micro_batch_size` or `max_token_num`, `gradient_checkpointing`")
     return (
         f"this run can't fit: {'; '.join(figures)}. It was expected to fit, because a run that is "
-        "ended in the middle of a step loses its work. Use more stages, `partition` measured, a "
-        "smaller `micro_batch_size` or `max_token_num`, `gradient_checkpointing`, `bf16` or LoRA; "
+        f"ended in the middle of a step loses its work. Use {', '.join(helps)}, `bf16` or LoRA; "
         "`plan` shows all figures, and `device_memory` corrects what a device has."
     )
+
+
+def _answers(memory: RankMemory) -> str:
+    if not memory.answers:
+        return ""
+    return f", or {human_bytes(memory.answers)} while it answers"
 
 
 def seconds_text(seconds: float) -> str:
@@ -133,13 +152,17 @@ def _stage_rows(expectation: Expectation, front: str) -> list[tuple[str, ...]]:
 def _rank_rows(
     memory: Sequence[RankMemory], capacities: Sequence[int] | None
 ) -> list[tuple[str, ...]]:
-    return [
+    answers = any(held.answers for held in memory)
+    before = _RANKS.index("peak")
+    head = (*_RANKS[:before], *(_ANSWERS if answers else ()), *_RANKS[before:])
+    return [head] + [
         (
             str(rank),
             human_bytes(held.weights),
             human_bytes(_state(held)),
             human_bytes(held.activations),
             human_bytes(held.inputs),
+            *([human_bytes(held.cache), human_bytes(held.answering)] if answers else []),
             human_bytes(held.peak),
             human_bytes(capacities[rank]) if capacities else "?",
             f"{held.peak / max(capacities[rank], 1):.0%}" if capacities else "?",
@@ -212,6 +235,8 @@ class Planner:
         make_optimizer: {name: parameter} -> the optimizer of the run.
         device: where to measure.
         shards: replicas that share weights and their state.
+        answers_of: tokens of the longest row -> what weighs the answers that are drawn before a
+            step; None: the model does not answer.
         group_size: samples that stay in one micro-batch.
         times_transfers: measures what a transfer takes, where this process may use a second GPU.
     """
@@ -226,6 +251,7 @@ class Planner:
     make_optimizer: MakeOptimizer
     device: torch.device
     shards: int = 1
+    answers_of: Callable[[int], WeighAnswers] | None = None
     visual_gpu_ratio: float = 0.0
     group_size: int = 1
     repeats: int = 5
@@ -261,9 +287,8 @@ class Planner:
             )
             # dropout and random inputs must not shift the run's own draws
             with generators_kept([self.device]):
-                self._measured[micro_batch_size] = self._with_transfers(
-                    measure(self.outline, workload)
-                )
+                costs = self._with_transfers(measure(self.outline, workload))
+                self._measured[micro_batch_size] = self._with_answers(costs)
             if is_accelerator(self.device):
                 torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
         return self._measured[micro_batch_size]
@@ -271,6 +296,11 @@ class Planner:
     def _with_transfers(self, costs: ModelCosts) -> ModelCosts:
         taken = transfer_seconds(self.device, costs.border) if self.times_transfers else None
         return costs if taken is None else replace(costs, hand_over=taken)
+
+    def _with_answers(self, costs: ModelCosts) -> ModelCosts:
+        if self.answers_of is None:
+            return costs
+        return with_answers(costs, self.outline, self.answers_of(costs.shape[1]))
 
     def place(
         self, kind: PartitionKind, capacities: tuple[int, ...] | None = None
@@ -293,7 +323,7 @@ class Planner:
             costs = self.measured(size)
         else:
             rows, tokens = self.micro_batch_of(size)["input_ids"].shape
-            costs = estimate(self.outline, shape=(rows, tokens))
+            costs = self._with_answers(estimate(self.outline, shape=(rows, tokens)))
         placement = self._placement(costs, capacities)
         partition = self._partition(kind, placement)
         expectation = placement.expect(partition)

@@ -85,10 +85,17 @@ def is_near(completion: str, sample: Sample, *, tolerance: float, is_relative: b
 
 def is_choice(completion: str, sample: Sample) -> bool:
     """Whether an answer names the right option, by its letter or its text."""
-    choices = [str(choice) for choice in sample["choices"]]
-    right = sample.get("answer_index")
+    choices, right = [str(choice) for choice in sample.get("choices") or ()], None
+    if choices:
+        right = sample.get("answer_index")
+        if right is None:
+            right = parse_choice(references(sample)[0], choices)
     if right is None:
-        right = parse_choice(str(sample["answer"]), choices)
+        raise DataError(
+            f"sample {sample.get('source') or sample.get('id')} has no `choices` with a right one. "
+            "Both were expected, because the reward choice compares with them: add "
+            "`choices` and `answer` or `answer_index`, or use another reward."
+        )
     found = parse_choice(said(completion), choices, question=sample.get("question"))
     return found is not None and found == right
 

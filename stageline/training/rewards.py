@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -32,12 +32,14 @@ class Reward:
     Attributes:
         takes_lots: it sees a lot of answers at a time, as soon as they are there; else all
             answers of a step at once.
+        is_dear: calls cost money, or load a model.
     """
 
     key: str
     part: Callable[..., Any]
     weight: float = 1.0
     takes_lots: bool = False
+    is_dear: bool = False
 
 
 @dataclass
@@ -235,6 +237,44 @@ def _checked(part: object, found: Any, count: int) -> list[float]:
 
 def _is_reward(value: object) -> bool:
     return value is None or (isinstance(value, int | float) and math.isfinite(value))
+
+
+def try_rewards(
+    rewards: Rewards, prompts: Sequence[str], samples: Samples, *, num_tokens: Callable[[str], int]
+) -> list[str]:
+    """What each reward gives for the own answers of some rows and for empty ones, for people.
+
+    Those that cost are not called.
+
+    Raises:
+        UserError: a row lacks what a reward needs, or a part is wrong; see `Judging.result`.
+    """
+    told = []
+    own = [str((one.get("answers") or [one.get("answer", "")])[0]) for one in samples]
+    for reward in rewards.parts:
+        if reward.is_dear:
+            told.append(f"reward {reward.key}: not tried, because its calls cost")
+            continue
+        values = []
+        for texts in (own, [""] * len(own)):
+            facts = [{"num_tokens": num_tokens(text), "is_cut": False} for text in texts]
+            known = [{**sample, **fact} for sample, fact in zip(samples, facts, strict=True)]
+            values.append(replace(rewards, parts=[reward])(prompts, texts, known)[0])
+        told.append(f"reward {reward.key}: {_outcome(values[0], values[1], samples)}")
+    return told
+
+
+def _outcome(own_N: torch.Tensor, empty_N: torch.Tensor, samples: Samples) -> str:
+    said = f"{own_N.nanmean().item():.3g} for a row's own answer, {empty_N.nanmean().item():.3g} "
+    said += "for an empty one, on average"
+    if torch.equal(own_N.nan_to_num(), empty_N.nan_to_num()):
+        said += "; the same for both, so it does not tell right from wrong in these rows"
+    silent = own_N.isnan().nonzero()[:, 0].tolist()
+    if silent:
+        first = samples[silent[0]]
+        said += f"; nothing to say of {len(silent)} of {len(samples)} rows, the first is "
+        said += str(first.get("source") or first.get("id"))
+    return said
 
 
 LEAST_STD = 1e-4  # as trl: a spread of nothing divides by this

@@ -49,6 +49,46 @@ def test_plan_prints_and_stops_without_weights(model):
     assert not (model.parent / "run").exists()
 
 
+GRPO = (
+    *("--collate-fn", "grpo", "--loss-fn", "grpo", "--reward", "contains"),
+    *("--group-size", "4", "--max-completion-length", "16", "--max-token-num", "64"),
+)
+
+
+def test_a_run_that_answers_is_planned_with_its_keys_and_values(model):
+    done = train(model, *GRPO, "--plan", "--partition", "2,2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "not counted" not in done.stdout
+    head = next(line for line in done.stdout.splitlines() if " answering " in line)
+    assert head.split().index("cache") == 5
+    # 8 rows and the 4 of the prompt that joins, 64 columns, one head of 8 numbers, keys and values
+    # in float32, 2 layers a rank: 96 KiB
+    ranks = [line.split() for line in done.stdout.partition(head)[2].splitlines()[2:4]]
+    assert all("96.0 KiB" in " ".join(line) for line in ranks), done.stdout
+    # weights and state leave a little; answering needs the most
+    done = train(model, *GRPO, "--prompts-together", "1", "--device-memory", "0.00004")
+    assert done.returncode == 2 and "--prompts-together, --group-size or" in done.stderr
+
+
+def test_a_check_tries_the_rewards_and_names_a_row_without_an_answer(model):
+    words = ("--reward", "contains,format,length,remote", "--check-only")
+    done = train(model, *GRPO, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    assert "reward contains: 1 for a row's own answer, 0 for an empty one" in said
+    assert "format: 0 for a row's own answer, 0 for an empty one, on average; the same" in said
+    assert "reward remote: not tried" in said
+    rows = model.parent / "rows.jsonl"
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    del lines[2]["answer"]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = train(model, *GRPO, "--check-only")
+    assert done.returncode == 3 and "rows.jsonl:3: the field 'answer'" in done.stderr
+    rows.write_text(rows.read_text().replace('"question": "2?"', '"question": "2?", "answer": "2"'))
+    done = train(model, *GRPO, "--reward", "choice", "--check-only")
+    assert done.returncode == 3 and "rows.jsonl:1 has no `choices`" in done.stderr
+
+
 def test_a_measured_run_trains_and_saves_its_numbers(model):
     done = train(model, "--partition", "measured")
     assert done.returncode == 0, done.stdout + done.stderr

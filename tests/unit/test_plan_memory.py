@@ -8,6 +8,7 @@ from stageline.pipeline.plan import Kind, parse_action
 from stageline.pipeline.schedules import make_schedule
 from stageline.planner.cost import Cost, MemoryRules, ModelCosts, peak_activations, rank_memory
 from stageline.planner.placement import advise
+from stageline.planner.planner import refusal
 from stageline.planner.simulate import expect, simulate
 
 LAYER = Cost(
@@ -40,6 +41,35 @@ def model(layer=LAYER, *, num_layers=4, first=NOTHING, last=NOTHING, tied=NOTHIN
         batch=3,
         shape=(1, 1),
     )
+
+
+def test_a_rank_answers_before_it_trains_and_the_fuller_phase_counts():
+    """Caches of all its layers are there at once, and one pass; activations are not there yet."""
+    layer = replace(LAYER, cache=1000, answering=50)
+    costs = model(layer, last=Cost(answering=70))
+    schedule = make_schedule("1f1b", num_ranks=2)
+    rules = MemoryRules(optimizer_bytes=8)
+    memory = rank_memory(costs, [2, 2], schedule, num_micro_batches=4, rules=rules)
+    assert [rank.answers for rank in memory] == [2 * 1000 + 50, 2 * 1000 + 70]
+    assert [rank.peak - rank.lasting for rank in memory] == [2050, 2070]
+    little = replace(costs, layers=(replace(layer, cache=1),) * 4)
+    memory = rank_memory(little, [2, 2], schedule, num_micro_batches=4, rules=rules)
+    assert all(rank.peak == rank.lasting + rank.training for rank in memory)
+
+
+def test_a_refusal_names_what_makes_the_full_phase_smaller():
+    costs = model(replace(LAYER, cache=1000))
+    schedule = make_schedule("1f1b", num_ranks=2)
+    rules = MemoryRules(optimizer_bytes=0)
+    found = expect(costs, [2, 2], schedule, num_micro_batches=4, rules=rules)
+    lasting, trains = found.memory[0].lasting, max(rank.training for rank in found.memory)
+    said = refusal(found, (lasting + trains, lasting + trains))
+    assert "or 2.0 KiB while it answers" in said and "`micro_batch_size`" not in said
+    assert "a smaller `prompts_together`, `group_size` or `max_completion_length`" in said
+    said = refusal(found, (lasting + trains - 1,) * 2)
+    assert "`micro_batch_size`" in said and "`prompts_together`" in said
+    alone = expect(model(), [2, 2], schedule, num_micro_batches=4, rules=rules)
+    assert "answers" not in (said := refusal(alone, (lasting,) * 2)) and "`group_size`" not in said
 
 
 def test_stage_0_of_1f1b_holds_p_micro_batches():

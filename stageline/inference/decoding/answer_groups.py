@@ -88,12 +88,14 @@ class _Lot:
     """Prompts that are answered together: one group of the stages.
 
     Attributes:
+        room: rows and columns that it has when all answers are as long as they may be.
         unread: prompts that have not come back from their first pass.
         rows: that go on, in the order in which the stages have them.
         left: rows that have ended and not been told of.
     """
 
     number: int
+    room: tuple[int, int]
     unread: int
     rows: list[_Row] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
@@ -197,7 +199,11 @@ class _Drawing:
 
     def begin(self, prompts: Sequence[PromptToAnswer]) -> None:
         """Puts the first passes of a lot in line: each prompt is read alone, and once."""
-        lot = self.lots[self._num_lots] = _Lot(self._num_lots, unread=len(prompts))
+        longest = max(length_of(prompt.inputs) for prompt in prompts)
+        # the last token of an answer is kept nowhere
+        columns = longest + self.sampling.max_new_tokens - 1
+        room = sum(len(prompt.seeds) for prompt in prompts), columns
+        lot = self.lots[self._num_lots] = _Lot(self._num_lots, room, unread=len(prompts))
         self._num_lots += 1
         for prompt in prompts:
             rows = [self._new_row() for _ in prompt.seeds]
@@ -221,6 +227,7 @@ class _Drawing:
             rows=[row.number for row in rows],
             lengths=[length_of(prompt.inputs)],
             copies=len(rows),
+            room=list(lot.room),
             settings=[replace(self.sampling, seed=seed) for seed in prompt.seeds],
         )
         return order, together([prompt.inputs])

@@ -150,6 +150,11 @@ Item = TypeVar("Item")
 COLUMNS_AT_ONCE = 64  # buffers grow by so many, and by a quarter
 
 
+def whole_columns(count: int) -> int:
+    """Columns of a buffer that holds so many."""
+    return -(-count // COLUMNS_AT_ONCE) * COLUMNS_AT_ONCE
+
+
 def take_out(items: list[Item], index: int) -> Item:
     """Removes an item as a cache removes a row: the last one takes its place."""
     items[index], items[-1] = items[-1], items[index]
@@ -264,6 +269,8 @@ class GroupCache(Cache):
         fixed_layers: those that keep what prompts bring and grow by no step.
 
     Attributes:
+        most: (rows, columns) that the group will have at most: buffers get no larger, and rows find
+            their place at once. None: not known, and buffers grow ahead.
         is_lost: memory ran out while buffers moved; nothing can be read from it any more.
     """
 
@@ -279,6 +286,7 @@ class GroupCache(Cache):
         )
         self.window_layers = [layer for layer in self.layers if isinstance(layer, WindowLayer)]
         self.fixed_layers = [layer for layer in self.layers if isinstance(layer, FixedLayer)]
+        self.most: tuple[int, int] | None = None
         self.is_lost = False
 
     def begin(self, num_new: int, *, lengths: Sequence[int] | None = None, room: int = 0) -> None:
@@ -396,7 +404,11 @@ class GroupCache(Cache):
 
     def num_bytes(self) -> int:
         """What the buffers of the window take."""
-        return sum(buffer.nbytes for buffer in self._all_buffers())
+        return sum(self.buffer_bytes())
+
+    def buffer_bytes(self) -> list[int]:
+        """Of each buffer of the window."""
+        return [buffer.nbytes for buffer in self._all_buffers()]
 
     def _check(self) -> None:
         if self.is_lost:
@@ -409,10 +421,12 @@ class GroupCache(Cache):
         """Moves all to buffers for so many rows; what is used then ends at column `width`."""
         window = self.window
         before = window.row_capacity, window.column_capacity
-        columns = max(width + num_new, window.width + window.width // 4)
-        window.column_capacity = -(-columns // COLUMNS_AT_ONCE) * COLUMNS_AT_ONCE
+        columns, rows = window.width + window.width // 4, window.row_capacity * 3 // 2
+        if self.most is not None:
+            rows, columns = self.most[0], min(columns, self.most[1])
+        window.column_capacity = whole_columns(max(width + num_new, columns))
         if num_rows > window.row_capacity:
-            window.row_capacity = max(num_rows, window.row_capacity * 3 // 2)
+            window.row_capacity = max(num_rows, rows)
         old, new = slice(window.start, window.end), slice(width - window.width, width)
         try:
             self._move(old, new)

@@ -237,6 +237,8 @@ class PassOrder:
         lengths: tokens of each row; of a prefill, a score and a measurement.
         copies: rows that the only prompt becomes when it is read, which share its keys and values
             up to there; 0: the one.
+        room: (rows, columns) that the group has at most, of all that is to join it; empty: not
+            known.
         piece: (first, end) of the tokens that are read of the only row; empty: all of each row.
         settings: of each new row: how its tokens are chosen.
         targets: of each row of a score: the tokens that are scored; the row ends before the last.
@@ -259,6 +261,7 @@ class PassOrder:
     adapters: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     copies: int = 0
+    room: list[int] = field(default_factory=list)
     piece: list[int] = field(default_factory=list)
     settings: list[Sampling] = field(default_factory=list)
     targets: list[list[int]] = field(default_factory=list)

@@ -182,7 +182,7 @@ class StageDecoder:
             "measure": self._measure,
         }
         self._row_choice = getattr(stage, "row_choice", None)
-        self._keeps_logits = stage.is_last and _can_keep_logits(stage)
+        self._keeps_logits = stage.is_last and can_keep_logits(stage)
 
     def run(self, order: PassOrder, tensors: Tensors) -> Tensors:
         """Does this stage's part of an order, in place.
@@ -297,6 +297,7 @@ class StageDecoder:
         new.kept = [{name: value[place] for name, value in kept.items()} for place in places]
         if order.copies:
             new.cache.repeat(order.copies)
+            new.cache.most = (order.room[0], order.room[1]) if order.room else None
             new.positions, new.kept = new.positions * order.copies, new.kept * order.copies
         self._join(order.group, new)
         if self.stage.is_last:
@@ -464,7 +465,8 @@ class StageDecoder:
         return _onwards(output, {})
 
 
-def _can_keep_logits(stage: torch.nn.Module) -> bool:
+def can_keep_logits(stage: torch.nn.Module) -> bool:
+    """Whether the model makes logits of the last places alone where it is told to."""
     whole = getattr(stage, "whole", None)
     return whole is not None and "logits_to_keep" in inspect.signature(whole.forward).parameters
 
