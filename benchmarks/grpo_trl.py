@@ -1,7 +1,8 @@
 """GRPO here and in trl's GRPOTrainer: the same model, rows, rewards and threads, one process each.
 
-Seconds of a step, tokens a second and peak memory, of both in turn, several times.
-Usage: python benchmarks/grpo_trl.py [--layers 4 --hidden 256 --steps 8 --rounds 3]
+Seconds of a step, tokens a second and peak memory, of both in turn, several times; of a step here
+also what they went to.
+Usage: python benchmarks/grpo_trl.py [--layers 4 --hidden 256 --steps 8 --rounds 3 --beta 0.04]
 """
 
 import argparse
@@ -60,7 +61,7 @@ def make(folder: Path, layers: int, hidden: int) -> None:
     (folder / "parts.py").write_text(REWARD)
 
 
-def theirs(folder: Path, steps: int) -> None:
+def theirs(folder: Path, steps: int, beta: float) -> None:
     """trl's trainer; prints a line of JSON for each step."""
     import torch
     from datasets import Dataset
@@ -86,6 +87,7 @@ def theirs(folder: Path, steps: int) -> None:
         max_completion_length=LONGEST,
         max_steps=steps,
         learning_rate=1e-5,
+        beta=beta,
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
@@ -108,7 +110,7 @@ def theirs(folder: Path, steps: int) -> None:
     print(json.dumps({"lengths": lengths}), flush=True)
 
 
-def ours(folder: Path, steps: int) -> list[str]:
+def ours(folder: Path, steps: int, beta: float) -> list[str]:
     """The command of the same run here."""
     words = (
         f"--import {folder}/parts.py --train-model causal_lm --model-path {folder}/model "
@@ -117,7 +119,7 @@ def ours(folder: Path, steps: int) -> list[str]:
         f"--batch-size {ROWS} --micro-batch-size {MICRO} --max-completion-length {LONGEST} "
         f"--max-token-num 128 --learning-rate 1e-5 --lr-scheduler constant --weight-decay 0 "
         f"--total-steps {steps} --eval-samples 0 --num-stages 1 --device cpu --timeline-step 0 "
-        f"--prove-split never --output-dir {folder}/ours"
+        f"--kl-beta {beta} --prove-split never --output-dir {folder}/ours"
     )
     return [sys.executable, str(ROOT / "train_pp.py"), *words.split()]
 
@@ -140,29 +142,38 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--beta", type=float, default=0.0, help="weight of the divergence")
     parser.add_argument("--theirs", type=Path)
     given = parser.parse_args()
     if given.theirs:
-        theirs(given.theirs, given.steps)
+        theirs(given.theirs, given.steps, given.beta)
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make(folder, given.layers, given.hidden)
         for _ in range(given.rounds):
-            words = [sys.executable, __file__, "--theirs", name, "--steps", str(given.steps)]
+            words = [sys.executable, __file__, "--theirs", name]
+            words += ["--steps", str(given.steps), "--beta", str(given.beta)]
             out, memory = measured(words)
             found = [json.loads(line) for line in re.findall(r'^\{"[sl].*', out, re.MULTILINE)]
             seconds = [one["seconds"] for one in found if "seconds" in one][1:]
             tokens = ROWS * statistics.mean(found[-1]["lengths"][1:])
             tell("trl", seconds, tokens, memory)
-            _, memory = measured(ours(folder, given.steps))
+            _, memory = measured(ours(folder, given.steps, given.beta))
             lines = map(json.loads, (folder / "ours" / "log.jsonl").read_text().splitlines())
             steps = [one for one in lines if one["kind"] == "train"][-given.steps :][1:]
             tokens = ROWS * statistics.mean(one["answer_tokens"] for one in steps)
             tell("stageline", [one["seconds"] for one in steps], tokens, memory)
-            decode = statistics.median(one["decode_seconds"] for one in steps)
-            rewards = statistics.median(one["reward_seconds"] for one in steps)
-            print(f"    of it decoding {decode:.2f} s, rewards {rewards:.3f} s")
+            names = ("decode", "reward_wait", "start", "old")
+            spent = {
+                name: statistics.median(one.get(f"{name}_seconds", 0.0) for one in steps)
+                for name in names
+            }
+            rest = statistics.median(one["seconds"] for one in steps) - sum(spent.values())
+            print(
+                f"    decoding {spent['decode']:.2f} s, rewards {spent['reward_wait']:.3f} s, "
+                f"log-probabilities {spent['start'] + spent['old']:.2f} s, training {rest:.2f} s"
+            )
             shutil.rmtree(folder / "ours")
 
 

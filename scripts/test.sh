@@ -14,7 +14,7 @@ run_tests() {
 }
 shared_out() { # long files first: tests of faults, which mostly wait, and of ranks
     run_tests --numprocesses "${STAGELINE_TEST_WORKERS:-3}" \
-        --dist loadfile --no-loadscope-reorder --maxfail 20 --max-worker-restart 6 "$@"
+        --dist loadfile --no-loadscope-reorder --maxfail 20 --max-worker-restart 0 "$@"
 }
 # on a real card where torch finds one, else on emulated ones (docs/gpu.md); workers read no -p early
 with_cards() { PYTHONPATH="$ROOT" PYTEST_PLUGINS=tests.helpers.emulated_gpu.plugin "$@"; }

@@ -3,9 +3,12 @@
 Some kills for each day; benchmarks/kill_test.py does fifty, by hand or below torchrun.
 """
 
+import os
+import signal
 from collections import Counter
 
 import pytest
+import tqdm
 
 from stageline.distributed import failure
 from tests.helpers.killing import (
@@ -43,6 +46,17 @@ def assert_same_run(job: Job, name: str) -> None:
     losses = job.losses(name)
     assert sorted(losses) == list(range(1, TOTAL_STEPS + 1))
     assert losses == job.losses("whole")
+
+
+def test_a_killed_fork_keeps_no_lock_of_progress_bars():
+    """The lock of tqdm itself is one for all forks: whoever draws a bar then waits for ever."""
+    pid = os.fork()
+    if pid == 0:
+        tqdm.tqdm.get_lock().acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert tqdm.tqdm.get_lock().acquire(False)
+    tqdm.tqdm.get_lock().release()
 
 
 def test_kills_by_hand_leave_the_same_run(job, monkeypatch):
