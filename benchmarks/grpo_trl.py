@@ -110,7 +110,7 @@ def theirs(folder: Path, steps: int, beta: float) -> None:
     print(json.dumps({"lengths": lengths}), flush=True)
 
 
-def ours(folder: Path, steps: int, beta: float) -> list[str]:
+def ours(folder: Path, steps: int, beta: float = 0.0) -> list[str]:
     """The command of the same run here."""
     words = (
         f"--import {folder}/parts.py --train-model causal_lm --model-path {folder}/model "

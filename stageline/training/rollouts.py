@@ -154,7 +154,7 @@ class Rollouts:
         self._image_ids = frozenset() if expander is None else expander.own_ids()
         self._frozen: FrozenCopy | None = None
         self._start_stage, self._saved_start = start_stage, saved_start
-        self.start_mode, self.start_reason = "", "no divergence is taken"
+        self.start_mode, self.start_reason = "", ""
         if options.kl_beta:
             # adapters that did not start at zero cannot be told any more: the checkpoint can
             is_known = saved_start is not None and options.reference == "auto"
@@ -200,10 +200,9 @@ class Rollouts:
     def _keep_start(self) -> None:
         """Copies the start weights, before they are trained; those of a resumed run come anew."""
         self.replicas.put_together()
-        is_resumed = self.start_step > 0
         self._frozen = FrozenCopy(
             self.runner,
-            start_stage=self._start_stage if is_resumed else None,
+            start_stage=self._start_stage if self.start_step > 0 else None,
             saved=self._saved_start,
         )
 
@@ -221,11 +220,14 @@ class Rollouts:
         began = time.perf_counter()
         self.seconds = {}
         while True:
+            self.replicas.put_together()  # they answer for different times
             drawn = self._ahead or self._drawn(next(prompts), step)
             self._ahead = None
             for inner in range(options.inner_steps):
                 self.is_last = inner == options.inner_steps - 1
                 if options.is_ahead and self.is_last and step + 1 < self.end_step:
+                    if inner > 0:
+                        self.replicas.put_together()  # the step before has parted them
                     self._ahead = self._drawn(next(prompts), step + 1, staleness=1)
                 if inner == 0:  # behind the draw, so that rewards have had that long
                     batches = self._make(drawn, step)
@@ -244,7 +246,6 @@ class Rollouts:
             staleness: optimizer steps until then.
         """
         options, prompts = self.options, [one for *_, one in rows]
-        self.replicas.put_together()  # they answer for different times
         saved, self._saved = self._own_saved(len(rows)), None
         if saved is None:
             seeds = [self._seeds(step // options.inner_steps, place) for _, place, _ in rows]
@@ -353,7 +354,6 @@ class Rollouts:
     def _make(self, drawn: Drawn, step: int) -> list[MicroBatch]:
         """The micro-batches of a step."""
         options, rows = self.options, drawn.rows
-        self.replicas.put_together()  # a step behind the draw has parted them again
         rewards_RPG, num_late = self._judged(drawn.judging, len(rows))
         all_RPG = torch.cat(self.replicas.gather(rewards_RPG), dim=1)
         total_PG = weighted(all_RPG, self.rewards.weights)
