@@ -160,13 +160,25 @@ def test_every_split_draws_and_learns_the_same(job, options, ranks):
     name = f"split {ranks} {' '.join(map(str, options))}"
     done = run(job, name, *TWICE, *LORA, *options, ranks=ranks)
     assert done.code == 0, done.err
-    assert samples(job, name) == samples(job, "one")
-    ours, wanted = records(job, name), records(job, "one")
-    for step, record in wanted.items():
-        for figure in ("loss", "kl", "entropy", "grad_norm", "reward", "ratio_gap"):
-            assert ours[step][figure] == pytest.approx(record[figure], rel=1e-6, abs=1e-9), figure
-    tensors = last_tensors(job, name)
-    for key, value in last_tensors(job, "one").items():
+    assert_same_bytes(job, name, "one")
+    figures = ("loss", "kl", "entropy", "grad_norm", "reward", "ratio_gap")
+    assert_same_figures(job, name, figures, rel=1e-6, abs=1e-9)
+
+
+def assert_same_figures(job, name, figures, **within):
+    """Those of the run on one rank, step by step."""
+    ours = records(job, name)
+    for step, record in records(job, "one").items():
+        for figure in figures:
+            assert ours[step][figure] == pytest.approx(record[figure], **within), figure
+
+
+def assert_same_bytes(job, name, wanted):
+    """The same answers and weights, to the bit."""
+    assert samples(job, name) == samples(job, wanted)
+    tensors, theirs = last_tensors(job, name), last_tensors(job, wanted)
+    assert tensors.keys() == theirs.keys()
+    for key, value in theirs.items():
         assert torch.equal(tensors[key], value), key
 
 
@@ -191,11 +203,10 @@ def test_answers_packed_into_rows(job, options, ranks, monkeypatch):
     )
     assert done.code == 0, done.err
     assert_same_but_for_sums(job, name, "one")
-    ours, wanted = records(job, name), records(job, "one")
-    assert [ours[step]["ratio_gap"] for step in (1, 3)] == [0, 0], "to the bit"
-    for step, record in wanted.items():
-        for figure in ("loss", "kl", "entropy", "grad_norm", "sampling_gap", "num_targets"):
-            assert ours[step][figure] == pytest.approx(record[figure], rel=1e-3, abs=1e-6), figure
+    steps = records(job, name)
+    assert [steps[step]["ratio_gap"] for step in (1, 3)] == [0, 0], "to the bit"
+    figures = ("loss", "kl", "entropy", "grad_norm", "sampling_gap", "num_targets")
+    assert_same_figures(job, name, figures, rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -207,11 +218,10 @@ def test_logits_in_chunks(job, options, ranks):
     done = run(job, name, *TWICE, *LORA, *options, "--logits-chunk", 5, ranks=ranks)
     assert done.code == 0, done.err
     assert_same_but_for_sums(job, name, "one")
-    ours, wanted = records(job, name), records(job, "one")
-    assert [ours[step]["ratio_gap"] for step in (1, 3)] == [0, 0], "to the bit"
-    for step, record in wanted.items():
-        for figure in ("loss", "kl", "entropy", "grad_norm", "sampling_gap", "ratio_gap"):
-            assert ours[step][figure] == pytest.approx(record[figure], rel=1e-3, abs=1e-6), figure
+    steps = records(job, name)
+    assert [steps[step]["ratio_gap"] for step in (1, 3)] == [0, 0], "to the bit"
+    figures = ("loss", "kl", "entropy", "grad_norm", "sampling_gap", "ratio_gap")
+    assert_same_figures(job, name, figures, rel=1e-3, abs=1e-6)
 
 
 def weights(job, name):
@@ -247,9 +257,7 @@ def test_a_killed_run_goes_on_with_the_same_answers(job, point):
     assert killed.code != 0 and job.checkpoints(point) == ["step-00000002"]
     done = run(job, point, *TWICE, *LORA, "--resume", "auto")
     assert done.code == 0 and "2 of 4 steps are done" in done.out, done.err
-    assert samples(job, point) == samples(job, "one")
-    tensors = last_tensors(job, point)
-    assert all(torch.equal(tensors[key], value) for key, value in last_tensors(job, "one").items())
+    assert_same_bytes(job, point, "one")
 
 
 def test_compiled_layers_answer_as_they_were_written(job, monkeypatch):
@@ -300,9 +308,7 @@ def test_every_split_draws_the_same_ahead(job, ahead, options):
     name = f"ahead {' '.join(map(str, options))}"
     done = run(job, name, *AHEAD, *options, ranks=2)
     assert done.code == 0, done.err
-    assert samples(job, name) == samples(job, ahead)
-    tensors = last_tensors(job, name)
-    assert all(torch.equal(tensors[key], value) for key, value in last_tensors(job, ahead).items())
+    assert_same_bytes(job, name, ahead)
 
 
 def test_shares_that_answer_ahead_in_packed_rows(job, ahead):
@@ -329,10 +335,8 @@ def test_answers_in_flight_outlive_a_kill(job, ahead, point, when, how):
     assert killed.code != 0 and job.checkpoints(name) == ["step-00000002"]
     done = run(job, name, *AHEAD, "--resume", "auto")
     assert done.code == 0 and "2 of 4 steps are done" in done.out, done.err
-    assert samples(job, name) == samples(job, ahead)
+    assert_same_bytes(job, name, ahead)
     assert records(job, name)[3]["staleness"] == 1
-    tensors = last_tensors(job, name)
-    assert all(torch.equal(tensors[key], value) for key, value in last_tensors(job, ahead).items())
 
 
 def test_several_steps_on_answers_drawn_ahead(job):

@@ -18,7 +18,7 @@ from tests.distributed.test_grpo_run import (
     SPLITS,
     TWICE,
     assert_same_but_for_sums,
-    last_tensors,
+    assert_same_bytes,
     records,
     run,
     samples,
@@ -83,14 +83,6 @@ def assert_log_probs_of(plain, batch, temperature):
     is_learnt = labels != -100
     assert is_learnt.any()
     torch.testing.assert_close(ours[is_learnt], told[is_learnt], rtol=0, atol=1e-6)
-
-
-def assert_same_bytes(job, name, wanted):
-    assert samples(job, name) == samples(job, wanted)
-    tensors, theirs = last_tensors(job, name), last_tensors(job, wanted)
-    assert tensors.keys() == theirs.keys()
-    for key, value in theirs.items():
-        assert torch.equal(tensors[key], value), key
 
 
 @pytest.mark.parametrize("kind", ["full", "mixed"])
