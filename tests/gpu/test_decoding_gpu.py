@@ -27,6 +27,7 @@ from stageline.inference.decoding.stage_decoder import (
 from tests.helpers.decoded_models import decoded_text_model, generated, load_whole
 from tests.helpers.decoding_engines import answers_of, on_ranks
 from tests.helpers.host_waits import host_waits
+from tests.helpers.ports import free_port
 from tests.helpers.ranks import run_ranks
 
 NUM_TOKENS = 8
@@ -196,7 +197,7 @@ def _answer_by_nccl(rank, port, found, *model):
 def test_two_stages_on_two_gpus(model, library):
     found = mp.get_context("spawn").SimpleQueue()
     of_model = str(model.folder), model.processor, [dict(one) for one in model.prompts]
-    context = mp.spawn(_answer_by_nccl, (29517, found, *of_model), nprocs=2, join=False)
+    context = mp.spawn(_answer_by_nccl, (free_port(), found, *of_model), nprocs=2, join=False)
     answers = found.get()
     context.join()
     assert answers == library(torch.float32)

@@ -9,7 +9,6 @@ import functools
 import importlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ import torch
 
 from tests.helpers.house import prepare_house
 from tests.helpers.plans import learn_plans
+from tests.helpers.ports import free_port
 from tests.helpers.ranks import keep_to_a_core
 from tests.helpers.small_run import run_and_exit
 
@@ -103,9 +103,7 @@ def _fork_ranks(num_ranks: int) -> None:
 
     The code is that of the first rank that failed.
     """
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(free_port()))
     os.environ.update(WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
     for rank in range(num_ranks):
         if os.fork() == 0:

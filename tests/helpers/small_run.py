@@ -9,7 +9,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from stageline.plotting import pictures
 from stageline.training import run_log
 from tests.helpers.house import ROOT, enter_house, prepare_house
 from tests.helpers.plans import learn_plans, leave_plans
+from tests.helpers.ports import free_port
 from tests.helpers.ranks import keep_to_a_core
 
 OPTIONS = (
@@ -214,12 +214,11 @@ class ForkedRun:
         self.codes: list[int] = []
         self._files = tempfile.TemporaryDirectory()
         folder = Path(self._files.name)
-        with socket.create_server(("", 0)) as server:
-            port = server.getsockname()[1]
         prepare_house()
         learn_plans()
         sys.stdout.flush()
         sys.stderr.flush()
+        port = free_port()
         self.pids = {
             rank: _fork_rank(words, rank, ranks, port, chaos, folder) for rank in range(ranks)
         }

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from torch.distributed.run import parse_args
 
 from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
+from tests.helpers.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "scripts" / "train_pp_multinode.sh"
@@ -114,12 +114,6 @@ def stand_ins(folder):
     return f"{folder}:{os.environ['PATH']}"
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return str(probe.getsockname()[1])
-
-
 def slurm(folder):
     return {
         "PATH": stand_ins(folder / "bin"),
@@ -141,7 +135,7 @@ def spooled(folder):
 @pytest.mark.timeout(300)
 def test_a_slurm_job_of_two_machines_trains(tmp_path):
     command = [*spooled(tmp_path), *tiny_job(tmp_path)]
-    done = run(command, **{**slurm(tmp_path), "MASTER_PORT": free_port()})
+    done = run(command, **{**slurm(tmp_path), "MASTER_PORT": str(free_port())})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "machine 0 of 2" in done.stderr and "machine 1 of 2" in done.stderr
     assert done.stdout.count("step 1/1: loss") == 1

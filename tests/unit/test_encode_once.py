@@ -3,7 +3,6 @@
 import functools
 import itertools
 import os
-import socket
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -100,12 +99,9 @@ def test_a_sample_of_an_epoch_is_encoded_once(kind, order, monkeypatch):
 
 def test_packed_replicas_that_can_ask_encode_their_own_rows_alone(monkeypatch):
     """Through the store, as data workers do; the micro-batches are those of replicas alone."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setitem(os.environ, "MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setitem(os.environ, "MASTER_PORT", str(port))
+    monkeypatch.setitem(os.environ, "MASTER_PORT", str(store.port))
     options = {"batch_size": 6, "micro_batch_size": 1, "packing": 96, "dp_degree": 2}
 
     def steps(rank, counts, agree):
