@@ -110,6 +110,7 @@ def make_rollouts(
         saved=point.state.facts.get("answers") if point else None,
         start_stage=start_stages(arguments, data, context, point),
         saved_start=point.state.facts.get("start") if point else None,
+        begun_as=point.state.facts.get("reference") if point else None,
         on_samples=samples,
     )
 

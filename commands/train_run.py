@@ -53,6 +53,7 @@ from stageline.training.evaluation import (
 from stageline.training.nonfinite import Skips
 from stageline.training.precision import LossScaler, MasterWeights
 from stageline.training.reference import (
+    Mode,
     Reference,
     TableMaker,
     choose_mode,
@@ -205,29 +206,32 @@ def make_references(
     runner: PipelineRunner,
     replicas: Replicas,
     report: RunReport,
-    start_step: int,
-) -> dict[str, Reference]:
-    """What tells the loss of the start model, for training and held-out rows, if it wants to know.
+    point: ResumePoint | None,
+) -> tuple[dict[str, Reference], Mode | None]:
+    """What tells the loss of the start model, for training and held-out rows, and how it knows.
 
     Computes what has to be computed before the first step.
+
+    Returns:
+        The mode is None where the loss asks for none.
     """
     run, loss = arguments.run, bind_loss(arguments)
     make = functools.partial(Reference, runner, loss=loss, replicas=replicas)
     plain = make()
     sets = {"train": data.train, "test": data.test}
     if not plain.needs_reference:
-        return dict.fromkeys(sets, plain)
+        return dict.fromkeys(sets, plain), None
     known = {"ref_chosen_logps", "ref_logps"}
     mode, why = choose_mode(
         run.reference,
         runner,
         has_columns=not known.isdisjoint(data.train[0][1]) and not plain.needs_kl,
-        is_resumed=start_step > 0,
+        begun_as=point.state.facts.get("reference") if point else None,
     )
     report.say(f"reference of the loss: {mode} ({why})")
     if mode != "precompute":
         columns = make(source=functools.partial(from_columns, runner))
-        return dict.fromkeys(sets, columns if mode == "columns" else plain)
+        return dict.fromkeys(sets, columns if mode == "columns" else plain), mode
     found = dict.fromkeys(sets, plain)
     for name, dataset in sets.items():
         if dataset is None:
@@ -253,10 +257,10 @@ def make_references(
             loader,
             num_samples=len(dataset),
             num_batches=len(loader),
-            is_start=start_step == 0,
+            is_start=point is None,
         )
         found[name] = make(source=source)
-    return found
+    return found, mode
 
 
 def facts_of(runner: PipelineRunner) -> Callable[[MicroBatch], MicroBatch] | None:
@@ -273,7 +277,8 @@ def reference_key(arguments: TrainArguments, dataset: object) -> str:
         if on_resume(name, arguments.parts) == "course"
     }
     run = arguments.run
-    words = (data_fingerprint(dataset), weights_fingerprint(run.model_path), run.max_token_num)
+    weights = [weights_fingerprint(path) for path in (run.model_path, *(run.adapter_path or ()))]
+    words = (data_fingerprint(dataset), weights, run.max_token_num)
     return hashlib.sha256(json.dumps([told, words], default=str).encode()).hexdigest()
 
 
@@ -321,10 +326,11 @@ class TrainingRun:
         if point is not None:
             resume_step(self.train_step, point)
         # behind the optimizer: passes put shared-out weights together, which it must not see
-        references = make_references(
-            arguments, data, context, runner, replicas, report, self.start_step
+        references, mode = make_references(
+            arguments, data, context, runner, replicas, report, point
         )
         self.train_step.prepare, self.reference = references["train"], references["test"]
+        self.reference_mode = mode if self.rollouts is None else self.rollouts.start_mode
         self.judge_evaluations(context)
 
     def make_batches(
@@ -467,6 +473,7 @@ class TrainingRun:
             "settings": self.settings,
             "numbers": self.train_step.state_dict(),
             "position": self.batches.state_after(step),
+            "reference": self.reference_mode,
         }
         if self.rollouts is not None:
             facts["answers"] = self.rollouts.answers_ahead()

@@ -168,7 +168,7 @@ def choose_mode(
     runner: PipelineRunner,
     *,
     has_columns: bool,
-    is_resumed: bool,
+    begun_as: Mode | None,
     otherwise: Mode = "precompute",
 ) -> tuple[Mode, str]:
     """How the reference of a run is come by, the same on all ranks, and why.
@@ -177,17 +177,20 @@ def choose_mode(
 
     Args:
         has_columns: the rows bring their log-probabilities.
-        is_resumed: adapters have been trained by this run.
+        begun_as: how it was come by when the run began; None: it begins. Adapters that did not
+            start at zero cannot be told any more once they are trained.
         otherwise: what auto means where adapters off would not be the start model.
 
     Raises:
         UserError: adapters off would not be the model that training began with.
     """
+    if mode == "auto" and begun_as is not None:
+        return begun_as, "as the run began"
     if mode == "auto" and has_columns:
         return "columns", "the rows bring them"
     if mode not in ("auto", "adapters_off"):
         return mode, "as asked for"
-    reason = _why_not_off(runner, is_resumed=is_resumed)
+    reason = _why_not_off(runner, is_resumed=begun_as is not None)
     if reason is None:
         return "adapters_off", "adapters alone are trained"
     if mode == "auto":

@@ -110,6 +110,7 @@ class Rollouts:
         saved: what `answers_ahead` said after `start_step`, where that is known.
         start_stage: gives a stage of the start model again; needed after `start_step`.
         saved_start: what `start_fingerprint` was then.
+        begun_as: what `start_mode` was then.
         on_samples: told, on the main rank, the answers of a step: (step, records).
 
     Attributes:
@@ -137,6 +138,7 @@ class Rollouts:
         saved: Sequence[Mapping[str, Any]] | None = None,
         start_stage: StartStage | None = None,
         saved_start: str | None = None,
+        begun_as: Mode | None = None,
         on_samples: Callable[[int, list[dict[str, Any]]], None] | None = None,
     ) -> None:
         self.answers, self.rewards, self.options = answers, rewards, options
@@ -154,16 +156,14 @@ class Rollouts:
         self._image_ids = frozenset() if expander is None else expander.own_ids()
         self._frozen: FrozenCopy | None = None
         self._start_stage, self._saved_start = start_stage, saved_start
-        self.start_mode, self.start_reason = "", ""
+        self.start_mode: Mode | None = None
+        self.start_reason = ""
         if options.kl_beta:
-            # adapters that did not start at zero cannot be told any more: the checkpoint can
-            is_known = saved_start is not None and options.reference == "auto"
-            wanted: Mode = "frozen_copy" if is_known else options.reference
             self.start_mode, self.start_reason = choose_mode(
-                wanted,
+                options.reference,
                 self.runner,
                 has_columns=False,
-                is_resumed=start_step > 0,
+                begun_as=begun_as,
                 otherwise="frozen_copy",
             )
 

@@ -41,16 +41,27 @@ def records(job, name, kind):
     return {record["step"]: record for record in lines if record["kind"] == kind}
 
 
-@pytest.mark.parametrize(("name", "options"), [("lora", LORA), ("full", ())])
-def test_the_reference_is_that_of_the_start_in_a_resumed_run(job, name, options):
+@pytest.mark.parametrize(
+    ("name", "options", "mode"),
+    [
+        ("lora", LORA, "adapters_off"),
+        ("full", (), "precompute"),
+        ("begun", LORA, "precompute"),  # from an adapter: it belongs to the start
+    ],
+)
+def test_the_reference_is_that_of_the_start_in_a_resumed_run(job, name, options, mode):
     whole, parts = f"{name} whole", f"{name} parts"
+    if name == "begun":
+        first = ("--learning-rate", 0.05, "--total-steps", 2)
+        assert (done := run(job, "first", DPO, *LORA, *first, ranks=1)).code == 0, done.err
+        checkpoint = job.folder / "first" / "checkpoints" / "step-00000002"
+        options = (*options, "--adapter-path", checkpoint, "--lora-dropout", 0)
     held_out = ("--eval-samples", 4, "--save-best", "loss", *options)
     assert (done := run(job, whole, DPO, *held_out, ranks=1)).code == 0, done.err
-    mode = "adapters_off" if options else "precompute"
     assert f"reference of the loss: {mode}" in done.out
     shutil.copytree(job.folder / whole, job.folder / parts, symlinks=True)
     shutil.rmtree(job.folder / parts / "checkpoints" / "step-00000005")
-    if not options:
+    if name == "full":
         shutil.copytree(job.folder / parts, job.folder / "lost", symlinks=True)
         shutil.rmtree(job.folder / "lost" / "reference")
         done = run(job, "lost", DPO, *held_out, "--resume", "auto", ranks=1)
