@@ -6,6 +6,7 @@ A row's choice depends on its logits, its settings and its tokens, on nothing el
 Shapes: B rows, V tokens of the vocabulary.
 """
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,10 +30,9 @@ from stageline.inference.decoding.request import Sampling, TokenLogprob
 # weight of the likeliest token; tokens 2 ** 40 times less likely are never drawn. Times a
 # vocabulary of 2 ** 22 tokens it still fits 64 bits
 _SCALE = 2.0**40
-# on a GPU: some rows at a time bound the memory. On a CPU one: a row fits its caches, and the
-# ends of rows get the same vector instructions alone and in a batch
-_ROWS_AT_ONCE = {"cpu": 1}
-_ROWS_AT_ONCE_ELSEWHERE = 16
+# some rows at a time: on a GPU they bound the memory, on a CPU so many values fit its caches
+_ROWS_AT_ONCE = 16
+_VALUES_AT_ONCE_ON_CPU = 1 << 16
 # so many are found faster than all are sorted
 _FEW = 256
 
@@ -42,13 +42,29 @@ def uniform(seed: int, index: int) -> float:
 
     The same on every machine: numpy promises the raw stream of its bit generators.
     """
-    key = np.array([seed % 2**64, index], dtype=np.uint64)
-    return float(np.random.Philox(key=key).random_raw() >> 11) * 2.0**-53
+    return float(_STREAMS.first(seed % 2**64, index) >> 11) * 2.0**-53
+
+
+class _Streams(threading.local):
+    """One generator a thread, set to the start of each stream: a new one takes longer by far."""
+
+    def __init__(self) -> None:
+        self._bits = np.random.Philox(key=0)
+        self._start = dict(self._bits.state)
+
+    def first(self, *key: int) -> int:
+        self._start["state"]["key"] = np.array(key, dtype=np.uint64)
+        self._bits.state = self._start
+        return int(self._bits.random_raw())
+
+
+_STREAMS = _Streams()
 
 
 def draw(scores_RV: Tensor, samplings: Sequence[Sampling], numbers: Sequence[float]) -> list[int]:
     """A token for each row of float32 scores (penalties done); `numbers` decide, see `uniform`."""
-    size = _ROWS_AT_ONCE.get(scores_RV.device.type, _ROWS_AT_ONCE_ELSEWHERE)
+    is_cpu = scores_RV.device.type == "cpu"
+    size = max(1, _VALUES_AT_ONCE_ON_CPU // scores_RV.shape[-1]) if is_cpu else _ROWS_AT_ONCE
     tokens: list[int] = []
     for first in range(0, len(samplings), size):
         part = slice(first, first + size)
@@ -73,7 +89,7 @@ def token_weights(scores_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     """
     top_R1 = scores_RV.amax(-1, keepdim=True)
     temperature_R1 = _column([s.temperature for s in samplings], scores_RV.device).float()
-    shares_RV = torch.exp((scores_RV - top_R1) / temperature_R1)
+    shares_RV = _exp((scores_RV - top_R1) / temperature_R1)
     weights_RV = (shares_RV * _SCALE).long()
     _leave_out_beyond_top_k(weights_RV, scores_RV, [s.top_k for s in samplings])
     _leave_out_beyond_top_p(weights_RV, [s.top_p for s in samplings])
@@ -81,6 +97,14 @@ def token_weights(scores_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
         min_p_R1 = _column([s.min_p for s in samplings], scores_RV.device).float()
         weights_RV.mul_(shares_RV >= min_p_R1)
     return weights_RV
+
+
+def _exp(values_RV: Tensor) -> Tensor:
+    if values_RV.device.type != "cpu":
+        return values_RV.exp()
+    # numpy's has the same bits for a value wherever it lies; torch's need not at the ends of a
+    # tensor, and so of a row alone
+    return torch.from_numpy(np.exp(values_RV.numpy()))
 
 
 def _leave_out_beyond_top_k(weights_RV: Tensor, scores_RV: Tensor, counts: Sequence[int]) -> None:
