@@ -20,6 +20,7 @@ from commands.stages import texts_of
 from commands.train_vocabulary import add_tokens, check_tied_head, num_rows_of
 from options.fields import handed_to, option_fields, spelled
 from options.parts import ChosenPart, takes
+from options.rollouts import check_prompts
 from options.train import RunConfig, check_warmup
 from parse_args import TrainArguments
 from register import load_target
@@ -210,12 +211,15 @@ def check_groups(arguments: TrainArguments, *datasets: Dataset | None) -> None:
     run, parts = arguments.run, arguments.parts
     for dataset in filter(None, datasets):
         size = group_size_of(dataset)
-        check_batch_sizes(
-            batch_size=run.batch_size,
-            micro_batch_size=run.micro_batch_size,
-            group_size=size,
-            is_packed=run.packing,
-        )
+        if parts["loss_fn"].facts["samples_answers"]:
+            check_prompts(run, size)
+        else:
+            check_batch_sizes(
+                batch_size=run.batch_size,
+                micro_batch_size=run.micro_batch_size,
+                group_size=size,
+                is_packed=run.packing,
+            )
         if size == 1 and parts["collate_fn"].facts["needs_groups"]:
             raise UserError(
                 f"--collate-fn {parts['collate_fn'].key} came with --dataset "

@@ -26,7 +26,7 @@ from commands.train_run import (
     make_streaming_runner,
     open_run_folder,
 )
-from options.memory import memory_remedies
+from options.memory import answering_remedies, memory_remedies
 from options.model import learning_rate_scales
 from options.train import RunConfig
 from parse_args import save_config
@@ -186,7 +186,7 @@ def _open_account(run: RunConfig, context: DistributedContext, *, streams: bool)
     if has_gpu and not (run.bf16 or run.fp16):
         say("note: float32 on a GPU, at a fraction of its speed; --bf16 computes in half the bits")
     remedies = memory_remedies(run, has_gpu=has_gpu, streams=streams)
-    account = MemoryAccount(context.devices, remedies)
+    account = MemoryAccount(context.devices, remedies, answering_remedies(run))
     on_full_memory(account.describe)
     return account
 

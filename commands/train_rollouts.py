@@ -53,13 +53,14 @@ def make_prompts(
     Args:
         start_step: times that answers were drawn.
     """
-    run = arguments.run
+    run, size = arguments.run, group_size_of(dataset)
     count = run.batch_size if is_evaluation else run.batch_size * run.accumulate_steps
+    num_prompts = count // answers_of(arguments)
     return MicroBatchLoader(
         dataset,
         collate=functools.partial(data.collate, stage=context.pp_rank),
-        batch_size=max(1, count // answers_of(arguments)),
-        micro_batch_size=group_size_of(dataset),
+        batch_size=max(num_prompts // size, 1) * size,
+        micro_batch_size=size,
         dp_rank=context.dp_rank,
         dp_degree=context.num_replicas,
         seed=run.seed,

@@ -93,6 +93,17 @@ def memory_remedies(run: "RunConfig", *, has_gpu: bool, streams: bool = False) -
     return [what for what, is_open in candidates.items() if is_open]
 
 
+def answering_remedies(run: "RunConfig") -> list[str]:
+    """What a run that has no memory for the answers of its own model can change, likewise."""
+    candidates = {
+        f"a smaller --prompts-together (now {run.prompts_together})": run.prompts_together > 1,
+        f"a smaller --max-completion-length (now {run.max_completion_length})": True,
+        f"a smaller --group-size (now {run.group_size})": run.group_size > 2,
+        f"more --num-stages (now {run.num_stages})": True,
+    }
+    return [what for what, is_open in candidates.items() if is_open]
+
+
 # as typed here -> as transformers calls it
 KERNELS = {
     "eager": "eager",

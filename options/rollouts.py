@@ -120,6 +120,22 @@ def _check_numbers(run: Any, parts: Any) -> None:
             )
 
 
+def check_prompts(run: Any, group_size: int) -> None:
+    """Refuses steps that would cut the groups of a dataset, whose answers are judged together.
+
+    Args:
+        group_size: rows of a group of the dataset, such as the views of a scene.
+    """
+    num_prompts = run.batch_size * run.accumulate_steps // run.group_size
+    if num_prompts % group_size:
+        raise OptionError(
+            f"--batch-size {run.batch_size} x --accumulate-steps {run.accumulate_steps} with "
+            f"--group-size {run.group_size} is {num_prompts} prompts a step, and the dataset has "
+            f"groups of {group_size} rows. Whole groups were expected, because their answers are "
+            f"judged together: make --batch-size a multiple of {group_size * run.group_size}."
+        )
+
+
 def _check_not_built(run: Any, parts: Any) -> None:
     loss = parts["loss_fn"].key
     refused = {

@@ -490,7 +490,7 @@ def _gloo_seconds(num_bytes: int) -> float:
 WeighAnswers = Callable[[Stage], Cost]  # a piece on meta -> its `cache` and `answering`
 
 
-def with_answers(costs: ModelCosts, outline: Outline, weigh: WeighAnswers) -> ModelCosts:
+def answering_costs(costs: ModelCosts, outline: Outline, weigh: WeighAnswers) -> ModelCosts:
     """The costs of a run whose model answers before it trains.
 
     A tower looks at one prompt at a time, and at no less when it trains: what it holds then counts.

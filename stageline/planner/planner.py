@@ -24,11 +24,11 @@ from stageline.planner.measure import (
     Outline,
     WeighAnswers,
     Workload,
+    answering_costs,
     estimate,
     measure,
     outline_of,
     transfer_seconds,
-    with_answers,
 )
 from stageline.planner.placement import Choice, Placement, advise
 from stageline.planner.simulate import Expectation
@@ -288,7 +288,7 @@ class Planner:
             # dropout and random inputs must not shift the run's own draws
             with generators_kept([self.device]):
                 costs = self._with_transfers(measure(self.outline, workload))
-                self._measured[micro_batch_size] = self._with_answers(costs)
+                self._measured[micro_batch_size] = self._answering(costs)
             if is_accelerator(self.device):
                 torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
         return self._measured[micro_batch_size]
@@ -297,10 +297,10 @@ class Planner:
         taken = transfer_seconds(self.device, costs.border) if self.times_transfers else None
         return costs if taken is None else replace(costs, hand_over=taken)
 
-    def _with_answers(self, costs: ModelCosts) -> ModelCosts:
+    def _answering(self, costs: ModelCosts) -> ModelCosts:
         if self.answers_of is None:
             return costs
-        return with_answers(costs, self.outline, self.answers_of(costs.shape[1]))
+        return answering_costs(costs, self.outline, self.answers_of(costs.shape[1]))
 
     def place(
         self, kind: PartitionKind, capacities: tuple[int, ...] | None = None
@@ -323,7 +323,7 @@ class Planner:
             costs = self.measured(size)
         else:
             rows, tokens = self.micro_batch_of(size)["input_ids"].shape
-            costs = self._with_answers(estimate(self.outline, shape=(rows, tokens)))
+            costs = self._answering(estimate(self.outline, shape=(rows, tokens)))
         placement = self._placement(costs, capacities)
         partition = self._partition(kind, placement)
         expectation = placement.expect(partition)

@@ -126,7 +126,7 @@ def answer_batches(
     maker = kind(rows, collate=part, **options, **(packing or {}))
     with host_state_kept():
         batches = maker.make(step, [list(range(len(made)))])
-    return [with_answers(batch, rows_in(batch, made)) for batch in batches]
+    return [with_sampled(batch, rows_in(batch, made)) for batch in batches]
 
 
 def rows_in(batch: MicroBatch, made: Sequence[AnswerRow]) -> list[AnswerRow]:
@@ -138,7 +138,7 @@ def _numbers(batch: MicroBatch) -> str:
     return "loss_rows" if "loss_rows" in batch else "loss_packed_rows"
 
 
-def with_answers(batch: MicroBatch, answers: Sequence[AnswerRow]) -> MicroBatch:
+def with_sampled(batch: MicroBatch, answers: Sequence[AnswerRow]) -> MicroBatch:
     """A micro-batch with what is known of its answers before they are judged."""
     labels_BT = batch["labels"].clone()
     sampled_BT, places_BT = torch.zeros(labels_BT.shape), torch.full_like(labels_BT, -1)

@@ -58,19 +58,27 @@ class MemoryAccount:
     Args:
         devices: where this process computes.
         remedies: what the options of the run leave to change, the best first.
+        answering: the same while its model answers.
 
     Attributes:
         train_step: set it once it is there; before that only remedies are told.
     """
 
-    def __init__(self, devices: Sequence[torch.device], remedies: Sequence[str]) -> None:
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        remedies: Sequence[str],
+        answering: Sequence[str] = (),
+    ) -> None:
         self.devices = devices
-        self.remedies = list(remedies)
+        self.remedies, self.answering = list(remedies), list(answering)
         self.train_step: TrainStep | None = None
 
     def describe(self) -> str:
         """One or two sentences: shape of the micro-batch, what is in use and by what, remedies."""
-        helps = f"What helps: {'; '.join(self.remedies[:3])}." if self.remedies else ""
+        answers = progress.place().operation == "decoding"
+        remedies = self.answering if answers else self.remedies
+        helps = f"What helps: {'; '.join(remedies[:3])}." if remedies else ""
         return " ".join(filter(None, [_describe_micro_batch(), self._describe_use(), helps]))
 
     def parts(self) -> dict[str, int]:

@@ -166,7 +166,7 @@ class RewardModel:
     ) -> Encoded | UserError:
         """The row of a conversation that ends with the completion, or why there is none."""
         name = sample_name(sample)
-        answered = {**with_answer(sample, completion), "num_images": len(images)}
+        answered = {**answered_sample(sample, completion), "num_images": len(images)}
         turns = turns_of(answered, prompt, system=None, for_generation=False)
         if not images:  # a place for one may be in a message
             turns = [
@@ -192,7 +192,7 @@ class RewardModel:
         return self.model(**given).logits[:, 0].float().tolist()
 
 
-def with_answer(sample: Sample, completion: str) -> dict[str, Any]:
+def answered_sample(sample: Sample, completion: str) -> dict[str, Any]:
     """The sample with another answer: in the place of its own, or of its last message."""
     messages = sample.get("messages")
     if not messages:

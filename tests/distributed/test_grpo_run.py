@@ -22,6 +22,7 @@ from stageline.modules.policy_loss import ADVANTAGES, OLD, SAMPLED
 from stageline.training.rollouts import Rollouts
 from tests.helpers.small_run import Job, saved_tensors
 from tests.helpers.small_vision_run import VisionJob
+from tests.helpers.tiny_datasets import write_lines
 
 PARTS = '''
 """A reward with a spread over answers of a random model, and a loss that looks at its ratios."""
@@ -426,6 +427,35 @@ def test_full_weights_and_held_out_prompts(job):
     two = run(job, "full shares", *options, *shares, ranks=2)
     assert two.code == 0, two.err
     assert_same_but_for_sums(job, "full shares", "full one")
+
+
+def test_views_of_a_scene_are_judged_together(job):
+    """A dataset with groups: whole ones in each step, packed or not."""
+    views = [
+        {
+            "id": str(i),
+            "anchor": {"question": f"{i}?", "answer": "!"},
+            "positive": {"question": f"left of {i}?", "answer": "!"},
+            "negatives": [{"question": f"{i} and {i}?", "answer": "no"}],
+        }
+        for i in range(12)
+    ]
+    write_lines(job.folder / "views.jsonl", views)
+    options = ("--dataset", "groups", "--dataset-path", job.folder / "views.jsonl")
+    options += ("--reward", "spatial_consistency,letters,length", "--reward-weights", "1,1,0.1")
+    options += ("--group-size", 2, "--eval-samples", 3)
+    done = run(job, "cut views", *options, ranks=1)
+    assert done.code == 2 and "8 prompts a step, and the dataset has groups of 3 rows" in done.err
+    assert "make --batch-size a multiple of 6." in done.err
+    drawn = []
+    for name, more in (("views", ()), ("packed views", ("--packing", "--max-token-num", 96))):
+        done = run(job, name, *options, "--batch-size", 12, *more, ranks=2)
+        assert done.code == 0, done.err
+        drawn.append(samples(job, name).splitlines()[:6])
+        assert records(job, name, "eval")[0]["reward"] == records(job, "views", "eval")[0]["reward"]
+    assert drawn[0] == drawn[1], "the first step's answers"
+    groups = [json.loads(line)["id"] for line in drawn[0]]
+    assert len(groups) == 6, groups
 
 
 def test_a_reward_model_judges(job):

@@ -16,7 +16,7 @@ from stageline.inference.decoding.request import Sampling
 from stageline.inference.decoding.stage_decoder import StageDecoder, answering
 from stageline.inference.model_bytes import META, AnswerLoad, answer_cost
 from stageline.pipeline.live_bytes import PeakBytes
-from stageline.planner.measure import Workload, estimate, measure, outline_of, with_answers
+from stageline.planner.measure import Workload, answering_costs, estimate, measure, outline_of
 from tests.helpers import decoded_models
 from tests.helpers.pictured_prompts import pictured_prompts
 from tests.helpers.tiny_batches import tiny_micro_batches
@@ -112,7 +112,7 @@ def test_stages_are_the_sum_of_their_items(model):
     workload = Workload(batch, lambda last: functools.partial(sft, num_targets=1), CPU, repeats=1)
     for costs in (estimate(outline, shape=(2, 20)), measure(outline, workload)):
         assert not any(stage.cache or stage.answering for stage in costs.stages([1, 3]))
-        found = with_answers(costs, outline, functools.partial(answer_cost, loads=[load]))
+        found = answering_costs(costs, outline, functools.partial(answer_cost, loads=[load]))
         assert found.not_counted == ""
         stages = [
             make(stage=index, num_stages=2, partition=[1, 3], device=CPU) for index in range(2)
@@ -131,5 +131,5 @@ def test_what_cannot_be_looked_at_is_told(tmp_path):
     def fails(*_):
         raise RuntimeError("no kernel\nfor it")
 
-    found = with_answers(costs, outline, fails)
+    found = answering_costs(costs, outline, fails)
     assert found.not_counted.endswith("(RuntimeError: no kernel)")

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from commands import train_engines
-from options.memory import memory_remedies
+from options.memory import answering_remedies, memory_remedies
 from options.train import RunConfig
+from stageline import progress
 from stageline.streaming.runner import streaming_schedule
 from stageline.tables import human_bytes, human_count, human_memory
 from stageline.training.memory import MemoryAccount, gather_peaks, peak_memory, read_status
@@ -122,6 +123,16 @@ def test_what_helps_a_streaming_run_is_what_it_has():
         "--logits-chunk" not in found and "--offload" not in found and "checkpointing" not in found
     )
     assert "--streaming-budget" not in " ".join(memory_remedies(RunConfig(), has_gpu=True))
+
+
+def test_what_helps_a_run_that_answers_is_said_while_it_does():
+    run = RunConfig(prompts_together=1)
+    account = MemoryAccount(
+        [torch.device("cpu")], memory_remedies(run, has_gpu=False), answering_remedies(run)
+    )
+    assert "--gradient-checkpointing" in account.describe()
+    with progress.doing("decoding"):
+        assert "helps: a smaller --max-completion-length (now 256);" in account.describe()
 
 
 def test_the_peak_is_read_from_the_kernel(tmp_path):

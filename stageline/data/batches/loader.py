@@ -238,6 +238,8 @@ def example_micro_batch(
     """
     if has_sampler(dataset):  # whose batches may have to be of one size
         dataset = some_rows(dataset, NUM_EXAMPLES * num_rows)
+    if num_rows % group_size_of(dataset):  # of answers, which need not stay beside one another
+        dataset = [dataset[row] for row in range(min(len(dataset), NUM_EXAMPLES * num_rows))]
     loader = MicroBatchLoader(
         dataset, collate=collate, batch_size=num_rows, micro_batch_size=num_rows, seed=seed
     )

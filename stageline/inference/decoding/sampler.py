@@ -50,7 +50,7 @@ class _Streams(threading.local):
 
     def __init__(self) -> None:
         self._bits = np.random.Philox(key=0)
-        self._start = dict(self._bits.state)
+        self._start = self._bits.state
 
     def first(self, *key: int) -> int:
         self._start["state"]["key"] = np.array(key, dtype=np.uint64)
