@@ -95,8 +95,9 @@ LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 def keeps_keys_and_values(whole: PreTrainedModel, plan: SplitPlan) -> bool:
     """Whether keys and values are all that a stage has to remember of the tokens so far.
 
-    Not where layers keep a state (Mamba, convolutions), take no positions, or where stages need
-    more of each other than hidden states: a token of an answer then reads its whole row anew.
+    Not where layers keep a state (Mamba, convolutions), take no positions, or count them from
+    another number than 0 (RoBERTa, by the ids that are no padding), or where stages need more of
+    each other than hidden states: a token of an answer then reads its whole row anew.
     """
     takes = inspect.signature(type(whole.base_model).forward).parameters
     kinds = set(getattr(whole.config.get_text_config(decoder=True), "layer_types", None) or ())
@@ -105,16 +106,21 @@ def keeps_keys_and_values(whole: PreTrainedModel, plan: SplitPlan) -> bool:
         and {"past_key_values", "position_ids"} <= set(takes)
         and kinds <= LAYER_TYPES
         and all(len(slots) == 1 for slots in plan.borders)
+        and not any(hasattr(one, "create_position_ids_from_input_ids") for one in whole.modules())
     )
+
+
+def rope_parameters(text: PretrainedConfig) -> list[dict[str, Any]]:
+    """Those of each kind of layer, or of all."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    return [value for value in rope.values() if isinstance(value, dict)] or [rope]
 
 
 def can_be_cut(config: PretrainedConfig) -> bool:
     """Whether a piece is read as it would be in the whole prompt."""
     text = config.get_text_config(decoder=True)
     layer_types = getattr(text, "layer_types", None) or ()
-    rope = getattr(text, "rope_parameters", None) or {}
-    by_layers = [value for value in rope.values() if isinstance(value, dict)]
-    rope_types = [one.get("rope_type", "default") for one in by_layers or [rope]]
+    rope_types = [one.get("rope_type", "default") for one in rope_parameters(text)]
     return (
         config.model_type in READ_IN_PIECES
         and LAYER_TYPES.issuperset(layer_types)
@@ -293,6 +299,15 @@ class CausalLMStage(Spliced, StageModel):
     @property
     def reads_in_pieces(self) -> bool:
         return can_be_cut(self.config)
+
+    @property
+    def short_length(self) -> int | None:
+        known = [
+            one["original_max_position_embeddings"]
+            for one in rope_parameters(self.text_config)
+            if one.get("rope_type") == "longrope"
+        ]
+        return min(known, default=None)
 
     @property
     def runs_head(self) -> bool:

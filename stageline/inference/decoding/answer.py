@@ -33,6 +33,7 @@ from stageline.inference.decoding.request import (
     part_of,
     together,
 )
+from stageline.inference.decoding.scheduler import Limits
 
 ScoreListener = Callable[[Scored | Failed], None]
 _Row = tuple[ScoreRequest, ScoreListener]
@@ -341,11 +342,12 @@ class ScoreQueue:
     """Rows are scored in their order, so many together as a pass may have tokens.
 
     Args:
-        max_tokens: of one pass, with padding; a longer row goes alone.
+        limits: of one pass, with padding; a row longer than `prefill_tokens` goes alone.
+        pads_right: as stages without a cache read their rows.
     """
 
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
+    def __init__(self, limits: Limits, *, pads_right: bool = False) -> None:
+        self.limits, self.pads_right = limits, pads_right
         self.waiting: deque[_Row] = deque()
         self.done: deque[Scored | Failed] = deque()
         self._on_their_way: deque[list[_Row]] = deque()
@@ -424,15 +426,17 @@ class ScoreQueue:
         )
         # nothing follows the last token: a row may be one longer than the model has positions
         read = [part_of(item.prompt, range(length_of(item.prompt) - 1)) for item in items]
-        return order, together(read)
+        return order, together(read, pads_right=self.pads_right)
 
     def _goes_with(self, rows: list[_Row], new: ScoreRequest) -> bool:
         if not rows:
             return True
         if is_alone(rows[0][0].prompt) or is_alone(new.prompt):
             return False
-        width = max(length_of(item.prompt) for item in [*(row[0] for row in rows), new])
-        return width * (len(rows) + 1) <= self.max_tokens
+        lengths = [length_of(item.prompt) for item in [*(row[0] for row in rows), new]]
+        if len({self.limits.is_long(length - 1) for length in lengths}) > 1:
+            return False
+        return max(lengths) * len(lengths) <= self.limits.prefill_tokens
 
     def take(self, order: PassOrder) -> None:
         """The oldest pass is back."""

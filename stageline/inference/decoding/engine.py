@@ -78,6 +78,9 @@ def admitted(request: Request, engine: "DecodingEngine") -> Request:
         engine.matchers.check(sampling.grammar)
     ends = engine.stop_ids if sampling.stop_token_ids is None else sampling.stop_token_ids
     most = min(sampling.max_new_tokens, longest - length)
+    if limits.short_length is not None and not limits.is_long(length):
+        # no pass reads the last token
+        most = min(most, limits.short_length + 1 - length)
     return replace(request, sampling=replace(sampling, max_new_tokens=most, stop_token_ids=ends))
 
 
@@ -213,7 +216,7 @@ class DecodingEngine:
         )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, Running] = {}
-        self._scores = ScoreQueue(limits.prefill_tokens)
+        self._scores = ScoreQueue(limits, pads_right=not has_cache)
         self._numbers = itertools.count(1)
         self._is_stopping, self._door, self._is_over = threading.Event(), threading.Lock(), False
         self._prompt_tokens = self._completion_tokens = 0
@@ -475,6 +478,7 @@ class DecodingEngine:
                 is_alone=is_alone(prompt),
                 owner=running,
                 may_be_cut=self.reads_in_pieces and not is_alone(prompt),
+                is_long=self.limits.is_long(length),
             )
         )
 
