@@ -9,9 +9,16 @@ import transformers
 import pp_models  # noqa: F401 (puts the parts on the shelf)
 from commands.tiny import make
 from register import train_model_register
+from stageline.checking.family_configs import family_config
+from stageline.checking.shrink import shrink_config
 from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.checkpoint.load import quiet
+from stageline.data.images.images import ImageExpander
+from stageline.errors import UserError
 from stageline.inference.decoding.request import Failed, Request, Sampling, ScoreRequest
+from stageline.inference.decoding.stage_decoder import StageDecoder
+from stageline.model_folder import special_tokens
+from stageline.stages.example_batch import picture_batch
 from tests.helpers.decoded_models import text_prompts
 from tests.helpers.decoding_engines import built_stages, local_engine
 from tests.helpers.tiny_checkpoints import tiny_whole
@@ -28,27 +35,49 @@ LONGROPE = {
 
 
 @torch.no_grad()
-def log_probs(whole, ids_T, num_targets):
+def log_probs(whole, ids_T, num_targets, **pictures):
     """Of the last tokens of a row, by one pass without a cache over all but the last."""
-    logits = whole(input_ids=ids_T[None, :-1], use_cache=False).logits[0, -num_targets:]
+    inputs = {"input_ids": ids_T[None, :-1], "attention_mask": torch.ones_like(ids_T[None, :-1])}
+    logits = whole(**inputs, use_cache=False, **pictures).logits[0, -num_targets:]
     return logits.log_softmax(-1).gather(1, ids_T[-num_targets:, None])[:, 0]
 
 
-def compared(whole, folder, prompts):
+def noisy(whole, folder):
+    """The model with weights that hide no mistake, saved."""
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    whole.save_pretrained(folder)
+    return whole.eval()
+
+
+def seeing(family, folder):
+    """A cut-down model that sees pictures."""
+    torch.manual_seed(0)
+    config = shrink_config(family_config(family), num_layers=4)
+    return noisy(transformers.AutoModelForImageTextToText.from_config(config), folder)
+
+
+def compared(whole, folder, prompts, *, key="causal_lm"):
     """The answers of an engine to all prompts at once, after each number was compared."""
     with quiet():
-        stages = built_stages(train_model_register["causal_lm"], folder, 2)
+        stages = built_stages(train_model_register[key], folder, 2, is_piece=True)
     engine = local_engine(stages, tiny_tokenizer(), max_rows=len(prompts), num_groups=1)
-    sampling = Sampling(max_new_tokens=NUM_TOKENS, stop_token_ids=(), logprobs=0)
+    bias = tuple((one, -1e4) for one in sorted(special_tokens(whole.config)))
+    sampling = Sampling(max_new_tokens=NUM_TOKENS, stop_token_ids=(), logprobs=0, logit_bias=bias)
     found = {}
     for one in engine.answer(Request(str(i), p, sampling) for i, p in enumerate(prompts)):
         assert not isinstance(one, Failed), one.error
         ids = torch.cat([prompts[int(one.key)]["input_ids"][0], torch.tensor(one.token_ids)])
-        expected = log_probs(whole, ids, len(one.token_ids))
+        names = ("pixel_values", "image_grid_thw")
+        pictures = {n: v for n, v in prompts[int(one.key)].items() if n in names}
+        expected = log_probs(whole, ids, len(one.token_ids), **pictures)
         logprobs = torch.tensor([each.logprob for each in one.logprobs])
         torch.testing.assert_close(logprobs, expected, rtol=1e-4, atol=1e-4)
         found[int(one.key)] = one
-    rows = [p["input_ids"] for p in prompts if p["input_ids"].shape[1] > NUM_TARGETS]
+    rows = [
+        p["input_ids"] for p in prompts if len(p) == 2 and p["input_ids"].shape[1] > NUM_TARGETS
+    ]
     items = (ScoreRequest(str(i), {"input_ids": ids}, NUM_TARGETS) for i, ids in enumerate(rows))
     for scored in engine.score(items):
         expected = log_probs(whole, rows[int(scored.key)][0], NUM_TARGETS)
@@ -64,12 +93,7 @@ def compared(whole, folder, prompts):
 def test_a_batch_of_unequal_rows(family, has_cache, tmp_path):
     config, tokenizer = make(family)
     torch.manual_seed(0)
-    whole = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in whole.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    whole.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    whole = noisy(transformers.AutoModelForCausalLM.from_config(config), tmp_path)
     prompts = text_prompts((2, 17, 9), vocab_size=len(tokenizer))
     engine, _ = compared(whole, tmp_path, prompts)
     assert engine.has_cache == has_cache
@@ -87,8 +111,31 @@ def test_rows_on_both_sides_of_the_length_where_frequencies_change(tmp_path):
         original_max_position_embeddings=20,
         rope_parameters=LONGROPE,
     )
-    tokenizer.save_pretrained(tmp_path)
     prompts = text_prompts((2, 30, 17, 20, 21), vocab_size=len(tokenizer))
     _, answers = compared(whole, tmp_path, prompts)
     assert [len(one.token_ids) for one in answers] == [6, 6, 4, 1, 6], "a pass reads 20 at most"
     assert {one.reason for one in answers} == {"length"}
+
+
+def test_positions_of_a_model_that_asks_for_no_kinds_of_tokens(tmp_path):
+    whole = seeing("qwen2_5_omni_thinker", tmp_path)
+    pictured = picture_batch(whole.config, whole, rows=(2,), dtype=torch.float32, seed=0)
+    prompts = (pictured, *text_prompts((5, 9), vocab_size=whole.config.text_config.vocab_size))
+    compared(whole, tmp_path, prompts, key="vision_language")
+
+
+def test_a_prompt_that_is_read_in_both_directions_is_refused(tmp_path):
+    """PaliGemma: which tokens those are no prompt says; without padding all of them would be."""
+    seeing("paligemma", tmp_path)
+    [stage] = built_stages(train_model_register["vision_language"], tmp_path, 1, is_piece=True)
+    with pytest.raises(UserError, match="both directions"):
+        StageDecoder(stage).bytes_of_a_token()
+    images = transformers.SiglipImageProcessorPil(size={"height": 16, "width": 16})
+    images.image_seq_length = 4
+    tokenizer = tiny_tokenizer(
+        special_tokens=("<pad>", "<s>", "</s>", "<image>"),
+        chat_template=None,
+        extra_special_tokens={"image_token": "<image>"},
+    )
+    processor = transformers.PaliGemmaProcessor(image_processor=images, tokenizer=tokenizer)
+    assert ImageExpander.of(processor).side_inputs([(20, 30)]) == {}
