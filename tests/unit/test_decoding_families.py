@@ -18,6 +18,7 @@ from stageline.errors import UserError
 from stageline.inference.decoding.request import Failed, Request, Sampling, ScoreRequest
 from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.model_folder import special_tokens
+from stageline.stages.causal_lm import CausalLMStage
 from stageline.stages.example_batch import picture_batch
 from tests.helpers.decoded_models import text_prompts
 from tests.helpers.decoding_engines import built_stages, local_engine
@@ -78,8 +79,12 @@ def compared(whole, folder, prompts, *, key="causal_lm"):
     rows = [
         p["input_ids"] for p in prompts if len(p) == 2 and p["input_ids"].shape[1] > NUM_TARGETS
     ]
-    items = (ScoreRequest(str(i), {"input_ids": ids}, NUM_TARGETS) for i, ids in enumerate(rows))
-    for scored in engine.score(items):
+    items = [ScoreRequest(str(i), {"input_ids": ids}, NUM_TARGETS) for i, ids in enumerate(rows)]
+    short = ScoreRequest("short", items[0].prompt, rows[0].shape[1])
+    for scored in engine.score([short, *items]):
+        if scored.key == "short":
+            assert "a token is scored by those before it" in str(scored.error)
+            continue
         expected = log_probs(whole, rows[int(scored.key)][0], NUM_TARGETS)
         torch.testing.assert_close(torch.tensor(scored.logprobs), expected, rtol=1e-4, atol=1e-4)
     return engine, [found[place] for place in range(len(prompts))]
@@ -139,3 +144,12 @@ def test_a_prompt_that_is_read_in_both_directions_is_refused(tmp_path):
     )
     processor = transformers.PaliGemmaProcessor(image_processor=images, tokenizer=tokenizer)
     assert ImageExpander.of(processor).side_inputs([(20, 30)]) == {}
+
+
+@pytest.mark.parametrize(("family", "field"), [("bert", "is_decoder"), ("xlm", "causal")])
+def test_an_encoder_is_refused(family, field):
+    config, _ = make(family)
+    CausalLMStage(config, stage=0, num_stages=1)
+    setattr(config, field, False)
+    with pytest.raises(UserError, match=f"{field} false: each token would see those after it"):
+        CausalLMStage(config, stage=0, num_stages=1)

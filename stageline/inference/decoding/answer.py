@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from stageline.errors import UserError
 from stageline.inference.decoding.request import (
     AnswerPiece,
     Cancelled,
@@ -338,6 +339,21 @@ class Running:
         self._call(Failed(self.key, error))
 
 
+def check_row(item: ScoreRequest, limits: Limits) -> None:
+    """Refuses a row with too many tokens, or with no token before the first target."""
+    length = length_of(item.prompt)
+    if length > limits.max_length + 1:
+        raise UserError(
+            f"the row has {length} tokens. At most {limits.max_length + 1} were expected, because "
+            "all but the last must fit the model's positions: shorten it."
+        )
+    if not 1 <= item.num_targets < length:
+        raise UserError(
+            f"{item.num_targets} of the row's {length} tokens are to be scored. From 1 to "
+            f"{length - 1} were expected, because a token is scored by those before it."
+        )
+
+
 class ScoreQueue:
     """Rows are scored in their order, so many together as a pass may have tokens.
 
@@ -377,7 +393,7 @@ class ScoreQueue:
                 item = next(source, None)
                 is_over = item is None
                 if item is not None:
-                    self.add(item, self.done.append)
+                    self._add_checked(item)
             while self.done:
                 yield self.done.popleft()
             if self.has_work:
@@ -389,6 +405,14 @@ class ScoreQueue:
         while self.has_work:
             act()
         self.done.clear()
+
+    def _add_checked(self, item: ScoreRequest) -> None:
+        try:
+            check_row(item, self.limits)
+        except UserError as error:
+            self.done.append(Failed(item.key, error))
+        else:
+            self.add(item, self.done.append)
 
     def add(self, item: ScoreRequest, listener: ScoreListener) -> None:
         """A row that is to be scored."""

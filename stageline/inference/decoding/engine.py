@@ -18,7 +18,7 @@ import torch
 
 from stageline.device import sent
 from stageline.errors import UserError
-from stageline.inference.decoding.answer import AnswerText, Running, ScoreQueue
+from stageline.inference.decoding.answer import AnswerText, Running, ScoreQueue, check_row
 from stageline.inference.decoding.chain import Chain, max_in_flight
 from stageline.inference.decoding.grammars import Matchers
 from stageline.inference.decoding.request import (
@@ -82,21 +82,6 @@ def admitted(request: Request, engine: "DecodingEngine") -> Request:
         # no pass reads the last token
         most = min(most, limits.short_length + 1 - length)
     return replace(request, sampling=replace(sampling, max_new_tokens=most, stop_token_ids=ends))
-
-
-def check_row(item: ScoreRequest, limits: Limits) -> None:
-    """Refuses a row with too many tokens, or with no token before the first target."""
-    length = length_of(item.prompt)
-    if length > limits.max_length + 1:
-        raise UserError(
-            f"the row has {length} tokens. At most {limits.max_length + 1} were expected, because "
-            "all but the last must fit the model's positions: shorten it."
-        )
-    if not 1 <= item.num_targets < length:
-        raise UserError(
-            f"{item.num_targets} of the row's {length} tokens are to be scored. From 1 to "
-            f"{length - 1} were expected, because a token is scored by those before it."
-        )
 
 
 def timed_steps(
