@@ -110,16 +110,24 @@ def generate_batch(
     batch: dict[str, torch.Tensor],
     **options: object,
 ) -> list[dict[str, Any]]:
-    """The answers to a batch of `encode_prompts`; `options` are those of the library."""
+    """The answers to a batch of `encode_prompts`; `options` are those of the library.
+
+    Nothing but where answers end is taken from the folder's generation config: beams, penalties and
+    suppressed tokens there would make other answers than those that were asked for.
+    """
     tokenizer = get_tokenizer(processor)
     inputs = _on_device(batch, model)
     stop_ids = stop_token_ids(model, tokenizer)
-    output = cast(Any, model).generate(
-        **inputs,
-        pad_token_id=get_pad_token_id(processor),
-        eos_token_id=stop_ids or None,
-        **options,
-    )
+    of_folder, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        output = cast(Any, model).generate(
+            **inputs,
+            pad_token_id=get_pad_token_id(processor),
+            eos_token_id=stop_ids or None,
+            **options,
+        )
+    finally:
+        model.generation_config = of_folder
     return [
         _answer(row.tolist(), tokenizer, stop_ids)
         for row in output[:, batch["input_ids"].shape[1] :]
