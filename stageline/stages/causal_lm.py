@@ -22,7 +22,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from stageline.data.batches.batch import ROW_LENGTHS
 from stageline.errors import UserError
-from stageline.model_folder import has_trusted_code
+from stageline.model_folder import has_trusted_code, rope_parameters, short_length
 from stageline.modules.router_records import recording_routers, watch_routers
 from stageline.pipeline.topology import layer_range
 from stageline.stages.base import StageModel
@@ -108,12 +108,6 @@ def keeps_keys_and_values(whole: PreTrainedModel, plan: SplitPlan) -> bool:
         and all(len(slots) == 1 for slots in plan.borders)
         and not any(hasattr(one, "create_position_ids_from_input_ids") for one in whole.modules())
     )
-
-
-def rope_parameters(text: PretrainedConfig) -> list[dict[str, Any]]:
-    """Those of each kind of layer, or of all."""
-    rope = getattr(text, "rope_parameters", None) or {}
-    return [value for value in rope.values() if isinstance(value, dict)] or [rope]
 
 
 def can_be_cut(config: PretrainedConfig) -> bool:
@@ -315,12 +309,7 @@ class CausalLMStage(Spliced, StageModel):
 
     @property
     def short_length(self) -> int | None:
-        known = [
-            one["original_max_position_embeddings"]
-            for one in rope_parameters(self.text_config)
-            if one.get("rope_type") == "longrope"
-        ]
-        return min(known, default=None)
+        return short_length(self.text_config)
 
     @property
     def runs_head(self) -> bool:

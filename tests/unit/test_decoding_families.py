@@ -14,9 +14,11 @@ from stageline.checking.shrink import shrink_config
 from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.checkpoint.load import quiet
 from stageline.data.images.images import ImageExpander
+from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import UserError
 from stageline.inference.decoding.request import Failed, Request, Sampling, ScoreRequest
 from stageline.inference.decoding.stage_decoder import StageDecoder
+from stageline.inference.generation import ScoredRow, generate, score_rows
 from stageline.model_folder import special_tokens
 from stageline.stages.causal_lm import CausalLMStage
 from stageline.stages.example_batch import picture_batch
@@ -120,6 +122,16 @@ def test_rows_on_both_sides_of_the_length_where_frequencies_change(tmp_path):
     _, answers = compared(whole, tmp_path, prompts)
     assert [len(one.token_ids) for one in answers] == [6, 6, 4, 1, 6], "a pass reads 20 at most"
     assert {one.reason for one in answers} == {"length"}
+    # the engine of one process
+    rows = [ScoredRow(p["input_ids"][0].tolist(), NUM_TARGETS) for p in prompts[1:]]
+    for scored in score_rows(whole, tokenizer, rows, num_together=4):
+        expected = log_probs(whole, torch.tensor(rows[int(scored.key)].input_ids), NUM_TARGETS)
+        torch.testing.assert_close(torch.tensor(scored.logprobs), expected, rtol=1e-4, atol=1e-4)
+    asked = [Rendered((Piece("true or false? " * count),)) for count in (1, 9)]
+    options = {"images": [None], "max_new_tokens": NUM_TOKENS}
+    alone = [generate(whole, tokenizer, prompts=[one], **options)[0] for one in asked]
+    options["images"] = [None, None]
+    assert generate(whole, tokenizer, prompts=asked, **options) == alone
 
 
 def test_positions_of_a_model_that_asks_for_no_kinds_of_tokens(tmp_path):
