@@ -377,7 +377,7 @@ def score_rows(
             for place, row in enumerate(rows)
         )
         return
-    for places in _batches(rows, processor, num_together, model):
+    for places in _batches(rows, processor, num_together, cast(PreTrainedModel, model)):
         together = [rows[place] for place in places]
         scores = _forward(cast(PreTrainedModel, model), processor, together)
         for place, (logprobs, is_greedy) in zip(places, scores, strict=True):
