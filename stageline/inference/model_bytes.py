@@ -501,7 +501,7 @@ def answer_cost(stage: Stage, loads: Sequence[AnswerLoad]) -> Cost:
 
 def _cache(stage: Stage, *, rows: int, columns: int, room: int) -> GroupCache:
     """With so many columns in use, which nobody wrote, and room for as many as that."""
-    cache = GroupCache(stage.num_layers(), rows, fixed_layers=stage.fixed_layers())
+    cache = GroupCache(stage.num_cache_layers(), rows, fixed_layers=stage.fixed_layers())
     cache.begin(room, lengths=[room] * rows)
     cache.window.first_columns = [0] * rows
     cache.advance(columns)

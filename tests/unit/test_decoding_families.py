@@ -19,6 +19,7 @@ from stageline.errors import UserError
 from stageline.inference.decoding.request import Failed, Request, Sampling, ScoreRequest
 from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.inference.generation import ScoredRow, generate, score_rows
+from stageline.inference.model_bytes import AnswerLoad, answer_cost
 from stageline.model_folder import special_tokens
 from stageline.stages.causal_lm import CausalLMStage
 from stageline.stages.example_batch import picture_batch
@@ -104,6 +105,15 @@ def test_a_batch_of_unequal_rows(family, has_cache, tmp_path):
     prompts = text_prompts((2, 17, 9), vocab_size=len(tokenizer))
     engine, _ = compared(whole, tmp_path, prompts)
     assert engine.has_cache == has_cache
+    if has_cache:  # what is said before a run takes places as the engine's cache has them
+        load = AnswerLoad(
+            3, copies=1, lot_size=3, lots_at_once=1, prompt_tokens=17, answer_tokens=6
+        )
+        build = train_model_register["causal_lm"]
+        [stage] = built_stages(build, tmp_path, 1, is_piece=True, device="meta")
+        [decoded] = built_stages(build, tmp_path, 1, is_piece=True)
+        token = StageDecoder(decoded).bytes_of_a_token()
+        assert answer_cost(stage, [load]).cache == token * load.cells
 
 
 def test_rows_on_both_sides_of_the_length_where_frequencies_change(tmp_path):

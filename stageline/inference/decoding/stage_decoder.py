@@ -241,10 +241,7 @@ class StageDecoder:
 
     def _new_cache(self, num_rows: int) -> GroupCache:
         stage = self.stage
-        # LongCat attends twice in a layer: it counts so many layers of a cache
-        text = stage.config.get_text_config(decoder=True)
-        count = max(stage.num_layers(), getattr(text, "num_hidden_layers", 0))
-        return GroupCache(count, num_rows, fixed_layers=stage.fixed_layers())
+        return GroupCache(stage.num_cache_layers(), num_rows, fixed_layers=stage.fixed_layers())
 
     def _tidy(self, order: PassOrder) -> None:
         for number, row in order.leave:
