@@ -214,9 +214,6 @@ def rope_parameters(text: PretrainedConfig) -> list[dict[str, Any]]:
 
 def short_length(text: PretrainedConfig) -> int | None:
     """Tokens of a pass up to which LongRoPE has its first set of frequencies; None: it has one."""
-    known = [
-        one["original_max_position_embeddings"]
-        for one in rope_parameters(text)
-        if one.get("rope_type") == "longrope"
-    ]
-    return min(known, default=None)
+    scaled = [one for one in rope_parameters(text) if one.get("rope_type") == "longrope"]
+    known = [one.get("original_max_position_embeddings") for one in scaled]
+    return min((length for length in known if length is not None), default=None)
