@@ -208,9 +208,9 @@ class CausalLMStage(Spliced, StageModel):
     def parts(self) -> dict[str, list[str]]:
         paths = self.paths
         return {
-            "vit": [paths.vision_tower] if paths.vision_tower else [],
+            "vit": [path for path in (paths.vision_tower, *paths.beside_tower) if path],
             "mlp": [path for path in (paths.projector, *paths.beside_projector) if path],
-            "llm": [paths.text_model],
+            "llm": [paths.text_model, *paths.beside_text],
             "lm_head": [path for path in (paths.head, *paths.behind) if path],
         }
 
