@@ -241,25 +241,37 @@ class StageBuilder:
             checkpoint=self.checkpoint_path,
         )
 
-    def prove(self, mode: "ProveMode", *, ranks: "Ranks", say: Callable[[str], None]) -> None:
+    def prove(
+        self,
+        mode: "ProveMode",
+        *,
+        ranks: "Ranks",
+        say: Callable[[str], None],
+        answers: bool = False,
+    ) -> None:
         """Compares a cut-down copy of the model, split and whole; all ranks call this.
 
         Args:
             mode: auto, always or never.
             ranks: of the whole run.
+            answers: it will answer: what it says with what it remembers is compared, too.
         """
-        if self.num_stages == 1:
-            return  # as the proof says itself, which takes a while to import
+        is_split = self.num_stages > 1
         if mode == "never" or (mode == "auto" and os.environ.get(PROVES) == "never"):
-            if ranks.rank == 0:
+            if is_split and ranks.rank == 0:
                 say(
                     "WARNING: --prove-split never: nobody has compared this split with the whole "
                     "model on this machine; if it computes something else, nothing will say so"
                 )
             return
-        from stageline.checking.proof import prove_split
+        if is_split:  # as the proof says itself, which takes a while to import
+            from stageline.checking.proof import prove_split
 
-        prove_split(self._split(), mode=mode, ranks=ranks, say=say)
+            prove_split(self._split(), mode=mode, ranks=ranks, say=say)
+        if answers:
+            from stageline.checking.answers import prove_answers
+
+            prove_answers(self._split(), mode=mode, ranks=ranks, say=say)
 
     def prove_packing(self, *, rows: int, ranks: "Ranks", say: Callable[[str], None]) -> None:
         """Tries packed rows on a cut-down copy of the model; all ranks call this.

@@ -70,7 +70,7 @@ ROOM_ARROWS = {
     "training": {*MIDDLE, *LOW, "planner", "plotting", "inference"},
     "planner": {"pipeline", *LOW},
     "streaming": {*MIDDLE, *LOW},
-    "checking": {"training", "stages", *MIDDLE, *LOW},
+    "checking": {"training", "stages", "inference", *MIDDLE, *LOW},
     "pipeline": {*LOW},
     "stages": {"pipeline", "checkpoint", *LOW},
     "checkpoint": {*LOW},
