@@ -61,6 +61,12 @@ def test_it_is_found_below_what_the_schedule_wrapped():
 
 
 @pytest.mark.usefixtures("_rank_2_of_4")
+def test_an_error_raised_from_itself_has_an_end():
+    error = ValueError("this")
+    found = list(record.chain(_raised(error, cause=error)))
+    assert found == [error]
+
+
 def test_any_other_error_names_rank_and_stage_before_its_traceback():
     told = record.record_of(_raised(TypeError("boom")))
     lines = told.report().splitlines()
