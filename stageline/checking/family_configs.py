@@ -85,7 +85,7 @@ MULTIPLIERS: tuple[tuple[str, float], ...] = (
     (r"logits_scaling|logit_scale|logits_mup_width_multiplier", 1.5),
     (r".*_multipliers?|route(d|r)?_(scale|scaling_factor)", 1.25),
 )
-FLAGS = {"scale_embedding": True, "mup_enabled": True, "is_decoder": True}
+FLAGS = {"scale_embedding": True, "mup_enabled": True, "is_decoder": True, "causal": True}
 
 
 def family_config(name: str) -> PretrainedConfig:

@@ -58,19 +58,57 @@ def cache_off(config: PretrainedConfig) -> tuple[str, ...]:
     return tuple(found)
 
 
-def refused_attention(
-    config: PretrainedConfig, attn_implementation: str | None, error: Exception
-) -> Exception:
-    """The library's refusal of a kernel as the user's error; another error as it is."""
+def refused_build(
+    config: PretrainedConfig,
+    auto_class: type[_BaseAutoModelClass],
+    attn_implementation: str | None,
+    error: Exception,
+) -> UserError | None:
+    """What of the library's refusals to build a model is the user's to mend; None: nothing."""
     text = str(error)
-    if not attn_implementation or not ("attention" in text.lower() or "flash" in text.lower()):
-        return error
-    return UserError(
-        f"{config.model_type} cannot be built with the attention {attn_implementation} "
-        f"({text.splitlines()[0][:300]}). A kernel that this architecture has and this machine can "
-        "run was expected: leave `attention` (or `train_model.attn_implementation`) out for the "
-        "one that the library chooses, or use `attention` eager."
-    )
+    if isinstance(error, ValueError) and "Unrecognized configuration class" in text:
+        return UserError(
+            f"{config.model_type} is no architecture of transformers' {auto_class.__name__}. One "
+            "was expected, because stages are cut out of such a model: not of encoders with "
+            "decoders, nor of models of sounds alone. Choose another model, or the `train_model` "
+            "of its kind: causal_lm for text, vision_language for pictures."
+        )
+    if attn_implementation and ("attention" in text.lower() or "flash" in text.lower()):
+        return UserError(
+            f"{config.model_type} cannot be built with the attention {attn_implementation} "
+            f"({text.splitlines()[0][:300]}). A kernel that this architecture has and this machine "
+            "can run was expected: leave `attention` (or `train_model.attn_implementation`) out "
+            "for the one that the library chooses, or use `attention` eager."
+        )
+    if isinstance(error, ImportError):
+        return UserError(
+            f"{config.model_type} cannot be built ({' '.join(text.split())[:300]}). All packages "
+            "that it needs were expected: install them."
+        )
+    return None
+
+
+def refuse_both_ways(whole: PreTrainedModel, layers: str) -> None:
+    """Refuses models of BERT's kind whose tokens see those that they are to predict.
+
+    Args:
+        layers: path of the split layers.
+
+    Raises:
+        UserError: a field of the configuration makes no decoder of them.
+    """
+    config = whole.config
+    told = {"causal": getattr(config, "causal", True), "attn_type": getattr(config, "attn_type", 0)}
+    for module in whole.get_submodule(layers).modules():
+        told["is_decoder"] = told.get("is_decoder", True) and getattr(module, "is_decoder", True)
+    found = [name for name, value in told.items() if value is False or value == "bi"]
+    if found and type(whole).__module__.startswith("transformers."):
+        raise UserError(
+            f"{found[0]} is {str(told[found[0]]).lower()} in the configuration of "
+            f"{config.model_type}: each token sees those behind it. A decoder was expected, "
+            "because a token that sees the next one learns nothing by predicting it. Choose a "
+            "decoder, or set the field in config.json (true; attn_type uni) if it was trained so."
+        )
 
 
 # -- which models answer on a cache, and which may read a prompt of text in pieces ----------------
@@ -168,6 +206,8 @@ class CausalLMStage(Spliced, StageModel):
         whole = self.build_whole(config, dtype=dtype, attn_implementation=attn_implementation)
         self.cached_configs = cache_off(whole.config)
         self.plan = self.find_plan(whole)
+        if self.auto_class is AutoModelForCausalLM:
+            refuse_both_ways(whole, self.plan.layers)
         super().__init__(config, dtype=dtype, **stage_kwargs)
         self.paths = self.find_paths(whole)
         self.can_decode = self.can_decode and keeps_keys_and_values(whole, self.plan)
@@ -191,7 +231,10 @@ class CausalLMStage(Spliced, StageModel):
             try:
                 return self.auto_class.from_config(config, dtype=dtype, **kwargs)
             except (ValueError, ImportError) as error:
-                raise refused_attention(config, attn_implementation, error) from error
+                refusal = refused_build(config, self.auto_class, attn_implementation, error)
+                if refusal is None:
+                    raise
+                raise refusal from error
 
     def find_plan(self, whole: PreTrainedModel) -> SplitPlan:
         """How the whole model is split, by a rehearsal."""
