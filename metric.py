@@ -29,6 +29,7 @@ from stageline.tasks.answers import (
     parse_truth,
     without_negated,
 )
+from stageline.tasks.rewards import references
 
 Predictions = Sequence[dict[str, Any]]
 Samples = Sequence[dict[str, Any]]
@@ -57,7 +58,7 @@ def _score(predictions: Predictions, samples: Samples, judge: Judge) -> dict[str
 
 def _answers(sample: dict[str, Any]) -> list[str]:
     """All answers that count as right."""
-    return [normalize(answer) for answer in _references(sample)]
+    return [normalize(answer) for answer in references(sample)]
 
 
 @metric_register("exact_match")
@@ -93,7 +94,7 @@ def _wrong(text: str) -> bool | None:
 def text_rouge(predictions: Predictions, samples: Samples) -> dict[str, Any]:
     """ROUGE-L (F1) against the answer; ROUGE-1 and ROUGE-2 beside it."""
     found = [
-        rouge(str(prediction["prediction"]), _references(sample))
+        rouge(str(prediction["prediction"]), references(sample))
         for prediction, sample in zip(predictions, samples, strict=True)
     ]
     means = {name: _mean([scores[name] for scores in found]) for name in ROUGE_TYPES}
@@ -104,9 +105,9 @@ def text_rouge(predictions: Predictions, samples: Samples) -> dict[str, Any]:
 def text_bleu(predictions: Predictions, samples: Samples) -> dict[str, Any]:
     """BLEU-4 of each answer, smoothed; that of the whole set as corpus_bleu."""
     texts = [str(prediction["prediction"]) for prediction in predictions]
-    references = [_references(sample) for sample in samples]
-    each = [sentence_bleu(text, own) for text, own in zip(texts, references, strict=True)]
-    return {**_graded(predictions, samples, each), "corpus_bleu": bleu(texts, references)}
+    right = [references(sample) for sample in samples]
+    each = [sentence_bleu(text, own) for text, own in zip(texts, right, strict=True)]
+    return {**_graded(predictions, samples, each), "corpus_bleu": bleu(texts, right)}
 
 
 @metric_register("text")
@@ -114,16 +115,12 @@ def text_overlap(predictions: Predictions, samples: Samples) -> dict[str, Any]:
     """ROUGE-L as the score; exact match, ROUGE-1, ROUGE-2 and corpus BLEU beside it."""
     exact = exact_match(predictions, samples)
     texts = [str(prediction["prediction"]) for prediction in predictions]
-    corpus_bleu = bleu(texts, [_references(sample) for sample in samples])
+    corpus_bleu = bleu(texts, [references(sample) for sample in samples])
     return {
         **text_rouge(predictions, samples),
         "exact_match": exact["score"],
         "corpus_bleu": corpus_bleu,
     }
-
-
-def _references(sample: dict[str, Any]) -> list[str]:
-    return [str(answer) for answer in sample.get("answers") or [sample["answer"]]]
 
 
 def _mean(scores: Sequence[float]) -> float:
@@ -287,7 +284,7 @@ def text_perplexity(predictions: Predictions, samples: Samples) -> dict[str, Any
     each = [bits_per_byte(item["logprob"], item["num_bytes"]) for item in predictions]
     figures = {**_graded(predictions, samples, each), **text_figures(predictions)}
     figures["unparsed"] = [0] * len(each)  # texts were read, not answers
-    return figures
+    return {**figures, "lower_is_better": True}
 
 
 def _text_sizes(text: str) -> dict[str, int]:

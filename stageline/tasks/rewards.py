@@ -21,7 +21,14 @@ from stageline.tasks.answers import parse_choice, parse_directions
 Sample = Mapping[str, Any]
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S | re.I)
 _THOUGHT = re.compile(r".*</think>", re.S | re.I)
-_NUMBER = re.compile(r"[-+]?(?:\d[\d,]{0,40}(?:\.\d{0,40})?|\.\d{1,40})(?:/\d{1,40})?(%?)")
+# a hyphen behind a word or a number is no sign: "10-15" ends with 15
+_NUMBER = re.compile(
+    r"(?:(?<![\w.)])[-+])?"
+    r"(?:(?:\d{1,3}(?:,\d{2,3}){0,12},\d{3}(?!\d)|\d{1,41})(?:\.\d{0,40})?|\.\d{1,40})"
+    r"(?:e[-+]?\d{1,3})?(?:/\d{1,40})?(?:[ \xa0]?\\?(%))?",
+    re.I,
+)
+_OUT_OF_TEN = re.compile(r"\s*(?:/|out of)\s*10\b", re.I)
 PATTERN_SECONDS = 0.2  # for one answer
 
 
@@ -37,12 +44,14 @@ def references(sample: Sample) -> list[str]:
     Raises:
         DataError: the row has none.
     """
-    found = sample.get("answers") or ([sample["answer"]] if "answer" in sample else [])
+    told = sample.get("answers") or [sample.get("answer")]
+    told = [told] if isinstance(told, str) else told if isinstance(told, list | tuple) else []
+    found = [one for one in told if one is not None]
     if not found:
         raise DataError(
             f"sample {sample.get('source') or sample.get('id')} has neither `answer` nor "
-            "`answers`. One was expected, because a reward compares with it: add the field, or "
-            "choose rewards that need none (format, length)."
+            "a list of `answers`. One was expected, because what the model said is compared with "
+            "it: add the field, or choose a metric, or rewards (format, length), that need none."
         )
     return [str(one) for one in found]
 
@@ -53,9 +62,9 @@ def is_answer(completion: str, sample: Sample) -> bool:
 
 
 def number_in(text: str) -> Fraction | None:
-    """The last number of a text; 1,200.5, 3/4 and 40% are numbers."""
-    for found in reversed(list(_NUMBER.finditer(text[-4000:]))):
-        whole, _, below = found[0].rstrip("%").replace(",", "").partition("/")
+    """The last number of a text; 1,200.5, 3/4, 40% and 1e-3 are numbers."""
+    for found in reversed(list(_NUMBER.finditer(text[-4000:].replace("\u2212", "-")))):
+        whole, _, below = found[0].rstrip("% \xa0\\").replace(",", "").partition("/")
         try:
             value = Fraction(whole) / Fraction(below or 1)
         except (ValueError, ZeroDivisionError):
@@ -232,5 +241,5 @@ def judged(
     )
     with urllib.request.urlopen(request, timeout=seconds) as reply:
         text = json.load(reply)["choices"][0]["message"]["content"]
-    value = number_in(str(text))
+    value = number_in(_OUT_OF_TEN.sub("", str(text)))  # a judge may say "8/10" all the same
     return None if value is None else min(max(float(value), 0.0), 10.0) / 10
