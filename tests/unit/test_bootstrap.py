@@ -15,6 +15,7 @@ from stageline.evaluation.report import (
     collect_groupings,
     compare,
     format_comparison,
+    format_figures,
     format_report,
     make_report,
     read_other,
@@ -249,6 +250,9 @@ def test_the_difference_is_paired():
     assert apart[0][0] < apart[1][1]
     assert result["p_value"] == pytest.approx(2 * 0.5**better)
     assert result["groupings"]["half"]["b"]["difference"] == 0.0  # odd rows are equal
+    turned = compare(one, other, samples, lower_is_better=True)
+    assert (turned["num_better"], turned["num_worse"]) == (0, better)
+    assert turned["difference"] == result["difference"]
     assert compare(other, one, samples)["difference"] == -result["difference"]
     text = format_comparison(result)
     assert text.splitlines()[-1].split()[:2] == ["all", f"+{better / 200:.4f}"]
@@ -302,6 +306,12 @@ def test_predictions_of_other_data_are_refused(records, error, words, tmp_path):
 
 
 def test_scores_that_are_no_zeros_and_ones_have_an_interval():
+    # of a metric that does not say that it grades, and whose score is another figure
+    figures = {"per_sample": [0.3, 0.6, 1.0], "score": 0.5}
+    report = make_report(figures, settings={}, bootstrap=Bootstrap(10))
+    assert (report["score"], report["own_score"]) == (pytest.approx(1.9 / 3), 0.5)
+    assert format_figures(figures) == "own_score: 0.5"
+    assert report["interval_95"] is None, "Wilson's is of shares: it was that of 1 in 3"
     scores = numpy.linspace(0, 1, 21).tolist()
     low, high = Bootstrap().interval(scores)
     spread = 1.96 * numpy.std(scores) / 21**0.5
