@@ -65,7 +65,7 @@ MIDDLE = {"pipeline", "checkpoint", "distributed"}
 ROOM_ARROWS = {
     "serving": {"inference", *LOW},
     "evaluation": {"inference", *LOW},
-    "plotting": {"inference", *LOW},
+    "plotting": {"inference", "pipeline", *LOW},
     "inference": {"pipeline", "planner", *LOW},
     "training": {*MIDDLE, *LOW, "planner", "plotting", "inference"},
     "planner": {"pipeline", *LOW},
