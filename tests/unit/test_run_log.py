@@ -12,12 +12,12 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from stageline.run_records import finite
 from stageline.training.evaluation import EvalResult
 from stageline.training.run_log import (
     RunLog,
     RunReport,
     StepRecord,
-    finite,
     line_interval,
     scalars,
 )
