@@ -43,7 +43,8 @@ class StepRecord(StepResult):
     Attributes:
         step: steps done; the first one is 1.
         seconds: from the batch to the updated weights.
-        peak_memory_bytes: of each stage since the start; empty: not known.
+        peak_memory_bytes: of each rank of the pipeline (of one process with several devices, of
+            each device) since the start; empty: not known.
         part_rates: part of the model -> its learning rate, of those that have one of their own.
         wait_share: of the seconds since the last line on the screen, those before batches came.
         bubble: share of all ranks' time in which nothing was computed; None: not measured.
@@ -110,7 +111,7 @@ class StepRecord(StepResult):
 
     @property
     def pace(self) -> str:
-        """How the run goes: tokens a second, the bubble, memory of each stage."""
+        """How the run goes: tokens a second, the bubble, memory of each rank."""
         waits = self.wait_share > TOLD_WAIT
         data = f", {100 * self.wait_share:.0f} % waiting for data" if waits else ""
         idle = "" if self.bubble is None else f", bubble {100 * self.bubble:.0f} %"
@@ -304,15 +305,15 @@ def name_figures(figures: Mapping[str, float], most: int | None = None) -> str:
 
 
 def scalars(figures: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among the figures; of a list of numbers one for each stage."""
+    """The numbers among the figures; of a list of numbers one for each rank."""
     numbers: dict[str, float] = {}
     for name, value in figures.items():
         if isinstance(value, int | float):
             numbers[name] = float(value)
         elif isinstance(value, list | tuple):
-            for stage, item in enumerate(value):
+            for rank, item in enumerate(value):
                 if isinstance(item, int | float):
-                    numbers[f"{name}/stage_{stage}"] = float(item)
+                    numbers[f"{name}/rank_{rank}"] = float(item)
     return numbers
 
 

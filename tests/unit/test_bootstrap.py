@@ -200,7 +200,10 @@ def test_chance_is_drawn_where_the_number_of_choices_is_known():
     (drawn,) = [c for c in figure.axes[0].collections if c.get_label() == "chance"]
     ((_, low), (_, high)) = drawn.get_segments()[0]
     assert [x for x, _ in drawn.get_segments()[0]] == [0.375, 0.375] and low < 1 < high
-    graded = {**figures, "is_graded": True}
+    graded = {**figures, "is_graded": True, "per_sample": [2 * x for x in figures["per_sample"]]}
+    report = make_report(graded, settings={}, samples=samples)
+    axes = groups_figure(report).axes[0]
+    assert axes.get_title().startswith("task: mean score") and axes.get_xlim()[1] >= 2
     assert "chance" not in str(make_report(graded, settings={}, samples=samples)["groupings"])
 
 

@@ -81,6 +81,9 @@ def test_steps_that_are_not_finite_are_marked_and_leave_no_gap_in_the_axis():
 def test_a_loss_that_falls_far_is_drawn_on_a_logarithmic_axis():
     assert loss_figure([step(1, 6.0), step(2, 0.01)], []).axes[0].get_yscale() == "log"
     assert loss_figure([step(1, 6.0), step(2, 0.0)], []).axes[0].get_yscale() == "linear"
+    margin = {"loss_figures": ["margin"], "margin": -2.0}  # which a logarithm would not show
+    upper = loss_figure([step(1, 6.0, **margin), step(2, 0.01, **margin)], []).axes[0]
+    assert (upper.get_yscale(), upper.get_ylabel()) == ("linear", "loss")
 
 
 def test_a_log_of_one_evaluation_or_of_nothing_can_be_drawn(tmp_path):

@@ -155,7 +155,7 @@ def test_what_helps_a_run_that_answers_is_said_while_it_does():
     )
     assert "--gradient-checkpointing" in account.describe()
     with progress.doing("decoding"):
-        assert "helps: a smaller --max-completion-length (now 256);" in account.describe()
+        assert "helps: a smaller --max-completion-length (now 512);" in account.describe()
 
 
 def test_the_peak_is_read_from_the_kernel(tmp_path):
