@@ -159,7 +159,7 @@ def _draw_figures(axes: Axes, steps: Sequence[dict], evaluations: Sequence[dict]
 
 
 def _mark_non_finite(axes: Axes, steps: Sequence[dict]) -> None:
-    bad = [record["step"] for record in steps if record.get("non_finite")]
+    bad = [one["step"] for one in steps if {"loss", "grad_norm"} & set(one.get("non_finite") or ())]
     if bad:
         axes.plot(
             bad,
