@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from register import metric_register
-from stageline.errors import DataError, UserError
+from stageline.errors import UserError
 from stageline.evaluation.figures import (
     ROUGE_TYPES,
     bits_per_byte,
@@ -29,7 +29,7 @@ from stageline.tasks.answers import (
     parse_truth,
     without_negated,
 )
-from stageline.tasks.rewards import references
+from stageline.tasks.rewards import references, right_choice
 
 Predictions = Sequence[dict[str, Any]]
 Samples = Sequence[dict[str, Any]]
@@ -194,10 +194,7 @@ def _judge_choice(text: str, sample: dict[str, Any]) -> bool | None:
     choices, question = sample.get("choices"), sample.get("question")
     if not choices:
         return _judge_words(text, _answers(sample))
-    right = sample.get("answer_index")
-    if right is None:
-        right = parse_choice(str(sample["answer"]), choices)
-    said = parse_choice(text, choices, question=question)
+    right, said = right_choice(sample), parse_choice(text, choices, question=question)
     return None if said is None else said == right
 
 
@@ -253,7 +250,7 @@ def choice_accuracy(
             bytes or tokens of the choice. All four are told.
     """
     _needs(predictions, "choice_scores", "loglikelihood")
-    rights = [_right_choice(sample) for sample in samples]
+    rights = [right_choice(sample) for sample in samples]
     found = choice_figures(predictions, rights)
     verdicts = iter(found[by])
     figures = _score(predictions, samples, lambda text, sample: bool(next(verdicts)))
@@ -289,23 +286,6 @@ def text_perplexity(predictions: Predictions, samples: Samples) -> dict[str, Any
 
 def _text_sizes(text: str) -> dict[str, int]:
     return {"num_words": len(text.split()) or 1, "num_bytes": len(text.encode())}
-
-
-def _right_choice(sample: dict[str, Any]) -> int:
-    right, choices, answer = sample.get("answer_index"), sample["choices"], sample.get("answer")
-    if right is None and answer in choices:
-        right = choices.index(answer)
-    if right is None and type(answer) is int and 0 <= answer < len(choices):
-        right = answer  # its place, as many public sets have it
-    if right is None:
-        right = parse_choice(str(answer), choices)
-    if right is None:
-        raise DataError(
-            f"sample {sample.get('source') or sample.get('id')}: the answer is {answer!r}, and "
-            f"the choices are {choices!r}. One of them was expected, because it is the right one: "
-            "correct the row, or give its place as answer_index."
-        )
-    return int(right)
 
 
 def _needs(predictions: Predictions, field: str, model: str) -> None:

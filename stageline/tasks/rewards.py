@@ -94,19 +94,32 @@ def is_near(completion: str, sample: Sample, *, tolerance: float, is_relative: b
 
 def is_choice(completion: str, sample: Sample) -> bool:
     """Whether an answer names the right option, by its letter or its text."""
-    choices, right = [str(choice) for choice in sample.get("choices") or ()], None
-    if choices:
-        right = sample.get("answer_index")
-        if right is None:
-            right = parse_choice(references(sample)[0], choices)
-    if right is None:
+    right, choices = right_choice(sample), list(map(str, sample["choices"]))
+    return parse_choice(said(completion), choices, question=sample.get("question")) == right
+
+
+def right_choice(sample: Sample) -> int:
+    """The place of the right one of a sample's `choices`.
+
+    It is `answer_index`, or `answer` by its text, as a place itself, or by its letter.
+
+    Raises:
+        DataError: there is none.
+    """
+    choices, right = list(map(str, sample.get("choices") or ())), sample.get("answer_index")
+    answer = (sample.get("answers") or [sample.get("answer")])[0]
+    if right is None and answer is not None and choices:
+        text = str(answer)
+        right = choices.index(text) if text in choices else answer
+        right = right if type(right) is int else parse_choice(text, choices)
+    if not str(right).isdecimal() or int(right) >= len(choices):
         raise DataError(
-            f"sample {sample.get('source') or sample.get('id')} has no `choices` with a right one. "
-            "Both were expected, because the reward choice compares with them: add "
-            "`choices` and `answer` or `answer_index`, or use another reward."
+            f"sample {sample.get('source') or sample.get('id')}: the answer is {answer!r}, its "
+            f"place {right!r}, and the choices are {choices!r}. One of them was expected, because "
+            "it is the right one: correct the row, or give its place, the first being 0, as "
+            "`answer_index`."
         )
-    found = parse_choice(said(completion), choices, question=sample.get("question"))
-    return found is not None and found == right
+    return int(right)
 
 
 def has_tags(completion: str, tags: Sequence[str]) -> bool:

@@ -179,6 +179,15 @@ def test_numbers_and_scripts_as_they_are_written(metric, answer, right, wrong):
         assert _is_right(metric, text, answer=answer) == (text in right), text
 
 
+def test_the_right_choice_is_one_of_them():
+    """A place as `answer` was no option, so each answer was wrong; so were places from 1 on."""
+    sample = {"id": 3, "choices": ["left", "right"]}
+    assert _is_right(spatial_mm, "right", **sample, answer=1)
+    for wrong in ({"answer": 2}, {"answer": "up"}, {"answer_index": 2}, {"answer_index": -1}):
+        with pytest.raises(DataError, match="sample 3: .*the first being 0"):
+            _is_right(spatial_mm, "", **sample, **wrong)
+
+
 @pytest.mark.parametrize("answers", [{}, {"answer": None}, {"answers": {"text": ["7"]}}])
 def test_a_row_without_an_answer_is_named(answers):
     """None was the answer "none", and the keys of a dict were answers."""
