@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from register import metric_register
-from stageline.errors import UserError
+from stageline.errors import DataError, UserError
 from stageline.evaluation.figures import (
     ROUGE_TYPES,
     bits_per_byte,
@@ -139,7 +139,14 @@ def vsr(predictions: Predictions, samples: Samples) -> dict[str, Any]:
 
     def judge(text: str, sample: dict[str, Any]) -> bool | None:
         label = sample.get("label")
-        truth = bool(label) if label is not None else parse_truth(str(sample["answer"]))
+        told = label if label is not None else references(sample)[0]
+        truth = parse_truth(str(told))
+        if truth is None:
+            raise DataError(
+                f"sample {sample.get('source') or sample.get('id')}: the label is {told!r}. 1 or "
+                "0, true or false were expected, because answers are compared with it: correct "
+                "the row."
+            )
         said = parse_truth(text, statement=sample.get("caption"), question=sample.get("question"))
         return None if said is None else said == truth
 

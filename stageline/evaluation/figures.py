@@ -71,7 +71,7 @@ def usage_of(predictions: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {}
     figures: dict[str, Any] = {"num_answers": len(known)}
     for name in ("prompt_tokens", "completion_tokens"):
-        figures[name] = sum(int(item["usage"].get(name, 0)) for item in known)
+        figures[name] = sum(int(item["usage"].get(name) or 0) for item in known)
     costs = [float(item["cost"]) for item in known if item.get("cost") is not None]
     if costs:
         figures["cost"] = sum(costs)

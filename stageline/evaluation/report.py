@@ -373,7 +373,8 @@ def compare(
 
     Samples are paired, which takes out what makes them hard for both runs: the interval is narrower
     than two intervals side by side suggest. `interval_95` is the paired bootstrap's, `p_value` that
-    of the exact sign test over samples on which they differ (McNemar's, for scores of 0 and 1).
+    of the exact sign test over samples on which they differ (McNemar's, for scores of 0 and 1);
+    samples of one cluster are one there, by the sign of their sum.
     """
     bootstrap = bootstrap or Bootstrap()
     differences = [one - other for one, other in zip(scores, other_scores, strict=True)]
@@ -382,6 +383,10 @@ def compare(
     def figures_of(indices: Sequence[int], name: str) -> dict[str, Any]:
         chosen = [differences[index] for index in indices]
         drawn = bootstrap.interval(chosen, clusters=[clusters[i] for i in indices], name=name)
+        sums: dict[str, float] = {}
+        for index in indices:
+            sums[clusters[index]] = sums.get(clusters[index], 0.0) + differences[index]
+        ahead, behind = (sum(sign * one > 1e-9 for one in sums.values()) for sign in (1, -1))
         better, worse = sum(item > 0 for item in chosen), sum(item < 0 for item in chosen)
         if lower_is_better:
             better, worse = worse, better
@@ -391,7 +396,7 @@ def compare(
             "num_samples": len(chosen),
             "num_better": better,
             "num_worse": worse,
-            "p_value": sign_test(better, worse),
+            "p_value": sign_test(ahead, behind),
         }
 
     groupings = _by_grouping(samples, figures_of)

@@ -106,7 +106,8 @@ def right_choice(sample: Sample) -> int:
     Raises:
         DataError: there is none.
     """
-    choices, right = list(map(str, sample.get("choices") or ())), sample.get("answer_index")
+    choices = list(map(str, sample.get("choices") or ()))
+    right: Any = sample.get("answer_index")
     answer = (sample.get("answers") or [sample.get("answer")])[0]
     if right is None and answer is not None and choices:
         text = str(answer)

@@ -253,6 +253,8 @@ def test_the_difference_is_paired():
     assert apart[0][0] < apart[1][1]
     assert result["p_value"] == pytest.approx(2 * 0.5**better)
     assert result["groupings"]["half"]["b"]["difference"] == 0.0  # odd rows are equal
+    pictured = [{**sample, "cluster": "one picture"} for sample in samples]
+    assert compare(one, other, pictured)["p_value"] == 1.0, "no more than one thing differs"
     turned = compare(one, other, samples, lower_is_better=True)
     assert (turned["num_better"], turned["num_worse"]) == (0, better)
     assert turned["difference"] == result["difference"]

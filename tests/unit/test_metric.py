@@ -188,6 +188,13 @@ def test_the_right_choice_is_one_of_them():
             _is_right(spatial_mm, "", **sample, **wrong)
 
 
+def test_a_label_is_what_it_says():
+    """A text was true whatever it said."""
+    assert _is_right(vsr, "no", label="0") and _is_right(vsr, "no", label="False")
+    with pytest.raises(DataError, match="the label is 'on'"):
+        _is_right(vsr, "", label="on")
+
+
 @pytest.mark.parametrize("answers", [{}, {"answer": None}, {"answers": {"text": ["7"]}}])
 def test_a_row_without_an_answer_is_named(answers):
     """None was the answer "none", and the keys of a dict were answers."""
