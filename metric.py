@@ -140,7 +140,7 @@ def vsr(predictions: Predictions, samples: Samples) -> dict[str, Any]:
     def judge(text: str, sample: dict[str, Any]) -> bool | None:
         label = sample.get("label")
         told = label if label is not None else references(sample)[0]
-        truth = parse_truth(str(told))
+        truth = parse_truth(str(told).removesuffix(".0"))
         if truth is None:
             raise DataError(
                 f"sample {sample.get('source') or sample.get('id')}: the label is {told!r}. 1 or "

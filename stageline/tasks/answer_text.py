@@ -166,10 +166,11 @@ def clean(text: str) -> str:
 
 def normalize(text: str) -> str:
     """`plain` on one line and without outer punctuation; of an answer tag alone what is in it."""
-    alone = _without_thoughts(text).strip("$. \n")
-    tagged = _TAGGED.search(alone)
-    if tagged and tagged[0] == alone:
-        return normalize(tagged[1] or tagged[2] or "")
+    for _ in range(2):  # a box in a tag; a model may repeat tags without an end
+        alone = _without_thoughts(text).strip("$. \n")
+        tagged = _TAGGED.search(alone)
+        if tagged and tagged[0] == alone:
+            text = tagged[1] or tagged[2] or ""
     return tidy(plain(text))
 
 

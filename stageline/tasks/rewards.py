@@ -113,14 +113,15 @@ def right_choice(sample: Sample) -> int:
         text = str(answer)
         right = choices.index(text) if text in choices else answer
         right = right if type(right) is int else parse_choice(text, choices)
-    if not str(right).isdecimal() or int(right) >= len(choices):
+    place = str(right).removesuffix(".0")  # a table with gaps has floats
+    if not place.isdecimal() or int(place) >= len(choices):
         raise DataError(
             f"sample {sample.get('source') or sample.get('id')}: the answer is {answer!r}, its "
             f"place {right!r}, and the choices are {choices!r}. One of them was expected, because "
             "it is the right one: correct the row, or give its place, the first being 0, as "
             "`answer_index`."
         )
-    return int(right)
+    return int(place)
 
 
 def has_tags(completion: str, tags: Sequence[str]) -> bool:

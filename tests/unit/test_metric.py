@@ -164,7 +164,12 @@ def test_exact_match_and_contains():
 @pytest.mark.parametrize(
     ("metric", "answer", "right", "wrong"),
     [
-        (exact_match, "5", ["\\boxed{5}", "$\\boxed{5}$.", "<answer>5</answer>"], ["-5"]),
+        (
+            exact_match,
+            "5",
+            ["\\boxed{5}", "$\\boxed{5}$.", "<answer>5</answer>"],
+            ["<answer>" * 2000],
+        ),
         (exact_match, ".5", [".5", " .5."], ["5", "0.5"]),
         (exact_match, "-5", ["\u22125", "-5."], ["5"]),
         (contains, "3", ["is 3.", "3.0", "2, 3, 4", "1-3", "$3"], ["3.14", "0.3", "-3", "3,000"]),
@@ -183,6 +188,7 @@ def test_the_right_choice_is_one_of_them():
     """A place as `answer` was no option, so each answer was wrong; so were places from 1 on."""
     sample = {"id": 3, "choices": ["left", "right"]}
     assert _is_right(spatial_mm, "right", **sample, answer=1)
+    assert _is_right(spatial_mm, "right", **sample, answer_index=1.0)
     for wrong in ({"answer": 2}, {"answer": "up"}, {"answer_index": 2}, {"answer_index": -1}):
         with pytest.raises(DataError, match="sample 3: .*the first being 0"):
             _is_right(spatial_mm, "", **sample, **wrong)
@@ -191,6 +197,7 @@ def test_the_right_choice_is_one_of_them():
 def test_a_label_is_what_it_says():
     """A text was true whatever it said."""
     assert _is_right(vsr, "no", label="0") and _is_right(vsr, "no", label="False")
+    assert _is_right(vsr, "yes", label=1.0)
     with pytest.raises(DataError, match="the label is 'on'"):
         _is_right(vsr, "", label="on")
 
