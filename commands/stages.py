@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from parse_args import Arguments
-    from stageline.checking.proof import ProveMode
+    from stageline.checking.proof import ProveMode, SplitToProve
     from stageline.checkpoint.layout import Ranks
 
 AnyArguments = TypeVar("AnyArguments", bound="Arguments")
@@ -257,9 +257,27 @@ class StageBuilder:
                     "model on this machine; if it computes something else, nothing will say so"
                 )
             return
-        from stageline.checking.proof import SplitToProve, options_of_proof, prove_split
+        from stageline.checking.proof import prove_split
 
-        split = SplitToProve(
+        prove_split(self._split(), mode=mode, ranks=ranks, say=say)
+
+    def prove_packing(self, *, rows: int, ranks: "Ranks", say: Callable[[str], None]) -> None:
+        """Tries packed rows on a cut-down copy of the model; all ranks call this.
+
+        Args:
+            rows: of a micro-batch.
+        """
+        from stageline.checking.proof import prove_packing
+
+        def prove() -> None:
+            prove_packing(self._split(), rows=rows, say=say)
+
+        ranks.together(prove if ranks.rank == 0 else lambda: None)
+
+    def _split(self) -> "SplitToProve":
+        from stageline.checking.proof import SplitToProve, options_of_proof
+
+        return SplitToProve(
             self.part.part,
             self.config_path,
             self.num_stages,
@@ -270,7 +288,6 @@ class StageBuilder:
             gives_scores=self.part.facts["gives_scores"],
             options=options_of_proof(self.part.kwargs, self.options.get("attn_implementation")),
         )
-        prove_split(split, mode=mode, ranks=ranks, say=say)
 
 
 @dataclass(frozen=True)
@@ -369,7 +386,7 @@ class AnsweringModel:
         return key
 
     def layers(self) -> list[int] | None:
-        """Layers of each stage; None: as even as can be, of a model that the library hasn't."""
+        """Layers of each stage; None: as even as can be, of a model that nobody could weigh."""
         if self.partition is not None:
             return list(self.partition)
         if self.num_stages == 1 or stage_key(self.config) is None:

@@ -20,7 +20,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +30,14 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from stageline import progress
-from stageline.checking.batches import Tensors, loss_of, probe_batches, run_chain, with_facts
+from stageline.checking.batches import (
+    Tensors,
+    loss_of,
+    ordinary_ids,
+    probe_batches,
+    run_chain,
+    with_facts,
+)
 from stageline.checking.reference import (
     layers_behind_borders,
     on_hidden_states,
@@ -46,13 +53,16 @@ from stageline.model_folder import load_config
 from stageline.pipeline.stage_passes import MicroBatch, model_inputs
 from stageline.pipeline.topology import stage_layers
 from stageline.stages.discover import VERSIONS, cache_folder, keep_record
+from stageline.stages.packing import check_packing
 
 ProveMode = Literal["auto", "always", "never"]
 # what a split is made of; below the folder of the package, or beside it
 CODE = ("stages/*.py", "checking/*.py", "modules/pass_through.py")
+UNPROVEN = "this split was not compared with the whole model"
 MOST_STAGES = 4  # of a copy
 MOST_WEIGHTS = 20_000_000  # of a copy; a user's own configuration may not have become small
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+PACKED = 19  # tokens of a sample: above each window of a copy, no multiple of one
 SPREAD = 0.1  # of the noise on all weights: those that start at 0 or 1 hide a swap or a loss
 
 
@@ -170,13 +180,40 @@ def _prove(split: SplitToProve, mode: str, say: Callable[[str], None]) -> None:
     )
 
 
+@progress.doing("check of packed rows")
+def prove_packing(split: SplitToProve, *, rows: int, say: Callable[[str], None]) -> None:
+    """Refuses a model whose packed samples are apart only as long as they are short.
+
+    A stage tries itself on a few tokens (packing.py), fewer than a window, a chunk or an index of
+    the real model holds. A cut-down copy, whose own hold fewer still, reads longer samples here.
+
+    Args:
+        rows: of a micro-batch.
+
+    Raises:
+        UserError: a packed sample depends on another one.
+    """
+    try:
+        config = load_config(str(split.config_path), trust_remote_code=split.trust_remote_code)
+        small = shrink_config(config, num_layers=layer_period(config))
+        with _copies(split, small) as build:
+            copy = build(0, 1, torch.float32)
+        _randomise(copy)
+    except Exception as error:  # as of `_prove`
+        _say_unproven(error, say, "packed rows were not tried")
+        return
+    ids = ordinary_ids(small)
+    drawn = torch.randint(len(ids), (2 * PACKED,), generator=torch.Generator().manual_seed(0))
+    check_packing(copy, rows=rows, ids_N=ids[drawn])
+
+
 def _within(share: float) -> str:
     return "to the bit" if share == 0 else f"within {share:.0e} of the largest"
 
 
-def _say_unproven(error: Exception, say: Callable[[str], None]) -> None:
+def _say_unproven(error: Exception, say: Callable[[str], None], what: str = UNPROVEN) -> None:
     text = " ".join(str(error).split())
-    say(f"note: this split was not compared with the whole model on a cut-down copy: {text[:400]}")
+    say(f"note: {what} on a cut-down copy: {text[:400]}")
 
 
 def _layers(split: SplitToProve, config: PretrainedConfig) -> list[int]:
@@ -226,28 +263,7 @@ def _compare(
 ) -> tuple[Proof, str]:
     """The proof, and what the stages were compared with."""
     vision_stages = min(split.vision_stages, 2)  # the tower has few blocks, too
-    with quiet(), tempfile.TemporaryDirectory() as name, torch.random.fork_rng(devices=[]):
-        save_config(small, str(split.config_path), Path(name))
-
-        def build(stage: int, count: int, dtype: torch.dtype, **changes: Any) -> nn.Module:
-            alone = count == 1
-            options = dict(split.options)
-            if vision_stages and not alone:
-                options["vision_stages"] = vision_stages
-            fixed = {
-                "config_path": name,
-                "processor_path": None,
-                "checkpoint_path": None,
-                "stage": stage,
-                "num_stages": count,
-                "partition": None if alone else partition,
-                "dtype": dtype,
-                "device": "cpu",
-                "is_piece": True,
-                "trust_remote_code": split.trust_remote_code,
-            }
-            return split.part(**{**options, **fixed, **changes})[0]
-
+    with _copies(split, small, partition, vision_stages) as build:
         compare = functools.partial(
             _compare_with_whole,
             build,
@@ -271,6 +287,39 @@ def _compare(
             if not own.place:
                 return own, "the part on one stage"
         return proof, reference
+
+
+@contextlib.contextmanager
+def _copies(
+    split: SplitToProve,
+    small: PretrainedConfig,
+    partition: Sequence[int] | None = None,
+    vision_stages: int = 0,
+) -> Iterator[Callable[..., Any]]:
+    """While open: (stage, number of stages, dtype) -> a stage of a cut-down copy, on the CPU."""
+    with quiet(), tempfile.TemporaryDirectory() as name, torch.random.fork_rng(devices=[]):
+        save_config(small, str(split.config_path), Path(name))
+
+        def build(stage: int, count: int, dtype: torch.dtype, **changes: Any) -> nn.Module:
+            alone = count == 1
+            options = dict(split.options)
+            if vision_stages and not alone:
+                options["vision_stages"] = vision_stages
+            fixed = {
+                "config_path": name,
+                "processor_path": None,
+                "checkpoint_path": None,
+                "stage": stage,
+                "num_stages": count,
+                "partition": None if alone else partition,
+                "dtype": dtype,
+                "device": "cpu",
+                "is_piece": True,
+                "trust_remote_code": split.trust_remote_code,
+            }
+            return split.part(**{**options, **fixed, **changes})[0]
+
+        yield build
 
 
 def _refuse_large(build: Callable[..., Any]) -> None:

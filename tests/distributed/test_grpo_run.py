@@ -394,6 +394,7 @@ def test_a_reward_that_raises_ends_all_ranks_and_is_told_first(job, options, ran
         (("--reward-weights", "1"), "--reward-weights has 1 numbers"),
         (("--inner-steps", 3), "--total-steps 4 is no multiple of --inner-steps 3"),
         (("--engine", "streaming"), "--engine streaming came with --loss-fn grpo"),
+        (("--neftune-alpha", 5), "--neftune-alpha came with --loss-fn grpo"),
         (("--loss-fn", "sft"), "--reward letters,length came with --loss-fn sft"),
         (("--collate-fn", "dpo", "--loss-fn", "grpo"), "--collate-fn grpo was expected"),
         (("--max-completion-length", 60), "60 of them the answer, do not fit --max-token-num 64"),
