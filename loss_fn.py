@@ -261,8 +261,9 @@ def kto(
     )
     answers = num_answers.clamp(min=1)
     is_wanted = micro_batch["loss_is_wanted"]
-    chosen = (rewards_B * is_wanted).sum() / num_wanted.clamp(min=1)
-    rejected = (rewards_B * ~is_wanted).sum() / num_unwanted.clamp(min=1)
+    # of a step with answers of one kind alone the mean over the other is no number, not 0
+    chosen = (rewards_B * is_wanted).sum() / num_wanted
+    rejected = (rewards_B * ~is_wanted).sum() / num_unwanted
     figures = {
         "rewards_chosen": chosen,
         "rewards_rejected": rejected,

@@ -29,6 +29,7 @@ from stageline.tasks.answers import (
     parse_truth,
     without_negated,
 )
+from stageline.tasks.rewards import references, right_choice
 
 Predictions = Sequence[dict[str, Any]]
 Samples = Sequence[dict[str, Any]]
@@ -57,7 +58,7 @@ def _score(predictions: Predictions, samples: Samples, judge: Judge) -> dict[str
 
 def _answers(sample: dict[str, Any]) -> list[str]:
     """All answers that count as right."""
-    return [normalize(answer) for answer in _references(sample)]
+    return [normalize(answer) for answer in references(sample)]
 
 
 @metric_register("exact_match")
@@ -93,7 +94,7 @@ def _wrong(text: str) -> bool | None:
 def text_rouge(predictions: Predictions, samples: Samples) -> dict[str, Any]:
     """ROUGE-L (F1) against the answer; ROUGE-1 and ROUGE-2 beside it."""
     found = [
-        rouge(str(prediction["prediction"]), _references(sample))
+        rouge(str(prediction["prediction"]), references(sample))
         for prediction, sample in zip(predictions, samples, strict=True)
     ]
     means = {name: _mean([scores[name] for scores in found]) for name in ROUGE_TYPES}
@@ -104,9 +105,9 @@ def text_rouge(predictions: Predictions, samples: Samples) -> dict[str, Any]:
 def text_bleu(predictions: Predictions, samples: Samples) -> dict[str, Any]:
     """BLEU-4 of each answer, smoothed; that of the whole set as corpus_bleu."""
     texts = [str(prediction["prediction"]) for prediction in predictions]
-    references = [_references(sample) for sample in samples]
-    each = [sentence_bleu(text, own) for text, own in zip(texts, references, strict=True)]
-    return {**_graded(predictions, samples, each), "corpus_bleu": bleu(texts, references)}
+    right = [references(sample) for sample in samples]
+    each = [sentence_bleu(text, own) for text, own in zip(texts, right, strict=True)]
+    return {**_graded(predictions, samples, each), "corpus_bleu": bleu(texts, right)}
 
 
 @metric_register("text")
@@ -114,16 +115,12 @@ def text_overlap(predictions: Predictions, samples: Samples) -> dict[str, Any]:
     """ROUGE-L as the score; exact match, ROUGE-1, ROUGE-2 and corpus BLEU beside it."""
     exact = exact_match(predictions, samples)
     texts = [str(prediction["prediction"]) for prediction in predictions]
-    corpus_bleu = bleu(texts, [_references(sample) for sample in samples])
+    corpus_bleu = bleu(texts, [references(sample) for sample in samples])
     return {
         **text_rouge(predictions, samples),
         "exact_match": exact["score"],
         "corpus_bleu": corpus_bleu,
     }
-
-
-def _references(sample: dict[str, Any]) -> list[str]:
-    return [str(answer) for answer in sample.get("answers") or [sample["answer"]]]
 
 
 def _mean(scores: Sequence[float]) -> float:
@@ -142,7 +139,14 @@ def vsr(predictions: Predictions, samples: Samples) -> dict[str, Any]:
 
     def judge(text: str, sample: dict[str, Any]) -> bool | None:
         label = sample.get("label")
-        truth = bool(label) if label is not None else parse_truth(str(sample["answer"]))
+        told = label if label is not None else references(sample)[0]
+        truth = parse_truth(str(told).removesuffix(".0"))
+        if truth is None:
+            raise DataError(
+                f"sample {sample.get('source') or sample.get('id')}: the label is {told!r}. 1 or "
+                "0, true or false were expected, because answers are compared with it: correct "
+                "the row."
+            )
         said = parse_truth(text, statement=sample.get("caption"), question=sample.get("question"))
         return None if said is None else said == truth
 
@@ -197,10 +201,7 @@ def _judge_choice(text: str, sample: dict[str, Any]) -> bool | None:
     choices, question = sample.get("choices"), sample.get("question")
     if not choices:
         return _judge_words(text, _answers(sample))
-    right = sample.get("answer_index")
-    if right is None:
-        right = parse_choice(str(sample["answer"]), choices)
-    said = parse_choice(text, choices, question=question)
+    right, said = right_choice(sample), parse_choice(text, choices, question=question)
     return None if said is None else said == right
 
 
@@ -256,7 +257,7 @@ def choice_accuracy(
             bytes or tokens of the choice. All four are told.
     """
     _needs(predictions, "choice_scores", "loglikelihood")
-    rights = [_right_choice(sample) for sample in samples]
+    rights = [right_choice(sample) for sample in samples]
     found = choice_figures(predictions, rights)
     verdicts = iter(found[by])
     figures = _score(predictions, samples, lambda text, sample: bool(next(verdicts)))
@@ -287,28 +288,11 @@ def text_perplexity(predictions: Predictions, samples: Samples) -> dict[str, Any
     each = [bits_per_byte(item["logprob"], item["num_bytes"]) for item in predictions]
     figures = {**_graded(predictions, samples, each), **text_figures(predictions)}
     figures["unparsed"] = [0] * len(each)  # texts were read, not answers
-    return figures
+    return {**figures, "lower_is_better": True}
 
 
 def _text_sizes(text: str) -> dict[str, int]:
     return {"num_words": len(text.split()) or 1, "num_bytes": len(text.encode())}
-
-
-def _right_choice(sample: dict[str, Any]) -> int:
-    right, choices, answer = sample.get("answer_index"), sample["choices"], sample.get("answer")
-    if right is None and answer in choices:
-        right = choices.index(answer)
-    if right is None and type(answer) is int and 0 <= answer < len(choices):
-        right = answer  # its place, as many public sets have it
-    if right is None:
-        right = parse_choice(str(answer), choices)
-    if right is None:
-        raise DataError(
-            f"sample {sample.get('source') or sample.get('id')}: the answer is {answer!r}, and "
-            f"the choices are {choices!r}. One of them was expected, because it is the right one: "
-            "correct the row, or give its place as answer_index."
-        )
-    return int(right)
 
 
 def _needs(predictions: Predictions, field: str, model: str) -> None:

@@ -18,6 +18,7 @@ from stageline.evaluation.report import (
     format_comparison,
     format_figures,
     format_report,
+    is_graded,
     make_report,
     read_other,
     report_markdown,
@@ -73,7 +74,11 @@ def report_on(arguments: EvaluateArguments, answered: Answered) -> None:
     if run.compare_with:
         others = metric.part(read_other(run.compare_with, samples), samples, **metric.kwargs)
         compared = compare(
-            figures["per_sample"], others["per_sample"], samples, bootstrap=bootstrap
+            figures["per_sample"],
+            others["per_sample"],
+            samples,
+            bootstrap=bootstrap,
+            lower_is_better=bool(figures.get("lower_is_better")),
         )
         report["comparison"] = {"with": run.compare_with, **compared}
         shown.append(format_comparison(compared))
@@ -98,7 +103,7 @@ def draw(
     """Some samples with their predictions; wrong ones first, since they teach most."""
     from stageline.plotting.pictures import caption, plot_predictions, wrong_first
 
-    scores, is_graded = figures["per_sample"], bool(figures.get("is_graded"))
+    scores, has_grades = figures["per_sample"], is_graded(figures)
     order = sorted(range(len(pairs)), key=lambda index: scores[index])[:NUM_PICTURES]
     titles, ids = [], []
     for index in order:
@@ -108,9 +113,9 @@ def draw(
         titles.append(caption(question, predictions[index]["prediction"], str(answer)))
         ids.append(str(sample["id"]))
     images = [pairs[index][0][0] if pairs[index][0] else None for index in order]
-    correct = [None if is_graded else scores[index] > 0.5 for index in order]
+    correct = [None if has_grades else scores[index] > 0.5 for index in order]
     summary = wrong_first(sum(score <= 0.5 for score in scores), len(scores), len(order))
-    if is_graded:
+    if has_grades:
         summary = f"{len(scores)} samples, those of the lowest scores first"
     plot_predictions(images, titles, correct, path, ids=ids, summary=summary)
 

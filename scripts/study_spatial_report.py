@@ -9,7 +9,6 @@ few). Views of one scene are no independent samples: where there are several, sc
 """
 
 import datetime
-import json
 import math
 import os
 import platform
@@ -30,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from register import import_shelf, metric_register
 from stageline.errors import UserError
+from stageline.evaluation.predictions import newest_records
 from stageline.evaluation.report import write_report
 from stageline.plotting.figures import smooth
 from stageline.plotting.pictures import save_figure
@@ -432,9 +432,8 @@ def by_scene(values: Sequence[float], samples: Sequence[Mapping[str, Any]]) -> d
 
 
 def read_predictions(folder: Path) -> list[dict[str, Any]]:
-    """A record a held-out sample."""
-    lines = (folder / "evaluation" / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
-    return [record for record in map(json.loads, lines) if "prediction" in record]
+    """A record a held-out sample, of the newest evaluation."""
+    return list(newest_records(folder / "evaluation" / "predictions.jsonl").values())
 
 
 def chance_by_group(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:

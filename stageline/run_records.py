@@ -1,8 +1,11 @@
-"""Reads the log of a run, `log.jsonl`: what curves, model cards and a resumed run begin with."""
+"""The log of a run, `log.jsonl`: how it is read again, and how it says inf and nan."""
 
 import json
+import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
 def read_log(path: str | Path) -> tuple[list[dict], list[dict]]:
@@ -54,3 +57,18 @@ def cut_torn_line(path: Path) -> None:
     if path.exists():
         content = path.read_bytes()
         os.truncate(path, content.rfind(b"\n") + 1)
+
+
+def finite(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures as JSON can say them: inf and nan become null.
+
+    What they were stands in `non_finite`, {name: "nan" | "inf" | "-inf"}, which is there only
+    then.
+    """
+    bad = {
+        name: str(value)
+        for name, value in figures.items()
+        if isinstance(value, float) and not math.isfinite(value)
+    }
+    kept = {name: None if name in bad else value for name, value in figures.items()}
+    return {**kept, "non_finite": bad} if bad else kept

@@ -4,9 +4,12 @@ import functools
 import importlib
 import math
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
+
+import regex  # transformers brings it
 
 from stageline.errors import UserError
 
@@ -68,7 +71,7 @@ def usage_of(predictions: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {}
     figures: dict[str, Any] = {"num_answers": len(known)}
     for name in ("prompt_tokens", "completion_tokens"):
-        figures[name] = sum(int(item["usage"].get(name, 0)) for item in known)
+        figures[name] = sum(int(item["usage"].get(name) or 0) for item in known)
     costs = [float(item["cost"]) for item in known if item.get("cost") is not None]
     if costs:
         figures["cost"] = sum(costs)
@@ -95,12 +98,12 @@ ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
 # scripts without spaces: Thai, CJK punctuation, kana, Han (with extensions), full-width forms
 _UNSPACED = "฀-๿　-〿぀-ヿ㐀-䶿一-鿿豈-﫿＀-￯"
 _UNSPACED += "\U00020000-\U0003ffff"
-_WORDS = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")
+_WORDS = regex.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")  # not re: it cuts Hindi at its vowels
 
 
 def words(text: str) -> list[str]:
     """Words in lower case; of a script without spaces each character."""
-    return _WORDS.findall(text.lower())
+    return _WORDS.findall(unicodedata.normalize("NFC", text.lower()))
 
 
 def rouge(text: str, references: Sequence[str]) -> dict[str, float]:
@@ -125,15 +128,23 @@ def bleu(texts: Sequence[str], references: Sequence[Sequence[str]]) -> float:
     # as many streams as the text with the most references has; what is missing is None
     streams = [[own[i] if i < len(own) else None for own in references] for i in range(most)]
     tokenize = _tokenizer_of(text for own in references for text in own)
+    if tokenize == "zh":
+        texts = [_spaced(text) for text in texts]
+        streams = [[text and _spaced(text) for text in stream] for stream in streams]
     return _package("sacrebleu").corpus_bleu(list(texts), streams, tokenize=tokenize).score / 100
 
 
 def sentence_bleu(text: str, references: Sequence[str]) -> float:
     """BLEU-4 of one text, smoothed (Lin and Och 2004) because short texts lack 4-grams."""
-    made = _package("sacrebleu").sentence_bleu(
-        text, list(references), tokenize=_tokenizer_of(references)
-    )
-    return made.score / 100
+    tokenize, references = _tokenizer_of(references), list(references)
+    if tokenize == "zh":
+        text, references = _spaced(text), list(map(_spaced, references))
+    return _package("sacrebleu").sentence_bleu(text, references, tokenize=tokenize).score / 100
+
+
+def _spaced(text: str) -> str:
+    """With spaces around what sets none: the tokenizer "zh" does so for Chinese alone."""
+    return re.sub(f"([{_UNSPACED}])", r" \1 ", text)
 
 
 def _tokenizer_of(references: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 
 from stageline.contracts import broken, check_call, shown
-from stageline.errors import UserError
+from stageline.errors import DataError, UserError
 from stageline.evaluation.predictions import newest_records
 from stageline.tables import format_table, markdown_table, natural_key
 
@@ -112,7 +112,21 @@ def collect_clusters(samples: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-_TAKEN = ("score", "per_sample", "groups", "unparsed", "is_graded")
+_TAKEN = ("score", "per_sample", "groups", "unparsed", "is_graded", "lower_is_better")
+
+
+def is_graded(figures: Mapping[str, Any]) -> bool:
+    """Whether scores are no shares of right answers: the metric says so, or one is not 0 or 1."""
+    return bool(figures.get("is_graded")) or any(x not in (0, 1) for x in figures["per_sample"])
+
+
+def own_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """What a metric tells beside its scores; its `score` too, where that is not their mean."""
+    scores, told = figures["per_sample"], figures.get("score")
+    own = {name: value for name, value in figures.items() if name not in _TAKEN}
+    if told is not None and len(scores) and abs(told - sum(scores) / len(scores)) > 1e-6:
+        own["own_score"] = told
+    return own
 
 
 def check_metric(metric: Callable[..., Any], samples: Sequence[dict[str, Any]]) -> None:
@@ -122,11 +136,14 @@ def check_metric(metric: Callable[..., Any], samples: Sequence[dict[str, Any]]) 
 
     Raises:
         ContractError: it takes other arguments, or gives something else than figures.
+        DataError: a sample lacks what the metric compares with.
     """
     predictions = [{"id": str(sample["id"]), "prediction": "", "prompt": ""} for sample in samples]
     check_call("metric", metric, predictions, samples)
     try:
         figures = metric(predictions, samples)
+    except DataError:  # a row is wrong, whatever the answer will be
+        raise
     except Exception:  # told with its traceback, should it come again
         return
     per_sample = figures.get("per_sample") if isinstance(figures, dict) else None
@@ -154,8 +171,8 @@ def make_report(
 
     Args:
         figures: `score`, `per_sample` (0 or 1 each), `groups` ({name: indices}), `unparsed` (1 for
-            an answer that said nothing); more is passed on. With `is_graded` scores lie anywhere
-            between 0 and 1, and have the bootstrap's interval alone.
+            an answer that said nothing); more is passed on. With `is_graded`, or with a score
+            that is neither 0 nor 1, they have the bootstrap's interval alone.
         settings: how the predictions were made.
         samples: their `groups` give further groupings, their `cluster` what is drawn as a whole.
         bootstrap: how the second interval is drawn.
@@ -165,12 +182,13 @@ def make_report(
     unparsed: Sequence[int] | None = figures.get("unparsed")
     bootstrap = bootstrap or Bootstrap()
     clusters = collect_clusters(samples or [{}] * len(scores))
-    chances = [None if figures.get("is_graded") else chance_of(one) for one in samples or ()]
+    has_grades = is_graded(figures)
+    chances = [None if has_grades else chance_of(one) for one in samples or ()]
 
     def share_of(indices: Sequence[int], name: str) -> dict[str, Any]:
         """Share, intervals and counts of the samples with these indices."""
         own = [scores[index] for index in indices]
-        wilson = None if figures.get("is_graded") else wilson_interval(sum(own), len(own))
+        wilson = None if has_grades else wilson_interval(sum(own), len(own))
         drawn = bootstrap.interval(own, clusters=[clusters[i] for i in indices], name=name)
         share: dict[str, Any] = {
             "score": sum(own) / len(own) if own else None,
@@ -190,7 +208,7 @@ def make_report(
         **share_of(range(len(scores)), "all"),
         "groups": _by_name(figures.get("groups", {}), share_of),
         "groupings": _by_grouping(samples or (), share_of),
-        **{name: value for name, value in figures.items() if name not in _TAKEN},
+        **own_figures(figures),
         "bootstrap": {
             "resamples": bootstrap.resamples,
             "seed": bootstrap.seed,
@@ -272,7 +290,7 @@ def format_report(report: dict[str, Any]) -> str:
 
 def format_figures(figures: dict[str, Any]) -> str:
     """A metric's further numbers, a line each; empty where it has none."""
-    own = {name: value for name, value in figures.items() if name not in _TAKEN}
+    own = own_figures(figures)
     numbers = {name: value for name, value in own.items() if isinstance(value, int | float)}
     return "\n".join(f"{name}: {value:.6g}" for name, value in numbers.items())
 
@@ -349,12 +367,14 @@ def compare(
     samples: Sequence[dict[str, Any]],
     *,
     bootstrap: Bootstrap | None = None,
+    lower_is_better: bool = False,
 ) -> dict[str, Any]:
     """This run's scores less the other's, over all samples and for each group.
 
     Samples are paired, which takes out what makes them hard for both runs: the interval is narrower
     than two intervals side by side suggest. `interval_95` is the paired bootstrap's, `p_value` that
-    of the exact sign test over samples on which they differ (McNemar's, for scores of 0 and 1).
+    of the exact sign test over samples on which they differ (McNemar's, for scores of 0 and 1);
+    samples of one cluster are one there, by the sign of their sum.
     """
     bootstrap = bootstrap or Bootstrap()
     differences = [one - other for one, other in zip(scores, other_scores, strict=True)]
@@ -363,14 +383,20 @@ def compare(
     def figures_of(indices: Sequence[int], name: str) -> dict[str, Any]:
         chosen = [differences[index] for index in indices]
         drawn = bootstrap.interval(chosen, clusters=[clusters[i] for i in indices], name=name)
+        sums: dict[str, float] = {}
+        for index in indices:
+            sums[clusters[index]] = sums.get(clusters[index], 0.0) + differences[index]
+        ahead, behind = (sum(sign * one > 1e-9 for one in sums.values()) for sign in (1, -1))
         better, worse = sum(item > 0 for item in chosen), sum(item < 0 for item in chosen)
+        if lower_is_better:
+            better, worse = worse, better
         return {
             "difference": sum(chosen) / len(chosen) if chosen else None,
             "interval_95": None if drawn is None else list(drawn),
             "num_samples": len(chosen),
             "num_better": better,
             "num_worse": worse,
-            "p_value": sign_test(better, worse),
+            "p_value": sign_test(ahead, behind),
         }
 
     groupings = _by_grouping(samples, figures_of)

@@ -75,9 +75,18 @@ def quantise_layers(
         for parent, leaf, linear in _linears(layer):
             is_meta = linear.weight.is_meta
             make = _outline if is_meta else _MAKERS[quantization.kind]
-            parent._modules[leaf] = make(linear, quantization, dtype=dtype, device=device)
+            made = make(linear, quantization, dtype=dtype, device=device)
+            stored = [one for name, one in made.named_parameters(recurse=False) if name != "bias"]
+            for place, one in enumerate(stored):  # the weight; after it its scales, if they lie so
+                one.num_weights = 0 if place else linear.weight.numel()  # type: ignore[attr-defined]
+            parent._modules[leaf] = made
             count += 1
     return count
+
+
+def num_weights(parameter: torch.Tensor) -> int:
+    """The numbers that a parameter stands for: of a quantised weight those that it was made of."""
+    return getattr(parameter, "num_weights", parameter.numel())
 
 
 def _linears(layer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:

@@ -27,6 +27,7 @@ from torch.utils.flop_counter import (
 )
 
 from stageline.device import empty_cache, is_accelerator, synchronize
+from stageline.modules.quantised import num_weights
 from stageline.modules.recompute import recomputes
 from stageline.pipeline.live_bytes import PeakBytes, SavedBytes, tensor_bytes
 from stageline.pipeline.plan import Kind
@@ -148,7 +149,7 @@ def parameter_cost(parameters: Iterable[torch.Tensor]) -> Cost:
     num_trainable = sum(parameter.numel() for parameter in trained)
     num_half = sum(parameter.numel() for parameter in trained if parameter.element_size() == 2)
     return Cost(
-        num_parameters=sum(parameter.numel() for parameter in found),
+        num_parameters=sum(map(num_weights, found)),
         num_trainable=num_trainable,
         weights=tensor_bytes(found),
         gradients=num_trainable * GRADIENT_BYTES,

@@ -60,11 +60,12 @@ def loss_figure(
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     losses = _draw_losses(upper, steps)
     losses += _draw_evaluations(upper, evaluations)
-    _draw_figures(upper, steps, evaluations)
+    others = _draw_figures(upper, steps, evaluations)
     _mark_non_finite(upper, steps)
-    if losses and min(losses) > 0 and max(losses) > LOG_SCALE_FROM * min(losses):
+    # a margin or a reward may be 0 or less, and such an axis would not show it
+    if losses and min(losses + others) > 0 and max(losses) > LOG_SCALE_FROM * min(losses):
         upper.set_yscale("log")
-    upper.set_ylabel("loss per supervised token")
+    upper.set_ylabel("loss")  # by token, by pair or by answer, as the loss is
     if upper.get_legend_handles_labels()[0]:
         upper.legend()
     if title:
@@ -107,7 +108,7 @@ def reward_figure(steps: Sequence[dict], evaluations: Sequence[dict], *, title: 
     rewards.plot(
         *_points(evaluations, "reward"), "o-", color="tab:red", label="held out, likeliest"
     )
-    rewards.set_title(title, fontsize=10, parse_math=False)
+    rewards.set_title(f"{title}: running means", fontsize=10, parse_math=False)
     lengths.set_xlabel("optimizer step")
     for axes in (rewards, shares, lengths):
         axes.legend(fontsize=8)
@@ -144,7 +145,8 @@ def _draw_evaluations(axes: Axes, evaluations: Sequence[dict]) -> list[float]:
     return y
 
 
-def _draw_figures(axes: Axes, steps: Sequence[dict], evaluations: Sequence[dict]) -> None:
+def _draw_figures(axes: Axes, steps: Sequence[dict], evaluations: Sequence[dict]) -> list[float]:
+    drawn: list[float] = []
     names = dict.fromkeys(name for record in steps for name in record.get("loss_figures", ()))
     for index, name in enumerate(names):
         style: dict[str, Any] = {"color": f"C{(index + 4) % 10}"}  # none of the losses' colors
@@ -152,10 +154,12 @@ def _draw_figures(axes: Axes, steps: Sequence[dict], evaluations: Sequence[dict]
         x, y = _points(steps, name)
         axes.plot(x, smooth(y), "-", label=name.replace("_", " "), **style)
         axes.plot(*_points(evaluations, name), "x", **style)
+        drawn += y + _points(evaluations, name)[1]
+    return drawn
 
 
 def _mark_non_finite(axes: Axes, steps: Sequence[dict]) -> None:
-    bad = [record["step"] for record in steps if record.get("non_finite")]
+    bad = [one["step"] for one in steps if {"loss", "grad_norm"} & set(one.get("non_finite") or ())]
     if bad:
         axes.plot(
             bad,

@@ -169,7 +169,10 @@ def plot_groups(report: Mapping[str, Any], path: Path) -> None:
 
 
 def groups_figure(report: Mapping[str, Any]) -> Figure | None:
-    """A panel a grouping: share of right answers, its interval, unparsed ones, chance if known."""
+    """A panel a grouping: share of right answers, its interval, unparsed ones, chance if known.
+
+    Of grades, which alone have no Wilson interval, their mean.
+    """
     groupings: dict[str, Groups] = dict(report["groupings"])
     if report["groups"] and report["groups"] not in groupings.values():
         groupings = {"group": report["groups"], **groupings}
@@ -180,7 +183,8 @@ def groups_figure(report: Mapping[str, Any]) -> Figure | None:
     figure = Figure(figsize=(WIDTH, sum(heights) + LEGEND), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for panel, (name, groups) in zip(axes, panels, strict=True):
-        _draw(panel, name, groups, overall=report["score"])
+        has_grades = report["interval_95"] is None
+        _draw(panel, name, groups, overall=report["score"], has_grades=has_grades)
     named: dict[str, Any] = {}
     for panel in axes:
         named |= {label: handle for handle, label in zip(*panel.get_legend_handles_labels())}
@@ -201,6 +205,7 @@ def _draw(
     groups: Sequence[tuple[str, Mapping[str, Any]]],
     *,
     overall: float | None,
+    has_grades: bool,
 ) -> None:
     shares = [share for _, share in groups]
     scores = [share["score"] for share in shares]
@@ -212,7 +217,7 @@ def _draw(
     lows = [max(0.0, score - low) for score, (low, _) in zip(scores, intervals, strict=True)]
     highs = [max(0.0, high - score) for score, (_, high) in zip(scores, intervals, strict=True)]
     axes.barh(places, scores, xerr=[lows, highs], color=_COLOR, capsize=2,
-              error_kw={"elinewidth": 1}, label="right")  # fmt: skip
+              error_kw={"elinewidth": 1}, label="score" if has_grades else "right")  # fmt: skip
     if overall is not None:
         axes.axvline(overall, color="#24292f", linewidth=0.8, linestyle="--", label="all samples")
     known = [(place, share["chance"]) for place, share in enumerate(shares) if "chance" in share]
@@ -221,10 +226,12 @@ def _draw(
         axes.vlines(chances, rows - 0.45, rows + 0.45, colors=_CHANCE, lw=1.6, label="chance")
     labels = [f"{drawable(group)} ({share['num_samples']})" for group, share in groups]
     axes.set_yticks(list(places), labels, fontsize=8, family=list(font_families()))
-    axes.set(xlim=(0, 1), ylim=(-0.6, len(groups) - 0.4))
+    most = max((high for _, high in intervals), default=1.0)  # bits of a byte may be more than 1
+    axes.set(xlim=(0, max(1.0, most)), ylim=(-0.6, len(groups) - 0.4))
     axes.tick_params(axis="x", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(f"{name}: share of right answers, 95 % intervals", fontsize=9, parse_math=False)
+    what = "mean score" if has_grades else "share of right answers"
+    axes.set_title(f"{name}: {what}, 95 % intervals", fontsize=9, parse_math=False)
 
 
 def _interval(share: Mapping[str, Any]) -> Sequence[float]:

@@ -9,6 +9,8 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+import regex  # transformers brings it; its \w knows the vowel signs of Hindi as parts of a word
+
 _DIGITS = {
     **{"十二": "12", "十一": "11", "十": "10", "一": "1", "二": "2", "两": "2", "三": "3"},
     **{"四": "4", "五": "5", "六": "6", "七": "7", "八": "8", "九": "9"},
@@ -101,6 +103,7 @@ SHORT = 4  # words of a first or last sentence that is an answer by itself
 _QUOTES = str.maketrans(
     {**dict.fromkeys("\u2018\u2019\u02bc\u00b4`", "'"), "º": "°", "\u00bd": " half "}
 )
+_QUOTES |= str.maketrans(dict.fromkeys("\u2010\u2011\u2212", "-"))  # the last one is a minus
 _QUOTES |= str.maketrans(dict.fromkeys("\u201c\u201d\u201e\u00ab\u00bb\u300c\u300d", '"'))
 _TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)|\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}", re.S)
 _LATEX_TEXT = re.compile(r"\\(?:text|mathrm|textbf)\s*\{([^{}]*)\}")
@@ -123,7 +126,9 @@ _CONCLUSION = re.compile(
 _NEGATED_BEFORE = re.compile(r"(?:\bnot\b|n't\b|\bnever\b|\bdoubt\b)[^.;!?\n]*$")
 _SEGMENT_END = re.compile(r"[.;!](?=\s|$)|\n|\b(?:because|since|as it|given that|due to)\b")
 _SENTENCE_END = re.compile(r"[.;!](?=\s|$)|\n")
-_HAS_NO_SPACES = re.compile(r"[\u4e00-\u9fff]")
+_HAS_NO_SPACES = regex.compile(
+    r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]"
+)
 _REASON = re.compile(r"\b(?:because|since|given that|due to)\b[^.;!?\n]*")
 _QUESTION = re.compile(r"(?:^|(?<=[.!?;\n]))[^.!?;\n]*\?+")
 _CANNOT = (
@@ -160,20 +165,34 @@ def clean(text: str) -> str:
 
 
 def normalize(text: str) -> str:
-    """`plain` on one line and without outer punctuation."""
+    """`plain` on one line and without outer punctuation; of an answer tag alone what is in it."""
+    for _ in range(2):  # a box in a tag; a model may repeat tags without an end
+        alone = _without_thoughts(text).strip("$. \n")
+        tagged = _TAGGED.search(alone)
+        if tagged and tagged[0] == alone:
+            text = tagged[1] or tagged[2] or ""
     return tidy(plain(text))
 
 
 def tidy(text: str) -> str:
-    """On one line and without outer punctuation."""
-    return re.sub(r"\s+", " ", text).strip(" .,;:!?\"'。，！？")
+    """On one line and without outer punctuation; .5 keeps its point."""
+    text = re.sub(r"\s+", " ", text).rstrip(" .,;:!?\"'。，！？")
+    return re.sub(r"^(?:[ ,;:!?\"'。，！？]|\.{2,}|\.(?!\d))+", "", text)
 
 
 def contains_words(text: str, words: str) -> bool:
-    """Whether normalized `words` stand in normalized `text` as whole words."""
+    """Whether normalized `words` stand in normalized `text` as whole words.
+
+    A number is none within another one: 3 is not in 3.14, 200 not in 1,200, 5 not in -5.
+    """
     if _HAS_NO_SPACES.search(words):
         return words in text
-    return bool(words) and re.search(rf"(?<!\w){re.escape(words)}(?!\w)", text) is not None
+    before, after = r"(?<!\w)", r"(?!\w)"
+    if words[:1].isdigit():
+        before += r"(?<!\d\.)(?<!(?<!\w)-)" + r"(?<!\d,)" * bool(re.match(r"\d{3}(?!\d)", words))
+    if words[-1:].isdigit():
+        after += r"(?!\.\d*[1-9])(?!,\d{3}(?!\d))"
+    return bool(words) and regex.search(before + regex.escape(words) + after, text) is not None
 
 
 def says_nothing(text: str) -> bool:

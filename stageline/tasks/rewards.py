@@ -21,7 +21,14 @@ from stageline.tasks.answers import parse_choice, parse_directions
 Sample = Mapping[str, Any]
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S | re.I)
 _THOUGHT = re.compile(r".*</think>", re.S | re.I)
-_NUMBER = re.compile(r"[-+]?(?:\d[\d,]{0,40}(?:\.\d{0,40})?|\.\d{1,40})(?:/\d{1,40})?(%?)")
+# a hyphen behind a word or a number is no sign: "10-15" ends with 15
+_NUMBER = re.compile(
+    r"(?:(?<![\w.)])[-+])?"
+    r"(?:(?:\d{1,3}(?:,\d{2,3}){0,12},\d{3}(?!\d)|\d{1,41})(?:\.\d{0,40})?|\.\d{1,40})"
+    r"(?:e[-+]?\d{1,3})?(?:/\d{1,40})?(?:[ \xa0]?\\?(%))?",
+    re.I,
+)
+_OUT_OF_TEN = re.compile(r"\s*(?:/|out of)\s*10\b", re.I)
 PATTERN_SECONDS = 0.2  # for one answer
 
 
@@ -37,12 +44,14 @@ def references(sample: Sample) -> list[str]:
     Raises:
         DataError: the row has none.
     """
-    found = sample.get("answers") or ([sample["answer"]] if "answer" in sample else [])
+    told = sample.get("answers") or [sample.get("answer")]
+    told = [told] if isinstance(told, str) else told if isinstance(told, list | tuple) else []
+    found = [one for one in told if one is not None]
     if not found:
         raise DataError(
             f"sample {sample.get('source') or sample.get('id')} has neither `answer` nor "
-            "`answers`. One was expected, because a reward compares with it: add the field, or "
-            "choose rewards that need none (format, length)."
+            "a list of `answers`. One was expected, because what the model said is compared with "
+            "it: add the field, or choose a metric, or rewards (format, length), that need none."
         )
     return [str(one) for one in found]
 
@@ -53,9 +62,9 @@ def is_answer(completion: str, sample: Sample) -> bool:
 
 
 def number_in(text: str) -> Fraction | None:
-    """The last number of a text; 1,200.5, 3/4 and 40% are numbers."""
-    for found in reversed(list(_NUMBER.finditer(text[-4000:]))):
-        whole, _, below = found[0].rstrip("%").replace(",", "").partition("/")
+    """The last number of a text; 1,200.5, 3/4, 40% and 1e-3 are numbers."""
+    for found in reversed(list(_NUMBER.finditer(text[-4000:].replace("\u2212", "-")))):
+        whole, _, below = found[0].rstrip("% \xa0\\").replace(",", "").partition("/")
         try:
             value = Fraction(whole) / Fraction(below or 1)
         except (ValueError, ZeroDivisionError):
@@ -85,19 +94,34 @@ def is_near(completion: str, sample: Sample, *, tolerance: float, is_relative: b
 
 def is_choice(completion: str, sample: Sample) -> bool:
     """Whether an answer names the right option, by its letter or its text."""
-    choices, right = [str(choice) for choice in sample.get("choices") or ()], None
-    if choices:
-        right = sample.get("answer_index")
-        if right is None:
-            right = parse_choice(references(sample)[0], choices)
-    if right is None:
+    right, choices = right_choice(sample), list(map(str, sample["choices"]))
+    return parse_choice(said(completion), choices, question=sample.get("question")) == right
+
+
+def right_choice(sample: Sample) -> int:
+    """The place of the right one of a sample's `choices`.
+
+    It is `answer_index`, or `answer` by its text, as a place itself, or by its letter.
+
+    Raises:
+        DataError: there is none.
+    """
+    choices = list(map(str, sample.get("choices") or ()))
+    right: Any = sample.get("answer_index")
+    answer = (sample.get("answers") or [sample.get("answer")])[0]
+    if right is None and answer is not None and choices:
+        text = str(answer)
+        right = choices.index(text) if text in choices else answer
+        right = right if type(right) is int else parse_choice(text, choices)
+    place = str(right).removesuffix(".0")  # a table with gaps has floats
+    if not place.isdecimal() or int(place) >= len(choices):
         raise DataError(
-            f"sample {sample.get('source') or sample.get('id')} has no `choices` with a right one. "
-            "Both were expected, because the reward choice compares with them: add "
-            "`choices` and `answer` or `answer_index`, or use another reward."
+            f"sample {sample.get('source') or sample.get('id')}: the answer is {answer!r}, its "
+            f"place {right!r}, and the choices are {choices!r}. One of them was expected, because "
+            "it is the right one: correct the row, or give its place, the first being 0, as "
+            "`answer_index`."
         )
-    found = parse_choice(said(completion), choices, question=sample.get("question"))
-    return found is not None and found == right
+    return int(place)
 
 
 def has_tags(completion: str, tags: Sequence[str]) -> bool:
@@ -232,5 +256,5 @@ def judged(
     )
     with urllib.request.urlopen(request, timeout=seconds) as reply:
         text = json.load(reply)["choices"][0]["message"]["content"]
-    value = number_in(str(text))
+    value = number_in(_OUT_OF_TEN.sub("", str(text)))  # a judge may say "8/10" all the same
     return None if value is None else min(max(float(value), 0.0), 10.0) / 10

@@ -5,7 +5,6 @@ Only the main rank writes; on others every method does nothing. Knows neither mo
 
 import contextlib
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +18,10 @@ from tqdm import tqdm
 
 from stageline.distributed.process_group import DistributedContext
 from stageline.errors import StorageError
+from stageline.modules.quantised import num_weights
 from stageline.pipeline.live_bytes import tensor_bytes
 from stageline.pipeline.recorder import TimelineEvent, describe_timeline
-from stageline.run_records import cut_torn_line, read_log
+from stageline.run_records import cut_torn_line, finite, read_log
 from stageline.stage import Stage
 from stageline.tables import format_table, human_bytes, human_count, human_memory
 from stageline.terminal import beside_bar, terminal
@@ -43,7 +43,8 @@ class StepRecord(StepResult):
     Attributes:
         step: steps done; the first one is 1.
         seconds: from the batch to the updated weights.
-        peak_memory_bytes: of each stage since the start; empty: not known.
+        peak_memory_bytes: of each rank of the pipeline (of one process with several devices, of
+            each device) since the start; empty: not known.
         part_rates: part of the model -> its learning rate, of those that have one of their own.
         wait_share: of the seconds since the last line on the screen, those before batches came.
         bubble: share of all ranks' time in which nothing was computed; None: not measured.
@@ -110,7 +111,7 @@ class StepRecord(StepResult):
 
     @property
     def pace(self) -> str:
-        """How the run goes: tokens a second, the bubble, memory of each stage."""
+        """How the run goes: tokens a second, the bubble, memory of each rank."""
         waits = self.wait_share > TOLD_WAIT
         data = f", {100 * self.wait_share:.0f} % waiting for data" if waits else ""
         idle = "" if self.bubble is None else f", bubble {100 * self.bubble:.0f} %"
@@ -303,31 +304,16 @@ def name_figures(figures: Mapping[str, float], most: int | None = None) -> str:
     return "".join(f", {name.replace('_', ' ')} {value:.4f}" for name, value in shown)
 
 
-def finite(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures as JSON can say them: inf and nan become null.
-
-    What they were stands in `non_finite`, {name: "nan" | "inf" | "-inf"}, which is there only
-    then.
-    """
-    bad = {
-        name: str(value)
-        for name, value in figures.items()
-        if isinstance(value, float) and not math.isfinite(value)
-    }
-    kept = {name: None if name in bad else value for name, value in figures.items()}
-    return {**kept, "non_finite": bad} if bad else kept
-
-
 def scalars(figures: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among the figures; of a list of numbers one for each stage."""
+    """The numbers among the figures; of a list of numbers one for each rank."""
     numbers: dict[str, float] = {}
     for name, value in figures.items():
         if isinstance(value, int | float):
             numbers[name] = float(value)
         elif isinstance(value, list | tuple):
-            for stage, item in enumerate(value):
+            for rank, item in enumerate(value):
                 if isinstance(item, int | float):
-                    numbers[f"{name}/stage_{stage}"] = float(item)
+                    numbers[f"{name}/rank_{rank}"] = float(item)
     return numbers
 
 
@@ -367,9 +353,11 @@ class StageSummary:
     Attributes:
         layers: global indices of its layers, as text such as "0-6".
         parts: names of the parts it holds.
-        num_parameters, num_trainable: a tied weight counts on each stage that holds it.
+        num_parameters, num_trainable: a tied weight counts on each stage that holds it; of a
+            quantised one the numbers that it was made of.
         num_bytes: of the weights.
         notes: lines to print about it.
+        shared: name -> (parameters, trainable) of weights that other stages may hold, too.
     """
 
     stage: int
@@ -381,20 +369,33 @@ class StageSummary:
     num_trainable: int
     num_bytes: int
     notes: tuple[str, ...] = ()
+    shared: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def count_parameters(stages: Sequence[StageSummary]) -> tuple[int, int]:
+    """Parameters of these stages together and the trainable ones; a tied weight counts once."""
+    held: dict[str, tuple[int, int]] = {}
+    total = trained = 0
+    for one in stages:
+        again = [counts for name, counts in one.shared.items() if name in held]
+        total += one.num_parameters - sum(count for count, _ in again)
+        trained += one.num_trainable - sum(count for _, count in again)
+        held.update(one.shared)
+    return total, trained
 
 
 def format_stage_table(stages: Sequence[StageSummary]) -> str:
     """A line a stage and, where there are several, a line of totals.
 
-    The share is that of the weights' bytes: what memory and, roughly, time go by.
+    The share is that of the weights' bytes: what memory and, roughly, time go by. Bytes of a tied
+    weight are on each stage that holds it, its parameters once in the totals.
     """
     all_bytes = sum(stage.num_bytes for stage in stages)
 
     def figures(rows: Sequence[StageSummary]) -> list[str]:
         num_bytes = sum(row.num_bytes for row in rows)
         return [
-            human_count(sum(row.num_parameters for row in rows)),
-            human_count(sum(row.num_trainable for row in rows)),
+            *map(human_count, count_parameters(rows)),
             human_bytes(num_bytes),
             f"{num_bytes / max(all_bytes, 1):.1%}",
         ]
@@ -416,10 +417,7 @@ def stages_line(stages: Sequence[StageSummary]) -> str:
         " | ".join(texts)
         for texts in zip(*((one.layers, human_bytes(one.num_bytes)) for one in stages), strict=True)
     )
-    count, trained = (
-        human_count(sum(getattr(one, name) for one in stages))
-        for name in ("num_parameters", "num_trainable")
-    )
+    count, trained = map(human_count, count_parameters(stages))
     num = f"{len(stages)} stage{'s' * (len(stages) > 1)}"
     return f"{num}, layers {layers}: {count} parameters, {trained} trainable; weights {weights}"
 
@@ -427,6 +425,8 @@ def stages_line(stages: Sequence[StageSummary]) -> str:
 def summarize_stage(model: Stage, context: DistributedContext) -> StageSummary:
     """The figures of one stage of this rank."""
     parameters = dict(model.named_parameters())
+    counts = {n: (num_weights(p), num_weights(p) * p.requires_grad) for n, p in parameters.items()}
+    shared = getattr(model, "shared_names", ())
     start = getattr(model, "start", None) if model.stage == 0 else None
     held = [
         part for part in model.parts() if any(model.part_of(name) == part for name in parameters)
@@ -437,10 +437,11 @@ def summarize_stage(model: Stage, context: DistributedContext) -> StageSummary:
         device=" ".join(map(str, context.devices)),
         layers=_layers_text(model),
         parts="+".join(held),
-        num_parameters=sum(p.numel() for p in parameters.values()),
-        num_trainable=sum(p.numel() for p in parameters.values() if p.requires_grad),
+        num_parameters=sum(count for count, _ in counts.values()),
+        num_trainable=sum(trained for _, trained in counts.values()),
         num_bytes=tensor_bytes(parameters.values()),
         notes=(*getattr(model, "notes", ()), *getattr(start, "notes", ())),
+        shared={name: counts[name] for name in shared if name in counts},
     )
 
 

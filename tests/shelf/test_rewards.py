@@ -34,6 +34,9 @@ CASES = {
     "contains": [({}, DIGIT, {"I think it is 7.": 1, "17": 0, "<think>7</think> 8": 0})],
     "number": [
         ({}, {"answer": "1200"}, {"about 1,200": 1, "3 then 1200.0": 1, "1200 or 3": 0, "?": 0}),
+        ({}, {"answer": "15"}, {"10-15": 1, "GPT-15": 1, "(1,15)": 1, "\u221215": 0, "-15": 0}),
+        ({}, {"answer": "1e-3"}, {"0.001": 1, "1E-3 m": 1, "2e-3": 0, "-3": 0}),
+        ({}, {"answer": "50%"}, {"50 %": 1, "50\\%": 1, "0.5": 1, "50": 0}),
         ({"tolerance": 0.5}, {"answer": "2"}, {"2.5": 1, "5/2": 1, "2.51": 0}),
         ({"tolerance": 0.1, "is_relative": True}, {"answer": "50%"}, {"0.55": 1, "0.56": 0}),
     ],
@@ -86,7 +89,8 @@ def test_a_judge_elsewhere_is_asked():
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             asked.append(body["messages"][0]["content"])
-            said = "10" if "Answer:\n7" in asked[-1] else "no idea"
+            answer = asked[-1].rpartition("Answer:\n")[2]
+            said = {"7": "10", "8": "no idea", "9": "8/10", "6": "I give 8 out of 10."}[answer]
             reply = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
             self.send_response(200)
             self.end_headers()
@@ -99,11 +103,11 @@ def test_a_judge_elsewhere_is_asked():
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         url = f"http://127.0.0.1:{server.server_port}/v1"
-        found = Rewards([reward("remote", url=url)])(["2+5?"] * 2, ["7", "8"], [DIGIT] * 2)
+        found = Rewards([reward("remote", url=url)])(["2+5?"] * 4, [*"7896"], [DIGIT] * 4)
     finally:
         server.shutdown()
         server.server_close()
-    assert found[0, 0] == 1 and torch.isnan(found[0, 1])
+    assert found[0, [0, 2, 3]].tolist() == [1, 0.8, 0.8] and torch.isnan(found[0, 1])
     assert all("2+5?" in one and "Right answer:\n7" in one for one in asked)
 
 

@@ -15,6 +15,7 @@ from stageline.evaluation.report import (
     collect_groupings,
     compare,
     format_comparison,
+    format_figures,
     format_report,
     make_report,
     read_other,
@@ -199,7 +200,10 @@ def test_chance_is_drawn_where_the_number_of_choices_is_known():
     (drawn,) = [c for c in figure.axes[0].collections if c.get_label() == "chance"]
     ((_, low), (_, high)) = drawn.get_segments()[0]
     assert [x for x, _ in drawn.get_segments()[0]] == [0.375, 0.375] and low < 1 < high
-    graded = {**figures, "is_graded": True}
+    graded = {**figures, "is_graded": True, "per_sample": [2 * x for x in figures["per_sample"]]}
+    report = make_report(graded, settings={}, samples=samples)
+    axes = groups_figure(report).axes[0]
+    assert axes.get_title().startswith("task: mean score") and axes.get_xlim()[1] >= 2
     assert "chance" not in str(make_report(graded, settings={}, samples=samples)["groupings"])
 
 
@@ -249,6 +253,11 @@ def test_the_difference_is_paired():
     assert apart[0][0] < apart[1][1]
     assert result["p_value"] == pytest.approx(2 * 0.5**better)
     assert result["groupings"]["half"]["b"]["difference"] == 0.0  # odd rows are equal
+    pictured = [{**sample, "cluster": "one picture"} for sample in samples]
+    assert compare(one, other, pictured)["p_value"] == 1.0, "no more than one thing differs"
+    turned = compare(one, other, samples, lower_is_better=True)
+    assert (turned["num_better"], turned["num_worse"]) == (0, better)
+    assert turned["difference"] == result["difference"]
     assert compare(other, one, samples)["difference"] == -result["difference"]
     text = format_comparison(result)
     assert text.splitlines()[-1].split()[:2] == ["all", f"+{better / 200:.4f}"]
@@ -302,6 +311,12 @@ def test_predictions_of_other_data_are_refused(records, error, words, tmp_path):
 
 
 def test_scores_that_are_no_zeros_and_ones_have_an_interval():
+    # of a metric that does not say that it grades, and whose score is another figure
+    figures = {"per_sample": [0.3, 0.6, 1.0], "score": 0.5}
+    report = make_report(figures, settings={}, bootstrap=Bootstrap(10))
+    assert (report["score"], report["own_score"]) == (pytest.approx(1.9 / 3), 0.5)
+    assert format_figures(figures) == "own_score: 0.5"
+    assert report["interval_95"] is None, "Wilson's is of shares: it was that of 1 in 3"
     scores = numpy.linspace(0, 1, 21).tolist()
     low, high = Bootstrap().interval(scores)
     spread = 1.96 * numpy.std(scores) / 21**0.5

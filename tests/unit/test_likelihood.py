@@ -165,6 +165,7 @@ def test_perplexity_of_texts_longer_than_the_model_reads(stride):
         assert found[place]["logprob"] == pytest.approx(total, abs=2e-4)
         assert found[place]["num_tokens"] == len(ids) - 1
     figures = text_perplexity(lines(found), [{}] * 3)
+    assert figures["lower_is_better"]
     total = sum(found[place]["logprob"] for place in range(3))
     num_bytes = sum(len(text.encode()) for text in texts)
     assert figures["byte_perplexity"] == pytest.approx(math.exp(-total / num_bytes))

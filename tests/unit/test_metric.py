@@ -3,6 +3,8 @@
 import pytest
 
 from metric import contains, exact_match, rotate_qa, spatial_mm, vsr, whats_up
+from stageline.errors import DataError
+from stageline.evaluation.report import check_metric
 from stageline.tasks.answers import parse_choice, parse_truth
 
 CAPTION = "The dog is on the surfboard."
@@ -157,6 +159,54 @@ def test_exact_match_and_contains():
     assert _is_right(contains, "It is 7.", answer="7")
     assert not _is_right(contains, "It is 17.", answer="7")
     assert not _is_right(contains, "", answer="7")
+
+
+@pytest.mark.parametrize(
+    ("metric", "answer", "right", "wrong"),
+    [
+        (
+            exact_match,
+            "5",
+            ["\\boxed{5}", "$\\boxed{5}$.", "<answer>5</answer>"],
+            ["<answer>" * 2000],
+        ),
+        (exact_match, ".5", [".5", " .5."], ["5", "0.5"]),
+        (exact_match, "-5", ["\u22125", "-5."], ["5"]),
+        (contains, "3", ["is 3.", "3.0", "2, 3, 4", "1-3", "$3"], ["3.14", "0.3", "-3", "3,000"]),
+        (contains, "200", ["200 or 1,200"], ["1,200", "200,000", "1200", "2.200"]),
+        (contains, "ねこ", ["これはねこです"], ["いぬ"]),
+        (contains, "हिन", ["हिन."], ["हिन्दी"]),
+        (rotate_qa, "270 degrees", ["\u221290\u00b0"], ["90\u00b0"]),
+    ],
+)
+def test_numbers_and_scripts_as_they_are_written(metric, answer, right, wrong):
+    for text in (*right, *wrong):
+        assert _is_right(metric, text, answer=answer) == (text in right), text
+
+
+def test_the_right_choice_is_one_of_them():
+    """A place as `answer` was no option, so each answer was wrong; so were places from 1 on."""
+    sample = {"id": 3, "choices": ["left", "right"]}
+    assert _is_right(spatial_mm, "right", **sample, answer=1)
+    assert _is_right(spatial_mm, "right", **sample, answer_index=1.0)
+    for wrong in ({"answer": 2}, {"answer": "up"}, {"answer_index": 2}, {"answer_index": -1}):
+        with pytest.raises(DataError, match="sample 3: .*the first being 0"):
+            _is_right(spatial_mm, "", **sample, **wrong)
+
+
+def test_a_label_is_what_it_says():
+    """A text was true whatever it said."""
+    assert _is_right(vsr, "no", label="0") and _is_right(vsr, "no", label="False")
+    assert _is_right(vsr, "yes", label=1.0)
+    with pytest.raises(DataError, match="the label is 'on'"):
+        _is_right(vsr, "", label="on")
+
+
+@pytest.mark.parametrize("answers", [{}, {"answer": None}, {"answers": {"text": ["7"]}}])
+def test_a_row_without_an_answer_is_named(answers):
+    """None was the answer "none", and the keys of a dict were answers."""
+    with pytest.raises(DataError, match="sample 3 has neither"):
+        check_metric(exact_match, [{"id": 3, **answers}])
 
 
 def test_groups_and_score():

@@ -72,7 +72,9 @@ def test_rewards_are_drawn_by_part_where_there_are_some(tmp_path):
 
 
 def test_steps_that_are_not_finite_are_marked_and_leave_no_gap_in_the_axis():
-    steps = [step(1, 2.0), step(2, None, non_finite={"loss": "nan"}), step(3, 1.5)]
+    no_mean = {"reward": "nan"}  # of no reward; the step is as good as others
+    steps = [step(1, 2.0), step(2, None, non_finite={"loss": "nan"})]
+    steps.append(step(3, 1.5, non_finite=no_mean))
     upper = loss_figure(steps, []).axes[0]
     assert data_of(upper.lines, "training") == [[1, 2.0], [3, 1.5]]
     assert [x for x, _ in data_of(upper.lines, "not finite")] == [2]
@@ -81,6 +83,9 @@ def test_steps_that_are_not_finite_are_marked_and_leave_no_gap_in_the_axis():
 def test_a_loss_that_falls_far_is_drawn_on_a_logarithmic_axis():
     assert loss_figure([step(1, 6.0), step(2, 0.01)], []).axes[0].get_yscale() == "log"
     assert loss_figure([step(1, 6.0), step(2, 0.0)], []).axes[0].get_yscale() == "linear"
+    margin = {"loss_figures": ["margin"], "margin": -2.0}  # which a logarithm would not show
+    upper = loss_figure([step(1, 6.0, **margin), step(2, 0.01, **margin)], []).axes[0]
+    assert (upper.get_yscale(), upper.get_ylabel()) == ("linear", "loss")
 
 
 def test_a_log_of_one_evaluation_or_of_nothing_can_be_drawn(tmp_path):

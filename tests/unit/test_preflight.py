@@ -6,6 +6,7 @@ from PIL import Image
 from prompt_fn import auto, fill
 from stageline.checking.tiny_models import tiny_processor, tiny_tokenizer
 from stageline.data.batches.preflight import check_vocabulary, preflight
+from stageline.data.rows.bad_rows import BadRows
 from stageline.data.text.processor import get_pad_token_id, load_processor
 from stageline.errors import DataError, UserError
 
@@ -44,7 +45,10 @@ def test_figures_of_good_rows():
         30,
         20,
     )  # "q" is given, " 7" and EOS are learnt
-    assert "10 of 10 rows" in str(report)
+    assert "10 of 10 rows checked: 3 tokens on average, 3 at most" in str(report)
+    bad = Rows([*rows.rows, *[(None, {"id": str(i), "answer": "7"}) for i in range(10, 20)]])
+    report = _preflight(bad, tiny_tokenizer(), bad_rows=BadRows(10))
+    assert len(report.bad) == 10 and "3 tokens on average" in str(report), "of rows that are read"
 
 
 def test_the_first_bad_row_is_named():

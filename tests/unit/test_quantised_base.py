@@ -12,7 +12,13 @@ from stageline.errors import UserError
 from stageline.inference.meta_model import model_on_meta, quantization_settings
 from stageline.inference.model_bytes import Load, Stored, measure_model, stored_of
 from stageline.inference.model_cutter import Wanted
-from stageline.modules.quantised import Quantization, _stored, base_bytes, quantise_layers
+from stageline.modules.quantised import (
+    Quantization,
+    _stored,
+    base_bytes,
+    num_weights,
+    quantise_layers,
+)
 
 KINDS = ("nf4", "int8")
 
@@ -70,6 +76,7 @@ def test_a_plan_counts_scales_as_the_library_keeps_them(kind, double):
         layer = torch.nn.Sequential(torch.nn.Linear(256, 320, bias=False, device=device))
         quantise_layers([layer], quantization, dtype=torch.float32, device=device)
         held.append(base_bytes([layer]))
+        assert sum(map(num_weights, layer.parameters())) == 256 * 320, "no bytes, and no scales"
     assert held[0] == held[1] > 256 * 320 * (4 if kind == "nf4" else 8) / 8
 
 

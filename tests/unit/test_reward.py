@@ -17,6 +17,7 @@ from register import collate_fn_register, engine_register, import_shelf, restore
 from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.load import CheckpointMismatch
+from stageline.data.batches.batch import count_samples
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.batches.preference import both_answers, collate_rewards, encode_scored_pair
 from stageline.data.batches.preflight import preflight
@@ -70,6 +71,7 @@ def test_rows_are_the_tokenizers_own_and_pairs_lie_side_by_side():
             assert places == [len(ids) - 1]
             row += 1
     assert batch["loss_margins"].tolist() == [0.0, 0.5] and row == len(batch["input_ids"])
+    assert count_samples(batch) == 2, "a pair is one"
 
 
 def test_a_row_ends_before_eos_where_that_is_the_padding_token():

@@ -12,12 +12,12 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from stageline.run_records import finite
 from stageline.training.evaluation import EvalResult
 from stageline.training.run_log import (
     RunLog,
     RunReport,
     StepRecord,
-    finite,
     line_interval,
     scalars,
 )
@@ -121,7 +121,7 @@ def test_tensorboard_reads_the_same_figures(tmp_path):
     write_log(tmp_path, [3.0, 2.5])
     assert read_events(tmp_path, "train/loss") == [(1, 3.0), (2, 2.5)]
     assert read_events(tmp_path, "eval/token_accuracy") == [(2, 0.25)]
-    assert read_events(tmp_path, "train/peak_memory_bytes/stage_1") == [(1, 2**29), (2, 2**29)]
+    assert read_events(tmp_path, "train/peak_memory_bytes/rank_1") == [(1, 2**29), (2, 2**29)]
 
 
 def test_a_continued_log_appends_and_the_events_of_lost_steps_go(tmp_path):
@@ -294,7 +294,7 @@ def test_lines_are_few_and_not_too_few(num_steps):
 
 def test_scalars_leave_out_what_is_no_number():
     figures = {"a": 1, "b": True, "c": "x", "d": [1, 2], "e": None, "f": ["x"]}
-    assert scalars(figures) == {"a": 1.0, "b": 1.0, "d/stage_0": 1.0, "d/stage_1": 2.0}
+    assert scalars(figures) == {"a": 1.0, "b": 1.0, "d/rank_0": 1.0, "d/rank_1": 2.0}
 
 
 def test_a_line_says_when_the_time_goes_into_waiting_for_data(tmp_path, capsys):

@@ -7,15 +7,22 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+import transformers
 
 from commands import train_engines
 from options.memory import answering_remedies, memory_remedies
 from options.train import RunConfig
+from pp_models import CausalLMStage
 from stageline import progress
 from stageline.streaming.runner import streaming_schedule
 from stageline.tables import human_bytes, human_count, human_memory
 from stageline.training.memory import MemoryAccount, gather_peaks, peak_memory, read_status
-from stageline.training.run_log import StageSummary, format_stage_table
+from stageline.training.run_log import (
+    StageSummary,
+    count_parameters,
+    format_stage_table,
+    summarize_stage,
+)
 from tests.helpers.fake_devices import fake_accelerators
 
 STAGES = [
@@ -37,6 +44,22 @@ def test_a_line_a_stage_with_all_its_figures_and_totals():
     ]
     assert cells(second)[-4:] == ["1.0 M", "1.0 M", "1.0 MiB", "25.0%"]
     assert cells(total) == ["all", "4.0 M", "1.0 M", "4.0 MiB", "100.0%"]
+
+
+def test_totals_are_those_of_the_whole_model():
+    """Its tied weight lies on the first and the last stage, and was counted twice."""
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+        vocab_size=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    whole = transformers.AutoModelForCausalLM.from_config(config)
+    context = SimpleNamespace(rank=0, devices=["cpu"])
+    stages = [CausalLMStage(config, stage=s, num_stages=3, dtype=torch.float32) for s in range(3)]
+    summaries = [summarize_stage(stage, context) for stage in stages]
+    assert count_parameters(summaries) == (whole.num_parameters(),) * 2
+    assert sum(one.num_parameters for one in summaries) == whole.num_parameters() + 64 * 16
+    total = format_stage_table(summaries).splitlines()[-1]
+    assert cells(total)[1] == human_count(whole.num_parameters())
 
 
 def test_columns_are_aligned():
@@ -132,7 +155,7 @@ def test_what_helps_a_run_that_answers_is_said_while_it_does():
     )
     assert "--gradient-checkpointing" in account.describe()
     with progress.doing("decoding"):
-        assert "helps: a smaller --max-completion-length (now 256);" in account.describe()
+        assert "helps: a smaller --max-completion-length (now 512);" in account.describe()
 
 
 def test_the_peak_is_read_from_the_kernel(tmp_path):

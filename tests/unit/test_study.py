@@ -136,7 +136,10 @@ def test_views_of_a_scene_are_judged_alone_and_together(tmp_path):
             for scene in said
             for view in (0, 1)
         ]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
+        # what an evaluation with other settings left, and a line break that ends no line
+        lines = [{"settings": "new", **line, "prompt": "a\u2028b"} for line in lines]
+        left = [{**line, "settings": "old", "prediction": "behind"} for line in lines]
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in left + lines)
         (folder / "evaluation/predictions.jsonl").write_text(text)
     import_shelf("metric")
     runs = [read_run(tmp_path / arm / "seed-0") for arm in ("sft", "grpo")]

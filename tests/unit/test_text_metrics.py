@@ -25,6 +25,18 @@ def test_words_of_scripts_without_spaces_are_characters():
     assert words("Don't say 北京2024, カナ!") == ["don", "t", "say", *"北京", "2024", *"カナ"]
 
 
+def test_words_keep_what_belongs_to_their_letters():
+    assert words("का cafe\u0301") == ["का", "caf\u00e9"], "ka, not k alone"
+
+
+def test_bleu_goes_by_characters_in_all_scripts_without_spaces():
+    kana, thai = "これはねこ", "นี่คือ"
+    for text in (kana, thai):
+        spelled = text_bleu(predictions(" ".join(text[:-1])), samples(" ".join(text)))
+        assert text_bleu(predictions(text[:-1]), samples(text)) == spelled
+        assert spelled["score"] > 0.5
+
+
 def test_rouge_by_hand():
     """Said: 6 words, 5 of them of the 6 in the answer, in order; 4 of 5 pairs."""
     figures = text_rouge(predictions("A cat sat on the mat."), samples("the cat sat on the mat"))

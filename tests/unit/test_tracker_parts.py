@@ -51,7 +51,7 @@ def test_a_service_gets_the_run_and_its_figures(part, name, tmp_path, monkeypatc
     assert (start, end, how["config"], how["project"]) == ("init", "finish", {"seed": 3}, "p")
     (_, (train,), at), (_, (held_out,), _) = logs
     assert at == {"step": 1} and held_out == {"eval/loss": 1.5}
-    assert train["train/loss"] == 2.0 and train["train/peak_memory_bytes/stage_1"] == 4
+    assert train["train/loss"] == 2.0 and train["train/peak_memory_bytes/rank_1"] == 4
     assert "train/grad_norm" not in train, "inf is no number for a service"
 
 

@@ -204,7 +204,7 @@ def pack_rows(
 def count_samples(micro_batch: MicroBatch) -> int:
     """Samples with something to learn: rows, pairs of them, or the samples in packed ones."""
     is_target_BT = micro_batch["labels"] != IGNORE
-    if "loss_pairs" in micro_batch:
+    if "loss_pairs" in micro_batch or "loss_margins" in micro_batch:
         is_target_BT = is_target_BT[::2]
     if "sample_ids" not in micro_batch:
         return int(is_target_BT.any(dim=1).sum())

@@ -51,6 +51,7 @@ class PreflightReport:
         num_overlong: of those, longer than the limit (they are cut or dropped).
         shortest, longest: tokens of the rows looked at, before they are cut.
         num_tokens, num_targets: sums over the rows looked at.
+        num_sequences: what these lie in; a pair of answers is two.
         dropped: numbers of those too long ones of which nothing would be left to learn.
         bad: numbers of the rows to leave out because they are bad.
     """
@@ -63,6 +64,7 @@ class PreflightReport:
     longest: int = 0
     num_tokens: int = 0
     num_targets: int = 0
+    num_sequences: int = 0
     bad: list[int] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
 
@@ -77,6 +79,7 @@ class PreflightReport:
         self.num_checked += 1
         self.num_overlong += length > max_token_num
         self.shortest, self.longest = min(self.shortest, length), max(self.longest, length)
+        self.num_sequences += len(encoded.whole)
         self.num_tokens += sum(map(len, encoded.whole))
         self.num_targets += sum(whole.num_targets for whole in encoded.whole)
         if not all(any(one.is_target) for one in encoded.rows):
@@ -95,7 +98,7 @@ class PreflightReport:
         return self
 
     def __str__(self) -> str:
-        mean = self.num_tokens / max(self.num_checked, 1)
+        mean = self.num_tokens / max(self.num_sequences, 1)
         share = 100 * self.num_targets / max(self.num_tokens, 1)
         of = "the first rows of a stream" if self.num_rows is None else f"{self.num_rows} rows"
         text = (
