@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from commands import say
 from commands.elastic import Interruption
-from commands.train_data import Data, make_loader
+from commands.train_data import READ_ANEW, START, Data, make_loader, read_anew, start_weights
 from commands.train_parts import bind_loss, make_learning_rate, make_loss, make_optimizer
 from options.fields import absolute, option_fields, spelled
 from options.memory import check_streaming
@@ -58,7 +58,6 @@ from stageline.training.reference import (
     TableMaker,
     choose_mode,
     from_columns,
-    weights_fingerprint,
 )
 from stageline.training.replicas import Replicas, share_rows
 from stageline.training.resume import (
@@ -97,10 +96,14 @@ def open_run_folder(
     is_longer, why = rates_stay(arguments, saved, point.step)
     free = {"free", "length"} if is_longer else {"free"}
     now = settings(arguments, data)
+    # whole weights need no others; of a base that started at random there are no files
+    has_start = point.base is not None and run.model_path and saved.get("model-path")
     check_same_run(
         {**newer_options(run, now), **saved},
         now,
-        may_change=lambda name: on_resume(name, arguments.parts) in free,
+        may_change=lambda name: (
+            on_resume(name, arguments.parts) in free or (name == START and not has_start)
+        ),
         allows_changes=run.allow_changes,
         say=say,
         why=why,
@@ -112,9 +115,10 @@ def open_run_folder(
 
 
 def newer_options(run: RunConfig, now: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults of the options in `now`: what one had that is newer than a checkpoint."""
+    """What is newer than a checkpoint: options had their defaults, and files are believed."""
     named = {spelled(item.name)[2:]: item for item in option_fields(run).values()}
-    return {name: absolute(item, item.default) for name, item in named.items() if name in now}
+    options = {name: absolute(item, item.default) for name, item in named.items() if name in now}
+    return {**options, **{name: now[name] for name in READ_ANEW if name in now}}
 
 
 def check_same_commits(configs: Sequence[Mapping[str, object]]) -> None:
@@ -166,6 +170,7 @@ def settings(arguments: TrainArguments, data: Data) -> dict[str, object]:
         "samples of a step": run.batch_size * run.accumulate_steps * (run.dp_degree or 1),
         "training samples": len(data.train),
         "training data": data_fingerprint(data.train),
+        **read_anew(run, data),
     }
 
 
@@ -277,8 +282,7 @@ def reference_key(arguments: TrainArguments, dataset: object) -> str:
         if on_resume(name, arguments.parts) == "course"
     }
     run = arguments.run
-    weights = [weights_fingerprint(path) for path in (run.model_path, *(run.adapter_path or ()))]
-    words = (data_fingerprint(dataset), weights, run.max_token_num)
+    words = (data_fingerprint(dataset), start_weights(run), run.max_token_num)
     return hashlib.sha256(json.dumps([told, words], default=str).encode()).hexdigest()
 
 

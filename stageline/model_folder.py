@@ -4,6 +4,7 @@ All that loads a config, tokenizer or processor comes by here. The library would
 leave on the terminal, and look up on the network what is no folder.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -19,6 +20,17 @@ from stageline.hub import name_of
 _SETTINGS = ("config*.json", "*_config.json", "chat_template.json")
 # large, and without code: looked at only when something failed
 _BULKY = ("tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json")
+# with these what a model and its tokenizer do; weights are not among them
+_DECIDING = ("config.json", "*processor_config.json", "special_tokens_map.json", "chat_template.*")
+_DECIDING += (
+    "tokenizer*",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.py",
+)
 _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation")
 
 
@@ -75,6 +87,16 @@ def check_folder(path: str | Path, *, trust_remote_code: bool) -> Path:
         if code and not trust_remote_code:
             raise _has_code(file, code)
     return folder
+
+
+def files_fingerprint(path: str | Path) -> str:
+    """Tells apart the settings, tokenizers and processors of folders, wherever these lie."""
+    told = hashlib.sha256()
+    folder = find_folder(path)
+    for file in sorted({file for pattern in _DECIDING for file in folder.glob(pattern)}):
+        if file.is_file():
+            told.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()} ".encode())
+    return told.hexdigest()
 
 
 def check_bulky(folder: Path) -> None:
