@@ -26,6 +26,7 @@ from stageline.checkpoint.optimizer_state import (
     STATE_FOLDER,
     RowRange,
     StateShare,
+    group_values,
     state_share,
 )
 from stageline.checkpoint.save import (
@@ -193,6 +194,7 @@ class CheckpointWriter:
         self.processor = processor
         self.optimizer = optimizer
         self.parameters = dict(parameters)
+        self._begun = {} if optimizer is None else group_values(optimizer)
         self.rows = dict(rows)
         self.dp_rank = dp_rank
         self.is_first = dp_rank == 0
@@ -278,6 +280,7 @@ class CheckpointWriter:
         state = state_share(
             self.optimizer,
             self.parameters,
+            begun=self._begun,
             rows=self.rows,
             left_out=self._left_out,
             is_first=self.is_first,
