@@ -303,6 +303,7 @@ class TrainingRun:
         self.settings = settings(arguments, data)
         self.data, self.runner, self.replicas, self.report = data, runner, replicas, report
         self.start_step = point.step if point else 0
+        self.is_evaluated = False  # after that step
         self.interruption: Interruption | None = None  # of an elastic run
         self.loss_fn = make_loss(arguments, runner.local.models[-1])
         self.timeline = StepTimeline(runner, step=min(run.timeline_step, run.total_steps) - 1)
@@ -335,7 +336,7 @@ class TrainingRun:
         )
         self.train_step.prepare, self.reference = references["train"], references["test"]
         self.reference_mode = mode if self.rollouts is None else self.rollouts.start_mode
-        self.judge_evaluations(context)
+        self.judge_evaluations(context, point)
 
     def make_batches(
         self, arguments: TrainArguments, context: DistributedContext, point: ResumePoint | None
@@ -367,7 +368,7 @@ class TrainingRun:
             )
         self.held_out = None if data.test is None else loader(data.test, is_evaluation=True)
 
-    def judge_evaluations(self, context: DistributedContext) -> None:
+    def judge_evaluations(self, context: DistributedContext, point: ResumePoint | None) -> None:
         """Prepares what held-out figures decide: the best weights, and whether it goes on."""
         run = self.options
         save = functools.partial(
@@ -383,8 +384,10 @@ class TrainingRun:
         self.early_stop = EarlyStop(
             run.early_stop, metric=run.early_stop_metric, delta=run.early_stop_delta
         )
-        if run.early_stop and self.start_step:
-            self.early_stop.see_log(self.report.evaluations(), until=self.start_step)
+        if point is not None:  # which may be of a run in another folder
+            earlier = self.report.evaluations(point.folder.parent.parent)
+            self.is_evaluated = any(one["step"] == self.start_step for one in earlier)
+            self.early_stop.see_log(earlier, until=self.start_step)
 
     def run(self) -> None:
         """Trains to the end, or until somebody asks to stop."""
@@ -401,6 +404,7 @@ class TrainingRun:
             iter(self.batches),
             total_steps=run.total_steps,
             start_step=self.start_step,
+            is_evaluated=self.is_evaluated,
             eval_steps=self.steps_between(run.eval_steps),
             save_steps=self.steps_between(run.save_steps),
             on_step=self.after_step,
@@ -444,11 +448,13 @@ class TrainingRun:
             chaos.point("evaluation")
             result = self.held_out_figures(step)
         is_best = self.best.improves(result)
+        # first: a run that is killed here makes an evaluation again that is not in the log
+        kept = self.best.keep(step, result) if is_best else ""
         self.report.evaluated(
             step, result, dataset=self.data.test, processor=self.data.processor, is_best=is_best
         )
-        if is_best:
-            self.report.say(self.best.keep(step, result))
+        if kept:
+            self.report.say(kept)
         if self.options.early_stop:
             self.early_stop.see(step, figure_of(result, self.early_stop.metric))
             if self.early_stop.is_over:

@@ -507,6 +507,7 @@ def train(
     *,
     total_steps: int,
     start_step: int = 0,
+    is_evaluated: bool = False,
     eval_steps: int = 0,
     save_steps: int = 0,
     on_step: Callable[[int, StepResult, float], None],
@@ -519,6 +520,8 @@ def train(
     Args:
         batches: yields, for each step, the list of micro-batches.
         start_step: the first step to run: 0, or where a checkpoint left off.
+        is_evaluated: the evaluation after `start_step` was made, if it was due: a run may have been
+            stopped between a checkpoint and it.
         eval_steps, save_steps: evaluate / save after every so many steps, and after the last; 0:
             after the last alone.
         on_step: called after each step with (steps done, result, seconds).
@@ -532,8 +535,9 @@ def train(
     Raises:
         NonFiniteError: too many steps in a row were skipped.
     """
-    if evaluate is not None and start_step == 0:
-        evaluate(0)
+    is_due = start_step == 0 or _is_due(start_step, eval_steps, start_step == total_steps)
+    if evaluate is not None and is_due and not is_evaluated and evaluate(start_step) and start_step:
+        return True
     progress.at_step(start_step)
     for step in range(start_step, total_steps):
         start = time.perf_counter()
