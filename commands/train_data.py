@@ -302,8 +302,9 @@ def settle_steps(plan: RunPlan, data: Data) -> RunPlan:
         epoch = epoch_steps(run, data.train, answers=answers_of(plan))
         told.append(f"an epoch is {epoch:,} steps")
         if run.num_train_epochs is not None:
-            # 0.1 x 30 is a little more than 3
-            found["total_steps"] = math.ceil(round(run.num_train_epochs * epoch, 6))
+            # 0.1 x 30 is a little more than 3; answers that some steps share are used up
+            turns = math.ceil(round(run.num_train_epochs * epoch / run.inner_steps, 6))
+            found["total_steps"] = turns * run.inner_steps
             one = "epoch" if run.num_train_epochs == 1 else "epochs"
             told.append(f"{run.num_train_epochs:g} {one} = {found['total_steps']:,} steps")
     if run.warmup_ratio is not None:
