@@ -148,6 +148,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def base_sum(folder: Path) -> str | None:
+    """Tells a frozen model that a run saved beside its adapters from others; None: it is none."""
+    manifest = read_manifest(folder) if _is_ours(folder) else {}
+    return manifest["sha256"] if manifest.get("kind") == "base" else None
+
+
 def _lists_files(manifest: Mapping[str, Any]) -> bool:
     files = manifest.get("files")
     return isinstance(files, dict) and all(

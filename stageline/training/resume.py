@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from stageline.checkpoint.layout import Ranks, read_manifest, verify
+from stageline.checkpoint.layout import Ranks, base_sum, read_manifest, verify
 from stageline.checkpoint.optimizer_state import SavedState
+from stageline.checkpoint.save import BASE_FOLDER
 from stageline.checkpoint.writer import (
     find_latest,
     no_checkpoint_left,
@@ -69,8 +70,24 @@ def find_resume_point(
     folder, manifest = ranks.together(find)[0]
     if folder is None:
         return None
-    base = manifest.get("base") if manifest.get("kind") == "adapter" else None
+    base = _base_of(Path(folder), manifest) if manifest.get("kind") == "adapter" else None
     return ResumePoint(Path(folder), SavedState(Path(folder)), base)
+
+
+def _base_of(folder: Path, manifest: Mapping[str, Any]) -> str | None:
+    """The folder of an adapter's frozen model: where it was, or beside a run that was moved."""
+    told, wanted = manifest.get("base"), manifest.get("base_sha256")
+    if told is None or wanted is None:  # a model that was there before the run
+        return told
+    places = [folder.parent.parent / BASE_FOLDER, Path(told)]
+    found = next((place for place in places if base_sum(place) == wanted), None)
+    if found is None:
+        raise CheckpointError(
+            f"{folder} is an adapter on the model in {told}, which is not there any more, or is "
+            "another one now. The same one was expected, because its weights are the greater "
+            f"part. Put it back there, or as {places[0]}."
+        )
+    return str(found)
 
 
 def _find_whole(wanted: str | None, checkpoints: Path, say: Callable[[str], None]) -> Path | None:

@@ -1,6 +1,7 @@
 """Resuming other models: tied weights, experts, a frozen tower, adapters over a random start."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -60,6 +61,15 @@ def test_an_adapter_over_a_base_that_started_at_random(tmp_path):
     for name in ("whole", "parts"):
         manifest = json.loads((last(job, name) / "manifest.json").read_text())
         assert manifest["base"] == str(job.folder / name / "base")
+    # another run takes the folder of one that was moved
+    (job.folder / "whole").rename(job.folder / "moved")
+    shutil.rmtree(last(job, "moved"))
+    assert job.fork("whole", *start, "--seed", 5, "--total-steps", 1, ranks=1).code == 0
+    done = job.fork("moved", *start, *RESUME, ranks=1)
+    assert done.code == 0 and job.losses("moved") == job.losses("parts"), done.err
+    shutil.rmtree(job.folder / "moved" / "base")
+    done = job.fork("moved", *start, *RESUME, ranks=1)
+    assert done.code == 4 and "or is another one now" in done.err, done.err
 
 
 def test_e12_a_frozen_tower(tmp_path):
