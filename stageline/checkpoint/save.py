@@ -28,7 +28,14 @@ from stageline.checkpoint.adapter import (
     rows_share,
 )
 from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE, write_tensors
-from stageline.checkpoint.layout import Ranks, base_sum, draft_name, publish, refuse_existing
+from stageline.checkpoint.layout import (
+    BASE_FOLDER,
+    Ranks,
+    base_sum,
+    draft_name,
+    publish,
+    refuse_existing,
+)
 from stageline.checkpoint.plain_model import task_of
 from stageline.checkpoint.shards import (
     HostCopies,
@@ -295,7 +302,6 @@ def _outermost(modules: list[str]) -> list[str]:
 
 
 MAX_SHARD_BYTES = 5_000_000_000
-BASE_FOLDER = "base"
 Files = dict[str, dict]  # path below the folder -> size and sha256
 
 

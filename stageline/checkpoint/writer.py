@@ -20,7 +20,7 @@ from torch import nn
 
 from stageline import chaos
 from stageline.checkpoint.init import check_finite
-from stageline.checkpoint.layout import Ranks, discard, draft_name, file_facts, verify
+from stageline.checkpoint.layout import BASE_FOLDER, Ranks, discard, draft_name, file_facts, verify
 from stageline.checkpoint.optimizer_state import (
     STATE_FILE,
     STATE_FOLDER,
@@ -30,7 +30,6 @@ from stageline.checkpoint.optimizer_state import (
     state_share,
 )
 from stageline.checkpoint.save import (
-    BASE_FOLDER,
     Files,
     WeightSaver,
     WeightShare,
@@ -269,7 +268,7 @@ class CheckpointWriter:
         with gathered(self.stages, keep=self.is_first):
             draft = start_draft(target, self.ranks)
             known = self.saver.write_base(draft)
-        facts: dict[str, object] = {"kind": "base"}
+        facts: dict[str, object] = {"kind": BASE_FOLDER}
         finish_draft(draft, target, self.ranks, processor=self.processor, facts=facts, known=known)
         self.saver.base = str(target)
 

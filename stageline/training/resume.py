@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from stageline.checkpoint.layout import Ranks, base_sum, read_manifest, verify
+from stageline.checkpoint.adapter import find_base
+from stageline.checkpoint.layout import Ranks, read_manifest, verify
 from stageline.checkpoint.optimizer_state import SavedState
-from stageline.checkpoint.save import BASE_FOLDER
 from stageline.checkpoint.writer import (
     find_latest,
     no_checkpoint_left,
@@ -61,33 +61,18 @@ def find_resume_point(
         CheckpointError: none of them is whole, or the one asked for is not.
     """
 
-    def find() -> tuple[str | None, dict[str, Any]]:
-        if ranks.rank != 0:
-            return None, {}
-        folder = _find_whole(wanted, checkpoints, say)
-        return (None, {}) if folder is None else (str(folder), read_manifest(folder))
+    def find() -> tuple[str | None, str | None]:
+        folder = _find_whole(wanted, checkpoints, say) if ranks.rank == 0 else None
+        if folder is None:
+            return None, None
+        manifest = read_manifest(folder)
+        is_own = manifest.get("base_sha256") is not None  # else a model that was there before
+        return str(folder), str(find_base(folder)) if is_own else manifest.get("base")
 
-    folder, manifest = ranks.together(find)[0]
+    folder, base = ranks.together(find)[0]
     if folder is None:
         return None
-    base = _base_of(Path(folder), manifest) if manifest.get("kind") == "adapter" else None
     return ResumePoint(Path(folder), SavedState(Path(folder)), base)
-
-
-def _base_of(folder: Path, manifest: Mapping[str, Any]) -> str | None:
-    """The folder of an adapter's frozen model: where it was, or beside a run that was moved."""
-    told, wanted = manifest.get("base"), manifest.get("base_sha256")
-    if told is None or wanted is None:  # a model that was there before the run
-        return told
-    places = [folder.parent.parent / BASE_FOLDER, Path(told)]
-    found = next((place for place in places if base_sum(place) == wanted), None)
-    if found is None:
-        raise CheckpointError(
-            f"{folder} is an adapter on the model in {told}, which is not there any more, or is "
-            "another one now. The same one was expected, because its weights are the greater "
-            f"part. Put it back there, or as {places[0]}."
-        )
-    return str(found)
 
 
 def _find_whole(wanted: str | None, checkpoints: Path, say: Callable[[str], None]) -> Path | None:
