@@ -215,10 +215,7 @@ def make_references(
 ) -> tuple[dict[str, Reference], Mode | None]:
     """What tells the loss of the start model, for training and held-out rows, and how it knows.
 
-    Computes what has to be computed before the first step.
-
-    Returns:
-        The mode is None where the loss asks for none.
+    Computes what has to be computed before the first step. Without a question there is no mode.
     """
     run, loss = arguments.run, bind_loss(arguments)
     make = functools.partial(Reference, runner, loss=loss, replicas=replicas)
@@ -302,6 +299,7 @@ class TrainingRun:
         run = self.options = arguments.run
         self.settings = settings(arguments, data)
         self.data, self.runner, self.replicas, self.report = data, runner, replicas, report
+        self.held_out_rows = data_fingerprint(data.test) if data.test is not None else None
         self.start_step = point.step if point else 0
         self.is_evaluated = False  # after that step
         self.interruption: Interruption | None = None  # of an elastic run
@@ -378,13 +376,20 @@ class TrainingRun:
             group=context.pp_group,
             replicas=context.dp_group,
         )
+        facts: Mapping[str, Any] = point.state.facts if point else {}
+        is_known = facts.get("held_out", self.held_out_rows) == self.held_out_rows
+        if not is_known and (run.early_stop or run.save_best != "none"):
+            self.report.say("other held-out rows than before: the best figure is looked for anew")
         self.best = BestCheckpoint(
-            self.checkpoints, metric=run.save_best, save=save, start_step=self.start_step
+            self.checkpoints,
+            metric=run.save_best,
+            save=save,
+            start_step=self.start_step if is_known else 0,
         )
         self.early_stop = EarlyStop(
             run.early_stop, metric=run.early_stop_metric, delta=run.early_stop_delta
         )
-        if point is not None:  # which may be of a run in another folder
+        if point is not None and is_known:  # it may be of a run in another folder
             earlier = self.report.evaluations(point.folder.parent.parent)
             self.is_evaluated = any(one["step"] == self.start_step for one in earlier)
             self.early_stop.see_log(earlier, until=self.start_step)
@@ -484,6 +489,7 @@ class TrainingRun:
             "numbers": self.train_step.state_dict(),
             "position": self.batches.state_after(step),
             "reference": self.reference_mode,
+            "held_out": self.held_out_rows,
         }
         if self.rollouts is not None:
             facts["answers"] = self.rollouts.answers_ahead()

@@ -21,16 +21,10 @@ _SETTINGS = ("config*.json", "*_config.json", "chat_template.json")
 # large, and without code: looked at only when something failed
 _BULKY = ("tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json")
 # with these what a model and its tokenizer do; weights are not among them
-_DECIDING = ("config.json", "*processor_config.json", "special_tokens_map.json", "chat_template.*")
-_DECIDING += (
-    "tokenizer*",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "*.py",
-)
+_DECIDING = (
+    "config.json *processor_config.json tokenizer* special_tokens_map.json added_tokens.json "
+    "chat_template.* vocab.* merges.txt *.model *.tiktoken *.py"
+).split()
 _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation")
 
 

@@ -520,10 +520,8 @@ def train(
     Args:
         batches: yields, for each step, the list of micro-batches.
         start_step: the first step to run: 0, or where a checkpoint left off.
-        is_evaluated: the evaluation after `start_step` was made, if it was due: a run may have been
-            stopped between a checkpoint and it.
-        eval_steps, save_steps: evaluate / save after every so many steps, and after the last; 0:
-            after the last alone.
+        is_evaluated: after `start_step`; a run may have been stopped between a checkpoint and that.
+        eval_steps, save_steps: evaluate / save after so many, and the last; 0: the last alone.
         on_step: called after each step with (steps done, result, seconds).
         evaluate: called with the steps done; before the first one too. Says whether to end here.
         save: called with the steps done.
@@ -544,11 +542,9 @@ def train(
         with progress.doing("data"):
             chaos.point("data")
             micro_batches = next(batches)
+        data_wait = time.perf_counter() - start
         result = train_step(
-            micro_batches,
-            step=step,
-            stop_requested=stop_requested,
-            data_wait=time.perf_counter() - start,
+            micro_batches, step=step, stop_requested=stop_requested, data_wait=data_wait
         )
         done = step + 1
         progress.at_step(done)

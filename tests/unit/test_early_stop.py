@@ -1,5 +1,6 @@
 """Early stopping: patience, direction, improvement, and going on from a log."""
 
+import json
 import math
 
 import pytest
@@ -89,3 +90,16 @@ def test_a_run_that_is_killed_in_an_evaluation_makes_it_when_it_goes_on(tmp_path
         assert done.code == 0 and "2 evaluations without a better loss" in done.out, done.err
         assert max(job.losses(name)) == 4
         assert "best loss so far" in done.out and "at step 2" in done.out
+
+
+def test_figures_of_other_held_out_rows_are_not_compared(tmp_path):
+    """With a rate of zero each set of rows has one loss, which is the best at its first time."""
+    job = Job(tmp_path)
+    options = ("--learning-rate", 0, "--eval-steps", 2, "--early-stop", 9, "--save-best", "loss")
+    assert job.fork("run", *options, "--eval-samples", 1, "--total-steps", 4, ranks=1).code == 0
+    again = ("--eval-samples", 4, "--total-steps", 6, "--lr-scheduler", "constant")
+    done = job.fork("run", *options, *again, "--resume", "auto", "--allow-changes", ranks=1)
+    assert done.code == 0 and "other held-out rows than before" in done.out, done.err
+    lines = map(json.loads, (tmp_path / "run" / "log.jsonl").read_text().splitlines())
+    best = [(line["step"], line.get("is_best")) for line in lines if line["kind"] == "eval"]
+    assert best == [(0, True), (2, None), (4, None), (4, True), (6, None)]
