@@ -218,14 +218,16 @@ START, FILES, TEXTS = "start weights", "files of model and tokenizer", "texts of
 READ_ANEW = (START, FILES, TEXTS)
 
 
-def read_anew(run: RunConfig, data: Data) -> dict[str, object]:
+def read_anew(arguments: TrainArguments, data: Data) -> dict[str, object]:
     """What each process of a run reads by paths that may change: as it is now, by its content."""
-    folders = run.config_folder, run.processor_path or run.model_path or run.config_folder
+    run, answers = arguments.run, bool(arguments.parts["loss_fn"].facts["samples_answers"])
+    processor = run.processor_path or run.model_path or run.config_folder
+    folders = run.config_folder, processor, *(run.adapter_path or ())
     owners = data.processor, get_tokenizer(data.processor)
     texts = [data.texts["prompt"], *(getattr(one, "chat_template", None) for one in owners)]
     return {
         START: start_weights(run),
-        FILES: [files_fingerprint(folder) for folder in folders],
+        FILES: [files_fingerprint(folder, answers=answers) for folder in folders],
         TEXTS: hashlib.sha256(repr(texts).encode()).hexdigest(),
     }
 

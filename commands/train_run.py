@@ -170,7 +170,7 @@ def settings(arguments: TrainArguments, data: Data) -> dict[str, object]:
         "samples of a step": run.batch_size * run.accumulate_steps * (run.dp_degree or 1),
         "training samples": len(data.train),
         "training data": data_fingerprint(data.train),
-        **read_anew(run, data),
+        **read_anew(arguments, data),
     }
 
 

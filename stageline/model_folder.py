@@ -22,8 +22,8 @@ _SETTINGS = ("config*.json", "*_config.json", "chat_template.json")
 _BULKY = ("tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json")
 # with these what a model and its tokenizer do; weights are not among them
 _DECIDING = (
-    "config.json *processor_config.json tokenizer* special_tokens_map.json added_tokens.json "
-    "chat_template.* vocab.* merges.txt *.model *.tiktoken *.py"
+    "config.json adapter_config.json *processor_config.json tokenizer* special_tokens_map.json "
+    "added_tokens.json chat_template.* vocab.* merges.txt *.model *.tiktoken *.py"
 ).split()
 _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation")
 
@@ -83,11 +83,16 @@ def check_folder(path: str | Path, *, trust_remote_code: bool) -> Path:
     return folder
 
 
-def files_fingerprint(path: str | Path) -> str:
-    """Tells apart the settings, tokenizers and processors of folders, wherever these lie."""
+def files_fingerprint(path: str | Path, *, answers: bool = False) -> str:
+    """Tells apart the settings, tokenizers and processors of folders, wherever these lie.
+
+    Args:
+        answers: the model is asked, so that what ends an answer counts.
+    """
     told = hashlib.sha256()
     folder = find_folder(path)
-    for file in sorted({file for pattern in _DECIDING for file in folder.glob(pattern)}):
+    patterns = [*_DECIDING, *["generation_config.json"][: int(answers)]]
+    for file in sorted({file for pattern in patterns for file in folder.glob(pattern)}):
         if file.is_file():
             told.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()} ".encode())
     return told.hexdigest()
