@@ -277,12 +277,13 @@ class SavedState:
         """Fills this rank's parameters, if their values are here, and its optimizer's state.
 
         Raises:
-            CheckpointError: another optimizer's state, or another shape.
+            CheckpointError: another optimizer's state, another shape, or groups that were two.
         """
         if optimizer is None:
             return
         _check_optimizer(self.optimizer, optimizer, self.folder)
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        of_group: dict[int, dict[str, Any]] = {}
         with ExitStack() as stack:
             files = _Files(self.folder, stack)
             for name, parameter in parameters.items():
@@ -293,7 +294,15 @@ class SavedState:
                     parameter.copy_(value)
                 if state:
                     optimizer.state[parameter] = state
-                group.update(self.extras.get(name, {}))
+                extras = self.extras.get(name, {})
+                if of_group.setdefault(id(group), extras) != extras:
+                    raise CheckpointError(
+                        f"{self.folder} has {extras} for the group of {name}, and other values for "
+                        "parameters that are in one group with it now. One of them was expected, "
+                        "because the optimizer keeps these for a whole group: resume with the "
+                        "stages of that run, or use another `optimizer`."
+                    )
+                group.update(extras)
 
     def _values(
         self,

@@ -166,6 +166,19 @@ def test_what_training_changed_in_a_group_is_saved_and_settings_are_not():
         share_of(optimizer, weight, begun)
 
 
+def test_groups_that_differ_are_not_joined(tmp_path):
+    """As those of two stages, of an optimizer that finds its own step size on each."""
+    parameters, optimizer = trained()
+    save(tmp_path, [(parameters, optimizer, None)])
+    saved = SavedState(tmp_path)
+    saved.extras = {"w": {"d": 0.1}, "v": {"d": 0.1}}
+    saved.restore(optimizer, parameters, rows={})
+    assert optimizer.param_groups[0]["d"] == 0.1
+    saved.extras["v"]["d"] = 0.2
+    with pytest.raises(CheckpointError, match="resume with the stages of that run"):
+        saved.restore(optimizer, parameters, rows={})
+
+
 def test_an_optimizer_is_refused_that_keeps_what_cannot_be_saved():
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
