@@ -140,6 +140,7 @@ def make_limits(
         max_cells=int(cells),
         max_length=min(known, default=2**20),
         num_groups=run.num_groups,
+        short_length=decoder.stage.short_length,
     )
 
 

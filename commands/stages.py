@@ -369,7 +369,7 @@ class AnsweringModel:
         return key
 
     def layers(self) -> list[int] | None:
-        """Layers of each stage; None: as even as can be, of a model that the library hasn't."""
+        """Layers of each stage; None: as even as can be, of a model that nobody could weigh."""
         if self.partition is not None:
             return list(self.partition)
         if self.num_stages == 1 or stage_key(self.config) is None:

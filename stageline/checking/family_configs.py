@@ -69,6 +69,7 @@ LACKING: dict[str, dict[str, Any]] = {
     ),
     "reformer": {"is_decoder": True},
     "step3p5": {"sliding_window": 512},
+    "xlm": {"causal": True},
     "xmod": {"default_language": "en_XX"},
 }
 # kinds of layers that the family has and its default configuration has not: they take turns

@@ -22,7 +22,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from stageline.data.batches.batch import ROW_LENGTHS
 from stageline.errors import UserError
-from stageline.model_folder import has_trusted_code
+from stageline.model_folder import has_trusted_code, rope_parameters, short_length
 from stageline.modules.router_records import recording_routers, watch_routers
 from stageline.pipeline.topology import layer_range
 from stageline.stages.base import StageModel
@@ -95,8 +95,9 @@ LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 def keeps_keys_and_values(whole: PreTrainedModel, plan: SplitPlan) -> bool:
     """Whether keys and values are all that a stage has to remember of the tokens so far.
 
-    Not where layers keep a state (Mamba, convolutions), take no positions, or where stages need
-    more of each other than hidden states: a token of an answer then reads its whole row anew.
+    Not where layers keep a state (Mamba, convolutions), take no positions, or count them from
+    another number than 0 (RoBERTa, by the ids that are no padding), or where stages need more of
+    each other than hidden states: a token of an answer then reads its whole row anew.
     """
     takes = inspect.signature(type(whole.base_model).forward).parameters
     kinds = set(getattr(whole.config.get_text_config(decoder=True), "layer_types", None) or ())
@@ -105,6 +106,7 @@ def keeps_keys_and_values(whole: PreTrainedModel, plan: SplitPlan) -> bool:
         and {"past_key_values", "position_ids"} <= set(takes)
         and kinds <= LAYER_TYPES
         and all(len(slots) == 1 for slots in plan.borders)
+        and not any(hasattr(one, "create_position_ids_from_input_ids") for one in whole.modules())
     )
 
 
@@ -112,9 +114,7 @@ def can_be_cut(config: PretrainedConfig) -> bool:
     """Whether a piece is read as it would be in the whole prompt."""
     text = config.get_text_config(decoder=True)
     layer_types = getattr(text, "layer_types", None) or ()
-    rope = getattr(text, "rope_parameters", None) or {}
-    by_layers = [value for value in rope.values() if isinstance(value, dict)]
-    rope_types = [one.get("rope_type", "default") for one in by_layers or [rope]]
+    rope_types = [one.get("rope_type", "default") for one in rope_parameters(text)]
     return (
         config.model_type in READ_IN_PIECES
         and LAYER_TYPES.issuperset(layer_types)
@@ -122,6 +122,18 @@ def can_be_cut(config: PretrainedConfig) -> bool:
         # frequencies of the longest row of a pass: a piece's would be others
         and not any("dynamic" in kind or kind == "longrope" for kind in rope_types)
     )
+
+
+def check_looks_back(config: PretrainedConfig) -> None:
+    """Refuses an encoder: of a model of BERT's kind, or XLM's, the configuration tells."""
+    names = [name for name in ("is_decoder", "causal") if getattr(config, name, None) is False]
+    # GPT-NeoX has the first one and is a decoder whatever it says
+    if "causal" in names or (names and hasattr(config, "add_cross_attention")):
+        raise UserError(
+            f"the configuration of the {config.model_type} model has {names[-1]} false: each token "
+            "would see those after it, which it is to predict. A decoder was expected: choose "
+            f"another model, or set {names[-1]} to true in config.json if it was trained as one."
+        )
 
 
 Batch = dict[str, torch.Tensor]
@@ -183,6 +195,7 @@ class CausalLMStage(Spliced, StageModel):
 
     def find_plan(self, whole: PreTrainedModel) -> SplitPlan:
         """How the whole model is split, by a rehearsal."""
+        check_looks_back(whole.config)
         return plan_of(whole, run_whole, kind="logits", sizes=self.sizes)
 
     def find_paths(self, whole: PreTrainedModel) -> ModelPaths:
@@ -293,6 +306,10 @@ class CausalLMStage(Spliced, StageModel):
     @property
     def reads_in_pieces(self) -> bool:
         return can_be_cut(self.config)
+
+    @property
+    def short_length(self) -> int | None:
+        return short_length(self.text_config)
 
     @property
     def runs_head(self) -> bool:

@@ -176,6 +176,14 @@ def host_positions(base: nn.Module, batch: Batch) -> Batch:
     return {} if found is None else {"position_ids": found}
 
 
+def axes_positions(
+    get_rope_index: Callable[..., tuple[torch.Tensor, torch.Tensor]], **inputs: torch.Tensor
+) -> torch.Tensor:
+    """Positions [3, B, T] of a model's own function; not all ask for the kinds of tokens."""
+    takes = inspect.signature(get_rope_index).parameters
+    return get_rope_index(**{name: value for name, value in inputs.items() if name in takes})[0]
+
+
 def multimodal_positions(
     batch: Batch, get_rope_index: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 ) -> torch.Tensor:
@@ -201,8 +209,9 @@ def multimodal_positions(
             return values_SL
 
         grids = {name: batch[name] for name in ("image_grid_thw",) if name in batch}
-        alone_3SL, _ = get_rope_index(
-            unpack(batch["input_ids"]),
+        alone_3SL = axes_positions(
+            get_rope_index,
+            input_ids=unpack(batch["input_ids"]),
             mm_token_type_ids=unpack(batch.get("mm_token_type_ids", torch.zeros_like(text_BT))),
             attention_mask=unpack(torch.ones_like(samples_BT)),
             **grids,
