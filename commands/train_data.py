@@ -56,11 +56,7 @@ from stageline.data.images.image_settings import make_image_settings, using_imag
 from stageline.data.images.tiling import Tiling, prepare_images
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.data.rows.readers import data_fingerprint
-from stageline.data.text.processor import (
-    get_pad_token_id,
-    get_tokenizer,
-    load_processor,
-)
+from stageline.data.text.processor import get_pad_token_id, get_tokenizer, load_processor
 from stageline.device import is_accelerator
 from stageline.distributed.process_group import DistributedContext
 from stageline.errors import DataError, UserError
