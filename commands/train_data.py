@@ -5,9 +5,11 @@ Knows the options and the contract of each register; train_pp.py puts the object
 
 import dataclasses
 import functools
+import hashlib
 import math
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from options.rollouts import check_prompts
 from options.train import RunConfig, check_warmup
 from parse_args import TrainArguments
 from register import load_target
+from stageline.checkpoint.adapter import base_of
 from stageline.data.batches.batch import MicroBatch
 from stageline.data.batches.check_batch import CheckedCollate
 from stageline.data.batches.collate import encode_sft
@@ -53,12 +56,13 @@ from stageline.data.images.image_settings import make_image_settings, using_imag
 from stageline.data.images.tiling import Tiling, prepare_images
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.data.rows.readers import data_fingerprint
-from stageline.data.text.processor import get_pad_token_id, load_processor
+from stageline.data.text.processor import get_pad_token_id, get_tokenizer, load_processor
 from stageline.device import is_accelerator
 from stageline.distributed.process_group import DistributedContext
 from stageline.errors import DataError, UserError
-from stageline.model_folder import load_config
+from stageline.model_folder import files_fingerprint, load_config
 from stageline.pipeline.schedules import Schedule
+from stageline.training.reference import weights_fingerprint
 from stageline.training.replicas import LargestOfReplicas
 
 
@@ -206,6 +210,30 @@ class Data:
         use_token_cache(self.processor, self.tokens)
 
 
+START, FILES, TEXTS = "start weights", "files of model and tokenizer", "texts of templates"
+READ_ANEW = (START, FILES, TEXTS)
+
+
+def read_anew(arguments: TrainArguments, data: Data) -> dict[str, object]:
+    """What each process of a run reads by paths that may change: as it is now, by its content."""
+    run, answers = arguments.run, bool(arguments.parts["loss_fn"].facts["samples_answers"])
+    processor = run.processor_path or run.model_path or run.config_folder
+    folders = run.config_folder, processor, *(run.adapter_path or ())
+    owners = data.processor, get_tokenizer(data.processor)
+    texts = [data.texts["prompt"], *(getattr(one, "chat_template", None) for one in owners)]
+    return {
+        START: start_weights(run),
+        FILES: [files_fingerprint(folder, answers=answers) for folder in folders],
+        TEXTS: hashlib.sha256(repr(texts).encode()).hexdigest(),
+    }
+
+
+def start_weights(run: RunConfig) -> list[str]:
+    """Tells apart the weights that a run begins with: of an adapter, those of its base too."""
+    paths = [Path(path) for path in (run.model_path, *(run.adapter_path or ())) if path]
+    return [weights_fingerprint(path) for path in dict.fromkeys([*paths, *map(base_of, paths[:1])])]
+
+
 def check_groups(arguments: TrainArguments, *datasets: Dataset | None) -> None:
     """Refuses batches that would cut groups, and a collate part without the groups it needs."""
     run, parts = arguments.run, arguments.parts
@@ -272,8 +300,9 @@ def settle_steps(plan: RunPlan, data: Data) -> RunPlan:
         epoch = epoch_steps(run, data.train, answers=answers_of(plan))
         told.append(f"an epoch is {epoch:,} steps")
         if run.num_train_epochs is not None:
-            # 0.1 x 30 is a little more than 3
-            found["total_steps"] = math.ceil(round(run.num_train_epochs * epoch, 6))
+            # 0.1 x 30 is a little more than 3; answers that some steps share are used up
+            turns = math.ceil(round(run.num_train_epochs * epoch / run.inner_steps, 6))
+            found["total_steps"] = turns * run.inner_steps
             one = "epoch" if run.num_train_epochs == 1 else "epochs"
             told.append(f"{run.num_train_epochs:g} {one} = {found['total_steps']:,} steps")
     if run.warmup_ratio is not None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from commands import say
 from commands.elastic import Interruption
-from commands.train_data import Data, make_loader
+from commands.train_data import READ_ANEW, START, Data, make_loader, read_anew, start_weights
 from commands.train_parts import bind_loss, make_learning_rate, make_loss, make_optimizer
 from options.fields import absolute, option_fields, spelled
 from options.memory import check_streaming
@@ -58,7 +58,6 @@ from stageline.training.reference import (
     TableMaker,
     choose_mode,
     from_columns,
-    weights_fingerprint,
 )
 from stageline.training.replicas import Replicas, share_rows
 from stageline.training.resume import (
@@ -97,10 +96,14 @@ def open_run_folder(
     is_longer, why = rates_stay(arguments, saved, point.step)
     free = {"free", "length"} if is_longer else {"free"}
     now = settings(arguments, data)
+    # whole weights need no others; of a base that started at random there are no files
+    has_start = point.base is not None and run.model_path and saved.get("model-path")
     check_same_run(
         {**newer_options(run, now), **saved},
         now,
-        may_change=lambda name: on_resume(name, arguments.parts) in free,
+        may_change=lambda name: (
+            on_resume(name, arguments.parts) in free or (name == START and not has_start)
+        ),
         allows_changes=run.allow_changes,
         say=say,
         why=why,
@@ -112,9 +115,10 @@ def open_run_folder(
 
 
 def newer_options(run: RunConfig, now: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults of the options in `now`: what one had that is newer than a checkpoint."""
+    """What is newer than a checkpoint: options had their defaults, and files are believed."""
     named = {spelled(item.name)[2:]: item for item in option_fields(run).values()}
-    return {name: absolute(item, item.default) for name, item in named.items() if name in now}
+    options = {name: absolute(item, item.default) for name, item in named.items() if name in now}
+    return {**options, **{name: now[name] for name in READ_ANEW if name in now}}
 
 
 def check_same_commits(configs: Sequence[Mapping[str, object]]) -> None:
@@ -166,6 +170,7 @@ def settings(arguments: TrainArguments, data: Data) -> dict[str, object]:
         "samples of a step": run.batch_size * run.accumulate_steps * (run.dp_degree or 1),
         "training samples": len(data.train),
         "training data": data_fingerprint(data.train),
+        **read_anew(arguments, data),
     }
 
 
@@ -210,10 +215,7 @@ def make_references(
 ) -> tuple[dict[str, Reference], Mode | None]:
     """What tells the loss of the start model, for training and held-out rows, and how it knows.
 
-    Computes what has to be computed before the first step.
-
-    Returns:
-        The mode is None where the loss asks for none.
+    Computes what has to be computed before the first step. Without a question there is no mode.
     """
     run, loss = arguments.run, bind_loss(arguments)
     make = functools.partial(Reference, runner, loss=loss, replicas=replicas)
@@ -264,8 +266,7 @@ def reference_key(arguments: TrainArguments, dataset: object) -> str:
         if on_resume(name, arguments.parts) == "course"
     }
     run = arguments.run
-    weights = [weights_fingerprint(path) for path in (run.model_path, *(run.adapter_path or ()))]
-    words = (data_fingerprint(dataset), weights, run.max_token_num)
+    words = (data_fingerprint(dataset), start_weights(run), run.max_token_num)
     return hashlib.sha256(json.dumps([told, words], default=str).encode()).hexdigest()
 
 
@@ -285,7 +286,9 @@ class TrainingRun:
         run = self.options = arguments.run
         self.settings = settings(arguments, data)
         self.data, self.runner, self.replicas, self.report = data, runner, replicas, report
+        self.held_out_rows = data_fingerprint(data.test) if data.test is not None else None
         self.start_step = point.step if point else 0
+        self.is_evaluated = False  # after that step
         self.interruption: Interruption | None = None  # of an elastic run
         self.loss_fn = make_loss(arguments, runner.local.models[-1])
         self.timeline = StepTimeline(runner, step=min(run.timeline_step, run.total_steps) - 1)
@@ -318,7 +321,7 @@ class TrainingRun:
         )
         self.train_step.prepare, self.reference = references["train"], references["test"]
         self.reference_mode = mode if self.rollouts is None else self.rollouts.start_mode
-        self.judge_evaluations(context)
+        self.judge_evaluations(context, point)
 
     def make_batches(
         self, arguments: TrainArguments, context: DistributedContext, point: ResumePoint | None
@@ -350,7 +353,7 @@ class TrainingRun:
             )
         self.held_out = None if data.test is None else loader(data.test, is_evaluation=True)
 
-    def judge_evaluations(self, context: DistributedContext) -> None:
+    def judge_evaluations(self, context: DistributedContext, point: ResumePoint | None) -> None:
         """Prepares what held-out figures decide: the best weights, and whether it goes on."""
         run = self.options
         save = functools.partial(
@@ -360,14 +363,23 @@ class TrainingRun:
             group=context.pp_group,
             replicas=context.dp_group,
         )
+        facts: Mapping[str, Any] = point.state.facts if point else {}
+        is_known = facts.get("held_out", self.held_out_rows) == self.held_out_rows
+        if not is_known and (run.early_stop or run.save_best != "none"):
+            self.report.say("other held-out rows than before: the best figure is looked for anew")
         self.best = BestCheckpoint(
-            self.checkpoints, metric=run.save_best, save=save, start_step=self.start_step
+            self.checkpoints,
+            metric=run.save_best,
+            save=save,
+            start_step=self.start_step if is_known else 0,
         )
         self.early_stop = EarlyStop(
             run.early_stop, metric=run.early_stop_metric, delta=run.early_stop_delta
         )
-        if run.early_stop and self.start_step:
-            self.early_stop.see_log(self.report.evaluations(), until=self.start_step)
+        if point is not None and is_known:  # it may be of a run in another folder
+            earlier = self.report.evaluations(point.folder.parent.parent)
+            self.is_evaluated = any(one["step"] == self.start_step for one in earlier)
+            self.early_stop.see_log(earlier, until=self.start_step)
 
     def run(self) -> None:
         """Trains to the end, or until somebody asks to stop."""
@@ -384,6 +396,7 @@ class TrainingRun:
             iter(self.batches),
             total_steps=run.total_steps,
             start_step=self.start_step,
+            is_evaluated=self.is_evaluated,
             eval_steps=self.steps_between(run.eval_steps),
             save_steps=self.steps_between(run.save_steps),
             on_step=self.after_step,
@@ -427,11 +440,13 @@ class TrainingRun:
             chaos.point("evaluation")
             result = self.held_out_figures(step)
         is_best = self.best.improves(result)
+        # first: a run that is killed here makes an evaluation again that is not in the log
+        kept = self.best.keep(step, result) if is_best else ""
         self.report.evaluated(
             step, result, dataset=self.data.test, processor=self.data.processor, is_best=is_best
         )
-        if is_best:
-            self.report.say(self.best.keep(step, result))
+        if kept:
+            self.report.say(kept)
         if self.options.early_stop:
             self.early_stop.see(step, figure_of(result, self.early_stop.metric))
             if self.early_stop.is_over:
@@ -461,6 +476,7 @@ class TrainingRun:
             "numbers": self.train_step.state_dict(),
             "position": self.batches.state_after(step),
             "reference": self.reference_mode,
+            "held_out": self.held_out_rows,
         }
         if self.rollouts is not None:
             facts["answers"] = self.rollouts.answers_ahead()

@@ -112,6 +112,8 @@ def _check_numbers(run: Any, parts: Any) -> None:
         )
     for name in ("total_steps", "save_steps", "eval_steps"):
         value = getattr(run, name)
+        if name == "total_steps" and run.num_train_epochs is not None:
+            continue  # which come later, and are rounded up
         if run.inner_steps > 1 and (value == "epoch" or value % run.inner_steps):
             raise OptionError(
                 f"{spelled(name)} {value} is no multiple of --inner-steps {run.inner_steps}. One "

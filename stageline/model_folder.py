@@ -4,6 +4,7 @@ All that loads a config, tokenizer or processor comes by here. The library would
 leave on the terminal, and look up on the network what is no folder.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -19,6 +20,11 @@ from stageline.hub import name_of
 _SETTINGS = ("config*.json", "*_config.json", "chat_template.json")
 # large, and without code: looked at only when something failed
 _BULKY = ("tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json")
+# with these what a model and its tokenizer do; weights are not among them
+_DECIDING = (
+    "config.json adapter_config.json *processor_config.json tokenizer* special_tokens_map.json "
+    "added_tokens.json chat_template.* vocab.* merges.txt *.model *.tiktoken *.py"
+).split()
 _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation")
 
 
@@ -75,6 +81,21 @@ def check_folder(path: str | Path, *, trust_remote_code: bool) -> Path:
         if code and not trust_remote_code:
             raise _has_code(file, code)
     return folder
+
+
+def files_fingerprint(path: str | Path, *, answers: bool = False) -> str:
+    """Tells apart the settings, tokenizers and processors of folders, wherever these lie.
+
+    Args:
+        answers: the model is asked, so that what ends an answer counts.
+    """
+    told = hashlib.sha256()
+    folder = find_folder(path)
+    patterns = [*_DECIDING, *["generation_config.json"][: int(answers)]]
+    for file in sorted({file for pattern in patterns for file in folder.glob(pattern)}):
+        if file.is_file():
+            told.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()} ".encode())
+    return told.hexdigest()
 
 
 def check_bulky(folder: Path) -> None:

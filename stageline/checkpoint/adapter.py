@@ -22,6 +22,7 @@ from stageline.checkpoint.files import (
     open_tensors,
     read_tensors,
 )
+from stageline.checkpoint.layout import BASE_FOLDER, base_sum, own_manifest
 from stageline.errors import CheckpointError, UserError
 from stageline.hub import PREFIX, local_folder, read_name
 from stageline.model_folder import load_config, read_json
@@ -198,14 +199,21 @@ class Adapter:
 def find_base(folder: Path) -> Path:
     """The folder of the model that an adapter belongs to, by its name on a hub if it has none.
 
+    One that was saved by the adapter's run is known by its content, and may have moved with it.
+
     Raises:
         CheckpointError: it is not on this machine, and no hub gives it.
     """
     config = read_adapter_config(folder)
     named = str(config.get("base_model_name_or_path") or "")
-    for path in (Path(named).expanduser(), folder / named):
-        if named and path.exists():
-            return path
+    places = [Path(named).expanduser(), folder / named] if named else []
+    saved = own_manifest(folder).get("base_sha256")
+    if saved is not None:
+        own = folder.parent.parent / BASE_FOLDER
+        places = [place for place in (*places, own) if base_sum(place) == saved]
+    found = next((place for place in places if place.exists()), None)
+    if found is not None:
+        return found
     # with a revision it was written as a name, whatever lies in the current directory
     name = f"{PREFIX}{named}@{config['revision']}" if config.get("revision") else named
     why = ""
@@ -215,9 +223,9 @@ def find_base(folder: Path) -> Path:
         except UserError as error:
             why = f" ({error})"
     raise CheckpointError(
-        f"the adapter {folder} belongs to the model {named!r}, which is not on this machine: its "
-        f"weights are the greater part{why}. Put them there, or change base_model_name_or_path in "
-        f"{folder / ADAPTER_CONFIG}."
+        f"the adapter {folder} belongs to the model {named!r}, which is not on this machine, or is "
+        f"another one now: its weights are the greater part{why}. Put them there, or change "
+        f"base_model_name_or_path in {folder / ADAPTER_CONFIG}."
     )
 
 

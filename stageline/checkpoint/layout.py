@@ -23,6 +23,7 @@ from stageline.checkpoint.files import inside
 from stageline.errors import CheckpointError, DataError, NonFiniteError, StorageError, UserError
 
 MANIFEST = "manifest.json"
+BASE_FOLDER = "base"  # of a run, where a frozen model was not there before it
 FORMAT_VERSION = 2
 # files that loaders look for by name or by what they end with
 _LOADED_SUFFIXES = (".safetensors", ".index.json", "adapter_config.json")
@@ -146,6 +147,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             "could be verified. Use another checkpoint."
         )
     return manifest
+
+
+def own_manifest(folder: Path) -> dict[str, Any]:
+    """As `read_manifest`; empty where another program wrote the folder."""
+    return read_manifest(folder) if _is_ours(folder) else {}
+
+
+def base_sum(folder: Path) -> str | None:
+    """Tells a frozen model that a run saved beside its adapters from others; None: it is none."""
+    manifest = own_manifest(folder)
+    return manifest["sha256"] if manifest.get("kind") == BASE_FOLDER else None
 
 
 def _lists_files(manifest: Mapping[str, Any]) -> bool:

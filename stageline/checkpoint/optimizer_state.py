@@ -5,6 +5,7 @@ Each rank writes one safetensors file with the names `<what>/<parameter>`, such 
 writes its rows. Nothing depends on which stage or rank a parameter was on. No pickled objects.
 """
 
+import copy
 import re
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
@@ -63,6 +64,7 @@ def state_share(
     optimizer: torch.optim.Optimizer | None,
     parameters: Mapping[str, nn.Parameter],
     *,
+    begun: Mapping[int, Mapping[str, Any]],
     rows: Mapping[str, RowRange],
     left_out: Collection[str],
     is_first: bool,
@@ -73,6 +75,7 @@ def state_share(
 
     Args:
         parameters: those that the optimizer updates, by name.
+        begun: what `group_values` said when the optimizer was made.
         rows: of parameters of which this rank holds a share.
         left_out: names that another stage saves.
         is_first: of the replicas; others save their rows of shares alone.
@@ -80,11 +83,16 @@ def state_share(
         copies: on the host and apart from training, which may go on; None: the tensors themselves.
 
     Raises:
-        UserError: the optimizer keeps something that is neither tensor nor number.
+        UserError: the optimizer keeps something that is neither tensor nor number, or apart from
+            its parameters.
     """
     share = StateShare({}, {}, {})
     places: set[int] = set()
-    extras = {} if optimizer is None else _group_extras(optimizer)
+    extras = {} if optimizer is None else _group_extras(optimizer, begun)
+    known = set(map(id, parameters.values()))
+    for key in () if optimizer is None else optimizer.state:
+        if id(key) not in known:
+            raise _cannot_save(optimizer, f"{key!s:.40}", "something of no parameter")
     for name, parameter in parameters.items():
         if name in left_out or not (is_first or name in rows):
             continue
@@ -122,10 +130,14 @@ def _as_tensor(
         return value.detach(), None
     if type(value) in _NUMBERS:
         return torch.tensor(value, dtype=_NUMBERS[type(value)]), type(value).__name__
-    raise UserError(
-        f"the optimizer {type(optimizer).__name__} keeps {key} as {type(value).__name__}, tensors "
-        "and numbers were expected: others cannot be saved without pickled code. Use another "
-        "`optimizer`."
+    raise _cannot_save(optimizer, key, type(value).__name__)
+
+
+def _cannot_save(optimizer: torch.optim.Optimizer | None, key: str, kind: str) -> UserError:
+    return UserError(
+        f"the optimizer {type(optimizer).__name__} keeps {key} as {kind}, tensors and numbers of "
+        "parameters, and numbers of groups, were expected: others cannot be saved without pickled "
+        "code, or found again in another split. Use another `optimizer`."
     )
 
 
@@ -146,19 +158,41 @@ def _piece(
     )
 
 
-def _group_extras(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """id of a parameter -> what its group holds beyond the optimizer's own settings."""
-    # lr_scale is a setting of the run: resumed with another one, that one counts
-    known = {"params", "lr", "lr_scale", "param_names", *optimizer.defaults}
-    extras: dict[int, dict[str, Any]] = {}
+def group_values(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """id of a parameter -> what its group holds besides; the scheduled rate is not looked at."""
+    found: dict[int, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         more = {
-            key: value
+            key: value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
             for key, value in group.items()
-            if key not in known and isinstance(value, bool | int | float | str)
+            if key not in ("params", "lr", "param_names")
         }
-        extras |= {id(parameter): more for parameter in group["params"]}
+        found |= {id(parameter): more for parameter in group["params"]}
+    return found
+
+
+def _group_extras(
+    optimizer: torch.optim.Optimizer, begun: Mapping[int, Mapping[str, Any]]
+) -> dict[int, dict[str, Any]]:
+    """id of a parameter -> what training changed in its group; else settings of the run count."""
+    extras: dict[int, dict[str, Any]] = {}
+    for parameter, now in group_values(optimizer).items():
+        then = begun.get(parameter, {})
+        extras[parameter] = {
+            key: value
+            for key, value in now.items()
+            if key not in then or not _is_same(value, then[key])
+        }
+        for key, value in extras[parameter].items():
+            if value is not None and not isinstance(value, bool | int | float | str):
+                raise _cannot_save(optimizer, key, f"{type(value).__name__} of a group")
     return extras
+
+
+def _is_same(value: object, other: object) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(value, other)
+    return type(value) is type(other) and bool(value == other)
 
 
 # Gives an optimizer back what a checkpoint knows of each parameter, however the model is cut now.
@@ -243,12 +277,13 @@ class SavedState:
         """Fills this rank's parameters, if their values are here, and its optimizer's state.
 
         Raises:
-            CheckpointError: another optimizer's state, or another shape.
+            CheckpointError: another optimizer's state, another shape, or groups that were two.
         """
         if optimizer is None:
             return
         _check_optimizer(self.optimizer, optimizer, self.folder)
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        of_group: dict[int, dict[str, Any]] = {}
         with ExitStack() as stack:
             files = _Files(self.folder, stack)
             for name, parameter in parameters.items():
@@ -259,7 +294,15 @@ class SavedState:
                     parameter.copy_(value)
                 if state:
                     optimizer.state[parameter] = state
-                group.update(self.extras.get(name, {}))
+                extras = self.extras.get(name, {})
+                if of_group.setdefault(id(group), extras) != extras:
+                    raise CheckpointError(
+                        f"{self.folder} has {extras} for the group of {name}, and other values for "
+                        "parameters that are in one group with it now. One of them was expected, "
+                        "because the optimizer keeps these for a whole group: resume with the "
+                        "stages of that run, or use another `optimizer`."
+                    )
+                group.update(extras)
 
     def _values(
         self,

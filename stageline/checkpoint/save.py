@@ -28,7 +28,14 @@ from stageline.checkpoint.adapter import (
     rows_share,
 )
 from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE, write_tensors
-from stageline.checkpoint.layout import Ranks, draft_name, publish, refuse_existing
+from stageline.checkpoint.layout import (
+    BASE_FOLDER,
+    Ranks,
+    base_sum,
+    draft_name,
+    publish,
+    refuse_existing,
+)
 from stageline.checkpoint.plain_model import task_of
 from stageline.checkpoint.shards import (
     HostCopies,
@@ -295,7 +302,6 @@ def _outermost(modules: list[str]) -> list[str]:
 
 
 MAX_SHARD_BYTES = 5_000_000_000
-BASE_FOLDER = "base"
 Files = dict[str, dict]  # path below the folder -> size and sha256
 
 
@@ -469,7 +475,7 @@ class WeightSaver:
         self, share: WeightShare, draft: Path, folder: Path
     ) -> tuple[dict[str, object], Files]:
         """Writes a share of each rank; returns facts for the manifest, and what is hashed."""
-        facts = {"num_stages": self._num_stages()}
+        facts: dict[str, object] = {"num_stages": self._num_stages()}
         if not self.is_adapter:
             return {"kind": "full", **facts}, self._write_full(share, draft, draft)
         known: Files = {}
@@ -478,6 +484,7 @@ class WeightSaver:
             base = str(folder / BASE_FOLDER)
             known = self._write_full(share, draft / BASE_FOLDER, draft)
         self._write_adapter(share, draft, base)
+        facts["base_sha256"] = base_sum(Path(base))  # of a path that another run may take
         return {"kind": "adapter", "base": base, **facts}, known
 
     def write_base(self, draft: Path) -> Files:

@@ -20,16 +20,16 @@ from torch import nn
 
 from stageline import chaos
 from stageline.checkpoint.init import check_finite
-from stageline.checkpoint.layout import Ranks, discard, draft_name, file_facts, verify
+from stageline.checkpoint.layout import BASE_FOLDER, Ranks, discard, draft_name, file_facts, verify
 from stageline.checkpoint.optimizer_state import (
     STATE_FILE,
     STATE_FOLDER,
     RowRange,
     StateShare,
+    group_values,
     state_share,
 )
 from stageline.checkpoint.save import (
-    BASE_FOLDER,
     Files,
     WeightSaver,
     WeightShare,
@@ -193,6 +193,7 @@ class CheckpointWriter:
         self.processor = processor
         self.optimizer = optimizer
         self.parameters = dict(parameters)
+        self._begun = {} if optimizer is None else group_values(optimizer)
         self.rows = dict(rows)
         self.dp_rank = dp_rank
         self.is_first = dp_rank == 0
@@ -267,7 +268,7 @@ class CheckpointWriter:
         with gathered(self.stages, keep=self.is_first):
             draft = start_draft(target, self.ranks)
             known = self.saver.write_base(draft)
-        facts: dict[str, object] = {"kind": "base"}
+        facts: dict[str, object] = {"kind": BASE_FOLDER}
         finish_draft(draft, target, self.ranks, processor=self.processor, facts=facts, known=known)
         self.saver.base = str(target)
 
@@ -278,6 +279,7 @@ class CheckpointWriter:
         state = state_share(
             self.optimizer,
             self.parameters,
+            begun=self._begun,
             rows=self.rows,
             left_out=self._left_out,
             is_first=self.is_first,

@@ -259,6 +259,27 @@ def _scaled(
     return scaled
 
 
+def forget_lengths(model: nn.Module) -> None:
+    """Makes dynamic positions follow the length of each pass alone.
+
+    The library's follow the longest pass since the last short one, so that a resumed run, another
+    number of replicas or an evaluation between two steps would compute another model.
+    """
+    for module in model.modules():
+        if hasattr(module, "max_seq_len_cached") and "dynamic" in str(
+            getattr(module, "rope_type", "")
+        ):
+            module.register_forward_pre_hook(_as_begun)
+
+
+def _as_begun(rotary: nn.Module, _: object) -> None:
+    for name in [name for name in vars(rotary) if name.endswith("max_seq_len_cached")]:
+        setattr(rotary, name, rotary.original_max_seq_len)
+    for name in [name for name, _ in rotary.named_buffers(recurse=False) if "original" not in name]:
+        begun = getattr(rotary, name.replace("inv_freq", "original_inv_freq"))
+        rotary.register_buffer(name, begun.to(getattr(rotary, name).device), persistent=False)
+
+
 LANGUAGE = ("llm", "lm_head")
 
 

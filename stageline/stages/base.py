@@ -25,7 +25,13 @@ from stageline.model_folder import load_config
 from stageline.modules import recompute
 from stageline.modules import recompute as offload
 from stageline.modules.lora import key_map_without_last_lora
-from stageline.modules.methods import LANGUAGE, Methods, find_whole_modules, is_inside
+from stageline.modules.methods import (
+    LANGUAGE,
+    Methods,
+    find_whole_modules,
+    forget_lengths,
+    is_inside,
+)
 from stageline.modules.new_rows import (
     NewRows,
     add_noise,
@@ -392,6 +398,7 @@ class StageModel(Stage):
         self.whole_modules = find_whole_modules(whole, self.start.modules_to_save)
         self.lora = find_targets(whole, self.parts(), lora, kept=self.whole_modules)
         self.prune(whole)
+        forget_lengths(whole)
         self.__dict__["whole"] = whole  # not a child: its children are ours
         self.__dict__["_modules"] = whole._modules
         self.__dict__["_parameters"] = whole._parameters

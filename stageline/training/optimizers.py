@@ -79,12 +79,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
             self.optimizers.append(torch.optim.AdamW(outer, **adamw))
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         super().__init__(groups, defaults={})
-        # what is a setting of either, so that it is not taken for something learnt in training
-        self.defaults = {
-            name: value
-            for optimizer in self.optimizers
-            for name, value in optimizer.defaults.items()
-        }
         for optimizer in self.optimizers:
             optimizer.state = self.state
 

@@ -386,13 +386,13 @@ class TableMaker:
         return told[0]
 
 
-def weights_fingerprint(folder: str | Path | None) -> str:
+def weights_fingerprint(folder: Path) -> str:
     """Tells files of weights apart by names, sizes and ends; reads no more of them."""
-    name = name_of(folder) if folder else None
+    name = name_of(folder)
     if name is not None:  # which files are here already says nothing
         return str(name)
     told = hashlib.sha256()
-    for path in sorted(Path(folder).glob("*.safetensors")) if folder else ():
+    for path in sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]:
         size = path.stat().st_size
         told.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from stageline.checkpoint.adapter import find_base
 from stageline.checkpoint.layout import Ranks, read_manifest, verify
 from stageline.checkpoint.optimizer_state import SavedState
 from stageline.checkpoint.writer import (
@@ -60,16 +61,17 @@ def find_resume_point(
         CheckpointError: none of them is whole, or the one asked for is not.
     """
 
-    def find() -> tuple[str | None, dict[str, Any]]:
-        if ranks.rank != 0:
-            return None, {}
-        folder = _find_whole(wanted, checkpoints, say)
-        return (None, {}) if folder is None else (str(folder), read_manifest(folder))
+    def find() -> tuple[str | None, str | None]:
+        folder = _find_whole(wanted, checkpoints, say) if ranks.rank == 0 else None
+        if folder is None:
+            return None, None
+        manifest = read_manifest(folder)
+        is_own = manifest.get("base_sha256") is not None  # else a model that was there before
+        return str(folder), str(find_base(folder)) if is_own else manifest.get("base")
 
-    folder, manifest = ranks.together(find)[0]
+    folder, base = ranks.together(find)[0]
     if folder is None:
         return None
-    base = manifest.get("base") if manifest.get("kind") == "adapter" else None
     return ResumePoint(Path(folder), SavedState(Path(folder)), base)
 
 

@@ -210,9 +210,10 @@ class RunLog:
             self._write("eval", step, figures)
             self.draw()
 
-    def evaluations(self) -> list[dict[str, Any]]:
-        """What was logged of evaluations, also before a resume."""
-        return read_log(self.path)[1] if self._has_records() else []
+    def evaluations(self, folder: Path | None = None) -> list[dict[str, Any]]:
+        """What was logged of evaluations, also before a resume; in the folder of another run."""
+        path = self.path if folder is None else folder / self.path.name
+        return read_log(path)[1] if path.exists() else []
 
     def _has_records(self) -> bool:
         return self.path.exists() and self.path.stat().st_size > 0
@@ -486,9 +487,9 @@ class RunReport(RunLog):
         with contextlib.suppress(Exception) if error[0] else contextlib.nullcontext():
             self.close()
 
-    def evaluations(self) -> list[dict[str, Any]]:
+    def evaluations(self, folder: Path | None = None) -> list[dict[str, Any]]:
         """The records of evaluations in the log so far; the same on every rank of the run."""
-        shared = [super().evaluations() if self.is_main else []]
+        shared = [super().evaluations(folder) if self.is_main else []]
         dist.broadcast_object_list(shared, src=0)
         return shared[0]
 

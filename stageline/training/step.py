@@ -505,6 +505,7 @@ def train(
     *,
     total_steps: int,
     start_step: int = 0,
+    is_evaluated: bool = False,
     eval_steps: int = 0,
     save_steps: int = 0,
     on_step: Callable[[int, StepResult, float], None],
@@ -517,8 +518,8 @@ def train(
     Args:
         batches: yields, for each step, the list of micro-batches.
         start_step: the first step to run: 0, or where a checkpoint left off.
-        eval_steps, save_steps: evaluate / save after every so many steps, and after the last; 0:
-            after the last alone.
+        is_evaluated: after `start_step`; a run may have been stopped between a checkpoint and that.
+        eval_steps, save_steps: evaluate / save after so many, and the last; 0: the last alone.
         on_step: called after each step with (steps done, result, seconds).
         evaluate: called with the steps done; before the first one too. Says whether to end here.
         save: called with the steps done.
@@ -530,19 +531,18 @@ def train(
     Raises:
         NonFiniteError: too many steps in a row were skipped.
     """
-    if evaluate is not None and start_step == 0:
-        evaluate(0)
+    is_due = start_step == 0 or _is_due(start_step, eval_steps, start_step == total_steps)
+    if evaluate is not None and is_due and not is_evaluated and evaluate(start_step) and start_step:
+        return True
     progress.at_step(start_step)
     for step in range(start_step, total_steps):
         start = time.perf_counter()
         with progress.doing("data"):
             chaos.point("data")
             micro_batches = next(batches)
+        data_wait = time.perf_counter() - start
         result = train_step(
-            micro_batches,
-            step=step,
-            stop_requested=stop_requested,
-            data_wait=time.perf_counter() - start,
+            micro_batches, step=step, stop_requested=stop_requested, data_wait=data_wait
         )
         done = step + 1
         progress.at_step(done)

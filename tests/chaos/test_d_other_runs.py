@@ -8,11 +8,13 @@ import signal
 import time
 
 import pytest
+from safetensors.torch import load_file, save
 
 from stageline.checkpoint.layout import verify
 from tests.helpers.small_run import Job
 
 RESUME = ("--resume", "auto")
+WEIGHTS = "model.safetensors"
 CHANGES = {
     "rate": (("--learning-rate", 0.02), ["learning-rate: 0.01 then, 0.02 now"]),
     "seed": (("--seed", 3), ["seed: 0 then, 3 now"]),
@@ -65,6 +67,33 @@ def test_d13_other_data_is_noticed(job):
     finally:
         job.rows.write_text(before)
     assert_refused(done, 4, "training data")
+
+
+def test_d13_other_files_behind_the_same_path_are_noticed(job):
+    """Config, tokenizer and template; weights where a checkpoint is an adapter on them."""
+    lora = ("--llm-lora-num", 1)
+    assert job.fork("lora", "--total-steps", 2, *lora, ranks=1).code == 0
+    doubled = {name: 2 * value for name, value in load_file(job.model / WEIGHTS).items()}
+    files = {
+        "config.json": lambda old: old.replace(b'rms_norm_eps": 1e-0', b'rms_norm_eps": 3e-0'),
+        "chat_template.jinja": lambda old: old + b" ",
+        WEIGHTS: lambda old: save(doubled),
+    }
+    for file, changed in files.items():
+        before = (job.model / file).read_bytes()
+        (job.model / file).write_bytes(changed(before))
+        assert (job.model / file).read_bytes() != before
+        try:
+            whole = job.fork(copy(job, file), "--total-steps", 4, *RESUME, ranks=1)
+            adapter = job.fork("lora", "--total-steps", 2, *lora, *RESUME, ranks=1)
+        finally:
+            (job.model / file).write_bytes(before)
+        found = "start weights" if file == WEIGHTS else "files of model and tokenizer"
+        assert_refused(adapter, 4, found)
+        if file == WEIGHTS:  # its own are in the checkpoint
+            assert whole.code == 0, whole.err
+        else:
+            assert_refused(whole, 4, found)
 
 
 def test_d09_state_of_another_optimizer_or_of_other_weights(job):

@@ -1,11 +1,13 @@
 """Resuming other models: tied weights, experts, a frozen tower, adapters over a random start."""
 
 import json
+import shutil
 
 import pytest
 import torch
 
 from stageline.checking.tiny_models import tiny_config, tiny_processor
+from stageline.checkpoint.adapter import find_base
 from tests.helpers.small_run import Job, saved_tensors
 
 KILL = "at=step,step={},do=sigkill"
@@ -60,6 +62,16 @@ def test_an_adapter_over_a_base_that_started_at_random(tmp_path):
     for name in ("whole", "parts"):
         manifest = json.loads((last(job, name) / "manifest.json").read_text())
         assert manifest["base"] == str(job.folder / name / "base")
+    # another run takes the folder of one that was moved
+    (job.folder / "whole").rename(job.folder / "moved")
+    shutil.rmtree(last(job, "moved"))
+    assert job.fork("whole", *start, "--seed", 5, "--total-steps", 1, ranks=1).code == 0
+    assert find_base(last(job, "moved", 10)) == job.folder / "moved" / "base"
+    done = job.fork("moved", *start, *RESUME, ranks=1)
+    assert done.code == 0 and job.losses("moved") == job.losses("parts"), done.err
+    shutil.rmtree(job.folder / "moved" / "base")
+    done = job.fork("moved", *start, *RESUME, ranks=1)
+    assert done.code == 4 and "or is another one now" in done.err, done.err
 
 
 def test_e12_a_frozen_tower(tmp_path):

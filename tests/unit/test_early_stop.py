@@ -1,5 +1,6 @@
 """Early stopping: patience, direction, improvement, and going on from a log."""
 
+import json
 import math
 
 import pytest
@@ -75,3 +76,30 @@ def test_a_run_ends_early_with_a_checkpoint_and_does_not_go_on(tmp_path):
 def test_an_unknown_figure_is_named_at_the_first_evaluation(tmp_path):
     done = Job(tmp_path).fork("run", "--save-best", "score", "--eval-samples", 4, ranks=1)
     assert done.code == 2 and "'score' was asked for" in done.err and "perplexity" in done.err
+
+
+def test_a_run_that_is_killed_in_an_evaluation_makes_it_when_it_goes_on(tmp_path):
+    """Else it would end later, as one in another folder that does not know of those before."""
+    job = Job(tmp_path)
+    options = ("--learning-rate", 0, "--eval-samples", 4, "--eval-steps", 2, "--early-stop", 2)
+    fault = "at=evaluation,step=2,do=sigkill"
+    assert job.fork("run", *options, ranks=1, chaos=fault, waits=True).code != 0
+    first = tmp_path / "run" / "checkpoints" / "step-00000002"
+    for name, resume in (("other", first), ("run", "auto")):
+        done = job.fork(name, *options, "--resume", resume, "--save-best", "loss", ranks=1)
+        assert done.code == 0 and "2 evaluations without a better loss" in done.out, done.err
+        assert max(job.losses(name)) == 4
+        assert "best loss so far" in done.out and "at step 2" in done.out
+
+
+def test_figures_of_other_held_out_rows_are_not_compared(tmp_path):
+    """With a rate of zero each set of rows has one loss, which is the best at its first time."""
+    job = Job(tmp_path)
+    options = ("--learning-rate", 0, "--eval-steps", 2, "--early-stop", 9, "--save-best", "loss")
+    assert job.fork("run", *options, "--eval-samples", 1, "--total-steps", 4, ranks=1).code == 0
+    again = ("--eval-samples", 4, "--total-steps", 6, "--lr-scheduler", "constant")
+    done = job.fork("run", *options, *again, "--resume", "auto", "--allow-changes", ranks=1)
+    assert done.code == 0 and "other held-out rows than before" in done.out, done.err
+    lines = map(json.loads, (tmp_path / "run" / "log.jsonl").read_text().splitlines())
+    best = [(line["step"], line.get("is_best")) for line in lines if line["kind"] == "eval"]
+    assert best == [(0, True), (2, None), (4, None), (4, True), (6, None)]

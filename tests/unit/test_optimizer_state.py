@@ -12,9 +12,11 @@ from stageline.checkpoint.optimizer_state import (
     STATE_FOLDER,
     RowRange,
     SavedState,
+    group_values,
     state_share,
 )
 from stageline.errors import CheckpointError, UserError
+from stageline.training.optimizers import optimizer_groups
 
 SHAPE = (7, 3)
 
@@ -57,6 +59,7 @@ def save(folder, shares, **options):
         share = state_share(
             optimizer,
             parameters,
+            begun=group_values(optimizer),
             rows={} if rows is None else {"w": rows},
             left_out=options.get("left_out", ()),
             is_first=rank == 0,
@@ -136,17 +139,52 @@ def test_a_step_that_cannot_be_is_refused(number, tmp_path):
         SavedState(tmp_path)
 
 
-def test_an_optimizer_with_code_in_its_state_is_refused():
+def share_of(optimizer, weight, begun):
+    return state_share(
+        optimizer,
+        {"w": weight},
+        begun=begun,
+        rows={},
+        left_out=(),
+        is_first=True,
+        with_weights=False,
+        copies=None,
+    )
+
+
+def test_what_training_changed_in_a_group_is_saved_and_settings_are_not():
+    """Also where it has a default, as counts of Prodigy and schedule-free optimizers have."""
+    weight = nn.Parameter(torch.ones(2, 2))
+    groups = optimizer_groups({"w": weight}, weight_decay=0.0, lr_scale_of=lambda name: 0.25)
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    optimizer.param_groups[0]["k"] = optimizer.defaults["k"] = 0
+    begun = group_values(optimizer)
+    optimizer.param_groups[0].update(k=5, weight_sum=3.0, lr=0.01)
+    assert share_of(optimizer, weight, begun).extras == {"w": {"k": 5, "weight_sum": 3.0}}
+    optimizer.param_groups[0]["k"] = torch.tensor(5.0)
+    with pytest.raises(UserError, match="keeps k as Tensor of a group"):
+        share_of(optimizer, weight, begun)
+
+
+def test_groups_that_differ_are_not_joined(tmp_path):
+    """As those of two stages, of an optimizer that finds its own step size on each."""
+    parameters, optimizer = trained()
+    save(tmp_path, [(parameters, optimizer, None)])
+    saved = SavedState(tmp_path)
+    saved.extras = {"w": {"d": 0.1}, "v": {"d": 0.1}}
+    saved.restore(optimizer, parameters, rows={})
+    assert optimizer.param_groups[0]["d"] == 0.1
+    saved.extras["v"]["d"] = 0.2
+    with pytest.raises(CheckpointError, match="resume with the stages of that run"):
+        saved.restore(optimizer, parameters, rows={})
+
+
+def test_an_optimizer_is_refused_that_keeps_what_cannot_be_saved():
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     optimizer.state[weight] = {"schedule": print}
     with pytest.raises(UserError, match="keeps schedule as builtin_function"):
-        state_share(
-            optimizer,
-            {"w": weight},
-            rows={},
-            left_out=(),
-            is_first=True,
-            with_weights=False,
-            copies=None,
-        )
+        share_of(optimizer, weight, {})
+    optimizer.state = {"steps": {"count": 3}}
+    with pytest.raises(UserError, match="keeps steps as something of no parameter"):
+        share_of(optimizer, weight, {})

@@ -9,7 +9,6 @@ from optimizer import adamw, cosine
 from pp_models import VisionLanguageStage
 from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.init import init_split_model
-from stageline.checkpoint.optimizer_state import state_share
 from stageline.training.optimizers import LR_SCALE, optimizer_groups, set_learning_rate
 from tests.helpers.tiny_batches import tiny_micro_batches
 
@@ -95,20 +94,3 @@ def test_groups_name_their_parameters_once_and_their_scale():
     assert [group.get(LR_SCALE) for group in groups] == [0.5, None, 0.5, None]
     for group in groups:
         assert {model.part_of(n) == "vit" for n in group["param_names"]} == {LR_SCALE in group}
-
-
-def test_a_checkpoint_does_not_bring_the_old_scale_back():
-    weight = torch.nn.Parameter(torch.ones(2, 2))
-    groups = optimizer_groups({"w": weight}, weight_decay=0.0, lr_scale_of=lambda name: 0.25)
-    groups[0]["weight_sum"] = 3.0  # what an optimizer keeps in its group stays
-    optimizer = adamw(groups, learning_rate=0.1, weight_decay=0.0)
-    share = state_share(
-        optimizer,
-        {"w": weight},
-        rows={},
-        left_out=(),
-        is_first=True,
-        with_weights=False,
-        copies=None,
-    )
-    assert share.extras == {"w": {"weight_sum": 3.0}}

@@ -6,6 +6,7 @@ import torch
 from pp_models import CausalLMStage
 from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.init import init_split_model
+from stageline.model_folder import files_fingerprint
 from stageline.modules.lora import LoRAWrapper, adapters_off, begun_adapters, trained_besides
 from stageline.training.reference import FromTable, _read, _write, weights_fingerprint
 from tests.helpers.tiny_batches import tiny_micro_batches
@@ -94,8 +95,22 @@ def test_other_weights_have_another_fingerprint(tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(bytes(300_000))
     first = weights_fingerprint(tmp_path)
-    assert first == weights_fingerprint(tmp_path) != weights_fingerprint(None)
+    assert first == weights_fingerprint(tmp_path) == weights_fingerprint(file)
     content = bytearray(300_000)
     content[-1] = 1
     file.write_bytes(content)
     assert weights_fingerprint(tmp_path) != first
+
+
+def test_files_that_decide_what_a_model_does_have_a_fingerprint(tmp_path):
+    def after(name, text):
+        (tmp_path / name).write_text(text)
+        return files_fingerprint(tmp_path), files_fingerprint(tmp_path, answers=True)
+
+    first = after("config.json", "1")
+    assert after("README.md", "1") == after("model.safetensors", "1") == first
+    other = after("generation_config.json", "1")
+    assert other[0] == first[0] and other[1] != first[1]
+    for name in ("config.json", "adapter_config.json", "tokenizer.json", "chat_template.jinja"):
+        assert after(name, "2")[0] != other[0], name
+        other = after(name, "2")

@@ -100,6 +100,15 @@ def test_outputs_and_gradients_are_those_of_the_library(folder, kind, tmp_path):
     torch.testing.assert_close(loaded(**batch, use_cache=False).logits, expected)
 
 
+def test_dynamic_positions_know_nothing_of_passes_before(folder):
+    """As a model that sees the texts alone; the library's remember the longest one."""
+    stages = make_stages(folder, "dynamic", 2)
+    for length in (LENGTH, 70, 20, 100):
+        fresh = make_stages(folder, "dynamic", 1)
+        batch = batch_of(length)
+        assert torch.equal(logits_of(stages, batch), logits_of(fresh, batch)), length
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_short_texts_leave_a_model_alone(folder, kind):
     config, note = scaled_config(folder, kind, length=64)

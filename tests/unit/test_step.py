@@ -225,7 +225,9 @@ def test_a_model_gets_neither_labels_nor_what_is_for_the_loss():
     assert list(model_inputs(batch)) == ["input_ids", "attention_mask", "lossless", "labels_seen"]
 
 
-def run_loop(*, start_step=0, stop_at=None, evaluates=True, ends_at=None, total_steps=7):
+def run_loop(
+    *, start_step=0, is_evaluated=False, stop_at=None, evaluates=True, ends_at=None, total_steps=7
+):
     """What the loop over steps did: a letter and how many steps were done."""
     told = []
 
@@ -243,6 +245,7 @@ def run_loop(*, start_step=0, stop_at=None, evaluates=True, ends_at=None, total_
         itertools.count(),
         total_steps=total_steps,
         start_step=start_step,
+        is_evaluated=is_evaluated,
         eval_steps=3,
         save_steps=2,
         on_step=lambda done, result, seconds: told.append(f"d{done}"),
@@ -263,6 +266,13 @@ def test_the_loop_evaluates_and_saves_when_due_and_at_the_end():
 
 def test_a_loop_that_goes_on_begins_where_it_was():
     assert run_loop(start_step=4, total_steps=5) == (True, "s4:0 d5 c5 w5 e5")
+
+
+def test_a_loop_that_goes_on_makes_the_evaluation_that_was_due_and_not_made():
+    assert run_loop(start_step=6) == (True, "e6 s6:0 d7 c7 w7 e7")
+    assert run_loop(start_step=6, is_evaluated=True) == (True, "s6:0 d7 c7 w7 e7")
+    assert run_loop(start_step=6, ends_at=6) == (True, "e6")
+    assert run_loop(start_step=7) == (True, "e7")
 
 
 def test_a_loop_that_is_stopped_saves_and_does_nothing_else():
