@@ -99,7 +99,15 @@ def load_whole(
             ignore_mismatched_sizes=True,  # reported below
             **options,
         )
-    except (OSError, RuntimeError, ValueError) as error:
+    except (
+        AttributeError,
+        ImportError,
+        LookupError,
+        OSError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise _does_not_fit(folder, str(error).strip()[:500]) from error
     lacking = {
         name for name in info["missing_keys"] if may_lack is None or not name.startswith(may_lack)

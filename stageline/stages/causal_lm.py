@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -58,16 +59,24 @@ def cache_off(config: PretrainedConfig) -> tuple[str, ...]:
     return tuple(found)
 
 
-def refused_attention(
+def refused_by_library(
     config: PretrainedConfig, attn_implementation: str | None, error: Exception
 ) -> Exception:
-    """The library's refusal of a kernel as the user's error; another error as it is."""
-    text = str(error)
-    if not attn_implementation or not ("attention" in text.lower() or "flash" in text.lower()):
+    """The library's refusal of a kernel or a configuration as the user's error."""
+    if isinstance(error, UserError):
         return error
+    text = str(error)
+    first = next(iter(text.splitlines()), "")[:300]
+    if not attn_implementation or not ("attention" in text.lower() or "flash" in text.lower()):
+        return UserError(
+            f"transformers {transformers.__version__} builds no model from the config.json of type "
+            f"{config.model_type} ({type(error).__name__}: {first}). A config of which it does was "
+            "expected, because the stages are cut out of its model: correct it, or take the one "
+            "that belongs to the weights."
+        )
     return UserError(
         f"{config.model_type} cannot be built with the attention {attn_implementation} "
-        f"({text.splitlines()[0][:300]}). A kernel that this architecture has and this machine can "
+        f"({first}). A kernel that this architecture has and this machine can "
         "run was expected: leave `attention` (or `train_model.attn_implementation`) out for the "
         "one that the library chooses, or use `attention` eager."
     )
@@ -178,8 +187,16 @@ class CausalLMStage(Spliced, StageModel):
         with torch.device("meta"):
             try:
                 return self.auto_class.from_config(config, dtype=dtype, **kwargs)
-            except (ValueError, ImportError) as error:
-                raise refused_attention(config, attn_implementation, error) from error
+            except (
+                ArithmeticError,
+                AttributeError,
+                ImportError,
+                LookupError,
+                RuntimeError,
+                TypeError,
+                ValueError,
+            ) as error:
+                raise refused_by_library(config, attn_implementation, error) from error
 
     def find_plan(self, whole: PreTrainedModel) -> SplitPlan:
         """How the whole model is split, by a rehearsal."""

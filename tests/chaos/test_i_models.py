@@ -265,6 +265,18 @@ def test_i05_wrong_values_in_a_config_name_the_file(values, folder):
         assert error.exit_code == 4 and str(folder / "config.json") in str(error)
 
 
+@pytest.mark.parametrize("way", ["builder", "export", "stage"])
+@pytest.mark.parametrize(
+    "values",
+    [{"hidden_act": "sluu"}, {"quantization_config": {"quant_method": "gptq", "bits": 4}}],
+    ids=["activation", "gptq"],
+)
+def test_i05_a_config_of_which_no_model_is_built_is_no_crash(values, way, folder):
+    edit(folder / "config.json", lambda config: config.update(values))
+    with pytest.raises(UserError, match="sluu|gptq|GPTQ"):
+        everything(folder)[way]()
+
+
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.2-1B", "gpt2", "/no/such/folder"])
 def test_i06_a_name_on_the_hub_is_refused_without_looking_there(name, monkeypatch):
     calls = []
