@@ -99,15 +99,7 @@ def load_whole(
             ignore_mismatched_sizes=True,  # reported below
             **options,
         )
-    except (
-        AttributeError,
-        ImportError,
-        LookupError,
-        OSError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except Exception as error:  # the library raises what it likes
         raise _does_not_fit(folder, str(error).strip()[:500]) from error
     lacking = {
         name for name in info["missing_keys"] if may_lack is None or not name.startswith(may_lack)

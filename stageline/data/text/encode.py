@@ -198,8 +198,8 @@ class _TokenBytes(dict[int, bytes]):
 
 
 NO_END = (
-    "the tokenizer has no end-of-sequence token, so answers are learnt without an end and the model "
-    "won't learn to stop: name one as eos_token in its tokenizer_config.json"
+    "the tokenizer has no end-of-sequence token, so answers are learnt without an end and the "
+    "model won't learn to stop: name one as eos_token in its tokenizer_config.json"
 )
 
 
