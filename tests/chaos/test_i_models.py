@@ -25,7 +25,7 @@ from stageline.data.text.messages import Turn
 from stageline.data.text.processor import load_processor
 from stageline.data.text.rendered import Piece
 from stageline.data.text.template_trial import check_template
-from stageline.errors import UserError
+from stageline.errors import NonFiniteError, UserError
 from stageline.model_folder import load_config
 from tests.helpers.faulty_files import Canary, edit, refused, rewrite
 from tests.helpers.small_run import Job
@@ -317,6 +317,14 @@ def test_i07_evaluation_names_the_file(fault, folder):
     words = {"lost tensor": ("model.norm.weight",), "shape": ("up_proj", "40")}
     for way in ("builder", "export"):
         refused(everything(folder)[way], *words.get(fault, (file,)))
+
+
+@pytest.mark.parametrize("way", ["builder", "stage"])
+def test_i07_weights_that_are_no_numbers_answer_nothing(way, folder):
+    for file in folder.glob("model-*"):
+        rewrite(file, lambda state: [value.fill_(torch.nan) for value in state.values()])
+    with pytest.raises(NonFiniteError, match="are not finite: model"):
+        everything(folder)[way]()
 
 
 def test_i07_a_whole_folder_loads(folder):
