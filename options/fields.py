@@ -325,7 +325,7 @@ class StrictLoader(yaml.SafeLoader):
     """Plain values only; refuses a key that comes twice, of which YAML takes the last."""
 
     def resolve(self, kind: type[yaml.Node], value: str, implicit: Any) -> Any:
-        tag = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
+        tag = super().resolve(kind, value, implicit)
         return "tag:yaml.org,2002:str" if tag in PLAIN and _NO_NUMBER.fullmatch(value) else tag
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
