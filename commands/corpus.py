@@ -190,7 +190,7 @@ def stats_table(figures: Any) -> str:
 
 def draw(figures: Any, path: str) -> None:
     """The picture of the lengths, in a few dozen bars."""
-    from stageline.plotting.curves import corpus_figure
+    from stageline.plotting.figures import corpus_figure
     from stageline.plotting.pictures import save_figure
 
     width = -(-figures.seq_length // NUM_BARS)

@@ -23,7 +23,6 @@ from stageline.evaluation.report import (
     report_markdown,
     write_report,
 )
-from stageline.plotting.pictures import caption, plot_groups, plot_predictions, wrong_first
 
 NUM_PICTURES = 36
 
@@ -85,6 +84,8 @@ def report_on(arguments: EvaluateArguments, answered: Answered) -> None:
     write_report(report, folder / "report.json")
     (folder / "report.md").write_text("\n".join(pages), encoding="utf-8")
     print("\n\n".join(shown))
+    from stageline.plotting.pictures import plot_groups  # slow to import; one rank needs it
+
     plot_groups(report, folder / "groups.png")
     draw(pairs, predictions, figures, folder / "predictions.png")
     names = "report.json, report.md, predictions.jsonl, predictions.png and groups.png"
@@ -95,6 +96,8 @@ def draw(
     pairs: list[tuple[Any, dict]], predictions: list[dict], figures: dict[str, Any], path: Path
 ) -> None:
     """Some samples with their predictions; wrong ones first, since they teach most."""
+    from stageline.plotting.pictures import caption, plot_predictions, wrong_first
+
     scores, is_graded = figures["per_sample"], bool(figures.get("is_graded"))
     order = sorted(range(len(pairs)), key=lambda index: scores[index])[:NUM_PICTURES]
     titles, ids = [], []

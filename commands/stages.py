@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from parse_args import Arguments
-    from stageline.checking.proof import ProveMode
+    from stageline.checking.proof import ProveMode, SplitToProve
     from stageline.checkpoint.layout import Ranks
 
 AnyArguments = TypeVar("AnyArguments", bound="Arguments")
@@ -241,25 +241,55 @@ class StageBuilder:
             checkpoint=self.checkpoint_path,
         )
 
-    def prove(self, mode: "ProveMode", *, ranks: "Ranks", say: Callable[[str], None]) -> None:
+    def prove(
+        self,
+        mode: "ProveMode",
+        *,
+        ranks: "Ranks",
+        say: Callable[[str], None],
+        answers: bool = False,
+    ) -> None:
         """Compares a cut-down copy of the model, split and whole; all ranks call this.
 
         Args:
             mode: auto, always or never.
             ranks: of the whole run.
+            answers: it will answer: what it says with what it remembers is compared, too.
         """
-        if self.num_stages == 1:
-            return  # as the proof says itself, which takes a while to import
+        is_split = self.num_stages > 1
         if mode == "never" or (mode == "auto" and os.environ.get(PROVES) == "never"):
-            if ranks.rank == 0:
+            if is_split and ranks.rank == 0:
                 say(
                     "WARNING: --prove-split never: nobody has compared this split with the whole "
                     "model on this machine; if it computes something else, nothing will say so"
                 )
             return
-        from stageline.checking.proof import SplitToProve, options_of_proof, prove_split
+        if is_split:  # as the proof says itself, which takes a while to import
+            from stageline.checking.proof import prove_split
 
-        split = SplitToProve(
+            prove_split(self._split(), mode=mode, ranks=ranks, say=say)
+        if answers:
+            from stageline.checking.answers import prove_answers
+
+            prove_answers(self._split(), mode=mode, ranks=ranks, say=say)
+
+    def prove_packing(self, *, rows: int, ranks: "Ranks", say: Callable[[str], None]) -> None:
+        """Tries packed rows on a cut-down copy of the model; all ranks call this.
+
+        Args:
+            rows: of a micro-batch.
+        """
+        from stageline.checking.proof import prove_packing
+
+        def prove() -> None:
+            prove_packing(self._split(), rows=rows, say=say)
+
+        ranks.together(prove if ranks.rank == 0 else lambda: None)
+
+    def _split(self) -> "SplitToProve":
+        from stageline.checking.proof import SplitToProve, options_of_proof
+
+        return SplitToProve(
             self.part.part,
             self.config_path,
             self.num_stages,
@@ -270,7 +300,6 @@ class StageBuilder:
             gives_scores=self.part.facts["gives_scores"],
             options=options_of_proof(self.part.kwargs, self.options.get("attn_implementation")),
         )
-        prove_split(split, mode=mode, ranks=ranks, say=say)
 
 
 @dataclass(frozen=True)
@@ -369,7 +398,7 @@ class AnsweringModel:
         return key
 
     def layers(self) -> list[int] | None:
-        """Layers of each stage; None: as even as can be, of a model that the library hasn't."""
+        """Layers of each stage; None: as even as can be, of a model that nobody could weigh."""
         if self.partition is not None:
             return list(self.partition)
         if self.num_stages == 1 or stage_key(self.config) is None:

@@ -128,7 +128,8 @@ def train(
     """
     run, schedule = plan.run, plan.topology.schedule
     account = _open_account(run, context, streams=make_runner is not None)
-    stage_builder(plan).prove(run.prove_split, ranks=Ranks.of(None), say=say)
+    answers = plan.parts["loss_fn"].facts["samples_answers"]
+    stage_builder(plan).prove(run.prove_split, ranks=Ranks.of(None), say=say, answers=answers)
     seed_everything(run.seed)
     models = build_stages(
         plan,

@@ -137,6 +137,8 @@ def build_stages(
         if stage.stage == 0 and getattr(stage, "cast_note", None):
             say(f"{run.model_path}: {stage.cast_note}")
     if run.packing or is_packed:
+        ranks = Ranks.of(context.pp_group)
+        builder.prove_packing(rows=run.micro_batch_size, ranks=ranks, say=say)
         for stage in stages:
             if not getattr(stage, "is_tower", False):  # no row crosses a tower
                 check_packing(stage, rows=run.micro_batch_size, device=context.device)

@@ -232,34 +232,21 @@ def make_references(
     if mode != "precompute":
         columns = make(source=functools.partial(from_columns, runner))
         return dict.fromkeys(sets, columns if mode == "columns" else plain), mode
+    table_of = functools.partial(
+        TableMaker, runner, needs_kl=plain.needs_kl, replicas=replicas, say=report.say
+    )
+    loader_of = functools.partial(
+        make_loader, arguments, data, context, runner.schedule, is_evaluation=True
+    )
     found = dict.fromkeys(sets, plain)
     for name, dataset in sets.items():
         if dataset is None:
             continue
-        table = TableMaker(
-            runner,
-            path=Path(run.output_dir).absolute() / "reference" / f"{name}.safetensors",
-            key=reference_key(arguments, dataset),
-            needs_kl=plain.needs_kl,
-            replicas=replicas,
-            say=report.say,
-        )
-        loader = make_loader(
-            arguments,
-            data,
-            context,
-            runner.schedule,
-            dataset,
-            is_evaluation=True,
-            facts=facts_of(runner),
-        )
-        source = table(
-            loader,
-            num_samples=len(dataset),
-            num_batches=len(loader),
-            is_start=point is None,
-        )
-        found[name] = make(source=source)
+        path = Path(run.output_dir).absolute() / "reference" / f"{name}.safetensors"
+        table = table_of(path=path, key=reference_key(arguments, dataset))
+        loader = loader_of(dataset, facts=facts_of(runner))
+        size = {"num_samples": len(dataset), "num_batches": len(loader)}
+        found[name] = make(source=table(loader, **size, is_start=point is None))
     return found, mode
 
 

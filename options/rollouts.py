@@ -141,6 +141,7 @@ def _check_not_built(run: Any, parts: Any) -> None:
     refused = {
         "--engine streaming": parts["engine"].key == "streaming",
         "--vision-stages": run.vision_stages > 0,
+        "--neftune-alpha": run.neftune_alpha > 0,
         "--reference precompute": run.reference == "precompute",
         "--reference columns": run.reference == "columns",
         "--early-stop-metric loss": run.early_stop > 0 and run.early_stop_metric == "loss",
@@ -151,6 +152,7 @@ def _check_not_built(run: Any, parts: Any) -> None:
         "--reference precompute": "a table knows no answers that are drawn later",
         "--reference columns": "a column knows no answers that are drawn later",
         "--vision-stages": "stages of a tower do not answer",
+        "--neftune-alpha": "answers come from the model without noise, and ratios compare with it",
         "--early-stop-metric loss": "held-out prompts have rewards and no loss (use reward)",
         "--save-best loss": "held-out prompts have rewards and no loss (use reward)",
     }

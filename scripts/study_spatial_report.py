@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from register import import_shelf, metric_register
 from stageline.errors import UserError
 from stageline.evaluation.report import write_report
-from stageline.plotting.curves import smooth
+from stageline.plotting.figures import smooth
 from stageline.plotting.pictures import save_figure
 from stageline.run_records import read_log
 from stageline.tables import markdown_table

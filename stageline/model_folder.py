@@ -204,3 +204,16 @@ def special_tokens(config: PretrainedConfig) -> frozenset[int]:
         for one in (value if isinstance(value, list) else [value])
         if isinstance(one, int)
     )
+
+
+def rope_parameters(text: PretrainedConfig) -> list[dict[str, Any]]:
+    """Those of each kind of layer of a language model, or of all."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    return [value for value in rope.values() if isinstance(value, dict)] or [rope]
+
+
+def short_length(text: PretrainedConfig) -> int | None:
+    """Tokens of a pass up to which LongRoPE has its first set of frequencies; None: it has one."""
+    scaled = [one for one in rope_parameters(text) if one.get("rope_type") == "longrope"]
+    known = [one.get("original_max_position_embeddings") for one in scaled]
+    return min((length for length in known if length is not None), default=None)

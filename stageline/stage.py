@@ -71,6 +71,20 @@ class Stage(nn.Module):
         """
         return False
 
+    def num_cache_layers(self) -> int:
+        """Layers of a cache as the model counts them: LongCat attends twice in each of its own."""
+        text = self.config.get_text_config(decoder=True)
+        return max(self.num_layers(), getattr(text, "num_hidden_layers", 0))
+
+    @property
+    def short_length(self) -> int | None:
+        """Up to so many tokens a pass has other rotary frequencies than above, for all its rows.
+
+        LongRoPE chooses by the longest row: rows of both kinds must not share a pass, and keys of
+        one kind are of no use to the other. None: frequencies are always the same.
+        """
+        return None
+
     def answer_only(self) -> None:
         """Leaves out what a forward does for training alone."""
         self.only_answers = True

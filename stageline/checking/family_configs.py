@@ -69,6 +69,7 @@ LACKING: dict[str, dict[str, Any]] = {
     ),
     "reformer": {"is_decoder": True},
     "step3p5": {"sliding_window": 512},
+    "xlm": {"causal": True},
     "xmod": {"default_language": "en_XX"},
 }
 # kinds of layers that the family has and its default configuration has not: they take turns
@@ -84,7 +85,7 @@ MULTIPLIERS: tuple[tuple[str, float], ...] = (
     (r"logits_scaling|logit_scale|logits_mup_width_multiplier", 1.5),
     (r".*_multipliers?|route(d|r)?_(scale|scaling_factor)", 1.25),
 )
-FLAGS = {"scale_embedding": True, "mup_enabled": True, "is_decoder": True}
+FLAGS = {"scale_embedding": True, "mup_enabled": True, "is_decoder": True, "causal": True}
 
 
 def family_config(name: str) -> PretrainedConfig:

@@ -18,7 +18,6 @@ import importlib.metadata
 import inspect
 import json
 import math
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,30 +29,38 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from stageline import progress
-from stageline.checking.batches import Tensors, loss_of, probe_batches, run_chain, with_facts
+from stageline.checking.batches import (
+    Tensors,
+    loss_of,
+    ordinary_ids,
+    probe_batches,
+    run_chain,
+    with_facts,
+)
 from stageline.checking.reference import (
     layers_behind_borders,
     on_hidden_states,
     run_library_model,
     run_stage_model,
 )
-from stageline.checking.setup import has_images, library_class, save_config
+from stageline.checking.setup import copies, copy_weights, has_images, library_class, randomise
 from stageline.checking.shrink import layer_period, shrink_config
 from stageline.checkpoint.layout import Ranks
-from stageline.checkpoint.load import quiet
 from stageline.errors import UserError
 from stageline.model_folder import load_config
 from stageline.pipeline.stage_passes import MicroBatch, model_inputs
 from stageline.pipeline.topology import stage_layers
 from stageline.stages.discover import VERSIONS, cache_folder, keep_record
+from stageline.stages.packing import check_packing
 
 ProveMode = Literal["auto", "always", "never"]
 # what a split is made of; below the folder of the package, or beside it
 CODE = ("stages/*.py", "checking/*.py", "modules/pass_through.py")
+UNPROVEN = "this split was not compared with the whole model"
 MOST_STAGES = 4  # of a copy
 MOST_WEIGHTS = 20_000_000  # of a copy; a user's own configuration may not have become small
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-SPREAD = 0.1  # of the noise on all weights: those that start at 0 or 1 hide a swap or a loss
+PACKED = 19  # tokens of a sample: above each window of a copy, no multiple of one
 
 
 @dataclass(frozen=True)
@@ -140,24 +147,24 @@ def prove_split(
 def _prove(split: SplitToProve, mode: str, say: Callable[[str], None]) -> None:
     try:
         config = load_config(str(split.config_path), trust_remote_code=split.trust_remote_code)
-        partition = tiny_partition(_layers(split, config), layer_period(config))
+        partition = tiny_partition(layers_of(split, config), layer_period(config))
         small = shrink_config(config, num_layers=sum(partition))
         _tell_routers(small, split.options)
     except Exception as error:
         # what is wrong with the model's folder is said where it is read
         if split.config_path and Path(split.config_path).exists():
-            _say_unproven(error, say)
+            say_unproven(error, say)
         return
-    facts = _facts(split, small, partition)
+    facts = facts_of(split, small, partition)
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     record = cache_folder() / "proofs" / f"{name}.json"
-    if mode == "auto" and _is_proven(record):
+    if mode == "auto" and is_proven(record):
         return
     started = time.perf_counter()
     try:
         proof, reference = _compare(split, small, partition)
     except Exception as error:  # a copy that cannot run, that cannot be saved, or read again
-        _say_unproven(error, say)
+        say_unproven(error, say)
         return
     what = f"{small.model_type}, cut down to {_shown(small, partition)}"
     if proof.place:
@@ -170,16 +177,45 @@ def _prove(split: SplitToProve, mode: str, say: Callable[[str], None]) -> None:
     )
 
 
+@progress.doing("check of packed rows")
+def prove_packing(split: SplitToProve, *, rows: int, say: Callable[[str], None]) -> None:
+    """Refuses a model whose packed samples are apart only as long as they are short.
+
+    A stage tries itself on a few tokens (packing.py), fewer than a window, a chunk or an index of
+    the real model holds. A cut-down copy, whose own hold fewer still, reads longer samples here.
+
+    Args:
+        rows: of a micro-batch.
+
+    Raises:
+        UserError: a packed sample depends on another one.
+    """
+    try:
+        config = load_config(str(split.config_path), trust_remote_code=split.trust_remote_code)
+        small = shrink_config(config, num_layers=layer_period(config))
+        with copies(split, small) as build:
+            copy = build(0, 1, torch.float32)
+        randomise(copy)
+    except Exception as error:  # as of `_prove`
+        say_unproven(error, say, "packed rows were not tried")
+        return
+    ids = ordinary_ids(small)
+    drawn = torch.randint(len(ids), (2 * PACKED,), generator=torch.Generator().manual_seed(0))
+    check_packing(copy, rows=rows, ids_N=ids[drawn])
+
+
 def _within(share: float) -> str:
     return "to the bit" if share == 0 else f"within {share:.0e} of the largest"
 
 
-def _say_unproven(error: Exception, say: Callable[[str], None]) -> None:
+def say_unproven(error: Exception, say: Callable[[str], None], what: str = UNPROVEN) -> None:
+    """Notes that nothing was compared, and why."""
     text = " ".join(str(error).split())
-    say(f"note: this split was not compared with the whole model on a cut-down copy: {text[:400]}")
+    say(f"note: {what} on a cut-down copy: {text[:400]}")
 
 
-def _layers(split: SplitToProve, config: PretrainedConfig) -> list[int]:
+def layers_of(split: SplitToProve, config: PretrainedConfig) -> list[int]:
+    """Layers of each stage of text, as the run has them."""
     text = config.get_text_config(decoder=True)
     layers = stage_layers(
         list(split.partition) if split.partition is not None else None,
@@ -226,28 +262,7 @@ def _compare(
 ) -> tuple[Proof, str]:
     """The proof, and what the stages were compared with."""
     vision_stages = min(split.vision_stages, 2)  # the tower has few blocks, too
-    with quiet(), tempfile.TemporaryDirectory() as name, torch.random.fork_rng(devices=[]):
-        save_config(small, str(split.config_path), Path(name))
-
-        def build(stage: int, count: int, dtype: torch.dtype, **changes: Any) -> nn.Module:
-            alone = count == 1
-            options = dict(split.options)
-            if vision_stages and not alone:
-                options["vision_stages"] = vision_stages
-            fixed = {
-                "config_path": name,
-                "processor_path": None,
-                "checkpoint_path": None,
-                "stage": stage,
-                "num_stages": count,
-                "partition": None if alone else partition,
-                "dtype": dtype,
-                "device": "cpu",
-                "is_piece": True,
-                "trust_remote_code": split.trust_remote_code,
-            }
-            return split.part(**{**options, **fixed, **changes})[0]
-
+    with copies(split, small, partition, vision_stages) as build:
         compare = functools.partial(
             _compare_with_whole,
             build,
@@ -341,7 +356,7 @@ def _compare_with_whole(
     for dtype in TOLERANCES:
         try:
             whole = build_whole(dtype).to(dtype).train()
-            _randomise(whole)
+            randomise(whole)
             batches = probe_batches(getattr(whole, "whole", None) or whole, kind, dtype)
             expected = _run_whole(whole, batches, {}, is_library=is_library)
             if not all(map(math.isfinite, expected.losses)):
@@ -352,7 +367,7 @@ def _compare_with_whole(
                 raise RuntimeError(f"the whole model: {_said(error)}") from error
     try:
         stages = [build(stage, num_stages, dtype).train() for stage in range(num_stages)]
-        _copy_weights(whole, stages)
+        copy_weights(whole, stages)
         found = _run_stages(stages, batches)
     except Exception as error:
         raise RuntimeError(f"its stages: {_said(error)}") from error
@@ -375,28 +390,6 @@ def _compare_with_whole(
     first = next((name for name, gap in gaps.items() if gap > limit), "no parameter")
     place += f"the first gradient that differs is that of {first}"
     return replace(proof, place=place, cause=cause)
-
-
-@torch.no_grad()
-def _randomise(whole: nn.Module) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for parameter in whole.parameters():
-        if parameter.is_floating_point():
-            parameter.add_(SPREAD * torch.randn(parameter.shape, generator=generator).to(parameter))
-            parameter.requires_grad_(True)
-
-
-@torch.no_grad()
-def _copy_weights(whole: nn.Module, stages: Sequence[Any]) -> None:
-    values: dict[str, torch.Tensor] = dict(whole.named_parameters(remove_duplicate=False))
-    values |= dict(whole.named_buffers(remove_duplicate=False))
-    for stage in stages:
-        for name, parameter in stage.named_parameters():
-            parameter.copy_(values[name])
-            parameter.requires_grad_(parameter.is_floating_point())
-        for name, buffer in stage.named_buffers():
-            if name in values and values[name].shape == buffer.shape:
-                buffer.copy_(values[name])
 
 
 def _run_whole(
@@ -509,9 +502,10 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _facts(
+def facts_of(
     split: SplitToProve, small: PretrainedConfig, partition: Sequence[int]
 ) -> dict[str, Any]:
+    """All that a comparison depends on, as JSON has it."""
     told = small.to_dict()
     config = {k: v for k, v in told.items() if k not in ("_name_or_path", "transformers_version")}
     return {
@@ -542,7 +536,8 @@ def _code_of(part: Callable[..., Any]) -> str:
     return found.hexdigest()
 
 
-def _is_proven(record: Path) -> bool:
+def is_proven(record: Path) -> bool:
+    """Whether a comparison is on record."""
     try:
         return "gradient" in json.loads(record.read_bytes())
     except (OSError, ValueError):

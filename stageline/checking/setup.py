@@ -4,9 +4,11 @@ The whole model is the library's own class where it has one. A model that is cut
 checkpoint gets random weights in a folder, so that stages load them as they load any checkpoint.
 """
 
+import contextlib
 import re
 import shutil
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,6 +31,7 @@ from stageline.checking.reference import (
 )
 from stageline.checkpoint.adapter import base_of
 from stageline.checkpoint.files import SINGLE_FILE, find_checkpoint, weight_files
+from stageline.checkpoint.load import quiet
 from stageline.data.text.processor import load_processor
 from stageline.errors import CheckpointError, UserError, spelled
 from stageline.model_folder import load_config
@@ -36,6 +39,7 @@ from stageline.modules.lora import WRAPPED
 from stageline.modules.lora_layer import LoRALayer, name_seed
 
 if TYPE_CHECKING:
+    from stageline.checking.proof import SplitToProve
     from stageline.stages.base import StageModel
 
 Build = Callable[..., "StageModel"]
@@ -315,3 +319,63 @@ def start_lora(model: nn.Module, *, seed: int) -> None:
         weight = module.lora_B.weight
         generator = torch.Generator().manual_seed(name_seed(seed, f"{name}.lora_B.weight"))
         weight.copy_(0.02 * torch.randn(weight.shape, generator=generator))
+
+
+SPREAD = 0.1  # of the noise on all weights: those that start at 0 or 1 hide a swap or a loss
+
+
+@contextlib.contextmanager
+def copies(
+    split: "SplitToProve",
+    small: PretrainedConfig,
+    partition: Sequence[int] | None = None,
+    vision_stages: int = 0,
+) -> Iterator[Callable[..., Any]]:
+    """While open: (stage, number of stages, dtype) -> a stage of a cut-down copy, on the CPU."""
+    with quiet(), tempfile.TemporaryDirectory() as name, torch.random.fork_rng(devices=[]):
+        save_config(small, str(split.config_path), Path(name))
+
+        def build(stage: int, count: int, dtype: torch.dtype, **changes: Any) -> nn.Module:
+            alone = count == 1
+            options = dict(split.options)
+            if vision_stages and not alone:
+                options["vision_stages"] = vision_stages
+            fixed = {
+                "config_path": name,
+                "processor_path": None,
+                "checkpoint_path": None,
+                "stage": stage,
+                "num_stages": count,
+                "partition": None if alone else partition,
+                "dtype": dtype,
+                "device": "cpu",
+                "is_piece": True,
+                "trust_remote_code": split.trust_remote_code,
+            }
+            return split.part(**{**options, **fixed, **changes})[0]
+
+        yield build
+
+
+@torch.no_grad()
+def randomise(whole: nn.Module) -> None:
+    """Adds noise to all weights, the same in each process."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in whole.parameters():
+        if parameter.is_floating_point():
+            parameter.add_(SPREAD * torch.randn(parameter.shape, generator=generator).to(parameter))
+            parameter.requires_grad_(True)
+
+
+@torch.no_grad()
+def copy_weights(whole: nn.Module, stages: Sequence[Any]) -> None:
+    """Gives stages the weights of the whole model, by name."""
+    values: dict[str, torch.Tensor] = dict(whole.named_parameters(remove_duplicate=False))
+    values |= dict(whole.named_buffers(remove_duplicate=False))
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            parameter.copy_(values[name])
+            parameter.requires_grad_(parameter.is_floating_point())
+        for name, buffer in stage.named_buffers():
+            if name in values and values[name].shape == buffer.shape:
+                buffer.copy_(values[name])

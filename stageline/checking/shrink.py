@@ -373,7 +373,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     # states, windows
     (r"(mamba_d_state|ssm_state_size|state_size|mamba_chunk_size|chunk_size)", _at_most(8)),
     (r"(.*_)?(sliding_window|window_size|window_len|window_length)|local_attention", _window),
-    (r"attention_chunk_size|keep_window_size|block_size", _at_most(8)),
+    (r"attention_chunk_size|keep_window_size|block_size|floor_scale", _at_most(8)),
     (r"index_(topk|block_size|kpool)", _at_most(4)),
     (r"index_topk_blocks", _at_most(2)),
     (r"block_multiple_of", _at_most(8)),

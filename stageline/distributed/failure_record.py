@@ -31,8 +31,10 @@ _ASKED = re.compile(r"(?:tried|unable) to allocate ([\d.]+) (bytes|[KMGT]iB)", r
 def chain(error: BaseException) -> Iterator[BaseException]:
     """The exception and what it was raised from, outermost first."""
     current: BaseException | None = error
-    while current is not None:
+    seen: list[BaseException] = []  # one that was raised from itself has no end
+    while current is not None and not any(current is one for one in seen):
         yield current
+        seen.append(current)
         current = current.__cause__
 
 

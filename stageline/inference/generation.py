@@ -26,6 +26,7 @@ from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError, UserError
 from stageline.inference.decoding.request import Failed, Request, Sampling, Scored, ScoreRequest
 from stageline.inference.decoding.stage_decoder import score_row
+from stageline.model_folder import short_length
 
 
 def encode_prompts(
@@ -71,12 +72,17 @@ def generate(
         torch.manual_seed(seed)
         sampling = {**sampling, "temperature": temperature}
     answers: dict[int, dict[str, Any]] = {}
-    for places in batch_together(images, processor=processor):
+    waiting = batch_together(images, processor=processor)
+    while waiting:
+        places = waiting.pop(0)
         batch = encode_prompts(
             [prompts[place] for place in places],
             [images[place] for place in places],
             processor=processor,
         )
+        if len(places) > 1 and _is_long(model, batch["input_ids"].shape[1] + max_new_tokens):
+            waiting = [[place] for place in places] + waiting
+            continue
         found = generate_batch(
             model,
             processor,
@@ -110,16 +116,24 @@ def generate_batch(
     batch: dict[str, torch.Tensor],
     **options: object,
 ) -> list[dict[str, Any]]:
-    """The answers to a batch of `encode_prompts`; `options` are those of the library."""
+    """The answers to a batch of `encode_prompts`; `options` are those of the library.
+
+    Nothing but where answers end is taken from the folder's generation config: beams, penalties and
+    suppressed tokens there would make other answers than those that were asked for.
+    """
     tokenizer = get_tokenizer(processor)
     inputs = _on_device(batch, model)
     stop_ids = stop_token_ids(model, tokenizer)
-    output = cast(Any, model).generate(
-        **inputs,
-        pad_token_id=get_pad_token_id(processor),
-        eos_token_id=stop_ids or None,
-        **options,
-    )
+    of_folder, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        output = cast(Any, model).generate(
+            **inputs,
+            pad_token_id=get_pad_token_id(processor),
+            eos_token_id=stop_ids or None,
+            **options,
+        )
+    finally:
+        model.generation_config = of_folder
     return [
         _answer(row.tolist(), tokenizer, stop_ids)
         for row in output[:, batch["input_ids"].shape[1] :]
@@ -363,7 +377,7 @@ def score_rows(
             for place, row in enumerate(rows)
         )
         return
-    for places in _batches(rows, processor, num_together):
+    for places in _batches(rows, processor, num_together, cast(PreTrainedModel, model)):
         together = [rows[place] for place in places]
         scores = _forward(cast(PreTrainedModel, model), processor, together)
         for place, (logprobs, is_greedy) in zip(places, scores, strict=True):
@@ -379,12 +393,22 @@ def longest_row(model: Any) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-def _batches(rows: Sequence[ScoredRow], processor: Any, num_together: int) -> Iterator[list[int]]:
+def _is_long(model: PreTrainedModel, length: int) -> bool:
+    """Whether a row of so many tokens may change the rotary frequencies of those beside it."""
+    most = short_length(model.config.get_text_config(decoder=True))
+    return most is not None and length > most
+
+
+def _batches(
+    rows: Sequence[ScoredRow], processor: Any, num_together: int, model: PreTrainedModel
+) -> Iterator[list[int]]:
     """Rows of like length together, the longest first: if memory is short it shows at once."""
     for group in batch_together([row.images for row in rows], processor=processor):
         by_length = sorted(group, key=lambda place: -len(rows[place].input_ids))
-        for start in range(0, len(by_length), num_together):
-            yield by_length[start : start + num_together]
+        num_long = sum(_is_long(model, len(rows[place].input_ids) - 1) for place in group)
+        for one in (by_length[:num_long], by_length[num_long:]):
+            for start in range(0, len(one), num_together):
+                yield one[start : start + num_together]
 
 
 @torch.no_grad()

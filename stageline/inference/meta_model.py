@@ -126,10 +126,16 @@ def decode_partition(
     dtype: torch.dtype,
     trust_remote_code: bool = False,
     num_rows: int = ROWS,
-) -> list[int]:
-    """Layers per stage, from the bytes that a decode step of `num_rows` reads; loads nothing."""
-    model = model_on_meta(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    layers, back = decode_bytes(model, num_rows=num_rows)
+) -> list[int] | None:
+    """Layers per stage, from the bytes that a decode step of `num_rows` reads; loads nothing.
+
+    None: the model's layers do not lie where they are looked for, as those of BERT and LongCat.
+    """
+    try:
+        model = model_on_meta(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        layers, back = decode_bytes(model, num_rows=num_rows)
+    except (ValueError, AttributeError):  # what is no model at all is refused where it is built
+        return None
     return stage_partition_by_bytes(layers, num_stages, back_cost=back)
 
 

@@ -22,6 +22,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from stageline.inference.decoding.cache import GroupCache, whole_columns
+from stageline.inference.decoding.sampler import choice_bytes
 from stageline.inference.decoding.stage_decoder import answering, can_keep_logits
 from stageline.inference.meta_model import blocks_path, layers_path, module_list, text_model_path
 from stageline.pipeline.live_bytes import PeakBytes, tensor_bytes
@@ -490,8 +491,9 @@ def answer_cost(stage: Stage, loads: Sequence[AnswerLoad]) -> Cost:
         step, output = _pass(stage, steps, 1)
     num_cells = steps.window.row_capacity * steps.window.column_capacity
     buffers = steps.buffer_bytes()
-    if stage.is_last:  # float32 copies of the logits, when what led to them is gone
-        step = max(step, output.nbytes + output.numel() * 4 * LOGIT_COPIES)
+    if stage.is_last:  # tokens are chosen when all between what came and the logits is gone
+        came = tensor_bytes(stage.get_example_input(rows, 1))
+        step = max(step, came + output.nbytes + choice_bytes(rows, output.shape[-1]))
     moved = max(buffers, default=0) // num_cells * max(load.moved_cells for load in loads)
     return Cost(
         cache=sum(buffers) // num_cells * max(load.cells for load in loads),
@@ -501,7 +503,7 @@ def answer_cost(stage: Stage, loads: Sequence[AnswerLoad]) -> Cost:
 
 def _cache(stage: Stage, *, rows: int, columns: int, room: int) -> GroupCache:
     """With so many columns in use, which nobody wrote, and room for as many as that."""
-    cache = GroupCache(stage.num_layers(), rows, fixed_layers=stage.fixed_layers())
+    cache = GroupCache(stage.num_cache_layers(), rows, fixed_layers=stage.fixed_layers())
     cache.begin(room, lengths=[room] * rows)
     cache.window.first_columns = [0] * rows
     cache.advance(columns)

@@ -178,13 +178,37 @@ class _BaseOutput:
 
 
 class _BaseStub(nn.Module):
-    """Stands for the base model: the hidden states are there already."""
+    """Stands for the base model: the hidden states are there already.
+
+    Of the model itself a head may read plain values, as multipliers, and none of its modules.
+    """
 
     was_called = False
 
-    def forward(self, *args: object, inputs_embeds: torch.Tensor, **kwargs: object) -> _BaseOutput:
+    def __init__(self, headed: PreTrainedModel, base: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update(headed_name=type(headed).__name__, base=base)  # no children
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.base, name)
+        if isinstance(value, nn.Module | torch.Tensor):
+            raise self.refusal(f"reads {name!r} of its base model")
+        return value
+
+    def forward(
+        self, *args: object, inputs_embeds: torch.Tensor | None = None, **kwargs: object
+    ) -> _BaseOutput:
+        if inputs_embeds is None:
+            raise self.refusal("gives its base model no embeddings")
         self.was_called = True
         return _BaseOutput(inputs_embeds)
+
+    def refusal(self, reason: str) -> UserError:
+        """Says why this model's head cannot run alone."""
+        return UserError(
+            f"{self.headed_name} {reason}, so its head can't run alone, as `logits_chunk` needs: "
+            "leave it out for this architecture."
+        )
 
 
 class Head(nn.Module):
@@ -198,11 +222,8 @@ class Head(nn.Module):
     def forward(self, hidden_BCH: torch.Tensor) -> torch.Tensor:
         logits_BCV = self.headed(inputs_embeds=hidden_BCH, use_cache=False).logits
         if not self.stub.was_called:
-            raise UserError(
-                f"{type(self.headed).__name__} does not call its base model by the name "
-                f"{self.headed.base_model_prefix!r}, so its head can't run alone: leave "
-                "`logits_chunk` out for this architecture."
-            )
+            name = self.headed.base_model_prefix
+            raise self.stub.refusal(f"does not call its base model by the name {name!r}")
         return logits_BCV
 
 
@@ -220,7 +241,7 @@ def head_of(whole: PreTrainedModel | None) -> Head:
         )
     prefix = whole.base_model_prefix
     headed = copy.copy(whole)
-    stub = _BaseStub()
+    stub = _BaseStub(whole, whole.base_model)
     headed.__dict__["_modules"] = {**whole._modules, prefix: stub}
     return Head(headed, stub)
 

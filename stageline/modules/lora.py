@@ -171,9 +171,28 @@ def _by_rows(values: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def is_linear(module: nn.Module | None) -> bool:
-    """Whether a module can be wrapped: also one of another class that says so itself."""
-    known = isinstance(module, (nn.Linear, Conv1D, LoRAWrapper))
+    """Whether a module can be wrapped: also one of another class that says so itself.
+
+    Of linear layers' own subclasses those that give one output for each of its rows: routers give
+    tuples, grouped products other sizes.
+    """
+    known = isinstance(module, (nn.Linear, Conv1D, LoRAWrapper)) and _gives_rows(module)
     return known or getattr(module, "is_linear_layer", False)
+
+
+@torch.no_grad()
+def _gives_rows(module: nn.Module) -> bool:
+    """Whether a layer gives one row of outputs for one of inputs; only doubtful ones are tried."""
+    if not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward:
+        return True
+    if not type(module).__module__.startswith("transformers.models."):
+        return True  # quantised, say
+    row = torch.zeros(1, module.in_features, dtype=module.weight.dtype, device=module.weight.device)
+    try:
+        made = module(row)
+    except RuntimeError:  # of another shape
+        return False
+    return isinstance(made, torch.Tensor) and made.shape == (1, module.out_features)
 
 
 def wrap_linear(

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from stageline.device import generators_kept, generators_of, is_accelerator
+from stageline.errors import UserError
 from stageline.modules.pass_through import PassThrough
 
 
@@ -124,6 +125,10 @@ class _Frame:
                 self.function(*args)
             except _AllMade:
                 pass
+            except RuntimeError as error:
+                if "cached during selective activation checkpoint" not in str(error):
+                    raise
+                raise UserError(_CHANGED) from error
 
     def _fill(self, tensor: torch.Tensor) -> torch.Tensor:
         """Second run: a tensor goes to its slot, if the graph still holds that."""
@@ -141,6 +146,11 @@ class _Frame:
         return made
 
 
+_CHANGED = (
+    "`checkpoint_mode` operators came with a model whose layers change the output of a matrix "
+    "product in place, as experts with biases do. Outputs that stay as they are were expected, "
+    "because the second run reads them: choose `checkpoint_mode` full."
+)
 _MISMATCH = (
     "a checkpointed layer saved {} in its second run where the first one saved {}: its forward "
     "must do the same each time. Look for state that it changes, or drop `gradient_checkpointing`."

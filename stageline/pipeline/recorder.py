@@ -13,6 +13,15 @@ from stageline.pipeline.plan import Action
 
 WAIT, TRANSFER = "wait", "transfer"
 WAITS = (WAIT, TRANSFER)
+# of passes and waits, in order of a legend
+KIND_NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    WAIT: "waits for another stage",
+    TRANSFER: "waits for a transfer",
+}
 EVEN = 0.1  # stages whose times are no further above their mean need no other split
 
 
@@ -32,6 +41,20 @@ class TimelineEvent:
     micro_batch: int
     start: float
     end: float
+
+
+def stages_by_rank(spans: Sequence[TimelineEvent]) -> dict[int, list[int]]:
+    """The stages that each rank holds, both in order."""
+    held: dict[int, set[int]] = {}
+    for span in spans:
+        held.setdefault(span.rank, set()).add(span.stage)
+    return {rank: sorted(held[rank]) for rank in sorted(held)}
+
+
+def extent(spans: Sequence[TimelineEvent]) -> tuple[float, float]:
+    """First start and last end; zeros for no spans."""
+    starts, ends = [span.start for span in spans], [span.end for span in spans]
+    return min(starts, default=0.0), max(ends, default=0.0)
 
 
 def busy_seconds(events: Sequence[TimelineEvent], rank: int) -> float:

@@ -23,7 +23,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from stageline.data.batches.batch import ROW_LENGTHS
 from stageline.errors import UserError
-from stageline.model_folder import has_trusted_code
+from stageline.model_folder import has_trusted_code, rope_parameters, short_length
 from stageline.modules.router_records import recording_routers, watch_routers
 from stageline.pipeline.topology import layer_range
 from stageline.stages.base import StageModel
@@ -59,27 +59,64 @@ def cache_off(config: PretrainedConfig) -> tuple[str, ...]:
     return tuple(found)
 
 
-def refused_by_library(
-    config: PretrainedConfig, attn_implementation: str | None, error: Exception
-) -> Exception:
-    """The library's refusal of a kernel or a configuration as the user's error."""
+def refused_build(
+    config: PretrainedConfig,
+    auto_class: type[_BaseAutoModelClass],
+    attn_implementation: str | None,
+    error: Exception,
+) -> UserError:
+    """The library's refusal to build a model as the user's error."""
     if isinstance(error, UserError):
         return error
     text = str(error)
-    first = next(iter(text.splitlines()), "")[:300]
-    if not attn_implementation or not ("attention" in text.lower() or "flash" in text.lower()):
+    if isinstance(error, ValueError) and "Unrecognized configuration class" in text:
         return UserError(
-            f"transformers {transformers.__version__} builds no model from the config.json of type "
-            f"{config.model_type} ({type(error).__name__}: {first}). A config of which it does was "
-            "expected, because the stages are cut out of its model: correct it, or take the one "
-            "that belongs to the weights."
+            f"{config.model_type} is no architecture of transformers' {auto_class.__name__}. One "
+            "was expected, because stages are cut out of such a model: not of encoders with "
+            "decoders, nor of models of sounds alone. Choose another model, or the `train_model` "
+            "of its kind: causal_lm for text, vision_language for pictures."
+        )
+    if attn_implementation and ("attention" in text.lower() or "flash" in text.lower()):
+        return UserError(
+            f"{config.model_type} cannot be built with the attention {attn_implementation} "
+            f"({text.splitlines()[0][:300]}). A kernel that this architecture has and this machine "
+            "can run was expected: leave `attention` (or `train_model.attn_implementation`) out "
+            "for the one that the library chooses, or use `attention` eager."
+        )
+    if isinstance(error, ImportError):
+        return UserError(
+            f"{config.model_type} cannot be built ({' '.join(text.split())[:300]}). All packages "
+            "that it needs were expected: install them."
         )
     return UserError(
-        f"{config.model_type} cannot be built with the attention {attn_implementation} "
-        f"({first}). A kernel that this architecture has and this machine can "
-        "run was expected: leave `attention` (or `train_model.attn_implementation`) out for the "
-        "one that the library chooses, or use `attention` eager."
+        f"transformers {transformers.__version__} builds no model from the config.json of type "
+        f"{config.model_type} ({type(error).__name__}: {' '.join(text.split())[:300]}). A config of "
+        "which it does was expected, because the stages are cut out of its model: correct it, or "
+        "take the one that belongs to the weights."
     )
+
+
+def refuse_both_ways(whole: PreTrainedModel, layers: str) -> None:
+    """Refuses models of BERT's kind whose tokens see those that they are to predict.
+
+    Args:
+        layers: path of the split layers.
+
+    Raises:
+        UserError: a field of the configuration makes no decoder of them.
+    """
+    config = whole.config
+    told = {"causal": getattr(config, "causal", True), "attn_type": getattr(config, "attn_type", 0)}
+    for module in whole.get_submodule(layers).modules():
+        told["is_decoder"] = told.get("is_decoder", True) and getattr(module, "is_decoder", True)
+    found = [name for name, value in told.items() if value is False or value == "bi"]
+    if found and type(whole).__module__.startswith("transformers."):
+        raise UserError(
+            f"{found[0]} is {str(told[found[0]]).lower()} in the configuration of "
+            f"{config.model_type}: each token sees those behind it. A decoder was expected, "
+            "because a token that sees the next one learns nothing by predicting it. Choose a "
+            "decoder, or set the field in config.json (true; attn_type uni) if it was trained so."
+        )
 
 
 # -- which models answer on a cache, and which may read a prompt of text in pieces ----------------
@@ -104,8 +141,9 @@ LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 def keeps_keys_and_values(whole: PreTrainedModel, plan: SplitPlan) -> bool:
     """Whether keys and values are all that a stage has to remember of the tokens so far.
 
-    Not where layers keep a state (Mamba, convolutions), take no positions, or where stages need
-    more of each other than hidden states: a token of an answer then reads its whole row anew.
+    Not where layers keep a state (Mamba, convolutions), take no positions, or count them from
+    another number than 0 (RoBERTa, by the ids that are no padding), or where stages need more of
+    each other than hidden states: a token of an answer then reads its whole row anew.
     """
     takes = inspect.signature(type(whole.base_model).forward).parameters
     kinds = set(getattr(whole.config.get_text_config(decoder=True), "layer_types", None) or ())
@@ -114,6 +152,7 @@ def keeps_keys_and_values(whole: PreTrainedModel, plan: SplitPlan) -> bool:
         and {"past_key_values", "position_ids"} <= set(takes)
         and kinds <= LAYER_TYPES
         and all(len(slots) == 1 for slots in plan.borders)
+        and not any(hasattr(one, "create_position_ids_from_input_ids") for one in whole.modules())
     )
 
 
@@ -121,9 +160,7 @@ def can_be_cut(config: PretrainedConfig) -> bool:
     """Whether a piece is read as it would be in the whole prompt."""
     text = config.get_text_config(decoder=True)
     layer_types = getattr(text, "layer_types", None) or ()
-    rope = getattr(text, "rope_parameters", None) or {}
-    by_layers = [value for value in rope.values() if isinstance(value, dict)]
-    rope_types = [one.get("rope_type", "default") for one in by_layers or [rope]]
+    rope_types = [one.get("rope_type", "default") for one in rope_parameters(text)]
     return (
         config.model_type in READ_IN_PIECES
         and LAYER_TYPES.issuperset(layer_types)
@@ -131,6 +168,18 @@ def can_be_cut(config: PretrainedConfig) -> bool:
         # frequencies of the longest row of a pass: a piece's would be others
         and not any("dynamic" in kind or kind == "longrope" for kind in rope_types)
     )
+
+
+def check_looks_back(config: PretrainedConfig) -> None:
+    """Refuses an encoder: of a model of BERT's kind, or XLM's, the configuration tells."""
+    names = [name for name in ("is_decoder", "causal") if getattr(config, name, None) is False]
+    # GPT-NeoX has the first one and is a decoder whatever it says
+    if "causal" in names or (names and hasattr(config, "add_cross_attention")):
+        raise UserError(
+            f"the configuration of the {config.model_type} model has {names[-1]} false: each token "
+            "would see those after it, which it is to predict. A decoder was expected: choose "
+            f"another model, or set {names[-1]} to true in config.json if it was trained as one."
+        )
 
 
 Batch = dict[str, torch.Tensor]
@@ -165,6 +214,8 @@ class CausalLMStage(Spliced, StageModel):
         whole = self.build_whole(config, dtype=dtype, attn_implementation=attn_implementation)
         self.cached_configs = cache_off(whole.config)
         self.plan = self.find_plan(whole)
+        if self.auto_class is AutoModelForCausalLM:
+            refuse_both_ways(whole, self.plan.layers)
         super().__init__(config, dtype=dtype, **stage_kwargs)
         self.paths = self.find_paths(whole)
         self.can_decode = self.can_decode and keeps_keys_and_values(whole, self.plan)
@@ -188,10 +239,11 @@ class CausalLMStage(Spliced, StageModel):
             try:
                 return self.auto_class.from_config(config, dtype=dtype, **kwargs)
             except Exception as error:  # the library raises what it likes
-                raise refused_by_library(config, attn_implementation, error) from error
+                raise refused_build(config, self.auto_class, attn_implementation, error) from error
 
     def find_plan(self, whole: PreTrainedModel) -> SplitPlan:
         """How the whole model is split, by a rehearsal."""
+        check_looks_back(whole.config)
         return plan_of(whole, run_whole, kind="logits", sizes=self.sizes)
 
     def find_paths(self, whole: PreTrainedModel) -> ModelPaths:
@@ -204,9 +256,9 @@ class CausalLMStage(Spliced, StageModel):
     def parts(self) -> dict[str, list[str]]:
         paths = self.paths
         return {
-            "vit": [paths.vision_tower] if paths.vision_tower else [],
+            "vit": [path for path in (paths.vision_tower, *paths.beside_tower) if path],
             "mlp": [path for path in (paths.projector, *paths.beside_projector) if path],
-            "llm": [paths.text_model],
+            "llm": [paths.text_model, *paths.beside_text],
             "lm_head": [path for path in (paths.head, *paths.behind) if path],
         }
 
@@ -302,6 +354,10 @@ class CausalLMStage(Spliced, StageModel):
     @property
     def reads_in_pieces(self) -> bool:
         return can_be_cut(self.config)
+
+    @property
+    def short_length(self) -> int | None:
+        return short_length(self.text_config)
 
     @property
     def runs_head(self) -> bool:

@@ -40,6 +40,8 @@ class ModelPaths:
 
     Attributes:
         text_model: what holds layers and embeddings, and no part of the others.
+        beside_tower: other towers that see pictures.
+        beside_text: the embeddings of tokens, where `text_model` does not hold them.
         beside_projector: what else turns features into embeddings: projectors of features that
             go to deeper layers, and parameters that lie on the base model itself (the line end
             of LLaVA-NeXT). Like the projector, the first stage alone has them.
@@ -53,6 +55,8 @@ class ModelPaths:
     projector: str
     beside_projector: tuple[str, ...] = ()
     behind: tuple[str, ...] = ()
+    beside_tower: tuple[str, ...] = ()
+    beside_text: tuple[str, ...] = ()
 
 
 Batch = Mapping[str, torch.Tensor]
@@ -216,7 +220,8 @@ def find_paths(whole: PreTrainedModel, plan: SplitPlan) -> ModelPaths:
         (path for path in ancestors if not any(_is_in(one, path) for one in (head, tower) if one)),
         plan.layers,
     )
-    rest = [path for path in _outermost(whole, (text_model, tower, head)) if path]
+    known = (text_model, tower, head, names.get(id(whole.get_input_embeddings()), ""))
+    rest = [path for path in _outermost(whole, known) if path]
     behind = tuple(path for path in rest if _places(plan, path) == {plan.size})
     projectors = [path for path in rest if path not in behind] if tower else []
     if tower:
@@ -229,6 +234,8 @@ def find_paths(whole: PreTrainedModel, plan: SplitPlan) -> ModelPaths:
         projector=next(iter(projectors), ""),
         beside_projector=tuple(projectors[1:]),
         behind=behind,
+        beside_tower=_other_towers(whole, tower) if tower else (),
+        beside_text=() if _is_in(known[-1], text_model) else known[-1:],
     )
 
 
@@ -244,6 +251,19 @@ def _find_tower(whole: PreTrainedModel) -> str:
         if vision is not None and is_model and type(module.config) is type(vision):
             return name
     return ""
+
+
+def _other_towers(whole: PreTrainedModel, tower: str) -> tuple[str, ...]:
+    """Models beside the tower whose configuration is one of those for pictures."""
+    config, found = whole.config, [tower]
+    parts = [getattr(config, name, None) for name in config.sub_configs if "vision" in name]
+    for name, module in whole.named_modules():
+        is_tower = isinstance(module, PreTrainedModel) and any(
+            type(module.config) is type(part) for part in parts
+        )
+        if is_tower and not any(_is_in(name, one) for one in found):
+            found.append(name)
+    return tuple(found[1:])
 
 
 def _outermost(whole: nn.Module, known: tuple[str, ...]) -> list[str]:

@@ -176,6 +176,14 @@ def host_positions(base: nn.Module, batch: Batch) -> Batch:
     return {} if found is None else {"position_ids": found}
 
 
+def axes_positions(
+    get_rope_index: Callable[..., tuple[torch.Tensor, torch.Tensor]], **inputs: torch.Tensor
+) -> torch.Tensor:
+    """Positions [3, B, T] of a model's own function; not all ask for the kinds of tokens."""
+    takes = inspect.signature(get_rope_index).parameters
+    return get_rope_index(**{name: value for name, value in inputs.items() if name in takes})[0]
+
+
 def multimodal_positions(
     batch: Batch, get_rope_index: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 ) -> torch.Tensor:
@@ -201,12 +209,19 @@ def multimodal_positions(
             return values_SL
 
         grids = {name: batch[name] for name in ("image_grid_thw",) if name in batch}
-        alone_3SL, _ = get_rope_index(
-            unpack(batch["input_ids"]),
+        alone_3SL = axes_positions(
+            get_rope_index,
+            input_ids=unpack(batch["input_ids"]),
             mm_token_type_ids=unpack(batch.get("mm_token_type_ids", torch.zeros_like(text_BT))),
             attention_mask=unpack(torch.ones_like(samples_BT)),
             **grids,
         )
+        if len(alone_3SL) != 3:
+            raise UserError(
+                f"`packing`: positions of {len(alone_3SL)} axes came from the model's "
+                "get_rope_index, 3 were expected, because stages know no other packed rows of "
+                "pictures: leave `packing` out."
+            )
         axes_3BT[:, is_real_BT] = alone_3SL[:, sample_N, place_N].to(axes_3BT)
     return torch.cat((text_BT[None], axes_3BT))
 
@@ -357,15 +372,24 @@ def _agrees(router_loss: RouterLoss, library: Callable[..., torch.Tensor]) -> bo
 #
 # Shapes: B rows, T tokens, H hidden size.
 
-_LENGTH = 5  # of each of the two samples
+_FEW_IDS = torch.arange(3, 13)
 # largest relative difference between packed and alone that rounding explains
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
-def check_packing(model: Any, *, rows: int, device: torch.device | str = "cpu") -> None:
+def check_packing(
+    model: Any,
+    *,
+    rows: int,
+    device: torch.device | str = "cpu",
+    ids_N: torch.Tensor = _FEW_IDS,
+) -> None:
     """Refuses a stage in which a packed sample depends on another one.
 
     Runs the stage forward on a few tokens, as many rows as a micro-batch has; no gradient is kept.
+
+    Args:
+        ids_N: of both samples, which are equally long.
 
     Raises:
         UserError: says what goes wrong and what to do.
@@ -373,10 +397,12 @@ def check_packing(model: Any, *, rows: int, device: torch.device | str = "cpu") 
     was_training = model.training
     model.eval()
     try:
-        packed_BTH, source_BTH = _run(model, rows, 2, device)
+        ids_N, length = ids_N.to(device), len(ids_N) // 2
+        packed_BTH, source_BTH = _run(model, rows, ids_N)
         _check_apart(model, packed_BTH, source_BTH, rows)
-        alone_BTH, _ = _run(model, rows, 1, device)
-        _check_equal(model, packed_BTH, alone_BTH)
+        for own in (slice(0, length), slice(length, 2 * length)):
+            alone_BTH, _ = _run(model, rows, ids_N, own)
+            _check_equal(model, packed_BTH[:, own], alone_BTH)
     except TypeError as error:
         raise _refusal(model, f"its forward does not take position ids ({error})") from error
     finally:
@@ -384,40 +410,56 @@ def check_packing(model: Any, *, rows: int, device: torch.device | str = "cpu") 
 
 
 def _run(
-    model: Any, rows: int, num_samples: int, device: torch.device | str
+    model: Any, rows: int, ids_N: torch.Tensor, own: slice = slice(None)
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and (embedded) input of rows of that many samples; the last one is always the same."""
-    batch = _batch(rows, num_samples, device)
+    """Output and (embedded) input of rows of both samples, or of the own places of one."""
+    batch = {name: value[:, own] for name, value in _batch(model, rows, ids_N).items()}
     with torch.enable_grad():
         if model.is_first:
             with _embedded(model) as found:
                 output = model(batch["input_ids"], **batch)
             source = found[0]
         else:
-            source = _hidden(model, rows, num_samples, device)
-            extras = model.get_example_input(rows, _LENGTH * num_samples)[1:]
-            zeros = [torch.zeros(meta.shape, dtype=meta.dtype, device=device) for meta in extras]
+            meta, *_ = model.get_example_input(rows, len(ids_N))
+            _, *extras = model.get_example_input(*batch["input_ids"].shape)
+            drawn = torch.randn(meta.shape, generator=torch.Generator().manual_seed(0))
+            axis = _row_axis(model, drawn, (rows, len(ids_N))) + 1
+            drawn = drawn.movedim(axis, 0)[own].movedim(0, axis)
+            source = drawn.to(device=ids_N.device, dtype=meta.dtype).requires_grad_()
+            zeros = [torch.zeros_like(extra, device=ids_N.device) for extra in extras]
             output = model(source, *zeros, **batch)
-    return output[0] if isinstance(output, tuple) else output, source
+    made = output[0] if isinstance(output, tuple) else output
+    return _by_token(model, made, batch["input_ids"].shape), source
 
 
-def _batch(rows: int, num_samples: int, device: torch.device | str) -> dict[str, torch.Tensor]:
-    ids = torch.arange(3, 3 + 2 * _LENGTH)[-num_samples * _LENGTH :]
-    sample_ids = torch.arange(num_samples).repeat_interleave(_LENGTH)
+def _row_axis(model: Any, values: torch.Tensor, shape: Sequence[int]) -> int:
+    """The axis of rows, behind which that of tokens is; some models carry several streams."""
+    found = [at for at in range(values.ndim) if list(values.shape[at : at + 2]) == list(shape)]
+    if not found:
+        came = list(values.shape)
+        raise _refusal(model, f"it makes {came}, not [rows, tokens, width], which can't be tried")
+    return found[0]
+
+
+def _by_token(model: Any, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Values [B, T, ...] of hidden states."""
+    axis = _row_axis(model, values, shape)
+    return values.movedim((axis, axis + 1), (0, 1)).flatten(2)
+
+
+def _batch(model: Any, rows: int, ids_N: torch.Tensor) -> Batch:
+    place_N = torch.arange(len(ids_N), device=ids_N.device)
+    length = len(ids_N) // 2
     batch = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "position_ids": torch.arange(_LENGTH).repeat(num_samples),
-        "sample_ids": sample_ids,
+        "input_ids": ids_N,
+        "attention_mask": torch.ones_like(ids_N),
+        "position_ids": place_N % length,
+        "sample_ids": place_N // length,
     }
-    return {name: value.expand(rows, -1).to(device) for name, value in batch.items()}
-
-
-def _hidden(model: Any, rows: int, num_samples: int, device: torch.device | str) -> torch.Tensor:
-    meta = model.get_example_input(rows, 2 * _LENGTH)[0]
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(meta.shape, generator=generator)[:, -num_samples * _LENGTH :]
-    return drawn.to(device=device, dtype=meta.dtype).requires_grad_()
+    inner = getattr(model, "whole", None)
+    if inner is not None and "token_type_ids" in inspect.signature(inner.forward).parameters:
+        batch["token_type_ids"] = torch.zeros_like(ids_N)  # text, or a prefix that is read at once
+    return {name: value.expand(rows, -1) for name, value in batch.items()}
 
 
 @contextlib.contextmanager
@@ -427,7 +469,7 @@ def _embedded(model: Any) -> Iterator[list[torch.Tensor]]:
 
     def catch(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
         found.append(output.detach().requires_grad_())
-        return found[-1]
+        return found[-1].clone()  # some models scale it in place
 
     inner = model if getattr(model, "whole", None) is None else model.whole
     if not hasattr(inner, "get_input_embeddings"):
@@ -440,18 +482,20 @@ def _embedded(model: Any) -> Iterator[list[torch.Tensor]]:
 
 
 def _check_apart(model: Any, output_BTH: torch.Tensor, source_BTH: torch.Tensor, rows: int) -> None:
-    parts = (slice(0, _LENGTH), slice(_LENGTH, 2 * _LENGTH))
+    length = output_BTH.shape[1] // 2
+    parts = (slice(0, length), slice(length, 2 * length))
     for own, other in (parts, parts[::-1]):
         weights = torch.arange(1, output_BTH.shape[-1] + 1, device=output_BTH.device).cos()
         total = (output_BTH[:, own].float() * weights).sum()
-        (grad_BTH,) = torch.autograd.grad(total, source_BTH, retain_graph=True)
+        (grad,) = torch.autograd.grad(total, source_BTH, retain_graph=True)
+        grad_BTH = _by_token(model, grad, output_BTH.shape[:2])
         if bool(grad_BTH[:, other].any()):
             one_row = f" with {rows} rows a micro-batch" if rows > 1 else ""
             raise _refusal(model, f"a token sees tokens of another sample{one_row}")
 
 
 def _check_equal(model: Any, packed_BTH: torch.Tensor, alone_BTH: torch.Tensor) -> None:
-    packed, alone = packed_BTH[:, _LENGTH:].float(), alone_BTH.float()
+    packed, alone = packed_BTH.float(), alone_BTH.float()
     difference = ((packed - alone).norm() / alone.norm()).item()
     if not difference <= _TOLERANCE.get(packed_BTH.dtype, 0.05):
         raise _refusal(

@@ -23,7 +23,12 @@ from stageline.modules.recompute import RandomState
 from stageline.stages.causal_lm import run_whole
 from stageline.stages.discover import is_pixel, plan_of, sizes_of
 from stageline.stages.example_batch import example_pictures, image_token
-from stageline.stages.packing import host_positions, is_packed, multimodal_positions
+from stageline.stages.packing import (
+    axes_positions,
+    host_positions,
+    is_packed,
+    multimodal_positions,
+)
 from stageline.stages.split_plan import SplitPlan
 from stageline.stages.vision_stages import Batch, VisionStages
 
@@ -48,6 +53,7 @@ class VisionLanguageStage(VisionStages):
 
     def model_inputs(self, batch: Batch) -> dict[str, Any]:
         inputs = super().model_inputs(batch)
+        self._check_prefix(batch)
         if is_packed(batch) and self.has_axes and batch["position_ids"].ndim == 2:
             inputs["position_ids"] = multimodal_positions(
                 batch, self.whole.base_model.get_rope_index
@@ -55,6 +61,17 @@ class VisionLanguageStage(VisionStages):
         if self.is_first:
             return inputs
         return {name: value for name, value in inputs.items() if not is_pixel(name)}
+
+    def _check_prefix(self, batch: Batch) -> None:
+        """Refuses what the library would read in both directions, answers too, without padding."""
+        is_asked = getattr(self.text_config, "use_bidirectional_attention", None) is True
+        if is_asked and "token_type_ids" not in batch:
+            raise UserError(
+                f"a micro-batch came for {type(self.whole).__name__} without token_type_ids. They "
+                "were expected, because the model reads a prompt in both directions, and only they "
+                "tell where the answer begins: train another architecture, or use a collate_fn "
+                "part of your own that adds them (0: prompt, 1: answer)."
+            )
 
     @property
     def has_axes(self) -> bool:
@@ -64,13 +81,9 @@ class VisionLanguageStage(VisionStages):
     def decode_positions(self, batch: Batch) -> torch.Tensor:
         if not self.has_axes or batch.get("image_grid_thw") is None:
             return super().decode_positions(batch)  # the same on all axes
-        positions_3BT, _ = self.whole.base_model.get_rope_index(
-            batch["input_ids"],
-            mm_token_type_ids=batch["mm_token_type_ids"],
-            image_grid_thw=batch["image_grid_thw"],
-            attention_mask=batch["attention_mask"],
-        )
-        return positions_3BT
+        names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "attention_mask")
+        inputs = {name: batch[name] for name in names if name in batch}
+        return axes_positions(self.whole.base_model.get_rope_index, **inputs)
 
     def forward(
         self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor

@@ -123,7 +123,12 @@ class StageAnswers:
                     prompt, processor=self.processor, pad_token_id=self.pad_token_id
                 )
                 count = inputs["input_ids"].shape[1]
-                check_room(count, sampling.max_new_tokens, self.positions)
+                check_room(
+                    count,
+                    sampling.max_new_tokens,
+                    self.positions,
+                    short_length=self.models[0].short_length,
+                )
                 asked.append(PromptToAnswer(inputs, own))
             found = self.groups.draw(asked, sampling, lot_size=lot_size, on_lot=on_lot)
             self.groups.close()

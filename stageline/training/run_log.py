@@ -21,8 +21,6 @@ from stageline.distributed.process_group import DistributedContext
 from stageline.errors import StorageError
 from stageline.pipeline.live_bytes import tensor_bytes
 from stageline.pipeline.recorder import TimelineEvent, describe_timeline
-from stageline.plotting.curves import plot_loss
-from stageline.plotting.pictures import caption, plot_predictions
 from stageline.run_records import cut_torn_line, read_log
 from stageline.stage import Stage
 from stageline.tables import format_table, human_bytes, human_count, human_memory
@@ -30,7 +28,7 @@ from stageline.terminal import beside_bar, terminal
 from stageline.training.evaluation import EvalResult
 from stageline.training.memory import gather_peaks
 from stageline.training.step import StepResult
-from stageline.training.timeline import plot_timeline, write_trace
+from stageline.training.timeline import write_trace
 
 MAX_LINES = 50  # of progress, where there is no terminal
 MAX_SHOWN = 6  # figures of a loss in a line
@@ -96,11 +94,8 @@ class StepRecord(StepResult):
         """Lines for the screen about what is wrong with the step; mostly none."""
         notes = list(self.warnings)
         if self.is_skipped:
-            notes.insert(
-                0,
-                f"skipped, no weight changed ({self.skipped_in_a_row} in a row, "
-                f"{self.num_skipped} in all): {self.problem}",
-            )
+            times = f"{self.skipped_in_a_row} in a row, {self.num_skipped} in all"
+            notes.insert(0, f"skipped, no weight changed ({times}): {self.problem}")
         elif self.problem is not None:
             notes.insert(0, self.problem)
         return notes
@@ -229,6 +224,8 @@ class RunLog:
     def draw(self, *, has_pdf: bool = False) -> None:
         """Draws loss.png from the log; the PDF comes at the end."""
         if self.is_main and self._has_records():
+            from stageline.plotting.figures import plot_loss  # slow to import; one rank needs it
+
             plot_loss(self.path, self.folder / "loss.png", has_pdf=has_pdf)
 
     def close(self) -> None:
@@ -574,12 +571,16 @@ class RunReport(RunLog):
         """
         if not self.is_main or not measured:
             return
+        from stageline.plotting.figures import plot_timeline
+
         title = f"{self.folder.resolve().name}, step {step}"
         plot_timeline(measured, ideal, self.folder / "timeline.png", title=title)
         write_trace(measured, self.folder / "timeline.json")
         self.say(f"timeline of step {step}: {describe_timeline(measured, ideal)}")
 
     def _draw_samples(self, step: int, result: EvalResult, dataset: Any, processor: Any) -> None:
+        from stageline.plotting.pictures import caption, plot_predictions
+
         tokenizer = getattr(processor, "tokenizer", processor)
         images, titles, correct, names = [], [], [], []
         for index, ids in enumerate(result.predicted):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,9 +39,7 @@ from stageline.training.optimizers import set_learning_rate
 from stageline.training.part_checks import check_agreement
 from stageline.training.precision import LossScaler, MasterWeights
 from stageline.training.replicas import Replicas
-
-if TYPE_CHECKING:
-    from stageline.training.timeline import StepTimeline  # it draws: matplotlib takes a second
+from stageline.training.timeline import StepTimeline
 
 _shapes: list[tuple[int, ...]] = []
 OPERATIONS = {
@@ -260,7 +258,7 @@ class TrainStep:
         learning_rate: Callable[[int], float],
         max_grad_norm: float = 1.0,
         scaler: LossScaler | None = None,
-        timeline: "StepTimeline | None" = None,
+        timeline: StepTimeline | None = None,
         replicas: Replicas | None = None,
         skips: Skips | None = None,
         prepare: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]] = list,

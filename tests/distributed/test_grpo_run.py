@@ -20,84 +20,25 @@ from stageline.data.images.images import ImageExpander
 from stageline.modules import recompute
 from stageline.modules.policy_loss import ADVANTAGES, OLD, SAMPLED
 from stageline.training.rollouts import Rollouts
-from tests.helpers.small_run import Job, saved_tensors
+from tests.helpers.grpo_runs import (
+    AHEAD,
+    GRPO,
+    LORA,
+    PARTS,
+    REPLICAS,
+    SPLITS,
+    TWICE,
+    assert_same_but_for_sums,
+    assert_same_bytes,
+    assert_same_figures,
+    last_tensors,
+    records,
+    run,
+    samples,
+)
+from tests.helpers.small_run import Job
 from tests.helpers.small_vision_run import VisionJob
 from tests.helpers.tiny_datasets import write_lines
-
-PARTS = '''
-"""A reward with a spread over answers of a random model, and a loss that looks at its ratios."""
-import os
-import time
-import torch
-from register import loss_fn_register, reward_register
-from stageline.modules.policy_loss import OLD, PolicyOptions, learnt_tokens, policy_loss
-from stageline.progress import place
-from stageline.modules.policy_loss import count_answers, count_learnt_tokens, token_log_probs
-
-
-@reward_register("letters")
-def letters(prompts, completions, samples):
-    return [sum(map(ord, text)) % 7 / 7 for text in completions]
-
-
-began = []
-
-
-@reward_register("patient")
-def patient(prompts, completions, samples):
-    """Judges the second step's answers when the first step is done."""
-    began.append(place().step)
-    deadline = time.monotonic() + 30
-    assert set(began) == {0}, "the second step's are judged before the first one trains"
-    while len(began) == 2 and place().step < 1:
-        assert time.monotonic() < deadline, "the run waits"
-        time.sleep(0.001)
-    return letters(prompts, completions, samples)
-
-
-@reward_register("broken")
-def broken(prompts, completions, samples, *, on_rank: int = 0):
-    if os.environ["RANK"] == str(on_rank):
-        raise KeyError("depth")
-    return [0.0] * len(completions)
-
-
-@loss_fn_register(
-    "watched",
-    counts={"num_tokens": count_learnt_tokens, "num_answers": count_answers},
-    samples_answers=True,
-    reads_by_token=True,
-)
-def watched(
-    logits, batch, *, num_targets, num_tokens, num_answers, kl_beta, sampling_temperature
-):
-    """GRPO, and how far the ratios are from 1."""
-    options = PolicyOptions(
-        loss_type="gspo", kl_beta=kl_beta, temperature=sampling_temperature, epsilon=0.001
-    )
-    loss, figures = policy_loss(
-        logits, batch, num_tokens=num_tokens, num_answers=num_answers, options=options
-    )
-    if OLD in batch:
-        now = token_log_probs(logits, batch, temperature=sampling_temperature)
-        figures["ratio_gap"] = (now - batch[OLD]).abs().max()
-    return loss, figures
-'''
-GRPO = (
-    "--collate-fn grpo --reward letters,length --reward.length.longest 8 --reward.length.margin 6 "
-    "--reward-weights 1,0.1 --group-size 4 --batch-size 16 --prompts-together 2 "
-    "--max-completion-length 8 --total-steps 4 --save-steps 2 --learning-rate 3e-3"
-).split()
-TWICE = ("--inner-steps", 2, "--sampling-temperature", 0.7, "--loss-fn", "watched")
-LORA = ("--llm-lora-num", 1, "--frozen-lm-head", "--kl-beta", 0.1)
-SPLITS = [
-    ((), 2),
-    (("--schedule", "gpipe"), 4),
-    (("--schedule", "zbv", "--num-stages", 4), 2),
-    (("--schedule", "interleaved_1f1b", "--num-stages", 4), 2),
-]
-REPLICAS = ("--dp-degree", 2, "--num-stages", 1, "--batch-size", 8)
-AHEAD = ("--rollouts-ahead", 1, "--sampling-temperature", 0.7, "--loss-fn", "watched", *LORA)
 
 
 @pytest.fixture(scope="module")
@@ -108,24 +49,6 @@ def job(tmp_path_factory):
     done = run(made, "one", *TWICE, *LORA, ranks=1)
     assert done.code == 0, done.err
     return made
-
-
-def run(job, name, *options, **more):
-    words = ("--import", job.folder / "parts.py", *GRPO, *options)
-    return job.fork(name, *words, **more)
-
-
-def records(job, name, kind="train"):
-    lines = map(json.loads, (job.folder / name / "log.jsonl").read_text().splitlines())
-    return {record["step"]: record for record in lines if record["kind"] == kind}
-
-
-def samples(job, name):
-    return (job.folder / name / "samples.jsonl").read_bytes()
-
-
-def last_tensors(job, name):
-    return saved_tensors(job.folder / name / "checkpoints" / "step-00000004")
 
 
 def test_what_a_run_tells(job):
@@ -166,32 +89,6 @@ def test_every_split_draws_and_learns_the_same(job, options, ranks):
     assert_same_figures(job, name, figures, rel=1e-6, abs=1e-9)
 
 
-def assert_same_figures(job, name, figures, **within):
-    """Those of the run on one rank, step by step."""
-    ours = records(job, name)
-    for step, record in records(job, "one").items():
-        for figure in figures:
-            assert ours[step][figure] == pytest.approx(record[figure], **within), figure
-
-
-def assert_same_bytes(job, name, wanted):
-    """The same answers and weights, to the bit."""
-    assert samples(job, name) == samples(job, wanted)
-    tensors, theirs = last_tensors(job, name), last_tensors(job, wanted)
-    assert tensors.keys() == theirs.keys()
-    for key, value in theirs.items():
-        assert torch.equal(tensors[key], value), key
-
-
-def assert_same_but_for_sums(job, name, wanted):
-    """The same answers, and weights within the rounding of another order of sums."""
-    assert samples(job, name) == samples(job, wanted)
-    ours, theirs = (weights(job, one) for one in (name, wanted))
-    assert ours.keys() == theirs.keys() and ours
-    for key, value in theirs.items():
-        torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-5, msg=key)
-
-
 @pytest.mark.parametrize(
     ("options", "ranks"),
     [(("--schedule", "zbv", "--num-stages", 4), 2), ((*REPLICAS, "--dp-shard"), 2)],
@@ -223,13 +120,6 @@ def test_logits_in_chunks(job, options, ranks):
     assert [steps[step]["ratio_gap"] for step in (1, 3)] == [0, 0], "to the bit"
     figures = ("loss", "kl", "entropy", "grad_norm", "sampling_gap", "ratio_gap")
     assert_same_figures(job, name, figures, rel=1e-3, abs=1e-6)
-
-
-def weights(job, name):
-    """Without the state of the optimizer, which replicas with shares save in pieces."""
-    [last] = (job.folder / name / "checkpoints").glob("step-*4")
-    paths = [path for path in last.rglob("*.safetensors") if path.parent.name != "training_state"]
-    return {key: value for path in paths for key, value in load_file(path).items()}
 
 
 @pytest.mark.parametrize("shares", [(), ("--dp-shard",)])
@@ -504,6 +394,7 @@ def test_a_reward_that_raises_ends_all_ranks_and_is_told_first(job, options, ran
         (("--reward-weights", "1"), "--reward-weights has 1 numbers"),
         (("--inner-steps", 3), "--total-steps 4 is no multiple of --inner-steps 3"),
         (("--engine", "streaming"), "--engine streaming came with --loss-fn grpo"),
+        (("--neftune-alpha", 5), "--neftune-alpha came with --loss-fn grpo"),
         (("--loss-fn", "sft"), "--reward letters,length came with --loss-fn sft"),
         (("--collate-fn", "dpo", "--loss-fn", "grpo"), "--collate-fn grpo was expected"),
         (("--max-completion-length", 60), "60 of them the answer, do not fit --max-token-num 64"),

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from stageline.modules.policy_loss import START
 from stageline.training.rollouts import Rollouts
-from tests.distributed.test_grpo_run import (
+from tests.helpers.grpo_runs import (
     AHEAD,
     LORA,
     PARTS,

@@ -42,12 +42,14 @@ def local_engine(stages: Sequence[nn.Module], processor: Any, **limits: Any) -> 
     """All stages in this process, one after the other."""
     matchers = Matchers(lambda: get_tokenizer(processor))
     chain = LocalChain([StageDecoder(stage, matchers=matchers) for stage in stages])
+    first = chain.decoders[0]
     return DecodingEngine(
         chain,
         tokenizer=get_tokenizer(processor),
         processor=processor,
-        limits=Limits(**limits),
-        reads_in_pieces=chain.decoders[0].reads_in_pieces,
+        limits=Limits(short_length=first.stage.short_length, **limits),
+        has_cache=first.has_cache,
+        reads_in_pieces=first.reads_in_pieces,
     )
 
 

@@ -33,7 +33,7 @@ HEAVY = (  # what entry files import; whatever else they need they import as alw
     "stageline.training.evaluation",
     "stageline.training.run_log",
     "stageline.pipeline.runner",
-    "stageline.plotting.pictures",
+    "stageline.plotting.figures",
     "stageline.training.timeline",
 )
 

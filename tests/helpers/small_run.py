@@ -27,8 +27,7 @@ from stageline import progress
 from stageline.chaos import VARIABLE, arm
 from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.checkpoint.layout import verify
-from stageline.plotting import pictures
-from stageline.training import run_log
+from stageline.plotting import figures, pictures
 from tests.helpers.house import ROOT, enter_house, prepare_house
 from tests.helpers.plans import learn_plans, leave_plans
 from tests.helpers.ports import free_port
@@ -294,8 +293,8 @@ def run_and_exit(words: list[str], files: Sequence[Path], prepare: Callable[[], 
         sys.stderr = open(2, "w", buffering=1, closefd=False)
         prepare()
         if not draws:
-            run_log.plot_loss = lambda *_, **__: None
-            pictures.save_figure = lambda figure, path, **_: path.touch()
+            figures.plot_loss = lambda *_, **__: None
+            figures.save_figure = pictures.save_figure = lambda figure, path, **_: path.touch()
         progress.begin()  # a test may have trained in this process before
         sys.argv = words[1:] if words[0] == "-m" else words
         torch.set_num_threads(1)  # threads of before are not in the fork

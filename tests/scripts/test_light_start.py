@@ -156,3 +156,9 @@ def test_what_starts_the_ranks_imports_no_transformers():
     )
     codes = dict(zip(LAUNCHERS, done.stdout.split(), strict=True))
     assert set(codes.values()) == {"40"}, (codes, done.stderr)
+
+
+def test_a_training_rank_draws_nothing_at_its_start():
+    """matplotlib takes a rank half a second; one of them needs it, when it draws."""
+    words = "import sys, commands.train_engines; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", words], cwd=ROOT, timeout=120).returncode == 0

@@ -10,7 +10,10 @@ import torch
 
 from benchmarks.families import KINDS, build_stage
 from benchmarks.families_split import Family, judge, make_family
+from pp_models import CausalLMStage
 from stageline.checking.family_configs import family_config
+from stageline.checking.shrink import shrink_config
+from stageline.errors import UserError
 
 TEXT = [
     *("granite", "granitemoehybrid", "lfm2", "mamba2", "biogpt", "nanochat", "zamba2"),
@@ -76,3 +79,20 @@ def test_a_gradient_that_is_lost_is_found(tmp_path: Path) -> None:
 
     verdict = judge(family, build, num_stages=2)
     assert verdict.said == "WRONG" and "layers.2.self_attn.k_proj" in verdict.detail, verdict
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "said"),
+    [
+        ("t5", {}, "t5 is no architecture of transformers' AutoModelForCausalLM"),
+        ("bert", {"is_decoder": False}, "is_decoder is false in the configuration of bert"),
+        ("xlm", {"causal": False}, "causal is false in the configuration of xlm"),
+        ("xlnet", {}, "attn_type is bi in the configuration of xlnet"),
+    ],
+)
+def test_what_is_no_decoder_is_refused(name: str, fields: dict, said: str) -> None:
+    config = shrink_config(family_config(name), num_layers=2)
+    for field, value in fields.items():
+        setattr(config, field, value)
+    with pytest.raises(UserError, match=said):
+        CausalLMStage(config, stage=0, num_stages=1)

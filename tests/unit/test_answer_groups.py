@@ -12,7 +12,8 @@ from prompt_fn import auto, chat
 from register import train_model_register
 from stageline.checkpoint.load import quiet
 from stageline.data.text.processor import get_tokenizer
-from stageline.inference.decoding.answer_groups import AnswerGroups, PromptToAnswer
+from stageline.errors import UserError
+from stageline.inference.decoding.answer_groups import AnswerGroups, PromptToAnswer, check_room
 from stageline.inference.decoding.chain import LocalChain
 from stageline.inference.decoding.request import Sampling
 from stageline.inference.decoding.stage_decoder import StageDecoder, answering
@@ -178,3 +179,11 @@ def test_stages_train_on_as_they_were_found(llama):
     assert before.keys() == after.keys() and len(before) > 4
     for name, gradient in before.items():
         assert torch.equal(gradient, after[name]), name
+
+
+def test_answers_stay_where_frequencies_are_those_of_the_prompt():
+    check_room(12, 8, 128, short_length=20)
+    with pytest.raises(UserError, match="20 positions, before longer rows change .*LongRoPE"):
+        check_room(13, 8, 128, short_length=20)
+    with pytest.raises(UserError, match="has 20 positions. Both"):
+        check_room(13, 8, 20)

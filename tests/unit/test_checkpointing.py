@@ -14,8 +14,10 @@ from loss_fn import sft
 from pp_models import class_of_key
 from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 from stageline.checkpoint.init import init_split_model
+from stageline.errors import UserError
 from stageline.modules.recompute import (
     RecomputeError,
+    checkpoint_layers,
     is_worth_moving,
     keep_products,
     offload_activations,
@@ -333,3 +335,13 @@ def test_weights_that_are_put_together_on_the_way_are_not_offloaded():
     with offloaded(model, moves=moves):
         model(torch.randn(3, 8)).sum().backward()
     assert (3, 8) in shapes and (8, 8) not in shapes
+
+
+def test_products_that_are_changed_in_place_are_refused_by_name():
+    layer = torch.nn.Linear(4, 4, bias=False)
+    plain = layer.forward
+    layer.forward = lambda x: plain(x).add_(1).square()  # as experts add their biases
+    checkpoint_layers([(0, layer)], mode="operators")
+    loss = layer(torch.randn(3, 4, requires_grad=True)).sum()
+    with pytest.raises(UserError, match="choose --checkpoint-mode full"):
+        loss.backward()

@@ -13,6 +13,8 @@ from commands.train_data import check_token_sum
 from loss_fn import sft
 from options.parts import ChosenPart, chosen_part
 from pp_models import class_of_key
+from stageline.checking.family_configs import family_config
+from stageline.checking.shrink import shrink_config
 from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, VOCAB_SIZE, tiny_config
 from stageline.errors import UserError
 from stageline.modules import chunked_loss
@@ -370,3 +372,17 @@ def test_weights_without_a_part_in_a_chunk_are_passed_over():
     assert sums[0] is None and ones.tolist() == [1, 1]
     assert [total.tolist() for total in sums[1:]] == [[2, 2], [1, 1]]
     assert sums[1].dtype == torch.float32
+
+
+def test_a_head_may_read_values_of_its_base_and_no_modules():
+    torch.manual_seed(0)
+    config = shrink_config(family_config("falcon_h1"), num_layers=1)
+    whole = transformers.AutoModelForCausalLM.from_config(config)
+    ids = torch.arange(3, 9)[None]
+    hidden = whole.base_model(ids, use_cache=False).last_hidden_state
+    assert torch.equal(head_of(whole)(hidden), whole(ids, use_cache=False).logits)
+    for name, reason in (("bart", "reads 'decoder'"), ("cpmant", "gives its base model no embed")):
+        config = shrink_config(family_config(name), num_layers=1)
+        whole = transformers.AutoModelForCausalLM.from_config(config)
+        with pytest.raises(UserError, match=f"{reason}.*--logits-chunk"):
+            head_of(whole)(hidden)

@@ -1,6 +1,6 @@
 """The picture of a corpus: what it draws, and that many types or none do not break it."""
 
-from stageline.plotting.curves import MOST_TYPES, corpus_figure
+from stageline.plotting.figures import MOST_TYPES, corpus_figure
 from stageline.plotting.pictures import save_figure
 
 PADDING = {"a segment a row": 0.5, "packed": 0.01}

@@ -8,6 +8,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commands.tiny import make
 from stageline.checking.tiny_models import tiny_config
 from stageline.errors import UserError
 from stageline.inference.meta_model import (
@@ -58,6 +59,12 @@ def test_a_tied_head_of_smollm2_weighs_eight_layers():
     )
     assert decode_partition(config, 2, dtype=torch.bfloat16) == [19, 11]
     assert decode_partition(config, 1, dtype=torch.bfloat16) == [30]
+
+
+def test_a_model_whose_layers_lie_elsewhere_is_divided_evenly():
+    config, _ = make("longcat_flash")
+    assert config.num_hidden_layers == 8, "it has four, of two attentions each"
+    assert decode_partition(config, 2, dtype=torch.bfloat16) is None
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "internvl", "qwen2_5_vl"])

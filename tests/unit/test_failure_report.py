@@ -54,6 +54,12 @@ def test_an_error_of_a_kind_is_one_message_and_its_code(error, kind, code):
     assert (told.report(), told.code) == (f"error[{kind}]: a\n", code)
 
 
+def test_an_error_raised_from_itself_has_an_end():
+    error = ValueError("this")
+    found = list(record.chain(_raised(error, cause=error)))
+    assert found == [error]
+
+
 def test_it_is_found_below_what_the_schedule_wrapped():
     wrapped = _raised(RuntimeError("[Stage 1] failed to run forward"), cause=DataError("row 17"))
     told = record.record_of(wrapped)

@@ -9,6 +9,8 @@ from options.model import method_arguments
 from parse_args import parse_train_args
 from pp_models import CausalLMStage, VisionLanguageStage
 from register import ALL_REGISTERS
+from stageline.checking.family_configs import family_config
+from stageline.checking.shrink import shrink_config
 from stageline.checking.tiny_models import VISION_LANGUAGE
 from stageline.errors import UserError
 from stageline.modules.methods import FreezeRule, Methods
@@ -236,3 +238,23 @@ def test_options_that_would_do_nothing_are_refused(parts, words, wanted):
         run_of(words)
     assert wanted in str(error.value)
     assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "part", "modules"),
+    [
+        ("video_llava", VisionLanguageStage, "vit", ("model.image_tower", "model.video_tower")),
+        ("deepseek_vl_hybrid", VisionLanguageStage, "vit", ("model.high_res_vision_model",)),
+        ("phi4_multimodal", CausalLMStage, "llm", ("model.embed_tokens",)),
+    ],
+)
+def test_a_second_tower_and_embeddings_beside_layers_freeze_with_their_part(
+    family, kind, part, modules
+):
+    config = shrink_config(family_config(family), num_layers=1)
+    model = kind(config, stage=0, num_stages=1, **{f"frozen_{part}": True})
+    model.frozen()
+    for path in modules:
+        held = list(model.get_submodule(path).parameters())
+        assert held and not any(parameter.requires_grad for parameter in held), path
+    assert any(parameter.requires_grad for parameter in model.parameters())

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.data.text.rendered import Piece, Rendered
@@ -59,3 +60,23 @@ def test_sampling_follows_the_seed():
         return [answer["token_ids"] for answer in answers]
 
     assert sample(1) == sample(1) != sample(2)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_folders_own_settings_change_no_answer(temperature):
+    """But where answers end: an engine of stages, which does the same, knows of no others."""
+    tokenizer = tiny_tokenizer()
+    torch.manual_seed(5)
+    model = auto_class("llama").from_config(tiny_config("llama", vocab_size=len(tokenizer))).eval()
+    options = {"prompts": prompts(), "images": [None] * 3, "max_new_tokens": 8}
+    options |= {"temperature": temperature, "seed": 1}
+    plain = generate(model, tokenizer, **options)
+    likeliest = [answer["token_ids"][0] for answer in plain]
+    own = GenerationConfig(
+        num_beams=3, no_repeat_ngram_size=1, suppress_tokens=likeliest, min_p=0.9, eos_token_id=7
+    )
+    model.generation_config = own
+    assert generate(model, tokenizer, **options) == plain and model.generation_config is own
+    own.eos_token_id = likeliest[0]
+    ended = generate(model, tokenizer, **options)[0]
+    assert (ended["token_ids"], ended["finish_reason"]) == ([], "stop")

@@ -5,13 +5,17 @@ import copy
 import peft
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from stageline.checking.family_configs import family_config
+from stageline.checking.shrink import shrink_config
 from stageline.errors import UserError
 from stageline.modules.lora import (
     LoRAWrapper,
     key_map_without_last_lora,
+    linear_names,
     lora_stacks,
     merge_lora,
     strip_lora,
@@ -271,3 +275,17 @@ def test_unwrapped_gives_plain_names_and_puts_back():
         assert set(model.state_dict()) == set(Tower().state_dict())
         raise KeyError
     assert list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize(
+    ("family", "left_out"),  # routers give tuples; a product in groups has another shape
+    [("llama4_text", "router"), ("phimoe", "router"), ("deepseek_v4", "o_a_proj")],
+)
+def test_linear_layers_that_give_no_rows_get_no_adapter(family, left_out):
+    config = shrink_config(family_config(family), num_layers=2)
+    whole = transformers.AutoModelForCausalLM.from_config(config)
+    ids = torch.arange(3, 9)[None]
+    expected = whole.eval()(ids, use_cache=False).logits
+    names = linear_names(wrap_linear(whole, rank=2))
+    assert not any(name.endswith(left_out) for name in names) and len(names) > 4
+    assert torch.equal(whole.eval()(ids, use_cache=False).logits, expected)

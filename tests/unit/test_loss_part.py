@@ -17,7 +17,7 @@ from register import (
     sim_fn_register,
 )
 from stageline.errors import UserError
-from stageline.plotting.curves import loss_figure
+from stageline.plotting.figures import loss_figure
 from stageline.run_records import read_log
 from stageline.training.loss_part import RESERVED, LossPart, StepLoss
 from stageline.training.run_log import RunLog, StepRecord, name_figures

@@ -5,6 +5,10 @@ import torch
 import transformers
 
 from pp_models import CausalLMStage, VisionLanguageStage, class_of_key
+from register import train_model_register
+from stageline.checking.family_configs import family_config
+from stageline.checking.proof import SplitToProve, prove_packing
+from stageline.checking.shrink import layer_period, shrink_config
 from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 from stageline.checkpoint.init import init_split_model
 from stageline.errors import UserError
@@ -111,3 +115,49 @@ def test_kernels_that_see_one_row_only_are_found():
     check_packing(Positions(leaks=True), rows=1)
     with pytest.raises(UserError, match="sees tokens of another sample with 2 rows"):
         check_packing(Positions(leaks=True), rows=2)
+
+
+def small_config(name, **fields):
+    config = family_config(name)
+    small = shrink_config(config, num_layers=2 * layer_period(config))
+    for field, value in fields.items():
+        setattr(small, field, value)
+    return small
+
+
+@pytest.mark.parametrize("name", ["ctrl", "gemma3n_text"])  # scales in place; several streams
+def test_unusual_hidden_states_are_tried(name):
+    for number in (0, 1):
+        check_packing(stage(small_config(name), number), rows=2)
+
+
+class Turned(Positions):
+    def forward(self, hidden, **batch):
+        return hidden.transpose(0, 1)
+
+
+def test_rows_behind_tokens_are_refused():
+    with pytest.raises(UserError, match=r"not \[rows, tokens, width\]"):
+        check_packing(Turned(), rows=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "passes"),
+    [
+        ("deepseek_v32", {"index_topk": 2048}, False),  # the tokens to attend to are chosen
+        ("llama4_text", {"floor_scale": 8192}, False),  # attention is scaled by the place in a row
+        ("qwen3", {"sliding_window": 4096, "use_sliding_window": True}, True),
+    ],
+)
+def test_what_only_long_rows_show_is_found_on_a_copy(name, fields, passes, tmp_path):
+    config = small_config(name, **fields)
+    for number in (0, 1):
+        check_packing(stage(config, number), rows=2)  # so few tokens show nothing
+    config.save_pretrained(tmp_path)
+    split, said = SplitToProve(train_model_register["causal_lm"], str(tmp_path), 2), []
+    if passes:
+        prove_packing(split, rows=2, say=said.append)
+    else:
+        with pytest.raises(UserError, match="comes out differently than alone"):
+            prove_packing(split, rows=2, say=said.append)
+    assert said == []

@@ -8,7 +8,7 @@ import numpy
 import pytest
 from PIL import Image
 
-from stageline.plotting.curves import loss_figure, plot_loss, reward_figure, smooth
+from stageline.plotting.figures import loss_figure, plot_loss, reward_figure, smooth
 from stageline.plotting.pictures import (
     caption,
     drawable,

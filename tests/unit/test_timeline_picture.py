@@ -20,20 +20,18 @@ from stageline.pipeline.recorder import (
     describe_timeline,
     split_waits,
 )
-from stageline.training.run_log import RunReport
-from stageline.training.step import StepResult
-from stageline.training.timeline import (
+from stageline.plotting.figures import (
     COLORS,
     DPI,
     IDLE,
     LIGHTEST,
-    StepTimeline,
     plot_timeline,
     rank_label,
     timeline_figure,
-    trace_events,
-    write_trace,
 )
+from stageline.training.run_log import RunReport
+from stageline.training.step import StepResult
+from stageline.training.timeline import StepTimeline, trace_events, write_trace
 
 # two ranks, two micro-batches, the second stage slower; times do not start at 0
 MEASURED = [

@@ -34,7 +34,7 @@ from stageline.errors import DataError, UserError
 CROSS_MASK = "cross_attention_mask"  # which token sees which image, in layers that attend to them
 TILES = "aspect_ratio_mask"
 Size = tuple[int, int]  # width, height
-_TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+_TEXT_INPUTS = ("input_ids", "attention_mask", "labels", "token_type_ids", "mm_token_type_ids")
 _TYPE_INPUTS = ("mm_token_type_ids", "token_type_ids")
 # what follows from the size alone is made five times as fast without the arithmetic on pixels
 _SIZE_ALONE: dict[str, Any] = {

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from stageline.errors import UserError
 from stageline.inference.decoding.request import (
     AnswerPiece,
     Cancelled,
@@ -33,6 +34,7 @@ from stageline.inference.decoding.request import (
     part_of,
     together,
 )
+from stageline.inference.decoding.scheduler import Limits
 
 ScoreListener = Callable[[Scored | Failed], None]
 _Row = tuple[ScoreRequest, ScoreListener]
@@ -337,15 +339,31 @@ class Running:
         self._call(Failed(self.key, error))
 
 
+def check_row(item: ScoreRequest, limits: Limits) -> None:
+    """Refuses a row with too many tokens, or with no token before the first target."""
+    length = length_of(item.prompt)
+    if length > limits.max_length + 1:
+        raise UserError(
+            f"the row has {length} tokens. At most {limits.max_length + 1} were expected, because "
+            "all but the last must fit the model's positions: shorten it."
+        )
+    if not 1 <= item.num_targets < length:
+        raise UserError(
+            f"{item.num_targets} of the row's {length} tokens are to be scored. From 1 to "
+            f"{length - 1} were expected, because a token is scored by those before it."
+        )
+
+
 class ScoreQueue:
     """Rows are scored in their order, so many together as a pass may have tokens.
 
     Args:
-        max_tokens: of one pass, with padding; a longer row goes alone.
+        limits: of one pass, with padding; a row longer than `prefill_tokens` goes alone.
+        pads_right: as stages without a cache read their rows.
     """
 
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
+    def __init__(self, limits: Limits, *, pads_right: bool = False) -> None:
+        self.limits, self.pads_right = limits, pads_right
         self.waiting: deque[_Row] = deque()
         self.done: deque[Scored | Failed] = deque()
         self._on_their_way: deque[list[_Row]] = deque()
@@ -375,7 +393,7 @@ class ScoreQueue:
                 item = next(source, None)
                 is_over = item is None
                 if item is not None:
-                    self.add(item, self.done.append)
+                    self._add_checked(item)
             while self.done:
                 yield self.done.popleft()
             if self.has_work:
@@ -387,6 +405,14 @@ class ScoreQueue:
         while self.has_work:
             act()
         self.done.clear()
+
+    def _add_checked(self, item: ScoreRequest) -> None:
+        try:
+            check_row(item, self.limits)
+        except UserError as error:
+            self.done.append(Failed(item.key, error))
+        else:
+            self.add(item, self.done.append)
 
     def add(self, item: ScoreRequest, listener: ScoreListener) -> None:
         """A row that is to be scored."""
@@ -424,15 +450,17 @@ class ScoreQueue:
         )
         # nothing follows the last token: a row may be one longer than the model has positions
         read = [part_of(item.prompt, range(length_of(item.prompt) - 1)) for item in items]
-        return order, together(read)
+        return order, together(read, pads_right=self.pads_right)
 
     def _goes_with(self, rows: list[_Row], new: ScoreRequest) -> bool:
         if not rows:
             return True
         if is_alone(rows[0][0].prompt) or is_alone(new.prompt):
             return False
-        width = max(length_of(item.prompt) for item in [*(row[0] for row in rows), new])
-        return width * (len(rows) + 1) <= self.max_tokens
+        lengths = [length_of(item.prompt) for item in [*(row[0] for row in rows), new]]
+        if len({self.limits.is_long(length - 1) for length in lengths}) > 1:
+            return False
+        return max(lengths) * len(lengths) <= self.limits.prefill_tokens
 
     def take(self, order: PassOrder) -> None:
         """The oldest pass is back."""

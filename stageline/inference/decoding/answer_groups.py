@@ -268,15 +268,23 @@ class _Drawing:
         self._ready.append(lambda: (PassOrder("tidy", leave=left), {}))
 
 
-def check_room(prompt_tokens: int, answer_tokens: int, positions: int | None) -> None:
-    """Refuses answers that the model has no positions for.
+def check_room(
+    prompt_tokens: int,
+    answer_tokens: int,
+    positions: int | None,
+    *,
+    short_length: int | None = None,
+) -> None:
+    """Refuses answers that the model has no positions for, or not of one kind; see `Stage`.
 
     Raises:
         UserError: says how many there are.
     """
-    if positions is not None and prompt_tokens + answer_tokens > positions:
+    room = min((count for count in (positions, short_length) if count is not None), default=None)
+    if room is not None and prompt_tokens + answer_tokens > room:
+        kind = "" if room == positions else ", before longer rows change those of all (LongRoPE)"
         raise UserError(
             f"a prompt of {prompt_tokens} tokens and an answer of up to {answer_tokens} came "
-            f"(`max_completion_length`); the model has {positions} positions. Both have to fit: "
+            f"(`max_completion_length`); the model has {room} positions{kind}. Both have to fit: "
             "lower it, or shorten the prompts."
         )

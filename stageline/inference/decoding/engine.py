@@ -18,7 +18,7 @@ import torch
 
 from stageline.device import sent
 from stageline.errors import UserError
-from stageline.inference.decoding.answer import AnswerText, Running, ScoreQueue
+from stageline.inference.decoding.answer import AnswerText, Running, ScoreQueue, check_row
 from stageline.inference.decoding.chain import Chain, max_in_flight
 from stageline.inference.decoding.grammars import Matchers
 from stageline.inference.decoding.request import (
@@ -78,22 +78,10 @@ def admitted(request: Request, engine: "DecodingEngine") -> Request:
         engine.matchers.check(sampling.grammar)
     ends = engine.stop_ids if sampling.stop_token_ids is None else sampling.stop_token_ids
     most = min(sampling.max_new_tokens, longest - length)
+    if limits.short_length is not None and not limits.is_long(length):
+        # no pass reads the last token
+        most = min(most, limits.short_length + 1 - length)
     return replace(request, sampling=replace(sampling, max_new_tokens=most, stop_token_ids=ends))
-
-
-def check_row(item: ScoreRequest, limits: Limits) -> None:
-    """Refuses a row with too many tokens, or with no token before the first target."""
-    length = length_of(item.prompt)
-    if length > limits.max_length + 1:
-        raise UserError(
-            f"the row has {length} tokens. At most {limits.max_length + 1} were expected, because "
-            "all but the last must fit the model's positions: shorten it."
-        )
-    if not 1 <= item.num_targets < length:
-        raise UserError(
-            f"{item.num_targets} of the row's {length} tokens are to be scored. From 1 to "
-            f"{length - 1} were expected, because a token is scored by those before it."
-        )
 
 
 def timed_steps(
@@ -213,7 +201,7 @@ class DecodingEngine:
         )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, Running] = {}
-        self._scores = ScoreQueue(limits.prefill_tokens)
+        self._scores = ScoreQueue(limits, pads_right=not has_cache)
         self._numbers = itertools.count(1)
         self._is_stopping, self._door, self._is_over = threading.Event(), threading.Lock(), False
         self._prompt_tokens = self._completion_tokens = 0
@@ -475,6 +463,7 @@ class DecodingEngine:
                 is_alone=is_alone(prompt),
                 owner=running,
                 may_be_cut=self.reads_in_pieces and not is_alone(prompt),
+                is_long=self.limits.is_long(length),
             )
         )
 

@@ -362,7 +362,7 @@ def part_of(prompt: Prompt, piece: range) -> Prompt:
     return {name: v[:, own] if v.shape == shape else v for name, v in prompt.items()}
 
 
-def together(prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+def together(prompts: Sequence[Prompt], *, pads_right: bool = False) -> dict[str, Tensor]:
     """The inputs [B, T] of several prompts that are not alone, or those of one."""
     if len(prompts) == 1:
         return {name: value for name, value in prompts[0].items() if name != MASK}
@@ -373,6 +373,7 @@ def together(prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         rows = torch.zeros(len(prompts), width, dtype=prompts[0][name].dtype)
         for place, prompt in enumerate(prompts):
             if name in prompt:
-                rows[place, width - length_of(prompt) :] = prompt[name][0]
+                begin = 0 if pads_right else width - length_of(prompt)
+                rows[place, begin : begin + length_of(prompt)] = prompt[name][0]
         padded[name] = rows
     return padded

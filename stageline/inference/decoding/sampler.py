@@ -68,9 +68,20 @@ def draw(scores_RV: Tensor, samplings: Sequence[Sampling], numbers: Sequence[flo
     tokens: list[int] = []
     for first in range(0, len(samplings), size):
         part = slice(first, first + size)
-        weights_RV = token_weights(scores_RV[part], samplings[part])
-        tokens += _pick(weights_RV, _column(numbers[part], weights_RV.device))
+        numbers_R1 = _column(numbers[part], scores_RV.device)
+        # no name for the weights: they would lie beside the next ones
+        tokens += _pick(token_weights(scores_RV[part], samplings[part]), numbers_R1)
     return tokens
+
+
+def choice_bytes(num_rows: int, size: int) -> int:
+    """What `choose` holds at most beside the logits of rows that are all drawn from.
+
+    A copy in float32; for the rows at once their weights and the sums of these, in int64, and some
+    numbers of each.
+    """
+    at_once = min(num_rows, max(_ROWS_AT_ONCE, _VALUES_AT_ONCE_ON_CPU // size))
+    return 4 * num_rows * size + 16 * at_once * (size + 2)
 
 
 def _pick(weights_RV: Tensor, numbers_R1: Tensor) -> list[int]:

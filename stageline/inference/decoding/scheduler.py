@@ -33,6 +33,7 @@ class Sequence:
         longest: tokens that it may come to.
         is_alone: its prompt can't be read together with others': it has images.
         may_be_cut: its prompt may be read in pieces.
+        is_long: it shares no pass with those that are not; see `Limits`.
         owner: what belongs to it; of no concern here.
     """
 
@@ -42,6 +43,7 @@ class Sequence:
     is_alone: bool
     owner: Any
     may_be_cut: bool = False
+    is_long: bool = False
     group: int | None = None
 
 
@@ -75,6 +77,10 @@ class RunningGroup:
     @property
     def num_rows(self) -> int:
         return len(self.members) + len(self.coming)
+
+    @property
+    def is_long(self) -> bool:
+        return any(one.is_long for one in [*self.members, *self.coming])
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,7 @@ class Limits:
         max_cells: rows times columns of all caches together; None: no limit.
         max_length: longest prompt with its answer, in tokens.
         num_groups: groups of sequences; None: what measured steps advise.
+        short_length: see `Stage`.
     """
 
     max_rows: int = 64
@@ -126,6 +133,11 @@ class Limits:
     max_cells: int | None = None
     max_length: int = 2**31
     num_groups: int | None = None
+    short_length: int | None = None
+
+    def is_long(self, length: int) -> bool:
+        """Whether a row is of those that are read apart from shorter ones."""
+        return self.short_length is not None and length > self.short_length
 
 
 class Scheduler:
@@ -245,14 +257,16 @@ class Scheduler:
     def _emptiest(self, num_new: int) -> RunningGroup:
         total = self.num_running + num_new
         wanted = self.limits.num_groups or self.best_groups(total)
-        if len(self.groups) < min(wanted, total):
+        is_long = self.waiting[0].is_long
+        groups = [group for group in self.groups.values() if group.is_long == is_long]
+        if not groups or len(self.groups) < min(wanted, total):
             free = next(number for number in itertools.count() if number not in self.groups)
             return RunningGroup(free)
-        return min(self.groups.values(), key=lambda group: (len(group.members), group.number))
+        return min(groups, key=lambda group: (len(group.members), group.number))
 
     def _may_add(self, group: RunningGroup, chosen: list[Sequence]) -> bool:
         new = self.waiting[0]
-        if chosen and new.is_alone:
+        if chosen and (new.is_alone or new.is_long != chosen[0].is_long):
             return False
         width = max(one.length for one in [*chosen, new])
         if chosen and width * (len(chosen) + 1) > self._most_tokens:
@@ -316,6 +330,8 @@ class Scheduler:
         return len(self.groups) > wanted
 
     def _may_join(self, source: RunningGroup, target: RunningGroup) -> bool:
+        if source.is_long != target.is_long:
+            return False
         if self.limits.max_cells is None:
             return True
         members = [*source.members, *target.members]

@@ -241,7 +241,7 @@ class StageDecoder:
 
     def _new_cache(self, num_rows: int) -> GroupCache:
         stage = self.stage
-        return GroupCache(stage.num_layers(), num_rows, fixed_layers=stage.fixed_layers())
+        return GroupCache(stage.num_cache_layers(), num_rows, fixed_layers=stage.fixed_layers())
 
     def _tidy(self, order: PassOrder) -> None:
         for number, row in order.leave:

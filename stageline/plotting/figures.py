@@ -1,4 +1,4 @@
-"""Draws curves and bars: the loss of a run from its log, and what a corpus is made of."""
+"""Draws curves and bars: the loss of a run from its log, a step's timeline, what a corpus holds."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,10 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
-from stageline.plotting.pictures import drawable, font_families, save_figure
+from stageline.pipeline.recorder import (
+    KIND_NAMES,
+    TRANSFER,
+    WAIT,
+    WAITS,
+    TimelineEvent,
+    bubble,
+    extent,
+    stages_by_rank,
+)
+from stageline.plotting.pictures import drawable, font_families, save_figure, text_inches
 from stageline.run_records import read_log
 
 # a loss that falls by more than this factor shows its end on a logarithmic axis only
@@ -232,3 +244,178 @@ def _draw_padding(axes: Axes, padding: Mapping[str, float]) -> None:
     axes.set_xlim(0, max(1e-3, *padding.values()) * 1.35 if padding else 1)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_title("padding of rows", fontsize=9)
+
+
+# The timeline of a step: a bar a rank, measured above and ideal below. Both panels have the same
+# time axis, so that the end of the lower one is what could be reached.
+
+COLORS = {"F": "#3b75c4", "B": "#d9822b", "I": "#c9a227", "W": "#3f9a5b"}
+COLORS |= {WAIT: "#e3a5ad", TRANSFER: "#7d4fa3"}
+IDLE = "#e9ebee"
+LIGHTEST = 0.55  # how far a rank's last stage goes towards white
+BAR_HEIGHT = 0.8  # of a row
+DPI = 120
+FONT_SIZE = 7  # points, of micro-batch numbers
+EDGE = 0.6  # points; a tenth of narrow bars, which would be all edge
+# inches
+WIDTH, LEFT, RIGHT = 14.0, 1.4, 0.25
+ROW, HEAD, FOOT, TOP = 0.36, 0.34, 0.36, 0.56
+_UNITS = ((1.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "µs"))
+
+
+def plot_timeline(
+    measured: Sequence[TimelineEvent],
+    ideal: Sequence[TimelineEvent] | None,
+    path: Path,
+    *,
+    title: str,
+) -> None:
+    """Writes the picture of `timeline_figure`."""
+    save_figure(timeline_figure(measured, ideal, title=title), path, dpi=DPI)
+
+
+def timeline_figure(
+    measured: Sequence[TimelineEvent], ideal: Sequence[TimelineEvent] | None, *, title: str
+) -> Figure:
+    """The picture: measured above, ideal below, each with its bubble in the heading.
+
+    Args:
+        measured: of one step, all ranks.
+        ideal: the same passes in the same order with nothing to wait for but each other.
+    """
+    panels = [("measured", measured)]
+    if ideal:
+        panels.append(("ideal: the mean time of each pass, no time for transfers", ideal))
+    rows = [max(1, len(stages_by_rank(spans))) for _, spans in panels]
+    height = TOP + sum(ROW * count + HEAD + FOOT for count in rows)
+    figure = Figure(figsize=(WIDTH, height), dpi=DPI)
+    length = max(end - start for start, end in (extent(spans) for _, spans in panels))
+    top = height - TOP
+    for (name, spans), count in zip(panels, rows, strict=True):
+        top -= HEAD + ROW * count
+        box = (LEFT / WIDTH, top / height, 1 - (LEFT + RIGHT) / WIDTH, ROW * count / height)
+        _draw_panel(figure.add_axes(box), spans, name=name, length=length)
+        top -= FOOT
+    left = 0.1 / WIDTH
+    figure.text(left, 1 - 0.1 / height, drawable(title), va="top", fontsize=11, parse_math=False)
+    _add_legend(figure, [span for _, spans in panels for span in spans], height)
+    return figure
+
+
+def _draw_panel(axes: Axes, spans: Sequence[TimelineEvent], *, name: str, length: float) -> None:
+    """Bars of all ranks; the axis is `length` seconds long."""
+    start, end = extent(spans)
+    _, factor, unit = next(entry for entry in _UNITS if length >= entry[0])
+    held = stages_by_rank(spans)
+    axes.set(xlim=(0, length * factor or 1.0), ylim=(max(len(held), 1) - 0.5, -0.5))
+    for row in range(len(held)):
+        axes.broken_barh([(0.0, (end - start) * factor)], _height(row), facecolors=IDLE, lw=0)
+    _draw_bars(axes, spans, held, factor=factor)
+    axes.set_yticks(range(len(held)), [rank_label(rank, held[rank]) for rank in held])
+    axes.tick_params(labelsize=8, length=0, axis="y")
+    axes.tick_params(labelsize=8, axis="x")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.annotate(
+        unit,
+        (0, 0),
+        (-14, -6.5),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        fontsize=8,
+    )
+    seconds = f"{(end - start) * factor:.4g} {unit}"
+    heading = f"{name} — bubble {100 * bubble(spans):.1f} %, {seconds}"
+    axes.set_title(heading, fontsize=9, loc="left", pad=4)
+
+
+def _draw_bars(
+    axes: Axes, spans: Sequence[TimelineEvent], held: dict[int, list[int]], *, factor: float
+) -> None:
+    """A box a span; a number on those that are wide enough for the widest number."""
+    start, _ = extent(spans)
+    inches = (WIDTH - LEFT - RIGHT) / axes.get_xlim()[1]
+    widest = str(max((span.micro_batch for span in spans), default=0))
+    room = text_inches(widest, size=FONT_SIZE) + 0.03
+    for row, rank in enumerate(held):
+        own = [span for span in spans if span.rank == rank]
+        own.sort(key=lambda span: span.kind not in WAITS)  # waits lie below
+        boxes, colors, edges = [], [], []
+        for span in own:
+            first, length = (span.start - start) * factor, (span.end - span.start) * factor
+            width, color = length * inches, span_color(span, held)
+            boxes.append((first, length))
+            colors.append(color)
+            edges.append(min(EDGE, 72 * width / 10) if span.kind not in WAITS else 0.0)
+            if span.kind not in WAITS and width >= room:
+                _write_number(axes, str(span.micro_batch), (first + length / 2, row), color)
+        axes.broken_barh(
+            boxes, _height(row), facecolors=colors, edgecolors="white", linewidths=edges
+        )
+
+
+def span_color(span: TimelineEvent, held: dict[int, list[int]]) -> str:
+    """Of its kind; the later stages of a rank are lighter."""
+    color = COLORS[span.kind]
+    most = max(len(stages) for stages in held.values())
+    if most == 1 or span.kind in WAITS:
+        return color
+    share = LIGHTEST * held[span.rank].index(span.stage) / (most - 1)
+    return _lighten(color, share)
+
+
+def _lighten(color: str, share: float) -> str:
+    red, green, blue = (channel + (1.0 - channel) * share for channel in to_rgb(color))
+    return to_hex((red, green, blue))
+
+
+def rank_label(rank: int, stages: Sequence[int]) -> str:
+    """What stands beside a bar; of many stages the first two and the last."""
+    if len(stages) == 1:
+        return f"rank {rank}: stage {stages[0]}"
+    shown = [str(stage) for stage in stages]
+    if len(shown) > 3:
+        shown = [*shown[:2], "…", shown[-1]]
+    return f"rank {rank}: stages {', '.join(shown).replace('…,', '…')}"
+
+
+def _write_number(axes: Axes, text: str, place: tuple[float, float], color: str) -> None:
+    """The micro-batch, legible on a bar of `color`."""
+    red, green, blue = to_rgb(color)
+    is_dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.6
+    axes.text(
+        *place,
+        text,
+        ha="center",
+        va="center_baseline",
+        fontsize=FONT_SIZE,
+        color="white" if is_dark else "#24292f",
+        clip_on=True,
+    )
+
+
+def _add_legend(figure: Figure, spans: Sequence[TimelineEvent], height: float) -> None:
+    present = {span.kind for span in spans}
+    handles = [
+        Patch(facecolor=COLORS[kind], label=name)
+        for kind, name in KIND_NAMES.items()
+        if kind in present
+    ]
+    handles.append(Patch(facecolor=IDLE, label="idle"))
+    if any(len(stages) > 1 for stages in stages_by_rank(spans).values()):
+        lighter = _lighten(COLORS["F"], LIGHTEST)
+        handles.append(Patch(facecolor=lighter, label="lighter: a later stage of the rank"))
+    figure.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(0.0, 1 - 0.3 / height),
+        ncols=len(handles),
+        fontsize=8,
+        frameon=False,
+    )
+
+
+def _height(row: int) -> tuple[float, float]:
+    """Where the bars of a row begin, and how high they are."""
+    return row - BAR_HEIGHT / 2, BAR_HEIGHT

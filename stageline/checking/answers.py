@@ -1,0 +1,213 @@
+"""Proves on a cut-down copy of a model that answers by its stages are those of the whole model.
+
+What stages remember of earlier tokens is their own: keys and values of rows of unequal lengths,
+which come and go. Each token of an answer is compared with one pass of the whole model over that
+row alone, which remembers nothing.
+
+Shapes: T tokens, V vocabulary.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from transformers import PretrainedConfig
+
+from stageline import progress
+from stageline.checking.batches import ordinary_ids
+from stageline.checking.proof import (
+    SplitToProve,
+    facts_of,
+    is_proven,
+    layers_of,
+    say_unproven,
+    tiny_partition,
+)
+from stageline.checking.reference import run_library_model, run_stage_model
+from stageline.checking.setup import copies, copy_weights, library_class, randomise
+from stageline.checking.shrink import layer_period, shrink_config
+from stageline.checkpoint.layout import Ranks
+from stageline.errors import UserError
+from stageline.inference.decoding.chain import LocalChain
+from stageline.inference.decoding.request import PassOrder, Sampling, error_of, together
+from stageline.inference.decoding.stage_decoder import StageDecoder
+from stageline.model_folder import load_config
+from stageline.stage import Stage
+from stageline.stages.discover import cache_folder, keep_record
+
+UNPROVEN = "answers were not compared with those of the whole model"
+LENGTHS = (9, 4, 7)  # tokens of prompts; the last one comes later, is read in pieces and copied
+NUM_TOKENS = 6  # of each answer; the longest go beyond the window of a copy
+NUM_CHOSEN = ("index_topk", "keep_window_size")  # keys that a query chooses
+TOLERANCE = 1e-3  # of a log-probability, in float32
+
+
+def prove_answers(
+    split: SplitToProve,
+    *,
+    mode: Literal["auto", "always"],
+    ranks: Ranks,
+    say: Callable[[str], None],
+) -> None:
+    """Compares answers of a cut-down copy, unless that was done before; all ranks call this.
+
+    Args:
+        mode: auto: where nothing is recorded; or always.
+        say: prints a line, on the first rank.
+
+    Raises:
+        UserError: they differ; says where.
+    """
+    ranks.together(lambda: _prove(split, mode, say) if ranks.rank == 0 else None)
+
+
+@progress.doing("proof of answers")
+def _prove(split: SplitToProve, mode: str, say: Callable[[str], None]) -> None:
+    try:
+        config = load_config(str(split.config_path), trust_remote_code=split.trust_remote_code)
+        partition = tiny_partition(layers_of(split, config), layer_period(config))
+        small = shrink_config(config, num_layers=sum(partition))
+        _choose_all_keys(small)
+        facts = {**facts_of(split, small, partition), "answers": [*LENGTHS, NUM_TOKENS]}
+        name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+        record = cache_folder() / "proofs" / f"{name}.json"
+        if mode == "auto" and is_proven(record):
+            return
+        started = time.perf_counter()
+        gap, place = _compare(split, small, partition)
+    except Exception as error:  # a copy that cannot be made, or that cannot answer
+        say_unproven(error, say, UNPROVEN)
+        return
+    if not gap <= TOLERANCE:
+        raise UserError(
+            f"answers of {small.model_type} by {split.name} are not those of the whole model: on a "
+            f"cut-down copy on {len(partition)} stages the log-probability of {place} is {gap:.1e} "
+            f"off. At most {TOLERANCE:.0e} was expected, because such answers would be another "
+            "model's without a word. The usual cause: what the model remembers of earlier tokens "
+            "is more than keys and values, or depends on their positions in another way. A stage "
+            "model of your own may say `can_decode` False: each token then reads its whole row. "
+            "Or let the library answer (device_map); `prove_split` never answers as it is."
+        )
+    keep_record(record, {"model": small.model_type, "gradient": gap, "facts": facts})
+    say(
+        f"answers of {small.model_type}, cut down to {sum(partition)} layers on {len(partition)} "
+        f"stages, equal the whole model's (within {gap:.0e} of a log-probability): "
+        f"{time.perf_counter() - started:.1f} s, recorded"
+    )
+
+
+def _choose_all_keys(small: PretrainedConfig) -> None:
+    """Where the best keys are chosen: a random copy has equally good ones, of which any comes."""
+    text = small.get_text_config(decoder=True)
+    for name in NUM_CHOSEN:
+        if getattr(text, name, None):
+            setattr(text, name, max(LENGTHS) + NUM_TOKENS)
+
+
+def _compare(
+    split: SplitToProve, small: PretrainedConfig, partition: Sequence[int]
+) -> tuple[float, str]:
+    """The largest difference, and of what."""
+    is_ours = split.part.__module__ == "pp_models" and not hasattr(split.part, "__self__")
+    auto_class = library_class(small, trust_remote_code=split.trust_remote_code)
+    with copies(split, small, partition) as build:
+        torch.manual_seed(0)
+        if auto_class is None or not is_ours:  # a user's part may be meant to differ
+            whole, forward = build(0, 1, torch.float32), run_stage_model
+        else:
+            told = {"trust_remote_code": split.trust_remote_code}
+            kernel = {k: v for k, v in split.options.items() if k == "attn_implementation"}
+            whole = auto_class.from_config(small, dtype=torch.float32, **told, **kernel)
+            forward = run_library_model
+        randomise(whole)
+        stages = [build(stage, len(partition), torch.float32) for stage in range(len(partition))]
+        copy_weights(whole, stages)
+    whole.eval()
+
+    def log_probs(ids_T: torch.Tensor, count: int) -> torch.Tensor:
+        inputs = {"input_ids": ids_T[None, :-1], "attention_mask": torch.ones_like(ids_T[None, 1:])}
+        output = forward(whole, inputs)
+        logits = output[0] if isinstance(output, tuple) else output
+        return logits[0, -count:].float().log_softmax(-1).gather(1, ids_T[-count:, None])[:, 0]
+
+    gaps = {}
+    with torch.no_grad():
+        for number, (ids, found) in enumerate(_Answers(stages, small).drawn()):
+            apart = (torch.tensor(found) - log_probs(torch.tensor(ids), len(found))).abs()
+            place = int(apart.argmax())
+            gaps[f"token {place} of answer {number}"] = apart[place].item()
+    worst = max(gaps, key=lambda place: gaps[place])
+    return gaps[worst], worst
+
+
+class _Answers:
+    """Draws the answers with the passes that an engine makes, one after the other."""
+
+    def __init__(self, stages: Sequence[Stage], config: PretrainedConfig) -> None:
+        decoders = [StageDecoder(stage) for stage in stages]
+        self.chain, self.first = LocalChain(decoders), decoders[0]
+        ids, generator = ordinary_ids(config), torch.Generator().manual_seed(0)
+        self.prompts = [
+            ids[torch.randint(len(ids), (length,), generator=generator)].tolist()
+            for length in LENGTHS
+        ]
+        ordinary = set(ids.tolist())
+        others = [one for one in range(max(ordinary) + 1) if one not in ordinary]
+        self.sampling = Sampling(
+            temperature=1.0, logprobs=0, logit_bias=tuple((one, -1e4) for one in others)
+        )
+        self.rows = [list(prompt) for prompt in (*self.prompts, self.prompts[-1])]
+        self.found: list[list[float]] = [[] for _ in self.rows]
+
+    def drawn(self) -> list[tuple[list[int], list[float]]]:
+        """Tokens of each row and the log-probabilities of those of its answer."""
+        if not self.first.has_cache:
+            for _ in range(NUM_TOKENS):
+                self._pass("whole", range(len(self.rows)), self.rows)
+            return list(zip(self.rows, self.found, strict=True))
+        self._pass("prefill", (0, 1), self.rows[:2])
+        for _ in range(2):
+            self._step((0, 1))
+        *_, prompt = self.prompts
+        cut = 3 if self.first.reads_in_pieces else 0
+        copied: dict[str, Any] = {"group": 1, "copies": 2}
+        if cut:
+            self._pass("prefill", (2, 3), [prompt[:cut]], piece=[0, cut], **copied)
+            copied["piece"] = [cut, len(prompt)]
+        self._pass("prefill", (2, 3), [prompt[cut:]], **copied)
+        self._step((0, 1, 2, 3), join=[(1, 0)])
+        self._step((0, 2, 3), leave=[(0, 1)])
+        for _ in range(NUM_TOKENS - 5):
+            self._step((0, 2, 3))
+        return list(zip(self.rows, self.found, strict=True))
+
+    def _step(self, numbers: Sequence[int], **order: Any) -> None:
+        self._pass("decode", numbers, [self.rows[number][-1:] for number in numbers], **order)
+
+    def _pass(
+        self, kind: Any, numbers: Sequence[int], read: Sequence[Sequence[int]], **more: Any
+    ) -> None:
+        lengths = [len(self.rows[number]) for number in numbers]
+        order = PassOrder(kind, rows=list(numbers), lengths=lengths[: len(read)], **more)
+        order.settings = [replace(self.sampling, seed=number) for number in numbers]
+        inputs = together(
+            [{"input_ids": torch.tensor([ids])} for ids in read], pads_right=kind == "whole"
+        )
+        self.chain.start(order, inputs)
+        self.chain.result()
+        if order.error is not None:
+            raise RuntimeError(order.error)
+        if order.is_part:
+            return
+        for place, number in enumerate(numbers):
+            error = error_of(order, place)
+            if error is not None:
+                raise error
+            logprob = order.logprobs[place]
+            assert logprob is not None  # they were asked for
+            self.rows[number].append(order.tokens[place])
+            self.found[number].append(logprob.logprob)

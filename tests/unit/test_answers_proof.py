@@ -1,0 +1,78 @@
+"""The proof that answers of stages are the whole model's: what it says, finds and cannot know."""
+
+import pytest
+import torch
+
+import pp_models  # noqa: F401 (puts the parts on the shelf)
+from register import train_model_register
+from stageline.checking.answers import TOLERANCE, prove_answers
+from stageline.checking.family_configs import family_config
+from stageline.checking.proof import SplitToProve
+from stageline.checkpoint.layout import Ranks
+from stageline.errors import UserError
+from stageline.inference.decoding.stage_decoder import StageDecoder
+from stageline.stages import causal_lm
+
+PICTURES = {"qwen2_vl", "gemma3", "internvl"}
+
+
+@pytest.fixture
+def proven(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def prove(family, num_stages=2):
+        folder = tmp_path / family
+        family_config(family).save_pretrained(folder)
+        part = train_model_register["vision_language" if family in PICTURES else "causal_lm"]
+        split = SplitToProve(part, str(folder), num_stages)
+        said = []
+        prove_answers(split, mode="auto", ranks=Ranks.of(None), say=said.append)
+        return " ".join(said)
+
+    return prove
+
+
+# windows, a state, whole rows, chosen keys, shared keys, pictures' positions
+FAMILIES = ["llama", "gemma3_text", "jamba", "roberta", "deepseek_v32", "longcat_flash", *PICTURES]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_right_answers_are_recorded(proven, family, monkeypatch):
+    said = proven(family)
+    assert f"answers of {family}" in said and "recorded" in said, said
+    monkeypatch.setattr(StageDecoder, "run", None)
+    assert proven(family) == "", "nothing is run a second time"
+
+
+def test_one_stage_is_proven_too(proven):
+    assert "on 1 stages, equal the whole model's" in proven("llama", 1)
+
+
+def test_a_cache_that_counts_positions_in_another_way_is_refused(proven, monkeypatch):
+    """RoBERTa counts from another number than 0, by ids: stages let it read whole rows."""
+    monkeypatch.setattr(causal_lm, "keeps_keys_and_values", lambda *_: True)
+    with pytest.raises(UserError, match=r"answers of roberta .* the log-probability of token \d"):
+        proven("roberta")
+
+
+def test_a_row_that_reads_what_another_one_left_is_found(proven, monkeypatch):
+    """Rows of unequal lengths: without a mask the shorter one sees its padding."""
+    step = StageDecoder._step
+
+    def unmasked(self, group, tensors):
+        monkeypatch.setattr(type(group.cache.window), "is_ragged", False)
+        return step(self, group, tensors)
+
+    monkeypatch.setattr(StageDecoder, "_step", unmasked)
+    with pytest.raises(UserError, match="are not those of the whole model"):
+        proven("llama")
+
+
+def test_a_model_whose_rows_depend_on_their_batch_is_refused(proven):
+    """CPM-Ant counts the padding of a row among its positions."""
+    with pytest.raises(UserError, match=r"answers of cpmant .* let the library answer"):
+        proven("cpmant", 1)
+
+
+def test_a_difference_that_counts_is_above_rounding():
+    assert torch.finfo(torch.float32).eps * 1e3 < TOLERANCE < 1e-2
