@@ -90,9 +90,9 @@ def refused_build(
         )
     return UserError(
         f"transformers {transformers.__version__} builds no model from the config.json of type "
-        f"{config.model_type} ({type(error).__name__}: {' '.join(text.split())[:300]}). A config of "
-        "which it does was expected, because the stages are cut out of its model: correct it, or "
-        "take the one that belongs to the weights."
+        f"{config.model_type} ({type(error).__name__}: {' '.join(text.split())[:300]}). A config "
+        "of which it does was expected, because the stages are cut out of its model: correct it, "
+        "or take the one that belongs to the weights."
     )
 
 
