@@ -98,6 +98,7 @@ def chat(
         template_options=template_options,
         tools=tools,
         learnt=("all_but_system" if mask_system else "all") if train_on_prompt else "answers",
+        source=sample.get("source", ""),
     )
 
 

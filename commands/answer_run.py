@@ -19,7 +19,7 @@ from options.model import adapter_arguments
 from options.parts import takes
 from parse_args import Arguments, save_config
 from register import load_target
-from stageline.checkpoint.plain_folder import plain_folder
+from stageline.checkpoint.plain_folder import folder_facts, plain_folder
 from stageline.data.batches.batch import encode_sample
 from stageline.data.images.image_settings import ImageSettings, make_image_settings, using_images
 from stageline.data.images.tiling import Tiling, match_config, prepare_images
@@ -238,6 +238,12 @@ def answer_settings(arguments: Arguments) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in left_out}
 
 
+def _weights_facts(run: Any) -> list[object]:
+    """What tells that a folder has other weights than at the last call: training goes on there."""
+    folders = [Path(one) for one in (run.model_path, *(run.adapter_path or ())) if one]
+    return [folder_facts(folder) for folder in folders if folder.is_dir()]
+
+
 @dataclass(frozen=True)
 class Answered:
     """Samples that all have their answers: `rows` of a dataset."""
@@ -288,7 +294,7 @@ def answer_samples(
         dataset,
         rows,
         path=folder / "predictions.jsonl",
-        settings_key=fingerprint(settings),
+        settings_key=fingerprint({**settings, "weights": _weights_facts(arguments.run)}),
         images=images,
         replicas=replicas,
     )

@@ -351,7 +351,7 @@ class ChatSettings:
     repetition_penalty: float = option(
         1.0, "above 1 makes tokens that were there before less likely", at_least=0.01
     )
-    seed: int = option(0, "seed of sampling", at_least=0)
+    seed: int = option(0, "seed of sampling", at_least=0, at_most=10**12)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -411,7 +411,7 @@ class TaskOptions:
 class LmEvalConfig(TaskOptions, DecodeOptions, ModelOptions):
     """Run"""
 
-    seed: int = option(0, "seed of sampled answers", at_least=0)
+    seed: int = option(0, "seed of sampled answers", at_least=0, at_most=10**12)
     check_only: bool = option(
         False, "check everything that can be checked, then stop", is_saved=False
     )

@@ -19,6 +19,7 @@ from jsonargparse import ArgumentParser, Namespace
 from options.fields import (
     MAX_DEPTH,
     MAX_FILE_BYTES,
+    PLAIN,
     OptionError,
     StrictLoader,
     check_entries,
@@ -67,7 +68,11 @@ def read_options(text: str) -> tuple[Any, dict[str, int]]:
             for key, value in node.value:
                 lines[str(key.value)] = key.start_mark.line + 1
                 if isinstance(value, yaml.CollectionNode):
-                    _read_numbers(value)  # a value alone is text until its option's type is known
+                    _read_numbers(value)
+                elif value.style is None and value.tag in PLAIN:
+                    value.tag = (
+                        _STR  # as typed until its option's type is known: 1.50 may be a name
+                    )
         return (None if node is None else loader.construct_document(node)), lines
     except RecursionError:
         raise yaml.YAMLError(f"it is nested more than {MAX_DEPTH} deep") from None
@@ -314,7 +319,12 @@ def convert(
     for name, item in settings.items():
         if name not in hints:
             raise OptionError(_unknown_option(item, list({**hints, **dict.fromkeys(also_known)})))
-        words.append(f"--{_dashed(name)}={_one_word(item, hints[name])}")
+        word = _one_word(item, hints[name])
+        if re.search(r"\d:\d", word) and re.fullmatch(
+            r"((?!str|Any).)*(int|float).*", str(hints[name])
+        ):
+            raise OptionError(_explain(f'Parser key "{name}"', settings, hints))  # YAML: 1:30 is 90
+        words.append(f"--{_dashed(name)}={word}")
     try:
         return parser.parse_args(words)
     except ArgumentError as error:

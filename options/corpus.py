@@ -219,7 +219,7 @@ class FindTrainedOptions:
     batch_size: int | None = option(None, "rows of a batch, per replica", at_least=1)
     accumulate_steps: int = option(1, "batches of an optimizer step", at_least=1)
     dp_degree: int = option(1, "replicas", at_least=1)
-    seed: int = option(0, "of the run", at_least=0)
+    seed: int = option(0, "of the run", at_least=0, at_most=10**12)
 
 
 @dataclass(frozen=True, kw_only=True)

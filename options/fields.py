@@ -298,11 +298,11 @@ def _check_number(item: dataclasses.Field, value: float) -> None:
     )
     if is_right:
         return
-    wanted = [f"at least {least:g}"] if least is not None else ["a finite number"]
-    wanted += [f"at most {most:g}"] if most is not None else []
-    wanted += [f"below {below:g}"] if below is not None else []
+    wanted = [f"at least {least:.15g}"] if least is not None else ["a finite number"]
+    wanted += [f"at most {most:.15g}"] if most is not None else []
+    wanted += [f"below {below:.15g}"] if below is not None else []
     raise OptionError(
-        f"{spelled(item.name)} {value:g} is out of range: it must be {' and '.join(wanted)}. It "
+        f"{spelled(item.name)} {value:.15g} is out of range: it must be {' and '.join(wanted)}. It "
         f"means: {item.metadata['help']}. Give a value in that range, or leave the option out for "
         f"the default ({item.default})."
     )
@@ -316,8 +316,17 @@ MAX_ENTRIES = 1_000
 MAX_DEPTH = 20
 
 
+# what YAML reads from a word without quotes
+PLAIN = [f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool", "timestamp")]
+_NO_NUMBER = re.compile(r"[-+]?0[0-9_]+|.*:.*")  # of YAML 1.1: 010 is 8 and 1:30 is 90
+
+
 class StrictLoader(yaml.SafeLoader):
     """Plain values only; refuses a key that comes twice, of which YAML takes the last."""
+
+    def resolve(self, kind: type[yaml.Node], value: str, implicit: Any) -> Any:
+        tag = super().resolve(kind, value, implicit)
+        return "tag:yaml.org,2002:str" if tag in PLAIN and _NO_NUMBER.fullmatch(value) else tag
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()

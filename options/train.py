@@ -228,7 +228,11 @@ class SharedOptions:
     )
     fp16: bool = option(False, "compute in float16", in_check=False)
     seed: int = option(
-        0, "seed of initialisation, order and dropout", at_least=0, to="train_model model"
+        0,
+        "seed of initialisation, order and dropout",
+        at_least=0,
+        at_most=10**12,
+        to="train_model model",
     )
     visual_gpu_ratio: float = free_option(
         0.0,

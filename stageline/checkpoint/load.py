@@ -237,7 +237,7 @@ def _read_by_library(
             loaded, info = cast("tuple[PreTrainedModel, dict[str, Any]]", found)
     except CheckpointError:
         raise
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ImportError, ValueError) as error:
         if is_out_of_memory(error):
             raise
         raise CheckpointMismatch(

@@ -469,12 +469,13 @@ def _is_of_a_run(folder: Path) -> bool:
 
 def _key(folders: Sequence[Path], settings: object) -> str:
     """Changes with any file; by content where a manifest has it, else by size and time."""
-    facts = [_facts(folder.expanduser().absolute()) for folder in folders]
+    facts = [folder_facts(folder.expanduser().absolute()) for folder in folders]
     text = json.dumps([facts, settings], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:_KEY_LENGTH]
 
 
-def _facts(folder: Path) -> object:
+def folder_facts(folder: Path) -> object:
+    """What changes with any file of a model folder: by content where a manifest has it."""
     if (folder / MANIFEST).exists():
         return read_manifest(folder)["sha256"]
     if name_of(folder) is not None:  # not all of it need be here yet

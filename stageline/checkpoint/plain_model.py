@@ -32,6 +32,7 @@ from stageline.checkpoint.files import (
     other_shape,
     weight_files,
 )
+from stageline.checkpoint.init import check_finite
 from stageline.checkpoint.layout import check_read
 from stageline.checkpoint.load import FLOATS, dtypes_of, integer_weights
 from stageline.data.images.images import CROSS_MASK, grow_cross_mask
@@ -99,7 +100,7 @@ def load_whole(
             ignore_mismatched_sizes=True,  # reported below
             **options,
         )
-    except (OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # the library raises what it likes
         raise _does_not_fit(folder, str(error).strip()[:500]) from error
     lacking = {
         name for name in info["missing_keys"] if may_lack is None or not name.startswith(may_lack)
@@ -108,6 +109,11 @@ def load_whole(
     why = misfits(lacking, info["unexpected_keys"] if is_strict else (), wrong)
     if why:
         raise _does_not_fit(folder, why)
+    check_finite(
+        model.named_parameters(),
+        what=f"weights of {folder}",
+        cure="Get these files anew, or take another model.",
+    )
     return model
 
 

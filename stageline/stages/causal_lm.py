@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -63,8 +64,10 @@ def refused_build(
     auto_class: type[_BaseAutoModelClass],
     attn_implementation: str | None,
     error: Exception,
-) -> UserError | None:
-    """What of the library's refusals to build a model is the user's to mend; None: nothing."""
+) -> UserError:
+    """The library's refusal to build a model as the user's error."""
+    if isinstance(error, UserError):
+        return error
     text = str(error)
     if isinstance(error, ValueError) and "Unrecognized configuration class" in text:
         return UserError(
@@ -85,7 +88,12 @@ def refused_build(
             f"{config.model_type} cannot be built ({' '.join(text.split())[:300]}). All packages "
             "that it needs were expected: install them."
         )
-    return None
+    return UserError(
+        f"transformers {transformers.__version__} builds no model from the config.json of type "
+        f"{config.model_type} ({type(error).__name__}: {' '.join(text.split())[:300]}). A config "
+        "of which it does was expected, because the stages are cut out of its model: correct it, "
+        "or take the one that belongs to the weights."
+    )
 
 
 def refuse_both_ways(whole: PreTrainedModel, layers: str) -> None:
@@ -230,11 +238,8 @@ class CausalLMStage(Spliced, StageModel):
         with torch.device("meta"):
             try:
                 return self.auto_class.from_config(config, dtype=dtype, **kwargs)
-            except (ValueError, ImportError) as error:
-                refusal = refused_build(config, self.auto_class, attn_implementation, error)
-                if refusal is None:
-                    raise
-                raise refusal from error
+            except Exception as error:  # the library raises what it likes
+                raise refused_build(config, self.auto_class, attn_implementation, error) from error
 
     def find_plan(self, whole: PreTrainedModel) -> SplitPlan:
         """How the whole model is split, by a rehearsal."""

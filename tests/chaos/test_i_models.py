@@ -25,7 +25,7 @@ from stageline.data.text.messages import Turn
 from stageline.data.text.processor import load_processor
 from stageline.data.text.rendered import Piece
 from stageline.data.text.template_trial import check_template
-from stageline.errors import UserError
+from stageline.errors import NonFiniteError, UserError
 from stageline.model_folder import load_config
 from tests.helpers.faulty_files import Canary, edit, refused, rewrite
 from tests.helpers.small_run import Job
@@ -265,6 +265,18 @@ def test_i05_wrong_values_in_a_config_name_the_file(values, folder):
         assert error.exit_code == 4 and str(folder / "config.json") in str(error)
 
 
+@pytest.mark.parametrize("way", ["builder", "export", "stage"])
+@pytest.mark.parametrize(
+    "values",
+    [{"hidden_act": "sluu"}, {"quantization_config": {"quant_method": "gptq", "bits": 4}}],
+    ids=["activation", "gptq"],
+)
+def test_i05_a_config_of_which_no_model_is_built_is_no_crash(values, way, folder):
+    edit(folder / "config.json", lambda config: config.update(values))
+    with pytest.raises(UserError, match="sluu|gptq|GPTQ"):
+        everything(folder)[way]()
+
+
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.2-1B", "gpt2", "/no/such/folder"])
 def test_i06_a_name_on_the_hub_is_refused_without_looking_there(name, monkeypatch):
     calls = []
@@ -305,6 +317,14 @@ def test_i07_evaluation_names_the_file(fault, folder):
     words = {"lost tensor": ("model.norm.weight",), "shape": ("up_proj", "40")}
     for way in ("builder", "export"):
         refused(everything(folder)[way], *words.get(fault, (file,)))
+
+
+@pytest.mark.parametrize("way", ["builder", "stage"])
+def test_i07_weights_that_are_no_numbers_answer_nothing(way, folder):
+    for file in folder.glob("model-*"):
+        rewrite(file, lambda state: [value.fill_(torch.nan) for value in state.values()])
+    with pytest.raises(NonFiniteError, match="are not finite: model"):
+        everything(folder)[way]()
 
 
 def test_i07_a_whole_folder_loads(folder):

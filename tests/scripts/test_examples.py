@@ -101,7 +101,7 @@ def words_of(path, models, folder):
         if name.endswith("-path"):
             words += [f"--{name}", str(path_here(value, models, folder))]
     smaller = list(SMALLER[command_of(path)])
-    if options_of(path).get("num-stages", 1) > 2:  # a micro-batch for each stage at least
+    if int(options_of(path).get("num-stages", 1)) > 2:  # a micro-batch for each stage at least
         smaller += ["--batch-size", "8"]
     if "group-size" in options_of(path):  # whole groups in a batch
         smaller += ["--group-size", "2"]
@@ -112,7 +112,7 @@ def run(path, models, folder):
     """Runs an example, once; the folder of its run."""
     if path.name not in _done:
         words = words_of(path, models, folder)
-        ranks = options_of(path).get("num-stages", 1)
+        ranks = int(options_of(path).get("num-stages", 1))
         name = command_of(path)
         door = COMMANDS[name].door
         entry = [str(ROOT / door)] if door else ["-m", "stageline", name]

@@ -172,12 +172,38 @@ def test_no_chat_template():
         ({"role": "a<|im_end|>", "content": "x"}, "the role"),
         ({"role": "assistant", "content": None, "tool_calls": [1]}, "the tool call 1"),
         ({"role": "user", "content": [{"type": "audio"}]}, "audio"),
+        ({"role": "assistant", "content": "x", "weight": 0.5}, "the weight 0.5. Expected is 0 or"),
+        ({"role": "assistant", "content": "x", "loss": "false"}, "the loss 'false'"),
     ],
 )
 def test_messages_that_cannot_be_used(message, reason):
     sample = {"source": "rows.jsonl:17", "messages": [message]}
     with pytest.raises(DataError, match=f"rows.jsonl:17.*{reason}"):
         chat(sample, "", processor=tiny_tokenizer())
+
+
+@pytest.mark.parametrize("name", ["loss", "train"])
+def test_an_answer_that_others_say_is_not_learnt(name):
+    turns = [{**turn, name: False} for turn in TURNS]
+    rendered = chat({"messages": turns}, "", processor=tiny_tokenizer())
+    assert not any(piece.is_target for piece in rendered.pieces)
+
+
+@pytest.mark.parametrize("system", [5, "Be short."])
+def test_a_system_message_is_not_left_out_in_silence(system):
+    turns = [{"role": "system", "content": "Be kind."}, *TURNS[-2:]]
+    with pytest.raises(DataError, match="`system` is"):
+        chat({"messages": turns, "system": system}, "", processor=tiny_tokenizer())
+    assert chat({"messages": turns, "system": "Be kind."}, "", processor=tiny_tokenizer()) == (
+        chat({"messages": turns}, "", processor=tiny_tokenizer())
+    )
+
+
+def test_a_row_that_the_template_refuses_is_named():
+    row = {"source": "rows.jsonl:17", "messages": TURNS}
+    tokenizer = tiny_tokenizer(chat_template="{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(DataError, match="rows.jsonl:17: .*refuses .*: roles must alternate"):
+        chat(row, "", processor=tokenizer)
 
 
 def test_text_after_the_answer_is_refused():

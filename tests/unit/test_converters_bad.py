@@ -46,6 +46,11 @@ BAD = {
         {"instruction": "Q", "chosen": "good"},
         "'rejected' is missing",
     ),
+    "a weight between": (
+        {"formatting": "sharegpt"},
+        {"conversations": [*_says(human="Q"), {"from": "gpt", "value": "A", "weight": 0.5}]},
+        "has the weight 0.5. 0 or 1 was expected",
+    ),
     "a label that is none": (
         {"formatting": "alpaca"},
         {"instruction": "Q", "output": "A", "kto_tag": "good"},

@@ -233,6 +233,14 @@ def test_pad_that_is_eos_is_still_learnt():
     assert _targets(encoded)[-1] == tokenizer.eos_token_id
 
 
+def test_a_tokenizer_without_an_end_is_told_of():
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.warns(UserWarning, match="won't learn to stop"):
+        encoded = TextEncoder(tokenizer).encode(Rendered((Piece("a", is_target=True),)))
+    assert len(encoded.input_ids) == 1 + len(TextEncoder(tokenizer).prefix)
+
+
 def test_no_second_bos_or_eos():
     tokenizer = tiny_tokenizer(adds_bos=True)
     rendered = Rendered((Piece("<s>hi"), Piece(" 7", is_target=True), Piece("</s>")))

@@ -1,6 +1,7 @@
 """infer.py: prompts of files and of the command line are answered as plain transformers does."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from options.command_line import gathered, read_config, read_words
 from stageline.data.rows.json_lines import PromptRows
 from stageline.errors import DataError
+from tests.helpers.faulty_files import rewrite
 from tests.helpers.small_run import ForkedRun, Job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +53,7 @@ def expected(model, messages):
 
 
 def test_texts_are_answered_as_by_transformers_and_asked_once(model, tmp_path):
+    model = shutil.copytree(model, tmp_path / "model")
     texts = ["Which digit, if any?", 'say "yes", or no']
     options = [word for text in texts for word in ("--text", text)]
     done = infer(model, tmp_path, *options).wait(200)
@@ -65,6 +68,12 @@ def test_texts_are_answered_as_by_transformers_and_asked_once(model, tmp_path):
     assert set(records(tmp_path)) == {*texts, "Question:"}
     assert len((tmp_path / "predictions.jsonl").read_text().splitlines()) == 3
     assert "> " not in done.out and "3 answers are in" in done.out
+    # other weights under the same name: their own answers, not the old ones
+    rewrite(model / "model.safetensors", lambda state: [one.neg_() for one in state.values()])
+    done = infer(model, tmp_path, *options).wait(200)
+    assert done.code == 0, done.err
+    wanted = expected(model, [{"role": "user", "content": texts[0]}])
+    assert records(tmp_path)[texts[0]]["prediction"] == wanted != found[texts[0]]["prediction"]
 
 
 def test_rows_without_answers_are_answered_by_template_or_messages(model, tmp_path):

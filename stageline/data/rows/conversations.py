@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from stageline.data.text.messages import weight_of
 from stageline.errors import DataError, UserError
 
 Message = dict[str, Any]
@@ -315,7 +316,7 @@ def _read_message(message: Any, tags: Tags, *, place: str) -> Message:
         raise bad_row(f"{place} has the {tags.role} {came}", f"One of {wanted} was", why)
     content = message.get(tags.content)
     if role == _CALL:
-        return {**_read_calls(content, place=place), **_weight(message)}
+        return {**_read_calls(content, place=place), **_weight(message, place)}
     read: Message = {"role": role, "content": None}
     if role == "assistant":
         read.update(_answer_fields(message, place))
@@ -335,7 +336,7 @@ def _tags_of(message: Any, default: Tags) -> Tags:
 
 
 def _answer_fields(message: Mapping[str, Any], place: str) -> Message:
-    fields = _weight(message)
+    fields = _weight(message, place)
     calls = message.get("tool_calls")
     if not calls and isinstance(message.get("function_call"), Mapping):
         calls = [message["function_call"]]  # as OpenAI wrote it before tool_calls
@@ -350,12 +351,13 @@ def _answer_fields(message: Mapping[str, Any], place: str) -> Message:
     return fields
 
 
-def _weight(message: Mapping[str, Any]) -> Message:
-    """Weight 0 for an answer that is not learnt, by OpenAI's name or others'."""
-    for name in ("weight", "loss", "train"):
-        if isinstance(message.get(name), bool | int | float):
-            return {} if message[name] else {"weight": 0}
-    return {}
+def _weight(message: Mapping[str, Any], place: str) -> Message:
+    """Weight 0 for an answer that is not learnt."""
+    name, weight = weight_of(message)
+    if weight not in (0, 1):
+        came = f"{place} has the {name} {shown(weight)}"
+        raise bad_row(came, "0 or 1 was", "an answer is learnt or is not")
+    return {} if weight else {"weight": 0}
 
 
 def _content(content: Any, read: Message, *, place: str) -> Any:

@@ -155,6 +155,8 @@ def _needs_converter(data: dict[str, Any]) -> bool:
         return False  # the answers of a template
     if "conversations" in there or {"chosen", "rejected"} <= there:
         return True
+    if {"messages", "instruction"} <= there:
+        return True  # refused there: which one is it?
     if {"prompt", "completion"} <= there and not _has_text(data):
         return True
     if "instruction" in there:
@@ -191,7 +193,22 @@ def image_names(source: str, sample: dict[str, Any]) -> list[str] | None:
             f"{source}: the image is {names!r}. A file name or a list of them was expected, "
             "because images are read from files: correct the row."
         )
+    unread = {"videos", "audios"} if names else {"videos", "video", "audios", "audio"}
+    unread -= {"videos"} if "video" in _part_kinds(sample.get("messages")) else set()
+    if there := sorted(name for name in unread if sample.get(name)):
+        raise DataError(
+            f"{source}: the row has {there[0]}, which its text has no place for. Images were "
+            "expected, or videos beside messages or an instruction, because nothing else is shown "
+            "to the model: write it so, or take the field out."
+        )
     return names or None
+
+
+def _part_kinds(messages: Any) -> set[Any]:
+    """The types of the content parts of messages."""
+    contents = [one.get("content") for one in messages or () if isinstance(one, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return {part.get("type") for part in parts if isinstance(part, dict)}
 
 
 def _message_images(messages: Any) -> list[Any]:

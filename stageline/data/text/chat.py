@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 from stageline.data.text.chat_template import (
     CLOSE,
+    LEFT_OUT,
     OPEN,
     TOOLS,
     ChatTemplate,
@@ -34,15 +35,14 @@ from stageline.data.text.chat_template import (
     Masking,
     TextSlot,
     messages_of,
+    not_followed,
     whole,
 )
 from stageline.data.text.messages import SYSTEM_ROLES, Tool, Turn
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.data.text.tool_forms import forms_of
-from stageline.errors import UserError
 
 Learnt = Literal["answers", "all", "all_but_system"]
-LEFT_OUT = "it leaves out or changes"
 _MOST_ROLES = 1024  # sequences of roles that are kept
 
 
@@ -427,6 +427,7 @@ def render_chat(
     template_options: dict[str, Any] | None = None,
     tools: Sequence[Tool] = (),
     learnt: Learnt = "answers",
+    source: str = "",
 ) -> Rendered:
     """The conversation as the model's chat template writes it.
 
@@ -440,8 +441,10 @@ def render_chat(
         template_options: variables of the template, such as enable_thinking.
         tools: descriptions of tools, for the template.
         learnt: the answers; or everything but images, with the system message or without.
+        source: the row, by its file and line.
 
     Raises:
+        DataError: the template itself refuses the row (raise_exception).
         UserError: there is no chat template, or it changes contents in a way that can't be
             followed.
         CheckpointError: the template takes too long, too much memory, or tries to break out.
@@ -454,17 +457,7 @@ def render_chat(
         if result is not None:
             _warn_once(template.name, note)
             return result
-    # what begins so may only say that the template takes contents in the other form
-    others = [reason for reason in reasons if not reason.startswith(LEFT_OUT)]
-    raise UserError(
-        f"the chat template of {template.name} cannot be followed: "
-        f"{'; '.join(dict.fromkeys(others or reasons))}. A "
-        "template that puts each content, whole or trimmed, into its text was expected, and "
-        "answers that begin where its prompt for generation ends, because otherwise it isn't "
-        "known which tokens are the answer: use another chat template (a chat_template.jinja in "
-        "the folder of `processor_path`), other `prompt_fn.template_options` (enable_thinking "
-        "...), rows without what it does not write, or a plain template (`prompt_fn` fill)."
-    )
+    raise not_followed(template.name, reasons, source=source)
 
 
 @dataclass(frozen=True)

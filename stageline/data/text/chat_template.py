@@ -23,7 +23,9 @@ from stageline.data.text.rendered import Piece
 from stageline.data.text.template_reading import only_writes_contents
 from stageline.data.text.template_trial import check_template
 from stageline.data.text.tokenizers import any_of
-from stageline.errors import UserError
+from stageline.errors import DataError, UserError
+
+LEFT_OUT = "it leaves out or changes"  # so begins a reason
 
 Message = dict[str, Any]
 Form = Literal["text", "list"]
@@ -171,6 +173,32 @@ class ChatTemplate:
         self.layouts.move_to_end(key)
         while len(self.layouts) > _MOST_LAYOUTS:
             self.layouts.popitem(last=False)
+
+
+def not_followed(name: str, reasons: Sequence[str], *, source: str) -> UserError:
+    """What a conversation gets that a template refuses, or writes in no way that is understood.
+
+    Args:
+        source: the row, by its file and line; empty: nobody wrote it into a file.
+    """
+    # what begins so may only say that the template takes contents in the other form
+    others = [reason for reason in reasons if not reason.startswith(LEFT_OUT)] or reasons
+    refused = next((one for one in others if one.startswith("TemplateError: ")), None)
+    if refused and source:  # by its raise_exception
+        return DataError(
+            f"{source}: the chat template of {name} refuses the conversation: "
+            f"{refused.partition(': ')[2]}. Messages as the template wants them were expected, "
+            "because it writes each role in its own way: correct the row, or use another template."
+        )
+    return UserError(
+        f"the chat template of {name} cannot be followed{source and f' in {source}'}: "
+        f"{'; '.join(dict.fromkeys(others))}. A "
+        "template that puts each content, whole or trimmed, into its text was expected, and "
+        "answers that begin where its prompt for generation ends, because otherwise it isn't "
+        "known which tokens are the answer: use another chat template (a chat_template.jinja in "
+        "the folder of `processor_path`), other `prompt_fn.template_options` (enable_thinking "
+        "...), rows without what it does not write, or a plain template (`prompt_fn` fill)."
+    )
 
 
 def template_of(processor: Any) -> Any:

@@ -14,6 +14,7 @@ take a quarter of its time.
 import bisect
 import itertools
 import os
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -196,6 +197,12 @@ class _TokenBytes(dict[int, bytes]):
         return self[token_id]
 
 
+NO_END = (
+    "the tokenizer has no end-of-sequence token, so answers are learnt without an end and the "
+    "model won't learn to stop: name one as eos_token in its tokenizer_config.json"
+)
+
+
 class TextEncoder:
     """Encodes with one tokenizer; use `TextEncoder.of`, which keeps one for each.
 
@@ -232,6 +239,7 @@ class TextEncoder:
         self._borders = _borders(self.tokenizer, self.reserved)
         self._heads: dict[str, tuple[str, list[int]]] = {}
         self._plain: PlainTokenizer | None = None
+        self._has_warned = False
 
     @classmethod
     def of(cls, processor: Any) -> "TextEncoder":
@@ -400,7 +408,12 @@ class TextEncoder:
             for marks in encoded.marks:
                 marks[:0] = [False] * len(self.prefix)
         eos_id = self.tokenizer.eos_token_id
-        if for_generation or eos_id is None or not any(is_target):
+        if for_generation or not any(is_target):
+            return
+        if eos_id is None:
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(NO_END, stacklevel=2)
             return
         if ids[-1] == eos_id:  # the template ends with it
             is_target[-1] = True

@@ -15,8 +15,9 @@ from stageline.errors import DataError, UserError
 Tool = dict[str, Any]
 SYSTEM_ROLES = ("system", "developer")
 _KNOWN_FIELDS = {
-    *("role", "content", "name", "weight", "reasoning_content", "tool_calls", "tool_call_id"),
+    *("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"),
 }
+WEIGHTS = ("weight", "loss", "train")  # OpenAI's name and others': whether an answer is learnt
 _PLAIN = {"role", "content"}
 _IMAGE_TYPES = ("image", "image_url")
 
@@ -83,9 +84,14 @@ def turns_of(
     has_messages = sample.get("messages") is not None
     turns = _from_messages(sample) if has_messages else _from_template(sample, prompt)
     own_system = sample.get("system")
-    text = own_system if isinstance(own_system, str) else system
+    if not isinstance(own_system, str | None):
+        raise _bad(sample, f"`system` is {own_system!r}", "text, the system message")
+    text = system if own_system is None else own_system
     if text and turns[0].role not in SYSTEM_ROLES:
         turns.insert(0, Turn("system", (Piece(text, is_user=text is own_system),)))
+    elif own_system and own_system != "".join(piece.text for piece in turns[0].pieces):
+        came = f"`system` is {own_system!r}, and the first message is another system message"
+        raise _bad(sample, came, "one of them")
     if for_generation and turns[-1].role == "assistant":
         turns.pop()
     return turns
@@ -190,7 +196,8 @@ def _turn(sample: Mapping[str, Any], number: int, message: Any) -> Turn:
     is_answer = role == "assistant"
     if message.keys() == _PLAIN and isinstance(message["content"], str):  # nothing to check further
         return Turn(role, (Piece(message["content"], True, is_answer),), is_answer)
-    unknown = sorted(key for key, value in message.items() if value and key not in _KNOWN_FIELDS)
+    known = _KNOWN_FIELDS.union(WEIGHTS)
+    unknown = sorted(key for key, value in message.items() if value and key not in known)
     if unknown:
         raise _bad(
             sample, f"{place} has the fields {', '.join(unknown)}", "those of a chat message"
@@ -198,8 +205,10 @@ def _turn(sample: Mapping[str, Any], number: int, message: Any) -> Turn:
     for field in ("name", "tool_call_id"):
         if message.get(field) is not None and not isinstance(message[field], str):
             raise _bad(sample, f"{place} has the {field} {message[field]!r}", "text")
-    weight = message.get("weight")
-    is_target = is_answer and (weight is None or bool(weight))
+    name, weight = weight_of(message)
+    if weight not in (0, 1):
+        raise _bad(sample, f"{place} has the {name} {weight!r}", "0 or 1: it is learnt or is not")
+    is_target = is_answer and bool(weight)
     calls = calls_of(sample, place, message)
     reasoning = message.get("reasoning_content") or ""
     if not isinstance(reasoning, str) or (reasoning and role != "assistant"):
@@ -220,6 +229,12 @@ def _turn(sample: Mapping[str, Any], number: int, message: Any) -> Turn:
         tool_calls=calls,
         tool_call_id=message.get("tool_call_id"),
     )
+
+
+def weight_of(message: Mapping[str, Any]) -> tuple[str, Any]:
+    """The field that says whether an answer is learnt, and what it says; 1 where none does."""
+    found = ((name, message[name]) for name in WEIGHTS if message.get(name) is not None)
+    return next(found, ("weight", 1))
 
 
 def _piece(sample: Mapping[str, Any], place: str, part: Any, is_target: bool) -> Piece:
