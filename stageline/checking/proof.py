@@ -63,6 +63,10 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 PACKED = 19  # tokens of a sample: above each window of a copy, no multiple of one
 
 
+class _LooksAhead(Exception):
+    """The whole model is no decoder."""
+
+
 @dataclass(frozen=True)
 class Proof:
     """What a comparison found.
@@ -163,6 +167,8 @@ def _prove(split: SplitToProve, mode: str, say: Callable[[str], None]) -> None:
     started = time.perf_counter()
     try:
         proof, reference = _compare(split, small, partition)
+    except _LooksAhead as error:
+        raise UserError(str(error)) from error
     except Exception as error:  # a copy that cannot run, that cannot be saved, or read again
         say_unproven(error, say)
         return
@@ -288,6 +294,30 @@ def _compare(
         return proof, reference
 
 
+@torch.no_grad()
+def _check_looks_back(whole: Any, batch: MicroBatch) -> None:
+    """Refuses a model in which what comes before a token changes with it.
+
+    The configuration of some tells so (`check_looks_back`); here the numbers do.
+    """
+    inputs = {name: value[:1] for name, value in model_inputs(batch).items()}
+    ids_1T = inputs["input_ids"]
+    changed_1T = ids_1T.clone()
+    changed_1T[0, -1] = next(one for one in ordinary_ids(whole.config) if one != ids_1T[0, -1])
+    whole.eval()
+    before, after = (
+        whole(**{**inputs, "input_ids": ids}, use_cache=False).logits[0, -ids_1T.shape[1] : -1]
+        for ids in (ids_1T, changed_1T)
+    )
+    whole.train()
+    if _apart(before, after, before.abs().max().item()) > TOLERANCES[torch.float32]:
+        raise _LooksAhead(
+            f"{type(whole).__name__} looks ahead: what it says of a token changes with those that "
+            "follow. A decoder was expected, because a token that sees the next one learns nothing "
+            "by predicting it, and has nothing to answer with. Choose another model."
+        )
+
+
 def _refuse_large(build: Callable[..., Any]) -> None:
     try:
         outline = build(0, 1, torch.float32, device="meta")
@@ -371,6 +401,8 @@ def _compare_with_whole(
         found = _run_stages(stages, batches)
     except Exception as error:
         raise RuntimeError(f"its stages: {_said(error)}") from error
+    if kind == "text" and is_library:
+        _check_looks_back(whole, batches[0])
     limit = TOLERANCES[dtype]
     loss = max(
         _apart(torch.tensor(one), torch.tensor(other), abs(other) or 1.0)

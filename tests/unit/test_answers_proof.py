@@ -13,7 +13,7 @@ from stageline.errors import UserError
 from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.stages import causal_lm
 
-PICTURES = {"qwen2_vl", "gemma3", "internvl"}
+PICTURES = ("qwen2_vl", "gemma3", "internvl")
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from transformers import CONFIG_MAPPING
 
 from pp_models import CausalLMStage, VisionLanguageStage
 from stageline.checking import proof
+from stageline.checking.family_configs import family_config
 from stageline.checking.proof import SplitToProve, prove_split
 from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.layout import Ranks
@@ -54,6 +55,11 @@ def test_the_users_multipliers_are_in_the_copy(tmp_path):
     unscaled = granite()
     unscaled.embedding_multiplier = 1.0  # then there is nothing wrong
     assert "equals" in prove(tmp_path, Twice, unscaled, 3)
+
+
+def test_a_model_that_looks_ahead_is_refused(tmp_path):
+    with pytest.raises(UserError, match="CpmAntForCausalLM looks ahead"):
+        prove(tmp_path, CausalLMStage, family_config("cpmant"))
 
 
 def test_a_gradient_that_stops_at_a_border_is_seen(tmp_path):
