@@ -18,6 +18,7 @@ import torch
 from transformers import PretrainedConfig
 
 from stageline import progress
+from stageline.checking import proof
 from stageline.checking.batches import ordinary_ids
 from stageline.checking.proof import (
     SplitToProve,
@@ -39,6 +40,7 @@ from stageline.model_folder import load_config
 from stageline.stage import Stage
 from stageline.stages.discover import cache_folder, keep_record
 
+CODE = (*proof.CODE, "inference/decoding/*.py")
 UNPROVEN = "answers were not compared with those of the whole model"
 LENGTHS = (9, 4, 7)  # tokens of prompts; the last one comes later, is read in pieces and copied
 NUM_TOKENS = 6  # of each answer; the longest go beyond the window of a copy
@@ -72,7 +74,7 @@ def _prove(split: SplitToProve, mode: str, say: Callable[[str], None]) -> None:
         partition = tiny_partition(layers_of(split, config), layer_period(config))
         small = shrink_config(config, num_layers=sum(partition))
         _choose_all_keys(small)
-        facts = {**facts_of(split, small, partition), "answers": [*LENGTHS, NUM_TOKENS]}
+        facts = {**facts_of(split, small, partition, CODE), "answers": [*LENGTHS, NUM_TOKENS]}
         name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
         record = cache_folder() / "proofs" / f"{name}.json"
         if mode == "auto" and is_proven(record):

@@ -535,7 +535,10 @@ def _said(error: Exception) -> str:
 
 
 def facts_of(
-    split: SplitToProve, small: PretrainedConfig, partition: Sequence[int]
+    split: SplitToProve,
+    small: PretrainedConfig,
+    partition: Sequence[int],
+    code: Sequence[str] = CODE,
 ) -> dict[str, Any]:
     """All that a comparison depends on, as JSON has it."""
     told = small.to_dict()
@@ -547,14 +550,14 @@ def facts_of(
         "part": split.name,
         "options": {name: str(value) for name, value in sorted(split.options.items())},
         "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
-        "code": _code_of(split.part),
+        "code": _code_of(split.part, code),
     }
 
 
-def _code_of(part: Callable[..., Any]) -> str:
+def _code_of(part: Callable[..., Any], code: Sequence[str]) -> str:
     """A sum of the code that splits: the engine's, the shelf's, and the part's own file."""
     package = Path(__file__).resolve().parents[1]
-    files = {file for pattern in CODE for file in package.glob(pattern)}
+    files = {file for pattern in code for file in package.glob(pattern)}
     owner = getattr(part, "__self__", None)
     one: Any
     for one in (part, *(owner.__mro__ if isinstance(owner, type) else ())):
