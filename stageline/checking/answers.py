@@ -7,8 +7,6 @@ row alone, which remembers nothing.
 Shapes: T tokens, V vocabulary.
 """
 
-import hashlib
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,23 +20,21 @@ from stageline.checking import proof
 from stageline.checking.batches import ordinary_ids
 from stageline.checking.proof import (
     SplitToProve,
+    cut_down,
     facts_of,
     is_proven,
-    layers_of,
+    record_of,
     say_unproven,
-    tiny_partition,
 )
 from stageline.checking.reference import run_library_model, run_stage_model
 from stageline.checking.setup import copies, copy_weights, library_class, randomise
-from stageline.checking.shrink import layer_period, shrink_config
 from stageline.checkpoint.layout import Ranks
 from stageline.errors import UserError
 from stageline.inference.decoding.chain import LocalChain
 from stageline.inference.decoding.request import PassOrder, Sampling, error_of, together
 from stageline.inference.decoding.stage_decoder import StageDecoder
-from stageline.model_folder import load_config
 from stageline.stage import Stage
-from stageline.stages.discover import cache_folder, keep_record
+from stageline.stages.discover import keep_record
 
 CODE = (*proof.CODE, "inference/decoding/*.py")
 UNPROVEN = "answers were not compared with those of the whole model"
@@ -70,13 +66,10 @@ def prove_answers(
 @progress.doing("proof of answers")
 def _prove(split: SplitToProve, mode: str, say: Callable[[str], None]) -> None:
     try:
-        config = load_config(str(split.config_path), trust_remote_code=split.trust_remote_code)
-        partition = tiny_partition(layers_of(split, config), layer_period(config))
-        small = shrink_config(config, num_layers=sum(partition))
+        small, partition = cut_down(split)
         _choose_all_keys(small)
         facts = {**facts_of(split, small, partition, CODE), "answers": [*LENGTHS, NUM_TOKENS]}
-        name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-        record = cache_folder() / "proofs" / f"{name}.json"
+        record = record_of(facts)
         if mode == "auto" and is_proven(record):
             return
         started = time.perf_counter()

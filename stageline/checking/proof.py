@@ -150,9 +150,7 @@ def prove_split(
 @progress.doing("proof of the split")
 def _prove(split: SplitToProve, mode: str, say: Callable[[str], None]) -> None:
     try:
-        config = load_config(str(split.config_path), trust_remote_code=split.trust_remote_code)
-        partition = tiny_partition(layers_of(split, config), layer_period(config))
-        small = shrink_config(config, num_layers=sum(partition))
+        small, partition = cut_down(split)
         _tell_routers(small, split.options)
     except Exception as error:
         # what is wrong with the model's folder is said where it is read
@@ -160,8 +158,7 @@ def _prove(split: SplitToProve, mode: str, say: Callable[[str], None]) -> None:
             say_unproven(error, say)
         return
     facts = facts_of(split, small, partition)
-    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-    record = cache_folder() / "proofs" / f"{name}.json"
+    record = record_of(facts)
     if mode == "auto" and is_proven(record):
         return
     started = time.perf_counter()
@@ -220,8 +217,14 @@ def say_unproven(error: Exception, say: Callable[[str], None], what: str = UNPRO
     say(f"note: {what} on a cut-down copy: {text[:400]}")
 
 
-def layers_of(split: SplitToProve, config: PretrainedConfig) -> list[int]:
-    """Layers of each stage of text, as the run has them."""
+def cut_down(split: SplitToProve) -> tuple[PretrainedConfig, list[int]]:
+    """The configuration of a copy, and the layers of its stages."""
+    config = load_config(str(split.config_path), trust_remote_code=split.trust_remote_code)
+    partition = tiny_partition(_layers(split, config), layer_period(config))
+    return shrink_config(config, num_layers=sum(partition)), partition
+
+
+def _layers(split: SplitToProve, config: PretrainedConfig) -> list[int]:
     text = config.get_text_config(decoder=True)
     layers = stage_layers(
         list(split.partition) if split.partition is not None else None,
@@ -569,6 +572,12 @@ def _code_of(part: Callable[..., Any], code: Sequence[str]) -> str:
     for file in sorted(files):
         found.update(file.name.encode() + b"\0" + file.read_bytes())
     return found.hexdigest()
+
+
+def record_of(facts: Mapping[str, Any]) -> Path:
+    """Where a comparison is kept, by what it depends on."""
+    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    return cache_folder() / "proofs" / f"{name}.json"
 
 
 def is_proven(record: Path) -> bool:
