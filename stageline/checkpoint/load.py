@@ -235,7 +235,7 @@ def _read_by_library(
             )
             # its annotation leaves out what output_loading_info adds
             loaded, info = cast("tuple[PreTrainedModel, dict[str, Any]]", found)
-    except CheckpointError:
+    except UserError:
         raise
     except (RuntimeError, OSError, ImportError, ValueError) as error:
         if is_out_of_memory(error):

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stageline.data.text.messages import weight_of
 from stageline.errors import DataError, UserError
 
 Message = dict[str, Any]
+WEIGHTS = ("weight", "loss", "train")  # OpenAI's name and others': whether an answer is learnt
 FORMATTINGS = ("auto", "alpaca", "sharegpt", "openai", "text")
 # the columns that hold the text of each format; names as in dataset_info.json
 _TEXT_COLUMNS = {
@@ -349,6 +349,12 @@ def _answer_fields(message: Mapping[str, Any], place: str) -> Message:
             fields["reasoning_content"] = message[name]
             break
     return fields
+
+
+def weight_of(message: Mapping[str, Any]) -> tuple[str, Any]:
+    """The field that says whether an answer is learnt, and what it says; 1 where none does."""
+    found = ((name, message[name]) for name in WEIGHTS if message.get(name) is not None)
+    return next(found, ("weight", 1))
 
 
 def _weight(message: Mapping[str, Any], place: str) -> Message:

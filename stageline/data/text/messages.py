@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from stageline.data.rows.conversations import WEIGHTS, weight_of
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.data.text.template import fill_parts, parse_template, slot_value
 from stageline.errors import DataError, UserError
@@ -17,7 +18,6 @@ SYSTEM_ROLES = ("system", "developer")
 _KNOWN_FIELDS = {
     *("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"),
 }
-WEIGHTS = ("weight", "loss", "train")  # OpenAI's name and others': whether an answer is learnt
 _PLAIN = {"role", "content"}
 _IMAGE_TYPES = ("image", "image_url")
 
@@ -229,12 +229,6 @@ def _turn(sample: Mapping[str, Any], number: int, message: Any) -> Turn:
         tool_calls=calls,
         tool_call_id=message.get("tool_call_id"),
     )
-
-
-def weight_of(message: Mapping[str, Any]) -> tuple[str, Any]:
-    """The field that says whether an answer is learnt, and what it says; 1 where none does."""
-    found = ((name, message[name]) for name in WEIGHTS if message.get(name) is not None)
-    return next(found, ("weight", 1))
 
 
 def _piece(sample: Mapping[str, Any], place: str, part: Any, is_target: bool) -> Piece:
