@@ -301,7 +301,7 @@ def _compare(
 def _check_looks_back(whole: Any, batch: MicroBatch) -> None:
     """Refuses a model in which what comes before a token changes with it.
 
-    The configuration of some tells so (`check_looks_back`); here the numbers do.
+    The configuration of some tells so (`refuse_both_ways`); here the numbers do.
     """
     inputs = {name: value[:1] for name, value in model_inputs(batch).items()}
     ids_1T = inputs["input_ids"]

@@ -170,18 +170,6 @@ def can_be_cut(config: PretrainedConfig) -> bool:
     )
 
 
-def check_looks_back(config: PretrainedConfig) -> None:
-    """Refuses an encoder: of a model of BERT's kind, or XLM's, the configuration tells."""
-    names = [name for name in ("is_decoder", "causal") if getattr(config, name, None) is False]
-    # GPT-NeoX has the first one and is a decoder whatever it says
-    if "causal" in names or (names and hasattr(config, "add_cross_attention")):
-        raise UserError(
-            f"the configuration of the {config.model_type} model has {names[-1]} false: each token "
-            "would see those after it, which it is to predict. A decoder was expected: choose "
-            f"another model, or set {names[-1]} to true in config.json if it was trained as one."
-        )
-
-
 Batch = dict[str, torch.Tensor]
 Tensors = tuple[torch.Tensor, ...]
 
@@ -243,7 +231,6 @@ class CausalLMStage(Spliced, StageModel):
 
     def find_plan(self, whole: PreTrainedModel) -> SplitPlan:
         """How the whole model is split, by a rehearsal."""
-        check_looks_back(whole.config)
         return plan_of(whole, run_whole, kind="logits", sizes=self.sizes)
 
     def find_paths(self, whole: PreTrainedModel) -> ModelPaths:

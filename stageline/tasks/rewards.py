@@ -107,9 +107,15 @@ def right_choice(sample: Sample) -> int:
         DataError: there is none.
     """
     choices = list(map(str, sample.get("choices") or ()))
+    if not choices:
+        raise DataError(
+            f"sample {sample.get('source') or sample.get('id')} has no `choices`. A list was "
+            "expected, because the right one is looked for in it: add the field, or choose a "
+            "metric, or rewards, that need none."
+        )
     right: Any = sample.get("answer_index")
     answer = (sample.get("answers") or [sample.get("answer")])[0]
-    if right is None and answer is not None and choices:
+    if right is None and answer is not None:
         text = str(answer)
         right = choices.index(text) if text in choices else answer
         right = right if type(right) is int else parse_choice(text, choices)

@@ -21,7 +21,6 @@ from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.inference.generation import ScoredRow, generate, score_rows
 from stageline.inference.model_bytes import AnswerLoad, answer_cost
 from stageline.model_folder import special_tokens
-from stageline.stages.causal_lm import CausalLMStage
 from stageline.stages.example_batch import picture_batch
 from tests.helpers.decoded_models import text_prompts
 from tests.helpers.decoding_engines import built_stages, local_engine
@@ -166,12 +165,3 @@ def test_a_prompt_that_is_read_in_both_directions_is_refused(tmp_path):
     )
     processor = transformers.PaliGemmaProcessor(image_processor=images, tokenizer=tokenizer)
     assert ImageExpander.of(processor).side_inputs([(20, 30)]) == {}
-
-
-@pytest.mark.parametrize(("family", "field"), [("bert", "is_decoder"), ("xlm", "causal")])
-def test_an_encoder_is_refused(family, field):
-    config, _ = make(family)
-    CausalLMStage(config, stage=0, num_stages=1)
-    setattr(config, field, False)
-    with pytest.raises(UserError, match=f"{field} false: each token would see those after it"):
-        CausalLMStage(config, stage=0, num_stages=1)
