@@ -281,10 +281,7 @@ class StageBuilder:
         """
         from stageline.checking.proof import prove_packing
 
-        def prove() -> None:
-            prove_packing(self._split(), rows=rows, say=say)
-
-        ranks.together(prove if ranks.rank == 0 else lambda: None)
+        ranks.on_first(lambda: prove_packing(self._split(), rows=rows, say=say))
 
     def _split(self) -> "SplitToProve":
         from stageline.checking.proof import SplitToProve, options_of_proof

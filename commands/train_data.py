@@ -219,11 +219,12 @@ def read_anew(arguments: TrainArguments, data: Data) -> dict[str, object]:
     run, answers = arguments.run, bool(arguments.parts["loss_fn"].facts["samples_answers"])
     processor = run.processor_path or run.model_path or run.config_folder
     folders = run.config_folder, processor, *(run.adapter_path or ())
+    told = {one: files_fingerprint(one, answers=answers) for one in dict.fromkeys(folders)}
     owners = data.processor, get_tokenizer(data.processor)
     texts = [data.texts["prompt"], *(getattr(one, "chat_template", None) for one in owners)]
     return {
         START: start_weights(run),
-        FILES: [files_fingerprint(folder, answers=answers) for folder in folders],
+        FILES: [told[folder] for folder in folders],
         TEXTS: hashlib.sha256(repr(texts).encode()).hexdigest(),
     }
 

@@ -70,9 +70,8 @@ def read_options(text: str) -> tuple[Any, dict[str, int]]:
                 if isinstance(value, yaml.CollectionNode):
                     _read_numbers(value)
                 elif value.style is None and value.tag in PLAIN:
-                    value.tag = (
-                        _STR  # as typed until its option's type is known: 1.50 may be a name
-                    )
+                    # as typed until its option's type is known: 1.50 may be a name
+                    value.tag = _STR
         return (None if node is None else loader.construct_document(node)), lines
     except RecursionError:
         raise yaml.YAMLError(f"it is nested more than {MAX_DEPTH} deep") from None

@@ -91,7 +91,7 @@ def files_fingerprint(path: str | Path, *, answers: bool = False) -> str:
     """
     told = hashlib.sha256()
     folder = find_folder(path)
-    patterns = [*_DECIDING, *["generation_config.json"][: int(answers)]]
+    patterns = [*_DECIDING, "generation_config.json"] if answers else _DECIDING
     for file in sorted({file for pattern in patterns for file in folder.glob(pattern)}):
         if file.is_file():
             told.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()} ".encode())

@@ -23,6 +23,7 @@ from stageline.checking.proof import (
     cut_down,
     facts_of,
     is_proven,
+    library_model,
     record_of,
     say_unproven,
 )
@@ -60,7 +61,7 @@ def prove_answers(
     Raises:
         UserError: they differ; says where.
     """
-    ranks.together(lambda: _prove(split, mode, say) if ranks.rank == 0 else None)
+    ranks.on_first(lambda: _prove(split, mode, say))
 
 
 @progress.doing("proof of answers")
@@ -87,7 +88,7 @@ def _prove(split: SplitToProve, mode: str, say: Callable[[str], None]) -> None:
             "model of your own may say `can_decode` False: each token then reads its whole row. "
             "Or let the library answer (device_map); `prove_split` never answers as it is."
         )
-    keep_record(record, {"model": small.model_type, "gradient": gap, "facts": facts})
+    keep_record(record, {"model": small.model_type, "gap": gap, "facts": facts})
     say(
         f"answers of {small.model_type}, cut down to {sum(partition)} layers on {len(partition)} "
         f"stages, equal the whole model's (within {gap:.0e} of a log-probability): "
@@ -107,16 +108,13 @@ def _compare(
     split: SplitToProve, small: PretrainedConfig, partition: Sequence[int]
 ) -> tuple[float, str]:
     """The largest difference, and of what."""
-    is_ours = split.part.__module__ == "pp_models" and not hasattr(split.part, "__self__")
     auto_class = library_class(small, trust_remote_code=split.trust_remote_code)
     with copies(split, small, partition) as build:
         torch.manual_seed(0)
-        if auto_class is None or not is_ours:  # a user's part may be meant to differ
+        if auto_class is None or not split.is_ours:
             whole, forward = build(0, 1, torch.float32), run_stage_model
         else:
-            told = {"trust_remote_code": split.trust_remote_code}
-            kernel = {k: v for k, v in split.options.items() if k == "attn_implementation"}
-            whole = auto_class.from_config(small, dtype=torch.float32, **told, **kernel)
+            whole = library_model(split, small, auto_class, torch.float32)
             forward = run_library_model
         randomise(whole)
         stages = [build(stage, len(partition), torch.float32) for stage in range(len(partition))]

@@ -374,8 +374,7 @@ def check_split(
     with tempfile.TemporaryDirectory(prefix="stageline_check_") as own_folder:
         folder = Path(ranks.gather(own_folder)[0])  # of rank 0, on this machine
         make = functools.partial(prepare, source, folder, layers=layers, reference=reference)
-        found = ranks.together(lambda: make(**options) if ranks.rank == 0 else None)
-        preparation = found[0]
+        preparation = ranks.on_first(lambda: make(**options))
         assert preparation is not None  # rank 0 made one
         report.notes += preparation.notes
         stages, with_whole = schedule.stages_of(context.pp_rank), ranks.rank == 0

@@ -139,7 +139,7 @@ def _compare(
         whole = ranks.gather(None if single is None else single.held)[0]
     check_names(found, whole)
     if found[0].whole is None and checkpoint is not None:
-        ranks.together(lambda: _check_files(found, checkpoint) if ranks.rank == 0 else None)
+        ranks.on_first(lambda: _check_files(found, checkpoint))
 
 
 def _names_or_none(outline: Outline, stage: int, num_stages: int) -> StageNames | None:

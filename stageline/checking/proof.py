@@ -109,6 +109,11 @@ class SplitToProve:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def is_ours(self) -> bool:
+        """Whether the part is of the shelf; a user's may be meant to differ from the library's."""
+        return self.part.__module__ == "pp_models" and not hasattr(self.part, "__self__")
+
+    @property
     def name(self) -> str:
         owner = getattr(self.part, "__self__", self.part)
         return getattr(owner, "__qualname__", type(owner).__name__)
@@ -144,7 +149,7 @@ def prove_split(
     """
     if split.num_stages == 1:
         return
-    ranks.together(lambda: _prove(split, mode, say) if ranks.rank == 0 else None)
+    ranks.on_first(lambda: _prove(split, mode, say))
 
 
 @progress.doing("proof of the split")
@@ -284,13 +289,8 @@ def _compare(
         if auto_class is None or split.gives_scores:
             _refuse_large(build)
             return with_itself(), "the part on one stage"
-        told: dict[str, Any] = {"trust_remote_code": split.trust_remote_code}
-        if split.options.get("attn_implementation"):
-            told["attn_implementation"] = split.options["attn_implementation"]
-        proof = compare(lambda dtype: auto_class.from_config(small, dtype=dtype, **told))
-        is_ours = split.part.__module__ == "pp_models" and not hasattr(split.part, "__self__")
-        if proof.place and not is_ours:
-            # a user's part may be meant to differ from the library's model
+        proof = compare(functools.partial(library_model, split, small, auto_class))
+        if proof.place and not split.is_ours:
             own = with_itself()
             if not own.place:
                 return own, "the part on one stage"
@@ -319,6 +319,17 @@ def _check_looks_back(whole: Any, batch: MicroBatch) -> None:
             "follow. A decoder was expected, because a token that sees the next one learns nothing "
             "by predicting it, and has nothing to answer with. Choose another model."
         )
+
+
+def library_model(
+    split: SplitToProve, small: PretrainedConfig, auto_class: Any, dtype: torch.dtype
+) -> nn.Module:
+    """The whole cut-down copy as transformers has it, with the attention of the run."""
+    told = {"trust_remote_code": split.trust_remote_code, "dtype": dtype}
+    if split.options.get("attn_implementation"):
+        told["attn_implementation"] = split.options["attn_implementation"]
+    model: nn.Module = auto_class.from_config(small, **told)
+    return model
 
 
 def _refuse_large(build: Callable[..., Any]) -> None:
@@ -583,6 +594,6 @@ def record_of(facts: Mapping[str, Any]) -> Path:
 def is_proven(record: Path) -> bool:
     """Whether a comparison is on record."""
     try:
-        return "gradient" in json.loads(record.read_bytes())
+        return "facts" in json.loads(record.read_bytes())
     except (OSError, ValueError):
         return False

@@ -312,6 +312,10 @@ class Ranks:
         rank, said = failed[0]
         raise said.as_error(rank, draft) from error
 
+    def on_first(self, function: Callable[[], Result], draft: Path | None = None) -> Result | None:
+        """What `function` returns on rank 0, which alone calls it; otherwise as `together`."""
+        return self.together(lambda: function() if self.rank == 0 else None, draft)[0]
+
 
 @dataclass(frozen=True)
 class RemoteFailure:

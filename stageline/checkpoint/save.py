@@ -363,7 +363,7 @@ def save_split_model(
         return folder
     among = Ranks.of(replicas)
     with gathered(stages, keep=among.rank == 0):
-        among.together(lambda: write() if among.rank == 0 else None)
+        among.on_first(write)
     return folder
 
 

@@ -318,7 +318,7 @@ class BestCheckpoint:
     def _on_main(self, function: Callable[[], Result]) -> Result | None:
         """What `function` returns on the main rank; where it fails, all ranks raise."""
         nothing = self.folder / draft_name(self.link)  # there is no draft to remove
-        return self.ranks.together(lambda: function() if self.ranks.rank == 0 else None, nothing)[0]
+        return self.ranks.on_first(function, nothing)
 
 
 @dataclass

@@ -17,6 +17,7 @@ Tool = dict[str, Any]
 SYSTEM_ROLES = ("system", "developer")
 _KNOWN_FIELDS = {
     *("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"),
+    *WEIGHTS,
 }
 _PLAIN = {"role", "content"}
 _IMAGE_TYPES = ("image", "image_url")
@@ -196,8 +197,7 @@ def _turn(sample: Mapping[str, Any], number: int, message: Any) -> Turn:
     is_answer = role == "assistant"
     if message.keys() == _PLAIN and isinstance(message["content"], str):  # nothing to check further
         return Turn(role, (Piece(message["content"], True, is_answer),), is_answer)
-    known = _KNOWN_FIELDS.union(WEIGHTS)
-    unknown = sorted(key for key, value in message.items() if value and key not in known)
+    unknown = sorted(key for key, value in message.items() if value and key not in _KNOWN_FIELDS)
     if unknown:
         raise _bad(
             sample, f"{place} has the fields {', '.join(unknown)}", "those of a chat message"
