@@ -279,6 +279,17 @@ def test_what_cannot_be_done_is_refused_with_its_field(client, param):
     assert caught.value.param == param and caught.value.type == "invalid_request_error"
 
 
+def ask_when_free(client):
+    """The last event of a stream may be here before its place in the queue is given back."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return ask(client)
+        except openai.RateLimitError:
+            assert time.monotonic() < deadline, "the place is never given back"
+            time.sleep(0.01)
+
+
 def test_errors_come_before_a_stream_or_end_it():
     limits = {"max_queue": 0, "request_seconds": 0.4, "max_body_bytes": 20_000}
     with (
@@ -300,7 +311,7 @@ def test_errors_come_before_a_stream_or_end_it():
         )
         assert [event.sequence_number for event in events] == list(range(len(events)))
         with pytest.raises(openai.InternalServerError, match="not done within"):
-            ask(client)
+            ask_when_free(client)
         with pytest.raises(openai.APIStatusError) as caught:
             ask(client, "x" * 30_000)
         assert caught.value.status_code == 413
