@@ -6,7 +6,8 @@
 # STAGELINE_PYTHON        the python that makes .venv             (default: python3)
 # STAGELINE_TORCH         the torch to install                    (default: torch==2.13.0)
 # STAGELINE_TORCH_INDEX   a package index that has this build     (default: pip's own)
-# STAGELINE_VENV          where the environment lies              (default: ROOT/.venv)
+# STAGELINE_TRANSFORMERS  the transformers to install             (default: that of requirements.lock)
+# STAGELINE_VENV          the folder of the environment           (default: ROOT/.venv)
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -24,19 +25,21 @@ stageline_fail() {
 # What the environment is made from; another content means it is made again.
 stageline_fingerprint() {
     sed '/^\[tool/,$d' "$ROOT/pyproject.toml" | cat "$ROOT/requirements.lock" "$ROOT/scripts/_env.sh" - | cksum
-    echo "${STAGELINE_TORCH:-} ${STAGELINE_PYTHON:-}"
+    echo "${STAGELINE_TORCH:-} ${STAGELINE_PYTHON:-} ${STAGELINE_TRANSFORMERS:-}"
 }
 
-# A python that has a fitting torch: that one is used, not downloaded again. It is one for an
-# accelerator, or the one that STAGELINE_PYTHON names, whatever its build.
+# Whether a python has a torch that can be used instead of downloading one: that of STAGELINE_TORCH if
+# set, built for an accelerator, or any build of the python that STAGELINE_PYTHON names.
 stageline_has_torch() {
     "$1" - >/dev/null 2>&1 <<'PY'
 import os
 
 import torch
 
-version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-assert version >= (2, 11) and (torch.accelerator.is_available() or "STAGELINE_PYTHON" in os.environ)
+version = torch.__version__.split("+")[0]
+assert tuple(int(part) for part in version.split(".")[:2]) >= (2, 11)
+assert os.environ.get("STAGELINE_TORCH") in (None, "", f"torch=={version}", f"torch=={torch.__version__}")
+assert torch.accelerator.is_available() or "STAGELINE_PYTHON" in os.environ
 PY
 }
 
@@ -83,13 +86,33 @@ PY
 # Installs what is missing for training and these purposes; uv does it where it is there.
 stageline_install() {
     stageline_write_needs "$@"
-    local needs=(--constraint "$ROOT/requirements.lock" --requirement "$VENV/needs.txt")
+    local lock="$ROOT/requirements.lock"
+    if [ -n "${STAGELINE_TRANSFORMERS:-}" ]; then # it chooses its own tokenizers and hub client
+        lock="$VENV/lock.txt"
+        grep -vE '^(transformers|tokenizers|huggingface-hub)==' "$ROOT/requirements.lock" >"$lock"
+        echo "$STAGELINE_TRANSFORMERS" | tee -a "$lock" >>"$VENV/needs.txt"
+    fi
+    local needs=(--constraint "$lock" --requirement "$VENV/needs.txt")
     if command -v uv >/dev/null 2>&1; then
         # uv does not look at the packages below the environment: it is told to leave torch alone
         uv pip install --quiet --python "$PYTHON" --override "$VENV/no-torch.txt" "${needs[@]}" && return
         stageline_say "uv could not do it; pip tries"
     fi
     stageline_pip "${needs[@]}" --constraint "$VENV/torch.txt"
+}
+
+# --system-site-packages of a python that is itself in a venv shows the packages of the python below
+# that venv, not the venv's own: a .pth file adds these.
+stageline_see_base() {
+    "$1" - "$VENV" <<'PY'
+import site
+import sys
+from pathlib import Path
+
+if sys.prefix != sys.base_prefix:
+    for folder in Path(sys.argv[1]).glob("lib/python*/site-packages"):
+        (folder / "stageline_base.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+PY
 }
 
 stageline_make_venv() {
@@ -104,13 +127,14 @@ stageline_make_venv() {
     if stageline_has_torch "$base"; then
         stageline_say "using the torch that $base has"
         "$base" -m venv --system-site-packages "$VENV"
+        stageline_see_base "$base"
     else
         "$base" -m venv "$VENV"
         stageline_install_torch
     fi
     stageline_say "installing what training needs"
     stageline_install "$@"
-    stageline_pip --constraint "$ROOT/requirements.lock" setuptools
+    stageline_pip --constraint "$VENV/torch.txt" setuptools
     stageline_pip --no-deps --no-build-isolation --editable "$ROOT"
     stageline_mark "" "$@" # last: a killed set-up is done again
 }

@@ -90,9 +90,8 @@ class _Frame:
         self.needs_grad = [tensor.requires_grad for tensor in tensors]
         self.others = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
         anchor = torch.empty(0, requires_grad=True)
-        self.inputs: Any = _KeepInputs.apply(
-            anchor, *(tensor.detach() for tensor in tensors)
-        ).grad_fn
+        # Keep the tensor, not only its node: torch 2.11 frees what the node saved with the tensor.
+        self.inputs: Any = _KeepInputs.apply(anchor, *(tensor.detach() for tensor in tensors))
         self.random_state = RandomState(tensors[0].device if tensors else torch.device("cpu"))
         self.slots: list[weakref.ref[_Slot]] = []
         self.num_made = 0
@@ -116,7 +115,7 @@ class _Frame:
 
     def _run_again(self) -> None:
         args = list(self.others)
-        kept = self.inputs.saved_tensors
+        kept = self.inputs.grad_fn.saved_tensors
         for place, tensor, needs_grad in zip(self.places, kept, self.needs_grad, strict=True):
             args[place] = tensor.detach().requires_grad_(needs_grad)
         hooks = torch.autograd.graph.saved_tensors_hooks(self._fill, lambda tensor: tensor)

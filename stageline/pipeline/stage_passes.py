@@ -3,6 +3,7 @@
 Talks to no other rank.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -350,7 +351,7 @@ class StagePasses:
         Returns:
             Gradients of the inputs, where they are sent on and now complete; else nothing.
         """
-        if not getattr(self.model, "splits_backward", True):
+        if not getattr(self.model, "splits_backward", True) or not torch_splits_backward():
             if kind == Kind.WEIGHT_GRAD:
                 return ()
             kind = Kind.BACKWARD  # with the gradients of the weights
@@ -389,6 +390,31 @@ class StagePasses:
 
     def _weights(self) -> Iterator[nn.Parameter]:
         return iter([p for p in self.model.parameters() if p.requires_grad])
+
+
+@functools.cache
+def torch_splits_backward() -> bool:
+    """Return whether torch's split backward pass gives the gradients of an ordinary one.
+
+    In torch 2.11 it counts a weight that is used twice too often, and fails where an input has no
+    effect on the loss. Such a torch runs the whole backward pass in the place of its first half.
+    """
+
+    def run(backward: Callable) -> list[torch.Tensor | None]:
+        leaves = [torch.tensor(float(n), requires_grad=True) for n in (2, 3, 5)]
+        hidden, _, weight = leaves
+        backward([hidden * weight * weight], leaves[:2], weight)
+        return [leaf.grad for leaf in leaves]
+
+    def split(outputs: list, inputs: list, weight: torch.Tensor) -> None:
+        _, groups = stage_backward_input(outputs, None, inputs, iter([weight]))
+        stage_backward_weight(iter([weight]), groups)
+
+    with torch.enable_grad():
+        try:
+            return run(split) == run(lambda outputs, *_: torch.autograd.backward(outputs))
+        except RuntimeError:
+            return False
 
 
 def _with_graph(

@@ -186,9 +186,9 @@ def test_the_lock_has_a_version_of_all_that_a_purpose_brings(purpose):
         need = waiting.pop()
         name = canonicalize_name(need.name)
         key = (name, *sorted(need.extras))
-        # torch comes first, with packages of its own
+        # torch comes first, with packages of its own, and limits setuptools
         if (
-            name == "torch"
+            name in ("torch", "setuptools")
             or key in seen
             or (need.marker and not need.marker.evaluate({"extra": ""}))
         ):
