@@ -6,6 +6,7 @@ layers on disk; what needs true GPUs (speed, memory, kernels) is shown by neithe
 
 import pytest
 import torch
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config, tiny_mllama_config
 from stageline.inference.model_cutter import ModelCutter
@@ -39,6 +40,16 @@ def micro_batch(family):
     return batch
 
 
+def answer_of(model, inputs):
+    """The output with its cache; skips where an older transformers reads values of fake tensors."""
+    try:
+        return model(**inputs, use_cache=True)
+    except GuardOnDataDependentSymNode as error:
+        pytest.skip(
+            f"{type(model).__name__} reads a value, and fake tensors have none: {error}"[:200]
+        )
+
+
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in SAME_CODE])
 def test_no_operation_mixes_devices(family):
     model, batch = build(family), micro_batch(family)
@@ -46,7 +57,7 @@ def test_no_operation_mixes_devices(family):
     with fake_devices() as devices:
         devices.dispatch(model, device_map)
         inputs = {name: devices.move(value, 0) for name, value in batch.items()}
-        output = model(**inputs, use_cache=True)
+        output = answer_of(model, inputs)
         assert output.logits.device == devices.device(0)
         # one more token, as generation does it
         more = {
@@ -67,7 +78,7 @@ def test_no_operation_mixes_devices_where_the_tower_is_cut(family):
     with fake_devices() as devices:
         devices.dispatch(model, cutter.device_map())
         inputs = {name: devices.move(value, 0) for name, value in batch.items()}
-        output = model(**inputs, use_cache=True)
+        output = answer_of(model, inputs)
         assert output.logits.device == devices.device(0)
 
 
@@ -98,5 +109,5 @@ def test_a_wrong_map_is_found():
         layer.mlp.up_proj._parameters["weight"] = devices.move(torch.ones(24, 16), 0)
         inner = [m for m in layer.modules() if hasattr(m, "_hf_hook")]
         assert inner, "accelerate hooks the layer"
-        with pytest.raises(RuntimeError, match="same device"):
+        with pytest.raises(RuntimeError, match="same device|different devices"):
             model(**inputs)

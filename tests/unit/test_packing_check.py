@@ -151,8 +151,12 @@ def test_rows_behind_tokens_are_refused():
 )
 def test_what_only_long_rows_show_is_found_on_a_copy(name, fields, passes, tmp_path):
     config = small_config(name, **fields)
-    for number in (0, 1):
-        check_packing(stage(config, number), rows=2)  # so few tokens show nothing
+    try:
+        for number in (0, 1):
+            check_packing(stage(config, number), rows=2)  # so few tokens show nothing
+    except UserError as error:  # transformers 5.17 scales llama4's attention in short rows too
+        assert name == "llama4_text" and "comes out differently than alone" in str(error)
+        return
     config.save_pretrained(tmp_path)
     split, said = SplitToProve(train_model_register["causal_lm"], str(tmp_path), 2), []
     if passes:

@@ -1,6 +1,7 @@
 """Memory of the streaming engine: budgets of devices, and what it takes of the host."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,7 +116,9 @@ def test_pinned_blocks_are_counted_as_torch_takes_them(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     settle_allocators()
     assert os.environ["PYTORCH_ALLOC_CONF"].startswith("expandable_segments:True")
-    assert pinned_block(5 * mib) == 5 * mib  # this torch knows the key
+    header = Path(torch.__file__).parent / "include/c10/core/AllocatorConfig.h"
+    knows_the_key = "pinned_max_round_threshold" in header.read_text()  # torch 2.11 does not
+    assert pinned_block(5 * mib) == (5 if knows_the_key else 8) * mib
 
 
 def test_the_host_memory_that_is_stated_counts_rounded_blocks(monkeypatch):
