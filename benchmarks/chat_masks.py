@@ -2,7 +2,7 @@
 
 For each family of which TRL ships a training template, conversations of 13 kinds are rendered with
 the published template by Stageline, and with the `{% generation %}` marks of the training template
-by transformers. The page lists for each pair whether the learnt text is equal, differs or is refused.
+by transformers. The page lists whether the learnt text is equal, differs or is refused.
 
     .venv/bin/python -m benchmarks.chat_masks > docs/chat_masks.md
 """
