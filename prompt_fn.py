@@ -42,7 +42,7 @@ def fill(
     return Rendered(tuple(pieces), for_generation=for_generation)
 
 
-@prompt_fn_register("chat", prepare="stageline.data.text.chat_template:use_template")
+@prompt_fn_register("chat", prepare="stageline.data.text.chat:prepare_chat")
 def chat(
     sample: Mapping[str, Any],
     prompt: str,

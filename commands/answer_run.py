@@ -24,6 +24,7 @@ from stageline.data.batches.batch import encode_sample
 from stageline.data.images.image_settings import ImageSettings, make_image_settings, using_images
 from stageline.data.images.tiling import Tiling, match_config, prepare_images
 from stageline.data.rows.bad_rows import BadRows, leaving_out
+from stageline.data.text.chat import stop_ids_with
 from stageline.device import accelerators, visible
 from stageline.distributed.launch import launchers_store
 from stageline.errors import DataError, RemoteError, UserError
@@ -370,6 +371,7 @@ def ask(
     run, parts = arguments.run, arguments.parts
     processor, part = found.processor, parts["model"].part
     tiling = Tiling(**run.tiling())
+    prepare_texts(parts["prompt_fn"], processor, found.model)
     prepare_images(processor, images, tiling)
     if tiling.is_given and found.config is not None:
         match_config(found.config, processor)
@@ -388,6 +390,15 @@ def ask(
     return predict(
         dataset, rows, answer=answer, texts=texts, processor=processor, file=file, asking=asking
     )
+
+
+def prepare_texts(prompt_fn: Any, processor: Any, model: Any) -> None:
+    """Prepares a processor for its prompt_fn; an engine stops where the template ends turns."""
+    if processor is None or prompt_fn.facts["prepare"] is None:
+        return
+    load_target(prompt_fn.facts["prepare"])(processor, **prompt_fn.kwargs)
+    if hasattr(model, "stop_ids"):
+        model.stop_ids = tuple(stop_ids_with(list(model.stop_ids), processor))
 
 
 def fill_function(arguments: Arguments) -> Callable:

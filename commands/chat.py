@@ -80,7 +80,7 @@ def open_model(arguments: ChatArguments) -> LocalModel:
     """
     import transformers
 
-    from commands.answer_run import build_model
+    from commands.answer_run import build_model, prepare_texts
     from stageline.inference.dialogue import LocalModel
 
     transformers.logging.set_verbosity_error()
@@ -91,6 +91,7 @@ def open_model(arguments: ChatArguments) -> LocalModel:
             f"--builder {arguments.parts['builder'].key} loads no model here. One with a tokenizer "
             "was expected, because its answers are shown token by token: use --builder auto."
         )
+    prepare_texts(arguments.parts["prompt_fn"], processor, model)
     render, image_token = (arguments.parts[name].bound for name in ("prompt_fn", "image_token"))
     return LocalModel(model, processor, render=render, image_token=image_token)
 

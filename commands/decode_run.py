@@ -159,7 +159,7 @@ def make_engine(
         tokenizer=tokenizer,
         processor=model.processor,
         limits=limits,
-        stop_ids=stop_ids_of(model.base, model.config, tokenizer),
+        stop_ids=stop_ids_of(model.base, model.config, model.processor),
         device=device,
         model_name=title_of(model.folder),
         prompt_cells=decoder.stage.fixed_cells,

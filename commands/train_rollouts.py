@@ -207,7 +207,6 @@ def _make_answers(
             num_replicas=context.num_replicas,
             device=context.device,
         )
-    tokenizer = get_tokenizer(data.processor)
     folder = find_folder(run.config_folder)
     config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
     text = config.get_text_config(decoder=True)
@@ -216,6 +215,6 @@ def _make_answers(
         wire,
         processor=data.processor,
         pad_token_id=data.pad_token_id,
-        stop_ids=stop_ids_of(folder, config, tokenizer),
+        stop_ids=stop_ids_of(folder, config, data.processor),
         positions=getattr(text, "max_position_embeddings", None),
     )

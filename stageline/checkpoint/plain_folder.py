@@ -60,6 +60,8 @@ from stageline.checkpoint.plain_model import (
     tensor_dtypes,
     weight_sizes,
 )
+from stageline.checkpoint.shards import save_stop_ids
+from stageline.data.text.tokenizers import processor_of_weights
 from stageline.errors import CRASH, UserError
 from stageline.hub import name_of
 from stageline.model_folder import load_config
@@ -363,6 +365,9 @@ class Export:
         more = self.adapters.paths if self.adapters else ()
         for folder in filter(None, (self.base, self.source, *more)):
             copy_side_files(folder, draft, with_code=self.trust_remote_code)
+        if not self.keeps_adapter:
+            trusts = self.trust_remote_code
+            save_stop_ids(processor_of_weights(str(draft), trust_remote_code=trusts), draft)
         self.write_card(draft)
 
     def write_model(self, draft: Path) -> None:

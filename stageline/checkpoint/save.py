@@ -45,6 +45,7 @@ from stageline.checkpoint.shards import (
     gathered,
     save_config,
     save_processor,
+    save_stop_ids,
     shard_name,
     split_state,
     to_host,
@@ -395,6 +396,7 @@ def finish_draft(
     def finish() -> None:
         if ranks.rank == 0:
             save_processor(processor, draft)
+            save_stop_ids(processor, draft)
             publish(draft, folder, facts={**facts, **_versions()}, known=known)
 
     ranks.together(finish, draft)

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from stageline.checkpoint.files import (
     INDEX_FILE,
@@ -25,7 +26,10 @@ from stageline.checkpoint.files import (
     write_tensors,
 )
 from stageline.checkpoint.layout import file_facts
+from stageline.data.text.chat import stop_ids_with
+from stageline.data.text.processor import get_tokenizer
 from stageline.device import is_accelerator
+from stageline.model_folder import read_json
 from stageline.modules.lora import innermost, lora_stacks, unwrapped
 from stageline.modules.lora_layer import restored_weight
 from stageline.modules.new_rows import fold_rows, is_row_name
@@ -302,3 +306,18 @@ def save_processor(processor: Any, folder: Path) -> None:
         for part in parts:
             if part is not None:
                 part.save_pretrained(folder)
+
+
+def save_stop_ids(processor: Any, folder: Path) -> None:
+    """Adds to generation_config.json the tokens that end an answer, for all who read it."""
+    path = folder / GENERATION_CONFIG_NAME
+    tokenizer = processor and get_tokenizer(processor)
+    if getattr(tokenizer, "eos_token_id", None) is None or not path.is_file():
+        return
+    settings = read_json(path)
+    before = settings.get("eos_token_id")
+    known = before if isinstance(before, list) else [] if before is None else [before]
+    more = [token for token in stop_ids_with(known, processor) if token not in known]
+    if more:
+        settings["eos_token_id"] = [*known, *more]
+        path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")

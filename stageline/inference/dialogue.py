@@ -341,7 +341,7 @@ class LocalModel:
             names = [name for name in answering if name != "seed"]
         options = {"do_sample": is_sampling, **{name: answering[name] for name in names}}
         tokenizer = get_tokenizer(self.processor)
-        text = AnswerText(tokenizer, (), stop_token_ids(self.model, tokenizer))
+        text = AnswerText(tokenizer, (), stop_token_ids(self.model, self.processor))
         streamer = _Streamer(text, write)
         try:
             generate_batch(self.model, self.processor, prompt, streamer=streamer, **options)

@@ -20,6 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from stageline.data.batches.batch import Images, add_image_inputs, encode_sample, pad_rows
 from stageline.data.images.images import lies_in_rows
+from stageline.data.text.chat import stop_ids_with
 from stageline.data.text.encode import Encoded
 from stageline.data.text.processor import get_pad_token_id, get_tokenizer
 from stageline.data.text.rendered import Piece, Rendered
@@ -123,7 +124,7 @@ def generate_batch(
     """
     tokenizer = get_tokenizer(processor)
     inputs = _on_device(batch, model)
-    stop_ids = stop_token_ids(model, tokenizer)
+    stop_ids = stop_token_ids(model, processor)
     of_folder, model.generation_config = model.generation_config, GenerationConfig()
     try:
         output = cast(Any, model).generate(
@@ -149,23 +150,18 @@ def _on_device(batch: dict[str, torch.Tensor], model: PreTrainedModel) -> dict[s
     }
 
 
-def stop_token_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
-    """The ids that end an answer: of the tokenizer, and of the model's generation config."""
-    return _with_tokenizers(getattr(model.generation_config, "eos_token_id", None), tokenizer)
+def stop_token_ids(model: PreTrainedModel, processor: Any) -> list[int]:
+    """The ids that end an answer: of the model's generation config, tokenizer and template."""
+    return stop_ids_with(getattr(model.generation_config, "eos_token_id", None), processor)
 
 
-def stop_ids_of(folder: Path, config: Any, tokenizer: Any) -> tuple[int, ...]:
+def stop_ids_of(folder: Path, config: Any, processor: Any) -> tuple[int, ...]:
     """The same of a model's folder: by generation_config.json, or else by the configuration."""
     if (folder / "generation_config.json").is_file():
         of_model = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
     else:
         of_model = GenerationConfig.from_model_config(config).eos_token_id
-    return tuple(_with_tokenizers(of_model, tokenizer))
-
-
-def _with_tokenizers(of_model: list[int] | int | None, tokenizer: Any) -> list[int]:
-    ids = of_model if isinstance(of_model, list) else [of_model]
-    return sorted({int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None})
+    return tuple(stop_ids_with(of_model, processor))
 
 
 def _answer(token_ids: list[int], tokenizer: Any, stop_ids: list[int]) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def open_vllm(
         processor=processor,
         tensor_parallel_size=num_devices or max(1, len(accelerators())),
         dtype=dtype,
-        stop_ids=stop_ids_of(Path(folder), config, get_tokenizer(processor)),
+        stop_ids=stop_ids_of(Path(folder), config, processor),
         trust_remote_code=trust_remote_code,
         **options,
     )

@@ -8,6 +8,7 @@ from PIL import Image
 from prompt_fn import auto, chat
 from stageline.checking.tiny_models import tiny_processor, tiny_tokenizer
 from stageline.data.batches.batch import encode_sample, render_sample
+from stageline.data.rows.conversations import WEIGHTS
 from stageline.data.text import chat_template
 from stageline.data.text.chat_template import ChatTemplate
 from stageline.data.text.encode import encode_rendered
@@ -177,6 +178,14 @@ def test_texts_decide_where_a_template_looks_at_them():
         assert learnt(rendered) == "7<|im_end|>"
 
 
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_mask_may_stand_in_messages_or_in_a_list(tokenizer, name):
+    first, last = {**TURNS[2], name: 0}, {**TURNS[4], name: True}
+    rendered = chat({"messages": [*TURNS[:2], first, TURNS[3], last]}, "", processor=tokenizer)
+    assert learnt(rendered) == "Yes<|im_end|>"
+    assert chat({**ROW, name: [0, None, False, 0, 1]}, "", processor=tokenizer) == rendered
+
+
 # -- rows that cannot be used ------------------------------------------------------------------
 
 
@@ -190,6 +199,19 @@ def test_texts_decide_where_a_template_looks_at_them():
         ({"messages": [{"role": "assistant", "tool_calls": "f"}]}, "a list was|a list"),
         ({"messages": [{"role": "user", "content": "x", "reasoning_content": "y"}]}, "reasoning"),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": 7}]}, "tool_call_id 7"),
+        ({"messages": [{**TURNS[2], "mask": 0}]}, "the mask 0. A weight or loss_mask"),
+        ({"mask": "User"}, "the row has the mask 'User'"),
+        ({"loss_mask": [1]}, "'loss_mask' has 1 values for 5 messages"),
+        (
+            {"messages": [{**TURNS[1], "training": True}, TURNS[2]]},
+            "training True and is no answer",
+        ),
+        ({"messages": [{**TURNS[2], "weight": 1, "train": 0}]}, "weight 1 and train 0"),
+        # whatever the value of a field that is not known
+        *(
+            ({"messages": [{**TURNS[2], "masked": value}]}, "the fields masked")
+            for value in (0, False, "", [])
+        ),
     ],
 )
 def test_rows_that_are_refused(tokenizer, fields, words):

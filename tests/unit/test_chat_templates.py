@@ -6,10 +6,10 @@ code under test has no part in it.
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
+from benchmarks import chat_masks
 from prompt_fn import chat
 from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.text.chat_template import ChatTemplate
@@ -25,7 +25,7 @@ from tests.helpers.chat_samples import (  # fmt: skip
     row,
     say,
 )
-from tests.helpers.chat_templates import BASE, FORMATS, QWEN, format_tokenizer
+from tests.helpers.chat_templates import FORMATS, QWEN, format_tokenizer
 
 
 def dumps(value, **options):
@@ -245,22 +245,39 @@ def test_generation_begins_where_the_last_answer_does(tokenizers, name, sample):
 # -- templates that models come with -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gemma3", "llama3", "phi3", "qwen3_instruct_2507"])
+@pytest.mark.parametrize(
+    "name",
+    ["cohere2", "diffusion_gemma", "gemma3", "llama3", "phi3", "phi3_5", "qwen3_instruct_2507"],
+)
 def test_learnt_is_what_trl_marks(name):
-    trl = pytest.importorskip("trl")
-    folder = Path(trl.__file__).parent / "chat_templates"
-    if not (folder / f"{name}_training.jinja").exists():
-        pytest.skip("this trl has no such template")
-    learnt = []
-    for kind in ("", "_training"):  # the second one marks what an assistant writes
-        template = (folder / f"{name}{kind}.jinja").read_text()
-        specials = sorted(set(re.findall(r"<\|\w+\|>|<\w+_of_turn>", template)))
-        tokenizer = tiny_tokenizer(special_tokens=[*BASE, *specials], chat_template=template)
-        learnt.append(learnt_of(chat(row("multi"), "", processor=tokenizer)))
-    # theirs holds the line break after a turn too
-    assert (
-        learnt[0] == re.sub(r"(\|>|_turn>)\n", r"\1", learnt[1]) and learnt[0].count("Seven") == 1
-    )
+    """Ends in two special tokens, and marks of their own for ends, are learnt whole."""
+    tokenizer = chat_masks.tokenizer_of(name)
+    messages = [message for message in SAMPLES["multi"] if message["role"] != "system"]
+    texts, of_trl = chat_masks.marked(name, messages, [], tokenizer)
+    published = learnt_of(chat({"messages": messages}, "", processor=tokenizer))
+    tokenizer.chat_template = chat_masks.template(name, "_training")
+    assert learnt_of(chat({"messages": messages}, "", processor=tokenizer)) == "".join(of_trl)
+    # TRL marks the line break after a turn too
+    assert published == re.sub(r"(\|>|_turn>|<turn\|>)\n(?!<)", r"\1", "".join(of_trl))
+    assert published.count("Seven") == 1
+
+
+def test_turns_that_end_by_the_next_role():
+    tokenizer = chat_masks.tokenizer_of("glm4moe")
+    messages, tools = chat_masks.KINDS["call, result"]
+    messages = [*messages, say("user", "Sure?"), say("assistant", "Yes")]
+    given = {"messages": messages, "tools": tools}
+    learnt = learnt_of(chat(given, "", processor=tokenizer)).split("<think></think>\n")
+    assert learnt[1].endswith("</tool_call><|observation|>\n")
+    assert learnt[2:] == ["21 degrees<|user|>\n", "Yes<|endoftext|>"]
+
+
+def test_answers_without_an_end_are_told():
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    tokenizer = tiny_tokenizer(chat_template=template, name_or_path="no ends")
+    with pytest.warns(UserWarning, match="no token ends"):
+        assert learnt_of(chat(row("multi"), "", processor=tokenizer)).endswith("Eight</s>")
 
 
 # -- templates that cannot be learnt from ------------------------------------------------------

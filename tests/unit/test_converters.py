@@ -10,8 +10,8 @@ import pytest
 from stageline.data.rows.converters import make_converter
 
 
-def _user(text):
-    return {"role": "user", "content": text}
+def _user(text, **fields):
+    return {"role": "user", "content": text, **fields}
 
 
 def _bot(text, **fields):
@@ -192,6 +192,37 @@ GOLDENS = {
             ]
         },
     ),
+    "masks under other names": (
+        {"formatting": "openai"},
+        {
+            "messages": [
+                _user("a", trainable=False),
+                _bot("b", trainable=False),
+                _user("c"),
+                _bot("d", training=True),
+                _user("e"),
+                _bot("f", loss_mask=0),
+            ]
+        },
+        {
+            "messages": [
+                _user("a"),
+                _bot("b", weight=0),
+                _user("c"),
+                _bot("d"),
+                _user("e"),
+                _bot("f", weight=0),
+            ]
+        },
+    ),
+    "a mask for all messages": (
+        {"formatting": "sharegpt"},
+        {
+            "conversations": _says(human="a", gpt="b") + _says(human="c", gpt="d"),
+            "loss_mask": [0, 0, 0, 1],
+        },
+        {"messages": [_user("a"), _bot("b", weight=0), _user("c"), _bot("d")]},
+    ),
     "prompt and completion": (
         {"formatting": "openai"},
         {"prompt": "Q", "completion": "A"},
@@ -371,3 +402,12 @@ def test_rows_become_samples(name):
     before = copy.deepcopy(row)
     assert make_converter(**{"formatting": "auto", **options})(row, "f:1") == sample
     assert row == before, "rows are read again and again"
+
+
+def test_fields_that_are_not_read_are_listed_once():
+    row = {"messages": [_user("a", seen=False), _bot("b", refusal=None, masked=0)]}
+    convert = make_converter("openai")
+    with pytest.warns(UserWarning, match="have the fields masked, which are left out") as found:
+        for number in range(2):
+            assert convert(row, f"f:{number}") == {"messages": [_user("a"), _bot("b")]}
+    assert len(found) == 2  # those of the user, and those of the assistant

@@ -51,6 +51,36 @@ BAD = {
         {"conversations": [*_says(human="Q"), {"from": "gpt", "value": "A", "weight": 0.5}]},
         "has the weight 0.5. 0 or 1 was expected",
     ),
+    "a mask of unknown meaning": (
+        {"formatting": "sharegpt"},
+        {"conversations": [*_says(human="Q"), {"from": "gpt", "value": "A", "mask": 0}]},
+        "has the mask 0. A weight or loss_mask of 0 or 1 was expected",
+    ),
+    "a mask of a row": (
+        {"formatting": "sharegpt"},
+        {"conversations": _says(human="Q", gpt="A"), "mask": "User"},
+        "the row has the mask 'User'",
+    ),
+    "a mask of another length": (
+        {"formatting": "sharegpt"},
+        {"conversations": _says(human="Q", gpt="A"), "loss_mask": [1]},
+        "'loss_mask' has 1 values for 2 messages",
+    ),
+    "a question to learn": (
+        {"formatting": "sharegpt"},
+        {"conversations": _says(human="Q", gpt="A"), "trainable": [True, True]},
+        "has the trainable True and is no answer",
+    ),
+    "masks that contradict": (
+        {"formatting": "openai"},
+        {
+            "messages": [
+                {"role": "user", "content": "Q"},
+                {"role": "assistant", "content": "A", "weight": 1, "loss_mask": 0},
+            ]
+        },
+        "has weight 1 and loss_mask 0. The same was expected",
+    ),
     "a label that is none": (
         {"formatting": "alpaca"},
         {"instruction": "Q", "output": "A", "kto_tag": "good"},

@@ -1,16 +1,28 @@
 """Chat templates by name: the published texts, what a tokenizer lacks, and what is saved."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    SequenceBiasLogitsProcessor,
+)
 
+from benchmarks import chat_masks
+from commands.answer_run import prepare_texts
 from prompt_fn import chat
-from stageline.checking.tiny_models import tiny_tokenizer
+from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
+from stageline.checkpoint.plain_folder import export_folder
+from stageline.data.text.chat import turn_ends
 from stageline.data.text.chat_template import ChatTemplate, fitting_templates, use_template
 from stageline.errors import UserError
+from stageline.inference.generation import stop_ids_of, stop_token_ids
 from tests.helpers.chat_samples import SAMPLES, row, say
-from tests.helpers.chat_templates import BASE
+from tests.helpers.chat_templates import BASE, FORMATS, format_tokenizer
 from tests.helpers.small_run import OPTIONS, Job
 
 TEMPLATES = Path(__file__).parents[2] / "stageline" / "data" / "text" / "templates"
@@ -161,3 +173,64 @@ def test_a_trained_checkpoint_brings_its_template(tmp_path):
         folder = job.folder / name / "checkpoints" / "step-00000001"
         saved = AutoTokenizer.from_pretrained(folder)
         assert saved.chat_template.strip() == (TEMPLATES / "chatml.jinja").read_text().strip()
+    export_folder(folder, tmp_path / "exported")
+    for each in (folder, tmp_path / "exported"):
+        assert ends_of(each, saved) == {"</s>", "<|im_end|>"}
+        assert AutoTokenizer.from_pretrained(each).eos_token == "<|im_end|>"
+
+
+def ends_of(folder, tokenizer):
+    """The tokens at which plain transformers stops, if the model writes them."""
+    assert set(tokenizer.all_special_ids) < set(range(6))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    found = set()
+    for token in range(6):  # special tokens come first
+        force = [SequenceBiasLogitsProcessor([[[token], 1e9]])]
+        answer = model.generate(torch.tensor([[9]]), logits_processor=force, max_new_tokens=2)
+        if answer.shape[1] == 2:
+            found.add(tokenizer.convert_ids_to_tokens(token))
+    return found
+
+
+# name of a template -> tokens that end answers besides the tokenizer's own
+ENDS = {
+    "chatml": "<|im_end|>", "qwen": "<|im_end|>", "llama3": "<|eot_id|>", "phi4": "<|im_end|>",
+    "gemma": "<end_of_turn>", "phi3": "<|end|>", "deepseek": "<｜end▁of▁sentence｜>",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_ends_a_turn_ends_an_answer(name):
+    """Whoever asks: a model in this process, a folder's engine, one that was opened before."""
+    tokenizer = tokenizer_for(name)
+    engine = SimpleNamespace(stop_ids=(2,))
+    part = SimpleNamespace(
+        facts={"prepare": "stageline.data.text.chat:prepare_chat"}, kwargs={"template": name}
+    )
+    prepare_texts(part, tokenizer, engine)
+    ids = {2, tokenizer.convert_tokens_to_ids(ENDS.get(name, "</s>"))}
+    assert set(engine.stop_ids) == ids
+    config = tiny_config("llama")
+    assert set(stop_ids_of(Path("nowhere"), config, tokenizer)) == ids
+    model = SimpleNamespace(generation_config=GenerationConfig(eos_token_id=2))
+    assert set(stop_token_ids(model, tokenizer)) == ids
+    # what the tokenizer calls its end is the template's
+    assert (tokenizer.eos_token == "</s>") == (name not in ENDS or name == "phi3")
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        ("channels", ("<|return|>", "<|call|>")),  # <|end|> comes behind thoughts too
+        ("glm4moe", ("<|endoftext|>", "<|user|>", "<|observation|>")),
+        ("cohere2", ("<|END_OF_TURN_TOKEN|>",)),
+        ("nemotron_3_nano", ("<|im_end|>",)),  # refuses rows without thoughts
+        ("unstable", ()),
+    ],
+)
+def test_ends_are_read_off_the_template(name, ends):
+    is_ours = name in FORMATS
+    tokenizer = format_tokenizer(name) if is_ours else chat_masks.tokenizer_of(name)
+    assert turn_ends(tokenizer) == ends
+    tokenizer.chat_template = None
+    assert turn_ends(tokenizer) == ()

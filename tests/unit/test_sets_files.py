@@ -54,6 +54,26 @@ def test_every_kind_gives_the_same_rows(kind, tmp_path):
     )
 
 
+def test_nulls_of_json_columns_are_those_of_json_lines(tmp_path):
+    """In other columns a key without a value is one that another row has."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": None, "b": [None]}}}
+    tool = {"name": "f", "parameters": {"properties": {"a": {"default": None}}}}
+    rows = [
+        {"messages": [{"role": "user", "content": "?"},
+                      {"role": "assistant", "content": "", "tool_calls": [call]}],
+         "tools": [tool]},
+        {"messages": [{"role": "user", "content": "?", "name": "n"}], "tools": []},
+    ]  # fmt: skip
+    message = {name: datasets.Value("string") for name in ("role", "content", "name")}
+    message["tool_calls"] = datasets.Json()
+    features = datasets.Features({"messages": [message], "tools": datasets.Json()})
+    path = tmp_path / "rows.parquet"
+    datasets.Dataset.from_list(rows, features=features).to_parquet(path)
+    lines = _read(_write(tmp_path, "jsonl", rows), tmp_path / "cache")
+    assert [row for row, _ in _read(path, tmp_path / "cache")] == [row for row, _ in lines] == rows
+    assert [row for row, _ in tables.stream_library(path, "parquet")] == rows
+
+
 def test_a_line_of_text_is_a_row_with_its_blanks(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"one\r\n\n  two \x85 \xc3\xa9\n".replace(b"\x85", b"\xc2\x85"))

@@ -3,8 +3,10 @@
 Errors here do not name the row: `converters.py` puts its source before them.
 """
 
+import functools
 import json
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +14,8 @@ from typing import Any
 from stageline.errors import DataError, UserError
 
 Message = dict[str, Any]
-WEIGHTS = ("weight", "loss", "train")  # OpenAI's name and others': whether an answer is learnt
+# OpenAI's name and others': whether an answer is learnt; in a row: a list of it for all messages
+WEIGHTS = ("weight", "loss", "train", "loss_mask", "trainable", "training")
 FORMATTINGS = ("auto", "alpaca", "sharegpt", "openai", "text")
 # the columns that hold the text of each format; names as in dataset_info.json
 _TEXT_COLUMNS = {
@@ -41,6 +44,11 @@ _TAGS = {
 _CALL = "function call"
 _PART_TYPES = ("text", "image", "image_url", "video", "video_url")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
+_MESSAGE_FIELDS = (
+    *("role", "content", "name", "tool_calls", "function_call", "tool_call_id"),
+    *_REASONING,
+    *WEIGHTS,
+)
 _THOUGHT = re.compile(r"^\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
@@ -180,7 +188,8 @@ class FormattedRow:
         return self.value("kto_tag") is not None or "kto_tag" in self.format.named
 
     def messages(self, what: str) -> list[Message]:
-        return _read_messages(self.value(what), self.format.tags, column=self.name(what))
+        value = with_row_weights(self.data, self.value(what))
+        return _read_messages(value, self.format.tags, column=self.name(what))
 
     def answer(self, what: str) -> list[Message]:
         """The answer in a column as messages: from text, one message, or a list of them."""
@@ -305,7 +314,7 @@ def _read_messages(value: Any, tags: Tags, *, column: str) -> list[Message]:
 
 
 def _read_message(message: Any, tags: Tags, *, place: str) -> Message:
-    """One message; fields that say nothing about the text are left out."""
+    """One message; fields that are not read are listed."""
     if not isinstance(message, Mapping) or tags.role not in message:
         wanted = f"An object with {tags.role!r} and {tags.content!r} was"
         raise bad_row(f"{place} is {shown(message)}", wanted, "they say who speaks and what")
@@ -315,9 +324,18 @@ def _read_message(message: Any, tags: Tags, *, place: str) -> Message:
         why = "the chat template writes each role in its own way"
         raise bad_row(f"{place} has the {tags.role} {came}", f"One of {wanted} was", why)
     content = message.get(tags.content)
+    is_answer = role in ("assistant", _CALL)
+    learnt = is_learnt(message, place, is_answer=is_answer)
+    weight = {"weight": 0} if is_answer and not learnt else {}
+    known = {tags.role, tags.content, *_MESSAGE_FIELDS}
+    unknown = sorted(
+        str(key) for key, value in message.items() if value is not None and key not in known
+    )
+    if unknown:
+        _tell_left_out(tuple(unknown))
     if role == _CALL:
-        return {**_read_calls(content, place=place), **_weight(message, place)}
-    read: Message = {"role": role, "content": None}
+        return {**_read_calls(content, place=place), **weight}
+    read: Message = {"role": role, "content": None, **weight}
     if role == "assistant":
         read.update(_answer_fields(message, place))
     read["content"] = _content(content, read, place=place)
@@ -325,6 +343,16 @@ def _read_message(message: Any, tags: Tags, *, place: str) -> Message:
         if isinstance(message.get(name), str):
             read[name] = message[name]
     return read
+
+
+@functools.cache
+def _tell_left_out(fields: tuple[str, ...]) -> None:
+    """Lists fields of messages that are not read, once."""
+    warnings.warn(
+        f"messages have the fields {', '.join(fields)}, which are left out: the chat template is "
+        f"filled from {', '.join(_MESSAGE_FIELDS)} only.",
+        stacklevel=2,
+    )
 
 
 def _tags_of(message: Any, default: Tags) -> Tags:
@@ -336,7 +364,7 @@ def _tags_of(message: Any, default: Tags) -> Tags:
 
 
 def _answer_fields(message: Mapping[str, Any], place: str) -> Message:
-    fields = _weight(message, place)
+    fields: Message = {}
     calls = message.get("tool_calls")
     if not calls and isinstance(message.get("function_call"), Mapping):
         calls = [message["function_call"]]  # as OpenAI wrote it before tool_calls
@@ -351,19 +379,46 @@ def _answer_fields(message: Mapping[str, Any], place: str) -> Message:
     return fields
 
 
-def weight_of(message: Mapping[str, Any]) -> tuple[str, Any]:
-    """The field that says whether an answer is learnt, and what it says; 1 where none does."""
-    found = ((name, message[name]) for name in WEIGHTS if message.get(name) is not None)
-    return next(found, ("weight", 1))
+def is_learnt(message: Mapping[str, Any], place: str, *, is_answer: bool) -> bool:
+    """Whether the fields of a message say that it is learnt; an answer is where none does."""
+    if message.get("mask") is not None:
+        came = f"{place} has the mask {shown(message['mask'])}"
+        why = "to some a mask of 1 means that it is learnt, to others that it is not"
+        raise bad_row(came, "A weight or loss_mask of 0 or 1 was", why, "rename the field")
+    given = {name: message[name] for name in WEIGHTS if message.get(name) is not None}
+    for name, weight in given.items():
+        if not isinstance(weight, int | float) or weight not in (0, 1):
+            came = f"{place} has the {name} {shown(weight)}"
+            raise bad_row(came, "0 or 1 was", "an answer is learnt or is not")
+        if bool(weight) != bool(next(iter(given.values()))):
+            came = f"{place} has {' and '.join(f'{key} {each}' for key, each in given.items())}"
+            raise bad_row(came, "The same was", "it is learnt or is not")
+        if weight and not is_answer:
+            came = f"{place} has the {name} {shown(weight)} and is no answer"
+            do = "set it to 0, or train on all text (`prompt_fn.train_on_prompt`)"
+            raise bad_row(came, "0 was", "only answers are learnt", do)
+    return is_answer and all(given.values())
 
 
-def _weight(message: Mapping[str, Any], place: str) -> Message:
-    """Weight 0 for an answer that is not learnt."""
-    name, weight = weight_of(message)
-    if weight not in (0, 1):
-        came = f"{place} has the {name} {shown(weight)}"
-        raise bad_row(came, "0 or 1 was", "an answer is learnt or is not")
-    return {} if weight else {"weight": 0}
+def with_row_weights(row: Mapping[str, Any], messages: Any) -> Any:
+    """Messages with what lists of the row say of each, under the names that messages have for it.
+
+    Raises:
+        DataError: a list is of another length, or the row has a `mask`.
+    """
+    lists = {name: row[name] for name in WEIGHTS if isinstance(row.get(name), list)}
+    if not isinstance(messages, list) or not (lists or row.get("mask") is not None):
+        return messages
+    is_learnt({"mask": row.get("mask")}, "the row", is_answer=True)
+    for name, weights in lists.items():
+        if len(weights) != len(messages):
+            came = f"{name!r} has {len(weights)} values for {len(messages)} messages"
+            raise bad_row(came, "One for each message was", "it says which of them are learnt")
+        messages = [
+            {**message, name: weight} if isinstance(message, Mapping) else message
+            for message, weight in zip(messages, weights, strict=True)
+        ]
+    return messages
 
 
 def _content(content: Any, read: Message, *, place: str) -> Any:

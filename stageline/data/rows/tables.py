@@ -224,7 +224,7 @@ class Table:
 
     def __getitem__(self, index: int) -> tuple[dict[str, Any], str]:
         if not self.is_text:
-            return without_none(self.rows[index]), self.source(index)
+            return without_none(self.rows[index], self.rows.features), self.source(index)
         return json.loads(self._columns["row"][index].as_py()), self.source(index)
 
     def source(self, index: int) -> str:
@@ -251,22 +251,35 @@ def open_tables(
     return [make(path, files.kind, folder) for path in files.paths]
 
 
-def without_none(value: Any) -> Any:
+def without_none(value: Any, feature: Any = None) -> Any:
     """A value without the keys that are None, at any depth.
 
-    In tables all rows have the same keys, so a tool's arguments would get those of all others.
+    In tables all rows have the same keys, so a tool's arguments would get those of all others. A
+    column of type Json holds each value as it was written: None in it is meant.
+
+    Args:
+        feature: the type of the column in `datasets`; None: it is not known.
     """
+    if type(feature).__name__ == "Json":
+        return value
     if isinstance(value, dict):
-        return {key: without_none(item) for key, item in value.items() if item is not None}
+        types = feature if isinstance(feature, dict) else {}
+        return {
+            key: without_none(item, types.get(key))
+            for key, item in value.items()
+            if item is not None
+        }
     if isinstance(value, list):
-        return [without_none(item) for item in value]
+        inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+        return [without_none(item, inner) for item in value]
     return value
 
 
 def stream_library(path: Path, kind: Kind) -> Iterator[tuple[dict[str, Any], str]]:
     """(row, source) of a Parquet or Arrow file, a few rows in memory at a time."""
-    for number, row in enumerate(_load(kind, path, streaming=True), 1):
-        yield without_none(row), f"{path}: row {number}"
+    rows = _load(kind, path, streaming=True)
+    for number, row in enumerate(rows, 1):
+        yield without_none(row, rows.features), f"{path}: row {number}"
 
 
 def _text_table(path: Path, kind: Kind, folder: Path) -> Table:

@@ -20,6 +20,7 @@ import json
 import os.path
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -36,11 +37,15 @@ from stageline.data.text.chat_template import (
     TextSlot,
     messages_of,
     not_followed,
+    template_of,
+    use_template,
     whole,
 )
 from stageline.data.text.messages import SYSTEM_ROLES, Tool, Turn
+from stageline.data.text.processor import get_tokenizer
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.data.text.tool_forms import forms_of
+from stageline.errors import CheckpointError, UserError
 
 Learnt = Literal["answers", "all", "all_but_system"]
 _MOST_ROLES = 1024  # sequences of roles that are kept
@@ -158,11 +163,18 @@ class LayoutMaker:
             spans, end = self._marked(targets), ""
         else:
             spans = [self._span(number) for number in targets]
-            is_last = bool(targets) and targets[-1] == len(self.turns) - 1
+            lacking = [
+                number
+                for number, (_, stop) in zip(targets, spans, strict=True)
+                if not self.template.end_pattern.search(self.full, self.last_texts[number], stop)
+            ]
+            is_last = lacking[-1:] == [len(self.turns) - 1]
             end = (self.template.tokenizer.eos_token or "") if is_last else ""
-            rest = (self.last_texts.get(targets[-1], 0), spans[-1][1]) if targets else (0, 0)
-            if end and self.template.end_pattern.search(self.full, *rest):
-                end = ""
+            if len(lacking) > bool(end):
+                self.notes.append(
+                    "no token ends its turns, so the model does not learn to stop after answers "
+                    "that something follows"
+                )
         if self.learnt != "answers":
             spans = [(self._first_learnt(), spans[-1][1] if end else len(self.full))]
         return spans, end
@@ -191,24 +203,24 @@ class LayoutMaker:
             self.masking.messages, tools=self.masking.tools, options=self.options
         )
         answers = [number for number, turn in enumerate(self.turns) if turn.role == "assistant"]
-        found = dict(zip(answers, spans))
-        if len(spans) != len(answers):
-            found = {
-                self._slot(number).turn: span
-                for span in spans
-                for start, end, number in self.places
-                if span[0] <= start and end <= span[1]
-            }
+        found = {number: [span] for number, span in zip(answers, spans)}
+        if len(spans) != len(answers):  # thoughts, or the end of a turn, have marks of their own
+            found = defaultdict(list)
+            for span in spans:
+                inside = [slot for start, _, slot in self.places if span[0] <= start < span[1]]
+                before = [slot for _, end, slot in self.places if end <= span[0]]
+                if inside or before:
+                    found[self._slot((inside or before[-1:])[0]).turn].append(span)
         missing = [number for number in targets if number not in found]
         if missing:
             raise LayoutError(f"its {{% generation %}} marks leave out answer {missing[0]}")
         ends = self.template.end_pattern
-        if not all(ends.search(self.full, *self._rest(found[number])) for number in targets):
+        if not all(ends.search(self.full, *self._rest(found[number][-1])) for number in targets):
             self.notes.append(
                 "its {% generation %} marks leave out the token that ends a turn, so the model "
                 "does not learn to stop"
             )
-        return [found[number] for number in targets]
+        return [span for number in targets for span in found[number]]
 
     def _span(self, number: int) -> tuple[int, int]:
         """Where an answer begins and ends, its end-of-turn token included."""
@@ -273,21 +285,45 @@ class LayoutMaker:
         if upto is not None and self.full.startswith(upto):
             alike = other = self.full[after : len(upto)]
             if has_calls:  # texts of a call may stand between special tokens
-                return after + len(alike.rstrip())
+                length = len(alike.rstrip())
+                ends = list(self.template.end_pattern.finditer(alike))
+                if not ends or ends[-1].end() < length:
+                    length += self._length_of_next(number, self.full[after + length :])
+                return after + length
         else:
             found = list(self._find(upto or ""))
             other = upto[found[-1].end() :] if upto and found else ""
             alike = os.path.commonprefix([other, rest])
         ends = list(self.template.end_pattern.finditer(alike))
         if ends:
-            return after + ends[-1 if has_calls else 0].end()
+            end = ends[-1 if has_calls else 0]
+            for further in ends[1:]:  # special tokens in a row; the last one ends the sequence
+                gap = alike[end.end() : further.start()]
+                eos = self.template.tokenizer.eos_token
+                if end[0] == eos or gap.strip() or (gap and further[0] != eos):
+                    break
+                end = further
+            return after + end.end()
         # the last answer may end with another token than the ones before
         here, there = (self.template.end_pattern.search(text) for text in (rest, other))
         if here and there and rest[: here.start()] == other[: there.start()]:
             return after + here.end()
-        if has_calls:
+        next_length = self._length_of_next(number, rest)
+        if has_calls and not next_length:
             raise LayoutError(f"it can't be seen where answer {number} ends")
-        return after
+        return after + next_length
+
+    def _length_of_next(self, number: int, rest: str) -> int:
+        """How much of what follows an answer is the special token that begins the next message.
+
+        Templates without a token of their own for the end of a turn (GLM-4.5) stop there.
+        """
+        others = [turn.role for turn in self.turns[number + 1 : number + 2]]
+        found = self.template.end_pattern.match(rest, len(rest) - len(rest.lstrip()))
+        outer = {self.template.tokenizer.bos_token, self.template.image_token}
+        if not found or others in ([], ["assistant"]) or found[0] in outer:
+            return 0
+        return found.end()
 
     def _segments(self, spans: Sequence[tuple[int, int]]) -> Iterator[Segment]:
         borders = sorted(set(itertools.chain(*spans)))
@@ -414,6 +450,83 @@ def _add_end(pieces: list[Piece], end: str) -> None:
     if not "".join(piece.text for piece in pieces[last + 1 :]).strip():
         del pieces[last + 1 :]
     pieces.insert(last + 1, Piece(end, is_target=True))
+
+
+def prepare_chat(processor: Any, *, template: str | None = None, **others: Any) -> None:
+    """Gives a processor the chat template of that name, and the end of its turns as eos_token.
+
+    An answer that ends otherwise than the tokenizer says would never end where only the tokenizer
+    is asked. A tokenizer whose eos_token the template itself writes keeps it.
+    """
+    use_template(processor, template=template)
+    tokenizer, ends = get_tokenizer(processor), turn_ends(processor)
+    if ends and tokenizer.eos_token not in ends and "eos_token" not in str(template_of(processor)):
+        tokenizer.eos_token = ends[0]
+
+
+def stop_ids_with(of_model: list[int] | int | None, processor: Any) -> list[int]:
+    """The ids that end an answer: of the model, of its tokenizer, and of its chat template.
+
+    Those of the template count where the tokenizer's own end is one of them (`prepare_chat`): other
+    tokenizers may have a template, and the model knows nothing of it.
+    """
+    tokenizer = get_tokenizer(processor)
+    ids = of_model if isinstance(of_model, list) else [of_model]
+    ends = turn_ends(processor)
+    if tokenizer.eos_token in ends:
+        ids = [*ids, *(tokenizer.convert_tokens_to_ids(end) for end in ends)]
+    return sorted({int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None})
+
+
+def turn_ends(processor: Any) -> tuple[str, ...]:
+    """The tokens that end an answer in the chat template, a plain answer's first; none without one.
+
+    They are the last special tokens that are learnt in small conversations with thoughts and calls.
+    What also comes before the end of another answer (`<|end|>` behind thoughts) is not one.
+    """
+    if not template_of(processor):
+        return ()
+    try:
+        template = ChatTemplate.of(processor)
+    except (UserError, CheckpointError):  # those who render with it are told
+        return ()
+    if template.turn_ends is None:
+        found = list(_learnt_in_samples(template))
+        inner = {token for text, _ in found for token in template.end_pattern.findall(text)}
+        ends = [tokens[-1] for _, rest in found if (tokens := template.end_pattern.findall(rest))]
+        template.turn_ends = tuple(token for token in dict.fromkeys(ends) if token not in inner)
+    return template.turn_ends
+
+
+def _learnt_in_samples(template: ChatTemplate) -> Iterator[tuple[str, str]]:
+    """What is learnt of each answer in small conversations: up to its last text, and behind it."""
+    function = {"name": "look", "arguments": {"place": "there"}}
+    tool = {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}
+    asked, told, result = (
+        Turn(role, (Piece("a", is_user=True),), is_target=role == "assistant", tool_call_id=call)
+        for role, call in (("user", None), ("assistant", None), ("tool", "abcdefghi"))
+    )
+    call: Tool = {"type": "function", "function": function, "id": "abcdefghi"}
+    calling = Turn("assistant", (), is_target=True, tool_calls=(call,))
+    thinking = replace(told, reasoning="b")
+    conversations: list[tuple[list[Turn], list[Tool]]] = [
+        ([asked, told], []),
+        ([asked, told, asked, told], []),
+        ([asked, thinking, asked, thinking], []),
+        ([asked, calling, result, told], [{"type": "function", "function": tool}]),
+    ]
+    ways = itertools.product(conversations, ("text", "list"), ({}, {"enable_thinking": False}))
+    for (turns, tools), form, options in ways:
+        run = _Run(template, turns, tools, options, for_generation=False, learnt="answers")
+        try:
+            layout, _ = run._layout(Masking(template, turns, tools, form=form, cut=whole))
+        except Exception:  # templates raise what they like
+            continue
+        for is_target, group in itertools.groupby(layout.segments, lambda part: part.is_target):
+            if is_target:
+                texts = [part.text if part.slot < 0 else OPEN for part in group]
+                before, _, rest = "".join(texts).rpartition(OPEN)
+                yield before, rest or layout.end
 
 
 _has_warned: set[tuple[str, str]] = set()

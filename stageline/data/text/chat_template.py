@@ -45,6 +45,7 @@ class ChatTemplate:
     Attributes:
         layouts: what was found out of conversations of one structure, the last ones used.
         known_roles: what it writes for plain conversations, by the roles of their turns.
+        turn_ends: the tokens that end its answers; None until somebody asks (chat.py).
         num_renders: how often the template ran.
 
     Raises:
@@ -62,6 +63,7 @@ class ChatTemplate:
         self.reserved = TextEncoder.of(processor).reserved
         self.layouts: OrderedDict[str, Any] = OrderedDict()
         self.known_roles: dict[Any, Any] = {}
+        self.turn_ends: tuple[str, ...] | None = None
         self.num_renders = 0
         if not self.template:
             raise UserError(

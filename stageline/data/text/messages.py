@@ -4,11 +4,12 @@ Knows no chat template; chat.py renders turns with the model's own.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stageline.data.rows.conversations import WEIGHTS, weight_of
+from stageline.data.rows.conversations import WEIGHTS, is_learnt, with_row_weights
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.data.text.template import fill_parts, parse_template, slot_value
 from stageline.errors import DataError, UserError
@@ -17,7 +18,7 @@ Tool = dict[str, Any]
 SYSTEM_ROLES = ("system", "developer")
 _KNOWN_FIELDS = {
     *("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"),
-    *WEIGHTS,
+    *("mask", *WEIGHTS),
 }
 _PLAIN = {"role", "content"}
 _IMAGE_TYPES = ("image", "image_url")
@@ -173,7 +174,8 @@ def _trimmed(pieces: list[Piece]) -> list[Piece]:
 
 
 def _from_messages(sample: Mapping[str, Any]) -> list[Turn]:
-    messages = sample["messages"]
+    with _source_before(sample):
+        messages = with_row_weights(sample, sample["messages"])
     if not isinstance(messages, list) or not messages:
         raise _bad(sample, f"`messages` is {messages!r}", "a list of messages")
     turns = [_turn(sample, number, message) for number, message in enumerate(messages)]
@@ -197,7 +199,9 @@ def _turn(sample: Mapping[str, Any], number: int, message: Any) -> Turn:
     is_answer = role == "assistant"
     if message.keys() == _PLAIN and isinstance(message["content"], str):  # nothing to check further
         return Turn(role, (Piece(message["content"], True, is_answer),), is_answer)
-    unknown = sorted(key for key, value in message.items() if value and key not in _KNOWN_FIELDS)
+    unknown = sorted(
+        key for key, value in message.items() if value is not None and key not in _KNOWN_FIELDS
+    )
     if unknown:
         raise _bad(
             sample, f"{place} has the fields {', '.join(unknown)}", "those of a chat message"
@@ -205,10 +209,8 @@ def _turn(sample: Mapping[str, Any], number: int, message: Any) -> Turn:
     for field in ("name", "tool_call_id"):
         if message.get(field) is not None and not isinstance(message[field], str):
             raise _bad(sample, f"{place} has the {field} {message[field]!r}", "text")
-    name, weight = weight_of(message)
-    if weight not in (0, 1):
-        raise _bad(sample, f"{place} has the {name} {weight!r}", "0 or 1: it is learnt or is not")
-    is_target = is_answer and bool(weight)
+    with _source_before(sample):
+        is_target = is_learnt(message, place, is_answer=is_answer)
     calls = calls_of(sample, place, message)
     reasoning = message.get("reasoning_content") or ""
     if not isinstance(reasoning, str) or (reasoning and role != "assistant"):
@@ -302,10 +304,22 @@ def _parsed(text: str, otherwise: Any) -> Any:
         return otherwise
 
 
+@contextmanager
+def _source_before(sample: Mapping[str, Any]) -> Iterator[None]:
+    """Puts the row before errors that do not name it."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{_name_of(sample)}: {error}") from None
+
+
+def _name_of(sample: Mapping[str, Any]) -> str:
+    return sample.get("source") or f"sample {sample.get('id', '?')}"
+
+
 def _bad(sample: Mapping[str, Any], what: str, expected: str) -> DataError:
-    name = sample.get("source") or f"sample {sample.get('id', '?')}"
     return DataError(
-        f"{name}: {what[:400]}. Expected is {expected}, because the chat template is filled from "
-        "role, content, reasoning_content, tool_calls, tool_call_id and name, and from the tools, "
-        "alone: correct the row, or convert it with the dataset part."
+        f"{_name_of(sample)}: {what[:400]}. Expected is {expected}, because the chat template is "
+        "filled from role, content, reasoning_content, tool_calls, tool_call_id and name, and from "
+        "the tools, alone: correct the row, or convert it with the dataset part."
     )
