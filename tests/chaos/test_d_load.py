@@ -191,7 +191,7 @@ def test_d06_an_index_that_promises_what_no_file_holds(saved):
 
 @pytest.mark.parametrize("kind", ["beside", "twice", "untold", "named"])
 def test_d06_a_second_set_of_weights(kind, saved, whole):
-    """transformers takes the single file, every tensor of a shard, or the file that config names."""
+    """transformers takes the single file, all tensors of a shard, or what config.json names."""
     name = "model.layers.3.mlp.up_proj.weight"
     index = saved / "model.safetensors.index.json"
     if kind == "beside":
