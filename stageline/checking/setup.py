@@ -5,6 +5,7 @@ checkpoint gets random weights in a folder, so that stages load them as they loa
 """
 
 import contextlib
+import copy
 import re
 import shutil
 import tempfile
@@ -293,9 +294,13 @@ def load_whole(
     inner = getattr(single, "whole", None)
     if inner is not None:
         options["attn_implementation"] = inner.config._attn_implementation
+    config = preparation.config
+    if checkpoint.is_file():  # not the other weights of its folder
+        config = copy.deepcopy(config)
+        config.transformers_weights = checkpoint.name
     whole: Any = auto_class.from_pretrained(
         checkpoint if checkpoint.is_dir() else checkpoint.parent,
-        config=preparation.config,
+        config=config,
         dtype=torch.float32,
         trust_remote_code=trust_remote_code,
         local_files_only=True,

@@ -41,8 +41,17 @@ PEFT_PREFIX = "base_model.model."
 STACK_FOLDER = "stack"
 _PART = re.compile(r"^(?P<module>.+)\.lora_(?P<which>[AB])\.weight$")
 _MAGNITUDE = re.compile(rf"^(?P<module>.+)\.{MAGNITUDE}(\.weight)?$")
-# settings of peft that change the mathematics and that LoRAWrapper has not
-_UNSUPPORTED = ("lora_bias", "layer_replication", "target_parameters", "use_qalora")
+# Fields of peft's LoraConfig that leave an adapter plain LoRA or DoRA: they are used here, or have
+# no effect on saved weights. Any other must be at its default. benchmarks/adapter_fields.md
+HARMLESS_FIELDS = frozenset(
+    "alpha_pattern base_model_name_or_path lora_alpha modules_to_save revision task_type "
+    "trainable_token_indices use_dora use_rslora auto_mapping corda_config ensure_weight_tying "
+    "eva_config exclude_modules fan_in_fan_out inference_mode layers_pattern layers_to_transform "
+    "loftq_config lora_dropout lora_ga_config megatron_core peft_version qalora_group_size r "
+    "rank_pattern runtime_config target_modules".split()
+)
+# Starts that leave the base as it is; pissa, olora, corda, loftq and lora_ga change it
+PLAIN_STARTS = ("true", "false", "none", "gaussian", "eva", "orthogonal", "mica")
 # rows of new tokens, as peft names them: the rows themselves, not what was added to them. The base
 # is enlarged for them; before peft loads them: `model.resize_token_embeddings(len(tokenizer))`
 INDICES = "trainable_token_indices"
@@ -238,17 +247,33 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     """adapter_config.json, refused where we would compute something else than `peft` does."""
     path = folder / ADAPTER_CONFIG
     config = read_json(path)
-    used = [name for name in _UNSUPPORTED if config.get(name)]
-    if config.get("bias", "none") != "none":
-        used.append(f"bias={config['bias']}")
-    if config.get("peft_type") != "LORA":
-        used.insert(0, f"peft_type={config.get('peft_type')}")
+    used = [
+        f"{name}={str(value)[:60]}"
+        for name, value in {"peft_type": None, **config}.items()
+        if name not in HARMLESS_FIELDS and not _is_plain(name, value)
+    ]
     if used:
         raise CheckpointError(
-            f"{path} asks for {', '.join(used)}, plain LoRA was expected: another kind would be "
-            "applied wrongly. Merge it into the model with peft (merge_and_unload) first."
+            f"{path} sets {', '.join(used)}, which is more than plain LoRA or DoRA. Merge the "
+            "adapter into its base with peft (merge_and_unload), or convert it to plain LoRA "
+            "(save_pretrained with path_initial_model_for_weight_conversion)."
         )
     return config
+
+
+def _is_plain(name: str, value: object) -> bool:
+    """Whether a field leaves an adapter plain LoRA: by its value, or as the default of peft."""
+    if name == "peft_type":
+        return value == "LORA"
+    if name == "init_lora_weights":
+        return str(value).lower() in PLAIN_STARTS
+    if not value or (name, value) == ("bias", "none"):
+        return True
+    try:
+        from peft import LoraConfig
+    except ImportError:
+        return False
+    return bool(value == getattr(LoraConfig, name, None))
 
 
 def read_adapter(folder: str | Path) -> Adapter:

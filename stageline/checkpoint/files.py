@@ -104,7 +104,8 @@ def find_checkpoint(checkpoint_path: str | Path) -> Path:
 def weight_files(checkpoint: Path, *, fetches: bool = True) -> dict[str, Path]:
     """Name on disk -> file, of a folder (sharded or not) or of one safetensors file.
 
-    Every file is looked at: one that is missing, cut short or is something else is refused here.
+    Every file is looked at: one that is missing, cut short or is something else is refused here. So
+    is a folder of which transformers would read other weights than the index names.
 
     Args:
         fetches: False: files that are still to be fetched from a hub are looked at when they are
@@ -115,10 +116,15 @@ def weight_files(checkpoint: Path, *, fetches: bool = True) -> dict[str, Path]:
     """
     if checkpoint.is_file():
         return dict.fromkeys(tensor_names(checkpoint), checkpoint)
-    index = checkpoint / INDEX_FILE
+    index, single, config = (checkpoint / n for n in (INDEX_FILE, SINGLE_FILE, "config.json"))
+    named = read_json(config).get("transformers_weights") if config.exists() else None
+    if named not in (None, SINGLE_FILE, INDEX_FILE):
+        raise CheckpointError(
+            f"{config} names {named!r} in transformers_weights, a second set of weights. Call that "
+            f"file {SINGLE_FILE} (or {INDEX_FILE}) and remove the entry."
+        )
     if index.exists():
         return _read_index(index, fetches=fetches)
-    single = checkpoint / SINGLE_FILE
     fetch_missing(single)
     if not single.exists():
         raise _without_weights(checkpoint)
@@ -162,8 +168,11 @@ def _read_index(index: Path, *, fetches: bool) -> dict[str, Path]:
             f"{index} cannot be read (no weight_map), a JSON object with weight_map was expected: "
             "it says which file holds which tensor. Copy the checkpoint again."
         )
+    told: dict[str, set[str]] = {}
+    for name, file in weight_map.items():
+        told.setdefault(str(file), set()).add(name)
     files, awaited = {}, set()
-    for file in sorted(set(map(str, weight_map.values()))):
+    for file in sorted(told):
         files[file] = inside(folder, file, told_by=index, is_plain=True)
         if not fetches and can_fetch(files[file]):
             awaited.add(file)
@@ -174,12 +183,19 @@ def _read_index(index: Path, *, fetches: bool) -> dict[str, Path]:
                 f"{files[file]} is missing, {index.name} says that it holds weights: the "
                 "checkpoint is not whole. Copy it again."
             )
-    held = {file: set(tensor_names(files[file])) for file in files.keys() - awaited}
-    for name, file in weight_map.items():
-        if str(file) not in awaited and name not in held[str(file)]:
+    if (folder / SINGLE_FILE).exists() and files.keys() != {SINGLE_FILE}:
+        raise CheckpointError(
+            f"{folder} holds two sets of weights: {SINGLE_FILE}, and the files that {index.name} "
+            "names. Delete the set that is not meant: that file, or the index with its files."
+        )
+    for file in files.keys() - awaited:
+        held = set(tensor_names(files[file]))
+        lacking, others = sorted(told[file] - held), sorted(held - told[file])
+        if lacking or others:
             raise CheckpointError(
-                f"{files[str(file)]} has no tensor {name}, {index.name} says that it does: the "
-                "files are of different checkpoints. Copy the checkpoint again, whole."
+                f"{files[file]} has {'no' if lacking else 'a'} tensor {(lacking or others)[0]}, "
+                f"{index.name} says {'that it does' if lacking else 'nothing of it'}: the files "
+                "are of different checkpoints. Copy the checkpoint again, whole."
             )
     return {name: files[str(file)] for name, file in weight_map.items()}
 

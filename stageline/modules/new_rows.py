@@ -1,9 +1,10 @@
-"""Rows of new tokens in embedding and head: made, given a start, and trained alone if asked to.
+"""Rows of new tokens in embedding and head: made, given a start, and trained.
 
-Trained alone, the rows are a parameter of their own, `<module>.new_rows.weight` [N, H], whose
-values stand in the place of those of the matrix in every pass. The matrix itself is frozen: no
-gradient, moment or decay reaches it. `fold_rows` writes the rows into it before it is saved, so
-that files hold whole matrices under the model's own names.
+They train alone if that is asked for, or if their matrix is frozen: then the rows are a parameter
+of their own, `<module>.new_rows.weight` [N, H], whose values stand in the place of those of the
+matrix in every pass. The matrix itself is frozen: no gradient, moment or decay reaches it.
+`fold_rows` writes the rows into it before it is saved, so that files hold whole matrices under the
+model's own names.
 
 Shapes: N new tokens, V rows, H hidden size.
 """
@@ -36,7 +37,8 @@ class NewRows:
         ids: of the new tokens.
         pieces: for each the ids that its text was split into before.
         fresh: those of which the weights that are loaded know nothing.
-        train_alone: of embedding and head nothing but these rows is trained.
+        train_alone: of embedding and head nothing but these rows is trained; of a matrix that is
+            frozen, with LoRA say, they are trained in any case.
         noisy: those that start as the mean of all rows and noise, seeded by `seed`.
         multiple: rows that are added are rounded up to a multiple of this.
     """
@@ -156,8 +158,10 @@ def put_new_rows(model: Stage, rows: NewRows) -> None:
                 done.add(id(tensor))
                 _start(tensor, rows, before, name=f"{path}.{leaf}")
     model.token_ids = tuple(sorted({*getattr(model, "token_ids", ()), *rows.ids}))
-    if rows.train_alone:
-        _train_alone(model, paths, rows.ids)
+    trains = getattr(model, "trained_rule", lambda: lambda _: True)()
+    # rows that LoRA or a frozen part would leave as they start train by themselves
+    alone = [path for path in paths if rows.train_alone or not trains(f"{path}.weight")]
+    _train_alone(model, alone, rows.ids)
 
 
 def _start(tensor: torch.Tensor, rows: NewRows, before: int, *, name: str) -> None:

@@ -6,7 +6,7 @@ stage and the number of stages, and no process group.
 Shapes: B samples of a micro-batch, T tokens, H hidden size, V vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -361,19 +361,26 @@ class StageModel(Stage):
         whole; above a quantised base nothing else trains. A tied head follows the embeddings,
         whose weight it is.
         """
-        chosen = self.methods.trained_names(self)
+        trains = self.trained_rule()
         for name, parameter in self.named_parameters():
+            parameter.requires_grad_(trains(name))
+
+    def trained_rule(self) -> Callable[[str], bool]:
+        """Return a function that says of a parameter's name, on any stage, whether it trains."""
+        chosen = self.methods.trained_names(self)
+
+        def trains(name: str) -> bool:
             part = self.part_of(name)
-            is_last_lora = ".lora.lora_" in name and ".lora_module." not in name
             has_lora = part in self.lora and self.lora[part].num > 0
             if is_inside(name, self.whole_modules):
-                parameter.requires_grad_(True)
-            elif has_lora or self.methods.quantization is not None:
-                parameter.requires_grad_(has_lora and is_last_lora)
-            elif chosen is not None and part in LANGUAGE:
-                parameter.requires_grad_(name in chosen)
-            else:
-                parameter.requires_grad_(not self.frozen_parts.get(part or "", False))
+                return True
+            if has_lora or self.methods.quantization is not None:
+                return has_lora and ".lora.lora_" in name and ".lora_module." not in name
+            if chosen is not None and part in LANGUAGE:
+                return name in chosen
+            return not self.frozen_parts.get(part or "", False)
+
+        return trains
 
     def get_key_map_without_last_lora(self) -> dict[str, str]:
         """Parameter name here -> its name in a checkpoint without the outermost LoRA.

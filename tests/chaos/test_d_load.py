@@ -1,5 +1,6 @@
 """Faults in the files of a checkpoint: each is refused with exit code 4, file and tensor named."""
 
+import json
 import os
 import shutil
 import struct
@@ -11,10 +12,12 @@ from transformers import AutoConfig
 
 from commands import train as train_pp  # noqa: F401  now: what a test registers goes after it
 from pp_models import CausalLMStage
+from stageline.checking.setup import ModelSource, Preparation, load_whole
 from stageline.checkpoint.adapter import attach_adapter
 from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.layout import FORMAT_VERSION, MANIFEST, content_sum, read_manifest, verify
 from stageline.checkpoint.load import load_split_model
+from stageline.checkpoint.plain_model import load_plain
 from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.writer import find_latest, no_checkpoint_left, skip_lines
 from stageline.modules.lora import is_lora_name
@@ -184,6 +187,49 @@ def test_d06_an_index_that_promises_what_no_file_holds(saved):
 
     edit(saved / "model.safetensors.index.json", change)
     refused(lambda: weight_files(saved), saved / SHARD, "model.layers.9.mlp.up_proj.weight")
+
+
+@pytest.mark.parametrize("kind", ["beside", "twice", "untold", "named"])
+def test_d06_a_second_set_of_weights(kind, saved, whole):
+    """transformers takes the single file, all tensors of a shard, or what config.json names."""
+    name = "model.layers.3.mlp.up_proj.weight"
+    index = saved / "model.safetensors.index.json"
+    if kind == "beside":
+        shutil.copy(whole / "model.safetensors", saved)
+        words = (saved, "two sets of weights", "model.safetensors")
+    elif kind == "twice":
+        first = saved / "model-00001-of-00002.safetensors"
+        rewrite(first, lambda state: state.update({name: torch.zeros(2)}))
+        words = (first, name)
+    elif kind == "untold":
+        edit(index, lambda found: found["weight_map"].pop(name))
+        words = (saved / SHARD, name)
+    else:
+        shutil.copy(whole / "model.safetensors", saved / "other.safetensors")
+        edit(saved / "config.json", lambda it: it.update(transformers_weights="other.safetensors"))
+        words = (saved / "config.json", "transformers_weights", "other.safetensors")
+    refused(lambda: load_plain(saved), *words)
+    refused(lambda: load(saved), *words)
+
+
+def test_d06_an_index_of_a_single_file(whole):
+    held = dict.fromkeys(load_file(whole / "model.safetensors"), "model.safetensors")
+    (whole / "model.safetensors.index.json").write_text(json.dumps({"weight_map": held}))
+    assert set(weight_files(whole).values()) == {whole / "model.safetensors"}
+
+
+def test_d06_a_file_beside_the_weights_of_its_folder(whole):
+    """`check` compares with the whole model of the file that was given, and not of its folder."""
+    file = shutil.copy(whole / "model.safetensors", whole / "other.safetensors")
+    rewrite(whole / "other.safetensors", lambda state: state["lm_head.weight"].add_(1))
+    source = ModelSource(str(whole), str(file), None)
+    found = load_whole(
+        Preparation(source, AutoConfig.from_pretrained(whole), (), True, ()),
+        build=lambda **_: load(whole, file, stage=0, num_stages=1),
+        seed=0,
+        trust_remote_code=False,
+    )
+    assert torch.equal(found.model.lm_head.weight, load_file(file)["lm_head.weight"])
 
 
 def test_d07_another_shape_is_told_with_both(whole):

@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from benchmarks import adapter_fields
 from pp_models import CausalLMStage, class_of_key
 from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config
-from stageline.checkpoint.adapter import attach_adapter, read_adapter
+from stageline.checkpoint.adapter import attach_adapter, read_adapter, read_adapter_config
 from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.layout import verify
 from stageline.checkpoint.load import load_split_model
@@ -203,8 +204,13 @@ def make_with_peft(tmp_path, **config):
         {"rank_pattern": {"down_proj": 2}, "alpha_pattern": {r"layers.1.self_attn.q_proj": 3}},
         {"modules_to_save": ["lm_head"]},
         {"lora_alpha": 5},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "orthogonal"},
+        {"init_lora_weights": "mica"},
+        {"init_lora_weights": False},
+        {"layers_to_transform": [1], "exclude_modules": ["q_proj"], "fan_in_fan_out": True},
     ],
-    ids=["plain", "rslora", "patterns", "whole_modules", "uneven_scale"],
+    ids=str,
 )
 def test_adapters_of_peft_are_read(config, tmp_path):
     expected = make_with_peft(tmp_path, **config)
@@ -230,6 +236,11 @@ def test_an_adapter_of_peft_is_a_start_for_stages(tmp_path):
         ({"use_dora": True}, "use_dora"),
         ({"bias": "all"}, "bias=all"),
         ({"peft_type": "LOHA"}, "peft_type=LOHA"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights=pissa_niter_4"),
+        ({"init_lora_weights": "OLoRA"}, "init_lora_weights=OLoRA"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
+        ({"arrow_config": {"top_k": 2}}, "arrow_config"),
+        ({"field_of_a_newer_peft": 3}, "field_of_a_newer_peft=3"),
     ],
 )
 def test_other_kinds_are_refused(change, message, tmp_path):
@@ -238,6 +249,31 @@ def test_other_kinds_are_refused(change, message, tmp_path):
     (folder / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
         attach_adapter(base_model("llama", tmp_path), folder)
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_a_start_that_changes_the_base_is_refused(start, tmp_path):
+    """peft takes a part out of the base when it loads such a folder; we would not."""
+    make_with_peft(tmp_path, init_lora_weights=start)
+    with pytest.raises(UserError, match=f"init_lora_weights={start}"):
+        attach_adapter(base_model("llama", tmp_path), tmp_path / "theirs")
+
+
+def test_fields_at_their_defaults_are_read(tmp_path, monkeypatch):
+    """Also those of a newer peft, where its default is not empty, and all of this one's."""
+    defaults = peft.LoraConfig(peft_type="LORA").to_dict()
+    monkeypatch.setattr(peft.LoraConfig, "group_size_to_come", 16, raising=False)
+    config = {**defaults, "group_size_to_come": 16, "to_come": None}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config, default=str))
+    assert read_adapter_config(tmp_path)["group_size_to_come"] == 16
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "group_size_to_come": 8}))
+    with pytest.raises(UserError, match="group_size_to_come=8"):
+        read_adapter_config(tmp_path)
+
+
+def test_the_page_of_fields_is_that_of_the_installed_peft():
+    """A peft with another field needs a line about it, in HARMLESS_FIELDS or as refused."""
+    assert adapter_fields.PAGE.read_text(encoding="utf-8") == adapter_fields.make_page()
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path):

@@ -12,6 +12,7 @@ from stageline.checking.tiny_models import VISION_LANGUAGE, VOCAB_SIZE
 from stageline.checkpoint.adapter import attach_adapter, read_adapter
 from stageline.checkpoint.plain_model import load_plain, load_with_peft
 from stageline.checkpoint.save import save_split_model
+from stageline.modules.methods import FreezeRule, Methods
 from stageline.modules.new_rows import NewRows
 from stageline.pipeline.runner import LocalStages
 from stageline.stages.base import WeightSource, fill_stage
@@ -175,6 +176,46 @@ def test_a_matrix_that_trains_whole_gets_no_rows_apart(tmp_path):
 
 
 LORA = {"llm_lora_num": 1, "lora_rank": 3, "lora_alpha": 6.0}
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize(
+    ("options", "whole", "alone"),
+    [
+        (LORA, {"lm_head"}, {"model.embed_tokens"}),
+        (LORA | {"frozen_lm_head": True}, set(), {"model.embed_tokens", "lm_head"}),
+        (
+            LORA | {"modules_to_save": ("embed_tokens", "lm_head")},
+            {"model.embed_tokens", "lm_head"},
+            set(),
+        ),
+        ({"frozen_llm": True}, {"lm_head"}, {"model.embed_tokens"}),
+        ({"methods": Methods(freeze=FreezeRule(1))}, set(), {"model.embed_tokens", "lm_head"}),
+    ],
+    ids=["lora", "frozen_head", "modules_to_save", "frozen_llm", "last_layer"],
+)
+def test_rows_of_a_frozen_matrix_train(options, whole, alone, num_stages, tmp_path):
+    """LoRA leaves embedding and head as they are: new rows would stay what they began as."""
+    base = tmp_path / "base"
+    tiny_whole("llama", base)
+    stages = make_stages("llama", base, base, num_stages, rows=new_rows(), **options)
+    for stage in stages:
+        assert {name for name in stage.parameter_order if "new_rows" in name} == {
+            f"{path}.new_rows.weight" for path in alone
+        }
+    before = {n: p.detach().clone() for n, p in stages.named_parameters().items()}
+    trained = set(train(stages, batch_of("llama"), steps=1))
+    matrices = {"model.embed_tokens", "lm_head"}
+    assert {name.removesuffix(".weight") for name in trained} & matrices == whole
+    assert {
+        name.removesuffix(".new_rows.weight") for name in trained if "new_rows" in name
+    } == alone
+    after = stages.named_parameters()
+    for path in alone:
+        assert (after[f"{path}.new_rows.weight"] != before[f"{path}.new_rows.weight"]).any(1).all()
+    for path in whole:
+        changed = after[f"{path}.weight"] != before[f"{path}.weight"]
+        assert changed[list(IDS)].any(1).all()
 
 
 @pytest.mark.parametrize("head", ["tied", "rows", "whole"])
