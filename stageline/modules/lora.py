@@ -65,6 +65,11 @@ class LoRAWrapper(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not is_linear(module):
+            raise UserError(
+                f"LoRAWrapper takes a linear layer; {type(module).__name__} is not one. Wrap an "
+                "nn.Linear or Conv1D, or train the module as a whole with `modules_to_save`."
+            )
         self.lora_module = module
         self.in_features, self.out_features = linear_sizes(innermost(module))
         weight = self.weight

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 
-from pp_models import CausalLMStage, class_of_key
+from pp_models import CausalLMStage, StageModel, class_of_key
 from stageline.checking.tiny_models import tiny_config, tiny_mllama_config
 from stageline.checkpoint.init import init_split_model
 from stageline.errors import UserError
@@ -49,9 +50,13 @@ def test_an_example_is_as_long_as_the_configuration_allows(family):
         model = class_of_key(family)(config, stage=number, num_stages=2)
         assert shapes(model.get_example_input(2)) == shapes(model.get_example_input(2, longest))
         assert shapes(model.get_example_output(2)) == shapes(model.get_example_output(2, longest))
-    model.text_config.max_position_embeddings = None
+
+
+def test_a_configuration_without_a_length_needs_one():
+    model = StageModel(PretrainedConfig(num_hidden_layers=1), stage=0, num_stages=1)
     with pytest.raises(UserError, match="max_position_embeddings.*Pass max_token_num"):
         model.get_example_input(2)
+    assert model.get_example_input(2, 3)[0].shape == (2, 3)
 
 
 def test_every_tensor_that_is_declared_counts():

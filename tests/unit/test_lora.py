@@ -159,6 +159,14 @@ def test_root_linear_is_wrapped_and_merged():
     assert merge_lora(wrapped) is linear
 
 
+@pytest.mark.parametrize(
+    "module", [nn.Embedding(4, 3), nn.Conv2d(3, 4, 1), nn.Bilinear(2, 2, 2), Tower()]
+)
+def test_what_is_not_a_linear_layer_is_refused_by_name(module):
+    with pytest.raises(UserError, match=rf"{type(module).__name__} is not one.*--modules-to-save"):
+        LoRAWrapper(module, rank=2, alpha=4.0)
+
+
 def test_stacked_names_and_key_map():
     model = Tower()
     for _ in range(2):
