@@ -13,7 +13,7 @@ import numpy
 
 from register import document_register, splitter_register
 from stageline.corpus import sentences
-from stageline.corpus.input import BadDocument
+from stageline.corpus.input import BadDocument, json_object
 from stageline.errors import UserError
 
 SLOT = re.compile(r"\[\[([A-Z][A-Z0-9_]*)\]\]|\[([A-Z][A-Z0-9_]*)\]")
@@ -58,6 +58,8 @@ def text(
 ) -> str:
     r"""A line of text; of JSON and Parquet some fields, joined, or a template that they fill.
 
+    With fields or a template a line of a text file that begins with { is read as JSON.
+
     Args:
         fields: names, a dot leads into a field that holds fields; default: text.
         template: text with [FIELD] in place of each field, in capital letters: "[TITLE]: [BODY]";
@@ -67,7 +69,7 @@ def text(
     if isinstance(row, str):
         if fields is None and template is None:
             return row
-        row = {"text": row}
+        row = json_object(row) if row.lstrip().startswith("{") else {"text": row}
     if template is not None:
         return _filled(template, row)
     return _unescaped(separator).join([_value(row, name) for name in fields or ("text",)])

@@ -242,8 +242,17 @@ def stop(signum: int, frame: Any) -> None:
 def write(arguments: CorpusArguments) -> None:
     """Builds a corpus, or goes on with one that was left."""
     from stageline.corpus.build import build_corpus
+    from stageline.corpus.input import find_sources, holds_json_lines
 
     run, document = arguments.run, arguments.parts["document"]
+    own = document.kwargs
+    if document.key == "text" and not (own.get("fields") or own.get("template")):
+        for source in filter(holds_json_lines, find_sources(run.file_path)):
+            print(
+                f"{source.path} begins with a JSON object, and each line becomes a document as it "
+                "is. Name the fields of a document with --document.fields.",
+                file=sys.stderr,
+            )
     splitter = arguments.parts["splitter"]
     splits = run.do_split_sentences and splitter.facts["splits_sentences"]
     rules = CutRules(

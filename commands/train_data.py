@@ -129,7 +129,8 @@ def epoch_sampler(run: RunConfig, dataset: Any, *, answers: int = 1) -> Any:
     if has_sampler(dataset):
         place = {"dp_rank": 0, "shuffle": True, "start_step": 0, "position": None}
         return dataset.make_sampler(batch_size=run.batch_size, **place, **common)
-    return StepSampler(len(dataset), group_size=group_size_of(dataset), **common)
+    common |= {"pads": run.last_rows == "pad", "group_size": group_size_of(dataset)}
+    return StepSampler(len(dataset), **common)
 
 
 def mixture_report(run: RunConfig, dataset: Any) -> str:
@@ -266,6 +267,12 @@ def check_data(arguments: TrainArguments) -> Data:
     check_scores(arguments)
     data = Data(arguments)
     check_tokens_taken(arguments, data.train)
+    if run.last_rows == "pad" and (is_stream(data.train) or has_sampler(data.train)):
+        raise UserError(
+            f"--last-rows pad has no effect on --dataset {arguments.parts['dataset'].key}, whose "
+            "rows are a stream or are drawn by types. Drop --last-rows; types are filled up with "
+            "--drop-mode first_ends_fill or last_ends_fill."
+        )
     if run.token_cache is not None:
         keep_tokens(arguments, data, run.token_cache)
     config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
@@ -433,6 +440,9 @@ def left_over_rows(run: RunConfig, dataset: Any, *, answers: int = 1) -> str:
     rest = num_rows % (sampler.step_samples * sampler.dp_degree)
     if rest == 0:
         return ""
+    if sampler.pads:
+        more = len(sampler) * sampler.step_samples * sampler.dp_degree - num_rows
+        return f"{more} of {num_rows} rows are repeated in each epoch (others each time)\n"
     return f"{rest} of {num_rows} rows are left over in each epoch (others each time)\n"
 
 
@@ -509,6 +519,7 @@ def make_loader(
         position=position,
         shuffle=not is_evaluation,
         eval=is_evaluation,
+        pads=run.last_rows == "pad",
         order=run.micro_batch_order,
         packing=run.max_token_num if run.packing and not is_evaluation else None,
         legal_counts=schedule.legal_micro_batches,

@@ -69,6 +69,7 @@ def make_prompts(
         position=position,
         shuffle=not is_evaluation,
         eval=is_evaluation,
+        pads=run.last_rows == "pad",
         order="given",
         maker=PromptMaker,
     )

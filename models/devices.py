@@ -34,6 +34,7 @@ from stageline.inference.model_cutter import (
     format_table,
 )
 from stageline.model_folder import find_folder, load_config
+from stageline.pipeline.topology import no_tower
 
 
 def build(
@@ -48,8 +49,8 @@ def build(
     **where: Any,
 ) -> tuple[PreTrainedModel, object, dict[str, object]]:
     """What the builder part `auto` makes; its arguments are explained there."""
-    dtype = dtype or torch.float32
-    source = _find(model_path, adapter_path, trust_remote_code=trust_remote_code)
+    dtype, ratio = dtype or torch.float32, where["visual_gpu_ratio"]
+    source = _find(model_path, adapter_path, ratio, trust_remote_code=trust_remote_code)
     if quantization and (len(source.adapters) > 1 or adapter_weights is not None):
         raise UserError(
             f"--builder.quantization {quantization} came with adapters that are merged. Weights "
@@ -100,7 +101,8 @@ def plan(
     Raises:
         UserError: the model does not fit, or nothing is known of the devices.
     """
-    source = _find(model_path, adapter_path, trust_remote_code=trust_remote_code)
+    ratio = given["visual_gpu_ratio"]
+    source = _find(model_path, adapter_path, ratio, trust_remote_code=trust_remote_code)
     found = [] if placement.memory else accelerators(device)
     if placement.memory is None and not found:
         raise UserError(
@@ -135,7 +137,11 @@ class _Source:
 
 
 def _find(
-    model_path: str, adapter_path: str | list[str] | None, *, trust_remote_code: bool
+    model_path: str,
+    adapter_path: str | list[str] | None,
+    visual_gpu_ratio: float | None,
+    *,
+    trust_remote_code: bool,
 ) -> _Source:
     folder = find_folder(model_path)
     adapters = [adapter_path] if isinstance(adapter_path, str) else list(adapter_path or ())
@@ -145,6 +151,8 @@ def _find(
     own_processor = processor_folder(Path([folder, *adapters][-1]), folder)
     own_config = config_folder(folder, adapters)
     config = load_config(own_config, trust_remote_code=trust_remote_code)
+    if visual_gpu_ratio and getattr(config, "vision_config", None) is None:
+        raise no_tower("visual_gpu_ratio", visual_gpu_ratio, config.model_type)
     return _Source(folder, own_processor, adapters, config, has_own=own_config != folder)
 
 

@@ -152,7 +152,8 @@ class PlacementOptions:
 
     visual_gpu_ratio: float | None = side_option(
         None,
-        "share of the first device that the vision tower takes: layers are dealt out by number; "
+        "share of the first device that the vision tower takes, from 1 on all of it: layers are "
+        "dealt out by number; "
         "default: by measured bytes",
         at_least=0,
         to="train_model builder",

@@ -47,6 +47,12 @@ class ShapeOptions:
         "sorted: samples of near-equal length travel together; given: as drawn",
         resume="steps",
     )
+    last_rows: Literal["drop", "pad"] = option(
+        "drop",
+        "rows that fill no whole step at the end of an epoch: drop = leave out, pad = add its "
+        "first rows",
+        in_check=False,
+    )
     pad_to_multiple_of: int = option(
         1, "round the length of rows up to this, within --max-token-num", at_least=1
     )

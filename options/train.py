@@ -236,9 +236,8 @@ class SharedOptions:
     )
     visual_gpu_ratio: float = free_option(
         0.0,
-        "share of the first device that the vision tower takes",
+        "share of the first device that the vision tower takes; from 1 on: all of it",
         at_least=0,
-        at_most=1,
         to="train_model builder",
         shapes_answers=False,
     )

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from stageline.modules.stage_names import names_on_disk
 from stageline.tables import format_table
 
 StageTensors = Sequence[tuple[int, str, torch.Tensor | None]]  # (stage, name, value)
@@ -273,7 +274,7 @@ def stage_facts(model: Any, files: Iterable[str]) -> StageFacts:
     named = dict(model.named_parameters())
     keys = getattr(model, "keys_read", None)
     if keys is None:
-        keys = set(model.get_key_map_without_last_lora().values()) & set(files)
+        keys = set(names_on_disk(model).values()) & set(files)
     return StageFacts(
         stage=model.stage,
         names=tuple(named),

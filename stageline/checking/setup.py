@@ -38,6 +38,7 @@ from stageline.errors import CheckpointError, UserError, spelled
 from stageline.model_folder import load_config
 from stageline.modules.lora import WRAPPED
 from stageline.modules.lora_layer import LoRALayer, name_seed
+from stageline.modules.stage_names import names_on_disk
 
 if TYPE_CHECKING:
     from stageline.checking.proof import SplitToProve
@@ -126,7 +127,7 @@ def _save_random_weights(
             return
         part = build(stage=0, num_stages=1, source=replace(source, model_path=None))
         _move_constants(part)
-    key_map = part.get_key_map_without_last_lora()
+    key_map = names_on_disk(part)
     state = {
         key_map[name]: value.detach().clone().contiguous()
         for name, value in part.state_dict().items()

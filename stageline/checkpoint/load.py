@@ -44,6 +44,7 @@ from stageline.errors import CheckpointError, UserError, is_out_of_memory
 from stageline.model_folder import read_json
 from stageline.modules.lora import WRAPPED, is_lora_name, strip_lora, unwrapped
 from stageline.modules.pass_through import DONE
+from stageline.modules.stage_names import names_on_disk
 from stageline.stage import Stage
 
 
@@ -147,7 +148,7 @@ def load_split_model(
     files = weight_files(checkpoint, fetches=False)
     dtypes = dtypes_of({name: file for name, file in files.items() if file.exists()})
     _refuse_integers(model, checkpoint, dtypes)
-    key_map = model.get_key_map_without_last_lora()
+    key_map = names_on_disk(model)
     if adapter is not None:
         key_map = {name: strip_lora(there) for name, there in key_map.items()}
         key_map = {name: there for name, there in key_map.items() if not is_lora_name(there)}

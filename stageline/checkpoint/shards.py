@@ -30,9 +30,10 @@ from stageline.data.text.chat import stop_ids_with
 from stageline.data.text.processor import get_tokenizer
 from stageline.device import is_accelerator
 from stageline.model_folder import read_json
-from stageline.modules.lora import innermost, lora_stacks, unwrapped
+from stageline.modules.lora import innermost, is_lora_name, lora_stacks, strip_lora, unwrapped
 from stageline.modules.lora_layer import restored_weight
 from stageline.modules.new_rows import fold_rows, is_row_name
+from stageline.modules.stage_names import names_on_disk
 from stageline.stage import Stage
 
 
@@ -155,6 +156,9 @@ def disk_state(stage: Stage, claimed: set[str]) -> dict[str, torch.Tensor]:
     """
     fold_rows(stage)
     whole_weights = _before_pissa(stage)
+    if stage.whole is None:
+        on_disk = names_on_disk(stage).items()
+        key_map = {strip_lora(n): strip_lora(d) for n, d in on_disk if not is_lora_name(n)}
     with unwrapped(stage):
         state = stage.state_dict(keep_vars=True)
         state |= whole_weights
@@ -166,7 +170,6 @@ def disk_state(stage: Stage, claimed: set[str]) -> dict[str, torch.Tensor]:
                 taken.add(id(value))
                 own[name] = value.detach()
         if stage.whole is None:
-            key_map = stage.get_key_map_without_last_lora()
             return {key_map[name]: value for name, value in own.items()}
         for name in stage.whole._keys_to_ignore_on_save or ():
             own.pop(name, None)

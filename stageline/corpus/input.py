@@ -92,6 +92,17 @@ def find_sources(files: str | os.PathLike | Iterable[str | os.PathLike]) -> list
     return [_source(path) for path in paths.values()]
 
 
+def holds_json_lines(source: Source) -> bool:
+    """Whether the first line of a plain text file is a JSON object."""
+    if source.kind != TEXT or source.compression:
+        return False
+    with open(source.path, "rb") as file:
+        try:
+            return bool(json_object(file.readline(CHUNK_BYTES).decode("utf-8")))
+        except (BadDocument, UnicodeDecodeError):
+            return False
+
+
 def check_unchanged(sources: Sequence[Source]) -> None:
     """Refuses to call a corpus finished whose files changed while they were read.
 
@@ -516,7 +527,7 @@ def _read_body(
     def make(line: str) -> str:
         if not line.isascii():
             line.encode("utf-8", "surrogateescape").decode("utf-8")  # raises where it is no UTF-8
-        return document(line if kind == TEXT else _json_object(line))
+        return document(line if kind == TEXT else json_object(line))
 
     for number, line in enumerate(lines, start=1):
         if can_be_long and _num_bytes(line, "surrogateescape") > max_document_bytes:
@@ -529,7 +540,12 @@ def _num_bytes(text: str, errors: str) -> int:
     return len(text if text.isascii() else text.encode("utf-8", errors))
 
 
-def _json_object(line: str) -> dict[str, Any]:
+def json_object(line: str) -> dict[str, Any]:
+    """Return the object that a line of JSON holds.
+
+    Raises:
+        BadDocument: the line is not JSON, or not an object.
+    """
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:

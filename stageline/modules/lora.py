@@ -65,6 +65,11 @@ class LoRAWrapper(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not is_linear(module):
+            raise UserError(
+                f"LoRAWrapper takes a linear layer; {type(module).__name__} is not one. Wrap an "
+                "nn.Linear or Conv1D, or train the module as a whole with `modules_to_save`."
+            )
         self.lora_module = module
         self.in_features, self.out_features = linear_sizes(innermost(module))
         weight = self.weight
@@ -412,7 +417,7 @@ def is_lora_name(name: str) -> bool:
 
 
 def key_map_without_last_lora(names: Iterable[str]) -> dict[str, str]:
-    """Name here -> name in a checkpoint that holds all but the outermost adapter.
+    """Map names in a checkpoint that holds all but the outermost adapter to names here.
 
     The outermost adapter's own weights are not in the map: they start fresh.
     """
@@ -421,7 +426,7 @@ def key_map_without_last_lora(names: Iterable[str]) -> dict[str, str]:
         parts = name.split(".")
         if WRAPPED in parts:
             parts.remove(WRAPPED)  # the first one is the outermost wrapper's
-            key_map[name] = ".".join(parts)
+            key_map[".".join(parts)] = name
         elif not is_lora_name(name):
             key_map[name] = name
     return key_map

@@ -94,16 +94,29 @@ def _is_quantised(model: nn.Module, name: str) -> bool:
     return getattr(model.get_submodule(name.rpartition(".")[0]), "is_quantised", False)
 
 
+def names_on_disk(model: Any) -> dict[str, str]:
+    """Map the parameter names of a stage to those in a checkpoint without the outermost LoRA.
+
+    A stage model gives names on disk -> names here. A map of the other direction is recognised by
+    its keys: more of them than of its values are names of the stage.
+    """
+    key_map: dict[str, str] = model.get_key_map_without_last_lora()
+    here = model.state_dict().keys()
+    if len(here & key_map.keys()) > len(here & set(key_map.values())):
+        return key_map
+    return {name: there for there, name in key_map.items()}
+
+
 def names_of_stage(model: Any) -> StageNames:
     """What a stage model says."""
-    key_map: dict[str, str] = getattr(model, "get_key_map_without_last_lora", dict)()
+    has_map = hasattr(model, "get_key_map_without_last_lora")
     return StageNames(
         stage=model.stage,
         model=type(model).__name__,
         held=names_in(model),
         shared=frozenset(getattr(model, "shared_names", ())),
         whole=_whole_names(model),
-        on_disk=frozenset(key_map.values()),
+        on_disk=frozenset(names_on_disk(model).values() if has_map else ()),
         unread=tuple(getattr(model, "unused_names", ())),
     )
 

@@ -94,29 +94,37 @@ def uniform_partition(
     """Places `num_layers` on `num_stages` as evenly as whole layers allow.
 
     Args:
-        visual_gpu_ratio: the share of stage 0 that a vision tower takes, 0 <= ratio <= 1; stage 0
-            then counts as `1 - ratio` of a stage. Every stage gets at least one layer all the same.
+        visual_gpu_ratio: how many stages' worth of work a vision tower on stage 0 is; stage 0
+            counts as `1 - ratio` of a stage, from 1 on as none. Each stage has at least one layer.
 
     Returns:
         Layers per stage; the sum is `num_layers` and no entry is 0.
 
     Raises:
-        UserError: more stages than layers, or a ratio out of range.
+        UserError: more stages than layers, or a negative ratio.
     """
     if num_stages > num_layers:
         raise UserError(
             f"{num_layers} layers can't fill {num_stages} stages: each stage needs at least one "
             f"layer; set `num_stages` to {num_layers} or less."
         )
-    if not 0 <= visual_gpu_ratio <= 1:
+    if visual_gpu_ratio < 0:
         raise UserError(
-            f"visual_gpu_ratio {visual_gpu_ratio} is not between 0 and 1: it is the share of stage "
-            "0 that the vision tower takes; pass `visual_gpu_ratio` 0 for a language model."
+            f"`visual_gpu_ratio` {visual_gpu_ratio} is negative. Give the share of a stage that "
+            "the vision tower takes, or 0 for a language model."
         )
-    capacities = [1.0 - visual_gpu_ratio] + [1.0] * (num_stages - 1)
+    capacities = [max(0.0, 1.0 - visual_gpu_ratio)] + [1.0] * (num_stages - 1)
     if sum(capacities) == 0:  # one stage that holds everything
         return [num_layers]
     return _largest_remainder(num_layers, capacities)
+
+
+def no_tower(option: str, value: object, model_type: str) -> UserError:
+    """Return the error of an option that places a vision tower, for a model without one."""
+    return UserError(
+        f"`{option}` {value} was given for a {model_type} model, which has no vision tower. Leave "
+        f"`{option}` out."
+    )
 
 
 def explicit_partition(

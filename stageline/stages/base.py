@@ -42,7 +42,7 @@ from stageline.modules.new_rows import (
 from stageline.modules.part_lora import find_targets, lora_of_parts, wrap_parts
 from stageline.modules.recompute import CheckpointMode, checkpoint_layers, tower_layers
 from stageline.modules.stage_names import Names, names_in
-from stageline.pipeline.topology import layer_range, stage_layers
+from stageline.pipeline.topology import layer_range, no_tower, stage_layers
 from stageline.stage import Stage
 
 
@@ -208,10 +208,7 @@ class StageModel(Stage):
         self.whole_modules: frozenset[str] = frozenset()
         self.lora = lora_of_parts(**lora)
         if vision_stages and not hasattr(self, "tower_partition"):
-            raise UserError(
-                f"`vision_stages` {vision_stages} came with a {config.model_type} model, which has "
-                "no vision tower. The option places a tower: leave it out."
-            )
+            raise no_tower("vision_stages", vision_stages, config.model_type)
         self.vision_stages = vision_stages
         self.partition = stage_layers(
             partition,
@@ -245,20 +242,30 @@ class StageModel(Stage):
         raise NotImplementedError
 
     def get_example_input(
-        self, micro_batch_size: int, max_token_num: int
+        self, micro_batch_size: int, max_token_num: int | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """What this stage receives, as tensors on the meta device; dtypes must be the true ones.
+        """Return what this stage receives, as tensors on the meta device with their true dtypes.
 
         The shapes of every micro-batch follow from this, so nothing is asked over the network.
+
+        Args:
+            max_token_num: tokens of a row; None: the context length of the configuration.
         """
+        shape = (micro_batch_size, self.row_length(max_token_num))
         if self.is_first:
-            return (torch.empty(micro_batch_size, max_token_num, dtype=torch.long, device="meta"),)
+            return (torch.empty(shape, dtype=torch.long, device="meta"),)
         hidden_size = self.text_config.hidden_size
-        return (
-            torch.empty(
-                micro_batch_size, max_token_num, hidden_size, dtype=self.dtype, device="meta"
-            ),
-        )
+        return (torch.empty(*shape, hidden_size, dtype=self.dtype, device="meta"),)
+
+    def row_length(self, max_token_num: int | None) -> int:
+        """Return the tokens of a row: the number given, or the configuration's context length."""
+        length = max_token_num or getattr(self.text_config, "max_position_embeddings", None)
+        if length is None:
+            raise UserError(
+                f"The configuration of {self.config.model_type} has no max_position_embeddings. "
+                "Pass max_token_num to get_example_input."
+            )
+        return int(length)
 
     def parts(self) -> dict[str, list[str]]:
         """Module path prefixes of the parts `vit`, `mlp` (projector), `llm` and `lm_head`."""
@@ -310,7 +317,7 @@ class StageModel(Stage):
         return types[index] if types else None, index % self.checkpoint_every == 0
 
     def get_example_output(
-        self, micro_batch_size: int, max_token_num: int
+        self, micro_batch_size: int, max_token_num: int | None = None
     ) -> tuple[torch.Tensor, ...]:
         """What this stage sends on: what the next stage expects. Empty on the last stage."""
         if self.is_last:
@@ -383,9 +390,10 @@ class StageModel(Stage):
         return trains
 
     def get_key_map_without_last_lora(self) -> dict[str, str]:
-        """Parameter name here -> its name in a checkpoint without the outermost LoRA.
+        """Map names in a checkpoint without the outermost LoRA to parameter names here.
 
-        Parameters of the outermost LoRA are not in the map: they start fresh.
+        Parameters of the outermost LoRA are not in the map: they start fresh. A subclass may also
+        return the reverse, parameter name here -> name in a checkpoint: see `names_on_disk`.
         """
         return key_map_without_last_lora(list(self.state_dict()))
 

@@ -25,7 +25,7 @@ from stageline.data.batches.batch import ROW_LENGTHS
 from stageline.errors import UserError
 from stageline.model_folder import has_trusted_code, rope_parameters, short_length
 from stageline.modules.router_records import recording_routers, watch_routers
-from stageline.pipeline.topology import layer_range
+from stageline.pipeline.topology import layer_range, no_tower
 from stageline.stages.base import StageModel
 from stageline.stages.discover import ModelPaths, find_paths, is_pixel, plan_of, sizes_of
 from stageline.stages.packing import (
@@ -198,6 +198,9 @@ class CausalLMStage(Spliced, StageModel):
         dtype: torch.dtype = torch.float32,
         **stage_kwargs: Any,
     ) -> None:
+        ratio = stage_kwargs.get("visual_gpu_ratio")
+        if ratio and not hasattr(self, "tower_partition"):
+            raise no_tower("visual_gpu_ratio", ratio, config.model_type)
         self.__dict__["config"] = config  # asked before the base class sets it
         whole = self.build_whole(config, dtype=dtype, attn_implementation=attn_implementation)
         self.cached_configs = cache_off(whole.config)
@@ -291,10 +294,10 @@ class CausalLMStage(Spliced, StageModel):
     def host_facts(self, batch: Batch) -> Batch:
         return row_lengths(batch)
 
-    def get_example_input(self, micro_batch_size: int, max_token_num: int) -> Tensors:
+    def get_example_input(self, micro_batch_size: int, max_token_num: int | None = None) -> Tensors:
         if self.is_first:
             return super().get_example_input(micro_batch_size, max_token_num)
-        ids_BT = torch.empty(micro_batch_size, max_token_num, dtype=torch.long, device="meta")
+        ids_BT = torch.empty(micro_batch_size, self.row_length(max_token_num), device="meta")
         return self._border(sizes_of(None, {"input_ids": ids_BT}), has_pictures=False)
 
     def get_batch_input(self, batch: Batch) -> Tensors:

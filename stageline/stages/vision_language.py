@@ -227,14 +227,14 @@ class CrossAttentionStage(VisionLanguageStage):
         return sizes
 
     def get_example_input(
-        self, micro_batch_size: int, max_token_num: int
+        self, micro_batch_size: int, max_token_num: int | None = None
     ) -> tuple[torch.Tensor, ...]:
         """As for one image in each row."""
         if self.is_first:
             return super().get_example_input(micro_batch_size, max_token_num)
-        shapes = {"input_ids": (micro_batch_size, max_token_num), IMAGE_IDS: (micro_batch_size, 1)}
+        lengths = {"input_ids": self.row_length(max_token_num), IMAGE_IDS: 1}
         return self.get_batch_input(
-            {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+            {name: torch.empty(micro_batch_size, n, device="meta") for name, n in lengths.items()}
         )
 
     def get_batch_input(self, batch: Batch) -> tuple[torch.Tensor, ...]:

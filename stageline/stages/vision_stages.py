@@ -340,11 +340,12 @@ class VisionStages(CausalLMStage):
         own = [block for _, block in self.tower_list()] if self.is_tower else []
         return [*own, *super().modules_to_shard()]
 
-    def get_example_input(self, micro_batch_size: int, max_token_num: int) -> Tensors:
+    def get_example_input(self, micro_batch_size: int, max_token_num: int | None = None) -> Tensors:
         if not self.vision_stages or self.stage > self.vision_stages:
             return super().get_example_input(micro_batch_size, max_token_num)
         if self.stage == 0:
-            return (torch.empty(micro_batch_size, max_token_num, dtype=torch.long, device="meta"),)
+            shape = (micro_batch_size, self.row_length(max_token_num))
+            return (torch.empty(shape, dtype=torch.long, device="meta"),)
         return self._tower_border(self.images.example_shape(micro_batch_size), micro_batch_size)
 
     def get_batch_input(self, batch: Batch) -> Tensors:

@@ -1,9 +1,10 @@
 """Host-memory streaming: trains models whose weights do not fit the devices.
 
-from stageline.streaming import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
+Has the names of RoundPipe: `import stageline.streaming as roundpipe`; docs/roundpipe.md.
 """
 
 from stageline.streaming.engine import RoundPipe
+from stageline.streaming.plan import Plan
 from stageline.streaming.recompute import (
     doing_recompute,
     get_recompute_data,
@@ -14,6 +15,7 @@ from stageline.streaming.wrap import AutoRoundPipe, wrap_model_to_roundpipe
 
 __all__ = [
     "AutoRoundPipe",
+    "Plan",
     "RoundPipe",
     "RoundPipeRunConfig",
     "doing_recompute",

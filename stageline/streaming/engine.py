@@ -95,16 +95,15 @@ class StreamedModel(nn.Module):
         if name in own:
             self.__dict__[name] = value
         if name not in own or name == "training":
-            for model in self._forwards_to:
+            # the layers have a mode too; any other value belongs to the original model
+            for model in self._forwards_to if name == "training" else self._forwards_to[:1]:
                 setattr(model, name, value)
 
     def __delattr__(self, name: str) -> None:
-        having = [model for model in self._forwards_to if hasattr(model, name)]
-        if not having:
-            raise AttributeError(f"neither {type(self).__name__} nor its model has {name!r}")
-        for model in having:
+        for model in self._forwards_to:
             if hasattr(model, name):
-                delattr(model, name)
+                return delattr(model, name)
+        raise AttributeError(f"neither {type(self).__name__} nor its model has {name!r}")
 
     def train(self, mode: bool = True) -> Any:
         """Sets the mode of the model."""
@@ -136,7 +135,11 @@ class StreamedModel(nn.Module):
             module._load_from_state_dict(state_dict, inner, *args)
         self._values_changed()
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Accept what changes no tensor, such as `to` with the device and dtype of the model."""
+        model = self._forwards_to[0]
+        if all(fn(tensor) is tensor for tensor in (*model.parameters(), *model.buffers())):
+            return self
         raise RuntimeError(
             f"{type(self).__name__} cannot be moved or cast: its weights live on the host and the "
             "engine keeps their place. Cast the model before it is wrapped."
@@ -448,7 +451,10 @@ class RoundPipe(StreamedModel):
         return (total, merge_outputs(outputs, settings.merge_output)) if return_outputs else total
 
     def set_original_model(self, original_model: nn.Module) -> None:
-        """Attributes are looked up in, and written to, this model first; names are its own."""
+        """Makes this the model that attributes are written to, and looked up in first.
+
+        Names of parameters are its own.
+        """
         self._forward_to(original_model, *self._forwards_to[-1:])
 
     def _begin(
@@ -473,6 +479,7 @@ class RoundPipe(StreamedModel):
         return settings, Pass(
             self._hosted_layers,
             self._lanes,
+            self._name,
             [PassPart(on_host(each), its) for each, its in zip(inputs, labels, strict=True)],
             seed=int(torch.randint(2**62, ())) if settings.preserve_rng_state else None,
             by_layer=settings.recompute_grain == "layer",

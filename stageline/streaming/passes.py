@@ -356,6 +356,7 @@ class Pass:
     """Runs slots: through all of a plan, or through its forward ones first.
 
     Attributes:
+        name: of the model, for the ranges of a profiler.
         seed: base of the layers' seeds; None: generators are left alone.
         by_layer: recompute layer by layer, not stage by stage.
         input_gradients: the call's inputs want gradients.
@@ -366,6 +367,7 @@ class Pass:
 
     hosted_layers: Sequence[HostWeights]
     lanes: Sequence[Lane]
+    name: str
     parts: list[PassPart]
     seed: int | None
     by_layer: bool
@@ -434,13 +436,15 @@ class Pass:
         kind, stage, segments = slot
         if place == 0:
             seat.open()
-        if kind == FORWARD:
-            self._forward(seat, stage, place, keeps)
-        elif kind == TURN:
-            self._turn(seat, stage, place)
-        else:
-            for segment in reversed(segments):
-                self._backward(seat, stage, segment, place)
+        shown = f"{self.name} {kind} of layers {stage.start}-{stage[-1]}, micro-batch {place}"
+        with torch.profiler.record_function(shown):
+            if kind == FORWARD:
+                self._forward(seat, stage, place, keeps)
+            elif kind == TURN:
+                self._turn(seat, stage, place)
+            else:
+                for segment in reversed(segments):
+                    self._backward(seat, stage, segment, place)
         if following is not None:
             following.upload((place + 1) / len(self.parts))
         if place == len(self.parts) - 1:

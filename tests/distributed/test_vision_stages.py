@@ -361,6 +361,11 @@ def test_adapters_of_a_tower_do_not_depend_on_its_cut(tmp_path):
             ["--vision-partition 2,1", "tower of 2 blocks"],
         ),
         ("llama", {"vision_stages": 1, "num_stages": 2}, ["llama", "no vision tower"]),
+        (
+            "llama",
+            {"visual_gpu_ratio": 1.5, "num_stages": 2},
+            ["--visual-gpu-ratio 1.5", "llama", "no vision tower"],
+        ),
         ("mllama", {"vision_stages": 1, "num_stages": 2}, ["'mllama'", "gemma3, idefics3"]),
     ],
 )

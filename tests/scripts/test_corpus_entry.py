@@ -359,6 +359,18 @@ def test_without_sentences_and_newlines(inside):
     assert numpy.ptp(built.lengths(0, len(built) - 2)) <= 4  # pieces of the first one
 
 
+def test_json_lines_in_a_text_file(inside, capsys):
+    Path("data/j.txt").write_text(Path("data/b.jsonl").read_text())
+    do(WRITE.format("j.txt", "j", "chinese") + " --document.template '[INSTRUCTION][OUTPUT]'")
+    assert "JSON object" not in capsys.readouterr().err
+    ours, theirs = open_corpus("data/j"), open_corpus("data/b")
+    assert [row.tolist() for row in ours.read(range(len(ours)))] == [
+        row.tolist() for row in theirs.read(range(len(theirs)))
+    ]
+    do(WRITE.format("j.txt", "raw", "chinese"))
+    assert "j.txt begins with a JSON object" in capsys.readouterr().err
+
+
 def test_a_tokenizer_without_bos_gives_none(inside):
     tokenizer = AutoTokenizer.from_pretrained("T")
     tokenizer.bos_token = None

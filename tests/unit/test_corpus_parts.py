@@ -1,6 +1,7 @@
 """The document and splitter parts, and the options of corpus.py."""
 
 import functools
+import json
 import pickle
 import shlex
 from pathlib import Path
@@ -36,6 +37,10 @@ ROW = {"title": "A", "body": "b [BODY]", "n": 7, "meta": {"by": "me"}, "list": [
         ({"text": "t\n", "x": 1}, {}, "t\n"),
         ("a line", {"template": "<[TEXT]>"}, "<a line>"),
         (ROW, {"fields": ["title", "body"]}, "A\nb [BODY]"),
+        # JSON lines of a text file, as the notes have them
+        (json.dumps(ROW), {"fields": ["title", "body"]}, "A\nb [BODY]"),
+        (' {"text": "t"}', {"template": "<[TEXT]>"}, "<t>"),
+        ('{"text": "t"}', {}, '{"text": "t"}'),
         (ROW, {"fields": ["n", "meta.by"], "separator": "\\t"}, "7\tme"),
         # what comes from the row is not looked at again; double brackets are text
         (ROW, {"template": "[TITLE]: [BODY]\\n[[BODY]]"}, "A: b [BODY]\n[BODY]"),

@@ -9,6 +9,7 @@ from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_confi
 from stageline.checkpoint import init
 from stageline.checkpoint.init import init_split_model
 from stageline.errors import UserError
+from stageline.modules.stage_names import names_on_disk
 from tests.helpers.tiny_checkpoints import auto_class
 
 
@@ -89,7 +90,7 @@ def test_the_global_generator_is_left_alone():
 def test_lora_changes_nothing_of_the_base(family):
     plain = start(family).state_dict()
     wrapped = start(family, llm_lora_num=1)
-    key_map = wrapped.get_key_map_without_last_lora()
+    key_map = names_on_disk(wrapped)
     state = wrapped.state_dict()
     assert len(key_map) == len(plain) < len(state)
     for name, there in key_map.items():

@@ -13,7 +13,9 @@ from transformers import AutoConfig
 from pp_models import CausalLMStage, StageModel, VisionLanguageStage
 from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE
 from stageline.checkpoint.load import load_split_model
+from stageline.checkpoint.shards import disk_state
 from stageline.errors import NonFiniteError, UserError
+from stageline.modules.stage_names import names_on_disk
 from tests.helpers.tiny_checkpoints import tiny_whole
 
 
@@ -227,7 +229,7 @@ def test_fresh_lora_beside_loaded_weights(tmp_path):
     whole = tiny_whole("llama", tmp_path)
     for stage in range(2):
         model = load(tmp_path, stage=stage, num_stages=2, llm_lora_num=1, lora_rank=2)
-        key_map = model.get_key_map_without_last_lora()
+        key_map = names_on_disk(model)
         for name, tensor in model.state_dict().items():
             if name in key_map:
                 assert torch.equal(tensor, whole.state_dict()[key_map[name]])
@@ -258,7 +260,7 @@ def test_a_checkpoint_with_lora_names_is_read_by_the_key_map(tmp_path):
     save_file(once.state_dict(), folder / "model.safetensors")
     for stage in range(2):
         twice = load(tmp_path, folder, stage=stage, num_stages=2, llm_lora_num=2)
-        key_map = twice.get_key_map_without_last_lora()
+        key_map = names_on_disk(twice)
         assert any(".lora_module.lora.lora_A" in name for name in key_map)
         for name, there in key_map.items():
             assert torch.equal(twice.state_dict()[name], once.state_dict()[there]), name
@@ -304,6 +306,43 @@ def test_own_modules_are_read_by_name(tmp_path):
     model = OwnStage(None, stage=1, num_stages=2)
     with pytest.raises(UserError, match="1 names are missing: layers.3.bias"):
         load_split_model(model, tmp_path, device="cpu", dtype=torch.float32)
+
+
+class Renamed(OwnStage):
+    """A user's model with LoRA; its files have other names than its parameters."""
+
+    is_reversed = False
+
+    def __init__(self, config, **kwargs):
+        super().__init__(config, **kwargs)
+        self.wrap_lora()
+
+    def get_key_map_without_last_lora(self):
+        key_map = super().get_key_map_without_last_lora()
+        key_map = {there.replace("layers", "blocks"): name for there, name in key_map.items()}
+        return {name: there for there, name in key_map.items()} if self.is_reversed else key_map
+
+
+@pytest.mark.parametrize("is_reversed", [False, True], ids=["theirs", "reversed"])
+def test_a_key_map_of_either_direction_is_read_and_written(is_reversed, tmp_path, monkeypatch):
+    monkeypatch.setattr(Renamed, "is_reversed", is_reversed)
+    state = {f"blocks.{i}.{n}": torch.randn(4, 4)[0 if n == "bias" else ...].clone()
+             for i in range(4) for n in ("weight", "bias")}  # fmt: skip
+    save_file(state, tmp_path / "model.safetensors")
+    model = Renamed(None, stage=0, num_stages=1, llm_lora_num=1)
+    load_split_model(model, tmp_path, device="cpu", dtype=torch.float32)
+    for index in range(4):
+        weight = model.layers[index].lora_module.weight
+        assert torch.equal(weight, state[f"blocks.{index}.weight"])
+    saved = disk_state(model, claimed=set())
+    assert saved.keys() == state.keys()
+    assert all(torch.equal(saved[name], state[name]) for name in state)
+    # the notes' direction: the original name leads to the name with LoRA
+    theirs = OwnStage(None, stage=0, num_stages=1)
+    assert theirs.get_key_map_without_last_lora()["layers.0.weight"] == "layers.0.weight"
+    theirs = OneLinearPart(None, stage=0, num_stages=1, mlp_lora_num=1)
+    key_map = theirs.get_key_map_without_last_lora()
+    assert key_map["layers.0.weight"] == "layers.0.lora_module.weight"
 
 
 class OneLinearPart(OwnStage):

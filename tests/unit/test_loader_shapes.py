@@ -6,7 +6,9 @@ import itertools
 import pytest
 import torch
 
+from commands.train_data import epoch_steps, left_over_rows
 from dataset import sft
+from options.train import RunConfig
 from prompt_fn import fill, none
 from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.batches.collate_part import CollatePart, as_collate_part
@@ -102,6 +104,23 @@ def test_the_samples_of_a_step_do_not_change(tokenizer, options):
     for step, drawn in zip(steps_of(other), steps_of(given), strict=True):
         assert samples_in(step) == samples_in(drawn)
         assert targets_in(step) == targets_in(drawn) > 0
+
+
+def test_last_rows_of_an_epoch_are_dropped_or_padded(tokenizer):
+    dataset = Sentences(19)
+    for last_rows, num_steps, told in (("drop", 2, "3 of 19 rows are left over"),
+                                       ("pad", 3, "5 of 19 rows are repeated")):  # fmt: skip
+        run = RunConfig(batch_size=8, last_rows=last_rows)
+        assert epoch_steps(run, dataset) == num_steps
+        assert left_over_rows(run, dataset).startswith(told)
+        loader = make_loader(tokenizer, dataset=dataset, pads=last_rows == "pad")
+        assert len(loader) == num_steps
+        seen = [sample for step in steps_of(loader, num_steps) for sample in samples_in(step)]
+        assert len(seen) == 8 * num_steps and len(set(seen)) == min(19, len(seen))
+    evaluations = [
+        make_loader(tokenizer, dataset=dataset, pads=p, eval=True) for p in (True, False)
+    ]
+    equal_steps(*evaluations)
 
 
 def test_sorting_leaves_less_padding_in_as_many_micro_batches(tokenizer):

@@ -159,11 +159,19 @@ def test_root_linear_is_wrapped_and_merged():
     assert merge_lora(wrapped) is linear
 
 
+@pytest.mark.parametrize(
+    "module", [nn.Embedding(4, 3), nn.Conv2d(3, 4, 1), nn.Bilinear(2, 2, 2), Tower()]
+)
+def test_what_is_not_a_linear_layer_is_refused_by_name(module):
+    with pytest.raises(UserError, match=rf"{type(module).__name__} is not one.*--modules-to-save"):
+        LoRAWrapper(module, rank=2, alpha=4.0)
+
+
 def test_stacked_names_and_key_map():
     model = Tower()
     for _ in range(2):
         wrap_linear(model, rank=2, alpha=4.0, target=["q_proj"])
-    key_map = key_map_without_last_lora(model.state_dict())
+    key_map = {here: there for there, here in key_map_without_last_lora(model.state_dict()).items()}
     name = "layers.1.q_proj"
     assert key_map[f"{name}.lora_module.lora_module.weight"] == f"{name}.lora_module.weight"
     assert key_map[f"{name}.lora_module.lora_module.bias"] == f"{name}.lora_module.bias"
@@ -176,7 +184,7 @@ def test_stacked_names_and_key_map():
     plain = list(Tower().state_dict())
     assert key_map_without_last_lora(plain) == {n: n for n in plain}
     assert key_map_without_last_lora(["lora_module.weight", "lora.lora_B.weight"]) == {
-        "lora_module.weight": "weight"
+        "weight": "lora_module.weight"
     }
 
 

@@ -52,7 +52,7 @@ def _error_of(words: list[str]) -> str:
         ("--learning-rate .inf", ["--learning-rate inf is out of range"]),
         ("--learning-rate nan", ["--learning-rate nan has a wrong value", "float"]),
         ("--warmup-steps -1", ["--warmup-steps -1 is out of range"]),
-        ("--visual-gpu-ratio 1.5", ["at least 0 and at most 1"]),
+        ("--visual-gpu-ratio -0.5", ["--visual-gpu-ratio -0.5 is out of range", "at least 0"]),
         ("--lora-dropout 1", ["at least 0 and below 1"]),
         ("--warmup-steps 200 --total-steps 100", ["more than --total-steps 100"]),
         ("--min-lr 1 --learning-rate 0.1", ["--min-lr 1 is above --learning-rate 0.1"]),

@@ -47,13 +47,16 @@ def test_the_split_is_the_best_of_all_splits():
 def test_the_tower_takes_its_share_of_stage_0():
     assert uniform_partition(28, 4, visual_gpu_ratio=0.5) == [4, 8, 8, 8]
     assert uniform_partition(24, 2, visual_gpu_ratio=1.0) == [1, 23]
+    # a tower of more than a stage, as in inference: stage 0 has the layers that it must have
+    assert uniform_partition(25, 4, visual_gpu_ratio=1.5) == [1, 8, 8, 8]
+    assert uniform_partition(3, 1, visual_gpu_ratio=1.5) == [3]
 
 
 def test_refusals_say_what_to_do():
     with pytest.raises(UserError, match=r"4 layers can't fill 5 stages.*--num-stages to 4"):
         uniform_partition(4, 5)
-    with pytest.raises(UserError, match="visual_gpu_ratio 1.5"):
-        uniform_partition(4, 2, visual_gpu_ratio=1.5)
+    with pytest.raises(UserError, match="visual-gpu-ratio -0.5"):
+        uniform_partition(4, 2, visual_gpu_ratio=-0.5)
     with pytest.raises(UserError, match="8,8 sums to 16, the model has 17 layers"):
         explicit_partition([8, 8], num_layers=17, num_stages=2)
     with pytest.raises(UserError, match="8,8 names 2 stages, the run has 3"):

@@ -191,3 +191,12 @@ def test_a_plan_asks_devices_where_nothing_is_said(three_gpus, tmp_path):
         placement=Wanted(load=Load(1, 8)), dtype=torch.float32,
     )  # fmt: skip
     assert len(text.splitlines()) == 5 and "images" not in text
+
+
+@pytest.mark.parametrize("make", [plan, builders.auto])
+def test_a_text_model_takes_no_share_of_a_tower(make, tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path)
+    tiny_config("llama").save_pretrained(tmp_path)
+    options = {"visual_gpu_ratio": 0.5, "dtype": torch.float32, "num_devices": 1, "device": "cpu"}
+    with pytest.raises(UserError, match=r"--visual-gpu-ratio 0\.5 .* llama .* no vision tower"):
+        make(str(tmp_path), placement=Wanted(), **options)

@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 
 import pytest
+from torch.utils.data import DistributedSampler
 
 from stageline.data.batches.sampler import (
     StepSampler,
@@ -55,6 +56,33 @@ def test_replicas_join_to_the_steps_of_one():
         assert len(several) == len(alone) == 5
         ours = [joined(shares) for shares in steps_of(several, 12)]
         assert ours == [joined(shares) for shares in steps_of(alone, 12)]
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize("num_samples", [2, 10, 12, 14])
+def test_padding_is_that_of_distributed_sampler(num_samples, group_size):
+    """Whole steps are to rows what torch's replicas are: the first rows fill up the rest."""
+    step, degree = 4, 3
+    sampler = StepSampler(
+        num_samples, step_samples=step, dp_degree=degree, group_size=group_size, pads=True
+    )
+    for epoch in range(2):
+        start = epoch * len(sampler)
+        steps = steps_of(sampler, len(sampler), start)
+        ours = [row for shares in steps for row in joined(shares)]
+        order = sampler.order(epoch)
+        torch_sampler = DistributedSampler(order, step * degree, 0, shuffle=False)
+        assert len(ours) == torch_sampler.total_size
+        for rank in range(step * degree):
+            theirs = DistributedSampler(order, step * degree, rank, shuffle=False)
+            assert ours[rank :: step * degree] == [order[place] for place in theirs]
+        assert steps_of(sampler, 1, start + len(sampler) - 1) == steps[-1:]
+    dropping = StepSampler(
+        max(num_samples, 12), step_samples=step, dp_degree=degree, group_size=group_size
+    )
+    full = sampler.num_samples // (step * degree)
+    if full:
+        assert steps_of(sampler, full) == steps_of(dropping, full)
 
 
 def test_epochs_of_neighbouring_seeds_are_unrelated():

@@ -75,25 +75,29 @@ def test_attributes_are_read_from_the_model(pair):
     assert not hasattr(wrapper, "nothing_of_the_kind")
 
 
-def test_attributes_are_written_to_all_models(pair):
+def test_attributes_are_written_to_the_original_model_only(pair):
     wrapper, models = pair
     wrapper.factor = 7
     wrapper.added = "new"
-    assert [model.factor for model in models] == [7] * len(models)
-    assert [model.added for model in models] == ["new"] * len(models)
+    assert models[0].factor == 7 and models[0].added == "new"
+    assert not any(name in vars(row) for row in models[1:] for name in ("factor", "added"))
     assert wrapper.scaled(2) == 14
     wrapper.doubled = 10
     assert models[0].factor == 5 and wrapper.doubled == 10
     assert "factor" not in vars(wrapper)
 
 
-def test_attributes_are_deleted_from_all_models(pair):
+def test_attributes_are_deleted_where_they_are_read(pair):
     wrapper, models = pair
-    wrapper.added = 1
-    models[0].lonely = 2
+    for model in models:
+        model.added = 1
+    models[-1].lonely = 2
     del wrapper.added
-    del wrapper.lonely  # that one of them has it is enough
-    assert not any(hasattr(model, name) for model in models for name in ("added", "lonely"))
+    del wrapper.lonely  # the original has none
+    assert not hasattr(models[0], "added") and not hasattr(models[-1], "lonely")
+    assert all(model.added == 1 for model in models[1:])
+    for model in models[1:]:
+        del model.added
     with pytest.raises(AttributeError, match="added"):
         del wrapper.added
 
@@ -240,7 +244,12 @@ def test_a_hook_may_change_what_a_layer_gives():
 
 
 def test_weights_stay_where_they_are(pair):
-    wrapper, _ = pair
+    wrapper, (model, *_) = pair
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    for same in (wrapper.cpu, wrapper.float, lambda: wrapper.to("cpu", torch.float32)):
+        assert same() is wrapper
+    assert nn.ModuleList([wrapper]).to("cpu")[0] is wrapper
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
     for move in (lambda: wrapper.half(), lambda: wrapper.to("meta")):
         with pytest.raises(RuntimeError, match="cannot be moved or cast"):
             move()

@@ -204,6 +204,21 @@ def test_a_forward_call_joins_autograd(num_lanes, is_late, grain, plan):
         again.backward()
 
 
+def test_a_profiler_shows_the_name_of_the_model():
+    engine = RoundPipe(make_model(), name="mine", model_run_config=RoundPipeRunConfig(
+        num_microbatch=2, execute_plan=Plan((range(0, 3),), (range(3, 5), range(0, 3)))
+    ))  # fmt: skip
+    batch, label = make_batch()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        engine.forward_backward((batch,), label=label, loss_fn=loss_fn)
+    shown = {event.name for event in profiler.events() if event.name.startswith("mine ")}
+    assert shown == {
+        f"mine {work}, micro-batch {part}"
+        for work in ("forward of layers 0-2", "turn of layers 3-4", "backward of layers 0-2")
+        for part in range(2)
+    }
+
+
 def test_inputs_get_gradients_of_a_fused_call():
     engine, theirs = RoundPipe(make_model(), lanes=late_lanes(2)), make_model()
     batch, label = make_batch()

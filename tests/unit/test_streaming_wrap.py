@@ -1,12 +1,16 @@
 """The rules by which a model is wrapped, in their order, and what runs where afterwards."""
 
 import copy
+import inspect
+import re
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from torch import nn
 
+import stageline.streaming as roundpipe
 from stageline.checking.tiny_models import tiny_config
 from stageline.streaming import (
     AutoRoundPipe,
@@ -287,3 +291,16 @@ def test_an_error_in_a_step_reaches_the_next_call():
         auto.synchronize()
     with pytest.raises(RuntimeError, match="no step"):
         auto(torch.ones(2, 8))
+
+
+def test_the_page_of_names_runs_and_holds_every_name():
+    page = (Path(__file__).parents[2] / "docs" / "roundpipe.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(program, {})
+    names = set(roundpipe.__all__)
+    for one in (RoundPipe, RoundPipe.forward_backward, RoundPipe.step, RoundPipeRunConfig):
+        names |= inspect.signature(one).parameters.keys()
+    names |= inspect.signature(wrap_model_to_roundpipe).parameters.keys()
+    assert {name for name in names if not re.search(rf"\b{name}\b", page)} <= {
+        "self", "args", "kwargs", "roundpipe_kwargs",
+    }  # fmt: skip

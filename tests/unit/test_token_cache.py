@@ -333,6 +333,16 @@ def test_the_checked_collate_part_looks_rows_up(dataset, tmp_path):
     assert cache.num_hits == 2
 
 
+def test_a_stream_has_no_last_rows_to_pad(tmp_path):
+    job = Job(tmp_path)
+    write_chat(job.rows, [f"{i}?" for i in range(40)])
+    words = job.command("a", "--dataset", "sets", "--dataset.cache", tmp_path / "cache")
+    words += ["--prompt-fn", "chat", "--dataset.streaming", "--eval-samples", "0"]
+    words = words[words.index("--train-model") :]
+    with pytest.raises(UserError, match="--last-rows pad has no effect on --dataset sets"):
+        check_data(parse_train_args([*words, "--last-rows", "pad"]))
+
+
 def test_a_run_fills_the_cache_of_both_sides_and_looks_rows_up(tmp_path, capsys):
     job = Job(tmp_path)
     write_chat(job.rows, [f"{i}?" + "!" * (i % 7) for i in range(40)])

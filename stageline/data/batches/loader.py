@@ -53,6 +53,7 @@ class MicroBatchLoader:
         start_step: the first optimizer step of training, counted over all epochs.
         position: what `state_after` said of the step before, where it is known.
         eval: each row once, in the order of the dataset unless `shuffle`.
+        pads: fills the last step of an epoch with its first rows; else those left over are dropped.
         order: `sorted` puts rows of near-equal length together, and cheap micro-batches first
             and last; `given` keeps the order in which rows were drawn.
         packing: tokens of a row that holds several samples; None for one sample a row.
@@ -86,6 +87,7 @@ class MicroBatchLoader:
         start_step: int = 0,
         position: Any = None,
         eval: bool = False,
+        pads: bool = False,
         order: Literal["sorted", "given"] = "sorted",
         packing: int | None = None,
         legal_counts: Callable[[int], int] = int,
@@ -110,6 +112,7 @@ class MicroBatchLoader:
             seed=seed,
             shuffle=shuffle,
             eval=eval,
+            pads=pads,
             start_step=start_step,
             position=position,
         )
@@ -185,6 +188,7 @@ def _make_sampler(
     *,
     batch_size: int,
     eval: bool,
+    pads: bool,
     start_step: int,
     position: Any,
     **common: Any,
@@ -194,7 +198,8 @@ def _make_sampler(
         place = {"start_step": start_step, "position": position}
         return dataset.make_sampler(batch_size=batch_size, **place, **common)
     sampler = StreamSampler if is_stream(dataset) else StepSampler
-    return sampler(len(dataset), eval=eval, group_size=group_size_of(dataset), **common)
+    options = {"eval": eval, "pads": pads and not eval, "group_size": group_size_of(dataset)}
+    return sampler(len(dataset), **options, **common)
 
 
 class _Shares:

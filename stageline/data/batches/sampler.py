@@ -39,8 +39,9 @@ def has_sampler(dataset: object) -> bool:
 class StepSampler:
     """Draws the rows of each optimizer step; groups of rows stay together, in their order.
 
-    In training the rows left over at the end of an epoch are left out; another order puts others
-    there. In evaluation each row comes once, and None fills up the last step.
+    In training the rows left over at the end of an epoch are left out, or the last step is filled
+    with the first rows of the epoch; another order puts others there. In evaluation each row comes
+    once, and None fills up the last step.
 
     Args:
         num_samples: rows of the dataset.
@@ -49,6 +50,7 @@ class StepSampler:
         seed: of the order; the epoch is added to it.
         shuffle: another order in each epoch; else that of the dataset.
         eval: each row once, instead of whole steps.
+        pads: fills the last step of an epoch, as torch's DistributedSampler fills the last batch.
         group_size: rows of a group; `num_samples` and `step_samples` are multiples of it.
 
     Raises:
@@ -65,6 +67,7 @@ class StepSampler:
         seed: int = 0,
         shuffle: bool = True,
         eval: bool = False,
+        pads: bool = False,
         group_size: int = 1,
     ) -> None:
         assert 0 <= dp_rank < dp_degree
@@ -76,13 +79,14 @@ class StepSampler:
         self.seed = seed
         self.shuffle = shuffle
         self.eval = eval
+        self.pads = pads
         self.group_size = group_size
         if len(self) == 0:
             raise UserError(
                 f"the dataset has {num_samples} rows, one optimizer step takes "
                 f"{self._global_samples} (`batch_size` x `accumulate_steps` x {dp_degree} data "
                 "parallel replicas). At least one step was expected, because training uses whole "
-                "steps only: lower `batch_size` or give more rows."
+                "steps only: lower `batch_size`, give more rows, or use `last_rows` pad."
             )
 
     @property
@@ -91,7 +95,7 @@ class StepSampler:
 
     def __len__(self) -> int:
         """Steps of one epoch."""
-        if self.eval:
+        if self.eval or self.pads:
             return -(-self.num_samples // self._global_samples)
         return self.num_samples // self._global_samples
 
@@ -124,6 +128,9 @@ class StepSampler:
         shares = []
         for start in range(first, first + self._global_samples, self.step_samples):
             rows: list[int | None] = list(order[start : start + self.step_samples])
+            if self.pads:
+                places = range(start, start + self.step_samples)
+                rows = [order[place % self.num_samples] for place in places]
             shares.append(rows + [None] * (self.step_samples - len(rows)))
         return shares
 
