@@ -207,13 +207,13 @@ class Processes:
 
     def close(self) -> None:
         """Kills the workers: they have nothing to put away."""
-        processes = list((self._executor._processes or {}).values())
-        self._executor.shutdown(wait=False, cancel_futures=True)
-        for process in processes:
+        for process in list((self._executor._processes or {}).values()):
             with contextlib.suppress(ValueError):  # it has ended and was closed
                 process.kill()
         # one may have been killed in the middle of a result, whose reader would wait for the rest
         self._results._writer.close()  # type: ignore[attr-defined]  # its pipe has no other name
+        # a thread that is still ending closes pipes which the interpreter writes to at its own end
+        self._executor.shutdown(wait=True)
 
     def _result(self, future: Future) -> ChunkResult:
         try:
