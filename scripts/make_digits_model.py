@@ -119,7 +119,7 @@ def make_processor(tokenizer: transformers.PreTrainedTokenizerFast) -> object:
 
     size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
     image_processor = GotOcr2ImageProcessorPil(
-        size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3, crop_to_patches=False
+        size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3, max_patches=1
     )
     return compose_processor(
         "InternVLProcessor",

@@ -3,6 +3,7 @@
 Called on all ranks, and only for a step that is skipped, so it may talk and run passes again.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from stageline.checkpoint.init import is_finite
 from stageline.errors import NonFiniteError
@@ -32,8 +34,8 @@ class _Found:
     Attributes:
         rows: of the dataset, of each micro-batch; -1 where the loader does not say.
         losses: (micro-batch, value) of those that are no numbers.
-        passes: (is_backward, stage, micro-batch, parameter) of the first bad passes, when the step
-            was run again.
+        passes: (is_backward, stage, micro-batch, name) of the first bad passes, when the step was
+            run again: backward the parameter, forward the module.
     """
 
     rows: list[list[int]]
@@ -120,7 +122,7 @@ def _name_passes(told: Sequence[_Found]) -> list[str]:
         is_backward, stage, number, name = min(
             one.passes, key=lambda item: (item[0], -item[1] if item[0] else item[1])
         )
-        what = f"the gradient of {name}" if is_backward else "what the stage returned"
+        what = f"the gradient of {name}" if is_backward else f"what {name or 'the stage itself'} returned"
         which = _name_batches([number], one.rows)
         where = f"stage {stage}{_of(replica, told)}"
         parts.append(f"run again, {what} on {where} was first bad in {which}")
@@ -148,10 +150,11 @@ class _Watch(Recorder):
         }
         self._gradients = gradients
         self._action: Action | None = None
+        self._bad_module = ""  # of this pass, the first one
 
     @contextmanager
     def span(self, action: Action) -> Iterator[None]:
-        self._action = action
+        self._action, self._bad_module = action, ""
         yield
         if action.kind == Kind.FORWARD or self._has_found(True, action.stage):
             return
@@ -167,21 +170,32 @@ class _Watch(Recorder):
 
     @contextmanager
     def watching_outputs(self) -> Iterator[None]:
-        """Looks at what stages return, too."""
-        hooks = [model.register_forward_hook(self._look) for model in self.runner.local]
+        """Looks at what stages and their modules return, too."""
+        hooks = [
+            module.register_forward_hook(functools.partial(self._look, name))
+            for model in self.runner.local
+            for name, module in model.named_modules()
+        ]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def _look(self, model: nn.Module, _: Any, output: Any) -> None:
+    def _look(self, name: str, module: nn.Module, _: Any, output: Any) -> None:
+        """Is called by inner modules before outer ones, at last by the stage, whose name is empty.
+
+        What goes bad inside and does not come out of the stage is no fault: a mask may have inf.
+        """
         action = self._action
-        outputs = output if isinstance(output, tuple) else (output,)
-        if action is None or self._has_found(False, action.stage):
+        if action is None or action.kind != Kind.FORWARD or self._has_found(False, action.stage):
             return
-        if not all(map(is_finite, outputs)):
-            self.found.append((False, action.stage, action.micro_batch, ""))
+        values = (value for value in tree_leaves(output) if isinstance(value, torch.Tensor))
+        if all(map(is_finite, values)):
+            return
+        self._bad_module = self._bad_module or name
+        if not name:
+            self.found.append((False, action.stage, action.micro_batch, self._bad_module))
 
     def _has_found(self, is_backward: bool, stage: int) -> bool:
         return any(item[:2] == (is_backward, stage) for item in self.found)

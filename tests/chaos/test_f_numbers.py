@@ -273,3 +273,26 @@ def test_f02_f03_all_stages_skip_together_and_know_the_micro_batch(kind, num_ran
     else:
         assert math.isfinite(bad[0]), "finite, and skipped all the same"
         assert f"lm_head.weight (stage {num_ranks - 1}, rank {num_ranks - 1})" in bad[2]
+
+
+def bad_module(rank, num_ranks, name, place):
+    """What is told of a step in which one module of stage 1, or two in turn, return nan."""
+    step = build(rank, num_ranks, loss_fn=sft)
+    model = step.runner.local.models[0]
+    spoilt = {
+        "inside": {name: lambda output: output * math.nan},
+        "hidden": {name: lambda output: output * math.nan, "": lambda output: output.nan_to_num()},
+    }[place]
+    for path, change in spoilt.items() if rank == 1 else ():
+        module = model.get_submodule(path)
+        module.register_forward_hook(lambda *given, change=change: change(given[2]))
+    return step(tiny_micro_batches("llama"), step=0).problem
+
+
+def test_the_first_module_with_a_bad_output_is_named():
+    name = "model.layers.3.mlp.act_fn"
+    problems = run_ranks(bad_module, 2, 2, name, "inside")
+    assert problems[0] == problems[1]
+    assert f"what {name} returned on stage 1 was first bad in micro-batch 0" in problems[0]
+    hidden = run_ranks(bad_module, 2, 2, name, "hidden")[0] or ""
+    assert f"what {name}" not in hidden, "it came out of no stage"

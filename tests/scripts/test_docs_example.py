@@ -1,13 +1,18 @@
-"""The worked example of docs/add_a_model.md, from a folder outside of the repository."""
+"""The worked examples of docs/add_a_model.md and docs/from_python.md, outside of the repository."""
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from stageline.checking.tiny_models import tiny_tokenizer
+import stageline
+from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from tests.helpers.forked_entry import run_entry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,3 +139,48 @@ def logits(weights, ids):
         )
         hidden = hidden + gru(normed)[0]
     return hidden @ weights["head.weight"].T + weights["head.bias"]
+
+
+def test_a_loop_of_ones_own_equals_the_loop_over_the_whole_model(tmp_path):
+    block = re.search(
+        r"```python\n(.*?)```", (ROOT / "docs" / "from_python.md").read_text(), re.DOTALL
+    )[1]
+    (tmp_path / "my_loop.py").write_text(block)
+    tokenizer = tiny_tokenizer()
+    torch.manual_seed(0)
+    whole = AutoModelForCausalLM.from_config(tiny_config("llama", vocab_size=len(tokenizer)))
+    whole.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    done = run_entry(["my_loop.py", "model", "my_run"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    theirs = {"__name__": "my_loop"}
+    exec(block, theirs)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    loader = stageline.MicroBatchLoader(
+        theirs["Rows"](), collate=theirs["collate"], batch_size=8, micro_batch_size=2
+    )
+    lines = []
+    for step, batches in zip(range(3), loader, strict=False):
+        optimizer.zero_grad()
+        losses = [
+            theirs["loss_fn"](whole(batch["input_ids"]).logits, batch, num_targets=8 * 11)
+            for batch in batches
+        ]
+        sum(losses).backward()
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        optimizer.step()
+        lines.append(f"step {step + 1}: loss {sum(losses):.6f}, norm {norm:.4f}")
+    assert [line for line in done.stdout.splitlines() if line.startswith("step")] == lines
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "my_run").state_dict()
+    for name, weight in whole.state_dict().items():
+        torch.testing.assert_close(saved[name], weight, rtol=0, atol=1e-6)
+
+
+def test_the_names_of_the_package_exist_and_are_imported_when_they_are_asked_for():
+    page = (ROOT / "docs" / "from_python.md").read_text()
+    for name in stageline.__all__:
+        assert getattr(stageline, name).__name__ == name and f"`{name}" in page
+    with pytest.raises(AttributeError, match="Pipelinerunner"):
+        stageline.Pipelinerunner  # noqa: B018
+    code = "import stageline, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -133,7 +133,6 @@ class Rows:
         self._forgets = is_stream(dataset) or has_sampler(dataset)
         self._is_fixed = getattr(dataset, "is_fixed", False)
         self._known: dict[int, int] = {}
-        self._drawing: set[int] = set()
 
     def read(self, row: int, step: int, place: int) -> Any:
         """A row: an encoded sample, or (images, sample).
@@ -141,14 +140,10 @@ class Rows:
         Args:
             place: in the step, over all replicas.
         """
-        if self._is_fixed:
-            return self._encoded(self._dataset[row])
-        seed_host(derive_seed(self._seed, "row", step, place))
-        before = HostState()
-        item = self._encoded(self._dataset[row])
-        if not before.is_current():
-            self._drawing.add(row)
-        return item
+        if not self._is_fixed:
+            self._seed_row(step, place)
+        images_and_sample = self._dataset[row]
+        return images_and_sample if self._encode is None else self._encode(*images_and_sample)
 
     def length(self, row: int, step: int, place: int) -> int:
         """The length of a row that another replica trains on.
@@ -157,16 +152,15 @@ class Rows:
         """
         if row in self._known:
             return self._known[row]
+        self._seed_row(step, place)
+        before = HostState()  # looked at here alone: copies of the generators take longer than a row
         length = self.read(row, step, place).length
-        if row not in self._drawing and not self._forgets:
+        if before.is_current() and not self._forgets:
             self._known[row] = length
         return length
 
-    def _encoded(self, item: Item) -> Any:
-        if self._encode is None:
-            return item
-        images, sample = item
-        return self._encode(images, sample)
+    def _seed_row(self, step: int, place: int) -> None:
+        seed_host(derive_seed(self._seed, "row", step, place))
 
 
 def group_by_length(lengths: Sequence[int], num_groups: int) -> list[list[int]]:
