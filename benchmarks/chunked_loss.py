@@ -31,7 +31,7 @@ def make_stage(options: argparse.Namespace) -> object:
     import transformers
 
     from pp_models import CausalLMStage
-    from stageline.checkpoint.init import init_split_model
+    from stageline.checkpoint.init import materialise, run_init
 
     config = transformers.LlamaConfig(
         vocab_size=options.vocabulary,
@@ -43,7 +43,10 @@ def make_stage(options: argparse.Namespace) -> object:
     )
     dtype = getattr(torch, options.dtype)
     stage = CausalLMStage(config, stage=0, num_stages=1, dtype=dtype)
-    init_split_model(stage, seed=0, device=options.device, dtype=dtype)
+    # the device draws the weights: a host takes ten seconds for a large head
+    device = torch.device(options.device)
+    materialise(stage, device=device, dtype=dtype)
+    run_init(stage, seed=0, device=device)
     stage.logits_chunk = options.child
     return stage.train()
 
