@@ -29,9 +29,9 @@ def make_stage(options: argparse.Namespace) -> object:
     """A model of one narrow layer and a large head."""
     import torch
     import transformers
+    from plan_memory import draw
 
     from pp_models import CausalLMStage
-    from stageline.checkpoint.init import materialise, run_init
 
     config = transformers.LlamaConfig(
         vocab_size=options.vocabulary,
@@ -43,10 +43,7 @@ def make_stage(options: argparse.Namespace) -> object:
     )
     dtype = getattr(torch, options.dtype)
     stage = CausalLMStage(config, stage=0, num_stages=1, dtype=dtype)
-    # the device draws the weights: a host takes ten seconds for a large head
-    device = torch.device(options.device)
-    materialise(stage, device=device, dtype=dtype)
-    run_init(stage, seed=0, device=device)
+    draw(stage, device=torch.device(options.device), dtype=dtype)
     stage.logits_chunk = options.child
     return stage.train()
 

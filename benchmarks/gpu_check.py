@@ -27,6 +27,7 @@ import tarfile
 import tempfile
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -36,6 +37,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 if TYPE_CHECKING:
     from gpu_checks import Check
 
+BEGAN = time.monotonic()
 ROOT = Path(__file__).resolve().parents[1]
 EMULATED = (
     "**Emulated cards, tiny shapes: this shows that every row comes. No figure is one of a card; "
@@ -46,7 +48,7 @@ HEADS = ("check", "what", "expected", "came", "verdict")
 HEADED = ("cards", "emulated")  # what the head of the page says of a machine
 VERDICTS = {True: "met", False: "**missed**"}
 SHARE = 0.36  # most of a call's time that checks side by side may take before those of time begin
-SPARE = 3.0  # seconds at the end of a call, for the last report
+SPARE = 5.0  # seconds at the end of a call, for the last report and for ending
 LONGEST_LOG = 4 << 20  # bytes of a log that go into the archive: its end tells most
 NVML = "libnvidia-ml.so.1"
 NVML_FOLDERS = (
@@ -628,7 +630,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, words: Sequence[str]) -> int:
-    began = time.monotonic()
+    # Python 3.12 warns of the threads that importing torch leaves
+    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork.*")
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ["HF_HUB_OFFLINE"] = "1"
     if Path("/sys/class/net/lo").exists():  # ranks meet on this machine: no host name is looked up
@@ -659,7 +662,7 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
     call = Call(
         state,
         gpu_checks.CHECKS,
-        seconds=seconds - (time.monotonic() - began),
+        seconds=seconds - (time.monotonic() - BEGAN),  # importing torch took a part
         enter=enter,
         commit=commit,
         out=options.out,

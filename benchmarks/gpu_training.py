@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from plan_memory import expected, pieces_of
+from plan_memory import draw, expected, pieces_of
 from transformers import AutoConfig
 
 from commands.train_engines import join_replicas
@@ -33,9 +33,7 @@ from loss_fn import sft
 from optimizer import adamw
 from pp_models import CausalLMStage
 from stageline.checkpoint.host_memory import settle_allocators
-from stageline.checkpoint.init import init_lora, materialise, run_init
 from stageline.distributed.process_group import distributed_context
-from stageline.modules.lora import unwrapped
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from stageline.training.optimizers import optimizer_groups
@@ -155,13 +153,10 @@ def make_optimizer(parameters):
 
 
 def make_stage(setup: Setup, config, stage: int, num_stages: int, device: torch.device):
-    """Random weights, which the device draws itself: a host takes minutes for 8 billion."""
+    """Return one stage with random weights, in training mode."""
     dtype, options = type_of(device), LORA if setup.lora else {}
     made = CausalLMStage(config, stage=stage, num_stages=num_stages, dtype=dtype, **options)
-    materialise(made, device=device, dtype=dtype)
-    with unwrapped(made):
-        run_init(made, seed=0, device=device)
-    init_lora(made, seed=0)
+    draw(made, device=device, dtype=dtype)
     made.frozen()
     if setup.checkpointing:
         made.enable_gradient_checkpointing()
