@@ -29,9 +29,9 @@ def make_stage(options: argparse.Namespace) -> object:
     """A model of one narrow layer and a large head."""
     import torch
     import transformers
+    from plan_memory import draw
 
     from pp_models import CausalLMStage
-    from stageline.checkpoint.init import init_split_model
 
     config = transformers.LlamaConfig(
         vocab_size=options.vocabulary,
@@ -43,7 +43,7 @@ def make_stage(options: argparse.Namespace) -> object:
     )
     dtype = getattr(torch, options.dtype)
     stage = CausalLMStage(config, stage=0, num_stages=1, dtype=dtype)
-    init_split_model(stage, seed=0, device=options.device, dtype=dtype)
+    draw(stage, device=torch.device(options.device), dtype=dtype)
     stage.logits_chunk = options.child
     return stage.train()
 

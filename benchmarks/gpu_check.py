@@ -1,13 +1,17 @@
-"""One command for whoever has cards: all checks in order of worth, one report that tells of them.
+"""Run all GPU checks on this machine, in order of worth, into one report.
 
-Each check (gpu_checks.py) runs in a process of its own, with a limit of time and a log; what it
-yields is a row, and where it ends without, the reason is one. This process touches no card, so that
-forks may. State lies beside the report, and a second call on the same cards goes on: what failed,
-ran out of time or was not reached is run, what is done stays. Usage: scripts/gpu_check.sh.
+Each check (gpu_checks.py) runs in a forked process with a time limit and a log. Each row that it
+yields goes into the report, and a check that does not finish adds a row with the reason. Checks of
+numbers run side by side on all cores first. Checks of time run alone afterwards. A check starts
+where its least time is left, and it is cut off at the end of the call. This process never touches a
+card, so that it can fork. The state and the report are written after each check. A second call on
+the same cards continues: it runs what is missing, then what failed or ran out of time.
+Usage: scripts/gpu_check.sh.
 """
 
 import argparse
 import contextlib
+import ctypes
 import datetime
 import functools
 import gc
@@ -15,21 +19,25 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 if TYPE_CHECKING:
     from gpu_checks import Check
 
+BEGAN = time.monotonic()
 ROOT = Path(__file__).resolve().parents[1]
 EMULATED = (
     "**Emulated cards, tiny shapes: this shows that every row comes. No figure is one of a card; "
@@ -39,6 +47,27 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HEADS = ("check", "what", "expected", "came", "verdict")
 HEADED = ("cards", "emulated")  # what the head of the page says of a machine
 VERDICTS = {True: "met", False: "**missed**"}
+SHARE = 0.36  # most of a call's time that checks side by side may take before those of time begin
+SPARE = 5.0  # seconds at the end of a call, for the last report and for ending
+LONGEST_LOG = 4 << 20  # bytes of a log that go into the archive: its end tells most
+NVML = "libnvidia-ml.so.1"
+NVML_FOLDERS = (
+    *("/usr/local/nvidia/lib64", "/usr/local/nvidia/lib", "/usr/lib64"),
+    *("/usr/lib/x86_64-linux-gnu", "/usr/local/cuda/lib64", "/usr/local/cuda/compat"),
+)
+# prints the facts of the machine; where a word is not installed the next one follows
+FACTS = """
+date; uname -a; nvidia-smi
+nvidia-smi --query-gpu=name,driver_version,compute_mode,clocks.sm,clocks.max.sm,power.limit,\
+pcie.link.gen.current,pcie.link.width.current --format=csv
+nvidia-smi topo -m
+head -5 /proc/meminfo; grep -m1 'model name' /proc/cpuinfo; grep -c ^processor /proc/cpuinfo
+df -h / /tmp /dev/shm; ulimit -a
+for word in git gcc g++ nvcc ninja; do echo "$word: $(command -v $word || echo none)"; done
+echo "host name: $(hostname)"; cat /etc/hosts
+env | cut -d= -f1 | sort | tr '\n' ' '; echo
+"$0" -m pip list --format=freeze
+"""
 
 
 @dataclass
@@ -88,36 +117,58 @@ class State:
 # -- processes -----------------------------------------------------------------------------------
 
 
-def run_in_fork(
-    work: Callable[[], Iterable[dict]], log: Path, *, seconds: float
-) -> tuple[list[dict], str]:
-    """What `work` yields in a process of its own, and why it did not come to its end, or "".
-
-    The process and all that it starts are one group, of which nothing is left afterwards.
+class Fork:
+    """A forked process that runs `work`, at the head of a process group of its own.
 
     Args:
-        log: takes what it writes; what it yields lies beside it.
+        log: receives what the process prints; the rows that `work` yields are stored next to it.
+        seconds: time limit.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    found = log.with_suffix(".jsonl")
-    for file in (log, found):
-        file.write_text("")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid == 0:
-        _work_and_exit(work, log, found)
-    with contextlib.suppress(OSError):  # whichever of the two comes first
-        os.setpgid(pid, pid)
-    try:
-        why = _why_ended(pid, log, seconds)
-    finally:  # also where time is over, and where this process is told to stop
+
+    def __init__(self, work: Callable[[], Iterable[dict]], log: Path, *, seconds: float) -> None:
+        self.log, self.found, self.seconds = log, log.with_suffix(".jsonl"), seconds
+        log.parent.mkdir(parents=True, exist_ok=True)
+        for file in (log, self.found):
+            file.write_text("")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.began = time.monotonic()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _work_and_exit(work, log, self.found)
+        with contextlib.suppress(OSError):  # whichever of the two processes comes first
+            os.setpgid(self.pid, self.pid)
+
+    @property
+    def taken(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self.began
+
+    def why_ended(self, until: float) -> str | None:
+        """Return None while it runs, "" after a good end, else the reason.
+
+        Args:
+            until: moment at which it has to end, whatever its own limit.
+        """
+        ended, status = os.waitpid(self.pid, os.WNOHANG)
+        if not ended:
+            is_late = self.taken >= self.seconds or time.monotonic() >= until
+            return f"out of time: it ran {self.taken:.0f} s" if is_late else None
+        code = os.waitstatus_to_exitcode(status)
+        if code == 0:
+            return ""
+        lines = self.log.read_text(errors="replace").strip().splitlines() or ["it wrote nothing"]
+        ended_by = f"ended by {signal.Signals(-code).name}; " if code < 0 else ""
+        return f"failed: {ended_by}{lines[-1][:300]}"
+
+    def end(self) -> list[dict]:
+        """End all that is left of the process group, and return the rows."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, 0)
-    lines = found.read_text().splitlines(keepends=True)  # the last may be cut
-    return [json.loads(line) for line in lines if line.endswith("\n")], why
+            os.waitpid(self.pid, 0)
+        lines = self.found.read_text().splitlines(keepends=True)  # the last line may be incomplete
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _work_and_exit(work: Callable[[], Iterable[dict]], log: Path, found: Path) -> NoReturn:
@@ -131,7 +182,7 @@ def _work_and_exit(work: Callable[[], Iterable[dict]], log: Path, found: Path) -
             os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), number)
         sys.stdout = open(1, "w", buffering=1, closefd=False)
         sys.stderr = open(2, "w", buffering=1, closefd=False)
-        gc.freeze()  # looking through all libraries again takes a second each time
+        gc.freeze()  # a collection over all libraries takes a second each time
         with found.open("a", encoding="utf-8") as file:
             for row in work():
                 print(json.dumps(row), file=file, flush=True)
@@ -144,68 +195,146 @@ def _work_and_exit(work: Callable[[], Iterable[dict]], log: Path, found: Path) -
         os._exit(code)
 
 
-def _why_ended(pid: int, log: Path, seconds: float) -> str:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if not ended:
-            time.sleep(0.02)
-            continue
-        code = os.waitstatus_to_exitcode(status)
-        if code == 0:
-            return ""
-        lines = log.read_text(errors="replace").strip().splitlines() or ["it wrote nothing"]
-        ended_by = f"ended by {signal.Signals(-code).name}; " if code < 0 else ""
-        return f"failed: {ended_by}{lines[-1][:300]}"
-    return f"out of time: it ran {seconds / 60:.1f} minutes"
-
-
 # -- the checks of one call ----------------------------------------------------------------------
 
 
-def run_checks(
-    checks: Sequence["Check"],
-    state: State,
-    *,
-    minutes: float,
-    all_checks: Sequence["Check"] = (),
-    enter: Callable[["Check"], contextlib.AbstractContextManager] = contextlib.nullcontext,
-    commit: str = "",
-) -> None:
-    """Runs what is not done yet and fits into the time, and writes the report after each.
+class Call:
+    """One call of the command: it runs checks until its time is over.
 
     Args:
-        checks: the most worth first.
-        all_checks: that the report tells of, where `checks` are some of them.
-        enter: what a check runs in.
+        told: checks of the report, in its order.
+        seconds: time that is left for the call.
+        enter: context that a check runs in, in its process.
+        commit: commit of the code, for the report.
+        out: folder that receives copies of the report, its state and the logs.
+        slow: factor on the limit of each check.
     """
-    told = all_checks or checks
-    deadline = time.monotonic() + 60 * minutes
-    num_cards = len(state.machine["cards"])
-    write_report(told, state)
-    for check in sorted(checks, key=lambda check: check.name in state.outcomes):  # failed ones last
-        old = state.outcomes.get(check.name)
-        left = (deadline - time.monotonic()) / 60
-        if check.cards > num_cards or (old and not old.why) or check.minutes > left:
-            continue
-        print(f"[{time.strftime('%H:%M:%S')}] {check.name} ...", flush=True)
-        log = state.path.with_suffix("") / f"{_slug(check.name)}.log"
-        work = functools.partial(_rows_of, check, enter, state.machine)
-        start = time.monotonic()
-        rows, why = run_in_fork(work, log, seconds=60 * check.minutes)
-        taken = time.monotonic() - start
-        outcome = Outcome(rows, why, round(taken, 1), os.path.relpath(log, state.path.parent))
-        outcome.commit = commit
-        state.outcomes[check.name] = outcome
-        state.write()
-        write_report(told, state)
-        for row in outcome.rows:
+
+    def __init__(
+        self,
+        state: State,
+        told: Sequence["Check"],
+        *,
+        seconds: float,
+        enter: Callable[["Check"], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        commit: str = "",
+        out: Path | None = None,
+        slow: float = 1.0,
+    ) -> None:
+        self.state, self.told, self.enter, self.commit = state, told, enter, commit
+        self.out, self.slow = out, slow
+        self.began = time.monotonic()
+        self.seconds = seconds
+        self.end = self.began + seconds - min(SPARE, seconds / 10)
+        self.running: list[tuple[Check, Fork]] = []
+        self.write()
+
+    def run(self, checks: Sequence["Check"]) -> None:
+        """Run what is not done: new checks first, then those that did not finish before."""
+        num_cards = len(self.state.machine["cards"])
+        outcomes = self.state.outcomes
+        open_checks = [
+            check
+            for check in checks
+            if check.cards <= num_cards and (check.name not in outcomes or outcomes[check.name].why)
+        ]
+        new = [check for check in open_checks if check.name not in outcomes]
+        again = [check for check in open_checks if check.name in outcomes]
+        numbers = [check for check in new if check.beside]
+        alone = [check for check in new if not check.beside]
+        try:
+            share = time.monotonic() + SHARE * self.seconds
+            # cut off for what is measured alone: they run again where time is left
+            cut = self._run_some(numbers, until=min(self.end, share) if alone else self.end)
+            self._run_some(alone, until=self.end)
+            self._run_some([*cut, *(c for c in again if c.beside)], until=self.end)
+            self._run_some([c for c in again if not c.beside], until=self.end)
+        finally:  # also where this process is told to stop
+            for check, fork in list(self.running):
+                self._keep(check, fork, f"out of time: the call ended after {fork.taken:.0f} s")
+
+    def _run_some(self, checks: Sequence["Check"], *, until: float) -> list["Check"]:
+        """Run checks of one kind, side by side or alone; return those that `until` cut off."""
+        cores = os.cpu_count() or 1
+        waiting, cut = list(checks), []
+        while waiting or self.running:
+            width = max(2, min(14, cores - 2)) if waiting and waiting[0].beside else 1
+            while waiting and len(self.running) < width:
+                check, left = waiting.pop(0), until - time.monotonic()
+                if left < check.least:
+                    self.say(f"{check.name}: not begun, {max(left, 0):.0f} s are left")
+                    cut.append(check)
+                    continue
+                self.say(f"{check.name} ...")
+                log = self.state.path.with_suffix("") / f"{_slug(check.name)}.log"
+                work = functools.partial(_rows_of, check, self.enter, self.state.machine)
+                fork = Fork(work, log, seconds=self.slow * check.seconds)
+                self.running.append((check, fork))
+            time.sleep(0.02)
+            for check, fork in list(self.running):
+                why = fork.why_ended(until)
+                if why is None:
+                    continue
+                if why.startswith("out of time") and fork.taken < fork.seconds:
+                    cut.append(check)
+                self._keep(check, fork, why)
+        return cut
+
+    def _keep(self, check: "Check", fork: Fork, why: str) -> None:
+        self.running.remove((check, fork))
+        taken, rows = round(fork.taken, 1), fork.end()
+        log = os.path.relpath(fork.log, self.state.path.parent)
+        self.state.outcomes[check.name] = Outcome(rows, why, taken, log, self.commit)
+        self.write()
+        self.say(f"{check.name}: {taken:.0f} s {why}")
+        for row in rows:
             print(f"    {verdict(row):10} {row['what']}: {row['came']}", flush=True)
         if why:
-            print(f"    {why} (log: {log})", flush=True)
+            tail = fork.log.read_text(errors="replace").strip().splitlines()[-12:]
+            print(*(f"      | {line[:200]}" for line in tail), sep="\n", flush=True)
+
+    def say(self, text: str) -> None:
+        """Print a line with the seconds of this call."""
+        print(f"[{time.monotonic() - self.began:6.1f}] {text}", flush=True)
+
+    def write(self) -> None:
+        """Write the state and the report, and copy them and the logs to `out`."""
+        self.state.write()
+        write_report(self.told, self.state)
+        if self.out is None:
+            return
+        path = self.state.path
+        for suffix in (".md", ".json"):
+            shutil.copy(path.with_suffix(suffix), self.out / f"{path.stem}{suffix}")
+        part = self.out / "logs.part"
+        with tarfile.open(part, "w:gz", compresslevel=3) as archive:
+            for log in sorted(path.with_suffix("").glob("*.log")):
+                if log.stat().st_size > LONGEST_LOG:
+                    log.write_bytes(log.read_bytes()[-LONGEST_LOG:])
+                archive.add(log, f"{path.stem}/{log.name}")
+        part.replace(self.out / "logs.tar.gz")
+
+    def print_what_is_left(self) -> None:
+        """Print missed rows, failed checks, and checks that did not run."""
+        outcomes, num_cards = self.state.outcomes, len(self.state.machine["cards"])
+        missed = [
+            f"{name}: {row['what']}: {row['came']} (expected: {row['expected']})"
+            for name, outcome in outcomes.items()
+            for row in outcome.rows
+            if row["met"] is False
+        ]
+        failed = [f"{name}: {outcome.why}" for name, outcome in outcomes.items() if outcome.why]
+        idle = [c.name for c in self.told if c.name not in outcomes and c.cards <= num_cards]
+        heads = {"missed": missed, "failed or out of time": failed, "not reached": idle}
+        for head, lines in heads.items():
+            print(f"== {head}: {len(lines)} ==", *lines, sep="\n", flush=True)
 
 
 def _rows_of(check: "Check", enter: Callable, machine: dict[str, Any]) -> Iterator[dict]:
+    if check.beside:
+        import torch
+
+        torch.set_num_threads(1)
     with enter(check):
         yield from check.run(machine)
 
@@ -249,7 +378,7 @@ def table_rows(check: "Check", state: State) -> list[tuple[str, ...]]:
     outcome = state.outcomes.get(check.name)
     have = len(state.machine["cards"])
     if outcome is None:
-        why = f"not reached: it may take {check.minutes:g} minutes; call again"
+        why = f"not reached: it starts where {check.least:g} s are left; call again"
         if check.cards > have:
             why = f"needs {check.cards} cards, and {have} came"
         return [(check.name, "-", "-", why, "not run")]
@@ -278,13 +407,21 @@ def _cell(text: str) -> str:
 
 
 def choose_state(folder: Path, machine: dict[str, Any], *, is_new: bool) -> State:
-    """The newest of this machine, or a new one."""
+    """Return the newest state of these cards and this software, or a new one.
+
+    Memory is no part of it: a virtual machine may grow between two calls.
+    """
+
+    def facts(machine: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in machine.items() if not name.startswith("GiB")}
+
     cards = machine["cards"]
     slug = f"{len(cards)}x-{'emulated' if machine['emulated'] else _slug(cards[0])}"
     known = sorted(folder.glob(f"*_{slug}*.json"), key=lambda path: path.stat().st_mtime)
     for path in reversed(() if is_new else known):
         state = State.read(path)
-        if state.machine == machine:
+        if facts(state.machine) == facts(machine):
+            state.machine = machine
             return state
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{datetime.date.today()}_{slug}.json"
@@ -296,7 +433,12 @@ def choose_state(folder: Path, machine: dict[str, Any], *, is_new: bool) -> Stat
 
 
 def commit_of() -> str:
-    """Of this repository; -dirty where files are changed."""
+    """Return the commit of this repository, with -dirty where files are changed.
+
+    Where no .git is, as on a machine that a copy was sent to, STAGELINE_COMMIT names it.
+    """
+    if "STAGELINE_COMMIT" in os.environ:
+        return os.environ["STAGELINE_COMMIT"]
     words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
     try:
         return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
@@ -311,13 +453,33 @@ def fail(text: str) -> NoReturn:
 
 def read_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="gpu_check.sh", description="All that is to be known of cards, into one report."
+        prog="gpu_check.sh", description="Run all GPU checks of this machine into one report."
     )
-    parser.add_argument("--minutes", type=float, default=40, help="that it may take (40)")
-    parser.add_argument("--gpus", type=int, help="how many cards to use (all)")
-    parser.add_argument("--only", help="checks, parts of their names with commas: run anew")
-    parser.add_argument("--anew", action="store_true", help="another report, from the start")
-    parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "gpu")
+    parser.add_argument("--minutes", type=float, default=40, help="time of the call (40)")
+    parser.add_argument("--seconds", type=float, help="time of the call, instead of --minutes")
+    parser.add_argument("--gpus", type=int, help="number of cards to use (all)")
+    parser.add_argument("--only", help="parts of names of checks, with commas: run these again")
+    parser.add_argument("--anew", action="store_true", help="start another report")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "benchmarks" / "gpu", help="folder of the report"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder for copies of report, state, console, logs, machine facts",
+    )
+    parser.add_argument(
+        "--here", action="store_true", help="use the Python that is there: no setup, no network"
+    )
+    parser.add_argument(
+        "--more-packages", type=Path, metavar="FOLDER",
+        help="packages that only the checks about them import (roundpipe, bitsandbytes, torchao)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--host-gib", type=int, metavar="N",
+        help="memory of the host, where the kernel reports less (a virtual machine that grows)",
+    )  # fmt: skip
+    parser.add_argument("--slow", type=float, help="factor on all limits (1; emulated: 4)")
     parser.add_argument(
         "--emulated", type=int, metavar="N", help="N cards that are not there, tiny shapes"
     )
@@ -325,36 +487,99 @@ def read_arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def look_at_cards(options: argparse.Namespace, look: Callable[[], Iterable[dict]]) -> dict:
-    """What the report says of the machine; asked in a process of its own."""
+    """Return what the report says of the machine; a process of its own asks for it."""
     with tempfile.TemporaryDirectory() as folder:
-        found, why = run_in_fork(look, Path(folder) / "look.log", seconds=120)
+        fork = Fork(look, Path(folder) / "look.log", seconds=120)
+        while (why := fork.why_ended(fork.began + fork.seconds)) is None:
+            time.sleep(0.02)
+        found, text = fork.end(), fork.log.read_text(errors="replace")
     if not found:
+        print(text[-3000:])
         fail(
-            f"no card can be asked: {why}. One that torch finds was expected, because all checks "
-            "run on it: look at nvidia-smi and the driver, or see the whole with --emulated 2."
+            f"no card answers: {why}. Look at nvidia-smi and the driver, or try all checks without "
+            "a card: --emulated 2."
         )
     machine, wanted = found[0], options.gpus
     have = len(machine["cards"])
     if wanted is not None and not 1 <= wanted <= have:
-        fail(
-            f"--gpus {wanted} came, and {have} cards are here. No more than these were expected, "
-            "because each rank has a card: leave --gpus out to use all."
-        )
+        fail(f"--gpus {wanted}, but this machine has {have} cards. Leave --gpus out to use all.")
     if wanted is not None and wanted < have:
         shown = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(have))))
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shown.split(",")[:wanted])
         machine["cards"] = machine["cards"][:wanted]
+    if options.host_gib:
+        machine["GiB of the host"] = options.host_gib
     return machine
 
 
+def find_nvml() -> None:
+    """Let torch find NVML, or it starts the driver to count cards, and no fork can use one then.
+
+    Where the library is in a folder that the loader does not search, this process starts again.
+    """
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(NVML)
+        return
+    folder = next((each for each in NVML_FOLDERS if Path(each, NVML).exists()), None)
+    searched = os.environ.get("LD_LIBRARY_PATH", "")
+    if folder is None or folder in searched.split(":"):
+        return
+    print(f"{NVML} is in {folder}, which the loader does not search: starting again", flush=True)
+    os.environ["LD_LIBRARY_PATH"] = f"{folder}:{searched}" if searched else folder
+    os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
+class Console:
+    """A stream that writes into a file as well."""
+
+    def __init__(self, stream: TextIO, file: TextIO) -> None:
+        self.stream, self.file = stream, file
+
+    def write(self, text: str) -> int:
+        self.file.write(text)
+        return self.stream.write(text)
+
+    def flush(self) -> None:
+        self.file.flush()
+        self.stream.flush()
+
+
+@contextlib.contextmanager
+def filled(out: Path | None) -> Iterator[None]:
+    """Write the console and the facts of the machine into a folder."""
+    if out is None:
+        yield
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    with (
+        (out / "machine.txt").open("w") as facts,
+        (out / "console.txt").open("a") as file,
+        contextlib.redirect_stdout(Console(sys.stdout, file)),  # type: ignore[type-var]
+        contextlib.redirect_stderr(Console(sys.stderr, file)),  # type: ignore[type-var]
+    ):
+        asked = subprocess.Popen(
+            ["sh", "-c", FACTS, sys.executable], stdout=facts, stderr=subprocess.STDOUT
+        )
+        try:
+            yield
+        except Exception:
+            traceback.print_exc()
+            raise SystemExit(1) from None
+        finally:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                asked.wait(2)
+            asked.kill()
+            asked.wait()
+
+
 def emulate(count: int) -> Callable[["Check"], contextlib.AbstractContextManager]:
-    """Loads emulated cards, before torch is; gives what enters so many in a check's process."""
+    """Load emulated cards, before torch is imported; return the context of a check's process."""
     os.environ.update(OMP_NUM_THREADS="1", HF_DEACTIVATE_ASYNC_LOAD="1")
     os.environ["STAGELINE_PROVE_SPLIT"] = "never"
     from tests.helpers.emulated_gpu.native import MOST_CARDS, Unavailable, load
 
     if not 1 <= count <= MOST_CARDS:
-        fail(f"--emulated {count} came, 1 to {MOST_CARDS} cards were expected.")
+        fail(f"--emulated {count} is not possible. Choose 1 to {MOST_CARDS} cards.")
     try:
         native = load()
     except Unavailable as error:
@@ -384,37 +609,68 @@ def choose_checks(checks: Sequence["Check"], only: str | None) -> list["Check"]:
     found = [check for check in checks if any(part in check.name.lower() for part in parts)]
     if not found:
         names = "; ".join(check.name for check in checks)
-        fail(f"--only {only} came. Part of the name of a check was expected: {names}.")
+        fail(f"--only {only} is in no check's name. Choose a part of one: {names}.")
     return found
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Exit code 0: all that ran is met; 1: something failed or is missed; 2: nothing could run."""
-    options = read_arguments(words)
-    # whether there is a card is asked of its driver's library, and forks may use it still
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    sys.path.insert(0, str(ROOT))
-    enter = emulate(options.emulated) if options.emulated else contextlib.nullcontext
-    import gpu_checks
-
+@contextlib.contextmanager
+def on_cards(check: "Check") -> Iterator[None]:
+    """Set torch's allocators as a run does, in the process of a check: this asks the driver."""
     from stageline.checkpoint.host_memory import settle_allocators
 
+    settle_allocators()
+    yield
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Return 0 if no row is missed and no check failed, 1 if some did, 2 if nothing could run."""
+    options = read_arguments(words)
+    with filled(options.out):
+        return run(options, sys.argv[1:] if words is None else words)
+
+
+def run(options: argparse.Namespace, words: Sequence[str]) -> int:
+    # Python 3.12 warns of the threads that importing torch leaves
+    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork.*")
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if Path("/sys/class/net/lo").exists():  # ranks meet on this machine: no host name is looked up
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    if options.more_packages:
+        os.environ["STAGELINE_MORE_PACKAGES"] = str(options.more_packages.resolve())
+    sys.path.insert(0, str(ROOT))
+    paths = [os.environ.get("PYTHONPATH"), str(ROOT)]  # for processes that checks start
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if not options.emulated:
+        find_nvml()
+    try:
+        enter = emulate(options.emulated) if options.emulated else on_cards
+        import gpu_checks
+    except ModuleNotFoundError as error:
+        fail(f"{sys.executable} lacks {error.name}. Install it there, or leave --here out.")
     end_all_when_stopped()
     look = functools.partial(gpu_checks.emulated_machine, options.emulated)
     machine = look_at_cards(options, look if options.emulated else gpu_checks.look)
-    settle_allocators()
     state = choose_state(options.folder, machine, is_new=options.anew)
-    given = shlex.join(sys.argv[1:] if words is None else words)
     commit, moment = commit_of(), time.strftime("%Y-%m-%d %H:%M")
-    state.commands.append(f"`bash scripts/gpu_check.sh {given}`, {moment}, {commit}")
+    state.commands.append(f"`bash scripts/gpu_check.sh {shlex.join(words)}`, {moment}, {commit}")
     chosen = choose_checks(gpu_checks.CHECKS, options.only)
     for check in chosen if options.only else ():
         state.outcomes.pop(check.name, None)
-    run_checks(
-        chosen, state, all_checks=gpu_checks.CHECKS, minutes=options.minutes, enter=enter,
+    seconds = 60 * options.minutes if options.seconds is None else options.seconds
+    call = Call(
+        state,
+        gpu_checks.CHECKS,
+        seconds=seconds - (time.monotonic() - BEGAN),  # importing torch took a part
+        enter=enter,
         commit=commit,
-    )  # fmt: skip
+        out=options.out,
+        slow=options.slow or (4.0 if options.emulated else 1.0),
+    )
+    call.say(f"{json.dumps(machine)}, commit {commit}")
+    call.run(chosen)
+    call.print_what_is_left()
     print(f"report: {state.path.with_suffix('.md')}")
     outcomes = state.outcomes.values()
     is_well = not any(one.why or any(r["met"] is False for r in one.rows) for one in outcomes)

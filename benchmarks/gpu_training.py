@@ -16,6 +16,8 @@ import os
 import statistics
 import sys
 import time
+import traceback
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from plan_memory import expected, pieces_of
+from plan_memory import draw, expected, pieces_of
 from transformers import AutoConfig
 
 from commands.train_engines import join_replicas
@@ -31,9 +33,7 @@ from loss_fn import sft
 from optimizer import adamw
 from pp_models import CausalLMStage
 from stageline.checkpoint.host_memory import settle_allocators
-from stageline.checkpoint.init import init_lora, materialise, run_init
 from stageline.distributed.process_group import distributed_context
-from stageline.modules.lora import unwrapped
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from stageline.training.optimizers import optimizer_groups
@@ -59,6 +59,7 @@ class Setup:
         schedule: for several stages.
         padded: rows have lengths of their own, from half of `sequence` to all of it.
         shard: replicas share the weights out (FSDP2).
+        profiled: the profiler looks at a step after the timed ones.
     """
 
     size: str = "1b"
@@ -72,6 +73,7 @@ class Setup:
     checkpointing: bool = False
     padded: bool = False
     shard: bool = False
+    profiled: bool = False
 
 
 def config_of(size: str, sequence: int):
@@ -151,13 +153,10 @@ def make_optimizer(parameters):
 
 
 def make_stage(setup: Setup, config, stage: int, num_stages: int, device: torch.device):
-    """Random weights, which the device draws itself: a host takes minutes for 8 billion."""
+    """Return one stage with random weights, in training mode."""
     dtype, options = type_of(device), LORA if setup.lora else {}
     made = CausalLMStage(config, stage=stage, num_stages=num_stages, dtype=dtype, **options)
-    materialise(made, device=device, dtype=dtype)
-    with unwrapped(made):
-        run_init(made, seed=0, device=device)
-    init_lora(made, seed=0)
+    draw(made, device=device, dtype=dtype)
     made.frozen()
     if setup.checkpointing:
         made.enable_gradient_checkpointing()
@@ -179,8 +178,8 @@ def planned_peak(setup: Setup, config, schedule, batch, device: torch.device) ->
     return expectation.memory[0].peak
 
 
-def run(setup: Setup, context, config, schedule) -> tuple[float, list, list]:
-    """Median seconds of a step, the stages, and the losses."""
+def run(setup: Setup, context, config, schedule) -> tuple[float, list, list, str]:
+    """Return the median seconds of a step, the stages, the losses, and where a step's time goes."""
     device = context.device
     stages = [
         make_stage(setup, config, stage, schedule.num_stages, device)
@@ -202,7 +201,61 @@ def run(setup: Setup, context, config, schedule) -> tuple[float, list, list]:
         losses.append(train_step(batches, step=step).loss)
         _wait(device)
         seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[2:]), stages, losses
+    kernels = ""
+    if setup.profiled:
+        try:
+            kernels = where_time_goes(train_step, batches[:2], device, step=setup.steps + 2)
+        except Exception as error:  # the timed steps are worth more
+            traceback.print_exc()
+            kernels = f"no profile: {type(error).__name__}: {error}"
+    return statistics.median(seconds[2:]), stages, losses, kernels
+
+
+KERNELS = {  # kind -> parts of the names of its kernels; the first kind that has one counts
+    "attention": ("flash", "fmha", "attention", "cudnn_generated", "sdpa", "softmax_warp"),
+    "matrices": ("gemm", "cutlass", "cublas", "nvjet", "wgmma", "xmma", "gemv", "splitk"),
+    "loss and logits": ("cross_entropy", "nll", "log_softmax", "logsoftmax", "cunn_softmax"),
+    "optimizer": ("adam", "multi_tensor", "foreach"),
+    "copies and casts": ("memcpy", "memset", "copy_"),
+    "reductions": ("reduce",),
+}
+
+
+def where_time_goes(train_step, batches, device: torch.device, *, step: int) -> str:
+    """Profile one step on a GPU: print the table of kernels, return seconds and shares by kind."""
+    from torch.profiler import ProfilerActivity, profile
+
+    def timed(number: int) -> float:
+        start = time.perf_counter()
+        train_step(batches, step=number)
+        _wait(device)
+        return time.perf_counter() - start
+
+    timed(step)
+    seconds = timed(step + 1)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        timed(step + 2)
+    averages = profiler.key_averages()
+    table = averages.table(
+        sort_by="self_device_time_total", row_limit=45, max_name_column_width=110
+    )
+    print(table)
+    shares: Counter[str] = Counter()
+    count = 0
+    for kernel in averages:
+        if kernel.self_device_time_total > 0:
+            name = kernel.key.lower()
+            kinds = (kind for kind, parts in KERNELS.items() if any(part in name for part in parts))
+            shares[next(kinds, "elementwise and others")] += kernel.self_device_time_total
+            count += kernel.count
+    total = shares.total()
+    if not total:
+        return f"{seconds:.3f} s a step of {len(batches)} micro-batches; the profiler saw no kernel"
+    told = ", ".join(f"{kind} {100 * micro / total:.0f} %" for kind, micro in shares.most_common())
+    return (
+        f"{seconds:.3f} s a step of {len(batches)} micro-batches, {total / 1e6:.3f} s of it in "
+        f"{count} kernels and copies: {told}"
+    )
 
 
 def measure(setup: Setup, context, ceiling: float, *, plans: bool = True) -> dict[str, object]:
@@ -221,7 +274,7 @@ def measure(setup: Setup, context, ceiling: float, *, plans: bool = True) -> dic
         gc.collect()  # what was trained before
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    median, stages, losses = run(setup, context, config, schedule)
+    median, stages, losses, kernels = run(setup, context, config, schedule)
     tokens = context.num_replicas * sum(int(each["attention_mask"].sum()) for each in batches)
     weights = sum(p.numel() for s in stages for n, p in s.named_parameters() if p.ndim == 2)
     weights -= config.vocab_size * config.hidden_size  # embeddings are looked up, not multiplied
@@ -238,6 +291,7 @@ def measure(setup: Setup, context, ceiling: float, *, plans: bool = True) -> dic
         "peak GiB": gib(torch.cuda.max_memory_allocated(device)) if is_cuda else None,
         "planned GiB": planned and gib(planned),
         "loss": round(losses[-1], 4),
+        **({"kernels": kernels} if setup.profiled else {}),
     }
 
 
@@ -254,7 +308,7 @@ def main() -> None:
     parser.add_argument("--stages", default="1,2,4")
     parser.add_argument("--schedule", default="interleaved_1f1b", help="for several stages")
     parser.add_argument("--steps", type=int, default=5)
-    for name in ("lora", "checkpointing", "padded", "shard"):
+    for name in ("lora", "checkpointing", "padded", "shard", "profiled"):
         parser.add_argument(f"--{name}", action="store_true")
     options = vars(parser.parse_args())
     stages = [int(count) for count in options.pop("stages").split(",")]

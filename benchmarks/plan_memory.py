@@ -22,6 +22,8 @@ from transformers import AutoConfig
 
 from loss_fn import sft
 from pp_models import CausalLMStage
+from stageline.checkpoint.init import init_lora, materialise, run_init
+from stageline.modules.lora import unwrapped
 from stageline.pipeline.live_bytes import PeakBytes
 from stageline.pipeline.plan import Kind, drop_dead_backward, grad_flow
 from stageline.pipeline.runner import LocalStages
@@ -115,15 +117,30 @@ def play(passes, action, batch, device):
     passes.backward(action.micro_batch, action.kind, grads)
 
 
+def draw(stage, *, device: torch.device, dtype: torch.dtype) -> None:
+    """Fill a stage that is on meta with random weights, which the device draws itself.
+
+    A host takes minutes for 8 billion; `init_split_model` draws there, for equal weights.
+    """
+    materialise(stage, device=device, dtype=dtype)
+    with unwrapped(stage):
+        run_init(stage, seed=0, device=device)
+    init_lora(stage, seed=0)
+
+
 @contextlib.contextmanager
 def pieces_of(config, options, dtype):
     """What makes stages of a configuration, with random weights."""
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
 
-        def make(**kwargs):
-            paths = {"config_path": folder, "processor_path": None, "checkpoint_path": None}
-            return CausalLMStage.build(**paths, is_piece=True, dtype=dtype, **options, **kwargs)[0]
+        def make(*, device, **kwargs):
+            kwargs |= {"config_path": folder, "processor_path": None, "checkpoint_path": None}
+            kwargs |= {"is_piece": True, "dtype": dtype, "device": "meta"}
+            stage = CausalLMStage.build(**options, **kwargs)[0]
+            if torch.device(device).type != "meta":
+                draw(stage, device=torch.device(device), dtype=dtype)
+            return stage
 
         yield make
 

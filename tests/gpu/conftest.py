@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 
 def _emulated() -> "Cards | None":
-    if torch.version.cuda or torch.version.hip:
-        return None
     from tests.helpers.emulated_gpu.cards import Cards
 
     return Cards.entered

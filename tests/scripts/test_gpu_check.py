@@ -1,6 +1,6 @@
-"""gpu_check.sh: what its runner promises, and the whole of it on two emulated cards.
+"""gpu_check.sh: its runner, and all of its checks on two emulated cards.
 
-The first part has checks of its own, in forks of this process; the second starts the script.
+The first part runs small checks in forks of this process; the second part starts the script.
 """
 
 import json
@@ -8,17 +8,19 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import gpu_check, gpu_checks
 from benchmarks.gpu_checks import Check, row
 from tests.helpers.warm_start import live_processes
 
 ROOT = Path(__file__).resolve().parents[2]
-SHORT = 0.02  # minutes
+SHORT = 1  # seconds
 
 
 def good(machine):
@@ -47,12 +49,12 @@ def hangs(machine):
 
 
 CHECKS = (
-    Check("breaks", breaks, 1),
-    Check("is killed", is_killed, 1),
+    Check("breaks", breaks, 60),
+    Check("is killed", is_killed, 60),
     Check("hangs", hangs, SHORT),
-    Check("good", good, 1),
-    Check("two", good, 1, cards=2),
-    Check("long", good, 50),
+    Check("good", good, 60),
+    Check("two", good, 60, cards=2),
+    Check("long", good, 9000, least=3000),
 )
 
 
@@ -76,8 +78,14 @@ def is_alive(pid):
     return pid in live_processes()
 
 
+def run(checks, state, *, seconds=2400, **options):
+    call = gpu_check.Call(state, checks, seconds=seconds, **options)
+    call.run(checks)
+    return call
+
+
 def test_each_end_of_a_check_is_a_row(state):
-    gpu_check.run_checks(CHECKS, state, minutes=40, commit="abc")
+    run(CHECKS, state, commit="abc")
     rows = table(state.path)
     assert list(rows) == [check.name for check in CHECKS]
     assert rows["good"] == [["sum", "4", "4", "met"], ["speed", "-", "7", "-"]]
@@ -90,7 +98,7 @@ def test_each_end_of_a_check_is_a_row(state):
     assert rows["hangs"][0] == ["before it hangs", "-", "here", "-"]
     assert rows["hangs"][1][3] == "**out of time**"
     assert rows["two"] == [["-", "-", "needs 2 cards, and 1 came", "not run"]]
-    assert rows["long"][0][2].startswith("not reached: it may take 50 minutes")
+    assert rows["long"][0][2].startswith("not reached: it starts where 3000 s are left")
     pid = int((state.path.parent / "pid").read_text())
     assert not is_alive(pid), "what a check starts ends with it"
 
@@ -104,7 +112,7 @@ def test_a_second_call_runs_what_is_not_done(state, tmp_path):
                 print(name, file=file)
             yield from work(machine)
 
-        return Check(name, run, 1)
+        return Check(name, run, 60)
 
     calls = [
         [noted("a", good), noted("b", breaks)],
@@ -113,10 +121,13 @@ def test_a_second_call_runs_what_is_not_done(state, tmp_path):
     for checks in calls:
         state = gpu_check.choose_state(tmp_path, state.machine, is_new=False)
         state.commands.append("a call")
-        gpu_check.run_checks(checks, state, minutes=40)
+        run(checks, state)
         done.append((tmp_path / "ran").read_text().split())
     assert done == [["a", "b"], ["a", "b", "c", "b"]], "what was tried before comes last"
     assert not any(one.why for one in state.outcomes.values()) and len(state.commands) == 2
+    grown = {**state.machine, "GiB of the host": 128}
+    found = gpu_check.choose_state(tmp_path, grown, is_new=False)
+    assert found.path == state.path and found.machine == grown
     other = {**state.machine, "torch": "another"}
     assert gpu_check.choose_state(tmp_path, other, is_new=False).path != state.path
     assert gpu_check.choose_state(tmp_path, state.machine, is_new=True).path != state.path
@@ -127,7 +138,7 @@ def test_all_processes_end_when_the_script_is_stopped(state, tmp_path):
     if pid == 0:
         try:
             gpu_check.end_all_when_stopped()
-            gpu_check.run_checks([Check("hangs", hangs, 5)], state, minutes=40)
+            run([Check("hangs", hangs, 300)], state)
         finally:
             os._exit(0)
     deadline = time.monotonic() + 30
@@ -139,6 +150,117 @@ def test_all_processes_end_when_the_script_is_stopped(state, tmp_path):
     while is_alive(child) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not is_alive(child)
+    first, last = table(state.path)["hangs"]
+    assert first == ["before it hangs", "-", "here", "-"], "its rows are kept"
+    assert "the call ended after" in last[2] and last[3] == "**out of time**"
+
+
+def noted(folder, name, *, seconds=0.0, rows=1):
+    """A check that writes when it began, when it ended, and on how many threads it ran."""
+
+    def run(machine):
+        began = time.monotonic()
+        for place in range(rows):
+            yield row(f"row {place}", "-", str(torch.get_num_threads()))
+            time.sleep(seconds / rows)
+        (folder / f"{name}.span").write_text(json.dumps([began, time.monotonic()]))
+
+    return run
+
+
+def spans(folder):
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.span")}
+
+
+def test_numbers_run_side_by_side_on_a_thread_each_before_time(state, tmp_path):
+    names = {"time": False, "a": True, "b": True}
+    checks = [
+        Check(name, noted(tmp_path, name, seconds=0.5), 60, beside=beside)
+        for name, beside in names.items()
+    ]
+    run(checks, state)
+    (a, b), alone = (spans(tmp_path)[name] for name in "ab"), spans(tmp_path)["time"]
+    assert a[0] < b[1] and b[0] < a[1], "side by side"
+    assert alone[0] > max(a[1], b[1]), "alone, and after them"
+    assert [state.outcomes[name].rows[0]["came"] for name in "ab"] == ["1", "1"]
+
+
+def test_a_check_is_cut_off_at_the_end_of_the_call_and_keeps_its_rows(state, tmp_path):
+    checks = [
+        Check("slow numbers", noted(tmp_path, "slow", seconds=60, rows=600), 60, 1, beside=True),
+        Check("first", noted(tmp_path, "first"), 60, 0.1),
+        Check("too long", noted(tmp_path, "too long"), 60, least=50),
+        Check("cut", noted(tmp_path, "cut", seconds=60, rows=600), 60, 0.1),
+        Check("late", noted(tmp_path, "late"), 60, 0.1),
+    ]
+    began = time.monotonic()
+    call = run(checks, state, seconds=4)
+    assert time.monotonic() - began < 20
+    outcomes = state.outcomes
+    assert list(outcomes) == ["slow numbers", "first", "cut"]
+    assert not outcomes["first"].why
+    for name in ("slow numbers", "cut"):
+        assert outcomes[name].why.startswith("out of time") and len(outcomes[name].rows) > 2
+    # a file that is written after each check has all of them
+    again = gpu_check.choose_state(tmp_path, state.machine, is_new=False)
+    assert again.outcomes == outcomes and again.path == call.state.path
+
+
+def test_out_has_the_report_its_state_the_console_and_the_logs(state, tmp_path, capsys):
+    out = tmp_path / "out"
+    with gpu_check.filled(out):
+        run([Check("good", good, 60), Check("breaks", breaks, 60)], state, out=out)
+    stem = state.path.stem
+    names = {f"{stem}.md", f"{stem}.json", "console.txt", "machine.txt", "logs.tar.gz"}
+    assert {path.name for path in out.iterdir()} == names
+    assert (out / f"{stem}.md").read_text() == state.path.with_suffix(".md").read_text()
+    assert (out / "console.txt").read_text() == capsys.readouterr().out
+    assert "ValueError: the second | half" in (out / "console.txt").read_text()
+    with tarfile.open(out / "logs.tar.gz") as archive:
+        assert sorted(archive.getnames()) == [f"{stem}/breaks.log", f"{stem}/good.log"]
+    assert "MemTotal" in (out / "machine.txt").read_text()
+    # a state that came back from a machine that is gone is continued elsewhere
+    state = gpu_check.choose_state(out, state.machine, is_new=False)
+    assert list(state.outcomes) == ["good", "breaks"]
+
+
+def test_the_commit_of_a_copy_without_git(monkeypatch):
+    monkeypatch.setenv("STAGELINE_COMMIT", "abc1234")
+    assert gpu_check.commit_of() == "abc1234"
+
+
+def test_a_library_of_the_driver_that_the_loader_does_not_search(monkeypatch, tmp_path):
+    began = []
+    monkeypatch.setattr(gpu_check, "NVML", "libnothing.so.1")
+    monkeypatch.setattr(gpu_check, "NVML_FOLDERS", (str(tmp_path / "none"), str(tmp_path)))
+    monkeypatch.setattr(os, "execv", lambda *words: began.append(os.environ["LD_LIBRARY_PATH"]))
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/elsewhere")
+    gpu_check.find_nvml()
+    assert not began, "there is none"
+    (tmp_path / "libnothing.so.1").touch()
+    gpu_check.find_nvml()
+    gpu_check.find_nvml()
+    assert began == [f"{tmp_path}:/elsewhere"], "once"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_here_takes_the_python_that_is_there(tmp_path, known):
+    """It sets nothing up, and names what this Python lacks."""
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\necho "ran $@"\n' if known else f'#!/bin/sh\nexec {sys.executable} -S "$@"\n'
+    )
+    python.chmod(0o755)
+    given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    given |= {"STAGELINE_PYTHON": str(python), "STAGELINE_VENV": str(tmp_path / "venv")}
+    script = str(ROOT / "scripts" / "gpu_check.sh")
+    words = ["bash", script, "--here", "--folder", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, env=given, timeout=120)
+    assert not (tmp_path / "venv").exists()
+    if known:
+        assert done.stdout.startswith(f"ran {ROOT}/benchmarks/gpu_check.py --here")
+    else:
+        assert done.returncode == 2 and "lacks torch. Install it there" in done.stderr
 
 
 def test_more_cards_than_there_are(tmp_path, capsys):
@@ -146,7 +268,7 @@ def test_more_cards_than_there_are(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         gpu_check.look_at_cards(options, lambda: gpu_checks.emulated_machine(2))
     assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("error: --gpus 3 came, and 2 cards are here.")
+    assert capsys.readouterr().err.startswith("error: --gpus 3, but this machine has 2 cards.")
 
 
 def test_a_schedule_that_hangs_is_a_row_and_the_others_go_on(monkeypatch):

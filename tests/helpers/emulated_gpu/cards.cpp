@@ -1,4 +1,4 @@
-// What a CPU build of torch lacks before autograd accepts tensors that say they lie on a card: a
+// What torch lacks without a card before autograd accepts tensors that say they lie on a card: a
 // guard (which card and stream a thread works on) and hooks (is CUDA there, how many cards). The
 // cards may also be of a kind that torch does not know, as torch_npu's are (PrivateUse1).
 //
@@ -6,6 +6,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/transformers/attention.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -76,6 +77,7 @@ struct Hooks final : Base {
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex deviceCount() const override { return kMost; }
   bool hasCUDA() const { return true; }
+  long versionCuDNN() const { return 0; }
   int getNumGPUs() const { return kMost; }
   DeviceIndex current_device() const { return device; }
   DeviceIndex getCurrentDevice() const override { return device; }
@@ -95,17 +97,30 @@ struct Hooks final : Base {
     return at::detail::createCPUGenerator();
   }
 };
+
+template <class Function>
+struct Choice;  // of an attention kernel: 0, the one of plain operations
+template <class Number, class... Arguments>
+struct Choice<Number (*)(Arguments...)> {
+  static Number plain(Arguments...) { return 0; }
+};
 }  // namespace cards
 
 extern "C" {
+// Again when torch is imported: a build for true cards registers a guard and kernels of its own.
+void cards_guard() {
+  c10::impl::DeviceGuardImplRegistrar(cards::kind, new cards::Guard());
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(
+      cards::Choice<at::native::fused_sdp_choice_fn>::plain);
+}
 void cards_register(bool is_cuda) {
   using Cuda = at::CUDAHooksInterface;
   if (!is_cuda) cards::kind = c10::DeviceType::PrivateUse1;
-  c10::impl::DeviceGuardImplRegistrar(cards::kind, new cards::Guard());
+  cards_guard();
   if (is_cuda) {
-    at::CUDAHooksRegistry()->Register("CUDAHooks", [](at::CUDAHooksArgs) {
-      return std::unique_ptr<Cuda>(new cards::Hooks<Cuda>());
-    });
+    auto make = [](at::CUDAHooksArgs) { return std::unique_ptr<Cuda>(new cards::Hooks<Cuda>()); };
+    // a build for true cards registers its own as well, later
+    at::CUDAHooksRegistry()->Register("CUDAHooks", make, c10::REGISTRY_PREFERRED);
   } else {
     at::RegisterPrivateUse1HooksInterface(new cards::Hooks<at::PrivateUse1HooksInterface>());
   }

@@ -1,4 +1,4 @@
-"""One to four CUDA cards that are not there, for tests with a CPU build of torch.
+"""One to four CUDA cards that are not there, for tests on a machine without one.
 
 Inside `with Cards(count=2) as cards:` tensors on "cuda:1" hold true values on the host, so all
 that a card runs runs here, with true results, and
@@ -14,6 +14,7 @@ What it cannot show is listed in docs/gpu.md. native.load() must come before tor
 
 import contextlib
 import ctypes
+import functools
 import math
 import threading
 import warnings
@@ -23,6 +24,7 @@ from unittest import mock
 
 import torch
 import torch._dynamo  # noqa: F401 (imported late, inside a mode, it would look at torch.cuda)
+from torch._decomp import get_decompositions
 from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
@@ -54,6 +56,16 @@ LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_long, ctypes.c_int, cty
 CPU = torch.device("cpu")
 NETWORK = -1  # the stream of NCCL on each card
 MADE_BY_SIZE = ("empty", "empty_strided", "zeros", "ones", "full")
+
+
+@functools.cache
+def _complete_cpu() -> torch.library.Library:
+    """Give the CPU the backward pass of the RMSNorm that torch calls for tensors of cards only."""
+    library = torch.library.Library("aten", "IMPL")  # the cache keeps it, or its kernels end
+    backward = torch.ops.aten._fused_rms_norm_backward.default
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(backward.name(), "CPU"):
+        library.impl(backward, get_decompositions([backward])[backward], "CPU")
+    return library
 
 
 class Wait(NamedTuple):
@@ -113,6 +125,8 @@ class Cards:
     def __enter__(self) -> Self:
         assert Cards.entered is None, "cards are there already"
         Cards.entered = CardTensor.cards = self
+        self.native.cards_guard()
+        _complete_cpu()
         self.native.cards_listen(self._listener)
         self._stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
         torch._C._set_only_lift_cpu_tensors(True)

@@ -28,7 +28,7 @@ def load() -> ctypes.CDLL:
     """The compiled guard and hooks, in this process from now on; about 15 s of g++ the first time.
 
     Raises:
-        Unavailable: torch is imported already, is a build for real cards, or nothing compiles C++.
+        Unavailable: torch is imported already, a real card is here, or nothing compiles C++.
     """
     if "torch" in sys.modules:
         raise Unavailable(
@@ -38,12 +38,11 @@ def load() -> ctypes.CDLL:
     if found is None or found.origin is None:
         raise Unavailable("torch is not installed")
     torch = Path(found.origin).parent
-    if (torch / "lib" / "libtorch_cuda.so").exists() or (
-        torch / "lib" / "libtorch_hip.so"
-    ).exists():
-        raise Unavailable(
-            "this torch is built for real cards: install its CPU build to emulate one"
-        )
+    has_card = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+    if (torch / "lib" / "libtorch_cuda.so").exists() and has_card:
+        raise Unavailable("a real card is here, and this torch is built for it")
+    if (torch / "lib" / "libtorch_hip.so").exists():
+        raise Unavailable("this torch is built for AMD: install its CPU build to emulate a card")
     content = SOURCE.read_bytes() + (torch / "version.py").read_bytes()
     library = CACHE / f"cards-{hashlib.sha256(content).hexdigest()[:16]}.so"
     if not library.exists():
