@@ -53,11 +53,21 @@ run_with_torchao() {
     PYTHONPATH="$torchao" run_tests "$ROOT"/tests/unit/test_{quantised_base,lora_quantised}.py
 }
 
+# The oldest transformers that README promises and the newest, on the torch that is here.
+run_other_transformers() {
+    local version code=0
+    for version in 5.17.0 5.24.0; do
+        STAGELINE_TEST_WORKERS=1 bash "$ROOT/scripts/test_versions.sh" --quick "transformers==$version" || code=1
+    done
+    return "$code"
+}
+
 # Beside the tests, one after the other and each in one process: a worker takes seven seconds to
 # import what it needs. What they tell comes last.
 beside() {
     local check failed=""
-    for check in check_types run_on_cards run_on_npus run_with_lesser_kernels run_with_torchao; do
+    for check in check_types run_on_cards run_on_npus run_with_lesser_kernels run_with_torchao \
+        run_other_transformers; do
         echo "[tests] $check"
         "$check" || failed="$failed $check"
     done

@@ -172,6 +172,32 @@ def test_the_torch_of_a_named_python_is_used(machine):
     assert not any("torch==2.13.0" in call for call in calls)
 
 
+def test_packages_of_a_base_python_in_a_venv_are_seen(tmp_path):
+    """--system-site-packages alone shows what lies below that venv, not what is installed in it."""
+    make = ["-m", "venv", "--without-pip", "--system-site-packages"]
+    below, above = tmp_path / "below", tmp_path / "above"
+    subprocess.run([sys.executable, *make, str(below)], check=True)
+    subprocess.run([str(below / "bin/python"), *make, str(above)], check=True)
+    [packages] = below.glob("lib/python*/site-packages")
+    (packages / "only_below.py").write_text("")
+    look = [str(above / "bin/python"), "-c", "import only_below"]
+    assert subprocess.run(look, capture_output=True).returncode == 1
+    text = (ROOT / "scripts/_env.sh").read_text()
+    function = text[text.index("stageline_see_base()") :].partition("\n}\n")[0] + "\n}\n"
+    words = ["bash", "-c", f'{function}stageline_see_base "{below}/bin/python"']
+    subprocess.run(words, env={**os.environ, "VENV": str(above)}, check=True)
+    assert subprocess.run(look).returncode == 0
+
+
+@pytest.mark.parametrize(("wanted", "fits"), [("", True), ("torch==1.0", False)])
+def test_a_torch_of_another_version_than_asked_for_is_not_used(wanted, fits):
+    text = (ROOT / "scripts/_env.sh").read_text()
+    function = text[text.index("stageline_has_torch()") :].partition("\nPY\n}\n")[0] + "\nPY\n}\n"
+    words = ["bash", "-c", f'{function}stageline_has_torch "{sys.executable}"']
+    told = {**os.environ, "STAGELINE_PYTHON": sys.executable, "STAGELINE_TORCH": wanted}
+    assert (subprocess.run(words, env=told).returncode == 0) is fits
+
+
 def test_an_unknown_purpose_is_refused_before_anything_is_made(machine):
     calls, said = machine.set_up("servr", code=2)
     assert calls == [] and "servr" in said and "serve" in said and "quantization" in said
