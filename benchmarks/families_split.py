@@ -21,9 +21,9 @@ from transformers import PretrainedConfig
 
 from benchmarks.families_page import FamilyResult, Said
 from stageline.checking.batches import loss_of, probe_batches, run_chain, with_facts
-from stageline.checking.shrink import layer_period, shrink_config
 from stageline.errors import UserError
 from stageline.pipeline.stage_passes import MicroBatch, model_inputs
+from stageline.shrink import layer_period, shrink_config
 
 if TYPE_CHECKING:
     from stageline.stages.base import StageModel

@@ -20,8 +20,6 @@ class Stage(nn.Module):
     What answering asks stands last; a decoder of text needs none of it of its own.
 
     Attributes:
-        can_decode: the forward hands `past_key_values` and `position_ids` to the layers; without it
-            each token of an answer reads its whole row anew.
         only_answers: nothing trains any more.
     """
 
@@ -39,7 +37,6 @@ class Stage(nn.Module):
     cast_note: str | None
     token_ids: tuple[int, ...]
     carried: frozenset[str]
-    can_decode = False
     only_answers = False
 
     if TYPE_CHECKING:  # what each stage model has of its own
@@ -61,6 +58,14 @@ class Stage(nn.Module):
         def get_batch_output(self, batch: Batch) -> Tensors: ...
         def get_key_map_without_last_lora(self) -> dict[str, str]: ...
         def prune(self, whole: PreTrainedModel) -> None: ...
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether the forward hands `past_key_values` and `position_ids` to the layers.
+
+        Without it each token of an answer reads its whole row anew. A class may set it to True.
+        """
+        return False
 
     @property
     def reads_in_pieces(self) -> bool:

@@ -16,6 +16,7 @@ import torch
 from transformers import PretrainedConfig
 
 from stageline import progress
+from stageline.cache_trial import randomise
 from stageline.checking import proof
 from stageline.checking.batches import ordinary_ids
 from stageline.checking.proof import (
@@ -28,7 +29,7 @@ from stageline.checking.proof import (
     say_unproven,
 )
 from stageline.checking.reference import run_library_model, run_stage_model
-from stageline.checking.setup import copies, copy_weights, library_class, randomise
+from stageline.checking.setup import copies, copy_weights, library_class
 from stageline.checkpoint.layout import Ranks
 from stageline.errors import UserError
 from stageline.inference.decoding.chain import LocalChain

@@ -29,6 +29,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from stageline import progress
+from stageline.cache_trial import randomise
 from stageline.checking.batches import (
     Tensors,
     loss_of,
@@ -43,19 +44,22 @@ from stageline.checking.reference import (
     run_library_model,
     run_stage_model,
 )
-from stageline.checking.setup import copies, copy_weights, has_images, library_class, randomise
-from stageline.checking.shrink import layer_period, shrink_config
+from stageline.checking.setup import copies, copy_weights, has_images, library_class
 from stageline.checkpoint.layout import Ranks
 from stageline.errors import UserError
 from stageline.model_folder import load_config
 from stageline.pipeline.stage_passes import MicroBatch, model_inputs
 from stageline.pipeline.topology import stage_layers
+from stageline.shrink import layer_period, shrink_config
 from stageline.stages.discover import VERSIONS, cache_folder, keep_record
 from stageline.stages.packing import check_packing
 
 ProveMode = Literal["auto", "always", "never"]
 # what a split is made of; below the folder of the package, or beside it
-CODE = ("stages/*.py", "checking/*.py", "modules/pass_through.py")
+CODE = (
+    *("stages/*.py", "checking/*.py", "modules/pass_through.py"),
+    *("shrink.py", "family_configs.py", "cache_trial.py"),
+)
 UNPROVEN = "this split was not compared with the whole model"
 MOST_STAGES = 4  # of a copy
 MOST_WEIGHTS = 20_000_000  # of a copy; a user's own configuration may not have become small

@@ -327,9 +327,6 @@ def start_lora(model: nn.Module, *, seed: int) -> None:
         weight.copy_(0.02 * torch.randn(weight.shape, generator=generator))
 
 
-SPREAD = 0.1  # of the noise on all weights: those that start at 0 or 1 hide a swap or a loss
-
-
 @contextlib.contextmanager
 def copies(
     split: "SplitToProve",
@@ -361,16 +358,6 @@ def copies(
             return split.part(**{**options, **fixed, **changes})[0]
 
         yield build
-
-
-@torch.no_grad()
-def randomise(whole: nn.Module) -> None:
-    """Adds noise to all weights, the same in each process."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in whole.parameters():
-        if parameter.is_floating_point():
-            parameter.add_(SPREAD * torch.randn(parameter.shape, generator=generator).to(parameter))
-            parameter.requires_grad_(True)
 
 
 @torch.no_grad()

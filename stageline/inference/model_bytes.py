@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import Cache, PretrainedConfig, PreTrainedModel
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from stageline.inference.decoding.cache import GroupCache, whole_columns
@@ -166,13 +166,12 @@ def pass_bytes(model: PreTrainedModel, load: Load, *, image_tokens: int = 0) -> 
     """
     text_model = model.get_submodule(text_model_path(model))
     layers = list(module_list(model, layers_path(model)))
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     peaks = [0] * len(layers)  # a layer that looks at images may be left out where there are none
     watch = PeakBytes(META)
-    with on_meta(watch, model), _laps(layers, watch, peaks):
-        inputs = _inputs(model, load, image_tokens)
-        text_model(**inputs, past_key_values=cache, use_cache=True)
-    tensors = [layer_tensors(layer) for layer in cache.layers[: len(layers)]]
+    with on_meta(watch, model), _laps(layers, watch, peaks) as caches:
+        text_model(**_inputs(model, load, image_tokens), use_cache=True)
+    kept_layers = caches[0].layers[: len(layers)] if caches else []
+    tensors = [layer_tensors(layer) for layer in kept_layers]
     tensors += [[]] * (len(layers) - len(tensors))  # layers that share the cache of others
     found, held_so_far = [], 0
     for own, peak in zip(tensors, peaks, strict=True):
@@ -225,10 +224,12 @@ def _inputs(model: PreTrainedModel, load: Load, image_tokens: int) -> dict[str, 
 
 
 @contextmanager
-def _laps(layers: Sequence[nn.Module], watch: PeakBytes, peaks: list[int]) -> Iterator[None]:
-    """Notes the peak within each layer."""
+def _laps(layers: Sequence[nn.Module], watch: PeakBytes, peaks: list[int]) -> Iterator[list[Cache]]:
+    """Notes the peak within each layer; yields the cache that they get, by whatever name."""
+    caches: list[Cache] = []
 
-    def before(*_: object) -> None:
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caches.extend(value for value in (*args, *kwargs.values()) if isinstance(value, Cache))
         watch.lap()
 
     def after(index: int, *_: object) -> None:
@@ -236,10 +237,10 @@ def _laps(layers: Sequence[nn.Module], watch: PeakBytes, peaks: list[int]) -> It
 
     with ExitStack() as hooks:
         for index, layer in enumerate(layers):
-            hooks.enter_context(layer.register_forward_pre_hook(before))
+            hooks.enter_context(layer.register_forward_pre_hook(before, with_kwargs=True))
             hook = functools.partial(after, index)
             hooks.enter_context(layer.register_forward_hook(hook))
-        yield
+        yield caches
 
 
 class _FusedAttention(TorchFunctionMode):

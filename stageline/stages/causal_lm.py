@@ -6,7 +6,7 @@ over layers stay the library's, and no model code is copied (stageline/stages/sp
 Shapes: B rows, T tokens, H hidden size, V vocabulary.
 """
 
-import inspect
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
+from stageline.cache_trial import cache_name
 from stageline.data.batches.batch import ROW_LENGTHS
 from stageline.errors import UserError
 from stageline.model_folder import has_trusted_code, rope_parameters, short_length
@@ -138,24 +139,6 @@ READ_IN_PIECES = frozenset(
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
-def keeps_keys_and_values(whole: PreTrainedModel, plan: SplitPlan) -> bool:
-    """Whether keys and values are all that a stage has to remember of the tokens so far.
-
-    Not where layers keep a state (Mamba, convolutions), take no positions, or count them from
-    another number than 0 (RoBERTa, by the ids that are no padding), or where stages need more of
-    each other than hidden states: a token of an answer then reads its whole row anew.
-    """
-    takes = inspect.signature(type(whole.base_model).forward).parameters
-    kinds = set(getattr(whole.config.get_text_config(decoder=True), "layer_types", None) or ())
-    return (
-        not getattr(whole, "_is_stateful", False)
-        and {"past_key_values", "position_ids"} <= set(takes)
-        and kinds <= LAYER_TYPES
-        and all(len(slots) == 1 for slots in plan.borders)
-        and not any(hasattr(one, "create_position_ids_from_input_ids") for one in whole.modules())
-    )
-
-
 def can_be_cut(config: PretrainedConfig) -> bool:
     """Whether a piece is read as it would be in the whole prompt."""
     text = config.get_text_config(decoder=True)
@@ -186,7 +169,6 @@ class CausalLMStage(Spliced, StageModel):
     auto_class: type[_BaseAutoModelClass] = AutoModelForCausalLM
     plan: SplitPlan
     paths: ModelPaths
-    can_decode = True
 
     def __init__(
         self,
@@ -209,7 +191,6 @@ class CausalLMStage(Spliced, StageModel):
             refuse_both_ways(whole, self.plan.layers)
         super().__init__(config, dtype=dtype, **stage_kwargs)
         self.paths = self.find_paths(whole)
-        self.can_decode = self.can_decode and keeps_keys_and_values(whole, self.plan)
         config_asks = bool(getattr(self.text_config, FLAG, False))
         asks = config_asks if output_router_logits is None else output_router_logits
         self.router_loss: RouterLoss | None = None
@@ -337,6 +318,20 @@ class CausalLMStage(Spliced, StageModel):
             return len(came) == len(those[0])
         return self.has_pictures(batch)
 
+    @functools.cached_property
+    def can_decode(self) -> bool:
+        """Whether keys and values are all that a stage has to remember of the tokens so far.
+
+        Not where stages need more of each other than hidden states, or where a trial of the model
+        says so: a token of an answer then reads its whole row anew.
+        """
+        kinds = set(getattr(self.text_config, "layer_types", None) or ())
+        return (
+            kinds <= LAYER_TYPES
+            and all(len(slots) == 1 for slots in self.plan.borders)
+            and cache_name(self.whole) is not None
+        )
+
     def answer_only(self) -> None:
         super().answer_only()
         self.router_loss, self.logits_chunk = None, 0
@@ -376,7 +371,10 @@ class CausalLMStage(Spliced, StageModel):
         has_pictures = self._brings_pictures(came, {**batch, "input_ids": ids})
         inputs = self.model_inputs(batch)
         # keys and values are kept where someone brings a place for them, and made nowhere else
-        inputs |= {**self.flags, "use_cache": inputs.get("past_key_values") is not None}
+        cache = inputs.pop("past_key_values", None)
+        inputs |= {**self.flags, "use_cache": cache is not None}
+        if cache is not None:
+            inputs[cache_name(self.whole) or "past_key_values"] = cache
 
         def run() -> torch.Tensor:
             return self.run(ids, inputs)

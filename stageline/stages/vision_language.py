@@ -168,10 +168,10 @@ class Gemma3VisionStage(VisionLanguageStage):
                 "is cut out of that of whole rows: choose `attention` sdpa, or leave `packing` out."
             )
         full_B1TT = create_causal_mask(
-            config=self.text_config,
-            inputs_embeds=torch.empty(*types_BT.shape, 0, dtype=self.dtype, device=types_BT.device),
-            attention_mask=None,
-            past_key_values=None,
+            self.text_config,
+            torch.empty(*types_BT.shape, 0, dtype=self.dtype, device=types_BT.device),
+            None,  # no mask: borders are told by the positions
+            None,  # no cache; its name changes between versions of the library
             position_ids=inputs["position_ids"],
             block_sequence_ids=get_block_sequence_ids_for_mask(types_BT),
         )

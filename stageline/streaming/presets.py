@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from stageline.modules.router_records import ROUTER_LOGITS, recording_routers, watch_routers
 from stageline.streaming.host_weights import shell_of
@@ -336,7 +336,6 @@ def _same(left: Any, right: Any) -> None:
 # flag of a call -> why it is refused
 _REFUSED = {
     "use_cache": "no block keeps a cache",
-    "past_key_values": "no block reads a cache",
     "output_hidden_states": "hidden states of layers do not travel",
     "output_attentions": "attention weights of layers do not travel",
 }
@@ -508,7 +507,18 @@ def _without_the_end(model: nn.Module, layout: DecoderLayout) -> nn.Module:
     return twin_with(model, others)
 
 
+def refuse_caches(inputs: Mapping[str, Any]) -> None:
+    """Refuses keys and values of earlier tokens, whatever the library calls them."""
+    for name, value in inputs.items():
+        if isinstance(value, Cache):
+            raise ValueError(
+                f"{name} came to a model that streams, whose micro-batches cannot share a cache. "
+                "Leave it out; for generation use the original model."
+            )
+
+
 def _refuse_generation(inputs: dict[str, Any], config: Any) -> None:
+    refuse_caches(inputs)
     for name, reason in _REFUSED.items():
         asked = inputs.get(name)
         # a config's use_cache is a habit of generation; asked for in a call it is meant

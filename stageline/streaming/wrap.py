@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from stageline.streaming.engine import RoundPipe, StreamedModel
 from stageline.streaming.host_weights import Home, page_views
 from stageline.streaming.lanes import default_lanes
-from stageline.streaming.presets import NoPresetError, sequential_of
+from stageline.streaming.presets import NoPresetError, refuse_caches, sequential_of
 from stageline.streaming.run_config import RoundPipeRunConfig, place_of_call
 
 
@@ -45,7 +45,12 @@ class AutoRoundPipe(StreamedModel):
                 hosted.homes = [self._home_of.setdefault(id(h.parameter), h) for h in hosted.homes]
         self._loose = [self._home_of.setdefault(id(each), Home(each)) for each in loose]
         self._watched: set[int] = set()
-        self._has_cache = "use_cache" in inspect.signature(type(model).forward).parameters
+        # vision-language models of the library hand it on among other keywords
+        hands_on = isinstance(model, PreTrainedModel)
+        self._has_cache = any(
+            one.name == "use_cache" or (hands_on and one.kind is one.VAR_KEYWORD)
+            for one in inspect.signature(type(model).forward).parameters.values()
+        )
         self._forward_to(model)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -58,6 +63,7 @@ class AutoRoundPipe(StreamedModel):
         self._worker.check()
         self._take_shown_gradients()
         self._watch()
+        refuse_caches(kwargs)
         if self._has_cache:
             # the layers of a micro-batch would append to what those of another one wrote
             if kwargs.setdefault("use_cache", False) not in (None, False):

@@ -5,13 +5,15 @@ import torch
 
 import pp_models  # noqa: F401 (puts the parts on the shelf)
 from register import train_model_register
+from stageline.cache_trial import cache_name
 from stageline.checking.answers import TOLERANCE, prove_answers
-from stageline.checking.family_configs import family_config
 from stageline.checking.proof import SplitToProve
 from stageline.checkpoint.layout import Ranks
 from stageline.errors import UserError
+from stageline.family_configs import family_config
 from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.stages import causal_lm
+from tests.helpers.tiny_checkpoints import tiny_whole
 
 PICTURES = ("qwen2_vl", "gemma3", "internvl")
 
@@ -50,7 +52,7 @@ def test_one_stage_is_proven_too(proven):
 
 def test_a_cache_that_counts_positions_in_another_way_is_refused(proven, monkeypatch):
     """RoBERTa counts from another number than 0, by ids: stages let it read whole rows."""
-    monkeypatch.setattr(causal_lm, "keeps_keys_and_values", lambda *_: True)
+    monkeypatch.setattr(causal_lm, "cache_name", lambda _: cache_name(tiny_whole("gpt2")))
     with pytest.raises(UserError, match=r"answers of roberta .* the log-probability of token \d"):
         proven("roberta")
 

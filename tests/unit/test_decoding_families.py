@@ -2,6 +2,8 @@
 prompts on two stages, against passes of the whole model over each row alone.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
@@ -9,18 +11,19 @@ import transformers
 import pp_models  # noqa: F401 (puts the parts on the shelf)
 from commands.tiny import make
 from register import train_model_register
-from stageline.checking.family_configs import family_config
-from stageline.checking.shrink import shrink_config
+from stageline.cache_trial import cache_name
 from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.checkpoint.load import quiet
 from stageline.data.images.images import ImageExpander
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import UserError
+from stageline.family_configs import family_config
 from stageline.inference.decoding.request import Failed, Request, Sampling, ScoreRequest
-from stageline.inference.decoding.stage_decoder import StageDecoder
+from stageline.inference.decoding.stage_decoder import StageDecoder, can_keep_logits
 from stageline.inference.generation import ScoredRow, generate, score_rows
 from stageline.inference.model_bytes import AnswerLoad, answer_cost
 from stageline.model_folder import special_tokens
+from stageline.shrink import shrink_config
 from stageline.stages.example_batch import picture_batch
 from tests.helpers.decoded_models import text_prompts
 from tests.helpers.decoding_engines import built_stages, local_engine
@@ -94,7 +97,7 @@ def compared(whole, folder, prompts, *, key="causal_lm"):
 
 @pytest.mark.parametrize(
     ("family", "has_cache"),
-    # states; no positions of a call; positions from 2 on; two attentions in a layer
+    # states; a border with more than hidden states; positions from 2 on; two attentions in a layer
     [("mamba", False), ("bloom", False), ("roberta", False), ("longcat_flash", True)],
 )
 def test_a_batch_of_unequal_rows(family, has_cache, tmp_path):
@@ -113,6 +116,23 @@ def test_a_batch_of_unequal_rows(family, has_cache, tmp_path):
         [decoded] = built_stages(build, tmp_path, 1, is_piece=True)
         token = StageDecoder(decoded).bytes_of_a_token()
         assert answer_cost(stage, [load]).cache == token * load.cells
+
+
+KEEPING = ("llama", "gemma3_text", "gpt2", "gpt_neox", "falcon", "gpt_oss", "deepseek_v3")
+KEEPING += ("mpt", "qwen2_vl", "internvl", "mllama")
+
+
+def test_families_that_answer_on_a_cache_in_every_version_of_the_library():
+    """The library renames what it takes a cache by: with no name each token reads its row anew."""
+    lacking = []
+    for family in KEEPING:
+        config = shrink_config(family_config(family), num_layers=4)
+        kind = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+        with torch.device("meta"):
+            model = (kind or transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])(config)
+        if cache_name(model) is None or not can_keep_logits(SimpleNamespace(whole=model)):
+            lacking.append(family)
+    assert lacking == []
 
 
 def test_rows_on_both_sides_of_the_length_where_frequencies_change(tmp_path):

@@ -4,9 +4,9 @@ import pytest
 import torch
 import transformers
 
-from stageline.checking.family_configs import family_config
-from stageline.checking.shrink import shrink_config
 from stageline.errors import UserError
+from stageline.family_configs import family_config
+from stageline.shrink import shrink_config
 from stageline.stages.example_batch import example_pictures, image_token, picture_batch
 
 FAMILIES = [

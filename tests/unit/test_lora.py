@@ -9,9 +9,8 @@ import transformers
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from stageline.checking.family_configs import family_config
-from stageline.checking.shrink import shrink_config
 from stageline.errors import UserError
+from stageline.family_configs import family_config
 from stageline.modules.lora import (
     LoRAWrapper,
     key_map_without_last_lora,
@@ -23,6 +22,7 @@ from stageline.modules.lora import (
     wrap_linear,
 )
 from stageline.modules.lora_layer import restored_weight
+from stageline.shrink import shrink_config
 
 
 class Block(nn.Module):

@@ -5,10 +5,10 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
-from stageline.checking.family_configs import family_config
-from stageline.checking.shrink import layer_period, shrink_config
 from stageline.errors import UserError
+from stageline.family_configs import family_config
 from stageline.model_folder import special_tokens
+from stageline.shrink import layer_period, shrink_config
 
 
 def test_multipliers_and_caps_stay() -> None:

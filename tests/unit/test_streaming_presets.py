@@ -184,6 +184,7 @@ def test_text_is_generated_by_the_model_itself():
     [
         ("use_cache", True),
         ("past_key_values", transformers.DynamicCache()),
+        ("cache", transformers.DynamicCache()),
         ("output_hidden_states", True),
         ("output_attentions", True),
     ],

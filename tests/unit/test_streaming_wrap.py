@@ -21,6 +21,7 @@ from stageline.streaming import (
 from stageline.streaming.lanes import Lane
 from tests.helpers.late_queues import late_lanes
 from tests.helpers.tiny_batches import join_micro_batches, tiny_micro_batches
+from tests.helpers.tiny_checkpoints import tiny_whole
 
 LINEAR = 4 * (8 * 8 + 8)  # bytes of a Linear(8, 8)
 
@@ -234,6 +235,17 @@ def test_a_model_of_transformers_wrapped_part_by_part_trains_as_it_is(family):
         torch.testing.assert_close(one, other)
     with pytest.raises(ValueError, match="use_cache came to a model that streams"):
         auto(**batch, use_cache=True)
+    with pytest.raises(ValueError, match="cache came to a model that streams"):
+        auto(**batch, cache=transformers.DynamicCache())
+
+
+def test_a_vision_language_model_keeps_no_cache_of_micro_batches():
+    """Its forward names no use_cache, and hands it on among other keywords."""
+    model = tiny_whole("llava", dtype=torch.float64)
+    plain, ids = copy.deepcopy(model), torch.arange(9, 37).view(4, 7)
+    auto = wrap(model, use_sequential_preset=False, lower_threshold=512, upper_threshold=None)
+    made = auto(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    torch.testing.assert_close(made, plain(input_ids=ids).logits)
 
 
 class Tied(nn.Module):

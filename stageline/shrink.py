@@ -15,8 +15,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from stageline.checking.family_configs import EXCEPTIONS, LEAST_HEAD_DIM, SECTIONS
 from stageline.errors import UserError
+from stageline.family_configs import EXCEPTIONS, LEAST_HEAD_DIM, SECTIONS
 from stageline.model_folder import is_token, parts_of, special_tokens, walk_config
 
 
@@ -42,7 +42,7 @@ def shrink_config(config: PretrainedConfig, *, num_layers: int) -> PretrainedCon
             f"{config.model_type} could not be cut down to {num_layers} layers: "
             f"{type(error).__name__}: {' '.join(str(error).split())}. Fields of its configuration "
             "belong together in a way that no rule by name knows: add the family to "
-            "stageline/checking/family_configs.py."
+            "stageline/family_configs.py."
         ) from error
 
 

@@ -1,0 +1,132 @@
+"""Finds by a trial whether a model answers on keys and values that it keeps, and how it is told to.
+
+A signature says little of that: the library renames its arguments, a forward with `**kwargs` takes
+any name and may do nothing with it, and some models keep more than keys and values. So a cut-down
+copy answers both ways.
+
+Shapes: B rows, T tokens.
+"""
+
+import json
+import re
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+
+from stageline.model_folder import special_tokens
+from stageline.shrink import layer_period, shrink_config
+
+SPREAD = 0.1  # of the noise on all weights: those that start at 0 or 1 hide a swap or a loss
+NAMES = ("cache", "past_key_values")  # the newest first: the library warns of what it renamed
+LENGTHS = (3, 1)  # tokens of two rows before the last one; no window of a copy is as short
+TOLERANCE = 1e-3  # of the largest number
+_FOUND: dict[str, str | None] = {}
+_PATH = re.compile(r'"_name_or_path": "(?:[^"\\]|\\.)*"')  # where a model lies changes no answer
+
+
+@torch.no_grad()
+def randomise(whole: nn.Module) -> None:
+    """Adds noise to all weights, the same in each process."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in whole.parameters():
+        if parameter.is_floating_point():
+            parameter.add_(SPREAD * torch.randn(parameter.shape, generator=generator).to(parameter))
+            parameter.requires_grad_(True)
+
+
+def small_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of the same class, cut down, on the CPU with random weights in float32.
+
+    Raises:
+        Exception: whatever the library raises where the configuration cannot be cut down.
+    """
+    small = shrink_config(model.config, num_layers=max(2, layer_period(model.config)))
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        copy = type(model)._from_config(small, dtype=torch.float32, attn_implementation="eager")
+    randomise(copy)
+    return copy.eval()
+
+
+def cache_name(model: PreTrainedModel) -> str | None:
+    """By which keyword the forward takes a cache of keys and values; None: by no one.
+
+    Nor where keys and values are not all that it has to remember of the tokens so far: layers keep
+    a state (Mamba), or positions are counted from another number than 0 (RoBERTa).
+
+    Args:
+        model: any one of its class and configuration, also on meta.
+    """
+    kind = json.dumps([type(model).__module__, type(model).__qualname__])
+    key = kind + _PATH.sub("", model.config.to_json_string(use_diff=False))
+    if key not in _FOUND:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            _FOUND[key] = _tried_name(model)
+    return _FOUND[key]
+
+
+def _tried_name(model: PreTrainedModel) -> str | None:
+    try:
+        copy = small_copy(model)
+        rows = _rows(copy)
+        wholes = [_last(copy, input_ids=row[None], use_cache=False) for row in rows]
+    except Exception as error:  # of any of some hundred classes
+        print(
+            f"whether {type(model).__name__} answers on a cache could not be tried on a cut-down "
+            f"copy ({type(error).__name__}: {' '.join(str(error).split())[:200]}): each token of "
+            "an answer reads its whole row",
+            file=sys.stderr,
+        )
+        return None
+    for name in NAMES:
+        try:
+            found = _with_cache(copy, rows, name)
+        except Exception:  # an unknown keyword, layers that want another cache
+            continue
+        if all(_is_close(one, whole) for one, whole in zip(found, wholes, strict=True)):
+            return name
+    return None
+
+
+def _rows(copy: PreTrainedModel) -> list[torch.Tensor]:
+    special = special_tokens(copy.config)
+    ids = torch.tensor([one for one in range(3, 40) if one not in special])
+    return [ids[: length + 1].roll(length) for length in LENGTHS]
+
+
+def _with_cache(copy: PreTrainedModel, rows: list[torch.Tensor], name: str) -> torch.Tensor:
+    """Of each row, what the last token's place gives: after one pass over all before it."""
+    width = max(LENGTHS)
+    ids_BT = torch.stack(
+        [nn.functional.pad(row, (width + 1 - len(row), 0), value=3) for row in rows]
+    )
+    starts_B1 = torch.tensor([[width - length] for length in LENGTHS])
+    mask_BT = (torch.arange(width + 1) >= starts_B1).long()
+    position_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)
+    # as stages keep it: all columns in all layers. A configuration would choose windows and states
+    cache: dict[str, Any] = {name: DynamicCache(), "use_cache": True}
+    for new in (slice(0, width), slice(width, width + 1)):
+        found = _last(
+            copy,
+            input_ids=ids_BT[:, new],
+            attention_mask=mask_BT[:, : new.stop],
+            position_ids=position_BT[:, new],
+            **cache,
+        )
+    return found[:, None]
+
+
+def _last(copy: PreTrainedModel, **inputs: Any) -> torch.Tensor:
+    if getattr(copy.config.get_text_config(decoder=True), "use_bidirectional_attention", None):
+        inputs["token_type_ids"] = torch.ones_like(inputs["input_ids"])  # no prefix: an answer
+    return copy(**inputs)[0][:, -1]
+
+
+def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    apart = (found - expected).abs().max()
+    return bool(apart <= TOLERANCE * expected.abs().max())
