@@ -101,17 +101,16 @@ stageline_install() {
     stageline_pip "${needs[@]}" --constraint "$VENV/torch.txt"
 }
 
-# --system-site-packages of a python that is itself in a venv shows the packages of the python below
-# that venv, not the venv's own: a .pth file adds these.
+# Shows the packages of a python that is itself in a venv: --system-site-packages would show those of the
+# python below that venv instead.
 stageline_see_base() {
     "$1" - "$VENV" <<'PY'
 import site
 import sys
 from pathlib import Path
 
-if sys.prefix != sys.base_prefix:
-    for folder in Path(sys.argv[1]).glob("lib/python*/site-packages"):
-        (folder / "stageline_base.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+for folder in Path(sys.argv[1]).glob("lib/python*/site-packages"):
+    (folder / "stageline_base.pth").write_text("\n".join(site.getsitepackages()) + "\n")
 PY
 }
 
@@ -126,8 +125,12 @@ stageline_make_venv() {
     rm -rf "$VENV"
     if stageline_has_torch "$base"; then
         stageline_say "using the torch that $base has"
-        "$base" -m venv --system-site-packages "$VENV"
-        stageline_see_base "$base"
+        if "$base" -c 'import sys; sys.exit(sys.prefix != sys.base_prefix)'; then
+            "$base" -m venv --system-site-packages "$VENV"
+        else
+            "$base" -m venv "$VENV"
+            stageline_see_base "$base"
+        fi
     else
         "$base" -m venv "$VENV"
         stageline_install_torch

@@ -174,7 +174,7 @@ def test_the_torch_of_a_named_python_is_used(machine):
 
 def test_packages_of_a_base_python_in_a_venv_are_seen(tmp_path):
     """--system-site-packages alone shows what lies below that venv, not what is installed in it."""
-    make = ["-m", "venv", "--without-pip", "--system-site-packages"]
+    make = ["-m", "venv", "--without-pip", "--system-site-packages"]  # the one that is not enough
     below, above = tmp_path / "below", tmp_path / "above"
     subprocess.run([sys.executable, *make, str(below)], check=True)
     subprocess.run([str(below / "bin/python"), *make, str(above)], check=True)
