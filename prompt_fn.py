@@ -66,7 +66,7 @@ def chat(
     Args:
         system: system message for rows that bring none.
         template: chat template by name, for a tokenizer without one: alpaca, chatml, deepseek,
-            gemma, llama2, llama3, mistral, phi3, phi4, qwen, vicuna, zephyr.
+            gemma, llama2, llama3, mistral, phi3, phi4, plain, qwen, vicuna, zephyr.
         template_options: variables of the chat template, such as enable_thinking.
         mask_history: only the last answer of a row is learnt.
         train_on_prompt: all text is learnt: system, user and markup too; not images.

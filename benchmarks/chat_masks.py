@@ -4,20 +4,21 @@ For each family of which TRL ships a training template, conversations of 13 kind
 the published template by Stageline, and with the `{% generation %}` marks of the training template
 by transformers. The page lists whether the learnt text is equal, differs or is refused.
 
-    .venv/bin/python -m benchmarks.chat_masks > docs/chat_masks.md
+    .venv/bin/python -m benchmarks.chat_masks > benchmarks/chat_masks.md
 """
 
 import re
 import warnings
-from collections import defaultdict
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import trl
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from prompt_fn import chat
 from stageline.checking.tiny_models import tiny_tokenizer
+from stageline.data.text.chat_template import ChatTemplate
 from stageline.errors import UserError
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
@@ -132,39 +133,178 @@ def marked(
         **tokenizer.special_tokens_map,
     )
     (text,), (spans,) = rendered
-    return text, [text[start:end] for start, end in spans]
+    return text, [text[start:end] for start, end in joined(spans)]
 
 
-def of_stageline(kind: str, tokenizer: Any) -> str:
-    """What is in the loss by the published template, or why the row is refused."""
-    messages, tools = KINDS[kind]
+def learnt(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]], tokenizer: Any
+) -> list[str]:
+    """The parts of the text that are in the loss."""
     row = {"messages": messages, "num_images": 0, **({"tools": tools} if tools else {})}
-    try:
-        rendered = chat(row, "", processor=tokenizer)
-    except UserError as error:
-        return f"refused: {str(error).partition(': ')[2].partition('. A template')[0]}"
-    text = rendered.text
-    return " · ".join(text[start:end] for start, end in joined(rendered.target_spans()))
+    rendered = chat(row, "", processor=tokenizer)
+    return [rendered.text[start:end] for start, end in joined(rendered.target_spans())]
 
 
 def joined(spans: Any) -> list[tuple[int, int]]:
-    """Spans that touch become one."""
+    """Spans that touch become one; those of no characters go."""
     found: list[tuple[int, int]] = []
     for start, end in spans:
         if found and found[-1][1] == start:
             start = found.pop()[0]
-        found.append((start, end))
+        if end > start:
+            found.append((start, end))
     return found
 
 
-if __name__ == "__main__":
+class Outcome(NamedTuple):
+    """How a conversation compares: letters of `MEANING`, and the texts, or why one is refused."""
+
+    letters: str
+    ours: str
+    theirs: str
+
+
+MEANING = {
+    "=": "equal",
+    "n": "TRL also marks the line break behind the token that ends a turn. The model is never "
+    "asked to write it.",
+    "h": "TRL also marks the end of the prompt for generation (a line break, a role, `<think>`). "
+    "The model is given it and does not write it.",
+    "g": "The published template writes more before this answer than its prompt for generation "
+    "has. Stageline trains on the rest, because the model has to write it.",
+    "d": "The published template drops thoughts, also empty ones, of earlier answers; TRL changed "
+    "it. Stageline trains on the text that the published template writes.",
+    "e": "The published template ends no turn. Stageline ends the last answer with the end of the "
+    "sequence, TRL with the token of the next role. Both end generation.",
+    "c": "Stageline also trains on the token at which the model stops for the result of a tool; "
+    "TRL leaves it out.",
+    "t": "The published template takes no tools, or not in this form. Stageline writes them as "
+    "text ([tools](../docs/chat_templates.md#tools)); TRL's template drops the call or fails.",
+    "p": "TRL's template takes no content of this form: it fails, leaves the content out or "
+    "writes a Python list. Stageline gives it the form that it takes.",
+    "x": "TRL's template refuses the conversation.",
+    "r": "Stageline refuses the row; the reason is below.",
+    "?": "another difference, below",
+}
+
+
+def compare(family: str, kind: str, tokenizer: Any) -> Outcome:
+    """Compares what is learnt of one conversation."""
+    messages, tools = KINDS[kind]
+    try:
+        ours = learnt(messages, tools, tokenizer)
+    except UserError as error:
+        why = str(error).partition("cannot be followed: ")[2].partition(". A template")[0]
+        return Outcome("r", why.split("; ")[0], "")
+    try:
+        theirs = marked(family, messages, tools, tokenizer)[1]
+    except Exception as error:  # templates raise what they like
+        letter = "t" if tools and "<tool_call>" in "".join(ours) else "x"
+        is_form = not isinstance(messages[0]["content"], str) or "UndefinedError" in repr(error)
+        letter = "p" if is_form and letter == "x" else letter
+        return Outcome(letter, " · ".join(ours), f"{type(error).__name__}: {error}")
+    letters: set[str] = set()
+    if len(ours) == len(theirs):
+        pairs = zip(ours, theirs, range(len(ours)), strict=True)
+        for one, other, number in pairs:
+            letters |= differences(one, other, number, family, kind, tokenizer)
+    else:
+        letters.add("?")
+    return Outcome("".join(sorted(letters)) or "=", " · ".join(ours), " · ".join(theirs))
+
+
+def differences(
+    ours: str, theirs: str, number: int, family: str, kind: str, tokenizer: Any
+) -> set[str]:
+    """The letters for one answer."""
+    messages, tools = KINDS[kind]
+    end = ChatTemplate.of(tokenizer).end_pattern
+    found = set()
+    stripped = theirs.rstrip("\n")
+    if stripped != theirs and not ours.endswith("\n"):
+        found.add("n")
+        theirs = stripped
+    tails = [list(end.finditer(text)) for text in (ours, theirs)]
+    if ours != theirs and tails[0] and theirs.endswith(ours[: tails[0][-1].start()]):
+        found.add("c")
+        theirs += tails[0][-1][0]
+    elif all(tails) and tails[0][-1][0] != tails[1][-1][0]:
+        found.add("e")
+        ours, theirs = ours[: tails[0][-1].start()], theirs[: tails[1][-1].start()]
+    if ours == theirs:
+        return found
+    places = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    try:
+        prompt = tokenizer.apply_chat_template(
+            messages[: places[number]],
+            tools=tools or None,
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+    except Exception:  # templates raise what they like
+        prompt = ""
+    if "<tool_call>" in ours and "<tool_call>" not in template(family):
+        return found | {"t"}
+    texts = re.sub("</?think>", "", end.sub("", theirs)).strip()
+    if not texts or texts.startswith("[{"):
+        return found | {"p"}
+    if ours.endswith(theirs):
+        return found | {"g"}
+    before = theirs.removesuffix(ours)
+    for length in range(len(before), 0, -1):
+        if before != theirs and prompt.endswith(before[:length]):
+            found.add("h")
+            before = before[length:]
+            break
+    if not before:
+        return found
+    return found | {"d" if before.strip().endswith("</think>") else "?"}
+
+
+def main() -> None:
+    """Prints the page."""
     warnings.simplefilter("ignore")
-    counts = defaultdict(list)
+    found = {}
     for family in families():
         tokenizer = tokenizer_of(family)
-        for kind in KINDS:
-            ours, theirs = of_stageline(kind, tokenizer), of_trl(family, kind, tokenizer)
-            if ours != theirs:
-                print(f"{family:20} {kind}\n   S {ours!r}\n   T {theirs!r}")
-            counts[ours == theirs].append((family, kind))
-    print({k: len(v) for k, v in counts.items()})
+        found[family] = {kind: compare(family, kind, tokenizer) for kind in KINDS}
+    outcomes = [one for row in found.values() for one in row.values()]
+    counts = Counter(letter for one in outcomes for letter in one.letters)
+    num_equal = counts["="]
+    total = len(found) * len(KINDS)
+    print("# What is in the loss, next to TRL's training templates\n")
+    print(
+        f"{len(found)} families of TRL {trl.__version__}, {len(KINDS)} kinds of conversation. "
+        "Stageline renders with the published template, TRL with the copy that it made for "
+        "training, whose `{% generation %}` marks transformers reads. The table compares the text "
+        "of the tokens in the loss.\n"
+    )
+    print("```bash\n.venv/bin/python -m benchmarks.chat_masks > benchmarks/chat_masks.md\n```\n")
+    print(f"{num_equal} of {total} are equal; the letters say what differs in the others.\n")
+    print("| letter | conversations | meaning |\n| --- | --- | --- |")
+    for letter, meaning in MEANING.items():
+        if counts[letter]:
+            print(f"| `{letter}` | {counts[letter]} | {meaning} |")
+    print("\n| family | " + " | ".join(KINDS) + " |\n| --- |" + " --- |" * len(KINDS))
+    for family, row in found.items():
+        print(f"| {family} | " + " | ".join(f"`{one.letters}`" for one in row.values()) + " |")
+    print("\n## What is refused\n\n| family | conversations | reason |\n| --- | --- | --- |")
+    for family, row in found.items():
+        reasons: dict[str, list[str]] = {}
+        for kind, one in row.items():
+            if "r" in one.letters:
+                reason = re.sub(r"(answer|message) \d", r"\1 N", one.ours)
+                reasons.setdefault(reason, []).append(kind)
+        for reason, kinds in reasons.items():
+            print(f"| {family} | {'; '.join(kinds)} | `{reason.replace('|', '¦')}` |")
+    if counts["?"]:
+        print("\n## Other differences\n")
+        for family, row in found.items():
+            for kind, one in row.items():
+                if "?" in one.letters:
+                    print(f"- {family}, {kind}\n  - Stageline: `{one.ours!r}`")
+                    print(f"  - TRL: `{one.theirs!r}`")
+
+
+if __name__ == "__main__":
+    main()

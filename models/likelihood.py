@@ -115,6 +115,10 @@ def _scored(
 def _continuations(sample: dict[str, Any], kind: Continuations) -> list[str]:
     field = "answer" if kind == "answer" else "choices"
     value = sample.get(field)
+    if field == "answer" and value is None and sample.get("messages"):
+        from stageline.tasks.rewards import references
+
+        value = references(sample)[0]
     values = [value] if field == "answer" and isinstance(value, str | int | float) else value
     if not isinstance(values, list | tuple) or not values:
         raise DataError(

@@ -6,11 +6,13 @@ adds to the hidden states is zero, and the model computes what it did. Trained a
 """
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from stageline.checkpoint.export_files import copy_side_files
 from stageline.checkpoint.files import ADAPTER_CONFIG, find_checkpoint, weight_files
@@ -50,6 +52,8 @@ def expand_blocks(source: str | Path, target: str | Path, *, num_expand: int) ->
         _write_weights(files, path, places, draft)
         copy_side_files(folder, draft, with_code=False)
         config.save_pretrained(draft)
+        if (folder / GENERATION_CONFIG_NAME).is_file():  # what ends an answer
+            shutil.copyfile(folder / GENERATION_CONFIG_NAME, draft / GENERATION_CONFIG_NAME)
     return target
 
 

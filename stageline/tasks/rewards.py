@@ -39,21 +39,35 @@ def said(completion: str) -> str:
 
 
 def references(sample: Sample) -> list[str]:
-    """The answers that count as right.
+    """The answers that count as right; of messages the last turn, if it is the assistant's.
 
     Raises:
         DataError: the row has none.
     """
-    told = sample.get("answers") or [sample.get("answer")]
+    own = sample.get("answer")
+    told = sample.get("answers") or [_last_turn(sample) if own is None else own]
     told = [told] if isinstance(told, str) else told if isinstance(told, list | tuple) else []
     found = [one for one in told if one is not None]
     if not found:
         raise DataError(
             f"sample {sample.get('source') or sample.get('id')} has neither `answer` nor "
-            "a list of `answers`. One was expected, because what the model said is compared with "
-            "it: add the field, or choose a metric, or rewards (format, length), that need none."
+            "a list of `answers`, nor messages that end with the assistant's. One was expected, "
+            "because what the model said is compared with it: add the field, or choose a metric, "
+            "or rewards (format, length), that need none."
         )
     return [str(one) for one in found]
+
+
+def _last_turn(sample: Sample) -> str | None:
+    """The text of the last message, which is left out where the model is asked for it."""
+    messages = sample.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if not isinstance(last, dict) or last.get("role") != "assistant":
+        return None
+    parts = last.get("content")
+    if isinstance(parts, list):
+        parts = "".join(part.get("text", "") for part in parts if isinstance(part, dict))
+    return parts or None
 
 
 def is_answer(completion: str, sample: Sample) -> bool:

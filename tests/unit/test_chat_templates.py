@@ -262,6 +262,14 @@ def test_learnt_is_what_trl_marks(name):
     assert published.count("Seven") == 1
 
 
+@pytest.mark.parametrize("name", ["diffusion_gemma", "gptoss", "qwen3"])
+def test_each_difference_from_trl_has_a_reason(name):
+    """The page of all families is benchmarks/chat_masks.md."""
+    tokenizer = chat_masks.tokenizer_of(name)
+    found = {chat_masks.compare(name, kind, tokenizer).letters for kind in chat_masks.KINDS}
+    assert "?" not in "".join(found) and found != {"r"}
+
+
 def test_turns_that_end_by_the_next_role():
     tokenizer = chat_masks.tokenizer_of("glm4moe")
     messages, tools = chat_masks.KINDS["call, result"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from pp_models import CausalLMStage
 from stageline.checkpoint.expand import expand_blocks, places_of
@@ -32,11 +32,13 @@ def outputs(model, family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_expanded_model_answers_as_before(family, tmp_path):
     whole = tiny_whole(family, tmp_path / "old")
+    GenerationConfig(eos_token_id=[2, 7]).save_pretrained(tmp_path / "old")
     expand_blocks(tmp_path / "old", tmp_path / "new", num_expand=2)
     new, info = auto_class(family).from_pretrained(tmp_path / "new", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert new.config.get_text_config(decoder=True).num_hidden_layers == 6
     assert torch.equal(outputs(new.eval(), family), outputs(whole, family))
+    assert new.generation_config.eos_token_id == [2, 7]
     types = getattr(new.config.get_text_config(decoder=True), "layer_types", None)
     before = getattr(whole.config.get_text_config(decoder=True), "layer_types", None)
     assert types == (before and [before[i] for i in (0, 1, 1, 2, 3, 3)])

@@ -3,9 +3,12 @@
 import pytest
 
 from metric import contains, exact_match, rotate_qa, spatial_mm, vsr, whats_up
+from prompt_fn import chat
 from stageline.errors import DataError
 from stageline.evaluation.report import check_metric
 from stageline.tasks.answers import parse_choice, parse_truth
+from tests.helpers.chat_samples import say
+from tests.helpers.chat_templates import format_tokenizer
 
 CAPTION = "The dog is on the surfboard."
 
@@ -207,6 +210,24 @@ def test_a_row_without_an_answer_is_named(answers):
     """None was the answer "none", and the keys of a dict were answers."""
     with pytest.raises(DataError, match="sample 3 has neither"):
         check_metric(exact_match, [{"id": 3, **answers}])
+
+
+def test_the_last_turn_of_messages_is_the_answer():
+    """The model is asked with what comes before it."""
+    turns = [say("user", "Which?"), say("assistant", "Six"), say("user", "Sure?")]
+    parts = [{"type": "text", "text": "Seven"}]
+    samples = [
+        {"id": "a", "messages": [*turns, say("assistant", "Seven")]},
+        {"id": "b", "messages": [*turns, say("assistant", parts)]},
+        {"id": "c", "messages": [*turns, say("assistant", "Six")], "answer": "seven"},
+    ]
+    said = [{"prediction": text} for text in ("seven.", "six", "Seven")]
+    assert exact_match(said, samples)["per_sample"] == [1, 0, 1]
+    tokenizer = format_tokenizer("chatml")
+    asked = [chat(sample, "", processor=tokenizer, for_generation=True).text for sample in samples]
+    assert [text.count("Seven") for text in asked] == [0, 0, 0] and asked[0].count("Six") == 1
+    with pytest.raises(DataError, match="nor messages that end with the assistant's"):
+        exact_match(said[:1], [{"id": "a", "messages": turns}])
 
 
 def test_groups_and_score():

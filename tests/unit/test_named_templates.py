@@ -63,6 +63,7 @@ WRITTEN = {
         "<|im_end|><|im_start|>assistant<|im_sep|>Yes<|im_end|>",
         "<|im_start|>assistant<|im_sep|>",
     ),
+    "plain": ("<s>Be brief.Which digit?Seven.</s>Sure?Yes</s>", ""),
     "zephyr": (
         "<|system|>\nBe brief.</s>\n<|user|>\nWhich digit?</s>\n<|assistant|>\nSeven.</s>\n"
         "<|user|>\nSure?</s>\n<|assistant|>\nYes</s>\n",
@@ -147,14 +148,14 @@ def test_rows_with_tools_can_be_learnt(name):
 
 def test_what_a_tokenizer_lacks_is_named_with_what_fits():
     tokenizer = tiny_tokenizer(special_tokens=[*BASE, "<|im_start|>"], chat_template=None)
-    with pytest.raises(UserError, match=r"has no <\|im_end\|>\..*alpaca, llama2, vicuna, zephyr"):
+    with pytest.raises(UserError, match=r"has no <\|im_end\|>\..*llama2, plain, vicuna, zephyr"):
         use_template(tokenizer, template="chatml")
     assert tokenizer.chat_template is None
     with pytest.raises(UserError, match="template chat-ml came. One of alpaca, chatml, deepseek"):
         use_template(tokenizer, template="chat-ml")
-    with pytest.raises(UserError, match="name one, .*template alpaca or llama2 or vicuna"):
+    with pytest.raises(UserError, match="name one, .*template alpaca or llama2 or plain or vicuna"):
         ChatTemplate.of(tokenizer)
-    assert fitting_templates(tokenizer) == ["alpaca", "llama2", "vicuna", "zephyr"]
+    assert fitting_templates(tokenizer) == ["alpaca", "llama2", "plain", "vicuna", "zephyr"]
 
 
 def test_a_trained_checkpoint_brings_its_template(tmp_path):

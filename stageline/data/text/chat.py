@@ -515,7 +515,8 @@ def _learnt_in_samples(template: ChatTemplate) -> Iterator[tuple[str, str]]:
         ([asked, thinking, asked, thinking], []),
         ([asked, calling, result, told], [{"type": "function", "function": tool}]),
     ]
-    ways = itertools.product(conversations, ("text", "list"), ({}, {"enable_thinking": False}))
+    forms: tuple[Form, ...] = ("text", "list")
+    ways = itertools.product(conversations, forms, ({}, {"enable_thinking": False}))
     for (turns, tools), form, options in ways:
         run = _Run(template, turns, tools, options, for_generation=False, learnt="answers")
         try:
