@@ -4,6 +4,8 @@ Each module draws from a seed of its own, made of the run's seed and the module'
 model's own `_init_weights`. Not here: where the weights of a checkpoint come from (`load.py`).
 """
 
+import copy
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import cast
 
@@ -14,7 +16,7 @@ from transformers import PreTrainedModel
 from stageline.contracts import part_name
 from stageline.device import generators_kept
 from stageline.errors import NonFiniteError, UserError
-from stageline.modules.lora import LoRAWrapper, innermost, strip_lora, unwrapped
+from stageline.modules.lora import LoRAWrapper, innermost, is_lora_name, strip_lora, unwrapped
 from stageline.modules.lora_layer import Pair, init_lora_layer, name_seed
 from stageline.modules.pass_through import DONE, PassThrough
 from stageline.stage import Stage
@@ -101,6 +103,29 @@ def init_split_model(
     init_lora(model, seed=seed)
 
 
+def float32_names(whole: object, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Return a test for names of weights that a family keeps in float32 in a model of a half type.
+
+    One is the bias of DeepSeek-V3's routers. They are those that `from_pretrained` keeps.
+    """
+    plan = whole._get_dtype_plan(dtype) if isinstance(whole, PreTrainedModel) else ()
+    kept = re.compile("|".join(one.replace("*", ".*") for one in plan) or "(?!)")
+    return lambda name: not is_lora_name(name) and kept.search(strip_lora(name)) is not None
+
+
+@torch.no_grad()
+def round_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Rounds weights in place, to the types that `from_pretrained` with this `dtype` gives them."""
+    with torch.device("meta"):
+        built = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
+    dtypes = {name: tensor.dtype for name, tensor in built.state_dict().items()}
+    is_kept = float32_names(model, dtype)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():
+            own = torch.float32 if is_kept(name) else dtypes.get(name, dtype)
+            tensor.data = tensor.data.to(own)
+
+
 @torch.no_grad()
 def materialise(
     model: nn.Module, *, device: torch.device, dtype: torch.dtype, casts_others: bool = True
@@ -116,18 +141,23 @@ def materialise(
     built: tuple[torch.dtype, ...] = HALF_AND_SINGLE
     if whole is not None and next(whole.parameters(), None) is not None:
         built = (whole.dtype,)
-    for module in model.modules():
+    is_kept = float32_names(whole, dtype)
+    for path, module in model.named_modules():
         for name, old in module._parameters.items():
             if old is None or not (old.is_meta or casts_others):
                 continue
             if id(old) not in made:
-                value = _filled(old, device, dtype if old.dtype in built else old.dtype)
+                own = dtype if old.dtype in built else old.dtype
+                own = torch.float32 if is_kept(f"{path}.{name}") else own
+                value = _filled(old, device, own)
                 new = nn.Parameter(value, requires_grad=old.requires_grad)
                 made[id(old)] = made[id(new)] = new
             module._parameters[name] = made[id(old)]
         for name, buffer in module._buffers.items():
             if buffer is not None and (buffer.is_meta or casts_others):
-                module._buffers[name] = _filled(buffer, device, buffer.dtype)
+                is_wide = buffer.is_floating_point() and is_kept(f"{path}.{name}")
+                own = torch.float32 if is_wide else buffer.dtype
+                module._buffers[name] = _filled(buffer, device, own)
 
 
 def _filled(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -38,7 +38,14 @@ from stageline.checkpoint.files import (
     weight_files,
 )
 from stageline.checkpoint.host_memory import returns_freed_memory
-from stageline.checkpoint.init import check_filled, check_finite, init_fresh, materialise, run_init
+from stageline.checkpoint.init import (
+    check_filled,
+    check_finite,
+    float32_names,
+    init_fresh,
+    materialise,
+    run_init,
+)
 from stageline.checkpoint.layout import check_read
 from stageline.errors import CheckpointError, UserError, is_out_of_memory
 from stageline.model_folder import read_json
@@ -425,6 +432,7 @@ def _read_by_names(
     missing = {key_map[name] for name in key_map.keys() - read.keys() - tied.keys()}
     _refuse(model, checkpoint, missing, unknown)
     wrong = []
+    is_kept = float32_names(model.whole, dtype)
     for file in sorted({files[there] for there in read.values()}):
         with open_tensors(file, device) as tensors:
             for name, there in read.items():
@@ -434,7 +442,8 @@ def _read_by_names(
                 if value.shape != here[name].shape:
                     wrong.append(other_shape(there, value.shape, here[name].shape))
                     continue
-                _put(model, name, value.to(dtype) if value.is_floating_point() else value)
+                own = torch.float32 if is_kept(name) else dtype
+                _put(model, name, value.to(own) if value.is_floating_point() else value)
     model.keys_read = set(read.values())
     _refuse(model, checkpoint, (), (), wrong)
     for name, source in tied.items():

@@ -10,10 +10,9 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -44,6 +43,7 @@ from stageline.checkpoint.export_files import (
 )
 from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE, weight_files
 from stageline.checkpoint.host_memory import available_memory
+from stageline.checkpoint.init import round_weights
 from stageline.checkpoint.layout import MANIFEST, discard, draft_name, read_manifest, verify
 from stageline.checkpoint.plain_model import (
     CLASSIFIER,
@@ -373,15 +373,15 @@ class Export:
     def write_model(self, draft: Path) -> None:
         """The whole model; an adapter is added to it."""
         # a sum in another type than the base's is rounded once, to that type
-        sums = torch.float32 if self.is_sum and self.dtype is not None else None
+        sums = torch.float32 if self.is_sum and self.dtype is not None else self.dtype
         model = load_plain(self.source, dtype=sums, trust_remote_code=self.trust_remote_code)
         if self.adapters is not None:
             self.adapters.merge(model)
         if self.is_sum:
             merge_lora(model)
             untie_changed_head(model)
-        if self.dtype is not None:
-            cast(nn.Module, model).to(self.dtype)  # in place; the library's own has no annotation
+            if self.dtype is not None:
+                round_weights(model, self.dtype)
         generation = self.model_folder / GENERATION_CONFIG_NAME
         write_model(
             model,

@@ -4,11 +4,14 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pp_models import CausalLMStage
+from stageline.checking.family_configs import family_config
+from stageline.checking.shrink import shrink_config
 from stageline.checkpoint import plain_folder
 from stageline.checkpoint.files import weight_files
+from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.plain_folder import ExportError, export_folder
 from stageline.checkpoint.save import save_split_model
@@ -79,6 +82,45 @@ def test_dtype_of_a_whole_model(tmp_path):
     assert 0.0 < report.verdict.difference < 5e-2
     whole = auto_class("mixtral").from_pretrained(tmp_path / "out", dtype="auto")
     assert {parameter.dtype for parameter in whole.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe"])
+def test_what_a_family_keeps_in_float32_is_not_rounded(family, tmp_path):
+    """Values and types are those of `from_pretrained` in bfloat16, the biases of routers too."""
+    config = shrink_config(family_config(family), num_layers=2)
+    base = AutoModelForCausalLM.from_config(config)
+    for name, buffer in base.named_buffers():
+        if "bias" in name:
+            buffer.normal_()
+    base.save_pretrained(tmp_path / "base")
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    half.save_pretrained(tmp_path / "half")
+    expected = load_file(tmp_path / "half" / "model.safetensors")
+    wide = {name for name, tensor in expected.items() if tensor.dtype == torch.float32}
+    assert any("e_score_correction_bias" in name for name in wide) and len(wide) < len(expected)
+
+    def compare(folder):
+        found = load_file(folder / "model.safetensors")
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), (
+                name
+            )
+
+    export_folder(tmp_path / "base", tmp_path / "whole", dtype=torch.bfloat16, verifies=False)
+    compare(tmp_path / "whole")
+    for num_loras in (0, 1):  # an adapter that adds nothing yet: the sum is the base
+        made = CausalLMStage(config, stage=0, num_stages=1, llm_lora_num=num_loras)
+        load_split_model(made, tmp_path / "base", device="cpu", dtype=torch.bfloat16)
+        made.frozen()
+        run = save_split_model([made], None, tmp_path / f"run{num_loras}")
+    compare(tmp_path / "run0")
+    export_folder(run, tmp_path / "sum", merge=True, dtype=torch.bfloat16, verifies=False)
+    compare(tmp_path / "sum")
+    made = CausalLMStage(config, stage=0, num_stages=1, dtype=torch.bfloat16)
+    init_split_model(made, seed=0, device="cpu", dtype=torch.bfloat16)
+    for name, tensor in made.state_dict().items():
+        assert tensor.dtype == half.state_dict()[name].dtype, name
 
 
 def test_an_export_that_computes_something_else_is_thrown_away(tmp_path, monkeypatch):
