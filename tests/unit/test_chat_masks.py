@@ -189,6 +189,21 @@ def test_texts_decide_where_a_template_looks_at_them():
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "the tool call"),
         ({"messages": [{"role": "assistant", "tool_calls": "f"}]}, "a list was|a list"),
         ({"messages": [{"role": "user", "content": "x", "reasoning_content": "y"}]}, "reasoning"),
+        # JSON in a text of JSON: the reader of the rows has not seen what it says
+        ({"tools": r'[{"name": "\ud800"}]'}, "half a surrogate pair"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [
+                            {"function": {"name": "f", "arguments": r'{"q": "\u0000"}'}}
+                        ],
+                    }
+                ]
+            },
+            "a NUL .*field .q.*no text",
+        ),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": 7}]}, "tool_call_id 7"),
     ],
 )
