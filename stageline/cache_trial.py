@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from stageline.model_folder import special_tokens
 from stageline.shrink import layer_period, shrink_config
@@ -25,6 +25,7 @@ NAMES = ("cache", "past_key_values")  # the newest first: the library warns of w
 LENGTHS = (3, 1)  # tokens of two rows before the last one; no window of a copy is as short
 TOLERANCE = 1e-3  # of the largest number
 _FOUND: dict[str, str | None] = {}
+_ALIKE: dict[str, bool] = {}
 _PATH = re.compile(r'"_name_or_path": "(?:[^"\\]|\\.)*"')  # where a model lies changes no answer
 
 
@@ -61,13 +62,60 @@ def cache_name(model: PreTrainedModel) -> str | None:
     Args:
         model: any one of its class and configuration, also on meta.
     """
-    kind = json.dumps([type(model).__module__, type(model).__qualname__])
-    key = kind + _PATH.sub("", model.config.to_json_string(use_diff=False))
+    key = _key(model)
     if key not in _FOUND:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             _FOUND[key] = _tried_name(model)
     return _FOUND[key]
+
+
+def generates_alike(model: PreTrainedModel) -> bool:
+    """Whether the library's `generate` answers with its cache as it does without.
+
+    Not where a forward takes the cache among other keywords and does nothing with it: the library
+    then hands it the last token alone. Says so where it is; a model that cannot be tried is taken
+    to be right.
+    """
+    key = _key(model)
+    if key not in _ALIKE:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            _ALIKE[key] = _tried_generate(model)
+        if not _ALIKE[key]:
+            print(
+                f"{type(model).__name__} answers otherwise with transformers' cache than without: "
+                "use_cache is off, and each token of an answer reads its whole row",
+                file=sys.stderr,
+            )
+    return _ALIKE[key]
+
+
+def _tried_generate(model: PreTrainedModel) -> bool:
+    try:
+        copy: Any = small_copy(model)
+        copy.generation_config = GenerationConfig(pad_token_id=0)
+        ids = _rows(copy)[0][None, :-1]  # as few as the keys that a copy chooses at least
+        steps = [
+            copy.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=2,
+                use_cache=use_cache,
+                output_logits=True,
+                return_dict_in_generate=True,
+            ).logits
+            for use_cache in (True, False)
+        ]
+    except Exception:  # of any of some hundred classes
+        return True
+    return all(_is_close(found, expected) for found, expected in zip(*steps, strict=True))
+
+
+def _key(model: PreTrainedModel) -> str:
+    kind = json.dumps([type(model).__module__, type(model).__qualname__])
+    return kind + _PATH.sub("", model.config.to_json_string(use_diff=False))
 
 
 def _tried_name(model: PreTrainedModel) -> str | None:

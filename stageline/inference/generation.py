@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from stageline.cache_trial import generates_alike
 from stageline.data.batches.batch import Images, add_image_inputs, encode_sample, pad_rows
 from stageline.data.images.images import lies_in_rows
 from stageline.data.text.chat import stop_ids_with
@@ -25,7 +26,14 @@ from stageline.data.text.encode import Encoded
 from stageline.data.text.processor import get_pad_token_id, get_tokenizer
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError, UserError
-from stageline.inference.decoding.request import Failed, Request, Sampling, Scored, ScoreRequest
+from stageline.inference.decoding.request import (
+    Failed,
+    Request,
+    Sampling,
+    Scored,
+    ScoreRequest,
+    answer_room,
+)
 from stageline.inference.decoding.stage_decoder import score_row
 from stageline.model_folder import short_length
 
@@ -66,7 +74,8 @@ def generate(
         sampling: with a temperature, further options of the library's `generate` such as top_p.
 
     Returns:
-        For each prompt: text, token_ids (without padding), finish_reason (stop or length).
+        For each prompt: text, token_ids (without padding), finish_reason (stop or length); or
+        `error` alone, where the model has no positions for it.
     """
     is_sampling = temperature > 0
     if is_sampling:
@@ -81,14 +90,25 @@ def generate(
             [images[place] for place in places],
             processor=processor,
         )
-        if len(places) > 1 and _is_long(model, batch["input_ids"].shape[1] + max_new_tokens):
-            waiting = [[place] for place in places] + waiting
+        positions = longest_row(model)
+        lengths = dict(zip(places, batch["attention_mask"].sum(-1).tolist(), strict=True))
+        rooms: dict[int, int] = {}
+        for place, length in lengths.items():
+            try:
+                rooms[place] = min(max_new_tokens, answer_room(length, positions))
+            except UserError as error:  # as an engine does: the others are answered
+                answers[place] = _told(Failed("", error))
+        is_long = _is_long(model, batch["input_ids"].shape[1] + max_new_tokens)
+        alone = [place for place in rooms if is_long or rooms[place] < max_new_tokens]
+        together = [place for place in rooms if place not in alone]
+        if len(rooms) < len(places) or (alone and len(places) > 1):
+            waiting = [*([together] if together else []), *([one] for one in alone)] + waiting
             continue
         found = generate_batch(
             model,
             processor,
             batch,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=rooms[places[0]],
             do_sample=is_sampling,
             repetition_penalty=repetition_penalty,
             **(sampling if is_sampling else {}),
@@ -131,6 +151,7 @@ def generate_batch(
             **inputs,
             pad_token_id=get_pad_token_id(processor),
             eos_token_id=stop_ids or None,
+            use_cache=generates_alike(model),
             **options,
         )
     finally:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from stageline.data.rows.read_json import check_value
 from stageline.data.text.chat_template import ChatTemplate
 from stageline.data.text.processor import get_tokenizer
 from stageline.data.text.tool_forms import CALL_MARKS
@@ -463,11 +464,11 @@ def _call_of(value: Any, names: frozenset[str]) -> FoundCall | None:
     if not isinstance(value, dict) or value.get("name") not in names:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            return None
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        check_value(arguments)  # half a surrogate pair fits into no answer
+    except ValueError:
+        return None
     if not isinstance(arguments, dict):
         return None
     letters = "".join(secrets.choice(_LETTERS) for _ in range(9))

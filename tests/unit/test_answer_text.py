@@ -301,3 +301,14 @@ def test_the_work_a_token_does_not_grow_with_the_answer(kind, text, monkeypatch)
     assert sum(numbers) < 30 * len(ids)
     answer.finish()
     assert answer.text == decode(ids, skip_special_tokens=True)
+
+
+def test_a_special_token_that_is_a_stop_string_stops():
+    """It makes no text, so that no text can tell that it came."""
+    tokenizer = tiny_tokenizer()
+    [special] = [i for i, t in tokenizer.added_tokens_decoder.items() if t.content == "</s>"]
+    answer = AnswerText(tokenizer, ("</s>", "never"), ())
+    for token_id in [*tokenizer.encode("true", add_special_tokens=False), special]:
+        answer.add(token_id)
+    answer.finish()
+    assert answer.is_stopped and answer.stopped_by == special and answer.text == "true"

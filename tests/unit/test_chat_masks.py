@@ -198,6 +198,21 @@ def test_a_mask_may_stand_in_messages_or_in_a_list(tokenizer, name):
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "the tool call"),
         ({"messages": [{"role": "assistant", "tool_calls": "f"}]}, "a list was|a list"),
         ({"messages": [{"role": "user", "content": "x", "reasoning_content": "y"}]}, "reasoning"),
+        # JSON in a text of JSON: the reader of the rows has not seen what it says
+        ({"tools": r'[{"name": "\ud800"}]'}, "half a surrogate pair"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [
+                            {"function": {"name": "f", "arguments": r'{"q": "\u0000"}'}}
+                        ],
+                    }
+                ]
+            },
+            "a NUL .*field .q.*no text",
+        ),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": 7}]}, "tool_call_id 7"),
         ({"messages": [{**TURNS[2], "mask": 0}]}, "the mask 0. A weight or loss_mask"),
         ({"mask": "User"}, "the row has the mask 'User'"),

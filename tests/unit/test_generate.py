@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LlamaForCausalLM
 
+from stageline.cache_trial import cache_name
 from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.inference.generation import encode_prompts, generate
@@ -80,3 +81,54 @@ def test_a_folders_own_settings_change_no_answer(temperature):
     own.eos_token_id = likeliest[0]
     ended = generate(model, tokenizer, **options)[0]
     assert (ended["token_ids"], ended["finish_reason"]) == ([], "stop")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_prompts_and_answers_end_where_positions_do(family):
+    """Learned ones have no more, and of rotary ones the model has seen no more."""
+    tokenizer = tiny_tokenizer()
+    limits = dict.fromkeys(["max_position_embeddings", "n_positions"][: 1 + (family == "gpt2")], 24)
+    torch.manual_seed(5)
+    config = tiny_config(family, vocab_size=len(tokenizer), **limits)
+    model = auto_class(family).from_config(config).eval()
+    texts = ("ab", "a b c d e f g h", "", "true or false? " * 9)
+    asked = [Rendered((Piece(text, is_user=True),), for_generation=True) for text in texts]
+    short, near, empty, beyond = generate(
+        model, tokenizer, prompts=asked, images=[None] * 4, max_new_tokens=20
+    )
+    length = encode_prompts(asked[1:2], [None], processor=tokenizer)["input_ids"].shape[1]
+    assert 4 < length < 24
+    ids = tokenizer(texts[1], return_tensors="pt", add_special_tokens=False)["input_ids"]
+    expected = model.generate(
+        ids, max_new_tokens=24 - length, do_sample=False, eos_token_id=2, pad_token_id=0
+    )[0, length:].tolist()
+    assert near["token_ids"] == (expected[: expected.index(2)] if 2 in expected else expected)
+    assert "text" in short and "error" not in short
+    assert "the prompt has 0 tokens. From 1 to 23 were expected" in empty["error"]
+    assert "tokens. From 1 to 23 were expected" in beyond["error"]
+
+
+class Forgetful(LlamaForCausalLM):
+    """Its forward takes a cache among other keywords, and keeps none."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        inputs = {"attention_mask": attention_mask, "position_ids": position_ids}
+        return super().forward(input_ids, **inputs, use_cache=False)
+
+
+def test_a_model_that_keeps_no_cache_reads_whole_rows(capsys):
+    tokenizer = tiny_tokenizer()
+    torch.manual_seed(5)
+    config = tiny_config("llama", vocab_size=len(tokenizer))
+    model = Forgetful(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    answers = generate(model, tokenizer, prompts=prompts(), images=[None] * 3, max_new_tokens=8)
+    whole = LlamaForCausalLM(config).eval()
+    whole.load_state_dict(model.state_dict())
+    options = {"images": [None] * 3, "max_new_tokens": 8}
+    assert answers == generate(whole, tokenizer, prompts=prompts(), **options)
+    said = capsys.readouterr().err
+    assert said.count("Forgetful answers otherwise with transformers' cache") == 1
+    assert cache_name(model) is None and cache_name(whole) is not None

@@ -30,6 +30,8 @@ ANSWERS = {
     "cut JSON": ('{"name": "add", "argum', '{"name": "add", "argum', []),
     "bad call": ("<tool_call>oh</tool_call> no", "<tool_call>oh</tool_call> no", []),
     "call with no object": ('{"name": "add", "arguments": [1]}',) * 2 + ([],),
+    "half a surrogate pair": ('{"name": "add", "arguments": {"a": "\\ud800"}}',) * 2 + ([],),
+    "half in a text": ('{"name": "add", "arguments": "{\\"a\\": \\"\\\\ud800\\"}"}',) * 2 + ([],),
     "empty": ("", "", []),
     "begins like one": ("{} is empty", "{} is empty", []),
     "deep": ("[" * 5000, "[" * 5000, []),

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from stageline.data.rows.read_json import check_value
 from stageline.errors import DataError, UserError
 
 Message = dict[str, Any]
@@ -494,10 +495,12 @@ def _bad_call(what: str) -> DataError:
 
 
 def _parsed(value: Any) -> Any:
-    """The value of JSON text; None where it is none. What is no text stays."""
+    """The value of JSON text; None where it is none that is taken. What is no text stays."""
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        found = json.loads(value)
+        check_value(found)
+        return found
     except (ValueError, RecursionError):
         return None

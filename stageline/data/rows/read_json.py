@@ -177,7 +177,7 @@ def _parse_json(text: str) -> Any:
         raise _BadJson("no JSON (something follows the value)", end)
     may_be_deep = text.count("[") + text.count("{") > MAX_NESTING
     if may_be_deep or _MAY_HOLD_BAD_CHARACTERS.search(text):
-        _check_value(value)
+        check_value(value)
     return value
 
 
@@ -198,8 +198,12 @@ def _skip_blanks(text: str, start: int) -> int:
     return blanks.end()
 
 
-def _check_value(value: Any) -> None:
-    """Refuses deep nesting, and texts with a NUL or half a surrogate pair."""
+def check_value(value: Any) -> None:
+    """Refuses deep nesting, and texts with a NUL or half a surrogate pair.
+
+    Raises:
+        ValueError: says where.
+    """
     waiting: list[tuple[str, Any, int]] = [("", value, 0)]
     while waiting:
         field, value, depth = waiting.pop()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stageline.data.rows.conversations import WEIGHTS, is_learnt, with_row_weights
+from stageline.data.rows.read_json import check_value
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.data.text.template import fill_parts, parse_template, slot_value
 from stageline.errors import DataError, UserError
@@ -252,7 +253,7 @@ def tools_of(sample: Mapping[str, Any]) -> list[Tool]:
     """
     tools = sample.get("tools")
     if isinstance(tools, str):
-        tools = _parsed(tools, tools)
+        tools = _parsed(sample, tools, tools)
     if not tools:
         return []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -289,7 +290,7 @@ def _call(sample: Mapping[str, Any], place: str, call: Any) -> Tool:
             '{"type": "function", "function": {"name": ..., "arguments": {...}}}',
         )
     if isinstance(arguments, str):
-        read = _parsed(arguments, None) if arguments.strip() else {}
+        read = _parsed(sample, arguments, None) if arguments.strip() else {}
         arguments = read if isinstance(read, dict) else arguments
     made: Tool = {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
     if isinstance(call.get("id"), str) and call["id"]:
@@ -297,11 +298,16 @@ def _call(sample: Mapping[str, Any], place: str, call: Any) -> Tool:
     return made
 
 
-def _parsed(text: str, otherwise: Any) -> Any:
+def _parsed(sample: Mapping[str, Any], text: str, otherwise: Any) -> Any:
     try:
-        return json.loads(text)
-    except ValueError:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
         return otherwise
+    try:
+        check_value(found)
+    except ValueError as error:
+        raise _bad(sample, f"JSON in a text with {error}", "a text without it") from error
+    return found
 
 
 @contextmanager

@@ -163,7 +163,9 @@ class AnswerText:
         self.token_ids: list[int] = []
         self.is_stopped = False
         self.stopped_by: str | int | None = None
-        self._stop_token_ids = frozenset(stop_token_ids)
+        added = getattr(tokenizer, "added_tokens_decoder", {})  # its special ones make no text
+        special = [one for one, token in added.items() if token.special and token.content in stop]
+        self._stop_token_ids = frozenset([*stop_token_ids, *special])
         self._stop = tuple(stop)
         self._stop_ends = {text.encode()[-1] for text in stop}
         self._growing = GrowingText(tokenizer)

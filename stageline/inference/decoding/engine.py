@@ -33,6 +33,7 @@ from stageline.inference.decoding.request import (
     Scored,
     ScoreRequest,
     adapters_of,
+    answer_room,
     is_alone,
     length_of,
     no_cells,
@@ -61,13 +62,8 @@ def admitted(request: Request, engine: "DecodingEngine") -> Request:
     cells = engine.prompt_cells(request.prompt)
     room = limits.max_length if limits.max_cells is None else limits.max_cells - cells
     longest = min(limits.max_length, room)
-    if not 1 <= length < longest:
-        images = f", and its images take as much room as {cells} more" if cells else ""
-        raise UserError(
-            f"the prompt has {length} tokens{images}. From 1 to {longest - 1} were expected, "
-            "because the prompt and at least one token of the answer must fit the model's "
-            "positions and the cache: shorten it."
-        )
+    images = f", and its images take as much room as {cells} more" if cells else ""
+    most = min(request.sampling.max_new_tokens, answer_room(length, longest, images=images))
     if not engine.has_cache and is_alone(request.prompt):
         raise UserError(
             "the prompt came with images. Text alone was expected, because this model keeps no "
@@ -77,7 +73,6 @@ def admitted(request: Request, engine: "DecodingEngine") -> Request:
     if sampling.grammar is not None:
         engine.matchers.check(sampling.grammar)
     ends = engine.stop_ids if sampling.stop_token_ids is None else sampling.stop_token_ids
-    most = min(sampling.max_new_tokens, longest - length)
     if limits.short_length is not None and not limits.is_long(length):
         # no pass reads the last token
         most = min(most, limits.short_length + 1 - length)

@@ -30,6 +30,26 @@ _LIMITS: dict[str, tuple[float, float]] = {
 }
 
 
+def answer_room(length: int, longest: int | None, *, images: str = "") -> int:
+    """Tokens that an answer to a prompt may have.
+
+    Args:
+        longest: tokens of prompt and answer that fit; None: any number.
+
+    Raises:
+        UserError: the prompt is empty, or there is no room for one token.
+    """
+    most = _LARGEST if longest is None else longest
+    if 1 <= length < most:
+        return most - length
+    allowed = "One or more" if longest is None else f"From 1 to {longest - 1}"
+    raise UserError(
+        f"the prompt has {length} tokens{images}. {allowed} were expected, because the prompt and "
+        "at least one token of the answer must fit the model's positions and the cache: "
+        f"{'shorten it' if length else 'give it a text'}."
+    )
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the tokens of one answer are chosen, and where the answer ends.
