@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from commands import importing
 from commands.stages import StageBuilder, lora_options, stage_key
 from options.parts import chosen_part
-from register import import_shelf
+from register import import_parts, import_shelf, train_model_register
 from stageline.errors import UserError
 from stageline.hub import local_folder, read_name
 
@@ -112,6 +112,19 @@ def make_parser() -> argparse.ArgumentParser:
         "unless that is recorded of this model)",
     )
     add(
+        "--train-model",
+        metavar="KEY",
+        help="the part whose stages the result is compared with (default: by the architecture)",
+    )
+    add(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a file or module with parts and models of yours; may be given several times",
+    )
+    add(
         "--overwrite",
         action="store_true",
         help="replace the model folder at --output-path, once the new one is complete",
@@ -136,8 +149,15 @@ def main() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if options.verify:
+    if options.verify or options.train_model:
         import_shelf("pp_models")
+    import_parts(dict.fromkeys(options.imports))
+    if options.train_model and options.train_model not in train_model_register:
+        raise UserError(
+            f"--train-model {options.train_model} is not in the registry. Choose one of "
+            f"{', '.join(train_model_register)}, or register it in a file and give it with "
+            "--import."
+        )
     paths = [local_folder(path, option="`adapter_path`") for path in options.adapter_path or ()]
     if options.adapter_weights and not paths:
         raise UserError(
@@ -155,6 +175,7 @@ def main() -> None:
         overwrites=options.overwrite,
         make_stages=functools.partial(
             make_stages,
+            key=options.train_model,
             trust_remote_code=options.trust_remote_code,
             prove_split=options.prove_split,
         ),
@@ -173,13 +194,18 @@ def main() -> None:
 
 
 def make_stages(
-    folder: Path, *, trust_remote_code: bool = False, prove_split: "ProveMode" = "auto"
+    folder: Path,
+    *,
+    key: str | None = None,
+    trust_remote_code: bool = False,
+    prove_split: "ProveMode" = "auto",
 ) -> "list[Stage] | str":
     """The stages of a checkpoint as training builds them, or why there are none.
 
     In float32 on the CPU, in evaluation mode.
 
     Args:
+        key: of the train_model part; None: that of the architecture.
         prove_split: auto, always or never.
 
     Raises:
@@ -198,7 +224,7 @@ def make_stages(
     is_adapter = (folder / ADAPTER_CONFIG).exists()
     base = config_folder(folder)
     config = load_config(base, trust_remote_code=trust_remote_code)
-    key = "reward" if is_adapter and is_scored(folder) else stage_key(config)
+    key = key or ("reward" if is_adapter and is_scored(folder) else stage_key(config))
     if key is None:
         return f"no train_model part is made for {(config.architectures or ['it'])[0]}"
     builder = StageBuilder(

@@ -189,6 +189,16 @@ def _if(said: Callable[[Any, Theirs], Any]) -> Callable[[Any, Theirs, Row], Ours
     return make
 
 
+def _is_constant(theirs: Theirs) -> bool:
+    return theirs.get("lr_scheduler_type") == "constant"
+
+
+def _warmup_steps(value: float) -> Ours:
+    # a share of the run since transformers 5
+    is_share = 0 < float(value) < 1
+    return {"warmup-ratio": float(value)} if is_share else {"warmup-steps": int(float(value))}
+
+
 def _pissa(value: bool, theirs: Theirs) -> str | None:
     rounds = theirs.get("pissa_iter", 16)
     return (f"pissa_niter_{rounds}" if rounds > 0 else "pissa") if value else None
@@ -229,7 +239,13 @@ BY: dict[str, Callable[[Any, Theirs, Row], Ours | str]] = {
     "betas": lambda value, all, row: {"optimizer.beta1": value[0], "optimizer.beta2": value[1]},
     "epochs": _if(lambda value, all: None if (all.get("max_steps") or 0) > 0 else float(value)),
     "steps": _steps,
-    "warmup": _if(lambda value, all: None if all.get("warmup_steps") else value),
+    "warmup": _if(
+        lambda value, all: None if all.get("warmup_steps") or _is_constant(all) else value
+    ),
+    "warmup_steps": lambda value, all, row: {} if _is_constant(all) else _warmup_steps(value),
+    "must_be_true": lambda value, all, row: {} if value else row["why"],
+    "temperature": _if(lambda value, all: None if all.get("do_sample") is False else value),
+    "max_length": lambda value, all, row: {} if all.get("max_new_tokens") else row["why"],
     "tracked": _if(lambda value, all: value if _has_tracker(all) else None),
     "of_eval": _if(lambda value, all: None if all.get("do_train") else value),
     "gigabytes": _if(lambda value, _: f"{value}GB"),

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from stageline.errors import CheckpointError, UserError
@@ -181,6 +182,50 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Pretrai
 def has_trusted_code(config: object) -> bool:
     """Whether a config came with code: `load_config` lets such a one pass by the flag only."""
     return bool(getattr(config, "auto_map", None))
+
+
+def refused_build(
+    config: PretrainedConfig,
+    auto_class: Any,
+    error: Exception,
+    attn_implementation: str | None = None,
+) -> UserError:
+    """The library's refusal to build a model as the user's error."""
+    if isinstance(error, UserError):
+        return error
+    text = str(error)
+    if isinstance(error, ValueError) and "Unrecognized configuration class" in text:
+        return UserError(
+            f"transformers' {auto_class.__name__} has no model for {config.model_type}. Choose a "
+            "`train_model` of the model's kind (causal_lm for text, vision_language for pictures), "
+            f"or register its class in the file that you `import`: {auto_class.__name__}.register("
+            "ConfigClass, ModelClass)."
+        )
+    if attn_implementation and ("attention" in text.lower() or "flash" in text.lower()):
+        return UserError(
+            f"{config.model_type} cannot be built with the attention {attn_implementation} "
+            f"({text.splitlines()[0][:300]}). A kernel that this architecture has and this machine "
+            "can run was expected: leave `attention` (or `train_model.attn_implementation`) out "
+            "for the one that the library chooses, or use `attention` eager."
+        )
+    if isinstance(error, ImportError):
+        return UserError(
+            f"{config.model_type} cannot be built ({' '.join(text.split())[:300]}). All packages "
+            "that it needs were expected: install them."
+        )
+    if has_trusted_code(config):
+        return UserError(
+            f"The code of the {config.model_type} folder does not run with transformers "
+            f"{transformers.__version__} ({type(error).__name__}: {' '.join(text.split())[:300]}). "
+            "Correct it, for example a list `_tied_weights_keys`, which is a mapping {head: "
+            "embedding} since transformers 5, or install the version that it was written for."
+        )
+    return UserError(
+        f"transformers {transformers.__version__} builds no model from the config.json of type "
+        f"{config.model_type} ({type(error).__name__}: {' '.join(text.split())[:300]}). A config "
+        "of which it does was expected, because the stages are cut out of its model: correct it, "
+        "or take the one that belongs to the weights."
+    )
 
 
 def _first_line(error: Exception) -> str:

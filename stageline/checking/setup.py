@@ -6,6 +6,7 @@ checkpoint gets random weights in a folder, so that stages load them as they loa
 
 import contextlib
 import copy
+import functools
 import re
 import shutil
 import tempfile
@@ -33,9 +34,10 @@ from stageline.checking.reference import (
 from stageline.checkpoint.adapter import base_of
 from stageline.checkpoint.files import SINGLE_FILE, find_checkpoint, weight_files
 from stageline.checkpoint.load import quiet
+from stageline.checkpoint.plain_model import save_whole
 from stageline.data.text.processor import load_processor
 from stageline.errors import CheckpointError, UserError, spelled
-from stageline.model_folder import load_config
+from stageline.model_folder import load_config, refused_build
 from stageline.modules.lora import WRAPPED
 from stageline.modules.lora_layer import LoRALayer, name_seed
 from stageline.modules.stage_names import names_on_disk
@@ -121,9 +123,12 @@ def _save_random_weights(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if auto_class is not None:
-            whole = auto_class.from_config(config, dtype=torch.float32, **code)
+            try:
+                whole = auto_class.from_config(config, dtype=torch.float32, **code)
+            except Exception as error:  # the library raises what it likes
+                raise refused_build(config, auto_class, error) from error
             _move_constants(whole)
-            whole.save_pretrained(folder)
+            save_whole(whole, folder)
             return
         part = build(stage=0, num_stages=1, source=replace(source, model_path=None))
         _move_constants(part)
@@ -157,10 +162,16 @@ class Preparation:
     """
 
     source: ModelSource
-    config: PretrainedConfig
     files: tuple[str, ...]
     is_library: bool
     notes: tuple[str, ...]
+    trust_remote_code: bool = False
+
+    @functools.cached_property
+    def config(self) -> PretrainedConfig:
+        """Read by each rank: the class of a model's own code is not known to another process."""
+        path = self.source.config_path or self.source.model_path
+        return load_config(str(path), trust_remote_code=self.trust_remote_code)
 
 
 @dataclass
@@ -217,6 +228,8 @@ def prepare(
     is_random = layers is not None or source.model_path is None
     if is_random:
         save_config(config, origin, folder)
+        # code of the folder is read here first: ranks that copy it at once disturb each other
+        config = load_config(folder, trust_remote_code=trust_remote_code)
         source = ModelSource(str(folder), str(folder), processor, is_own)
         _save_random_weights(
             auto_class, config, source, build, seed=seed, trust_remote_code=trust_remote_code
@@ -229,7 +242,7 @@ def prepare(
     if auto_class is not None and any(WRAPPED in name.split(".") for name in files):
         auto_class = None
         notes.append("the checkpoint has LoRA names in it, which the library can't read")
-    return Preparation(source, config, files, auto_class is not None, tuple(notes))
+    return Preparation(source, files, auto_class is not None, tuple(notes), trust_remote_code)
 
 
 def _weights_folder(source: ModelSource) -> Path:

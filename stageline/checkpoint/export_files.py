@@ -41,7 +41,7 @@ from stageline.checkpoint.layout import (
     publish,
     refuse_existing,
 )
-from stageline.checkpoint.plain_model import CLASSIFIER
+from stageline.checkpoint.plain_model import CLASSIFIER, save_whole
 from stageline.errors import StorageError, UserError
 from stageline.run_records import read_log
 
@@ -108,7 +108,7 @@ def write_model(
     if generation is not None:
         model.generation_config = GenerationConfig()
     chaos.point("file")
-    model.save_pretrained(draft, max_shard_size=max_shard_bytes)
+    save_whole(model, draft, max_shard_size=max_shard_bytes)
     if generation is not None:
         chaos.point("file")
         shutil.copyfile(generation, draft / GENERATION_CONFIG_NAME)

@@ -7,7 +7,7 @@ model's own `_init_weights`. Not here: where the weights of a checkpoint come fr
 import copy
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -183,6 +183,7 @@ def run_init(model: nn.Module, *, seed: int, device: torch.device) -> None:
             holders.setdefault(id(parameter), []).append(module)
     shared = {key for key, modules in holders.items() if len(modules) > 1}
     marked: list[torch.Tensor] = []
+    guarded: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     owner = root if isinstance(root, PreTrainedModel) else None
     with generators_kept([device]) as generators:
 
@@ -191,7 +192,9 @@ def run_init(model: nn.Module, *, seed: int, device: torch.device) -> None:
             for generator in generators:
                 generator.manual_seed(name_seed(seed, name))
 
-        _init_tree(root, "", owner, reseed, shared, marked)
+        _init_tree(root, "", owner, reseed, shared, marked, guarded)
+    for values, name, tensor in guarded:
+        values[name] = tensor
     for tensor in marked:
         delattr(tensor, DONE)
 
@@ -203,35 +206,42 @@ def _init_tree(
     reseed: Callable[[str], object],
     shared: set[int],
     marked: list[torch.Tensor],
+    guarded: list[tuple[dict[str, Any], str, torch.Tensor]],
 ) -> None:
     """Children first, as the library does; a model inside a model decides over what is below it."""
     for leaf, child in module.named_children():
         child_owner = child if isinstance(child, PreTrainedModel) else owner
-        _init_tree(child, f"{name}.{leaf}" if name else leaf, child_owner, reseed, shared, marked)
+        path = f"{name}.{leaf}" if name else leaf
+        _init_tree(child, path, child_owner, reseed, shared, marked, guarded)
     if isinstance(module, PassThrough):
         return  # it may have the class of a layer, and has nothing of one
+    # code of torch and of model folders (nn.init, weight.data.normal_()) does not know the mark
+    knows_mark = owner is not None and type(owner).__module__.startswith("transformers.")
+    if not knows_mark:
+        _guard(module, guarded)
     reseed(name)
     if owner is not None:
         owner._init_weights(module)
     elif hasattr(module, "reset_parameters"):
-        _reset_plain(module)
+        cast(Callable[[], None], module.reset_parameters)()
     for parameter in module.parameters(recurse=False):
         # a tied weight is drawn once, by the embedding: on the last stage the head comes later
         if id(parameter) in shared and not hasattr(parameter, DONE):
             setattr(parameter, DONE, True)
             marked.append(parameter)
+    if not knows_mark:
+        _guard(module, guarded)  # the modules around it may write to its weights, too
 
 
-def _reset_plain(module: nn.Module) -> None:
-    """`reset_parameters` of a module of torch, which knows no mark."""
-    kept = [
-        (parameter, parameter.detach().clone())
-        for parameter in module.parameters(recurse=False)
-        if getattr(parameter, DONE, False)
-    ]
-    cast(Callable[[], None], module.reset_parameters)()
-    for parameter, value in kept:
-        parameter.copy_(value)
+def _guard(module: nn.Module, guarded: list[tuple[dict[str, Any], str, torch.Tensor]]) -> None:
+    """Puts zeros, which take memory when written to, in the place of a module's marked tensors."""
+    for values in (module._parameters, module._buffers, module.__dict__):
+        for name, value in list(values.items()):
+            if isinstance(value, torch.Tensor) and hasattr(value, DONE):
+                zeros = torch.zeros(value.shape, dtype=value.dtype)
+                is_weight = isinstance(value, nn.Parameter)
+                values[name] = nn.Parameter(zeros, requires_grad=False) if is_weight else zeros
+                guarded.append((values, name, value))
 
 
 @torch.no_grad()

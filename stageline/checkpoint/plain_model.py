@@ -38,9 +38,16 @@ from stageline.checkpoint.load import FLOATS, dtypes_of, integer_weights
 from stageline.data.images.images import CROSS_MASK, grow_cross_mask
 from stageline.data.text.processor import get_image_processor, get_pad_token_id, load_processor
 from stageline.errors import CheckpointError, UserError
-from stageline.model_folder import load_config, read_json, special_tokens
+from stageline.model_folder import (
+    has_trusted_code,
+    load_config,
+    read_json,
+    refused_build,
+    special_tokens,
+)
 from stageline.stage import Stage
 
+CAUSAL_LM = "AutoModelForCausalLM"
 CLASSIFIER = "ForSequenceClassification"  # with one label: a reward model
 SCORED = "SEQ_CLS"
 _TASKS = {"ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", CLASSIFIER: SCORED}
@@ -101,6 +108,9 @@ def load_whole(
             **options,
         )
     except Exception as error:  # the library raises what it likes
+        of_code = has_trusted_code(config) and isinstance(error, AttributeError | TypeError)
+        if of_code or "Unrecognized configuration class" in str(error):
+            raise refused_build(config, auto_class, error) from error
         raise _does_not_fit(folder, str(error).strip()[:500]) from error
     lacking = {
         name for name in info["missing_keys"] if may_lack is None or not name.startswith(may_lack)
@@ -125,6 +135,15 @@ def _does_not_fit(folder: Path, why: str) -> CheckpointError:
     )
 
 
+def save_whole(model: PreTrainedModel, folder: Path, **options: Any) -> None:
+    """Saves a model by the library's own writer, also one whose code is of transformers 4."""
+    for module in model.modules():
+        # a list there cannot be read any more; one that names ties is refused when it is built
+        if isinstance(getattr(module, "_tied_weights_keys", None), list):
+            module.__dict__["_tied_weights_keys"] = None
+    model.save_pretrained(folder, **options)
+
+
 def load_plain(
     folder: Path,
     *,
@@ -142,7 +161,9 @@ def load_plain(
         base = load_base(folder, dtype=dtype, trust_remote_code=trust_remote_code)
         return attach_adapter(base, folder).eval()
     config = load_config(config_from or folder, trust_remote_code=trust_remote_code)
-    named = getattr(transformers, (config.architectures or [""])[0], None)
+    own_code = getattr(config, "auto_map", None) or {}  # its class may have a name of the library's
+    architecture = "" if CAUSAL_LM in own_code else (config.architectures or [""])[0]
+    named = getattr(transformers, architecture, None)
     options: dict[str, Any] = {"dtype": dtype or _dtype_of(folder)}
     if named is None:
         options["trust_remote_code"] = trust_remote_code

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import transformers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -24,7 +23,12 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from stageline.cache_trial import cache_name
 from stageline.data.batches.batch import ROW_LENGTHS
 from stageline.errors import UserError
-from stageline.model_folder import has_trusted_code, rope_parameters, short_length
+from stageline.model_folder import (
+    has_trusted_code,
+    refused_build,
+    rope_parameters,
+    short_length,
+)
 from stageline.modules.router_records import recording_routers, watch_routers
 from stageline.pipeline.topology import layer_range, no_tower
 from stageline.stages.base import StageModel
@@ -58,43 +62,6 @@ def cache_off(config: PretrainedConfig) -> tuple[str, ...]:
             one.use_cache = False
             found.append(name)
     return tuple(found)
-
-
-def refused_build(
-    config: PretrainedConfig,
-    auto_class: type[_BaseAutoModelClass],
-    attn_implementation: str | None,
-    error: Exception,
-) -> UserError:
-    """The library's refusal to build a model as the user's error."""
-    if isinstance(error, UserError):
-        return error
-    text = str(error)
-    if isinstance(error, ValueError) and "Unrecognized configuration class" in text:
-        return UserError(
-            f"{config.model_type} is no architecture of transformers' {auto_class.__name__}. One "
-            "was expected, because stages are cut out of such a model: not of encoders with "
-            "decoders, nor of models of sounds alone. Choose another model, or the `train_model` "
-            "of its kind: causal_lm for text, vision_language for pictures."
-        )
-    if attn_implementation and ("attention" in text.lower() or "flash" in text.lower()):
-        return UserError(
-            f"{config.model_type} cannot be built with the attention {attn_implementation} "
-            f"({text.splitlines()[0][:300]}). A kernel that this architecture has and this machine "
-            "can run was expected: leave `attention` (or `train_model.attn_implementation`) out "
-            "for the one that the library chooses, or use `attention` eager."
-        )
-    if isinstance(error, ImportError):
-        return UserError(
-            f"{config.model_type} cannot be built ({' '.join(text.split())[:300]}). All packages "
-            "that it needs were expected: install them."
-        )
-    return UserError(
-        f"transformers {transformers.__version__} builds no model from the config.json of type "
-        f"{config.model_type} ({type(error).__name__}: {' '.join(text.split())[:300]}). A config "
-        "of which it does was expected, because the stages are cut out of its model: correct it, "
-        "or take the one that belongs to the weights."
-    )
 
 
 def refuse_both_ways(whole: PreTrainedModel, layers: str) -> None:
@@ -211,7 +178,7 @@ class CausalLMStage(Spliced, StageModel):
             try:
                 return self.auto_class.from_config(config, dtype=dtype, **kwargs)
             except Exception as error:  # the library raises what it likes
-                raise refused_build(config, self.auto_class, attn_implementation, error) from error
+                raise refused_build(config, self.auto_class, error, attn_implementation) from error
 
     def find_plan(self, whole: PreTrainedModel) -> SplitPlan:
         """How the whole model is split, by a rehearsal."""

@@ -221,6 +221,32 @@ def test_epochs_shares_of_warm_up_and_saves_at_epochs_have_the_names_of_ours():
     assert made.options["save-steps"] == "epoch" and "total-steps" not in made.options
 
 
+def test_keys_that_change_what_is_learnt_or_said_are_not_passed_over(tmp_path):
+    made = convert({**JOB, "label_smoothing_factor": 0.1, "warmup_steps": 0.1})
+    assert any(text.startswith("label_smoothing_factor: 0.1") for text in made.left())
+    assert made.options["warmup-ratio"] == 0.1 and "warmup-steps" not in made.options
+    assert parsed(made, tmp_path).run.warmup_ratio == 0.1
+    assert not convert({**JOB, "label_smoothing_factor": 0.0}).left()[1:]
+    constant = {"lr_scheduler_type": "constant", "warmup_steps": 9, "warmup_ratio": 0.1}
+    assert not {"warmup-steps", "warmup-ratio"} & {*convert({**JOB, **constant}).options}
+    assert convert({**JOB, "use_cpu": True}).options["device"] == "cpu"
+    told = {
+        "logging_steps": 0.1,
+        "ignore_pad_token_for_loss": False,
+        "use_fast_tokenizer": False,
+        "num_machines": 2,
+        "init_special_tokens": "desc_init",
+        "model_class": "cls",
+        "fsdp_offload_params": True,
+    }
+    for key, value in told.items():
+        assert any(text.startswith(key) for text in convert({**JOB, key: value}).left()), key
+    judged = {**JOB, "do_predict": True, "do_sample": False, "temperature": 0.9}
+    for keys in (judged, dict(reversed(judged.items()))):
+        assert convert(keys).options["temperature"] == 0
+    assert any("max-new-tokens" in text for text in convert({**judged, "max_length": 9}).left())
+
+
 def test_other_commands():
     chat = convert({"model_name_or_path": "a", "adapter_name_or_path": "b", "template": "qwen3"})
     assert (chat.command, chat.options) == ("chat", {"model-path": "a", "adapter-path": ["b"]})

@@ -1,0 +1,159 @@
+"""Models that come with code of their own: stages start, load, save and are checked as others."""
+
+import functools
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from commands.export import make_stages
+from pp_models import CausalLMStage
+from stageline.checking import setup
+from stageline.checking.proof import SplitToProve, prove_split
+from stageline.checkpoint import load
+from stageline.checkpoint.layout import Ranks
+from stageline.checkpoint.plain_folder import export_folder
+from stageline.checkpoint.plain_model import load_plain, save_whole
+from stageline.errors import UserError
+from tests.helpers.remote_model import INITS, remote_model
+
+ALONE = Ranks.of(None)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("STAGELINE_PROVE_SPLIT", "auto")
+    monkeypatch.setenv("STAGELINE_CACHE", str(tmp_path / "cache"))
+
+
+def stages_of(folder, num_stages, *, weights=None, **options):
+    return [
+        CausalLMStage.build(
+            config_path=str(folder),
+            processor_path=str(folder),
+            checkpoint_path=weights,
+            stage=stage,
+            num_stages=num_stages,
+            trust_remote_code=True,
+            **options,
+        )[0]
+        for stage in range(num_stages)
+    ]
+
+
+@pytest.mark.parametrize("init", INITS)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_random_start_does_not_depend_on_the_number_of_stages(tied, init, tmp_path):
+    """Neither `nn.init` nor `.data.normal_()` knows of weights that are drawn, or elsewhere."""
+    folder = remote_model(tmp_path / "model", init=init, tied=tied, seed=None)
+    one = stages_of(folder, 1)[0].state_dict()
+    for num_stages in (2, 3):
+        seen = {}
+        for stage in stages_of(folder, num_stages):
+            for name, tensor in stage.state_dict().items():
+                assert torch.equal(tensor, seen.setdefault(name, tensor)), name
+        assert seen.keys() == one.keys()
+        assert all(torch.equal(tensor, one[name]) for name, tensor in seen.items())
+    assert 0.25 < one["model.embed_tokens.weight"].std() < 0.35
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_stages_with_weights_are_the_whole_model_and_proved(tied, tmp_path):
+    folder = remote_model(tmp_path / "model", tied=tied)
+    ids = torch.tensor([[9, 12, 33, 5]])
+    whole = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    with torch.no_grad():
+        expected = whole(ids).logits
+        hidden = (ids,)
+        for stage in stages_of(folder, 3, weights=str(folder)):
+            output = stage.eval()(*hidden, input_ids=ids)
+            hidden = output if isinstance(output, tuple) else (output,)
+    assert torch.equal(hidden[0], expected)
+    said = []
+    split = SplitToProve(CausalLMStage.build, str(folder), 3, trust_remote_code=True)
+    prove_split(split, mode="always", ranks=ALONE, say=said.append)
+    assert "equals Parrot of transformers" in said[0]
+
+
+def test_weights_that_were_read_are_not_drawn_again(tmp_path):
+    """Files with LoRA names in them are read by name, then the model fills its buffers."""
+    folder = remote_model(tmp_path / "model")
+    stage = stages_of(folder, 1, weights=str(folder))[0]
+    before = {name: tensor.clone() for name, tensor in stage.state_dict().items()}
+    load._fill_buffers(stage, done=set(before), device=torch.device("cpu"))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in stage.state_dict().items())
+
+
+def test_what_ranks_are_told_of_a_check_can_be_pickled(tmp_path):
+    """The class of the config is not known to another process."""
+    folder = str(remote_model(tmp_path / "model"))
+    told = setup.prepare(
+        setup.ModelSource(folder, folder, folder),
+        tmp_path,
+        layers=None,
+        reference="auto",
+        build=None,
+        seed=0,
+        trust_remote_code=True,
+    )
+    got = pickle.loads(pickle.dumps(told))
+    assert b"ParrotConfig" not in pickle.dumps(told) and got.config.model_type == "parrot"
+
+
+def test_an_export_agrees_with_the_stages(tmp_path):
+    folder = remote_model(tmp_path / "model")
+    report = export_folder(
+        folder,
+        tmp_path / "exported",
+        make_stages=functools.partial(make_stages, trust_remote_code=True, prove_split="never"),
+        trust_remote_code=True,
+    )
+    assert report.verdict.reference == "its 2 stages"
+    saved = load_file(folder / "model.safetensors")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert all(torch.equal(exported[name], saved[name]) for name in saved | exported)
+
+
+def test_code_of_transformers_4_without_ties_is_saved(tmp_path):
+    """Its names of weights that may be tied are a list, which cannot be saved any more."""
+    folder = remote_model(tmp_path / "model", keys="a list", seed=None)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    whole = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    save_whole(whole, tmp_path / "saved")
+    assert load_file(tmp_path / "saved" / "model.safetensors").keys() == whole.state_dict().keys()
+
+
+def test_code_that_does_not_run_is_refused_in_one_sentence(tmp_path):
+    folder = remote_model(tmp_path / "model", tied=True, keys="a list", seed=None)
+    whole = remote_model(tmp_path / "whole", tied=True)
+    (folder / "model.safetensors").write_bytes((whole / "model.safetensors").read_bytes())
+    source = setup.ModelSource(str(folder), None, str(folder))
+    ways = [
+        lambda: stages_of(folder, 2),
+        lambda: load_plain(folder, trust_remote_code=True),
+        lambda: setup.prepare(
+            source,
+            tmp_path,
+            layers=None,
+            reference="auto",
+            build=None,
+            seed=0,
+            trust_remote_code=True,
+        ),
+    ]
+    for way in ways:
+        with pytest.raises(UserError, match="_tied_weights_keys.*is a mapping"):
+            way()
+
+
+def test_a_model_without_a_class_is_told_what_to_register(tmp_path):
+    class Unknown(PretrainedConfig):
+        model_type = "unknown_to_all"
+
+    AutoConfig.register("unknown_to_all", Unknown, exist_ok=True)
+    whole = remote_model(tmp_path / "model")
+    (whole / "config.json").write_text('{"model_type": "unknown_to_all"}')
+    with pytest.raises(UserError, match=r"AutoModelForCausalLM.register\(ConfigClass"):
+        load_plain(whole)
