@@ -40,8 +40,8 @@ def render_sample(
     sample: Sample,
     *,
     prompt: str,
-    prompt_fn: Callable[..., Rendered],
-    image_token: Callable[..., Rendered],
+    prompt_fn: Callable[..., Any],
+    image_token: Callable[..., Any],
     processor: Any,
     for_generation: bool = False,
 ) -> Rendered:
