@@ -90,8 +90,10 @@ class LossPart:
                     "expected, because the number is handed over by this name: correct its "
                     "`counts` or its signature."
                 )
-        names = list(inspect.signature(part).parameters) if taken else []
-        if not taken & {"num_targets", "**"} and names[1:2] and names[1] in TARGETS:
+        parameters = inspect.signature(part).parameters.values() if taken else ()
+        names = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+        is_torch_style = len(names) == 2 and names[1] in TARGETS
+        if is_torch_style and not taken & {"num_targets", "**"}:
             self.loss_fn = MeanOfTargets(self.loss_fn)
         self.counts = {"num_targets": count_targets, **self.counts}
         self._takes_step = "step" in taken or "**" in taken
