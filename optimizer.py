@@ -23,6 +23,7 @@ def adamw(
     beta1: float = 0.9,
     beta2: float = 0.999,
     eps: float = 1e-8,
+    amsgrad: bool = False,
     fused: bool | None = None,
 ) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101); groups may set their own decay.
@@ -31,6 +32,7 @@ def adamw(
         beta1: decay of the mean of gradients.
         beta2: decay of the mean of their squares.
         eps: added to the root of the second moment.
+        amsgrad: divides by the largest second moment so far (arXiv 1904.09237), a third state.
         fused: one kernel for the whole step; by default where all parameters are on a GPU.
     """
     import torch
@@ -48,6 +50,7 @@ def adamw(
         betas=(beta1, beta2),
         eps=eps,
         weight_decay=weight_decay,
+        amsgrad=amsgrad,
         fused=fused or None,  # None: torch still takes its loop-free kernels there
     )
 

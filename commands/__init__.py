@@ -3,12 +3,14 @@
 import dataclasses
 import functools
 import gc
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
-from stageline.errors import name_options
+from stageline.errors import UserError, name_options
 from stageline.hub import local_folder, pinned_set, with_commit
 from stageline.terminal import is_first as is_first
 from stageline.terminal import terminal
@@ -63,7 +65,35 @@ def with_folders(run: Run, *, recorded: Mapping[str, Any] = {}) -> Run:
         put = functools.partial(_found, find, then, option=option)
         found = [on_path(item, one, put) for one in as_list(value)]
         changes[item.name] = found if isinstance(value, list) else found[0]
-    return dataclasses.replace(run, **changes)  # type: ignore[type-var]
+    return _with_dtype(dataclasses.replace(run, **changes))  # type: ignore[type-var]
+
+
+def _with_dtype(run: Any) -> Any:
+    """Replace `dtype` auto by the precision that the model's config.json names, if it names one.
+
+    The file is read as JSON, since importing transformers takes seconds.
+    """
+    if getattr(run, "dtype", None) is None:
+        return run
+    path = Path(getattr(run, "config_path", None) or run.model_path or "")
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        from stageline.checkpoint.adapter import find_base
+
+        path = find_base(path)
+    file = path / "config.json" if path.is_dir() else path
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    parts = [config, *(config.get(name) or {} for name in ("text_config", "llm_config"))]
+    dtypes = [part.get(key) for part in parts for key in ("dtype", "torch_dtype")]
+    named = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype]
+    found = {"bf16": run.bf16, "fp16": run.fp16}
+    if named:
+        if named[0] not in ("bfloat16", "float16", "float32"):
+            raise UserError(
+                f"`dtype` auto found {named[0]} in {file}, which runs do not compute in. Drop "
+                "`dtype` and give `bf16`, `fp16` or neither."
+            )
+        found = {"bf16": named[0] == "bfloat16", "fp16": named[0] == "float16"}
+    return dataclasses.replace(run, dtype=None, **found)
 
 
 def _found(find: Callable[..., Any], then: list[Any], given: str, *, option: str) -> str:

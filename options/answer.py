@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from options.data import FewshotOptions, ImageOptions, ReportOptions
 from options.fields import OptionError, option, side_option, spelled
-from options.train import DEVICE_HELP, DeviceKind, SharedOptions, precision_of
+from options.train import DEVICE_HELP, DTYPE_HELP, DeviceKind, SharedOptions, precision_of
 
 # options that several commands have
 _adapter_paths = functools.partial(
@@ -220,6 +220,7 @@ class ModelOptions:
         excludes={"--fp16": "a run computes in one type (bf16 needs no loss scaling)"},
     )
     fp16: bool = option(False, "compute in float16")
+    dtype: Literal["auto"] | None = option(None, DTYPE_HELP)
     trust_remote_code: bool = option(
         False, "run Python code that lies in the model folder", to="builder"
     )

@@ -371,11 +371,44 @@ def needs_value(item: Given, wanted: str) -> str:
     )
 
 
+# of older scripts and of Llama-X; what Hugging Face's Trainer has is in the table below, too
+_OLD_NAMES = {
+    "accumulation_steps": "accumulate-steps",
+    "data_path": "dataset-path",
+    "epochs": "num-train-epochs",
+    "evaluation_strategy": "eval-steps",
+    "grad_clip": "max-grad-norm",
+    "max_length": "max-token-num",
+    "max_seq_len": "max-token-num",
+    "max_seq_length": "max-token-num",
+    "model_max_length": "max-token-num",
+    "tokenizer_name": "processor-path",
+    "torch_dtype": "dtype",
+    "use_lora": "llm-lora-num",
+}
+_TABLE = Path(__file__).parents[1] / "commands" / "llamafactory_keys.yaml"
+
+
+def _new_name(name: str, known: Sequence[str]) -> str:
+    """Return a sentence on an option of Hugging Face's Trainer or of older scripts, or nothing."""
+    groups = yaml.safe_load(_TABLE.read_text(encoding="utf-8"))
+    rows = {key: row for group in groups.values() for keys, row in group.items()
+            for key in str(keys).split()}  # fmt: skip
+    row = rows.get(name) or {"to": _OLD_NAMES.get(name, "")}
+    found = str(row.get("to") or "").split(", ")
+    if found[0] and found[0].partition(".")[0].replace("-", "_") in known:
+        note = f" ({row['note']})" if row.get("note") else ""
+        return f" It is {', '.join(f'--{one}' for one in found)} here{note}."
+    reason = row.get("why") or row.get("drop")
+    return f" There is none here: {reason.rstrip('.')}." if reason else ""
+
+
 def _unknown_option(item: Given, known: Sequence[str]) -> str:
     head, dot, _ = item.name.partition(".")
     siblings = [spelled(name) for name in known if dot and name.startswith(head + ".")]
     near = difflib.get_close_matches(item.name, known, n=3, cutoff=0.6)
     hint = f" Did you mean {' or '.join(map(spelled, near))}?" if near else ""
+    hint = _new_name(item.name, known) or hint
     if dot:
         hint += f" The chosen part takes: {', '.join(siblings) or 'no options of its own'}."
     return (

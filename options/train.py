@@ -34,6 +34,9 @@ DeviceKind = Literal["auto", "cpu", "cuda", "xpu", "npu", "mps"]
 DEVICE_HELP = "auto takes the accelerator that torch finds, or the CPU; mps is to be named"
 
 
+DTYPE_HELP = "auto = the dtype in config.json, or without one what --bf16 and --fp16 say"
+
+
 def precision_of(config: Any) -> Literal["fp32", "bf16", "fp16"]:
     """The compute type that the options bf16 and fp16 say."""
     return "bf16" if config.bf16 else "fp16" if config.fp16 else "fp32"
@@ -227,6 +230,7 @@ class SharedOptions:
         in_check=False,
     )
     fp16: bool = option(False, "compute in float16", in_check=False)
+    dtype: Literal["auto"] | None = option(None, DTYPE_HELP, in_check=False)
     seed: int = option(
         0,
         "seed of initialisation, order and dropout",

@@ -29,6 +29,27 @@ RESERVED = frozenset(
 )
 
 
+TARGETS = ("target", "targets", "label", "labels")  # second argument of a torch-style loss
+
+
+@dataclass(frozen=True)
+class MeanOfTargets:
+    """A `loss_fn(output, target)` as a part: the mean over the targets of what it is called with.
+
+    The target is `labels`, aligned with the token ids, as a model of transformers gets it.
+    """
+
+    loss_fn: Callable[..., torch.Tensor]
+
+    def __call__(
+        self, logits: torch.Tensor, micro_batch: MicroBatch, *, num_targets: torch.Tensor
+    ) -> torch.Tensor:
+        count = count_targets(micro_batch)
+        if count == 0:  # whose mean is NaN
+            return logits.float().sum() * 0
+        return self.loss_fn(logits, micro_batch["labels"]) * (count / num_targets)
+
+
 @dataclass(eq=False)
 class LossPart:
     """A loss_fn part, and what it asks for.
@@ -69,6 +90,11 @@ class LossPart:
                     "expected, because the number is handed over by this name: correct its "
                     "`counts` or its signature."
                 )
+        parameters = inspect.signature(part).parameters.values() if taken else ()
+        names = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+        is_torch_style = len(names) == 2 and names[1] in TARGETS
+        if is_torch_style and not taken & {"num_targets", "**"}:
+            self.loss_fn = MeanOfTargets(self.loss_fn)
         self.counts = {"num_targets": count_targets, **self.counts}
         self._takes_step = "step" in taken or "**" in taken
 

@@ -75,7 +75,7 @@ PARTS = [  # options, kind of part, its name, file, what came
     ("--dataset takes_no_split", "dataset", "TakesNoSplit", DATA, "argument 'split'"),
     ("--dataset makes_none", "dataset", "makes_none", DATA, "returned None"),
     ("--dataset has_no_len", "dataset", "HasNoLen", DATA, "has no __len__"),
-    ("--prompt-fn gives_a_str", "prompt_fn", "gives_a_str", DATA, "returned a str: '0? !'"),
+    ("--prompt-fn gives_none", "prompt_fn", "gives_none", DATA, "returned None"),
     ("--prompt-fn takes_one", "prompt_fn", "takes_one", DATA, "signature (sample)"),
     ("--image-token image_token_str", "image_token", "image_token_str", DATA, "a str"),
     ("--collate-fn collate_list", "collate_fn", "collate_list", DATA, "a list of 3 (Tensor, "),

@@ -1,10 +1,20 @@
 """Rows of a micro-batch, padded or packed, against what is written out token by token."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from stageline.data.batches.batch import count_samples, pack_rows, pad_rows, row_width
+import prompt_fn as parts
+from stageline.data.batches.batch import (
+    count_samples,
+    pack_rows,
+    pad_rows,
+    render_sample,
+    row_width,
+)
 from stageline.data.text.encode import Encoded
+from stageline.errors import UserError
 
 PAD = 77
 
@@ -55,6 +65,76 @@ def test_rows_are_padded_on_either_side():
     assert left["input_ids"].tolist() == [[PAD, PAD, 5, 6, 7], [PAD] * 4 + [8], [1, 2, 3, 4, 9]]
     assert left["attention_mask"].tolist() == [[0, 0, 1, 1, 1], [0, 0, 0, 0, 1], [1] * 5]
     assert set(left) == {"input_ids", "attention_mask"}
+
+
+SAMPLE = {"id": "s", "question": "Why [Q]?", "answer": " yes", "hint": "yes", "level": "2"}
+TEMPLATE = "[IMAGE]\n<|im_start|>Q: [QUESTION]\nA: [ANSWER]<|im_end|>"
+
+
+def notes_style(text, prompt):
+    """The signature of the founding notes: a dict and a template -> a string."""
+    return prompt.replace("[QUESTION]", text["question"]).replace("[ANSWER]", text["answer"])
+
+
+def by_level(text, prompt):
+    """Reads a number from a text, and strips."""
+    return f"{'?' * int(text['level'])}{text['question']} {text['answer']}"
+
+
+def without_answer(text, prompt, **others):
+    return f"Q: {text['question']} A:"
+
+
+def hides_answer(text, prompt):
+    return text["answer"].strip().upper()
+
+
+def rendered(prompt_fn, image_token=parts.none, **options):
+    texts = {"prompt": TEMPLATE.removeprefix("[IMAGE]\n"), "processor": None}
+    return render_sample(
+        None, SAMPLE, prompt_fn=prompt_fn, image_token=image_token, **{**texts, **options}
+    )
+
+
+@pytest.mark.parametrize("for_generation", [False, True])
+def test_a_prompt_fn_that_returns_a_string_is_that_of_fill(for_generation):
+    expected = rendered(parts.fill, for_generation=for_generation)
+    assert rendered(notes_style, for_generation=for_generation) == expected
+    assert expected.target_spans() or for_generation
+
+
+def test_what_is_learnt_of_a_string_is_the_answer():
+    def learnt(prompt_fn, **options):
+        found = rendered(prompt_fn, **options)
+        return found.text, "".join(piece.text for piece in found if piece.is_target)
+
+    assert learnt(by_level) == ("??Why [Q]?  yes", "  yes")
+    assert learnt(by_level, for_generation=True) == ("??Why [Q]?", "")
+    assert learnt(without_answer) == ("Q: Why [Q]? A: yes", " yes")
+    assert learnt(without_answer, for_generation=True) == ("Q: Why [Q]? A:", "")
+    with pytest.raises(UserError, match="hides_answer .* returned a str"):
+        rendered(hides_answer)
+
+
+@pytest.mark.parametrize("prompt_fn", [parts.fill, notes_style])
+def test_an_image_token_on_strings_fills_the_template(prompt_fn):
+    """The text of the data holds the token, too: no image goes there."""
+
+    def on_text(prompt, images):
+        return prompt.replace("[IMAGE]", "<image>" * len(images))
+
+    processor = SimpleNamespace(image_token="<image>", image_processor=object())
+    sample = {**SAMPLE, "question": "what is <image>?"}
+    texts = {"prompt": TEMPLATE, "processor": processor}
+    for images in (["one"], ["one", "two"]):
+        one, other = (
+            render_sample(images, sample, prompt_fn=fn, image_token=token, **texts)
+            for fn, token in ((prompt_fn, on_text), (parts.fill, parts.image))
+        )
+        assert one.text == other.text and one.num_images == other.num_images == len(images)
+        assert [piece for piece in one if piece.is_image or piece.text] == [
+            piece for piece in other if piece.is_image or piece.text
+        ]
 
 
 def test_samples_of_a_packed_row_know_nothing_of_each_other():

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from commands import with_folders
 from commands.train_run import check_same_commits
-from options.answer import ChatConfig
+from options.answer import ChatConfig, InferConfig
 from options.fields import OptionError, absolute, check_limits, option_fields
 from options.train import RunConfig
 from pp_models import CausalLMStage
@@ -146,6 +146,39 @@ def test_a_branch_a_tag_and_a_commit(here):
     assert name_of(local_folder("org/model")).revision == new
     assert name_of(local_folder("org/model@v1")).revision == old
     assert name_of(local_folder(f"org/model@{old}")).revision == old
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "wanted"),
+    [
+        ({"dtype": "bfloat16"}, {"fp16": True}, "bf16"),
+        ({"torch_dtype": "float16"}, {"bf16": True}, "fp16"),
+        ({"dtype": "float32"}, {"bf16": True}, "fp32"),
+        ({"text_config": {"dtype": "bfloat16"}, "vision_config": {"dtype": "float16"}}, {}, "bf16"),
+        ({}, {"bf16": True}, "bf16"),
+        ({}, {"fp16": True}, "fp16"),
+        ({}, {}, "fp32"),
+    ],
+)
+@pytest.mark.parametrize("kind", [RunConfig, InferConfig])
+def test_dtype_auto_is_that_of_the_config_first(kind, config, given, wanted, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run = with_folders(kind(model_path=str(tmp_path), dtype="auto", **given))
+    assert run.precision == wanted and run.dtype is None
+    assert (
+        with_folders(kind(model_path=str(tmp_path), **given)).precision == kind(**given).precision
+    )
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    facts = {"peft_type": "LORA", "r": 1, "base_model_name_or_path": str(tmp_path)}
+    (adapter / "adapter_config.json").write_text(json.dumps(facts))
+    assert with_folders(kind(model_path=str(adapter), dtype="auto", **given)).precision == wanted
+
+
+def test_a_dtype_that_no_run_computes_in_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"dtype": "float64"}')
+    with pytest.raises(UserError, match="--dtype auto found float64"):
+        with_folders(RunConfig(model_path=str(tmp_path), dtype="auto"))
 
 
 def test_the_config_has_the_commit_and_a_resumed_run_takes_it(here, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from torch.nn import functional
 
 from commands.train_data import check_token_sum
 from options.parts import ChosenPart, takes
@@ -44,6 +45,28 @@ BATCHES = [
     {"labels": torch.tensor([[-100, -100, 4]]), "is_long": torch.tensor([False, False, True])},
 ]
 LOGITS = [torch.tensor([1.0, 2.0, 4.0]), torch.tensor([8.0, 16.0, 32.0])]
+
+
+def torch_style(output, target):
+    """A loss with the signature of the founding notes: a mean over targets."""
+    return functional.cross_entropy(output[:, :-1].flatten(0, 1), target[:, 1:].flatten())
+
+
+def test_a_loss_of_output_and_target_is_the_mean_over_the_whole_batch():
+    draw = torch.Generator().manual_seed(3)
+    labels = torch.tensor([[-100, 3, 4, 1], [-100, -100, 4, -100], [-100] * 4, [-100, -100, 0, 2]])
+    logits = torch.randn(4, 4, 5, generator=draw, dtype=torch.float64, requires_grad=True)
+    expected = torch_style(logits, labels)
+    (wanted,) = torch.autograd.grad(expected, logits)
+    part = LossPart(functools.partial(torch_style))
+    totals = {"num_targets": torch.tensor(float(part.count([{"labels": labels}])["num_targets"]))}
+    shares = [
+        part(logits[row : row + 1], {"labels": labels[row : row + 1]}, totals=totals, step=0)[0]
+        for row in range(4)
+    ]
+    torch.testing.assert_close(sum(shares), expected)
+    (found,) = torch.autograd.grad(sum(shares), logits)
+    torch.testing.assert_close(found, wanted)
 
 
 def test_counts_step_and_options_reach_the_part():

@@ -42,15 +42,17 @@ def test_norms_and_biases_do_not_decay():
     assert decay == {0.5: {"a.weight", "e.weight"}, 0.0: {"a.bias", "n.weight", "n.bias"}}
 
 
+@pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("fused", [None, False, True])
-def test_adamw_equals_torch(fused):
+def test_adamw_equals_torch(fused, amsgrad):
     """Unfused on a CPU unless it is asked for: the fused kernel rounds differently there."""
     weights = [nn.Parameter(torch.linspace(-1, 1, 1000)) for _ in range(2)]
     rates = {"learning_rate": 0.1, "weight_decay": 0.2}
-    ours = adamw([{"params": weights[:1]}], **rates, fused=fused)
+    ours = adamw([{"params": weights[:1]}], **rates, fused=fused, amsgrad=amsgrad)
     theirs = torch.optim.AdamW(
-        weights[1:], lr=0.1, weight_decay=0.2, foreach=False, fused=fused is True
+        weights[1:], lr=0.1, weight_decay=0.2, foreach=False, fused=fused is True, amsgrad=amsgrad
     )
+    assert ours.param_groups[0]["amsgrad"] is amsgrad
     assert bool(ours.param_groups[0]["fused"]) is (fused is True)
     for step in range(5):
         for weight in weights:

@@ -1,8 +1,12 @@
 """Each wrong option or combination is one message with its cure, before anything is loaded."""
 
+import dataclasses
+
 import pytest
 
+from options.command_line import _OLD_NAMES
 from options.memory import check_memory
+from options.train import RunConfig
 from parse_args import parse_evaluate_args, parse_train_args
 from register import ALL_REGISTERS
 
@@ -115,6 +119,35 @@ def _error_of(words: list[str]) -> str:
 def test_a_wrong_option_is_named_with_its_cure(words, wanted):
     message = _error_of([*TRAIN, *words.split()])
     assert not [text for text in wanted if text not in message], message
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("--model_name_or_path m", "It is --model-path here."),
+        ("--model-name-or-path m", "It is --model-path here."),
+        ("--per_device_train_batch_size 4", "It is --micro-batch-size, --batch-size here (batch"),
+        ("--gradient_accumulation_steps 3", "It is --batch-size here (more micro-batches"),
+        ("--lr_scheduler_type cosine", "It is --lr-scheduler here."),
+        ("--adam_beta1 0.9", "It is --optimizer.beta1 here."),
+        ("--save_total_limit 1", "It is --keep-last here."),
+        ("--evaluation_strategy no", "It is --eval-steps here."),
+        ("--report_to tensorboard", "It is --tracker here."),
+        ("--deepspeed c.json", "It is --num-stages here (ZeRO-3 is"),
+        ("--model_max_length 1024", "It is --max-token-num here."),
+        ("--data_path d", "It is --dataset-path here."),
+        ("--do_train", "There is none here: stageline train and stageline eval are commands."),
+    ],
+)
+def test_an_option_of_another_trainer_is_told_its_new_name(old, new):
+    message = _error_of([*TRAIN, *old.split()])
+    assert "is an unknown option. " + new in message, message
+
+
+def test_old_names_lead_to_options_that_there_are():
+    known = {item.name for item in dataclasses.fields(RunConfig)}
+    assert {name.replace("-", "_") for name in _OLD_NAMES.values()} <= known
+    assert not known & _OLD_NAMES.keys()
 
 
 def test_a_word_without_an_option():

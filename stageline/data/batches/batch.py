@@ -4,16 +4,19 @@ What the `sft` collate part and the model parts of inference share. Knows no reg
 Shapes: B samples, T tokens of the longest one.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
-from stageline.contracts import broken, call, shown
+from stageline.contracts import broken, call, mismatch, shown
 from stageline.data.images.images import ImageExpander, by_rows, expand_images, image_size
 from stageline.data.text.encode import Encoded, encode_rendered
+from stageline.data.text.processor import get_image_token
 from stageline.data.text.rendered import Piece, Rendered
+from stageline.data.text.template import TemplatePart, fill_parts
 
 IGNORE = -100
 Sample = dict[str, Any]
@@ -37,23 +40,88 @@ def render_sample(
     sample: Sample,
     *,
     prompt: str,
-    prompt_fn: Callable[..., Rendered],
-    image_token: Callable[..., Rendered],
+    prompt_fn: Callable[..., Any],
+    image_token: Callable[..., Any],
     processor: Any,
     for_generation: bool = False,
 ) -> Rendered:
     """Fills the template and puts the model's image text where the images belong.
 
-    The prompt_fn finds the number of images in `sample["num_images"]`.
+    The prompt_fn finds the number of images in `sample["num_images"]`. Parts that handle strings,
+    `prompt_fn(sample, prompt)` and `image_token(prompt, images)`, are taken too: the latter then
+    changes the template before it is filled.
     """
     counted = {**sample, "num_images": len(images or ())}
     given = {"processor": processor, "for_generation": for_generation}
-    rendered = call("prompt_fn", prompt_fn, counted, prompt, **given)
+    if mismatch(prompt_fn, counted, prompt, **given) and not mismatch(prompt_fn, counted, prompt):
+        given = {}
+    is_on_text = mismatch(image_token, prompt, images, processor=processor)
+    if is_on_text and not mismatch(image_token, prompt, images):
+        prompt, image_token = image_token(prompt, list(images or ())), _image_places
+    rendered: Any = call("prompt_fn", prompt_fn, counted, prompt, **given)
+    if isinstance(rendered, str):
+        rendered = _pieces_of_text(
+            rendered,
+            counted,
+            lambda marked: prompt_fn(marked, prompt, **given),
+            for_generation=for_generation,
+        )
     _check_rendered("prompt_fn", prompt_fn, rendered)
     placed = call("image_token", image_token, rendered, images, processor=processor)
     if placed is not rendered:
         _check_rendered("image_token", image_token, placed)
     return replace(placed, name=sample_name(sample))
+
+
+def _image_places(rendered: Rendered, images: Images, *, processor: Any) -> Rendered:
+    """Make image tokens in the text of a template, not of the data, the places of images."""
+    token = get_image_token(processor) if images and processor is not None else None
+    if token is None:
+        return rendered
+    pieces = []
+    for piece in rendered:
+        is_own = piece.is_user or piece.is_image
+        parts = [piece.text] if is_own else re.split(f"({re.escape(token)})", piece.text)
+        is_image = [piece.is_image or (not is_own and part == token) for part in parts]
+        pieces += [
+            replace(piece, text=part, is_image=is_it)
+            for part, is_it in zip(parts, is_image, strict=True)
+        ]
+    return rendered.with_pieces(pieces)
+
+
+def _pieces_of_text(
+    text: str, sample: Sample, fill: Callable[[Sample], str], *, for_generation: bool
+) -> Rendered | str:
+    """Return the string of a prompt_fn as pieces; or as it is, where the answer is not found.
+
+    The part runs again with marks in place of the sample's texts: so the pieces are known by their
+    origin, and no text is searched for. A part that does more than place its texts is asked for
+    the answer only. The answer is added to a string that has none.
+    """
+    texts = {name: value for name, value in sample.items() if isinstance(value, str) and value}
+    for names in (list(texts), ["answer"] if "answer" in texts else []):
+        marks = {f"\ue000{number}\ue001": name for number, name in enumerate(names)}
+        try:
+            marked = fill({**sample, **{name: mark for mark, name in marks.items()}})
+        except Exception:  # it reads a choice or a number from a text
+            continue
+        parts = [
+            TemplatePart(slot=marks[part].upper(), is_target=marks[part] == "answer")
+            if part in marks
+            else TemplatePart(text=part)
+            for part in re.split("(\ue000\\d+\ue001)", marked)
+            if part
+        ]
+        values = {name.lower(): value for name, value in texts.items()}
+        if "".join(values[part.slot.lower()] if part.slot else part.text for part in parts) != text:
+            continue
+        if "answer" in texts and not any(part.is_target for part in parts):
+            parts.append(TemplatePart(slot="ANSWER", is_target=True))
+        if for_generation or "answer" in texts:
+            pieces = fill_parts(parts, values, for_generation=for_generation)
+            return Rendered(tuple(pieces), for_generation=for_generation)
+    return text
 
 
 def _check_rendered(register: str, part: Callable[..., Any], found: object) -> None:

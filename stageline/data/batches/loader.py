@@ -198,8 +198,8 @@ def _make_sampler(
         place = {"start_step": start_step, "position": position}
         return dataset.make_sampler(batch_size=batch_size, **place, **common)
     sampler = StreamSampler if is_stream(dataset) else StepSampler
-    options = {"eval": eval, "pads": pads and not eval, "group_size": group_size_of(dataset)}
-    return sampler(len(dataset), **options, **common)
+    common |= {"pads": pads and not eval, "group_size": group_size_of(dataset)}
+    return sampler(len(dataset), eval=eval, **common)
 
 
 class _Shares:
