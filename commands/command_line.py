@@ -54,6 +54,9 @@ COMMANDS = {
     "validate": Command(
         "train", "check options and data of a training, then stop", TRAIN, ("--check-only",)
     ),
+    "runs": Command(
+        "runs", "compare the runs of a folder; train all runs of a sweep", has_plain_words=True
+    ),
     "check": Command("check", "compare a split model with the whole one, on the CPU"),
     "eval": Command("evaluate", "answer a dataset, score the answers, report", "evaluate.py"),
     "infer": Command("infer", "answer prompts of a file or of the command line"),

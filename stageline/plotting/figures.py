@@ -93,6 +93,29 @@ def plot_loss(log_path: Path, png_path: Path, *, has_pdf: bool = True) -> None:
         save_figure(figure, png_path.with_name("reward.png"), has_pdf=has_pdf)
 
 
+def runs_figure(logs: Mapping[str, tuple[Sequence[dict], Sequence[dict]]], metric: str) -> Figure:
+    """A held-out figure of several runs; the smoothed training figure where a run has none.
+
+    Args:
+        logs: name of a run -> its steps and its evaluations.
+    """
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for name, (steps, evaluations) in logs.items():
+        x, y = _points(evaluations, metric)
+        if y:
+            axes.plot(x, y, "o-", markersize=4, label=drawable(name))
+        else:
+            x, y = _points(steps, metric)
+            axes.plot(x, smooth(y), label=drawable(f"{name} (training)"))
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel(metric)
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
 def reward_figure(steps: Sequence[dict], evaluations: Sequence[dict], *, title: str) -> Figure:
     """Rewards by part and on held-out prompts; below, what tells that nothing is learnt."""
     figure = Figure(figsize=(8, 7), layout="constrained")

@@ -199,6 +199,18 @@ def claim_run_folder(folder: Path, *, say: Callable[[str], None]) -> None:
         say(f"removed checkpoints that were half written: {freed:,} bytes freed")
 
 
+def is_claimed(folder: Path) -> bool:
+    """Whether a run is using this folder now."""
+    try:
+        with (folder / LOCK_FILE).open(encoding="utf-8") as file:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
 def _holder(file: IO[str]) -> str:
     try:
         file.seek(0)
