@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from unittest import mock
 
 if TYPE_CHECKING:
     from gpu_checks import Check
@@ -543,6 +544,9 @@ class Console:
         self.file.flush()
         self.stream.flush()
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
 
 @contextlib.contextmanager
 def filled(out: Path | None) -> Iterator[None]:
@@ -554,8 +558,8 @@ def filled(out: Path | None) -> Iterator[None]:
     with (
         (out / "machine.txt").open("w") as facts,
         (out / "console.txt").open("a") as file,
-        contextlib.redirect_stdout(Console(sys.stdout, file)),  # type: ignore[type-var]
-        contextlib.redirect_stderr(Console(sys.stderr, file)),  # type: ignore[type-var]
+        contextlib.redirect_stdout(Console(sys.stdout, file)),
+        contextlib.redirect_stderr(Console(sys.stderr, file)),
     ):
         asked = subprocess.Popen(
             ["sh", "-c", FACTS, sys.executable], stdout=facts, stderr=subprocess.STDOUT
@@ -615,10 +619,16 @@ def choose_checks(checks: Sequence["Check"], only: str | None) -> list["Check"]:
 
 @contextlib.contextmanager
 def on_cards(check: "Check") -> Iterator[None]:
-    """Set torch's allocators as a run does, in the process of a check: this asks the driver."""
+    """Set torch's allocators as a run does, in the process of a check.
+
+    The driver is not asked whether there is a card: ranks that a check forks could not use it then.
+    """
+    import torch
+
     from stageline.checkpoint.host_memory import settle_allocators
 
-    settle_allocators()
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
+        settle_allocators()
     yield
 
 
