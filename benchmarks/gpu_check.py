@@ -263,7 +263,8 @@ class Call:
             while waiting and len(self.running) < width:
                 check, left = waiting.pop(0), until - time.monotonic()
                 if left < check.least:
-                    self.say(f"{check.name}: not begun, {max(left, 0):.0f} s are left")
+                    if left > 0:
+                        self.say(f"{check.name}: not begun, {left:.0f} s are left here")
                     cut.append(check)
                     continue
                 self.say(f"{check.name} ...")
@@ -688,4 +689,7 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # torch takes seconds to end in order, which are of the call
