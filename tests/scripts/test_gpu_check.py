@@ -3,6 +3,7 @@
 The first part runs small checks in forks of this process; the second part starts the script.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -187,7 +189,7 @@ def test_numbers_run_side_by_side_on_a_thread_each_before_time(state, tmp_path):
 
 def test_a_check_is_cut_off_at_the_end_of_the_call_and_keeps_its_rows(state, tmp_path):
     checks = [
-        Check("slow numbers", noted(tmp_path, "slow", seconds=60, rows=600), 60, 1, beside=True),
+        Check("slow numbers", noted(tmp_path, "slow", seconds=60, rows=600), 60, 0.1, beside=True),
         Check("first", noted(tmp_path, "first"), 60, 0.1),
         Check("too long", noted(tmp_path, "too long"), 60, least=50),
         Check("cut", noted(tmp_path, "cut", seconds=60, rows=600), 60, 0.1),
@@ -200,7 +202,7 @@ def test_a_check_is_cut_off_at_the_end_of_the_call_and_keeps_its_rows(state, tmp
     assert list(outcomes) == ["slow numbers", "first", "cut"]
     assert not outcomes["first"].why
     for name in ("slow numbers", "cut"):
-        assert outcomes[name].why.startswith("out of time") and len(outcomes[name].rows) > 2
+        assert outcomes[name].why.startswith("out of time") and outcomes[name].rows
     # a file that is written after each check has all of them
     again = gpu_check.choose_state(tmp_path, state.machine, is_new=False)
     assert again.outcomes == outcomes and again.path == call.state.path
@@ -290,6 +292,53 @@ def test_a_schedule_that_hangs_is_a_row_and_the_others_go_on(monkeypatch):
     (hung,) = [one for one in rows if one["came"] == "ranks [0, 1] still run after 180 s"]
     assert hung is rows[names.index("looped_bfs")] and not any(one["met"] for one in rows)
     assert asked == [names, names[names.index("looped_bfs") + 1 :]]
+
+
+def test_a_run_on_a_card_is_compared_with_the_cpus(capsys):
+    losses = {"cpu": {1: 2.0, 2: 1.0}, "close": {1: 2.0, 2: 1.0005}, "far": {1: 2.0, 2: 1.01}}
+    job = SimpleNamespace(losses=losses.get)
+    well, broken = (0, ""), (9, "a line\nerror[crash]: the driver\nanother line")
+
+    def compared(name, like="", words="", end=well, cpu=well):
+        case = SimpleNamespace(like=like, words=words)
+        one = gpu_checks._compared(name, "cpu", case, job, end, cpu)
+        return one["met"], one["came"]
+
+    assert compared("close") == (True, "5e-04 apart")
+    assert compared("far") == (False, "1e-02 apart")
+    assert compared("far", "--bf16") == (True, "1e-02 apart")
+    assert compared("far", words="--lora-dropout 0.5")[0], "random numbers differ"
+    for ends in ({"end": broken}, {"cpu": broken}):
+        met, came = compared("close", **ends)
+        assert not met and "exit code 9: error[crash]: the driver" in came
+
+
+def test_kernels_are_counted_by_kind(monkeypatch, capsys):
+    class Averages(list):
+        def table(self, **options):
+            return "the table"
+
+    kernels = {
+        "flash_fwd": 30.0,
+        "nvjet_tst": 50.0,
+        "vectorized_elementwise": 20.0,
+        "aten::mm": 0.0,
+    }
+    averages = Averages(
+        SimpleNamespace(key=name, self_device_time_total=1e4 * micro, count=2)
+        for name, micro in kernels.items()
+    )
+    profiler = contextlib.nullcontext(SimpleNamespace(key_averages=lambda: averages))
+    monkeypatch.setattr("torch.profiler.profile", lambda activities: profiler)
+    steps = []
+    found = gpu_checks.gpu_training.where_time_goes(
+        lambda batches, step: steps.append(step), [1, 2], torch.device("cpu"), step=7
+    )
+    assert steps == [7, 8, 9] and capsys.readouterr().out == "the table\n"
+    assert found.endswith(
+        "s a step of 2 micro-batches, 1.000 s of it in 6 kernels and copies: matrices 50 %, "
+        "attention 30 %, elementwise and others 20 %"
+    )
 
 
 def call(folder, *words):
