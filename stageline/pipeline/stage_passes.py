@@ -401,12 +401,12 @@ def torch_splits_backward() -> bool:
     """
 
     def run(backward: Callable) -> list[torch.Tensor | None]:
-        leaves = [torch.tensor(float(n), requires_grad=True) for n in (2, 3, 5)]
+        leaves = [nn.Parameter(torch.tensor(float(n))) for n in (2, 3, 5)]
         hidden, _, weight = leaves
         backward([hidden * weight * weight], leaves[:2], weight)
         return [leaf.grad for leaf in leaves]
 
-    def split(outputs: list, inputs: list, weight: torch.Tensor) -> None:
+    def split(outputs: list, inputs: list, weight: nn.Parameter) -> None:
         _, groups = stage_backward_input(outputs, None, inputs, iter([weight]))
         stage_backward_weight(iter([weight]), groups)
 
