@@ -7,7 +7,7 @@ An adapter folder holds adapter_config.json and adapter_model.safetensors with n
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -411,13 +411,42 @@ def refuse_unknown(adapter: Adapter, unknown: set[str], model_name: str) -> None
 
 
 def put_extras(model: nn.Module, extras: dict[str, torch.Tensor]) -> None:
-    """Puts modules that were trained whole; a tied head becomes a weight of its own, as in peft."""
+    """Puts modules that were trained whole; a tied head with other values gets its own weight."""
+    made: dict[torch.Tensor, nn.Parameter] = {}
     for name, value in extras.items():
         path, _, leaf = name.rpartition(".")
         module = innermost(model.get_submodule(path))
         old = module.get_parameter(leaf)
         value = value.to(device=old.device, dtype=old.dtype)
-        setattr(module, leaf, nn.Parameter(value, requires_grad=old.requires_grad))
+        new = made.setdefault(old, nn.Parameter(value, requires_grad=old.requires_grad))
+        if not new.equal(value):
+            new = nn.Parameter(value, requires_grad=old.requires_grad)
+        setattr(module, leaf, new)
+
+
+def untie_if_changed(model: Stage, weights: Mapping[str, torch.Tensor]) -> None:
+    """Unties a head that gets other weights than its embedding: on each stage, by what files hold.
+
+    Args:
+        weights: name -> what is there for embedding and head, if anything is.
+    """
+    names = [f"{path}.weight" for path in getattr(model, "vocabulary", ())]
+    kept = [weights.get(name) for name in names]
+    if len(kept) < 2 or all(value is None for value in kept):
+        return
+    first = kept[0]
+    if first is not None and all(value is not None and value.equal(first) for value in kept):
+        return
+    embedding, head = names
+    for config in (model.config, model.config.get_text_config(decoder=True)):
+        if getattr(config, "tie_word_embeddings", False):
+            config.tie_word_embeddings = False
+    whole = getattr(model, "whole_names", None)
+    if whole is not None and whole.aliases.get(head) == embedding:
+        others = {name: first for name, first in whole.aliases.items() if name != head}
+        shapes = {**whole.shapes, head: whole.shapes[embedding]}
+        model.whole_names = replace(whole, shapes=shapes, aliases=others)
+        model.parameter_order.append(head)
 
 
 def fill_earlier_lora(model: Stage, folder: Path, adapters: list[Adapter]) -> None:
@@ -459,6 +488,7 @@ def fill_earlier_lora(model: Stage, folder: Path, adapters: list[Adapter]) -> No
         }
         put_extras(model, extras)
         put_rows(model, adapter)
+        untie_if_changed(model, adapter.extras)
         model.carried = frozenset({*getattr(model, "carried", ()), *extras})
 
 

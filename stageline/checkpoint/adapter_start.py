@@ -24,6 +24,7 @@ from stageline.checkpoint.adapter import (
     read_stack,
     refuse_two_ways,
     refuse_unknown,
+    untie_if_changed,
 )
 from stageline.checkpoint.init import init_lora
 from stageline.errors import UserError, spelled
@@ -179,7 +180,7 @@ def merge_adapter(model: Stage, adapter: Adapter) -> None:
     wrapped = {name.replace(".lora_module.", ".") for name in here}
     put_extras(model, {n: v for n, v in adapter.extras.items() if n in here | wrapped})
     put_rows(model, adapter)
-    _untie_if_changed(model, adapter)
+    untie_if_changed(model, adapter.extras)
 
 
 def attach_beside(model: Stage, folders: Sequence[str]) -> None:
@@ -226,20 +227,6 @@ def _check_beside(adapter: Adapter) -> None:
                 "several adapters share everything else. Serve it by itself (`adapter_path` "
                 "without a name)."
             )
-
-
-def _untie_if_changed(model: Stage, adapter: Adapter) -> None:
-    """A tied head that the file gives other weights than the embedding is tied no more."""
-    kept = [adapter.extras.get(f"{path}.weight") for path in getattr(model, "vocabulary", ())]
-    if len(kept) < 2 or all(value is None for value in kept):
-        return
-    first = kept[0]
-    is_same = first is not None and all(
-        value is not None and torch.equal(value, first) for value in kept
-    )
-    for config in (model.config, model.config.get_text_config(decoder=True)):
-        if not is_same and getattr(config, "tie_word_embeddings", False):
-            config.tie_word_embeddings = False
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
-from stageline.checkpoint.adapter import adapter_files, find_base
+from stageline.checkpoint.adapter import adapter_files, find_base, untie_if_changed
 from stageline.checkpoint.adapter_start import AdapterStart
 from stageline.checkpoint.files import (
     ADAPTER_CONFIG,
@@ -51,7 +51,7 @@ from stageline.errors import CheckpointError, UserError, is_out_of_memory
 from stageline.model_folder import read_json
 from stageline.modules.lora import WRAPPED, is_lora_name, strip_lora, unwrapped
 from stageline.modules.pass_through import DONE
-from stageline.modules.stage_names import names_on_disk
+from stageline.modules.stage_names import Names, names_on_disk
 from stageline.stage import Stage
 
 
@@ -165,6 +165,11 @@ def load_split_model(
     else:
         _check_no_earlier_lora(key_map, checkpoint)
         _read_by_library(model, files, key_map, device=device, dtype=dtype, checkpoint=checkpoint)
+    whole: Names | None = getattr(model, "whole_names", None)
+    for tied in list(whole.aliases.items()) if whole else []:
+        if all(name in files for name in tied):  # a head of its own, though config.json says tied
+            state = lazy_state(files, set())
+            untie_if_changed(model, {name: state[name][...] for name in tied})
     fetched = dtypes_of({name: files[name] for name in model.keys_read - dtypes.keys()})
     _refuse_integers(model, checkpoint, fetched)
     dtypes |= fetched

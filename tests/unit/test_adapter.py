@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import adapter_fields
 from pp_models import CausalLMStage, class_of_key
@@ -15,6 +15,7 @@ from stageline.checkpoint.adapter import attach_adapter, read_adapter, read_adap
 from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.layout import verify
 from stageline.checkpoint.load import load_split_model
+from stageline.checkpoint.plain_folder import export_folder
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
 from stageline.modules.lora import lora_stacks, merge_lora
@@ -305,3 +306,34 @@ def test_trained_base_below_a_lora_is_refused(tmp_path):
     with pytest.raises(UserError, match="is trained and has a LoRA as well"):
         save_split_model(stages, None, tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["apart", "ties"])
+@pytest.mark.parametrize("kept", ["embed_tokens", "lm_head", "embed_tokens,lm_head"])
+@pytest.mark.parametrize("way", ["goes_on", "merged", "below"])
+def test_a_tied_base_whose_embedding_or_head_was_trained_whole(way, kept, ties, tmp_path):
+    """peft trains the one, the other, or both apart, unless it is told to keep them tied."""
+    tiny_whole("llama", tmp_path / "base", tied=True)
+    config = {"modules_to_save": kept.split(","), "ensure_weight_tying": ties}
+    plain = peft.LoraConfig(r=2, target_modules=["q_proj"], **config)
+    model = peft.get_peft_model(base_model("llama", tmp_path), plain)
+    train_extras(model)
+    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    model.save_pretrained(tmp_path / "theirs")
+    expected = peft_logits("llama", tmp_path, tmp_path / "theirs")
+    start = tmp_path / ("theirs" if way == "below" else "base")
+    options = {"adapter_path": [tmp_path / "theirs"], "create_new_adapter": way == "merged"}
+    options = {"llm_lora_num": 1, **({} if way == "below" else options)}
+    stages = load_stages("llama", tmp_path / "base", start, **options)
+    folder = save_split_model(stages, None, tmp_path / "run")  # compares the names of all stages
+    export_folder(folder, tmp_path / "out", merge=True, verifies=False)
+    found = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval(), "llama")
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def train_extras(model):
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -8,11 +8,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pp_models import CausalLMStage, StageModel, VisionLanguageStage
 from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE
 from stageline.checkpoint.load import load_split_model
+from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.shards import disk_state
 from stageline.errors import NonFiniteError, UserError
 from stageline.modules.stage_names import names_on_disk
@@ -359,3 +360,18 @@ def test_a_part_that_is_a_linear_layer_itself_is_wrapped():
     names = set(model.state_dict())
     assert "layers.0.lora_module.lora_module.weight" in names
     assert "layers.1.weight" in names
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_head_of_its_own_beside_a_config_that_says_tied(family, tmp_path):
+    """transformers reads both weights where they differ, and so do the stages."""
+    tiny_whole(family, tmp_path / "base", tied=False)
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    text = json.dumps({**config, "tie_word_embeddings": True})
+    (tmp_path / "base" / "config.json").write_text(text)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
+    stages = [load(tmp_path / "base", stage=stage, num_stages=2) for stage in (0, 1)]
+    folder = save_split_model(stages, None, tmp_path / "run")
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False
+    found = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
