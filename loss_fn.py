@@ -50,7 +50,7 @@ POLICY_COUNTS = {
 REWARD_COUNTS = {"num_pairs": f"{_LOSSES}:count_reward_pairs"}
 
 
-@loss_fn_register("sft", "pt", is_token_sum=True)
+@loss_fn_register("sft", "pt", is_token_sum=True, is_cross_entropy=True)
 def sft(
     logits_BTV: torch.Tensor, micro_batch: dict[str, torch.Tensor], *, num_targets: torch.Tensor
 ) -> torch.Tensor:

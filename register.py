@@ -371,6 +371,7 @@ loss_fn_register = Register(
     facts={
         "counts": {},  # argument -> function of a micro-batch, summed over the whole batch
         "is_token_sum": False,  # True: --logits-chunk may call it with a few tokens at a time
+        "is_cross_entropy": False,  # True: the mean over tokens, its exp is the perplexity
         "predicts_tokens": True,  # False: it takes scores, and there is no token accuracy
         "needs_reference": False,  # True: micro_batch["loss_reference"] of the start model
         "needs_kl": False,  # True: micro_batch["loss_kl"], too

@@ -48,12 +48,12 @@ def start_ranks(plan: RunPlan) -> None:
     from stageline.distributed.launch import launch_if_needed
 
     run, count = plan.run, plan.topology.num_processes
-    if not (run.plan or run.check_only):
-        tell_run_folder(run.output_dir)
-        terminal.begin_quietly()
-    if not run.plan:
-        elastic = make_elastic(run, count) if run.elastic and not run.check_only else None
-        launch_if_needed(count, rules=plan.guard_rules, elastic=elastic)
+    if run.plan or run.check_only:
+        return  # one process reads the data and tries the parts
+    tell_run_folder(run.output_dir)
+    terminal.begin_quietly()
+    elastic = make_elastic(run, count) if run.elastic else None
+    launch_if_needed(count, rules=plan.guard_rules, elastic=elastic)
 
 
 def recorded_options(run: RunConfig) -> dict[str, Any]:

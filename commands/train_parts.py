@@ -58,7 +58,8 @@ from stageline.training.part_checks import (
 )
 from stageline.training.resume import ResumePoint
 
-PLAIN_FACTS = ("is_token_sum", "predicts_tokens", "weighs_by_itself")  # of a loss, for the engine
+# of a loss, for the engine
+PLAIN_FACTS = ("is_token_sum", "is_cross_entropy", "predicts_tokens", "weighs_by_itself")
 
 
 def stage_builder(arguments: TrainArguments, *, images: Any = None) -> StageBuilder:

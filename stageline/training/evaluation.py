@@ -41,7 +41,7 @@ class EvalResult:
         predicted: token ids predicted at the supervised places, a list per row, of the first
             `keep` rows of the dataset; empty for a row without any. On every rank.
         figures: what the loss_fn part tells besides its loss.
-        perplexity: exp of the loss, where that is the mean of token losses.
+        perplexity: exp of the loss, where that is the mean cross-entropy of tokens.
     """
 
     loss: float | None
@@ -117,7 +117,7 @@ def evaluate(
         num_targets=num_targets,
         predicted=[by_row.get(row, []) for row in range(max(by_row, default=-1) + 1)],
         figures=means,
-        perplexity=_perplexity(loss) if figures.part.is_token_sum else None,
+        perplexity=_perplexity(loss) if figures.part.is_cross_entropy else None,
     )
 
 

@@ -58,6 +58,7 @@ class LossPart:
         loss_fn: the part, a partial of it, or an object with the part as `loss_fn`.
         counts: name -> function that counts in a micro-batch.
         is_token_sum: the loss is the mean of token losses.
+        is_cross_entropy: it is the mean cross-entropy of tokens; exp of it is the perplexity.
         predicts_tokens: what it gets are logits of the next token.
         needs_reference: it finds `loss_reference` in each micro-batch.
         needs_kl: it finds `loss_kl`, too.
@@ -74,6 +75,7 @@ class LossPart:
     _: KW_ONLY
     counts: Mapping[str, Callable[[MicroBatch], int]] = field(default_factory=dict)
     is_token_sum: bool = False
+    is_cross_entropy: bool = False
     predicts_tokens: bool = True
     needs_reference: bool = False
     needs_kl: bool = False

@@ -237,7 +237,17 @@ def check_loss(
         _check_values(example, batch, halves)
     except UserError:
         raise
-    except Exception as error:  # the step will say whether it is one, with its traceback
+    except Exception as error:
+        key = error.args[0] if isinstance(error, KeyError) and error.args else None
+        # keys of the reference model come with the run
+        if isinstance(key, str) and key not in batch and not key.startswith("loss_"):
+            raise _refused(
+                part,
+                f"reads {key!r}, which a micro-batch does not have",
+                why=f"The collate part gives {', '.join(batch)}",
+                cure="correct the name, or choose a `collate_fn` that gives it",
+            ) from error
+        # the step will say whether it is one, with its traceback
         name = part_name(innermost(part.loss_fn))
         return f"the loss_fn {name} could not be tried before the run: {_told(error)}"
     return None
@@ -275,12 +285,39 @@ def _check_values(example: "_Example", batch: MicroBatch, halves: Sequence[Micro
             why="A loss that autograd can follow was expected, because training is its gradient",
             cure="leave out detach(), item(), no_grad() and casts to integers",
         )
+    if not math.isfinite(found["loss"]):
+        raise _refused(
+            part,
+            f"gave {found['loss']} for logits drawn from a normal distribution",
+            why="A number was expected, because a step with such a loss is skipped",
+            cure="look for divisions by zero and logarithms of 0",
+        )
+    if part.predicts_tokens:
+        _check_shift(example, batch)
     if not part.weighs_by_itself:
         _check_scale(example, batch, found)
         if halves:
             _check_sum(example, batch, halves, found)
         if part.is_token_sum:
             _check_chunks(example, batch, found["loss"])
+
+
+def _check_shift(example: "_Example", batch: MicroBatch) -> None:
+    """Refuses a loss that reads the label of the first token, which no logits predict."""
+
+    def value(label: int) -> float:
+        labels = batch["labels"].clone()
+        labels[:, example.first] = label
+        return example.values({**batch, "labels": labels}, FIRST)["loss"]
+
+    if value(0) != value(1):
+        raise _refused(
+            example.part,
+            "changes with the label of the first token",
+            why="Logits of token t predict label t + 1, so no logits belong to that label",
+            cure="compare logits[:, :-1] with labels[:, 1:], or register it with "
+            "predicts_tokens=False if it takes something else",
+        )
 
 
 def _check_scale(example: "_Example", batch: MicroBatch, found: dict[str, float]) -> None:

@@ -188,7 +188,8 @@ class RunLog:
         self._waited += record.data_wait
         self._seconds += record.seconds
         self._bubble = record.bubble if record.bubble is not None else self._bubble
-        share = self._waited / max(self._seconds, 1e-9)
+        # the seconds of a step may leave out those that its batch took to come
+        share = self._waited / max(self._seconds, self._waited, 1e-9)
         record = replace(record, wait_share=share, bubble=self._bubble)
         terminal.started()
         is_line = is_end or record.step % self._line_every == 0

@@ -152,6 +152,14 @@ def loss_nan(logits_BTV, micro_batch, *, num_targets):
     return cross_entropy(logits_BTV, micro_batch) / num_targets * float("nan")
 
 
+@loss_fn_register("loss_unshifted")
+def loss_unshifted(logits_BTV, micro_batch, *, num_targets):
+    """Compares logits of a token with the token itself."""
+    labels = micro_batch["labels"].flatten()
+    total = functional.cross_entropy(logits_BTV.float().flatten(0, 1), labels, reduction="sum")
+    return total / num_targets
+
+
 @sim_fn_register("sim_scalar")
 def sim_scalar(a_NV, b_NV):
     """One number."""

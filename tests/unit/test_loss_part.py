@@ -257,3 +257,11 @@ def test_marked_words_are_a_list_or_a_name(parts):
         arguments = parse_train_args([*words, "--collate-fn.marked", *given])
         assert arguments.parts["collate_fn"].kwargs["marked"] == wanted
     assert parse_train_args(words).parts["collate_fn"].kwargs["marked"] == "directions"
+
+
+def test_perplexity_is_of_cross_entropy_alone():
+    """A focal loss is a sum over tokens, too; exp of it is no perplexity."""
+    losses = {
+        key for key in loss_fn_register if loss_fn_register.entry(key).facts["is_cross_entropy"]
+    }
+    assert losses == {"sft", "pt"} and not LossPart(plain, is_token_sum=True).is_cross_entropy
