@@ -118,6 +118,7 @@ def make_processor(tokenizer: transformers.PreTrainedTokenizerFast) -> object:
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
     size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+    # InternVL's processor cuts images into tiles even with crop_to_patches=False
     image_processor = GotOcr2ImageProcessorPil(
         size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3, max_patches=1
     )

@@ -2,6 +2,7 @@
 # Reinforcement learning with the stages that train: the small InternVL of train_pp.sh learns to read
 # digits for 60 steps, until it is right half of the time, and goes on by answering: a reward says
 # whether the digit was right. Held-out accuracy is `reward` of the evaluations; docs/grpo.md.
+# Pictures are read in tiles here: that learns more slowly, and leaves something to the rewards.
 # Change a key below, or append options: bash scripts/train_grpo_digits.sh --kl-beta 0.02
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
@@ -14,7 +15,7 @@ SFT_DIR="$OUTPUT_DIR/sft"
 
 DEVICE="$(stageline_device "$NUM_STAGES")"
 bash "$ROOT/scripts/train_pp.sh" --num-stages "$NUM_STAGES" --total-steps 60 --eval-samples 0 \
-    --output-dir "$SFT_DIR"
+    --max-tiles 12 --output-dir "$SFT_DIR"
 
 exec "$PYTHON" "$ROOT/train_pp.py" \
     --num-stages "$NUM_STAGES" \

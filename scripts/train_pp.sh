@@ -40,11 +40,12 @@ exec "$PYTHON" "$ROOT/train_pp.py" \
     --batch-size 64 \
     --micro-batch-size 16 \
     --max-token-num 64 \
+    --num-workers 1 \
     --learning-rate 2e-3 \
     --min-lr 1e-4 \
     --warmup-steps 20 \
     --weight-decay 0.05 \
-    --total-steps 450 \
+    --total-steps 300 \
     --eval-steps 50 \
     --eval-samples 360 \
     --output-dir "$OUTPUT_DIR" \

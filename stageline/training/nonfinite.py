@@ -122,11 +122,8 @@ def _name_passes(told: Sequence[_Found]) -> list[str]:
         is_backward, stage, number, name = min(
             one.passes, key=lambda item: (item[0], -item[1] if item[0] else item[1])
         )
-        what = (
-            f"the gradient of {name}"
-            if is_backward
-            else f"what {name or 'the stage itself'} returned"
-        )
+        module = name or "the stage itself"
+        what = f"the gradient of {name}" if is_backward else f"what {module} returned"
         which = _name_batches([number], one.rows)
         where = f"stage {stage}{_of(replica, told)}"
         parts.append(f"run again, {what} on {where} was first bad in {which}")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoModelForCausalLM
 
 from commands import train as train_pp  # noqa: F401 - its engines
@@ -20,6 +21,7 @@ from options.command_line import read_options
 from parse_args import parse_evaluate_args, parse_infer_args, parse_train_args
 from register import import_shelf
 from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
+from stageline.data.images.images import ImageExpander
 from tests.helpers.small_run import ForkedRun
 from tests.helpers.tiny_corpora import documents, tiny_corpus
 
@@ -155,3 +157,13 @@ def test_an_example_says_what_it_needs_and_is_listed(path):
         assert (ROOT / script).is_file()
     for name in ("README.md", "README.zh.md"):
         assert f"`{path.name}`" in (ROOT / "examples" / name).read_text(encoding="utf-8")
+
+
+def test_the_default_job_reads_a_picture_as_one_tile():
+    """So its four tokens; tiles took most of its time, on the first stage, and taught nothing."""
+    module = runpy.run_path(str(ROOT / "scripts/make_digits_model.py"))
+    processor = module["make_processor"](module["make_tokenizer"]())
+    expander = ImageExpander.of(processor)
+    text = expander._ask((32, 32)).text
+    assert text.count("<IMG_CONTEXT>") == module["num_image_tokens"]() == 4
+    assert len(expander.pixels([[Image.new("RGB", (32, 32))]])["pixel_values"]) == 1

@@ -18,6 +18,7 @@ from prompt_fn import fill, none
 from register import import_shelf
 from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.batches import collate as bodies
+from stageline.data.batches import step_maker
 from stageline.data.batches.collate_part import CollatePart, as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.training.replicas import LargestOfReplicas
@@ -136,3 +137,21 @@ def test_rows_that_were_checked_before_a_run_are_not_encoded_again(tmp_path, mon
     monkeypatch.setattr(bodies, "render_sample", None)
     step = next(iter(loader))
     assert len(step) == 4
+
+
+def test_the_generators_are_copied_only_where_a_length_is_kept(monkeypatch):
+    """A copy takes longer than a row of text; who is asked for a row alone needs none."""
+    copies = []
+
+    class Counting(step_maker.HostState):
+        def __init__(self):
+            copies.append(1)
+            super().__init__()
+
+    monkeypatch.setattr(step_maker, "HostState", Counting)
+    encode = counting(parts.sft, Counter()).encode
+    rows = step_maker.Rows(Rows(), encode, seed=0)
+    lengths = [rows.read(row, 0, row).length for row in range(4)]
+    assert not copies
+    assert [rows.length(row, 0, row) for row in (0, 1, 2, 3, 0, 1)] == [*lengths, *lengths[:2]]
+    assert len(copies) == 4, "once for each of the four"

@@ -153,9 +153,7 @@ class Rows:
         if row in self._known:
             return self._known[row]
         self._seed_row(step, place)
-        before = (
-            HostState()
-        )  # looked at here alone: copies of the generators take longer than a row
+        before = HostState()  # only here: copies of the generators take longer than a row
         length = self.read(row, step, place).length
         if before.is_current() and not self._forgets:
             self._known[row] = length
