@@ -235,8 +235,8 @@ def _init_tree(
 
 def _guard(module: nn.Module, guarded: list[tuple[dict[str, Any], str, torch.Tensor]]) -> None:
     """Puts zeros, which take memory when written to, in the place of a module's marked tensors."""
-    values: dict[str, Any]
-    for values in (module._parameters, module._buffers, module.__dict__):
+    stores: list[dict[str, Any]] = [module._parameters, module._buffers, module.__dict__]
+    for values in stores:
         for name, value in list(values.items()):
             if isinstance(value, torch.Tensor) and hasattr(value, DONE):
                 zeros = torch.zeros(value.shape, dtype=value.dtype)

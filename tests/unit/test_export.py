@@ -7,8 +7,6 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pp_models import CausalLMStage
-from stageline.checking.family_configs import family_config
-from stageline.checking.shrink import shrink_config
 from stageline.checkpoint import plain_folder
 from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.init import init_split_model
@@ -16,6 +14,8 @@ from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.plain_folder import ExportError, export_folder
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
+from stageline.family_configs import family_config
+from stageline.shrink import shrink_config
 from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
 
 
