@@ -101,18 +101,17 @@ def draw(
     pairs: list[tuple[Any, dict]], predictions: list[dict], figures: dict[str, Any], path: Path
 ) -> None:
     """Some samples with their predictions; wrong ones first, since they teach most."""
-    from stageline.plotting.pictures import caption, plot_predictions, wrong_first
+    from stageline.plotting.pictures import caption, plot_predictions, shown, wrong_first
 
     scores, has_grades = figures["per_sample"], is_graded(figures)
     order = sorted(range(len(pairs)), key=lambda index: scores[index])[:NUM_PICTURES]
-    titles, ids = [], []
+    images, titles, ids = [], [], []
     for index in order:
-        sample = pairs[index][1]
-        answer = sample.get("answer", sample.get("caption", ""))
-        question = str(sample.get("question", ""))
-        titles.append(caption(question, predictions[index]["prediction"], str(answer)))
+        pictures, sample = pairs[index]
+        picture, question, answer = shown(sample, pictures)
+        images.append(picture)
+        titles.append(caption(question, predictions[index]["prediction"], answer))
         ids.append(str(sample["id"]))
-    images = [pairs[index][0][0] if pairs[index][0] else None for index in order]
     correct = [None if has_grades else scores[index] > 0.5 for index in order]
     summary = wrong_first(sum(score <= 0.5 for score in scores), len(scores), len(order))
     if has_grades:

@@ -32,7 +32,7 @@ from stageline.data.batches.loader import example_micro_batch
 from stageline.data.batches.sampler import group_size_of
 from stageline.data.batches.step_maker import read_row
 from stageline.data.images.tiling import Tiling
-from stageline.data.text.processor import get_tokenizer
+from stageline.data.text.processor import num_token_ids
 from stageline.data.text.tokenizers import NewTokens
 from stageline.distributed.process_group import DistributedContext, wait_for_weights
 from stageline.modules.chunked_loss import ChunkedLoss, LossByToken
@@ -193,7 +193,7 @@ def check_parts(arguments: TrainArguments, data: Data) -> None:
         bind_loss(arguments),
         batch,
         halves,
-        vocab_size=data.vocab_size or len(get_tokenizer(data.processor)),
+        vocab_size=data.vocab_size or num_token_ids(data.processor),
     )
     if problem is not None:
         say(problem)

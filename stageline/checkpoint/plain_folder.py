@@ -61,6 +61,7 @@ from stageline.checkpoint.plain_model import (
     weight_sizes,
 )
 from stageline.checkpoint.shards import save_stop_ids
+from stageline.data.text.processor import get_pad_token_id
 from stageline.data.text.tokenizers import processor_of_weights
 from stageline.errors import CRASH, UserError
 from stageline.hub import name_of
@@ -382,6 +383,12 @@ class Export:
             untie_changed_head(model)
             if self.dtype is not None:
                 round_weights(model, self.dtype)
+        if type(model).__name__.endswith(CLASSIFIER) and model.config.pad_token_id is None:
+            # by it transformers finds the end of a row; the base of an adapter may lack it
+            trusts = self.trust_remote_code
+            processor = processor_of_weights(str(self.source), trust_remote_code=trusts)
+            if processor is not None:
+                model.config.pad_token_id = get_pad_token_id(processor)
         generation = self.model_folder / GENERATION_CONFIG_NAME
         write_model(
             model,

@@ -323,6 +323,8 @@ def _pass_on(
 def _init_group(rank: int, world_size: int, device: torch.device, *, timeout: float) -> None:
     if is_accelerator(device):
         torch.get_device_module(device).set_device(device)
+        # Matrix products are full float32 by default; convolutions (vision towers) then are too.
+        torch.backends.cudnn.allow_tf32 = False
         # sends and receives are put into one order by hand; NCCL would warn of each pair
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     with _naming_the_port():

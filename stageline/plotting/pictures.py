@@ -16,6 +16,7 @@ from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.textpath import text_to_path
+from PIL import Image
 
 from stageline.tables import markdown_table, natural_key
 
@@ -290,6 +291,40 @@ def plot_predictions(
         save_figure(predictions_figure(images, titles, correct, columns=columns, **how), path)
         text = predictions_markdown(titles, correct, **how)
         path.with_suffix(".md").write_text(text, encoding="utf-8")
+
+
+def shown(sample: Mapping[str, Any], images: Sequence[Any] | None) -> tuple[Any, str, str]:
+    """Return the picture, the question and the answer that show a sample.
+
+    Several images are put next to each other, at the height of the lowest. For messages, the
+    question is the last turn of the user and the answer is the last turn of the assistant.
+    """
+    turns = {
+        str(message.get("role")): _text_of(message.get("content"))
+        for message in sample.get("messages") or []
+        if isinstance(message, Mapping)
+    }
+    question = str(sample.get("question") or turns.get("user", ""))
+    answer = sample.get("answer", sample.get("caption"))
+    answer = turns.get("assistant", "") if answer is None else str(answer)
+    if not images or len(images) == 1:
+        return (images[0] if images else None), question, answer
+    height = min(image.height for image in images)
+    scaled = [
+        image.convert("RGB").resize((max(1, round(image.width * height / image.height)), height))
+        for image in images
+    ]
+    joined = Image.new("RGB", (sum(image.width for image in scaled), height))
+    for index, image in enumerate(scaled):
+        joined.paste(image, (sum(before.width for before in scaled[:index]), 0))
+    return joined, question, answer
+
+
+def _text_of(content: Any) -> str:
+    """Return the text of a message, whose content may be a list of parts."""
+    if isinstance(content, list):
+        return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
+    return str(content or "")
 
 
 def predictions_markdown(

@@ -32,7 +32,7 @@ from stageline.data.batches.batch import add_image_inputs, render_sample
 from stageline.data.images.image_files import FORMATS, check_shape, open_picture
 from stageline.data.images.images import ImageExpander, decode_image
 from stageline.data.text.chat_template import ChatTemplate, strings_in
-from stageline.data.text.processor import get_image_token, get_tokenizer
+from stageline.data.text.processor import get_image_token, get_tokenizer, num_token_ids
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.data.text.template_reading import variables_of
 from stageline.errors import DataError, UserError
@@ -309,7 +309,7 @@ class PromptMaker:
     ) -> None:
         self.processor = processor
         self.tokenizer = get_tokenizer(processor)
-        self.num_ids = len(self.tokenizer)
+        self.num_ids = num_token_ids(processor)
         self.max_length = max_length
         self.longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)
         self.render = render

@@ -34,7 +34,11 @@ from stageline.data.text.chat import render_chat
 from stageline.data.text.chat_template import template_of
 from stageline.data.text.encode import Encoded
 from stageline.data.text.messages import tools_of, turns_of
-from stageline.data.text.processor import get_pad_token_id, get_tokenizer, load_processor
+from stageline.data.text.processor import (
+    get_pad_token_id,
+    load_processor,
+    num_token_ids,
+)
 from stageline.data.text.rendered import place_image_text, plain_image_text
 from stageline.errors import CheckpointError, UserError
 from stageline.model_folder import find_folder
@@ -96,7 +100,7 @@ class RewardModel:
         text = model.config.get_text_config(decoder=True)
         text.use_cache = False
         embeddings: Any = model.get_input_embeddings()
-        num_ids, num_rows = len(get_tokenizer(processor)), embeddings.weight.shape[0]
+        num_ids, num_rows = num_token_ids(processor), embeddings.weight.shape[0]
         if text.pad_token_id not in range(num_rows):  # None or, of older models, -1
             text.pad_token_id = get_pad_token_id(processor)
         # by it the library finds where a row ends, where the score is read
@@ -104,8 +108,8 @@ class RewardModel:
         self.longest = getattr(text, "max_position_embeddings", None)
         if num_ids > num_rows:
             raise CheckpointError(
-                f"the tokenizer in {folder} has {num_ids} tokens, the reward model there has rows "
-                f"for {num_rows}. A row for each was expected: the tokenizer is another model's. "
+                f"the tokenizer in {folder} has {num_ids} token ids, the reward model there has "
+                f"rows for {num_rows}. A row for each was expected: the tokenizer is another model's. "
                 "Copy the one that the reward model was trained with into its folder."
             )
         if template_of(processor) is None:

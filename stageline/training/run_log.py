@@ -582,7 +582,7 @@ class RunReport(RunLog):
         self.say(f"timeline of step {step}: {describe_timeline(measured, ideal)}")
 
     def _draw_samples(self, step: int, result: EvalResult, dataset: Any, processor: Any) -> None:
-        from stageline.plotting.pictures import caption, plot_predictions
+        from stageline.plotting.pictures import caption, plot_predictions, shown
 
         tokenizer = getattr(processor, "tokenizer", processor)
         images, titles, correct, names = [], [], [], []
@@ -591,9 +591,10 @@ class RunReport(RunLog):
                 continue
             pictures, sample = dataset[index]
             text = tokenizer.decode(ids, skip_special_tokens=True).strip()
-            answer = str(sample.get("answer", sample.get("caption", ""))).strip()
-            images.append(pictures[0] if pictures else None)
-            titles.append(caption(str(sample.get("question", "")), text, answer))
+            picture, question, answer = shown(sample, pictures)
+            answer = answer.strip()
+            images.append(picture)
+            titles.append(caption(question, text, answer))
             correct.append(text == answer if answer else None)
             names.append(str(sample.get("id", index)))
         folder = self.folder / "samples"

@@ -232,7 +232,7 @@ def test_lora_trains_the_score_whole_and_peft_reads_it(job):
     torch.testing.assert_close(torch.tensor(scored), adapted[:, 0], rtol=1e-5, atol=1e-6)
     report = export_folder(saved, job.folder / "merged", merge=True, make_stages=make_stages)
     assert report.verdict.reference == "its 2 stages"
-    merged = AutoModelForSequenceClassification.from_pretrained(report.folder, pad_token_id=0)
+    merged = AutoModelForSequenceClassification.from_pretrained(report.folder)
     torch.testing.assert_close(scores_of(merged, tokenizer), adapted, rtol=1e-5, atol=1e-6)
     card = (report.folder / "README.md").read_text()
     assert "AutoModelForSequenceClassification" in card and "text-classification" in card

@@ -16,6 +16,7 @@ from stageline.plotting.pictures import (
     plot_predictions,
     predictions_figure,
     predictions_markdown,
+    shown,
     wrap_text,
     wrong_first,
 )
@@ -307,3 +308,20 @@ def test_unknown_characters_become_boxes(monkeypatch):
         assert drawable("数字") == "□□"
     else:
         assert drawable("数字") == "数字"
+
+
+def test_all_images_of_a_sample_and_the_last_turns_of_messages_are_shown():
+    messages = [
+        {"role": "user", "content": "first"},
+        {"role": "assistant", "content": "one"},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "second"}]},
+        {"role": "assistant", "content": "two"},
+    ]
+    images = [Image.new("RGB", (20, 10), "red"), Image.new("RGB", (30, 40), "blue")]
+    picture, question, answer = shown({"messages": messages}, images)
+    assert (question, answer) == ("second", "two")
+    assert picture.size == (20 + 8, 10)  # the second at the height of the first
+    assert picture.getpixel((5, 5)) == (255, 0, 0) and picture.getpixel((24, 5)) == (0, 0, 255)
+    sample = {"question": "q", "answer": 0}
+    assert shown(sample, images[:1]) == (images[0], "q", "0")
+    assert shown({"caption": "c"}, None) == (None, "", "c")

@@ -1,8 +1,11 @@
 """Templates become pieces: what is the template's, what the data's, what is learnt."""
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from prompt_fn import auto, fill, image
+from stageline.data.text.processor import num_token_ids
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.data.text.template import parse_template
 from stageline.errors import DataError, UserError
@@ -82,3 +85,9 @@ def test_images_without_an_image_token_are_refused():
     rendered = fill({"question": "q", "answer": "a", "num_images": 1}, "[IMAGE][QUESTION][ANSWER]")
     with pytest.raises(UserError, match="no image token"):
         auto(rendered, [object()], processor=tiny_tokenizer())
+
+
+def test_ids_of_a_vocabulary_with_gaps_are_counted_to_the_last():
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "a": 5, "b": 9}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    assert len(tokenizer) == 3 and num_token_ids(tokenizer) == 10

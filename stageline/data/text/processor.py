@@ -125,6 +125,11 @@ def get_tokenizer(processor: Any) -> Any:
     return getattr(processor, "tokenizer", processor)
 
 
+def num_token_ids(processor: Any) -> int:
+    """Return the number of token ids, gaps included: `len(tokenizer)` leaves gaps out."""
+    return max(get_tokenizer(processor).get_vocab().values(), default=-1) + 1
+
+
 def get_image_processor(processor: Any) -> Any | None:
     """The image processor, or None for a text model."""
     return getattr(processor, "image_processor", None)
