@@ -46,7 +46,7 @@ def small_copy(model: PreTrainedModel) -> PreTrainedModel:
         Exception: whatever the library raises where the configuration cannot be cut down.
     """
     small = shrink_config(model.config, num_layers=max(2, layer_period(model.config)))
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         copy = type(model)._from_config(small, dtype=torch.float32, attn_implementation="eager")
     randomise(copy)
@@ -64,7 +64,8 @@ def cache_name(model: PreTrainedModel) -> str | None:
     """
     key = _key(model)
     if key not in _FOUND:
-        with warnings.catch_warnings(), torch.no_grad():
+        # a caller may measure on meta, where a default device is set
+        with warnings.catch_warnings(), torch.no_grad(), torch.device("cpu"):
             warnings.simplefilter("ignore")
             _FOUND[key] = _tried_name(model)
     return _FOUND[key]
@@ -79,7 +80,7 @@ def generates_alike(model: PreTrainedModel) -> bool:
     """
     key = _key(model)
     if key not in _ALIKE:
-        with warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), torch.no_grad(), torch.device("cpu"):
             warnings.simplefilter("ignore")
             _ALIKE[key] = _tried_generate(model)
         if not _ALIKE[key]:

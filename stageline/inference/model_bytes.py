@@ -486,6 +486,7 @@ def answer_cost(stage: Stage, loads: Sequence[AnswerLoad]) -> Cost:
     """
     rows, columns = max(load.rows for load in loads), max(load.columns for load in loads)
     width = max(load.prompt_tokens for load in loads)
+    _ = stage.can_decode  # tried here, not while tensors without values are measured
     with answering([stage]), torch.no_grad():
         prompt, _ = _pass(stage, _cache(stage, rows=1, columns=0, room=width), width)
         steps = _cache(stage, rows=rows, columns=columns - 1, room=columns)

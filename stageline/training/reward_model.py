@@ -108,9 +108,9 @@ class RewardModel:
         self.longest = getattr(text, "max_position_embeddings", None)
         if num_ids > num_rows:
             raise CheckpointError(
-                f"The tokenizer in {folder} has {num_ids} token ids, the reward model there has rows "
-                f"for {num_rows}: it belongs to another model. Copy the tokenizer that the reward "
-                "model was trained with into this folder."
+                f"the tokenizer in {folder} has {num_ids} token ids, the reward model there has "
+                f"rows for {num_rows}: the tokenizer is another model's. Copy the one that the "
+                "reward model was trained with into its folder."
             )
         if template_of(processor) is None:
             raise UserError(
