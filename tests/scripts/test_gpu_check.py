@@ -144,7 +144,8 @@ def test_all_processes_end_when_the_script_is_stopped(state, tmp_path):
         finally:
             os._exit(0)
     deadline = time.monotonic() + 30
-    while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
+    told = tmp_path / "pid"  # a file is there before its text is
+    while not (told.exists() and told.read_text()) and time.monotonic() < deadline:
         time.sleep(0.01)
     os.kill(pid, signal.SIGTERM)
     os.waitpid(pid, 0)
