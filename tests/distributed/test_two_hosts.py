@@ -139,7 +139,7 @@ def assert_lost(process, log, what, why):
 
 @pytest.mark.skipif(not (ROOT / ".venv").is_dir(), reason="the scripts' environment is not there")
 def test_a_run_on_two_hosts_has_the_losses_of_one(hosts, job, tmp_path):
-    steps = ("--total-steps", "3")
+    steps = ("--total-steps", "3", "--num-workers", "1")  # as many as the script's own
     processes, logs = start_recipe(hosts, job, tmp_path, *steps)
     codes = [process.wait(SECONDS_TO_START) for process in processes]
     assert codes == [0, 0], logs[0].read_text() + logs[1].read_text()
