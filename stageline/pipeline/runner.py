@@ -3,233 +3,31 @@
 Gradient accumulation is more micro-batches in one call.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from stageline import progress
 from stageline.errors import UserError
 from stageline.modules.layer_seeds import LayerSeeds
 from stageline.pipeline.plan import (
     Action,
-    GradFlow,
     Kind,
     Plan,
-    Transfer,
     add_transfers,
     drop_dead_backward,
     forward_orders,
-    grad_flow,
 )
 from stageline.pipeline.recorder import NO_RECORDER, Recorder
 from stageline.pipeline.schedules import Schedule, make_schedule
-from stageline.pipeline.stage_passes import (
-    BorderFacts,
-    MicroBatch,
-    StagePasses,
-    Tensors,
-    batch_input,
-    batch_output,
-    check_border,
-    check_borders,
-    copy_metas,
-    describe_borders,
-    model_inputs,
-)
+from stageline.pipeline.stage_passes import MicroBatch, StagePasses, Tensors
+from stageline.pipeline.torch_runtime import PlanRuntime
+from stageline.pipeline.torch_stage import Channels, Sends, StagelineStage, learn_flow
 from stageline.stage import Stage
 
-Key = tuple[bool, int, int]  # (is_grad, the stage whose pass it feeds, micro-batch)
-Channels = Mapping[tuple[int, int], dist.ProcessGroup]  # see `process_group.open_channels`
 MOST_UNSENT = 2  # in forward-only runs: how far a rank may run ahead of a slower one
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """What a plan is carried out on.
-
-    Attributes:
-        metas: stage -> micro-batch -> what the stage receives, on the meta device. Of all stages
-            here, and of those behind them.
-        loss_of: (output of the last stage, micro-batch) -> its loss.
-    """
-
-    batches: Sequence[MicroBatch]
-    metas: Mapping[int, Sequence[Tensors]]
-    loss_of: Callable[[torch.Tensor | Tensors, MicroBatch], torch.Tensor | tuple[()]]
-
-
-class Executor:
-    """Runs plans over the stages of one rank.
-
-    Args:
-        passes: stage -> its passes.
-        last: the last stage of the pipeline.
-        channels: (from, to) ranks -> what carries that direction; else `group` does.
-
-    Attributes:
-        sent_bytes: what the last run sent to other ranks, forward and back.
-    """
-
-    def __init__(
-        self,
-        passes: Mapping[int, StagePasses],
-        *,
-        last: int,
-        device: torch.device,
-        group: dist.ProcessGroup | None,
-        channels: Channels,
-    ) -> None:
-        self.passes = passes
-        self.device = device
-        self.group = group
-        self.channels = channels
-        self.rank = dist.get_rank(group)
-        self.last = last
-        self.sent_bytes = 0
-        self._moved: dict[int, tuple[MicroBatch, int]] = {}  # with the passes still to come
-        self._coming: dict[Key, tuple[list[dist.Work], Tensors]] = {}
-        self._here: dict[Key, Tensors] = {}  # made here, for a pass or a send of this rank
-        self._going: deque[tuple[list[dist.Work], Tensors]] = deque()
-
-    def run(
-        self,
-        plan: Plan,
-        inputs: StepInputs,
-        *,
-        most_unsent: int | None = None,
-        recorder: Recorder = NO_RECORDER,
-    ) -> list[torch.Tensor]:
-        """Carries out `plan`.
-
-        Args:
-            most_unsent: wait for the receiver when more sends than these are under way.
-
-        Returns:
-            The losses, in the order of the plan; none but on the rank of the last stage.
-        """
-        self.sent_bytes = 0
-        losses: list[torch.Tensor] = []
-        for item in plan:
-            if isinstance(item, Transfer):
-                self._send(item, most_unsent) if item.is_send else self._receive(item, inputs)
-            elif item.kind == Kind.FORWARD:
-                losses += self._forward(item, inputs, recorder)
-            else:
-                self._backward(item, recorder)
-        self._wait_for_sends(0)
-        assert not self._coming and not self._here
-        return losses
-
-    def clear(self) -> None:
-        self._moved.clear()
-        self._coming.clear()
-        self._here.clear()
-        self._going.clear()
-        for passes in self.passes.values():
-            passes.clear()
-
-    def _forward(
-        self, action: Action, inputs: StepInputs, recorder: Recorder
-    ) -> list[torch.Tensor]:
-        stage, _, index = action
-        batch = self._move(index, inputs)
-        came = (
-            (batch["input_ids"],)
-            if stage == 0
-            else self._take((False, stage, index), action, recorder)
-        )
-        is_last = stage == self.last
-        with recorder.span(action):
-            made = self.passes[stage].forward(
-                index,
-                came,
-                model_inputs(batch),
-                loss_of=(lambda output: inputs.loss_of(output, batch)) if is_last else None,
-            )
-        if is_last:
-            return list(made)
-        model = self.passes[stage].model
-        check_border(model, made, inputs.metas[stage + 1][index], index)
-        self._here[False, stage + 1, index] = made
-        return []
-
-    def _move(self, index: int, inputs: StepInputs) -> MicroBatch:
-        """A micro-batch on the device: from its first pass here to its last, pixels are large."""
-        if index not in self._moved:
-            moved = {
-                name: value.to(self.device, non_blocking=True)
-                for name, value in inputs.batches[index].items()
-            }
-            self._moved[index] = (moved, len(self.passes))
-        batch, uses = self._moved.pop(index)
-        if uses > 1:
-            self._moved[index] = (batch, uses - 1)
-        return batch
-
-    def _backward(self, action: Action, recorder: Recorder) -> None:
-        stage, kind, index = action
-        needs_grads = kind != Kind.WEIGHT_GRAD and stage < self.last
-        grads = self._take((True, stage, index), action, recorder) if needs_grads else None
-        with recorder.span(action):
-            made = self.passes[stage].backward(index, kind, grads)
-        if made:
-            self._here[True, stage - 1, index] = made
-
-    def _take(self, key: Key, action: Action, recorder: Recorder) -> Tensors:
-        """What a pass needs: made here, or waited for."""
-        if key in self._here:
-            return self._here.pop(key)
-        works, tensors = self._coming.pop(key)
-        with recorder.wait(action):
-            for work in works:
-                work.wait()
-        return tensors
-
-    def _receive(self, transfer: Transfer, inputs: StepInputs) -> None:
-        # a gradient has the shape of what the stage behind received
-        owner = transfer.stage + 1 if transfer.is_grad else transfer.stage
-        metas = inputs.metas[owner][transfer.micro_batch]
-        if transfer.is_grad:  # integers have none; they come behind all else
-            metas = tuple(meta for meta in metas if meta.is_floating_point())
-        buffers = copy_metas(metas, self.device)
-        group = self.channels.get((transfer.peer, self.rank), self.group)
-        source = self._global(transfer.peer)
-        works = [_begun(dist.irecv(buffer, source, group=group)) for buffer in buffers]
-        key = (transfer.is_grad, transfer.stage, transfer.micro_batch)
-        self._coming[key] = (works, buffers)
-
-    def _send(self, transfer: Transfer, most_unsent: int | None) -> None:
-        key = (transfer.is_grad, transfer.stage, transfer.micro_batch)
-        tensors = tuple(tensor.detach().contiguous() for tensor in self._here.pop(key))
-        self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
-        group = self.channels.get((self.rank, transfer.peer), self.group)
-        target = self._global(transfer.peer)
-        works = [_begun(dist.isend(tensor, target, group=group)) for tensor in tensors]
-        self._going.append((works, tensors))
-        while self._going and all(work.is_completed() for work in self._going[0][0]):
-            self._going.popleft()
-        if most_unsent is not None:
-            self._wait_for_sends(most_unsent)
-
-    def _global(self, peer: int) -> int:
-        return peer if self.group is None else dist.get_global_rank(self.group, peer)
-
-    def _wait_for_sends(self, most: int) -> None:
-        while len(self._going) > most:
-            works, _ = self._going.popleft()
-            with progress.doing("receivers", is_waiting=True):
-                for work in works:
-                    work.wait()
-
-
-def _begun(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # None is for ranks outside of the group
-    return work
 
 
 class LocalStages:
@@ -332,29 +130,25 @@ class PipelineRunner:
             schedule = make_schedule(schedule, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
         self.schedule = schedule
         self._check_placement()
-        self.flow = self._learn_flow()
+        self.flow = learn_flow(self.local.models, group)
         self.seeds = LayerSeeds(self.local, seed=seed, devices=[device])
-        self.passes = {
-            model.stage: StagePasses(
-                model,
-                computes_grad=self.flow.computes[model.stage],
-                sends_grad=self.flow.sends[model.stage],
-                saving=saving,
-                seeds=self.seeds,
-            )
-            for model in self.local
-        }
         pairs = [pair for pair in self.schedule.pairs if self.pp_rank in pair]
         assert device.type == "cpu" or set(pairs) <= set(channels or ()), pairs
-        self._executor = Executor(
-            self.passes,
-            last=self.schedule.num_stages - 1,
-            device=device,
-            group=group,
-            channels=channels or {},
-        )
+        self.stages = [
+            StagelineStage(
+                model,
+                device,
+                group,
+                flow=self.flow,
+                saving=saving,
+                seeds=self.seeds,
+                channels=channels,
+            )
+            for model in self.local
+        ]
+        self._sends = Sends()
         self.num_micro_batches = 0
-        self._plans: dict[tuple[int, bool], Plan] = {}
+        self._runtimes: dict[tuple[int, bool], PlanRuntime] = {}
 
     @property
     def last_stage_rank(self) -> int:
@@ -365,14 +159,19 @@ class PipelineRunner:
     @property
     def sent_bytes(self) -> int:
         """What this rank sent to others in the last step or evaluation, forward and back."""
-        return self._executor.sent_bytes
+        return self._sends.num_bytes
+
+    @property
+    def passes(self) -> dict[int, StagePasses]:
+        """This rank's stages with their passes."""
+        return {stage.stage_index: stage.passes for stage in self.stages}
 
     @property
     def loss_order(self) -> list[int]:
         """The micro-batches of the last step, in the order in which the last stage meets them."""
         return [
             item.micro_batch
-            for item in self._plan(self.num_micro_batches, has_backward=True)
+            for item in self._plan(self.num_micro_batches)
             if isinstance(item, Action)
             and item.kind == Kind.FORWARD
             and item.stage == self.schedule.num_stages - 1
@@ -394,12 +193,10 @@ class PipelineRunner:
             The summed loss, a scalar in float32; zero where the last stage is not.
         """
         self.num_micro_batches = len(micro_batches)
-        plan = self._plan(self.num_micro_batches, has_backward=True)
-        inputs = self._inputs(micro_batches, loss_fn)
+        runtime = self._runtime(self.num_micro_batches, has_backward=True)
         try:
-            losses = self._executor.run(plan, inputs, recorder=recorder)
+            losses = runtime.run(micro_batches, loss_fn, sends=self._sends, recorder=recorder)
         finally:
-            self._executor.clear()
             self.seeds.end()
         # one by one, as a loop over micro-batches would add them
         return sum((loss.detach().float() for loss in losses), torch.zeros((), device=self.device))
@@ -424,34 +221,35 @@ class PipelineRunner:
 
         was_training = self.local.training
         self.local.train(False)
-        plan = self._plan(len(micro_batches), has_backward=False)
         try:
-            inputs = self._inputs(micro_batches, take)
-            self._executor.run(plan, inputs, most_unsent=MOST_UNSENT, recorder=recorder)
+            runtime = self._runtime(len(micro_batches), has_backward=False)
+            runtime.run(
+                micro_batches, take, sends=self._sends, most_unsent=MOST_UNSENT, recorder=recorder
+            )
         finally:
-            self._executor.clear()
             self.local.train(was_training)
 
-    def _plan(self, num_micro_batches: int, *, has_backward: bool) -> Plan:
+    def _runtime(self, num_micro_batches: int, *, has_backward: bool) -> PlanRuntime:
         key = (num_micro_batches, has_backward)
-        if key not in self._plans:
+        if key not in self._runtimes:
             rank_of_stage = self.schedule.rank_of_stage
             if has_backward:
-                orders = drop_dead_backward(self.schedule.orders(num_micro_batches), self.flow)
-                plans = add_transfers(orders, rank_of_stage, self.flow)
+                plan = self._plan(num_micro_batches)
             else:
-                plans = add_transfers(
-                    forward_orders(rank_of_stage, num_micro_batches), rank_of_stage
-                )
-            self._plans[key] = plans[self.pp_rank]
-        return self._plans[key]
+                orders = forward_orders(rank_of_stage, num_micro_batches)
+                plan = add_transfers(orders, rank_of_stage)[self.pp_rank]
+            self._runtimes[key] = PlanRuntime(
+                self.stages,
+                plan,
+                rank_of_stage=rank_of_stage,
+                num_micro_batches=num_micro_batches,
+            )
+        return self._runtimes[key]
 
-    def _inputs(self, micro_batches: Sequence[MicroBatch], loss_fn: Callable) -> StepInputs:
-        metas = {}
-        for model in self.local:
-            metas[model.stage] = [batch_input(model, batch) for batch in micro_batches]
-            metas[model.stage + 1] = [batch_output(model, batch) for batch in micro_batches]
-        return StepInputs(micro_batches, metas, loss_fn)
+    def _plan(self, num_micro_batches: int) -> Plan:
+        """What this rank does in a step."""
+        orders = drop_dead_backward(self.schedule.orders(num_micro_batches), self.flow)
+        return add_transfers(orders, self.schedule.rank_of_stage, self.flow)[self.pp_rank]
 
     def _check_placement(self) -> None:
         expected = self.schedule.stages_of(self.pp_rank)
@@ -460,12 +258,3 @@ class PipelineRunner:
                 f"rank {self.pp_rank} was given stages {self.local.indices}, `schedule` "
                 f"{self.schedule.name} places {expected} there: build those."
             )
-
-    def _learn_flow(self) -> GradFlow:
-        """Learns, once, which stages train and whether neighbours agree on their border."""
-        own = [describe_borders(model) for model in self.local]
-        gathered: list[list[BorderFacts]] = [[]] * dist.get_world_size(self.group)
-        dist.all_gather_object(gathered, own, group=self.group)
-        facts = sorted((fact for facts in gathered for fact in facts), key=lambda f: f.stage)
-        check_borders(facts)
-        return grad_flow([fact.trains for fact in facts])

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from torch.distributed.pipelining import _schedule_visualizer
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from stageline.errors import UserError
 from stageline.pipeline.plan import Action, Kind, parse_action
@@ -343,10 +345,12 @@ def _torch_orders(
     torch_name: str, num_ranks: int, stages_per_rank: int, num_micro_batches: int
 ) -> tuple[tuple[Action, ...], ...]:
     """The compute actions of torch's own schedule class, pairs of overlapped ones in a row."""
-    per_rank = _schedule_visualizer.get_schedule_ops(
-        torch_name, num_ranks, num_micro_batches, stages_per_rank
+    # all that a schedule asks its stages before it runs
+    stage: Any = SimpleNamespace(
+        num_stages=num_ranks * stages_per_rank, group_size=num_ranks, group_rank=0, submod=None
     )
-    return tuple(tuple(_compute_actions(actions)) for actions in per_rank)
+    made: Any = get_schedule_class(torch_name)([stage] * stages_per_rank, num_micro_batches)
+    return tuple(tuple(_compute_actions(made.pipeline_order[rank])) for rank in range(num_ranks))
 
 
 def _compute_actions(actions: Sequence[object]) -> list[Action]:

@@ -341,12 +341,32 @@ class StagePasses:
             output = loss_of(output)
         return output if isinstance(output, tuple) else (output,)
 
-    def backward(self, index: int, kind: Kind, grads: Tensors | None) -> Tensors:
+    def hand_out(self, index: int, outputs: Tensors) -> Tensors:
+        """The outputs with their graph, for a loss that is made elsewhere and given to `backward`.
+
+        Args:
+            outputs: what `forward` returned, for a pass without a graph.
+        """
+        if index not in self._kept:
+            return outputs
+        inputs, outputs = self._kept[index]
+        self._kept[index] = (inputs, ())
+        return outputs
+
+    def backward(
+        self,
+        index: int,
+        kind: Kind,
+        grads: Tensors | None,
+        *,
+        loss: torch.Tensor | None = None,
+    ) -> Tensors:
         """One backward pass of micro-batch `index`.
 
         Args:
             kind: BACKWARD, INPUT_GRAD or WEIGHT_GRAD.
             grads: of the outputs; None on the last stage and for WEIGHT_GRAD.
+            loss: of outputs that were handed out.
 
         Returns:
             Gradients of the inputs, where they are sent on and now complete; else nothing.
@@ -363,6 +383,7 @@ class StagePasses:
                 self.after_weights(self.model)
             return ()
         inputs, outputs = self._kept.pop(index)
+        outputs = outputs if loss is None else (loss,)
         roots, root_grads = _with_graph(outputs, grads)
         if kind == Kind.BACKWARD:
             if roots:

@@ -1,6 +1,7 @@
 """The private names of torch that are used here: another torch that changes them fails this test.
 
-They are the action lists of the schedules and the split of a backward pass into its two halves.
+They are the runtime that carries out a list of actions, with these, and the split of a backward
+pass into its two halves. Neither has a public name in torch 2.11 to 2.15.
 """
 
 import ast
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.pipelining import _backward, _schedule_visualizer
+from torch.distributed.pipelining import _backward
 from torch.distributed.pipelining.microbatch import (
     TensorChunkSpec,
     _CustomReducer,
@@ -18,14 +19,22 @@ from torch.distributed.pipelining.microbatch import (
     split_args_kwargs_into_chunks,
     sum_reducer,
 )
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
 from torch.nn.modules.module import _forward_unimplemented
 
-from stageline.pipeline.schedules import SCHEDULES
+from stageline.pipeline.plan import Kind
 
 ROOT = Path(__file__).resolve().parents[2]
 ALLOWED = {
     "torch.distributed.pipelining._backward",
-    "torch.distributed.pipelining._schedule_visualizer",
+    "torch.distributed.pipelining.schedules._Action",
+    "torch.distributed.pipelining.schedules._ComputationType",
+    "torch.distributed.pipelining.schedules._PipelineScheduleRuntime",
     # to count what is alive; public in all but the name
     "torch.utils._python_dispatch",
     "torch._subclasses",  # fake devices in tests
@@ -38,24 +47,24 @@ ALLOWED = {
 
 
 def test_names_and_parameters():
-    parameters = inspect.signature(_schedule_visualizer.get_schedule_ops).parameters
-    assert list(parameters)[:4] == [
-        "schedule",
-        "pp_degree",
-        "num_microbatches",
-        "num_stages_per_rank",
-    ]
     parameters = inspect.signature(_backward.stage_backward_input).parameters
     assert list(parameters) == ["stage_outputs_or_loss", "output_grads", "input_values", "weights"]
     parameters = inspect.signature(_backward.stage_backward_weight).parameters
     assert list(parameters)[:2] == ["weights", "param_groups"]
 
 
-@pytest.mark.parametrize("name", [k.torch_name for k in SCHEDULES.values() if k.torch_name])
-def test_schedules_are_there_and_spelled_alike(name):
-    ranks = _schedule_visualizer.get_schedule_ops(name, 2, 4, 2)
-    assert len(ranks) == 2
-    assert str(next(action for action in ranks[0] if action is not None)) == "0F0"
+def test_the_runtime_has_what_a_plan_uses():
+    """Besides names: where the order lies, what is waited for, and a function for each kind."""
+    parameters = inspect.signature(_PipelineScheduleRuntime._step_microbatches).parameters
+    assert list(parameters)[:6] == [
+        *("self", "arg_mbs", "kwarg_mbs", "target_mbs", "losses", "return_outputs")
+    ]
+    source = inspect.getsource(_PipelineScheduleRuntime)
+    for name in ("pipeline_order_with_comms", "fwd_recv_ops", "bwd_recv_ops"):
+        assert f"self.{name}" in source, name
+    assert "_initialize_stages" in vars(PipelineScheduleMulti)
+    assert {"F", "B", "I", "W"} == {_ComputationType(kind.value).value for kind in Kind}
+    assert str(_Action(2, _ComputationType("SEND_F"), 0)) == "2SEND_F0"
 
 
 def test_a_backward_pass_in_two_halves():

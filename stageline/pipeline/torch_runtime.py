@@ -1,0 +1,145 @@
+"""Carries out our plans by torch's schedule runtime: its loop over actions, and its receives.
+
+The plan leaves dead backward passes out and has the transfers where we want them. What the runtime
+gives to the stage, as functions for actions: waiting for a receive, so that what a rank waits for
+has a name and a time, and passing on between stages of one rank.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
+
+from stageline.pipeline.plan import Action, Kind, Plan, Transfer
+from stageline.pipeline.recorder import NO_RECORDER, Recorder
+from stageline.pipeline.stage_passes import MicroBatch
+from stageline.pipeline.torch_stage import DeviceBatches, Sends, StagelineStage, run_micro_batches
+
+_LOG = logging.getLogger(schedules.__name__)
+
+
+class PlanRuntime(_PipelineScheduleRuntime):
+    """A schedule of torch with a plan of ours as its order.
+
+    Args:
+        stages: of this rank.
+        plan: of this rank.
+        rank_of_stage: the rank of the pipeline that holds each stage.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StagelineStage],
+        plan: Plan,
+        *,
+        rank_of_stage: Sequence[int],
+        num_micro_batches: int,
+    ) -> None:
+        super().__init__(list(stages), num_micro_batches, scale_grads=False)
+        for stage in stages:
+            stage.stage_index_to_group_rank = dict(enumerate(rank_of_stage))
+        self.stage_of = {stage.stage_index: stage for stage in stages}
+        order = [action for item in plan for action in _actions(item)]
+        self.pipeline_order_with_comms = {self.rank: order}
+        for kind in Kind:
+            self.register_custom_function(_ComputationType(kind.value), self._compute)
+
+    def run(
+        self,
+        batches: Sequence[MicroBatch],
+        loss_of: Callable[[Any, MicroBatch], Any],
+        *,
+        sends: Sends,
+        most_unsent: int | None = None,
+        recorder: Recorder = NO_RECORDER,
+    ) -> list[torch.Tensor]:
+        """Carries the plan out.
+
+        Args:
+            loss_of: (output of the last stage, micro-batch) -> its loss, or nothing.
+            most_unsent: see `Sends.start`.
+
+        Returns:
+            The losses, in the order of the plan; none but on the rank of the last stage.
+        """
+        stages = list(self.stage_of.values())
+        moved = DeviceBatches(batches, stages[0].device, len(stages))
+        for stage in stages:
+            stage.micro_batches, stage.recorder = moved, recorder
+            stage.sends, stage.most_unsent = sends, most_unsent
+            stage.loss_of = loss_of if stage.is_last else None
+        sends.num_bytes = 0
+        try:
+            with _without_schedule_in_log():
+                run_micro_batches(self, stages, len(batches))
+            sends.wait()
+            return [loss for stage in stages for loss in stage.losses]
+        finally:
+            for stage in stages:
+                stage.clear_runtime_states()
+            for received in (self.fwd_recv_ops, self.bwd_recv_ops):
+                received.clear()
+            sends.clear()
+
+    def _compute(self, action: _Action, ctx: object) -> None:
+        """One pass: waits for what it needs and hands on what a stage of this rank takes."""
+        index, kind = action.microbatch_index, Kind(action.computation_type.value)
+        assert index is not None
+        stage = self.stage_of[action.stage_index]
+        received = self.fwd_recv_ops if kind == Kind.FORWARD else self.bwd_recv_ops
+        if kind != Kind.WEIGHT_GRAD and (stage.stage_index, index) in received:
+            works = received.pop((stage.stage_index, index))
+            with stage.recorder.wait(Action(stage.stage_index, kind, index)):
+                for work in works:
+                    work.wait()
+        behind = self.stage_of.get(stage.stage_index + 1)
+        before = self.stage_of.get(stage.stage_index - 1)
+        if kind == Kind.FORWARD:
+            made = stage.forward_one_chunk(index, save_forward_output=False)
+            if behind is not None:
+                behind.set_local_fwd_input(made, index)
+        elif kind == Kind.WEIGHT_GRAD:
+            stage.backward_weight_one_chunk(index)
+        else:
+            stage.backward_one_chunk(index, full_backward=kind == Kind.BACKWARD)
+            if before is not None:
+                before.set_local_bwd_input(stage.get_local_bwd_output(index), index)
+
+    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: channels are open, and shapes come from each batch."""
+
+
+def _actions(item: Action | Transfer) -> Iterator[_Action]:
+    if isinstance(item, Action):
+        yield _Action(item.stage, _ComputationType(item.kind.value), item.micro_batch)
+        return
+    # torch names a send by the stage that made the tensor
+    made_by = item.stage + 1 if item.is_grad else item.stage - 1
+    stage, way = (made_by, "SEND") if item.is_send else (item.stage, "RECV")
+    name = f"{way}_{'B' if item.is_grad else 'F'}"
+    yield _Action(stage, _ComputationType(name), item.micro_batch)
+    if item.is_send and f"WAIT_{name}" in _ComputationType.__members__:
+        # torch 2.15 asks for one for each send; `Sends` has started it and waits by itself
+        yield _Action(stage, _ComputationType(f"WAIT_{name}"), item.micro_batch)
+
+
+@contextmanager
+def _without_schedule_in_log() -> Iterator[None]:
+    """Before an error torch logs the whole schedule, above the line that says what failed."""
+
+    def is_no_error(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR
+
+    _LOG.addFilter(is_no_error)
+    try:
+        yield
+    finally:
+        _LOG.removeFilter(is_no_error)

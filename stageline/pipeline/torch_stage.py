@@ -1,0 +1,403 @@
+"""A stage model as a stage of `torch.distributed.pipelining`, which any of torch's schedules runs.
+
+A plain `PipelineStage` has one static shape for all micro-batches, or asks each other rank for it.
+Here each rank computes the shapes from its batch, so that every micro-batch has its own length,
+no message is sent and no forward pass is run for its shapes.
+"""
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from stageline import progress
+from stageline.modules.layer_seeds import NO_SEEDS, LayerSeeds
+from stageline.pipeline.plan import Action, GradFlow, Kind, grad_flow
+from stageline.pipeline.recorder import NO_RECORDER, Recorder
+from stageline.pipeline.stage_passes import (
+    PROBE,
+    BorderFacts,
+    MicroBatch,
+    StagePasses,
+    Tensors,
+    batch_input,
+    batch_output,
+    check_border,
+    check_borders,
+    copy_metas,
+    describe_borders,
+    model_inputs,
+)
+from stageline.stage import Stage
+
+Channels = Mapping[tuple[int, int], dist.ProcessGroup]  # see `process_group.open_channels`
+
+
+class DeviceBatches:
+    """Micro-batches, on the device from their first pass here to their last: pixels are large.
+
+    Args:
+        num_passes: forward passes of each micro-batch on this rank.
+    """
+
+    def __init__(
+        self, batches: Sequence[MicroBatch], device: torch.device, num_passes: int = 1
+    ) -> None:
+        self.batches = batches
+        self._device = device
+        self._num_passes = num_passes
+        self._moved: dict[int, tuple[MicroBatch, int]] = {}
+
+    def take(self, index: int) -> MicroBatch:
+        """Micro-batch `index` for one forward pass."""
+        if index not in self._moved:
+            moved = {
+                name: value.to(self._device, non_blocking=True)
+                for name, value in self.batches[index].items()
+            }
+            self._moved[index] = (moved, self._num_passes)
+        batch, uses = self._moved.pop(index)
+        if uses > 1:
+            self._moved[index] = (batch, uses - 1)
+        return batch
+
+
+class Sends:
+    """Transfers to other ranks that are under way; a tensor is let go as soon as it has arrived.
+
+    torch 2.13 keeps every tensor that it sends until the end of the step, 2.15 until its
+    micro-batch comes back.
+
+    Attributes:
+        num_bytes: what was sent.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._going: deque[tuple[list[dist.Work], Tensors]] = deque()
+
+    def start(self, ops: Sequence[dist.P2POp], most_unsent: int | None) -> None:
+        """Starts sends and lets go of what has arrived.
+
+        Args:
+            most_unsent: wait for the receiver when more than these are under way.
+        """
+        tensors = tuple(op.tensor for op in ops)
+        self.num_bytes += sum(tensor.nbytes for tensor in tensors)
+        works = []
+        for op in ops:
+            work = dist.isend(op.tensor, op.peer, group=op.group)
+            assert work is not None  # None is for ranks outside of the group
+            works.append(work)
+        self._going.append((works, tensors))
+        while self._going and all(work.is_completed() for work in self._going[0][0]):
+            self._going.popleft()
+        if most_unsent is not None:
+            self.wait(most_unsent)
+
+    def wait(self, most: int = 0) -> None:
+        """Waits until at most so many are under way."""
+        while len(self._going) > most:
+            works, _ = self._going.popleft()
+            with progress.doing("receivers", is_waiting=True):
+                for work in works:
+                    work.wait()
+
+    def clear(self) -> None:
+        self._going.clear()
+
+
+class StagelineStage(PipelineStage):
+    """A `PipelineStage` around a stage model.
+
+    Any schedule of torch takes it. `step_micro_batches` gives a schedule and its stages the
+    micro-batches of a step; what a schedule passes to a stage besides is not read.
+
+    A stage before the first trainable parameter has no backward pass and nothing waits for one,
+    whatever the schedule says; one that is behind none does its backward pass in one piece. So
+    frozen stages are right under zero-bubble schedules, where torch 2.13 leaves gradients out.
+
+    Args:
+        model: on `device`.
+        group: of the pipeline; None: all processes.
+        flow: of all stages of the pipeline; None: each has a backward pass.
+        saving: entered around each forward pass that keeps a graph.
+        seeds: settles what a forward pass draws at random.
+        channels: (from, to) ranks -> what carries that direction; else `group` does.
+
+    Attributes:
+        micro_batches: of the step.
+        sends: starts sends at once and keeps count of them; None: the schedule does.
+        loss_of: (output, micro-batch) -> loss, on the last stage; None: the schedule has a loss_fn.
+        losses: what `loss_of` gave, in the order of the passes.
+    """
+
+    submod: Stage
+
+    def __init__(
+        self,
+        model: Stage,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        *,
+        flow: GradFlow | None = None,
+        saving: Callable[[], AbstractContextManager] = nullcontext,
+        seeds: LayerSeeds = NO_SEEDS,
+        channels: Channels | None = None,
+    ) -> None:
+        takes = model.get_example_input(*PROBE)
+        super().__init__(
+            model,
+            model.stage,
+            model.num_stages,
+            device,
+            input_args=tuple(takes),
+            output_args=tuple(model.get_example_output(*PROBE)) or tuple(takes),
+            group=group,
+        )
+        self.flow = flow or grad_flow([True] * model.num_stages)
+        self.passes = StagePasses(
+            model,
+            computes_grad=self.flow.computes[model.stage],
+            sends_grad=self.flow.sends[model.stage],
+            saving=saving,
+            seeds=seeds,
+        )
+        self.channels = channels or {}
+        self.micro_batches = DeviceBatches((), device)
+        self.recorder: Recorder = NO_RECORDER
+        self.sends: Sends | None = None
+        self.most_unsent: int | None = None
+        self.loss_of: Callable[[Any, MicroBatch], Any] | None = None
+        self.losses: list[torch.Tensor] = []
+        self._came: dict[int, Tensors] = {}  # what a forward pass takes
+        self._made: dict[int, Tensors] = {}  # and what it sends on
+        self._grads_came: dict[int, Tensors] = {}
+        self._grads_made: dict[int, Tensors] = {}
+        self._put_off: dict[int, tuple[torch.Tensor | None, Tensors | None]] = {}
+
+    # transfers
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The receives of what a forward pass takes, into new memory of the micro-batch's shape."""
+        if self.is_first:
+            return []
+        metas = batch_input(self.submod, self.micro_batches.batches[fwd_chunk_id])
+        self._came[fwd_chunk_id] = buffers = copy_metas(metas, self.device)
+        return self._ops(dist.irecv, buffers, self.stage_index - 1)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The receives of gradients; none where the stage behind has none."""
+        if self.is_last or not self.flow.sends[self.stage_index + 1]:
+            return []
+        # a gradient has the shape of what the stage behind received; integers have none
+        metas = batch_output(self.submod, self.micro_batches.batches[bwd_chunk_id])
+        metas = tuple(meta for meta in metas if meta.is_floating_point())
+        self._grads_came[bwd_chunk_id] = buffers = copy_metas(metas, self.device)
+        return self._ops(dist.irecv, buffers, self.stage_index + 1)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The sends of what a forward pass made; none where `sends` started them."""
+        return self._send(self._made.pop(fwd_chunk_id, ()), self.stage_index + 1)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The sends of the gradients of what a forward pass took."""
+        return self._send(self._grads_made.pop(bwd_chunk_id, ()), self.stage_index - 1)
+
+    def _send(self, tensors: Tensors, stage: int) -> list[dist.P2POp]:
+        tensors = tuple(tensor.detach().contiguous() for tensor in tensors)
+        ops = self._ops(dist.isend, tensors, stage)
+        if self.sends is None:
+            return ops
+        self.sends.start(ops, self.most_unsent)
+        return []
+
+    def _ops(self, op: Callable, tensors: Tensors, stage: int) -> list[dist.P2POp]:
+        peer = self.stage_index_to_group_rank[stage]
+        way = (self.group_rank, peer) if op is dist.isend else (peer, self.group_rank)
+        there = peer if self.group is None else dist.get_global_rank(self.group, peer)
+        group = self.channels.get(way, self.group)
+        return [dist.P2POp(op, tensor, there, group) for tensor in tensors]
+
+    def release_fwd_send_outputs(self, fwd_chunk_id: int) -> None:
+        """Nothing: what was sent is not kept here."""
+
+    # passing on to a stage of this rank
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """Takes what the stage before, on this rank, made."""
+        self._came[mb_index] = prev_stage_outputs
+
+    def get_local_bwd_output(self, mb_index: int) -> Tensors:
+        """The gradients for the stage before, on this rank."""
+        return self._grads_made.pop(mb_index, ())
+
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int
+    ) -> None:
+        """Takes the gradients of the stage behind, on this rank."""
+        self._grads_came[mb_index] = next_stage_bwd_outputs  # type: ignore[assignment]
+
+    # passes
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """Runs a forward pass.
+
+        Returns:
+            What goes on, cut off from the graph; on the last stage the output, or with `loss_of`
+            the loss.
+
+        Raises:
+            ContractError: the model keeps its contract not.
+        """
+        index, model = fwd_chunk_id, self.submod
+        batch = self.micro_batches.take(index)
+        came = (batch["input_ids"],) if self.is_first else self._came.pop(index)
+        loss_of = self.loss_of
+        with self.recorder.span(Action(self.stage_index, Kind.FORWARD, index)):
+            made = self.passes.forward(
+                index,
+                came,
+                model_inputs(batch),
+                loss_of=None if loss_of is None else lambda output: loss_of(output, batch),
+            )
+            if self.is_last and loss_of is None:
+                made = self.passes.hand_out(index, made)
+        if self.is_last:
+            self.losses += [] if loss_of is None else made
+            output = made if len(made) > 1 else made[0] if made else ()
+            if save_forward_output and loss_of is None:
+                self.output_chunks.append(output)
+            return output
+        expected = batch_output(model, self.micro_batches.batches[index])
+        check_border(model, made, expected, index)
+        if self.stage_index_to_group_rank[self.stage_index + 1] != self.group_rank:
+            self._made[index] = made
+        return made
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: torch.Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """Runs a backward pass, or the half that the stage before waits for."""
+        kind = Kind.BACKWARD if full_backward else Kind.INPUT_GRAD
+        self._backward(bwd_chunk_id, kind, loss)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Runs the half of a backward pass that nobody waits for."""
+        self._backward(bwd_chunk_id, Kind.WEIGHT_GRAD, None)
+
+    def _backward(self, index: int, kind: Kind, loss: torch.Tensor | None) -> None:
+        if not self.passes.computes_grad:
+            return
+        grads = None
+        if kind != Kind.WEIGHT_GRAD and not self.is_last:
+            grads = self._grads_came.pop(index)
+        if not self.passes.sends_grad and kind == Kind.INPUT_GRAD:
+            self._put_off[index] = (loss, grads)  # nobody waits: in one piece, with the weights
+            return
+        if index in self._put_off:
+            kind, (loss, grads) = Kind.BACKWARD, self._put_off.pop(index)
+        with self.recorder.span(Action(self.stage_index, kind, index)):
+            made = self.passes.backward(index, kind, grads, loss=loss)
+        if made:
+            self._grads_made[index] = made
+
+    def clear_runtime_states(self) -> None:
+        """Forgets what a step has left, also one that failed."""
+        super().clear_runtime_states()
+        self.passes.clear()
+        kept = (self._came, self._made, self._grads_came, self._grads_made, self._put_off)
+        for tensors in kept:
+            tensors.clear()
+        self.losses = []
+
+    @classmethod
+    def of(
+        cls,
+        models: Sequence[Stage],
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        **kwargs: Any,
+    ) -> list[Self]:
+        """The stages of a rank; all ranks of the pipeline call this with theirs.
+
+        Ranks tell each other once what trains and what crosses their borders.
+
+        Raises:
+            UserError: a stage gives something else than the next one takes.
+        """
+        flow = learn_flow(models, group)
+        return [cls(model, device, group, flow=flow, **kwargs) for model in models]
+
+
+def learn_flow(models: Sequence[Stage], group: dist.ProcessGroup | None) -> GradFlow:
+    """Which stages have a backward pass; ranks gather it, and whether neighbours agree.
+
+    Raises:
+        UserError: a stage gives something else than the next one takes.
+    """
+    own = [describe_borders(model) for model in models]
+    gathered: list[list[BorderFacts]] = [[]] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, own, group=group)
+    facts = sorted((fact for facts in gathered for fact in facts), key=lambda f: f.stage)
+    check_borders(facts)
+    return grad_flow([fact.trains for fact in facts])
+
+
+TorchSchedule = PipelineScheduleSingle | PipelineScheduleMulti
+
+
+def step_micro_batches(
+    schedule: TorchSchedule,
+    stages: Sequence[StagelineStage],
+    micro_batches: Sequence[MicroBatch],
+    *,
+    losses: list[torch.Tensor] | None = None,
+) -> None:
+    """Runs one step of a schedule of torch on micro-batches, of which each has its own length.
+
+    Args:
+        stages: those of the schedule; each rank has the same micro-batches.
+        micro_batches: as many as the schedule was made for. The schedule's loss_fn is called with
+            the output of the last stage and the micro-batch.
+        losses: filled on the rank of the last stage, as by `schedule.step`.
+    """
+    for stage in stages:
+        stage.clear_runtime_states()
+        stage.micro_batches = DeviceBatches(micro_batches, stage.device)
+    targets = list(micro_batches) if any(stage.is_last for stage in stages) else None
+    run_micro_batches(schedule, stages, len(micro_batches), targets=targets, losses=losses)
+
+
+def run_micro_batches(
+    schedule: TorchSchedule,
+    stages: Sequence[StagelineStage],
+    num_micro_batches: int,
+    *,
+    targets: list | None = None,
+    losses: list | None = None,
+) -> None:
+    """`schedule.step` for stages that have their micro-batches; before torch 2.15 it takes none."""
+    args: list = [()] * num_micro_batches
+    if "arg_mbs" in inspect.signature(schedule.step).parameters:
+        schedule.step(arg_mbs=args, target_mbs=targets, losses=losses, return_outputs=False)
+        return
+    for stage in stages:
+        stage.has_backward = True
+    schedule._step_microbatches(args, None, targets, losses, return_outputs=False)
