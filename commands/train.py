@@ -76,6 +76,15 @@ def pipeline(plan: RunPlan, data: Data) -> int:
     return run_pipeline(plan, data)
 
 
+@engine_register("torch")
+def torch(plan: RunPlan, data: Data) -> int:
+    """The same by torch's own schedule classes: their order and their transfers."""
+    from commands.train_engines import run_pipeline
+    from stageline.pipeline.runner import TorchPipelineRunner
+
+    return run_pipeline(plan, data, runner_class=TorchPipelineRunner)
+
+
 @engine_register("streaming", topology="commands.train_run:streaming_topology")
 def streaming(plan: RunPlan, data: Data) -> int:
     """Stages in host memory, streamed through the devices of this machine by one process."""

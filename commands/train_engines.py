@@ -71,7 +71,9 @@ def run_training(plan: RunPlan) -> int:
     return plan.parts["engine"].part(plan, data)
 
 
-def run_pipeline(plan: RunPlan, data: Data) -> int:
+def run_pipeline(
+    plan: RunPlan, data: Data, *, runner_class: type[PipelineRunner] = PipelineRunner
+) -> int:
     """Stages on a schedule, forward and backward in turn; one process and device per rank."""
     schedule = plan.topology.schedule
     with distributed_context(
@@ -83,7 +85,7 @@ def run_pipeline(plan: RunPlan, data: Data) -> int:
     ) as context:
         name_stages(schedule.stages_of(context.pp_rank))
         point = open_run_folder(plan, data, context)
-        train(place_layers(plan, data, context), data, context, point)
+        train(place_layers(plan, data, context), data, context, point, runner_class=runner_class)
     return 0
 
 
@@ -120,11 +122,12 @@ def train(
     point: ResumePoint | None,
     *,
     make_runner: Callable[[list[Stage]], Any] | None = None,
+    runner_class: type[PipelineRunner] = PipelineRunner,
 ) -> None:
     """Builds this rank's stages and runs the loop.
 
     Args:
-        make_runner: gets the stages and gives what runs them; None: a PipelineRunner.
+        make_runner: gets the stages and gives what runs them; None: a `runner_class`.
     """
     run, schedule = plan.run, plan.topology.schedule
     account = _open_account(run, context, streams=make_runner is not None)
@@ -143,7 +146,7 @@ def train(
     summaries = [summarize_stage(model, context) for model in models]
     replicas = join_replicas(models, context, shards=run.dp_shard)
     make_runner = make_runner or functools.partial(
-        PipelineRunner,
+        runner_class,
         device=context.device,
         group=context.pp_group,
         channels=context.channels,

@@ -10,10 +10,12 @@ from typing import Any
 _HOMES = {
     "CausalLMStage": "stages.causal_lm",
     "MicroBatchLoader": "data.batches.loader",
+    "Ownership": "training.grad_norm",
     "PipelineRunner": "pipeline.runner",
     "RewardStage": "stages.causal_lm",
     "StageModel": "stages.base",
     "TrainStep": "training.step",
+    "StagelineStage": "pipeline.torch_stage",
     "UserError": "errors",
     "VisionLanguageStage": "stages.vision_language",
     "distributed_context": "distributed.process_group",
@@ -25,6 +27,7 @@ _HOMES = {
     "run_entry": "distributed.failure",
     "save_split_model": "checkpoint.save",
     "seed_everything": "seeds",
+    "step_micro_batches": "pipeline.torch_stage",
 }
 __all__ = list(_HOMES)
 

@@ -5,6 +5,7 @@ Gradient accumulation is more micro-batches in one call.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,16 @@ from stageline.pipeline.plan import (
 from stageline.pipeline.recorder import NO_RECORDER, Recorder
 from stageline.pipeline.schedules import Schedule, make_schedule
 from stageline.pipeline.stage_passes import MicroBatch, StagePasses, Tensors
-from stageline.pipeline.torch_runtime import PlanRuntime
-from stageline.pipeline.torch_stage import Channels, Sends, StagelineStage, learn_flow
+from stageline.pipeline.torch_runtime import PlanRuntime, torch_schedule
+from stageline.pipeline.torch_stage import (
+    Channels,
+    DeviceBatches,
+    Sends,
+    StagelineStage,
+    TorchSchedule,
+    learn_flow,
+    run_micro_batches,
+)
 from stageline.stage import Stage
 
 MOST_UNSENT = 2  # in forward-only runs: how far a rank may run ahead of a slower one
@@ -198,6 +207,9 @@ class PipelineRunner:
             losses = runtime.run(micro_batches, loss_fn, sends=self._sends, recorder=recorder)
         finally:
             self.seeds.end()
+        return self._sum(losses)
+
+    def _sum(self, losses: list[torch.Tensor]) -> torch.Tensor:
         # one by one, as a loop over micro-batches would add them
         return sum((loss.detach().float() for loss in losses), torch.zeros((), device=self.device))
 
@@ -258,3 +270,49 @@ class PipelineRunner:
                 f"rank {self.pp_rank} was given stages {self.local.indices}, `schedule` "
                 f"{self.schedule.name} places {expected} there: build those."
             )
+
+
+class TorchPipelineRunner(PipelineRunner):
+    """Steps by torch's own schedule class: its order, its transfers, one communicator.
+
+    For comparison, and for what torch's schedules learn to do. Evaluation is as above.
+
+    Raises:
+        UserError: the schedule is none of torch's.
+    """
+
+    def __init__(self, *args: Any, channels: Channels | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, channels=channels, **kwargs)
+        self._channels = channels or {}
+        self._schedules: dict[int, TorchSchedule] = {}
+
+    def step(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        loss_fn: LossFn,
+        recorder: Recorder = NO_RECORDER,
+    ) -> torch.Tensor:
+        """As `PipelineRunner.step`."""
+        self.num_micro_batches = len(micro_batches)
+        schedule = self._torch_schedule(self.num_micro_batches)
+        batches = DeviceBatches(micro_batches, self.device, len(self.stages))
+        for stage in self.stages:
+            stage.begin(batches, recorder, loss_of=loss_fn)
+            stage.channels = {}  # torch batches sends with receives, of one group alone
+        try:
+            run_micro_batches(schedule, self.stages, self.num_micro_batches)
+            losses = [loss for stage in self.stages for loss in stage.losses]
+        finally:
+            for stage in self.stages:
+                stage.clear_runtime_states()
+                stage.channels = self._channels
+            self.seeds.end()
+        return self._sum(losses)
+
+    def _torch_schedule(self, num_micro_batches: int) -> TorchSchedule:
+        if num_micro_batches not in self._schedules:
+            self.schedule.check(num_micro_batches)
+            made = torch_schedule(self.schedule, self.stages, num_micro_batches)
+            self._schedules[num_micro_batches] = made
+        return self._schedules[num_micro_batches]

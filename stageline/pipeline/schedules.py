@@ -30,9 +30,10 @@ class ScheduleKind:
     """What is fixed for all runs of one schedule.
 
     Attributes:
-        torch_name: what torch calls it; None: the order follows from `warm_up`.
+        torch_name: what torch calls it; None: it has none like it.
         warm_up: with one stage a rank: (ranks, rank, micro-batches) -> the forward passes before
-            the first backward pass; a backward and a forward pass in turn come behind them.
+            the first backward pass; a backward and a forward pass in turn come behind them. None:
+            the order is that of torch's class.
         is_multi: a rank holds several stages.
         is_v: rank r of p holds stages r and 2p - 1 - r; the last stage is on rank 0.
         splits_backward: gradients of inputs and of weights are computed apart.
@@ -50,9 +51,10 @@ class ScheduleKind:
 
 
 SCHEDULES: dict[str, ScheduleKind] = {
-    "gpipe": ScheduleKind(warm_up=lambda num_ranks, rank, count: count),
+    "gpipe": ScheduleKind("GPipe", warm_up=lambda num_ranks, rank, count: count),
     # torch's list for 1F1B is made for pictures: its last rank counts from micro-batch 1
     "1f1b": ScheduleKind(
+        "1F1B",
         warm_up=lambda num_ranks, rank, count: num_ranks - rank,
         least=lambda num_ranks, num_stages: num_ranks,
     ),

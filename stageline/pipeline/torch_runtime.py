@@ -16,12 +16,21 @@ from torch.distributed.pipelining.schedules import (
     _Action,
     _ComputationType,
     _PipelineScheduleRuntime,
+    get_schedule_class,
 )
 
+from stageline.errors import UserError
 from stageline.pipeline.plan import Action, Kind, Plan, Transfer
 from stageline.pipeline.recorder import NO_RECORDER, Recorder
+from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.stage_passes import MicroBatch
-from stageline.pipeline.torch_stage import DeviceBatches, Sends, StagelineStage, run_micro_batches
+from stageline.pipeline.torch_stage import (
+    DeviceBatches,
+    Sends,
+    StagelineStage,
+    TorchSchedule,
+    run_micro_batches,
+)
 
 _LOG = logging.getLogger(schedules.__name__)
 
@@ -73,9 +82,7 @@ class PlanRuntime(_PipelineScheduleRuntime):
         stages = list(self.stage_of.values())
         moved = DeviceBatches(batches, stages[0].device, len(stages))
         for stage in stages:
-            stage.micro_batches, stage.recorder = moved, recorder
-            stage.sends, stage.most_unsent = sends, most_unsent
-            stage.loss_of = loss_of if stage.is_last else None
+            stage.begin(moved, recorder, loss_of=loss_of, sends=sends, most_unsent=most_unsent)
         sends.num_bytes = 0
         try:
             with _without_schedule_in_log():
@@ -129,6 +136,29 @@ def _actions(item: Action | Transfer) -> Iterator[_Action]:
     if item.is_send and f"WAIT_{name}" in _ComputationType.__members__:
         # torch 2.15 asks for one for each send; `Sends` has started it and waits by itself
         yield _Action(stage, _ComputationType(f"WAIT_{name}"), item.micro_batch)
+
+
+def torch_schedule(
+    schedule: Schedule, stages: Sequence[StagelineStage], num_micro_batches: int
+) -> TorchSchedule:
+    """torch's own class for a schedule.
+
+    Raises:
+        UserError: it has none.
+    """
+    if schedule.written is not None:
+        made = _PipelineScheduleRuntime(list(stages), num_micro_batches, scale_grads=False)
+        made._load_csv(schedule.name)
+        return made
+    if schedule.kind.torch_name is None:
+        raise UserError(
+            f"`schedule` {schedule.name} is none of torch's, whose own classes run with `engine` "
+            "torch. Choose 1f1b, or `engine` pipeline, which carries out any order by torch's "
+            "runtime."
+        )
+    kind: Any = get_schedule_class(schedule.kind.torch_name)
+    local = list(stages) if schedule.kind.is_multi else stages[0]
+    return kind(local, num_micro_batches, scale_grads=False)
 
 
 @contextmanager

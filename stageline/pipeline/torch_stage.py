@@ -134,6 +134,7 @@ class StagelineStage(PipelineStage):
     Attributes:
         micro_batches: of the step.
         sends: starts sends at once and keeps count of them; None: the schedule does.
+        most_unsent: see `Sends.start`.
         loss_of: (output, micro-batch) -> loss, on the last stage; None: the schedule has a loss_fn.
         losses: what `loss_of` gave, in the order of the passes.
     """
@@ -182,6 +183,21 @@ class StagelineStage(PipelineStage):
         self._grads_made: dict[int, Tensors] = {}
         self._put_off: dict[int, tuple[torch.Tensor | None, Tensors | None]] = {}
 
+    def begin(
+        self,
+        micro_batches: DeviceBatches,
+        recorder: Recorder = NO_RECORDER,
+        *,
+        loss_of: Callable[[Any, MicroBatch], Any] | None = None,
+        sends: Sends | None = None,
+        most_unsent: int | None = None,
+    ) -> None:
+        """Takes what the passes of a step are made on; see the attributes."""
+        self.clear_runtime_states()
+        self.micro_batches, self.recorder = micro_batches, recorder
+        self.loss_of = loss_of if self.is_last else None
+        self.sends, self.most_unsent = sends, most_unsent
+
     # transfers
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -219,6 +235,8 @@ class StagelineStage(PipelineStage):
         return []
 
     def _ops(self, op: Callable, tensors: Tensors, stage: int) -> list[dist.P2POp]:
+        if not tensors:
+            return []
         peer = self.stage_index_to_group_rank[stage]
         way = (self.group_rank, peer) if op is dist.isend else (peer, self.group_rank)
         there = peer if self.group is None else dist.get_global_rank(self.group, peer)
@@ -379,8 +397,7 @@ def step_micro_batches(
         losses: filled on the rank of the last stage, as by `schedule.step`.
     """
     for stage in stages:
-        stage.clear_runtime_states()
-        stage.micro_batches = DeviceBatches(micro_batches, stage.device)
+        stage.begin(DeviceBatches(micro_batches, stage.device))
     targets = list(micro_batches) if any(stage.is_last for stage in stages) else None
     run_micro_batches(schedule, stages, len(micro_batches), targets=targets, losses=losses)
 

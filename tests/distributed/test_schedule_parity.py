@@ -1,7 +1,8 @@
 """Every schedule against plain transformers, for what may be trained and how rows are shaped.
 
 The reference is one process, one whole model and plain PyTorch, on the same micro-batches in turn.
-All schedules run in one group of ranks, on stages that are loaded once and put back after a run.
+All schedules run in one group of ranks, on stages that are loaded once and put back after a run:
+by our plan, and by the schedule class that torch has for it.
 Equal to the last bit, but for two cases: looped_bfs goes through the micro-batches backwards, so it
 adds gradients up in another order, and so does a tied weight.
 """
@@ -20,7 +21,7 @@ from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.load import load_split_model
 from stageline.data.batches.batch import pack_rows
 from stageline.data.text.encode import Encoded
-from stageline.pipeline.runner import PipelineRunner
+from stageline.pipeline.runner import PipelineRunner, TorchPipelineRunner
 from stageline.pipeline.schedules import SCHEDULES, make_schedule
 from stageline.training.step import TrainStep
 from tests.helpers.ranks import run_ranks
@@ -206,9 +207,9 @@ def variants(tmp_path_factory):
     return cache(lambda name: Variant(name, tmp_path_factory.mktemp(name)))
 
 
-def split_run(rank, variant, kind, schedule):
+def split_run(rank, variant, kind, schedule, runner_class=PipelineRunner):
     models = variant.stages_of(rank, schedule)
-    runner = PipelineRunner(models, device=torch.device("cpu"), schedule=schedule)
+    runner = runner_class(models, device=torch.device("cpu"), schedule=schedule)
     train_step = TrainStep(
         runner,
         make_optimizer=lambda parameters: (
@@ -240,7 +241,7 @@ def split_run(rank, variant, kind, schedule):
 
 
 def split_runs(rank, variant, kind, schedules):
-    return [split_run(rank, variant, kind, schedule) for schedule in schedules.values()]
+    return [split_run(rank, variant, kind, *run) for run in schedules.values()]
 
 
 def compare(ranks, reference, *, bitwise, where):
@@ -268,13 +269,21 @@ def compare(ranks, reference, *, bitwise, where):
             same(weight, reference["weights"][name], f"weight {name}")
 
 
-def all_schedules(num_ranks):
+def all_runs(num_ranks, kind="own"):
+    """Name -> (schedule, runner class)."""
     schedules = {name: make_schedule(name, num_ranks=num_ranks) for name in SCHEDULES}
     if num_ranks == 2:
         schedules["three_a_rank"] = make_schedule(
             "interleaved_1f1b", num_ranks=2, stages_per_rank=3
         )
-    return schedules
+    runs = {name: (schedule, PipelineRunner) for name, schedule in schedules.items()}
+    if kind != "padded" and num_ranks > 1:
+        runs |= {
+            f"torch's {name}": (schedule, TorchPipelineRunner)
+            for name, schedule in schedules.items()
+            if schedule.kind.torch_name
+        }
+    return runs
 
 
 # two ranks have all schedules, variants and kinds of rows; four are the deeper pipeline: for full
@@ -299,15 +308,15 @@ def test_every_schedule_equals_the_whole_model(variant, kind, num_ranks, variant
     num_batches = num_micro_batches(num_ranks)
     model = variants(variant)
     reference = model.reference(kind, num_batches)
-    schedules = all_schedules(num_ranks)
-    for schedule in schedules.values():
+    runs = all_runs(num_ranks, kind)
+    for schedule, _ in runs.values():
         model.load_stages(schedule.num_stages)
         schedule.orders(num_batches)  # ranks find them in their cache
-    results = run_ranks(split_runs, num_ranks, model, kind, schedules)
-    for index, name in enumerate(schedules):
+    results = run_ranks(split_runs, num_ranks, model, kind, runs)
+    for index, name in enumerate(runs):
         compare(
             [result[index] for result in results],
             reference,
-            bitwise=name != "looped_bfs" and variant != "tied",
+            bitwise="looped_bfs" not in name and variant != "tied",
             where=f"{name} on {num_ranks} ranks",
         )

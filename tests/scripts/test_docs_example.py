@@ -1,4 +1,6 @@
-"""The worked examples of docs/add_a_model.md and docs/from_python.md, outside of the repository."""
+"""The worked examples of docs/add_a_model.md and docs/from_python.md, outside of the repository,
+and the loops of one's own in examples/.
+"""
 
 import json
 import re
@@ -181,6 +183,37 @@ def test_a_loop_of_ones_own_equals_the_loop_over_the_whole_model(tmp_path):
         norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
         optimizer.step()
         lines.append(f"step {step + 1}: loss {sum(losses):.6f}, norm {norm:.4f}")
+    assert [line for line in done.stdout.splitlines() if line.startswith("step")] == lines
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "my_run").state_dict()
+    for name, weight in whole.state_dict().items():
+        torch.testing.assert_close(saved[name], weight, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleGPipe"])
+def test_a_loop_over_a_schedule_of_torch_equals_the_loop_over_the_whole_model(schedule, tmp_path):
+    path = ROOT / "examples" / "own_loop.py"
+    tokenizer = tiny_tokenizer()
+    torch.manual_seed(0)
+    config = tiny_config("llama", vocab_size=len(tokenizer), tie_word_embeddings=True)
+    whole = AutoModelForCausalLM.from_config(config)
+    whole.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run_entry([*torchrun, path, "model", "my_run", schedule], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    theirs = {"__name__": "own_loop"}
+    exec(path.read_text(), theirs)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    lines = []
+    for step in range(3):
+        batches = list(theirs["micro_batches"](step))
+        assert len({batch["input_ids"].shape for batch in batches}) > 1
+        count = sum(batch["labels"][:, 1:].numel() for batch in batches)
+        optimizer.zero_grad()
+        losses = [whole(**batch, num_items_in_batch=count).loss for batch in batches]
+        sum(losses).backward()
+        optimizer.step()
+        lines.append(f"step {step + 1}: loss {sum(losses):.6f}")
     assert [line for line in done.stdout.splitlines() if line.startswith("step")] == lines
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "my_run").state_dict()
     for name, weight in whole.state_dict().items():

@@ -8,7 +8,6 @@ import ast
 import inspect
 from pathlib import Path
 
-import pytest
 import torch
 from torch.distributed.pipelining import _backward
 from torch.distributed.pipelining.microbatch import (

@@ -1,0 +1,106 @@
+"""Runs by torch's own schedule classes: killed and gone on with by our plan and back, and failing."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from stageline.errors import UserError
+from stageline.pipeline.runner import TorchPipelineRunner
+from tests.helpers.killing import RunFolder, last_tensors
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_run import Job
+
+TOTAL_STEPS = 30
+OPTIONS = ("--total-steps", TOTAL_STEPS, "--save-steps", 2, "--keep-last", 2)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    made = Job(tmp_path_factory.mktemp("engines"), num_layers=4)
+    finished = made.fork("whole", *OPTIONS)
+    assert finished.code == 0, finished
+    return made
+
+
+@pytest.mark.parametrize("first, second", [("torch", "pipeline"), ("pipeline", "torch")])
+def test_a_killed_run_goes_on_with_the_other_engine(job, first, second):
+    name, folder = f"{first}-{second}", RunFolder(job.folder / f"{first}-{second}")
+    run = job.start_forked(name, *OPTIONS, "--engine", first)
+    while folder.newest() < 4 and run.is_running():
+        time.sleep(0.001)
+    os.kill(run.pids[1], signal.SIGKILL)
+    assert run.wait().code != 0
+    assert 4 <= folder.newest() < TOTAL_STEPS
+    finished = job.fork(name, *OPTIONS, "--engine", second, "--resume", "auto")
+    assert finished.code == 0, finished.err
+    assert job.losses(name) == job.losses("whole")
+    assert last_tensors(folder, TOTAL_STEPS) == last_tensors(
+        RunFolder(job.folder / "whole"), TOTAL_STEPS
+    )
+
+
+def test_a_schedule_that_torch_has_not_is_refused(job):
+    finished = job.fork("eager", "--engine", "torch", "--schedule", "eager_1f1b")
+    assert finished.code == 2
+    assert "--schedule eager_1f1b is none of torch's" in finished.err.splitlines()[0]
+
+
+@pytest.mark.parametrize("engine", ["pipeline", "torch"])
+def test_a_loss_that_raises_is_named_with_its_place_alone(job, engine):
+    """torch logs the whole schedule first, which is not to be seen."""
+    code = (
+        "from register import loss_fn_register\n\n"
+        "@loss_fn_register('raises', is_token_sum=True)\n"
+        "def raises(logits, batch, *, num_targets):\n"
+        "    raise KeyError('on purpose')\n"
+    )
+    (job.folder / "raising.py").write_text(code)
+    words = ("--engine", engine, "--import", job.folder / "raising.py", "--loss-fn", "raises")
+    finished = job.fork(f"raises-{engine}", *words)
+    assert finished.code not in (0, 2) and "Full Schedule" not in finished.err
+    first = finished.err.splitlines()[0]
+    for word in ("rank=1", "stage=1", "KeyError: 'on purpose'", "raising.py:5", "micro-batch 0"):
+        assert word in finished.err if word == "micro-batch 0" else word in first, finished.err
+
+
+class Cutting(nn.Module):
+    """A first stage that sends fewer tokens than it says, and a last one."""
+
+    parameter_order = ("weight",)
+
+    def __init__(self, stage, num_stages):
+        super().__init__()
+        self.stage, self.num_stages = stage, num_stages
+        self.is_first, self.is_last = stage == 0, stage == num_stages - 1
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, hidden, **batch):
+        if self.is_first:
+            return (hidden[..., None] * self.weight)[:, 1:]
+        return hidden * self.weight
+
+    def get_example_input(self, rows, tokens):
+        if self.is_first:
+            return (torch.empty(rows, tokens, dtype=torch.long, device="meta"),)
+        return (torch.empty(rows, tokens, 3, device="meta"),)
+
+    def get_example_output(self, rows, tokens):
+        return () if self.is_last else (torch.empty(rows, tokens, 3, device="meta"),)
+
+
+def test_a_wrong_shape_is_refused_before_it_is_sent():
+    def run(rank):
+        runner = TorchPipelineRunner(Cutting(rank, 2), device=torch.device("cpu"))
+        batches = [{"input_ids": torch.ones(2, 5, dtype=torch.long)}] * 2
+        if rank == 1:
+            return ""  # what would wait for it
+        with pytest.raises(UserError) as found:
+            runner.step(batches, loss_fn=lambda output, batch: output.sum())
+        return str(found.value)
+
+    said = run_ranks(run, 2)[0]
+    assert "of micro-batch 0, stage 1 expects [((2, 5, 3)" in said
