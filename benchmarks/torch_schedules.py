@@ -6,7 +6,6 @@ Enters its rows into benchmarks/torch_schedules.md; those of the same torch are 
 on gloo, float32 but for fp16; the reference is plain transformers in one process.
 """
 
-import copy
 import datetime
 import os
 import re
@@ -18,8 +17,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from loss_fn import sft
+from pp_models import CausalLMStage
+from stageline.checkpoint.load import load_split_model
 from stageline.errors import UserError
 from stageline.pipeline.runner import PipelineRunner, TorchPipelineRunner
 from stageline.pipeline.schedules import SCHEDULES, make_schedule
@@ -58,10 +60,12 @@ tied weight adds the sums of two stages.
 
 def half_run(rank, variant, kind, schedule, runner_class):
     """Gradients of two steps in float16, of a loss that is scaled up; no update between them."""
-    models = variant.stages_of(rank, schedule)
-    for model in models:
-        model.half()
-        model.dtype = torch.float16  # of what travels
+    models = []
+    for stage in schedule.stages_of(rank):
+        config = AutoConfig.from_pretrained(variant.folder)
+        place = {"stage": stage, "num_stages": schedule.num_stages}
+        models.append(CausalLMStage(config, **place, dtype=torch.float16).train())
+        load_split_model(models[-1], variant.folder, device="cpu", dtype=torch.float16)
     runner = runner_class(models, device=torch.device("cpu"), schedule=schedule)
     steps = []
     for step in range(parity.NUM_STEPS):
@@ -76,7 +80,7 @@ def half_run(rank, variant, kind, schedule, runner_class):
 
 
 def half_reference(variant, kind):
-    whole = copy.deepcopy(variant._whole).half()
+    whole = AutoModelForCausalLM.from_pretrained(variant.folder, dtype=torch.float16).train()
     steps = []
     for step in range(parity.NUM_STEPS):
         batches = parity.batches_of_step("full", kind, step, NUM_BATCHES)

@@ -96,13 +96,17 @@ def open_run_folder(
     is_longer, why = rates_stay(arguments, saved, point.step)
     free = {"free", "length"} if is_longer else {"free"}
     now = settings(arguments, data)
+    # the same passes in the same order, to the bit
+    is_alike = {saved.get("engine"), now["engine"]} <= {"pipeline", "torch"}
     # whole weights need no others; of a base that started at random there are no files
     has_start = point.base is not None and run.model_path and saved.get("model-path")
     check_same_run(
         {**newer_options(run, now), **saved},
         now,
         may_change=lambda name: (
-            on_resume(name, arguments.parts) in free or (name == START and not has_start)
+            on_resume(name, arguments.parts) in free
+            or (name == START and not has_start)
+            or (name == "engine" and is_alike)
         ),
         allows_changes=run.allow_changes,
         say=say,
