@@ -32,6 +32,7 @@ NUM_STEPS = 3
 SIMILAR_LENGTHS = (14, 12, 16, 13)
 MAX_NORM = 0.05  # well below the norm of these models, so that clipping acts
 RATES = (1e-3, 2e-3, 5e-4)
+EPS = 1e-4  # below it gradients are roundings, which a smaller one would blow up to the size of others
 FAMILIES = DECODERS + VISION_LANGUAGE
 
 
@@ -74,7 +75,7 @@ def build_stage(family, folder, *, stage, num_stages, dtype=torch.float32):
 
 def make_optimizer(parameters):
     groups = optimizer_groups(parameters, weight_decay=0.1)
-    return torch.optim.AdamW(groups, lr=1.0, eps=1e-6)
+    return torch.optim.AdamW(groups, lr=1.0, eps=EPS)
 
 
 def batches_of_step(family, step, dtype=torch.float32):
@@ -88,7 +89,7 @@ def reference_run(family, whole):
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
         lr=1.0,
-        eps=1e-6,
+        eps=EPS,
     )
     steps = []
     for step in range(NUM_STEPS):
