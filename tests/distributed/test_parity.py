@@ -32,7 +32,7 @@ NUM_STEPS = 3
 SIMILAR_LENGTHS = (14, 12, 16, 13)
 MAX_NORM = 0.05  # well below the norm of these models, so that clipping acts
 RATES = (1e-3, 2e-3, 5e-4)
-EPS = 1e-4  # below it gradients are roundings, which a smaller one would blow up to the size of others
+EPS = 1e-4  # a smaller one blows gradients that are roundings up to the size of others
 FAMILIES = DECODERS + VISION_LANGUAGE
 
 
