@@ -36,7 +36,9 @@ from stageline.pipeline.torch_stage import (
 )
 from stageline.stage import Stage
 
-MOST_UNSENT = 2  # in forward-only runs: how far a rank may run ahead of a slower one
+# how far a rank may run ahead of a slower one: in forward-only runs, and where a transfer does not
+# say that it is done before somebody waits for it, which is so on gloo
+MOST_UNSENT = 2
 
 
 class LocalStages:
@@ -155,7 +157,7 @@ class PipelineRunner:
             )
             for model in self.local
         ]
-        self._sends = Sends()
+        self._sends = Sends(MOST_UNSENT if device.type == "cpu" else None)
         self.num_micro_batches = 0
         self._runtimes: dict[tuple[int, bool], PlanRuntime] = {}
 
@@ -232,13 +234,13 @@ class PipelineRunner:
             return ()
 
         was_training = self.local.training
+        most_unsent, self._sends.most_unsent = self._sends.most_unsent, MOST_UNSENT
         self.local.train(False)
         try:
             runtime = self._runtime(len(micro_batches), has_backward=False)
-            runtime.run(
-                micro_batches, take, sends=self._sends, most_unsent=MOST_UNSENT, recorder=recorder
-            )
+            runtime.run(micro_batches, take, sends=self._sends, recorder=recorder)
         finally:
+            self._sends.most_unsent = most_unsent
             self.local.train(was_training)
 
     def _runtime(self, num_micro_batches: int, *, has_backward: bool) -> PlanRuntime:

@@ -67,14 +67,12 @@ class PlanRuntime(_PipelineScheduleRuntime):
         loss_of: Callable[[Any, MicroBatch], Any],
         *,
         sends: Sends,
-        most_unsent: int | None = None,
         recorder: Recorder = NO_RECORDER,
     ) -> list[torch.Tensor]:
         """Carries the plan out.
 
         Args:
             loss_of: (output of the last stage, micro-batch) -> its loss, or nothing.
-            most_unsent: see `Sends.start`.
 
         Returns:
             The losses, in the order of the plan; none but on the rank of the last stage.
@@ -82,7 +80,7 @@ class PlanRuntime(_PipelineScheduleRuntime):
         stages = list(self.stage_of.values())
         moved = DeviceBatches(batches, stages[0].device, len(stages))
         for stage in stages:
-            stage.begin(moved, recorder, loss_of=loss_of, sends=sends, most_unsent=most_unsent)
+            stage.begin(moved, recorder, loss_of=loss_of, sends=sends)
         sends.num_bytes = 0
         try:
             with _without_schedule_in_log():

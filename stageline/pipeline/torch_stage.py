@@ -69,25 +69,23 @@ class DeviceBatches:
 
 
 class Sends:
-    """Transfers to other ranks that are under way; a tensor is let go as soon as it has arrived.
+    """Transfers to other ranks that are under way; a tensor is let go when it has arrived.
 
     torch 2.13 keeps every tensor that it sends until the end of the step, 2.15 until its
     micro-batch comes back.
 
     Attributes:
         num_bytes: what was sent.
+        most_unsent: wait for the receiver when more than these are under way; None: never.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_unsent: int | None) -> None:
         self.num_bytes = 0
+        self.most_unsent = most_unsent
         self._going: deque[tuple[list[dist.Work], Tensors]] = deque()
 
-    def start(self, ops: Sequence[dist.P2POp], most_unsent: int | None) -> None:
-        """Starts sends and lets go of what has arrived.
-
-        Args:
-            most_unsent: wait for the receiver when more than these are under way.
-        """
+    def start(self, ops: Sequence[dist.P2POp]) -> None:
+        """Starts sends and lets go of what has arrived."""
         tensors = tuple(op.tensor for op in ops)
         self.num_bytes += sum(tensor.nbytes for tensor in tensors)
         works = []
@@ -98,8 +96,8 @@ class Sends:
         self._going.append((works, tensors))
         while self._going and all(work.is_completed() for work in self._going[0][0]):
             self._going.popleft()
-        if most_unsent is not None:
-            self.wait(most_unsent)
+        if self.most_unsent is not None:
+            self.wait(self.most_unsent)
 
     def wait(self, most: int = 0) -> None:
         """Waits until at most so many are under way."""
@@ -134,7 +132,6 @@ class StagelineStage(PipelineStage):
     Attributes:
         micro_batches: of the step.
         sends: starts sends at once and keeps count of them; None: the schedule does.
-        most_unsent: see `Sends.start`.
         loss_of: (output, micro-batch) -> loss, on the last stage; None: the schedule has a loss_fn.
         losses: what `loss_of` gave, in the order of the passes.
     """
@@ -174,7 +171,6 @@ class StagelineStage(PipelineStage):
         self.micro_batches = DeviceBatches((), device)
         self.recorder: Recorder = NO_RECORDER
         self.sends: Sends | None = None
-        self.most_unsent: int | None = None
         self.loss_of: Callable[[Any, MicroBatch], Any] | None = None
         self.losses: list[torch.Tensor] = []
         self._came: dict[int, Tensors] = {}  # what a forward pass takes
@@ -190,13 +186,12 @@ class StagelineStage(PipelineStage):
         *,
         loss_of: Callable[[Any, MicroBatch], Any] | None = None,
         sends: Sends | None = None,
-        most_unsent: int | None = None,
     ) -> None:
         """Takes what the passes of a step are made on; see the attributes."""
         self.clear_runtime_states()
         self.micro_batches, self.recorder = micro_batches, recorder
         self.loss_of = loss_of if self.is_last else None
-        self.sends, self.most_unsent = sends, most_unsent
+        self.sends = sends
 
     # transfers
 
@@ -231,7 +226,7 @@ class StagelineStage(PipelineStage):
         ops = self._ops(dist.isend, tensors, stage)
         if self.sends is None:
             return ops
-        self.sends.start(ops, self.most_unsent)
+        self.sends.start(ops)
         return []
 
     def _ops(self, op: Callable, tensors: Tensors, stage: int) -> list[dist.P2POp]:
