@@ -314,6 +314,12 @@ def convert(
 ) -> Namespace:
     """Text -> typed values; every error names the option, its value and the type."""
     hints = option_types(parser)
+    if gone := [str(item) for name, item in settings.items() if name in _GONE]:
+        raise OptionError(
+            f"{', '.join(gone)}: there is no such option any more. Loader workers prepare rows and "
+            f"images while a step is computed: drop {'it' if len(gone) == 1 else 'them'}, and "
+            "train with --num-workers 1."
+        )
     words = []
     for name, item in settings.items():
         if name not in hints:
@@ -386,6 +392,8 @@ _OLD_NAMES = {
     "torch_dtype": "dtype",
     "use_lora": "llm-lora-num",
 }
+# options of the release before this one
+_GONE = ("image_cache", "image_cache_gib", "token_cache", "token_cache_workers")
 _TABLE = Path(__file__).parents[1] / "commands" / "llamafactory_keys.yaml"
 
 

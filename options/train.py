@@ -15,7 +15,6 @@ from options.data import (
     ImageOptions,
     PreviewOptions,
     ShapeOptions,
-    TokenCacheOptions,
 )
 from options.fields import OptionError, free_option, option, option_fields, spelled
 from options.memory import AttentionOptions, MemoryOptions, StreamingOptions
@@ -439,7 +438,6 @@ class ProgressOptions:
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(
     CorpusRunOptions,
-    TokenCacheOptions,
     PreviewOptions,
     AttentionOptions,
     DataOptions,
