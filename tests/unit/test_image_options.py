@@ -289,7 +289,7 @@ def test_training_and_evaluation_have_the_same_options():
         (("--min-tiles", "3", "--max-tiles", "2"), "--min-tiles 3 is more than --max-tiles 2"),
         (("--min-pixels", "9", "--max-pixels", "8"), "--min-pixels 9 is more than --max-pixels 8"),
         (("--image-cache", "a", "--token-cache", "b"), "a, --token-cache b: there is no such"),
-        (("--image-cache-gib", "3"), "drop it, and train with --num-workers 1"),
+        (("--image-cache-gib", "3"), "train with --num-workers 1"),
         (("--max-image-pixels", "0"), "--max-image-pixels 0 is out of range"),
         (("--max-image-pixels", "200000000"), "at most 178000000"),
         (("--max-tiles", "0"), "--max-tiles 0 is out of range"),
