@@ -497,6 +497,16 @@ class CheckOptions:
         "what the split is compared with: the library's whole model, or the part on one stage; "
         "auto: the library's where it has one",
     )
+    exported: str | None = option(
+        None,
+        "exported folder: compare it with the checkpoint at --model-path, and check no split",
+        is_path=True,
+    )
+    adapter_weights: list[float] | None = option(
+        None,
+        "how much of each adapter was added to the exported model; default: all of it",
+        needs={"--exported FOLDER": "it says how that was made"},
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
