@@ -214,8 +214,12 @@ def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
         for name, key in TRAIN_KEYS.items()
         if name not in DATA_KEYS or name in given or has_data
     }
+    if "exported" in given and "train_model" not in given:
+        del keys["train_model"]  # that of the architecture
     arguments = read_arguments(words, CheckConfig, keys=keys)
     run = settled(arguments.run)
+    if run.exported is not None:
+        return replace(arguments, run=run)
     for check in CHECKS_OF_SPLIT:
         check(run)
     check_attention(run, arguments.parts["train_model"])

@@ -144,12 +144,10 @@ def padding(bench: Bench) -> None:
         language = "chinese" if name == "Chinese" else "english"
         settings = {"files": [str(file) for file in files], "workers": 2, "language": language}
         settings["tokenizer"] = given.tokenizer
-        for pieces in ("even", "greedy"):
-            folder = bench.folder / f"padding-{name}-{pieces}"
-            folder.mkdir()
-            told = settings | {"folder": str(folder), "pieces": pieces}
-            bench.run("ours", told, script="corpus_workers.py")
-            corpus_tables.add_padding(name, pieces, folder / "ours")
+        folder = bench.folder / f"padding-{name}"
+        folder.mkdir()
+        bench.run("ours", settings | {"folder": str(folder)}, script="corpus_workers.py")
+        corpus_tables.add_padding(name, folder / "ours")
     corpus_tables.print_padding()
 
 

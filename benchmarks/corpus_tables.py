@@ -7,8 +7,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 Results = dict[str, list[dict[str, float]]]
-_padding: dict[str, dict[str, Any]] = {}
-_packed: dict[tuple[str, str], float] = {}
+_padding: dict[str, Any] = {}
+_packed: dict[str, float] = {}
 
 
 def print_speed(results: Results, size: float, workers: int) -> None:
@@ -45,13 +45,13 @@ def print_memory(peaks: dict[tuple[str, float], dict[str, float]]) -> None:
         print(f"| {name} | " + " | ".join(cells) + " |")
 
 
-def add_padding(name: str, pieces: str, prefix: Path) -> None:
+def add_padding(name: str, prefix: Path) -> None:
     """Keeps the figures of a corpus for the table."""
     sys.path.insert(0, str(ROOT))
     from stageline.corpus.pack import pack_corpus, stats
 
-    _padding.setdefault(name, {})[pieces] = stats(prefix).whole
-    _packed[name, pieces] = pack_corpus(prefix).padding
+    _padding[name] = stats(prefix).whole
+    _packed[name] = pack_corpus(prefix).padding
 
 
 def print_padding() -> None:
@@ -60,21 +60,20 @@ def print_padding() -> None:
     print("| | " + " | ".join(_padding) + " |")
     print("|---|" + "---|" * len(_padding))
     lines = {
-        "documents; longer than a row": lambda even, greedy: (
-            f"{even.num_documents:,}; {even.num_cut_documents / even.num_documents:.1%}"
+        "documents; longer than a row": lambda one: (
+            f"{one.num_documents:,}; {one.num_cut_documents / one.num_documents:.1%}"
         ),
-        "segments; tokens": lambda even, greedy: f"{even.num_segments:,}; {even.num_tokens:,}",
-        "a segment a row, even or greedy": lambda even, greedy: f"{even.padding['segments']:.1%}",
-        "concat-and-chunk": lambda even, greedy: f"{greedy.padding['chunks']:.2%}",
-        "... documents it cuts of those that fit": lambda even, greedy: (
-            f"{even.num_chunk_cuts / (even.num_documents - even.num_cut_documents):.1%}"
+        "segments; tokens": lambda one: f"{one.num_segments:,}; {one.num_tokens:,}",
+        "a segment a row": lambda one: f"{one.padding['segments']:.1%}",
+        "concat-and-chunk": lambda one: f"{one.padding['chunks']:.2%}",
+        "... documents it cuts of those that fit": lambda one: (
+            f"{one.num_chunk_cuts / (one.num_documents - one.num_cut_documents):.1%}"
         ),
     }
-    for pieces in ("greedy", "even"):
-        cells = [f"{_packed[name, pieces]:.2%}" for name in _padding]
-        print(f"| best-fit of {pieces} segments (.pack) | " + " | ".join(cells) + " |")
+    cells = [f"{_packed[name]:.2%}" for name in _padding]
+    print("| best-fit (.pack) | " + " | ".join(cells) + " |")
     for title, cell in lines.items():
-        cells = [cell(one["even"], one["greedy"]) for one in _padding.values()]
+        cells = [cell(one) for one in _padding.values()]
         print(f"| {title} | " + " | ".join(cells) + " |")
 
 

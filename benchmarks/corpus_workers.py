@@ -29,7 +29,7 @@ def make_cutter(settings: Settings) -> Any:
     from stageline.corpus.encoder import load_encoder
     from stageline.corpus.header import CutRules
 
-    rules = CutRules(settings.get("seq_length", 1024), pieces=settings.get("pieces", "even"))
+    rules = CutRules(settings.get("seq_length", 1024))
     splitter = getattr(sentences, settings.get("language", "english"))
     return DocumentCutter(load_encoder(settings["tokenizer"]), splitter, rules)
 

@@ -1,11 +1,11 @@
-"""How long the first and the last stage wait for images, with and without workers and cache.
+"""How long the first and the last stage wait for images, with and without workers.
 
 python benchmarks/image_loading.py --seconds 1 --steps 6
 
 Photographs made here (JPEG, several a sample), InternVL's processor with its real tiles of 448
 pixels, the loader and the collate part of a training run. The step itself is a sleep: it stands for
-a GPU that computes while the processor's cores are free. Each line is a process of its own, so what
-is remembered is in the folder of the cache alone. Prints a table in Markdown.
+a GPU that computes while the processor's cores are free. Each line is a process of its own. Prints
+a table in Markdown.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from dataset import sft
 from prompt_fn import auto, fill
 from stageline.checking.tiny_models import tiny_processor
 from stageline.data.batches.loader import MicroBatchLoader
-from stageline.data.images.image_settings import make_image_settings, using_images
+from stageline.data.images.image_settings import ImageSettings, using_images
 from stageline.data.images.tiling import Tiling, prepare_images
 from stageline.data.rows.json_lines import JsonLines
 from stageline.data.text.processor import compose_processor
@@ -79,15 +79,11 @@ def make_data(folder: Path, *, num_rows: int, side: int) -> None:
     write_lines(folder / "rows.jsonl", rows)
 
 
-def run_epoch(
-    folder: str, stage: int, num_workers: int, cache: str | None, seconds: float, results: Any
-) -> None:
+def run_epoch(folder: str, stage: int, num_workers: int, seconds: float, results: Any) -> None:
     """One epoch in a new process: what each step waited, and the time of cores it took here."""
     torch.set_num_threads(1)
     processor = real_tiles()
-    images = make_image_settings(
-        max_pixels=50_000_000, max_images=None, cache_folder=cache, cache_gib=100
-    )
+    images = ImageSettings()
     prepare_images(processor, images, Tiling())
     with using_images(images):
         dataset = JsonLines(dataset_path=f"{folder}/rows.jsonl", test_size=0)
@@ -132,25 +128,19 @@ def measure(*arguments: Any) -> tuple[list[float], list[float]]:
 
 def report(options: argparse.Namespace, folder: Path) -> None:
     """The table: first step apart, since it has nothing to overlap with."""
-    print("| stage | workers | cache | first step, s | wait of later steps, s | share | cores, s |")
-    print("|---|---|---|---|---|---|---|")
+    print("| stage | workers | first step, s | wait of later steps, s | share | cores, s |")
+    print("|---|---|---|---|---|---|")
     for stage in (0, NUM_STAGES - 1):
         for num_workers in options.workers:
-            for cache in ("none", "cold", "warm"):
-                place = None if cache == "none" else f"{folder}/cache-{stage}-{num_workers}"
-                waits, cores = measure(str(folder), stage, num_workers, place, options.seconds)
-                later, busy = (sum(times[1:]) / len(times[1:]) for times in (waits, cores))
-                share = 100 * later / (later + options.seconds)
-                name = "first" if stage == 0 else "last"
-                print(
-                    f"| {name} | {num_workers} | {cache} | {waits[0]:.2f} | {later:.3f} | "
-                    f"{share:.0f} % | {busy:.3f} |",
-                    flush=True,
-                )
-    kept = sum(path.stat().st_size for path in (folder / "cache-0-0/pixels").rglob("*.safetensors"))
-    files = sum(path.stat().st_size for path in folder.glob("*.jpg"))
-    count = options.steps * ROWS_PER_STEP * IMAGES_PER_SAMPLE
-    print(f"\na picture: {files / count / 1e6:.2f} MB of JPEG, {kept / count / 1e6:.2f} MB kept")
+            waits, cores = measure(str(folder), stage, num_workers, options.seconds)
+            later, busy = (sum(times[1:]) / len(times[1:]) for times in (waits, cores))
+            share = 100 * later / (later + options.seconds)
+            name = "first" if stage == 0 else "last"
+            print(
+                f"| {name} | {num_workers} | {waits[0]:.2f} | {later:.3f} | {share:.0f} % | "
+                f"{busy:.3f} |",
+                flush=True,
+            )
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from parse_args import Arguments, save_config
 from register import load_target
 from stageline.checkpoint.plain_folder import folder_facts, plain_folder
 from stageline.data.batches.batch import encode_sample
-from stageline.data.images.image_settings import ImageSettings, make_image_settings, using_images
+from stageline.data.images.image_settings import ImageSettings, using_images
 from stageline.data.images.tiling import Tiling, match_config, prepare_images
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.data.text.chat import stop_ids_with
@@ -276,7 +276,7 @@ def answer_samples(
         plan_model(arguments)
         return None
     replicas = EvaluationReplicas() if run.check_only else own_replica(run)
-    images = make_image_settings(**run.image_limits())
+    images = ImageSettings(**run.image_limits())
     with using_images(images), leaving_out(BadRows(run.skip_bad_rows)) as bad_rows:
         dataset = open_dataset()
     rows = range(min(len(dataset), run.limit or len(dataset)))

@@ -2,7 +2,7 @@
 
 `python check_model.py` takes the options of a training command, as they are. It builds the stages
 with the functions that train_pp.py uses. Exit code 0: equal; 1: a difference, the table says which;
-2: a wrong option.
+2: a wrong option. With `--exported` it compares an exported folder with its checkpoint instead.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ def main() -> int:
     arguments = parse_check_args()
     freeze_registers()
     arguments = dataclasses.replace(arguments, run=with_folders(arguments.run))
+    if arguments.run.exported is not None:
+        from commands.export import check_exported
+
+        return check_exported(arguments)
     from stageline.distributed.launch import launch_if_needed  # after the options: --help
 
     arguments, schedule = resolve_schedule(arguments)

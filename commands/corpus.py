@@ -257,7 +257,6 @@ def write(arguments: CorpusArguments) -> None:
     splits = run.do_split_sentences and splitter.facts["splits_sentences"]
     rules = CutRules(
         seq_length=run.seq_length,
-        pieces=run.pieces,
         splits_sentences=splits,
         keeps_newlines=run.do_keep_newlines,
         adds_bos=run.add_bos,

@@ -8,23 +8,27 @@ python export.py --model-path runs/x/checkpoints/step-100 --output-path my_model
 import argparse
 import functools
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commands import importing
 from commands.stages import StageBuilder, lora_options, stage_key
 from options.parts import chosen_part
-from register import import_parts, import_shelf, train_model_register
+from register import import_parts
 from stageline.errors import UserError
 from stageline.hub import local_folder, read_name
 
 if TYPE_CHECKING:
+    from parse_args import CheckArguments
     from stageline.checking.proof import ProveMode
     from stageline.stage import Stage
 
 DTYPES = ("float32", "bfloat16", "float16")
 ANY_FOLDER = "any Hugging Face folder or hub name (owner/name[@revision])"
 NUM_STAGES = 2  # that an export is compared with
+# options of the release before this one
+_GONE = ("--verify", "--no-verify", "--prove-split", "--train-model")
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -98,25 +102,6 @@ def make_parser() -> argparse.ArgumentParser:
         help="largest file of weights, in bytes or as 5GB (default: 5GB)",
     )
     add(
-        "--verify",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="load the result in plain transformers and compare logits and generated tokens with "
-        "the stages' (default: on, where the host's memory is enough)",
-    )
-    add(
-        "--prove-split",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="compare the stages with the whole model first, on a cut-down copy (default: auto: "
-        "unless that is recorded of this model)",
-    )
-    add(
-        "--train-model",
-        metavar="KEY",
-        help="the part whose stages the result is compared with (default: by the architecture)",
-    )
-    add(
         "--import",
         dest="imports",
         action="append",
@@ -139,6 +124,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Exports and says what was written."""
+    if gone := [word for word in sys.argv[1:] if word.partition("=")[0] in _GONE]:
+        raise UserError(
+            f"{gone[0]}: an export is not compared with its checkpoint any more. Leave the option "
+            "out; stageline check --exported FOLDER --model-path CHECKPOINT compares them."
+        )
     options = make_parser().parse_args()
     with importing():  # after the options: --help answers at once
         import torch
@@ -149,15 +139,7 @@ def main() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if options.verify or options.train_model:
-        import_shelf("pp_models")
     import_parts(dict.fromkeys(options.imports))
-    if options.train_model and options.train_model not in train_model_register:
-        raise UserError(
-            f"--train-model {options.train_model} is not in the registry. Choose one of "
-            f"{', '.join(train_model_register)}, or register it in a file and give it with "
-            "--import."
-        )
     paths = [local_folder(path, option="`adapter_path`") for path in options.adapter_path or ()]
     if options.adapter_weights and not paths:
         raise UserError(
@@ -171,26 +153,48 @@ def main() -> None:
         adapters=Adapters(tuple(paths), options.adapter_weights) if paths else None,
         dtype=getattr(torch, options.dtype) if options.dtype else None,
         max_shard_bytes=options.max_shard_size,
-        verifies=options.verify,
         overwrites=options.overwrite,
-        make_stages=functools.partial(
-            make_stages,
-            key=options.train_model,
-            trust_remote_code=options.trust_remote_code,
-            prove_split=options.prove_split,
-        ),
         trust_remote_code=options.trust_remote_code,
     )
     print(f"exported the {'adapter' if report.is_adapter else 'model'} to {report.folder}")
-    verdict = report.verdict
-    if verdict is not None:
-        print(
-            f"compared with {verdict.reference} ({' and '.join(verdict.probes)}): logits differ by "
-            f"{verdict.difference:.1e} of the largest, {verdict.tolerance} is allowed; generated "
-            "tokens agree"
-        )
     for note in report.notes:
         print(f"note: {note}")
+
+
+def check_exported(arguments: "CheckArguments") -> int:
+    """Compares an exported folder with its checkpoint, says how, and returns the exit code."""
+    with importing():
+        from stageline.checkpoint.adapter_start import Adapters
+        from stageline.checkpoint.check_export import check_export
+        from stageline.checkpoint.export_files import find_source
+    run, part = arguments.run, arguments.parts.get("train_model")
+    if run.model_path is None:
+        raise UserError(
+            "--exported has nothing to be compared with. Add --model-path and the checkpoint that "
+            "was exported."
+        )
+    assert run.exported is not None
+    added, weights = tuple(map(Path, run.adapter_path or ())), run.adapter_weights
+    verdict = check_export(
+        find_source(run.model_path),
+        Path(run.exported),
+        make_stages=functools.partial(
+            make_stages,
+            key=None if part is None else part.key,
+            trust_remote_code=run.trust_remote_code,
+            prove_split=run.prove_split,
+        ),
+        adapters=Adapters(added, tuple(weights) if weights else None) if added else None,
+        trust_remote_code=run.trust_remote_code,
+    )
+    print(
+        f"compared with {verdict.reference} ({' and '.join(verdict.probes)}): logits differ by "
+        f"{verdict.difference:.1e} of the largest, {verdict.tolerance} is allowed; generated "
+        "tokens agree"
+    )
+    for note in verdict.notes:
+        print(f"note: {note}")
+    return 0
 
 
 def make_stages(

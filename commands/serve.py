@@ -103,7 +103,7 @@ def serve(arguments: ServeArguments, decoding: Any, api_keys: tuple[str, ...]) -
 def make_service(arguments: ServeArguments, decoding: Any, settings: ServerSettings) -> Service:
     """The server without HTTP; tries the chat template once."""
     from commands.answer_run import prepare_texts
-    from stageline.data.images.image_settings import make_image_settings
+    from stageline.data.images.image_settings import ImageSettings
     from stageline.data.images.tiling import Tiling, match_config, prepare_images
     from stageline.serving.prompts import PromptMaker
     from stageline.serving.service import Service
@@ -111,7 +111,7 @@ def make_service(arguments: ServeArguments, decoding: Any, settings: ServerSetti
     run, parts = arguments.run, arguments.parts
     tiling = Tiling(**run.tiling())
     prepare_texts(parts["prompt_fn"], decoding.processor, decoding.engine)
-    prepare_images(decoding.processor, make_image_settings(**run.image_limits()), tiling)
+    prepare_images(decoding.processor, ImageSettings(**run.image_limits()), tiling)
     if tiling.is_given:
         match_config(decoding.config, decoding.processor)
     prompts = PromptMaker(

@@ -33,7 +33,7 @@ from stageline.data.batches.collate import encode_sft
 from stageline.data.batches.collate_part import as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.batches.preference import WithOthers
-from stageline.data.batches.preflight import MOST_CHECKED, check_vocabulary, preflight
+from stageline.data.batches.preflight import check_vocabulary, preflight
 from stageline.data.batches.preview import preview
 from stageline.data.batches.sampler import (
     StepSampler,
@@ -46,16 +46,9 @@ from stageline.data.batches.sampler import (
     whole_groups,
 )
 from stageline.data.batches.step_maker import make_dataset, padding_argument
-from stageline.data.batches.token_cache import (
-    TokenCache,
-    fill_token_cache,
-    token_key,
-    use_token_cache,
-)
-from stageline.data.images.image_settings import make_image_settings, using_images
+from stageline.data.images.image_settings import ImageSettings, using_images
 from stageline.data.images.tiling import Tiling, prepare_images
 from stageline.data.rows.bad_rows import BadRows, leaving_out
-from stageline.data.rows.readers import data_fingerprint
 from stageline.data.text.processor import get_pad_token_id, get_tokenizer, load_processor
 from stageline.device import is_accelerator
 from stageline.distributed.process_group import DistributedContext
@@ -96,11 +89,6 @@ def check_tokens_taken(arguments: TrainArguments, dataset: Dataset) -> None:
             f"--collate-fn {collate.key} {came}, whose samples are token ids. A collate_fn part "
             "that takes them was expected, because there is no text to fill a template with: use "
             "--collate-fn pt."
-        )
-    if run.token_cache is not None:
-        raise UserError(
-            f"--token-cache {came}, whose samples are token ids. Text was expected, because there "
-            "is nothing to keep: leave it out."
         )
     if run.packing and getattr(dataset, "packed", None) is not None:
         raise UserError(
@@ -173,7 +161,7 @@ class Data:
         prompt_fn = parts["prompt_fn"]
         if prompt_fn.facts["prepare"] is not None:
             load_target(prompt_fn.facts["prepare"])(self.processor, **prompt_fn.kwargs)
-        images = make_image_settings(**run.image_limits())
+        images = ImageSettings(**run.image_limits())
         prepare_images(self.processor, images, Tiling(**run.tiling()))
         self.pad_token_id = get_pad_token_id(self.processor)
         mixture = mixture_of(run, parts["dataset"])
@@ -207,8 +195,6 @@ class Data:
             encode = functools.partial(encode_sft, **options)
         # not of stage 0: that one warns of samples that are cut
         self.encode = functools.partial(encode, stage=1)
-        self.tokens = TokenCache(**self.texts)
-        use_token_cache(self.processor, self.tokens)
 
 
 START, FILES, TEXTS = "start weights", "files of model and tokenizer", "texts of templates"
@@ -273,8 +259,6 @@ def check_data(arguments: TrainArguments) -> Data:
             "rows are a stream or are drawn by types. Drop --last-rows; types are filled up with "
             "--drop-mode first_ends_fill or last_ends_fill."
         )
-    if run.token_cache is not None:
-        keep_tokens(arguments, data, run.token_cache)
     config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
     check_tied_head(run, config)
     vocab_size = num_rows_of(run, config, new_tokens=data.new_tokens)
@@ -328,29 +312,6 @@ def settle_steps(plan: RunPlan, data: Data) -> RunPlan:
     return dataclasses.replace(plan, run=run)
 
 
-def keep_tokens(arguments: TrainArguments, data: Data, folder: str) -> None:
-    """Encodes all rows, or finds them encoded; from then on they are looked up.
-
-    Before any process group exists: no other rank times out while this one works.
-    """
-    run, part = arguments.run, arguments.parts["collate_fn"]
-    for dataset in filter(None, (data.train, data.test)):
-        fill_token_cache(
-            folder,
-            data.tokens,
-            dataset,
-            encode=data.encode,
-            key=token_key(
-                **data.texts,
-                processor=data.processor,
-                collate=part.bound,
-                fingerprint=data_fingerprint(dataset),
-            ),
-            num_workers=run.token_cache_workers,
-            say=say,
-        )
-
-
 def asks_for(part: ChosenPart, fact: str) -> bool:
     """Whether a fact holds: yes or no, or a function of the part's options."""
     answer = part.facts[fact]
@@ -402,18 +363,17 @@ def check_rows(arguments: TrainArguments, data: Data, dataset: Any, vocab_size: 
             )
         )
         return dataset
-    with data.tokens.keeping(MOST_CHECKED):  # for the first steps
-        report = preflight(
-            dataset,
-            **data.texts,
-            processor=data.processor,
-            max_token_num=run.max_token_num,
-            overlong=overlong,
-            vocab_size=vocab_size,
-            bad_rows=data.bad_rows,
-            seed=run.seed,
-            encode=data.encode,
-        )
+    report = preflight(
+        dataset,
+        **data.texts,
+        processor=data.processor,
+        max_token_num=run.max_token_num,
+        overlong=overlong,
+        vocab_size=vocab_size,
+        bad_rows=data.bad_rows,
+        seed=run.seed,
+        encode=data.encode,
+    )
     size = group_size_of(dataset)
     bad = set(whole_groups(report.bad, size))
     with_them = len(bad) - len(report.bad)

@@ -17,7 +17,7 @@ from stageline.checkpoint.adapter import (
     refuse_two_ways,
 )
 from stageline.checkpoint.adapter_start import Adapters
-from stageline.checkpoint.plain_model import check_weights, load_whole
+from stageline.checkpoint.plain_model import load_whole
 from stageline.data.text.processor import load_processor
 from stageline.device import VISIBLE, accelerators
 from stageline.errors import UserError
@@ -57,7 +57,6 @@ def build(
             "that stay as they are were expected below them, because few bits cannot take up what "
             "is added: merge them first (export.py), or give one adapter and no weights."
         )
-    check_weights(source.folder)
     options = _options(trust_remote_code, attn_implementation)
     device_map = make_device_map(
         source.config, dtype=dtype, quantization=quantization, **where, **options

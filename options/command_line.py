@@ -314,6 +314,11 @@ def convert(
 ) -> Namespace:
     """Text -> typed values; every error names the option, its value and the type."""
     hints = option_types(parser)
+    if gone := [name for name in settings if name in _GONE and name not in hints]:
+        raise OptionError(
+            f"{', '.join(str(settings[name]) for name in gone)}: there is no such option any more. "
+            f"{' '.join(dict.fromkeys(_GONE[name] for name in gone))}"
+        )
     words = []
     for name, item in settings.items():
         if name not in hints:
@@ -385,6 +390,17 @@ _OLD_NAMES = {
     "tokenizer_name": "processor-path",
     "torch_dtype": "dtype",
     "use_lora": "llm-lora-num",
+}
+_LOADED = (
+    "Loader workers prepare rows and images while a step is computed: train with --num-workers 1."
+)
+# options of the release before this one, and what to do instead
+_GONE = {
+    "image_cache": _LOADED,
+    "image_cache_gib": _LOADED,
+    "token_cache": _LOADED,
+    "token_cache_workers": _LOADED,
+    "pieces": "Documents are cut greedily, into the fewest and longest segments: leave it out.",
 }
 _TABLE = Path(__file__).parents[1] / "commands" / "llamafactory_keys.yaml"
 

@@ -49,11 +49,6 @@ class WriteConfig:
     seq_length: int = option(
         1024, "tokens of a segment at most, with BOS and EOS", at_least=8, at_most=2**30
     )
-    pieces: Literal["even", "greedy"] = option(
-        "even",
-        "a long document's segments: even ones of near-equal length, for a segment a row; greedy "
-        "ones as long as can be, for packed rows. There are equally many",
-    )
     add_bos: bool | None = option(
         None, "BOS in front of each document; default: where the tokenizer has one"
     )

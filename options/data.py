@@ -1,4 +1,4 @@
-"""The options about data: rows, batches, images, caches, corpora, examples and reports."""
+"""The options about data: rows, batches, images, corpora, examples and reports."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -115,19 +115,6 @@ class TilingOptions:
 class ImageOptions(TilingOptions):
     """Images"""
 
-    image_cache: str | None = free_option(
-        None,
-        "folder that keeps processed images for later epochs and runs; default: none is kept",
-        is_output=True,
-        shapes_answers=False,
-    )
-    image_cache_gib: float = free_option(
-        20.0,
-        "size at which nothing more is added to --image-cache",
-        at_least=0,
-        needs={"--image-cache FOLDER": "it is the size of that folder"},
-        shapes_answers=False,
-    )
     # more than this Pillow takes for an attack
     max_image_pixels: int = free_option(
         50_000_000,
@@ -145,8 +132,6 @@ class ImageOptions(TilingOptions):
         return {
             "max_pixels": self.max_image_pixels,
             "max_images": self.max_images_per_sample,
-            "cache_folder": self.image_cache,
-            "cache_gib": self.image_cache_gib,
         }
 
 
@@ -159,24 +144,6 @@ def check_images(run: ImageOptions) -> None:
                 f"{spelled(least)} {low} is more than {spelled(most)} {high}. At most as much was "
                 "expected, because an image must fit both: exchange them, or leave one out."
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenCacheOptions:
-    """Token cache"""
-
-    token_cache: str | None = free_option(
-        None,
-        "folder that keeps the token ids of all rows for later epochs and runs; default: none is "
-        "kept",
-        is_output=True,
-    )
-    token_cache_workers: int = free_option(
-        0,
-        "processes that fill --token-cache before training; 0: the run's own",
-        at_least=0,
-        needs={"--token-cache FOLDER": "they fill that folder"},
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

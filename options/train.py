@@ -15,7 +15,6 @@ from options.data import (
     ImageOptions,
     PreviewOptions,
     ShapeOptions,
-    TokenCacheOptions,
 )
 from options.fields import OptionError, free_option, option, option_fields, spelled
 from options.memory import AttentionOptions, MemoryOptions, StreamingOptions
@@ -439,7 +438,6 @@ class ProgressOptions:
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(
     CorpusRunOptions,
-    TokenCacheOptions,
     PreviewOptions,
     AttentionOptions,
     DataOptions,
@@ -498,6 +496,16 @@ class CheckOptions:
         "auto",
         "what the split is compared with: the library's whole model, or the part on one stage; "
         "auto: the library's where it has one",
+    )
+    exported: str | None = option(
+        None,
+        "exported folder: compare it with the checkpoint at --model-path, and check no split",
+        is_path=True,
+    )
+    adapter_weights: list[float] | None = option(
+        None,
+        "how much of each adapter was added to the exported model; default: all of it",
+        needs={"--exported FOLDER": "it says how that was made"},
     )
 
 

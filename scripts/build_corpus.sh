@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds a pre-training corpus of several texts, a type each, and shows what it is made of.
 #   bash scripts/build_corpus.sh                   # of the guides of this repository, in a minute
-#   bash scripts/build_corpus.sh --pieces greedy   # options are those of `corpus.py write --help`
+#   bash scripts/build_corpus.sh --num-workers 4   # options are those of `corpus.py write --help`
 # With text of your own: write it below. Stopped or killed, the same command goes on.
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 

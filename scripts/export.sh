@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Makes one plain Hugging Face folder of a checkpoint: a model, or an adapter for peft.
 #   bash scripts/export.sh --model-path runs/x/checkpoints/step-100 --output-path my_model
-# Needs host memory for the whole model; it is compared with the checkpoint's stages where there is
-# twice that in float32. Options: bash scripts/export.sh --help
+# Needs host memory for the whole model. `stageline check --exported my_model --model-path CHECKPOINT`
+# compares both. Options: bash scripts/export.sh --help
 set -euo pipefail
 
 MERGE=0          # 1: add an adapter to its base, the result is a whole model

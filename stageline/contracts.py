@@ -26,8 +26,6 @@ CONTRACTS = {
     "collate_fn part",
     "loss_fn": "part(logits_BTV, micro_batch, *, num_targets, **own) -> a scalar, or (scalar, "
     "figures): sums over the micro-batch, divided by num_targets or another count of the batch",
-    "counts": "counts={name: f} where it is registered, f(micro_batch) -> a whole number, which "
-    "adds up over micro-batches; the part takes their sum by this name",
     "sim_fn": "part(a_NV, b_NV, **own) -> similarities [N]",
     "reward": "part(prompts, completions, samples, **own) -> a list with a number or None for each "
     "completion; a sample has num_tokens and is_cut of its answer and the prompt's images (PIL, or "

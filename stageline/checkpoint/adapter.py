@@ -371,13 +371,6 @@ def _stack_folders(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name)) or [folder]
 
 
-def adapter_files(folder: Path) -> list[Path]:
-    """The files that `read_stack` reads."""
-    return [
-        path / name for path in _stack_folders(folder) for name in (ADAPTER_CONFIG, ADAPTER_FILE)
-    ]
-
-
 def attach_adapter(hf_model: Model, adapter_path: str | Path) -> Model:
     """Puts an adapter on a filled transformers model, in place: same outputs as with `peft`.
 

@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,20 +182,16 @@ def verify(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def check_files(
-    folder: Path, manifest: Mapping[str, Any], names: Iterable[str] | None = None
-) -> None:
-    """Compares size and sha256 of files with the manifest, sizes first; of all, or of `names`.
+def check_files(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Compares size and sha256 of files with the manifest, sizes first.
 
     Raises:
-        CheckpointError: a file is missing, cut short, changed, outside, or not in the manifest.
+        CheckpointError: a file is missing, cut short, changed, or outside.
     """
-    files = manifest["files"]
-    paths: dict[Path, dict] = {}
-    for name in files if names is None else names:
-        if name not in files:
-            raise _damaged(folder / name, "is not in the manifest", "only files that are in it")
-        paths[inside(folder, name, told_by=folder / MANIFEST)] = files[name]
+    paths: dict[Path, dict] = {
+        inside(folder, name, told_by=folder / MANIFEST): facts
+        for name, facts in manifest["files"].items()
+    }
     for path, facts in paths.items():
         if not path.is_file():
             raise _damaged(path, "is missing", f"{facts['size']} bytes")
@@ -208,20 +204,6 @@ def check_files(
             raise _damaged(
                 path, f"is damaged: found sha256 {found[:12]}...", f"{facts['sha256'][:12]}..."
             )
-
-
-def check_read(paths: Iterable[Path]) -> None:
-    """Compares files that were read with the manifest of their folder, or of the one above.
-
-    Folders of other programs have none; then this does nothing. Raises as `check_files`.
-    """
-    by_home: dict[Path, list[str]] = {}
-    for path in paths:
-        home = next((home for home in (path.parent, path.parent.parent) if _is_ours(home)), None)
-        if home is not None:
-            by_home.setdefault(home, []).append(path.relative_to(home).as_posix())
-    for home, names in by_home.items():
-        check_files(home, read_manifest(home), sorted(names))
 
 
 def _is_ours(folder: Path) -> bool:

@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
-from stageline.checkpoint.adapter import adapter_files, find_base, untie_if_changed
+from stageline.checkpoint.adapter import find_base, untie_if_changed
 from stageline.checkpoint.adapter_start import AdapterStart
 from stageline.checkpoint.files import (
     ADAPTER_CONFIG,
@@ -46,7 +46,6 @@ from stageline.checkpoint.init import (
     materialise,
     run_init,
 )
-from stageline.checkpoint.layout import check_read
 from stageline.errors import CheckpointError, UserError, is_out_of_memory
 from stageline.model_folder import read_json
 from stageline.modules.lora import WRAPPED, is_lora_name, strip_lora, unwrapped
@@ -177,9 +176,6 @@ def load_split_model(
     materialise(model, device=device, dtype=dtype, casts_others=False)
     start: AdapterStart = getattr(model, "start", None) or AdapterStart()
     start.begin(model, adapter, seed=seed)
-    # a stage looks at its own files: together the stages look at all of them
-    read = {files[name] for name in model.keys_read}
-    check_read([*read, *(adapter_files(adapter) if adapter is not None else [])])
     model.cast_note = cast_note(dtypes, model.keys_read, dtype)
     _check_numbers(model, files, key_map, checkpoint=checkpoint, adapter=adapter or checkpoint)
     check_filled(model, f"reading {checkpoint_path}")

@@ -1,4 +1,4 @@
-"""Exports a checkpoint as a plain Hugging Face folder, proved to compute what the checkpoint does.
+"""Exports a checkpoint as a plain Hugging Face folder.
 
 For engines that read no other folder one is exported once, of a training checkpoint, an adapter, or
 a model with adapters: it lies in a cache under a name made from the content.
@@ -7,22 +7,20 @@ a model with adapters: it lies in a cache under a name made from the content.
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from stageline import chaos
 from stageline.checkpoint.adapter import (
-    base_of,
     config_folder,
     find_base,
     read_adapter_config,
-    token_ids_on_disk,
 )
 from stageline.checkpoint.adapter_start import Adapters
 from stageline.checkpoint.export_files import (
@@ -42,84 +40,21 @@ from stageline.checkpoint.export_files import (
     write_model,
 )
 from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE, weight_files
-from stageline.checkpoint.host_memory import available_memory
 from stageline.checkpoint.init import round_weights
 from stageline.checkpoint.layout import MANIFEST, discard, draft_name, read_manifest, verify
 from stageline.checkpoint.plain_model import (
     CLASSIFIER,
-    Answer,
-    Inputs,
-    answer_of_model,
-    answer_of_stages,
-    compare_answers,
     is_scored,
-    load_base,
     load_plain,
-    load_with_peft,
-    make_probes,
-    tensor_dtypes,
     weight_sizes,
 )
 from stageline.checkpoint.shards import save_stop_ids
 from stageline.data.text.processor import get_pad_token_id
 from stageline.data.text.tokenizers import processor_of_weights
-from stageline.errors import CRASH, UserError
+from stageline.errors import UserError
 from stageline.hub import name_of
 from stageline.model_folder import load_config
 from stageline.modules.lora import merge_lora
-from stageline.stage import Stage
-
-# a checkpoint's folder -> its stages in float32 on the CPU, or why there are none
-StageMaker = Callable[[Path], Sequence[Stage] | str]
-# largest difference of a logit allowed, as a share of the largest; both sides are computed in
-# float32, so that the greater ones are what rounding the weights to a half type does
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-COMPUTE = torch.float32
-
-
-class ExportError(RuntimeError):
-    """What was written does not compute what the checkpoint does."""
-
-    exit_code = CRASH
-    kind = "export"
-
-
-@dataclass(frozen=True)
-class ExportVerdict:
-    """How an export was compared.
-
-    Attributes:
-        reference: what it was compared with, in words.
-        difference: largest difference of a logit, as a share of the largest.
-        probes: what was tried: text, image.
-        notes: what was not compared, and why.
-    """
-
-    reference: str
-    difference: float
-    tolerance: float
-    probes: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-
-
-def lacks_memory(source: Path, *, trust_remote_code: bool = False) -> str | None:
-    """Why a comparison does not fit into this machine's memory; None: it fits.
-
-    Two models in float32, though they are never there at once: loading one has peaks.
-    """
-    available = available_memory()
-    if available is None:
-        return None
-    count, _ = weight_sizes(base_of(source))
-    config = read_config_of_base(source, trust_remote_code=trust_remote_code)
-    vocab_size = getattr(config.get_text_config(decoder=True), "vocab_size", 0)
-    needed = 2 * count * COMPUTE.itemsize + 64 * vocab_size * COMPUTE.itemsize * 8
-    if needed <= available:
-        return None
-    return (
-        f"comparing needs {needed / 1e9:.1f} GB of host memory (twice the model in float32), "
-        f"{available / 1e9:.1f} GB are free"
-    )
 
 
 def read_config_of_base(folder: Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -127,100 +62,15 @@ def read_config_of_base(folder: Path, *, trust_remote_code: bool = False) -> Pre
     return load_config(config_folder(folder), trust_remote_code=trust_remote_code)
 
 
-def check_export(
-    source: Path,
-    exported: Path,
-    *,
-    rounded_to: torch.dtype | None,
-    make_stages: StageMaker | None = None,
-    adapters: Adapters | None = None,
-    trust_remote_code: bool = False,
-) -> ExportVerdict:
-    """Compares logits and greedy tokens of a checkpoint and of what was exported of it.
-
-    Args:
-        rounded_to: a half type that weights were rounded to; None: no weight was.
-        make_stages: makes the stages of the checkpoint; None: it answers in plain transformers.
-        adapters: what was added to the checkpoint.
-
-    Raises:
-        ExportError: they differ by more than the tolerance.
-    """
-    config = read_config_of_base(source, trust_remote_code=trust_remote_code)
-    told = [source, *(adapters.paths if adapters else ())]
-    new_ids = sorted({token for folder in told for token in token_ids_on_disk(folder)})
-    probes, note = make_probes(
-        config, exported, new_ids=new_ids, trust_remote_code=trust_remote_code
-    )
-    notes = [] if note is None else [f"compared without an image: {note}"]
-    expected, reference, why = _expected(source, probes, make_stages, adapters, trust_remote_code)
-    notes += [] if why is None else [why]
-    model = _load_exported(exported, trust_remote_code=trust_remote_code)
-    tolerance = TOLERANCE[rounded_to or COMPUTE]
-    worst = 0.0
-    for name, inputs in probes.items():
-        answer = answer_of_model(model, inputs)
-        difference, wrong_rows = compare_answers(expected[name], answer, tolerance=tolerance)
-        if not difference <= tolerance:  # also when it is NaN
-            raise ExportError(
-                f"the exported model's logits differ from the checkpoint's by {difference:.2e} of "
-                f"the largest ({name}, compared with {reference}), at most {tolerance} was "
-                "expected: what was written is not the same model. Nothing was kept; export with "
-                "`dtype` float32, and report this."
-            )
-        if wrong_rows:
-            raise ExportError(
-                f"the exported model generates other tokens than the checkpoint in {wrong_rows} "
-                f"rows ({name}, compared with {reference}), though its logits agree: the same were "
-                "expected, as nothing else decides about them. Nothing was kept; report this."
-            )
-        worst = max(worst, difference)
-    return ExportVerdict(reference, worst, tolerance, tuple(probes), tuple(notes))
-
-
-def _expected(
-    source: Path,
-    probes: dict[str, Inputs],
-    make_stages: StageMaker | None,
-    adapters: Adapters | None,
-    trust_remote_code: bool,
-) -> tuple[dict[str, Answer], str, str | None]:
-    """Answers of the checkpoint, of whom they are, and why not of its stages."""
-    why = None
-    if make_stages is not None and adapters is None:
-        stages = make_stages(source)
-        if not isinstance(stages, str):
-            answers = {name: answer_of_stages(stages, inputs) for name, inputs in probes.items()}
-            return answers, f"its {len(stages)} stages", None
-        why = f"compared with plain transformers, not with stages: {stages}"
-    model = load_plain(source, dtype=COMPUTE, trust_remote_code=trust_remote_code)
-    if adapters is not None:
-        adapters.merge(model)
-    answers = {name: answer_of_model(model, inputs, steps=True) for name, inputs in probes.items()}
-    return answers, "the checkpoint in plain transformers", why
-
-
-def _load_exported(folder: Path, *, trust_remote_code: bool) -> PreTrainedModel:
-    """As its user would: an adapter through `peft` where that is installed."""
-    if (folder / ADAPTER_CONFIG).exists():
-        base = load_base(folder, dtype=COMPUTE, trust_remote_code=trust_remote_code)
-        adapted = load_with_peft(folder, base)
-        if adapted is not None:
-            return adapted
-    return load_plain(folder, dtype=COMPUTE, trust_remote_code=trust_remote_code)
-
-
 MAX_SHARD_BYTES = 5_000_000_000
-HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was exported; `verdict` is None where it was not compared with the checkpoint."""
+    """Result of an export."""
 
     folder: Path
     is_adapter: bool
-    verdict: ExportVerdict | None
     notes: tuple[str, ...] = ()
 
 
@@ -228,45 +78,35 @@ def export_folder(
     source: str | Path,
     target: str | Path,
     *,
-    verifies: bool = True,
     overwrites: bool = False,
-    make_stages: StageMaker | None = None,
     **options: Any,
 ) -> ExportReport:
     """Exports a checkpoint folder, on one process that holds the whole model.
 
     Args:
         source: a folder that a run saved, or any Hugging Face model or adapter folder.
-        target: a new folder; it gets its name when all is there and was compared.
-        verifies: loads the result in plain transformers and compares logits and greedy tokens;
-            left out, with a note, where the host's memory is too small for it.
+        target: a new folder; it gets its name when all is there.
         overwrites: a model folder that is there is replaced at the end.
-        make_stages: makes the stages that the result is compared with; None: plain transformers.
         options: see `Export`.
 
     Raises:
         UserError: the source is not whole, or the target exists.
         StorageError: the new folder could not be written.
-        ExportError: the result computes something else.
     """
     export = Export(find_source(source), Path(target).expanduser().absolute(), **options)
     check_target(export.source, export.target, overwrites=overwrites)
     if (export.source / MANIFEST).exists():
         verify(export.source)
     export.check_kinds()
-    why_not = None
-    if verifies:
-        why_not = lacks_memory(export.source, trust_remote_code=export.trust_remote_code)
-    verdict = export.run(checks=verifies and why_not is None, make_stages=make_stages)
-    notes = [f"not compared: {why_not}"] if why_not else []
-    notes += verdict.notes if verdict else ()
+    export.run()
+    notes = []
     kind = read_run_facts(export.source).options.get("quantization") if export.merge else None
     if kind:
         notes.append(
             f"the adapter was trained above a base kept as {kind} and is added to the base's own "
             "weights, which the few bits had rounded: answers are near those of training"
         )
-    return ExportReport(export.target, export.keeps_adapter, verdict, tuple(notes))
+    return ExportReport(export.target, export.keeps_adapter, tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -322,31 +162,18 @@ class Export:
                 "the adapters was expected as `model_path`. Name all adapters in `adapter_path`."
             )
 
-    def run(self, *, checks: bool, make_stages: StageMaker | None) -> ExportVerdict | None:
-        """Writes, compares and publishes; whatever goes wrong, the target is as it was."""
+    def run(self) -> None:
+        """Writes and publishes; whatever goes wrong, the target is as it was."""
         draft = self.target.parent / draft_name(self.target)
-        verdict = None
-        needed = self.num_bytes()
         try:
-            with storage_errors(self.target, needed):
+            with storage_errors(self.target, self.num_bytes()):
                 chaos.point("file")
                 draft.mkdir(parents=True)
                 self.write(draft)
-            if checks:
-                verdict = check_export(
-                    self.source,
-                    draft,
-                    rounded_to=self.rounded_to(),
-                    make_stages=make_stages,
-                    adapters=self.adapters,
-                    trust_remote_code=self.trust_remote_code,
-                )
-            with storage_errors(self.target, needed):
                 publish_over(draft, self.target, facts={"kind": "export"})
         except BaseException:
             discard(draft)
             raise
-        return verdict
 
     def num_bytes(self) -> int:
         """About how much is written."""
@@ -416,17 +243,6 @@ class Export:
             facts = replace(facts, class_name=f"AutoModel{CLASSIFIER}")
         write_card(model_card(facts, run), run.curve, draft)
         open_to_readers(draft)
-
-    def rounded_to(self) -> torch.dtype | None:
-        """The half type that weights are rounded to, if they are."""
-        before = tensor_dtypes(self.model_folder)
-        if self.is_sum:  # the sum is
-            written = before if self.dtype is None else {self.dtype}
-        elif self.dtype is not None and before != {self.dtype}:
-            written = {self.dtype}
-        else:
-            written = set()
-        return next((half for half in HALVES if half in written), None)
 
 
 _KEY_LENGTH = 16

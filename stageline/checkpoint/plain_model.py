@@ -33,7 +33,6 @@ from stageline.checkpoint.files import (
     weight_files,
 )
 from stageline.checkpoint.init import check_finite
-from stageline.checkpoint.layout import check_read
 from stageline.checkpoint.load import FLOATS, dtypes_of, integer_weights
 from stageline.data.images.images import CROSS_MASK, grow_cross_mask
 from stageline.data.text.processor import get_image_processor, get_pad_token_id, load_processor
@@ -61,11 +60,6 @@ def task_of(model_class: str) -> str | None:
 def is_scored(adapter: Path) -> bool:
     """Whether an adapter belongs on a model that scores rows instead of predicting tokens."""
     return read_json(adapter / ADAPTER_CONFIG).get("task_type") == SCORED
-
-
-def check_weights(folder: Path) -> None:
-    """Looks at every weight file of a model folder before the library maps it."""
-    check_read(set(weight_files(folder).values()))
 
 
 def load_whole(

@@ -193,6 +193,7 @@ def _check_rules(encoder: Encoder, splitter: Any | None, rules: CutRules) -> Non
             "raise `seq_length`."
         )
     assert splitter is not None or not rules.splits_sentences
+    assert rules.pieces == "greedy"
 
 
 @dataclass(frozen=True)
@@ -226,7 +227,7 @@ def cut_document(
     num_first: int,
     num_last: int,
 ) -> DocumentCut:
-    """The fewest pieces there can be, of whole sentences.
+    """The fewest pieces there can be, of whole sentences, each as long as fits.
 
     A sentence longer than a segment is taken as its lines, a line too long as its clauses (behind
     a comma or another sign), a clause too long as its words, a word too long as its tokens.
@@ -252,8 +253,7 @@ def cut_document(
     lengths = _lengths(ends, extra)
     if lengths.max() > rules.seq_length:
         raise _character_too_long(document, ends, lengths, rules.seq_length)
-    choose = {"even": even, "greedy": fewest}[rules.pieces]
-    chosen = choose(lengths, rules.seq_length)
+    chosen = fewest(lengths, rules.seq_length)
     return DocumentCut(numpy.diff(ends[chosen - 1], prepend=0), num_cut)
 
 
@@ -332,18 +332,11 @@ def _character_too_long(
     )
 
 
-# Joining neighbouring units (sentences, or tokens) into segments of at most `limit` tokens: pure
-# integers. Both functions give the fewest segments there can be. Forward greedy is optimal in that:
-# where its k-th segment ends, no other cutting's k-th segment ends later, as a segment that starts
-# no earlier and takes all that fits ends no earlier.
-
-# more than any sum of squares of a document: 2^31 tokens in one segment
-_NEVER = numpy.int64(2**62)
-MOST_AT_ONCE = 4096  # segments that are evened together: four million tokens at 1,024
-
-
 def fewest(unit_lengths: numpy.ndarray, limit: int) -> numpy.ndarray:
-    """Each segment takes as many units as fit.
+    """Join neighbouring units (sentences, or tokens) into the fewest and longest segments.
+
+    Each segment takes as many units as fit. No other way gives fewer: where the k-th segment ends,
+    no other cutting's k-th segment ends later.
 
     Args:
         unit_lengths: tokens of each unit, positive, at most `limit`.
@@ -352,32 +345,7 @@ def fewest(unit_lengths: numpy.ndarray, limit: int) -> numpy.ndarray:
     Returns:
         int64: how many units lie before each segment's end; rising, the last is all of them.
     """
-    return _forward(_borders(unit_lengths), limit)
-
-
-def even(unit_lengths: numpy.ndarray, limit: int) -> numpy.ndarray:
-    """Of all cuttings into the fewest segments the one with the least sum of squared lengths.
-
-    As the number of segments is fixed, so is their mean: the least sum of squares is the least
-    spread. Of several such cuttings the one whose cuts all lie latest (there is one: of two best
-    cuttings the later one at every cut is a best one too, as squares are convex).
-
-    The work grows with the square of the number of segments, so a document of more than
-    `MOST_AT_ONCE` is evened stretch by stretch: still the fewest, and as even but for the borders
-    of stretches.
-
-    Args and result as of `fewest`.
-    """
-    return _even(_borders(unit_lengths), limit)
-
-
-def _borders(unit_lengths: numpy.ndarray) -> numpy.ndarray:
-    """Tokens before each border between units, both outer ones included."""
-    return numpy.concatenate([[0], numpy.cumsum(unit_lengths)]).astype(numpy.int64)
-
-
-def _forward(borders: numpy.ndarray, limit: int) -> numpy.ndarray:
-    """Borders where greedy segments end: nothing ends its k-th segment later."""
+    borders = numpy.concatenate([[0], numpy.cumsum(unit_lengths)]).astype(numpy.int64)
     ends: list[int] = []
     last, end = len(borders) - 1, 0
     while end < last:
@@ -385,101 +353,3 @@ def _forward(borders: numpy.ndarray, limit: int) -> numpy.ndarray:
         assert after > end, f"unit {end} is longer than {limit}"
         ends.append(end := after)
     return numpy.array(ends, dtype=numpy.int64)
-
-
-def _backward(borders: numpy.ndarray, limit: int) -> numpy.ndarray:
-    """Borders where segments end if the last ones take what fits: nothing ends its k-th earlier."""
-    from_behind = _forward(borders[-1] - borders[::-1], limit)
-    return len(borders) - 1 - numpy.concatenate([[0], from_behind[:-1]])[::-1]
-
-
-def _even(borders: numpy.ndarray, limit: int) -> numpy.ndarray:
-    latest = _forward(borders, limit)
-    if len(latest) <= 1:
-        return latest
-    earliest = _backward(borders, limit)
-    if len(latest) <= MOST_AT_ONCE:
-        return _least_squares(borders, earliest, latest, limit)
-    # the first stretch, then the rest: between both bounds any border leaves as many segments
-    # before and behind it as there have to be
-    num_pieces = len(latest)
-    count = num_pieces // -(-num_pieces // MOST_AT_ONCE)
-    ideal = int(borders.searchsorted(borders[-1] * count / num_pieces))
-    cut = min(max(ideal, int(earliest[count - 1])), int(latest[count - 1]))
-    first = _even(borders[: cut + 1], limit)
-    return numpy.concatenate([first, cut + _even(borders[cut:] - borders[cut], limit)])
-
-
-def _least_squares(
-    borders: numpy.ndarray, earliest: numpy.ndarray, latest: numpy.ndarray, limit: int
-) -> numpy.ndarray:
-    """Dynamic programming over the k-th cut, in the band where the best k-th cut can lie."""
-    low, high = _band(borders, earliest, latest, limit)
-    choices = []
-    # descending: argmin takes the latest of equals
-    sources, costs = numpy.zeros(1, numpy.int64), numpy.zeros(1, numpy.int64)
-    for first, last in zip(low.tolist(), high.tolist(), strict=True):
-        targets = borders[first : last + 1][::-1]
-        costs, choice = _step(sources, costs, targets, limit)
-        choices.append(choice)
-        sources = targets
-    place, ends = 0, high.copy()
-    for cut in range(len(choices) - 1, 0, -1):
-        place = int(choices[cut][place])
-        ends[cut - 1] -= place
-    return ends
-
-
-def _step(
-    sources: numpy.ndarray, costs: numpy.ndarray, targets: numpy.ndarray, limit: int
-) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """For each target the cheapest way to it, and which source that comes from."""
-    rising = -sources
-    first = rising.searchsorted(-targets, "right")
-    behind = rising.searchsorted(limit - targets, "right")
-    width = max(1, int((behind - first).max()))
-    places = numpy.minimum(first[:, None] + numpy.arange(width), len(sources) - 1)
-    lengths = targets[:, None] - sources[places]
-    fits = (lengths > 0) & (lengths <= limit)
-    table = numpy.where(fits, lengths * lengths + costs[places], _NEVER)
-    best = table.argmin(axis=1)
-    rows = numpy.arange(len(targets))
-    return table[rows, best], places[rows, best]
-
-
-def _band(
-    borders: numpy.ndarray, earliest: numpy.ndarray, latest: numpy.ndarray, limit: int
-) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """First and last border where each cut of the best cutting can lie.
-
-    By Cauchy's inequality a cut after `j` of `k` pieces that is `d` tokens off its ideal place
-    costs at least d^2/j + d^2/(k-j), which is no more than what a guess costs.
-    """
-    num_pieces, total = len(latest), int(borders[-1])
-    num_before = numpy.arange(1, num_pieces)
-    ideal = num_before * (total / num_pieces)
-    share = num_before * (num_pieces - num_before) / num_pieces
-    excess = _squares_of_a_guess(borders, earliest, limit) - total * total / num_pieces
-    off = numpy.sqrt(max(excess, 0.0) * share) + 1e-3
-    low, high = earliest.copy(), latest.copy()
-    low[:-1] = numpy.maximum(borders.searchsorted(ideal - off, "left"), low[:-1])
-    high[:-1] = numpy.minimum(borders.searchsorted(ideal + off, "right") - 1, high[:-1])
-    return low, high
-
-
-def _squares_of_a_guess(borders: numpy.ndarray, earliest: numpy.ndarray, limit: int) -> int:
-    """The sum of squares of a good cutting: each piece a share of what is left.
-
-    Each ends within what fits and what lets the rest fit.
-    """
-    total, end = int(borders[-1]), 0
-    squares = 0
-    for num_left, least in zip(range(len(earliest), 0, -1), earliest.tolist(), strict=True):
-        start = int(borders[end])
-        share = start + (total - start) / num_left
-        reach = int(borders.searchsorted(start + limit, "right")) - 1
-        wish = int(borders.searchsorted(share))
-        wish -= int(2 * share < borders[wish - 1] + borders[wish])
-        end = min(reach, max(wish, least))
-        squares += (int(borders[end]) - start) ** 2
-    return squares

@@ -86,16 +86,15 @@ class CutRules:
 
     Attributes:
         seq_length: tokens of a segment at most, with BOS and EOS.
-        pieces: `even`: of all cuttings into the fewest segments the one with the least sum of
-            squared lengths; `greedy`: each segment takes as many sentences as fit, which leaves
-            less padding when segments are packed into rows.
+        pieces: `greedy`: each segment takes as many sentences as fit. Corpora of earlier releases
+            may say `even`: segments of near-equal length.
         splits_sentences: cut between sentences; else between any two tokens.
         keeps_newlines: else each run of white space that has a newline becomes one space.
         adds_bos, adds_eos: at the first and at the last segment of a document.
     """
 
     seq_length: int
-    pieces: str = "even"
+    pieces: str = "greedy"
     splits_sentences: bool = True
     keeps_newlines: bool = True
     adds_bos: bool = True

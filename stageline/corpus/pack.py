@@ -282,7 +282,6 @@ def pack_corpus(
 ) -> PackedRows:
     """Packs the segments of each type into rows, and writes PREFIX.pack; whole or not at all.
 
-    Segments cut `greedy` fill rows to a per cent or less; `even` ones leave up to a tenth empty.
     The same rows lie there already: nothing is done.
 
     Args:

@@ -34,7 +34,6 @@ from stageline.data.images.images import ImageExpander, decode_image
 from stageline.data.text.chat_template import ChatTemplate, strings_in
 from stageline.data.text.processor import get_image_token, get_tokenizer, num_token_ids
 from stageline.data.text.rendered import Piece, Rendered
-from stageline.data.text.template_reading import variables_of
 from stageline.errors import DataError, UserError
 from stageline.inference.generation import encode_prompts
 from stageline.serving.errors import ApiError, bad_request
@@ -396,8 +395,7 @@ class PromptMaker:
             return given
         template = ChatTemplate.of(self.processor)
         own = {*_OWN, *template.tokenizer.special_tokens_map}
-        text = template.template if isinstance(template.template, str) else ""
-        known = variables_of(text) - own
+        known = template.variables - own
         for name, value in given.items():
             param = name if effort is not None and name == "reasoning_effort" else _KWARGS
             written = json.dumps(value, ensure_ascii=False)

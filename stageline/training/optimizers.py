@@ -83,7 +83,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             optimizer.state = self.state
 
     @torch.no_grad()
-    # torch's own takes a closure, too, which no step of ours has: part_checks.py refuses it
+    # torch's optimizers take a closure, which no step here has
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates all parameters that have a gradient."""
         for optimizer in self.optimizers:

@@ -29,8 +29,8 @@ from stageline.hub import name_of
 from stageline.modules.lora import adapters_off, begun_adapters, trained_besides
 from stageline.modules.losses import KL, PAIRS, REFERENCE, row_lengths, row_log_probs
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
+from stageline.training.agreement import check_agreement
 from stageline.training.loss_part import LossPart, Output, logits_of
-from stageline.training.part_checks import check_agreement
 from stageline.training.replicas import Replicas
 from stageline.training.step import StepProgress
 

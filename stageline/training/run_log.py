@@ -245,7 +245,6 @@ class RunLog:
     def _write(self, kind: str, step: int, figures: Mapping[str, Any]) -> None:
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **finite(figures)}
         try:
-            self._find_again()
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
             self._file.flush()
         except OSError as error:
@@ -257,17 +256,6 @@ class RunLog:
         self._tell_events(lambda events: _add_scalars(events, kind, step, figures))
         if figures:
             self._tell(lambda tracker: tracker.log(kind, step, scalars(finite(figures))))
-
-    def _find_again(self) -> None:
-        """Writes the log anew where somebody removed it: what it held is still to be read."""
-        if self.path.exists():
-            return
-        self._file.seek(0)
-        with self._file as lost:
-            text = lost.read()
-            self._file = self.path.open("a+", encoding="utf-8")
-            self._file.write(text)
-        self.say(f"note: {self.path} was removed during the run; it was written anew")
 
     def _tell_events(self, what: Callable[[Any], object]) -> None:
         """Writes TensorBoard events, or ends them."""

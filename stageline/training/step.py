@@ -25,6 +25,7 @@ from stageline.modules.recompute import RandomState
 from stageline.pipeline.plan import Action, Kind
 from stageline.pipeline.recorder import NO_RECORDER, Recorder
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
+from stageline.training.agreement import check_agreement
 from stageline.training.grad_norm import (
     Ownership,
     clip_gradients,
@@ -36,7 +37,6 @@ from stageline.training.grad_norm import (
 from stageline.training.loss_part import LossPart, StepLoss
 from stageline.training.nonfinite import Skips, StepVerdict, find_non_finite
 from stageline.training.optimizers import set_learning_rate
-from stageline.training.part_checks import check_agreement
 from stageline.training.precision import LossScaler, MasterWeights
 from stageline.training.replicas import Replicas
 from stageline.training.timeline import StepTimeline

@@ -17,6 +17,7 @@ from pp_models import CausalLMStage
 from stageline import chaos
 from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint import export_files
+from stageline.checkpoint.check_export import check_export
 from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.layout import verify
 from stageline.checkpoint.load import load_split_model
@@ -73,7 +74,7 @@ def job(request, tmp_path_factory):
     expected = digests(target)
     old = None
     if options.get("overwrites"):
-        export_folder(run, folder / "made" / "old", dtype=torch.bfloat16, verifies=False)
+        export_folder(run, folder / "made" / "old", dtype=torch.bfloat16)
         old = folder / "made" / "old"
     return run, options, expected, old
 
@@ -102,7 +103,7 @@ def fork_export(run, target, fault, *, limit=None, **options):
         )
         if limit:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        export_folder(run, target, verifies=False, **options)
+        export_folder(run, target, **options)
         code = 0
     except StorageError as error:
         print(error, flush=True)
@@ -137,7 +138,7 @@ def test_i08_export_killed_at_every_file_operation(job, tmp_path):
             break
         assert code == KILLED
         if old is not None or not target.exists():
-            export_folder(run, target, verifies=False, **options)  # again, beside what was left
+            export_folder(run, target, **options)  # again, beside what was left
         assert digests(target) == expected
     assert code == 0, "it never came to its end"
     assert digests(target) == expected
@@ -150,7 +151,7 @@ def test_i08_killed_while_replacing_on_a_system_that_cannot_swap(tmp_path, monke
     monkeypatch.setattr(export_files, "_exchange", lambda one, other: False)
     run = save_run(tmp_path)
     target = tmp_path / "made" / "out"
-    export_folder(run, target, dtype=torch.float16, verifies=False)
+    export_folder(run, target, dtype=torch.float16)
     old = digests(target)
     was_absent = False
     for count in range(1, MOST_OPERATIONS):
@@ -177,7 +178,7 @@ def test_i08_disk_full_at_every_file_operation(job, tmp_path, monkeypatch):
         monkeypatch.setenv(chaos.VARIABLE, f"at=file,count={count},do=enospc")
         chaos.arm()
         try:
-            export_folder(run, target, verifies=False, **options)
+            export_folder(run, target, **options)
             break
         except StorageError as error:
             assert error.exit_code == 5
@@ -245,7 +246,7 @@ def test_i08_an_adapter_comes_back_bitwise(tmp_path):
 def test_i09_a_target_that_exists_is_refused(tmp_path):
     run = save_run(tmp_path)
     out = tmp_path / "out"
-    export_folder(run, out, dtype=torch.float16, verifies=False)
+    export_folder(run, out, dtype=torch.float16)
     before = digests(out)
     with pytest.raises(UserError, match="exists, a new folder was expected") as told:
         export_folder(run, out)
@@ -296,10 +297,10 @@ def test_i10_heads_of_another_class_are_kept(tmp_path):
     config = tiny_config("gpt2", num_labels=3)
     whole = transformers.GPT2DoubleHeadsModel(config)
     whole.save_pretrained(tmp_path / "base")
-    report = export_folder(tmp_path / "base", tmp_path / "out")
+    export_folder(tmp_path / "base", tmp_path / "out")
     assert set(weight_files(tmp_path / "out")) == set(weight_files(tmp_path / "base"))
     assert any("multiple_choice_head" in name for name in weight_files(tmp_path / "out"))
-    assert report.verdict.difference == 0.0
+    assert check_export(tmp_path / "base", tmp_path / "out").difference == 0.0
 
 
 def test_i10_a_head_that_the_model_does_not_have_is_not_dropped_unseen(tmp_path):

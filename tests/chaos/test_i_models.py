@@ -19,12 +19,10 @@ from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.plain_folder import load_plain
-from stageline.data.text import template_trial
 from stageline.data.text.chat import render_chat
 from stageline.data.text.messages import Turn
 from stageline.data.text.processor import load_processor
 from stageline.data.text.rendered import Piece
-from stageline.data.text.template_trial import check_template
 from stageline.errors import NonFiniteError, UserError
 from stageline.model_folder import load_config
 from tests.helpers.faulty_files import Canary, edit, refused, rewrite
@@ -183,54 +181,19 @@ def test_i03_pickles_are_refused_with_the_way_to_convert_them(name, folder, tmp_
 
 
 TEMPLATES = {
-    "escape": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "inside of Python"),
-    "escape by globals": (
-        "{{ cycler.__init__.__globals__.os.system('touch CANARY') }}",
-        "inside of Python",
-    ),
-    "endless loop": (
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "did not end within 1 s",
-    ),
-    "endless output": (
-        "{% for a in range(99999) %}{% for b in range(99999) %}{{ b }}{% endfor %}{% endfor %}",
-        "more than 1000000 characters",
-    ),
-    "10^9 characters": ("{{ 'x' * 10**9 }}", "more than 280 MB"),
-    "doubling": (
-        "{% set n = namespace(s='xx') %}{% for i in range(40) %}{% set n.s = n.s ~ n.s %}"
-        "{% endfor %}{{ n.s }}",
-        "more than 280 MB",
-    ),
-    "padding": ("{{ '%1000000000d' % 1 }}", "more than 280 MB"),
-    "many characters": ("{{ 'x' * 10**8 }}", "characters|280 MB"),
+    "escape": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "escape by globals": "{{ cycler.__init__.__globals__.os.system('touch CANARY') }}",
 }
 
 
 @pytest.mark.parametrize("case", TEMPLATES)
-def test_i04_a_template_that_misbehaves_is_refused(case, tmp_path):
-    template, words = TEMPLATES[case]
-    tokenizer = tiny_tokenizer(chat_template=template.replace("CANARY", str(tmp_path / "canary")))
+def test_i04_a_template_that_breaks_out_is_refused(case, tmp_path):
+    """The sandbox of transformers refuses it."""
+    template = TEMPLATES[case].replace("CANARY", str(tmp_path / "canary"))
+    tokenizer = tiny_tokenizer(chat_template=template)
     turns = [Turn("user", (Piece("q", is_user=True),)), Turn("assistant", (Piece("a"),), True)]
-    started = time.monotonic()
-    message = refused(lambda: render_chat(turns, tokenizer), "chat template")
-    assert any(word in message for word in words.split("|")), message
-    assert time.monotonic() - started < 30
+    refused(lambda: render_chat(turns, tokenizer), "chat template", "SecurityError", code=2)
     assert not (tmp_path / "canary").exists()
-    assert template_trial.CPU_SECONDS <= 1.0 and template_trial.NUM_BYTES <= 300e6
-
-
-def test_i04_a_good_template_is_tried_once(monkeypatch):
-    started = []
-    run = template_trial.subprocess.run
-    monkeypatch.setattr(
-        template_trial.subprocess, "run", lambda *a, **k: started.append(1) or run(*a, **k)
-    )
-    good = "{% for m in messages %}{{ m.content }}{% generation %}!{% endgeneration %}{% endfor %}"
-    for _ in range(3):
-        check_template({"default": good, "strict": "{{ raise_exception('no') }}"}, source="here")
-        check_template(None, source="here")
-    assert len(started) == 2
 
 
 # -- files ---------------------------------------------------------------------------------------

@@ -95,10 +95,8 @@ def test_every_split_draws_and_learns_the_same(job, options, ranks):
 )
 def test_answers_packed_into_rows(job, options, ranks, monkeypatch):
     monkeypatch.setattr(Rollouts, "_batches", packs_several(Rollouts._batches))
-    name, kept = f"packed {options[0]}", ("--token-cache", job.folder / "tokens")
-    done = run(
-        job, name, *TWICE, *LORA, *options, "--packing", "--max-token-num", 96, *kept, ranks=ranks
-    )
+    name = f"packed {options[0]}"
+    done = run(job, name, *TWICE, *LORA, *options, "--packing", "--max-token-num", 96, ranks=ranks)
     assert done.code == 0, done.err
     assert_same_but_for_sums(job, name, "one")
     steps = records(job, name)

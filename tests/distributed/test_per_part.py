@@ -14,8 +14,8 @@ from commands.export import make_stages
 from models.builders import auto
 from options.train import on_resume
 from stageline.checking.tiny_models import tiny_config, tiny_processor
-from stageline.checkpoint.plain_folder import export_folder
 from stageline.data.text.processor import get_tokenizer, load_processor
+from tests.helpers.exports import export_folder
 from tests.helpers.small_run import Job, saved_tensors
 
 TOKENS = ("<left>", "<right>")

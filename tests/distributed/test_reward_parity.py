@@ -18,10 +18,10 @@ from pp_models import RewardStage
 from register import dataset_register, import_shelf
 from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.load import load_split_model
-from stageline.checkpoint.plain_folder import export_folder
 from stageline.data.batches.batch import pad_rows
 from stageline.data.text.encode import Encoded
 from tests.helpers.chain import run_chain
+from tests.helpers.exports import export_folder
 from tests.helpers.small_run import Job
 
 import_shelf()

@@ -51,14 +51,12 @@ class Hub:
     Attributes:
         requests: all that came, in order.
         cuts: name of a file -> bytes after which its next download breaks off.
-        changed: names of files whose last byte is another one on the way.
     """
 
     def __init__(self) -> None:
         self.repos: dict[tuple[str, str], Repo] = {}
         self.requests: list[Request] = []
         self.cuts: dict[str, int] = {}
-        self.changed: set[str] = set()
         self.url = ""
 
     def add(
@@ -222,8 +220,6 @@ class _Handler(BaseHTTPRequestHandler):
         if start:
             last = len(content) - 1
             self.send_header("Content-Range", f"bytes {start}-{last}/{len(content)}")
-        if name in self.hub.changed:
-            content = content[:-1] + bytes([content[-1] ^ 1])
         self.send_header("Content-Length", str(len(content) - start))
         self.end_headers()
         if self.command == "HEAD":

@@ -12,7 +12,6 @@ from register import (
     lr_scheduler_register,
     optimizer_register,
     sim_fn_register,
-    tracker_register,
     train_model_register,
 )
 from stageline.modules.pass_through import PassThrough
@@ -78,12 +77,6 @@ def loss_float(logits_BTV, micro_batch, *, num_targets):
     return float(cross_entropy(logits_BTV, micro_batch) / num_targets)
 
 
-@loss_fn_register("loss_detached")
-def loss_detached(logits_BTV, micro_batch, *, num_targets):
-    """No gradient."""
-    return (cross_entropy(logits_BTV, micro_batch) / num_targets).detach()
-
-
 @loss_fn_register("loss_one_element")
 def loss_one_element(logits_BTV, micro_batch, *, num_targets):
     """A tensor of one element."""
@@ -127,29 +120,10 @@ def loss_declared(logits_BTV, micro_batch, *, num_targets):
     return cross_entropy(logits_BTV, micro_batch, "mean")
 
 
-@loss_fn_register("loss_false_sum", is_token_sum=True)
-def loss_false_sum(logits_BTV, micro_batch, *, num_targets):
-    """A sum over rows that says it is one over tokens."""
-    rows_B = logits_BTV.float().sum(dim=(1, 2)).tanh()
-    return rows_B.sum() / num_targets
-
-
-@loss_fn_register("loss_bad_count", counts={"num_mine": lambda batch: batch["mine"].sum()})
-def loss_bad_count(logits_BTV, micro_batch, *, num_targets, num_mine):
-    """Counts what no micro-batch has."""
-    return cross_entropy(logits_BTV, micro_batch) / num_mine
-
-
 @loss_fn_register("loss_raises")
 def loss_raises(logits_BTV, micro_batch, *, num_targets):
     """A key that no micro-batch has."""
     return micro_batch["weights"].sum() / num_targets
-
-
-@loss_fn_register("loss_nan")
-def loss_nan(logits_BTV, micro_batch, *, num_targets):
-    """Not a number."""
-    return cross_entropy(logits_BTV, micro_batch) / num_targets * float("nan")
 
 
 @loss_fn_register("loss_unshifted")
@@ -192,12 +166,6 @@ def optimizer_of_one(param_groups, *, learning_rate, weight_decay):
     return torch.optim.AdamW(param_groups[:1], lr=learning_rate)
 
 
-@optimizer_register("optimizer_closure")
-def optimizer_closure(param_groups, *, learning_rate, weight_decay):
-    """One that calls the model by itself."""
-    return torch.optim.LBFGS([one for group in param_groups for one in group["params"]])
-
-
 @lr_scheduler_register("rate_is_a_number")
 def rate_is_a_number(*, learning_rate, **others):
     """A number."""
@@ -209,18 +177,6 @@ def rate_is_an_object(*, learning_rate, min_lr, warmup_steps, warmup_start_lr, t
     """torch's own scheduler."""
     weight = nn.Parameter(torch.zeros(1))
     return torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([weight], lr=1.0), lambda step: 1.0)
-
-
-@lr_scheduler_register("rate_none")
-def rate_none(*, learning_rate, **others):
-    """A function that forgot its return."""
-    return lambda step: None
-
-
-@tracker_register("tracker_str")
-def tracker_str(*, folder, config, start_step):
-    """A text."""
-    return str(folder)
 
 
 # -- stage models --------------------------------------------------------------------------------

@@ -86,9 +86,7 @@ PARTS = [  # options, kind of part, its name, file, what came
     ("--loss-fn loss_vector", "loss_fn", "loss_vector", RUN, "a tensor of shape ["),
     ("--loss-fn loss_none", "loss_fn", "loss_none", RUN, "returned None"),
     ("--loss-fn loss_mean", "loss_fn", "loss_mean", RUN, "Half of it was expected"),
-    ("--loss-fn loss_detached", "loss_fn", "loss_detached", RUN, "without a graph"),
     ("--optimizer optimizer_lr", "optimizer", "optimizer_lr", RUN, "signature (params, lr)"),
-    ("--lr-scheduler rate_none", "lr_scheduler", "<lambda>", RUN, "the rate of step 0"),
 ]
 
 
@@ -98,8 +96,7 @@ PARTS = [  # options, kind of part, its name, file, what came
 def test_a_part_that_breaks_its_contract(job, words, register, name, file, came):
     told = assert_refused(run(job, words), 2, f"error[contract]: the {register} ", came)
     assert f"(tests/scripts/{file.name}:" in told and "Contract: " in told
-    if name != "<lambda>":
-        assert f"{name} (tests/scripts/{file.name}:{line_of(name, file)})" in told
+    assert f"{name} (tests/scripts/{file.name}:{line_of(name, file)})" in told
 
 
 def test_a_dataset_that_fails_without_a_path(job):

@@ -71,16 +71,23 @@ def test_parts_of_a_user_train_the_same_on_one_and_two_stages(tmp_path):
     assert answers[0] == answers[1]
     assert answers[0] == [greedy(tmp_path, text) for text in TEXTS]
     (tmp_path / "my_parts.py").write_text("\n\n".join(blocks[:2]))  # with the class to export
-    exported = export(tmp_path, "--import", "my_parts.py", "--train-model", "gru_lm")
+    exported = export(tmp_path, "--import", "my_parts.py")
     assert exported.returncode == 0, exported.stderr
-    assert "compared with its 2 stages" in exported.stdout
+    parts = ("--import", "my_parts.py", "--train-model", "gru_lm")
+    checked = run_command(tmp_path, "check", "--exported", "exported", *parts)
+    assert checked.returncode == 0, checked.stderr
+    assert "compared with its 2 stages" in checked.stdout
     assert load_file(tmp_path / "exported" / "model.safetensors").keys() == saved[0].keys()
 
 
 def export(folder, *options):
+    return run_command(folder, "export", "--output-path", "exported", *options)
+
+
+def run_command(folder, command, *options):
     checkpoint = next((folder / "run1" / "checkpoints").glob("*3"))
-    paths = ("--model-path", str(checkpoint), "--output-path", "exported")
-    return run_entry(["-m", "stageline", "export", *paths, *options], cwd=folder, timeout=240)
+    words = ["-m", "stageline", command, "--model-path", str(checkpoint), *options]
+    return run_entry(words, cwd=folder, timeout=240)
 
 
 def answers_of(folder, stages):

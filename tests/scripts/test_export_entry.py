@@ -30,16 +30,20 @@ def test_the_entry_file(tmp_path):
     done = run_entry_file(*options, "--dtype", "float16")
     assert done.returncode == 0, done.stderr
     assert f"exported the model to {tmp_path / 'out'}" in done.stdout
-    assert "compared with its 2 stages (text): logits differ by" in done.stdout
-    assert "generated tokens agree" in done.stdout
     assert "%|" not in done.stderr  # no bars
+    check = ("-m", "stageline", "check", "--model-path", run, "--exported", tmp_path / "out")
+    checked = launch_entry([*map(str, check)], timeout=120)
+    assert checked.returncode == 0, checked.stderr
+    assert "compared with its 2 stages (text): logits differ by" in checked.stdout
+    assert "generated tokens agree" in checked.stdout
     again = run_entry_file(*options)
     assert again.returncode == 2
     assert "exists, a new folder was expected" in again.stderr
     assert "Traceback" not in again.stderr
-    sharded = run_entry_file(*options, "--overwrite", "--max-shard-size", "20KB", "--no-verify")
+    gone = run_entry_file(*options, "--overwrite", "--no-verify")
+    assert gone.returncode == 2 and "stageline check --exported" in gone.stderr
+    sharded = run_entry_file(*options, "--overwrite", "--max-shard-size", "20KB")
     assert sharded.returncode == 0, sharded.stderr
-    assert "logits" not in sharded.stdout
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
 
 

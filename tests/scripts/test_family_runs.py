@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from commands.export import make_stages
 from commands.tiny import make
 from stageline.checking.tiny_models import tiny_processor
-from stageline.checkpoint.plain_folder import export_folder
 from stageline.data.text.processor import save_processor
 from stageline.family_configs import family_config
 from stageline.shrink import layer_period, shrink_config
+from tests.helpers.exports import export_folder
 from tests.helpers.small_run import Job
 from tests.scripts.test_check_model import check, failed
 

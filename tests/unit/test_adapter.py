@@ -326,7 +326,7 @@ def test_a_tied_base_whose_embedding_or_head_was_trained_whole(way, kept, ties, 
     options = {"llm_lora_num": 1, **({} if way == "below" else options)}
     stages = load_stages("llama", tmp_path / "base", start, **options)
     folder = save_split_model(stages, None, tmp_path / "run")  # compares the names of all stages
-    export_folder(folder, tmp_path / "out", merge=True, verifies=False)
+    export_folder(folder, tmp_path / "out", merge=True)
     found = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval(), "llama")
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 

@@ -14,10 +14,10 @@ from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.checkpoint.adapter import read_adapter
 from stageline.checkpoint.adapter_start import Adapters
 from stageline.checkpoint.load import load_split_model
-from stageline.checkpoint.plain_folder import export_folder
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
 from stageline.modules.lora import lora_stacks
+from tests.helpers.exports import export_folder
 
 IDS = torch.arange(12).reshape(2, 6) + 3
 # name -> settings of peft; ranks, alphas, layers and kinds of their own

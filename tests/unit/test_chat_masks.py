@@ -151,7 +151,6 @@ def test_what_was_found_out_is_given_up_when_the_template_writes_something_else(
     kept = template.layouts[key]
     segments = (kept.segments[0].__class__("Yesterday"), *kept.segments)
     template.layouts[key] = kept.__class__("Yesterday" + kept.masked, segments)
-    template.known_roles.clear()
     assert learnt(chat(ROW, "", processor=tokenizer)) == "Seven<|im_end|>Yes<|im_end|>"
 
 

@@ -12,9 +12,7 @@ import pytest
 from benchmarks import chat_masks
 from prompt_fn import chat
 from stageline.checking.tiny_models import tiny_tokenizer
-from stageline.data.text.chat_template import ChatTemplate
 from stageline.data.text.encode import TextEncoder, encode_rendered
-from stageline.data.text.template_reading import only_writes_contents
 from stageline.errors import UserError
 from tests.helpers.chat_samples import (  # fmt: skip
     SAMPLES,
@@ -402,80 +400,3 @@ def test_further_rows_of_the_same_roles_are_rendered_as_the_first(name):
         end = fresh.eos_token or ""
         library = fresh.apply_chat_template(sample["messages"], tokenize=False)
         assert again.text.removesuffix(end).rstrip() == library.removesuffix(end).rstrip()
-
-
-def test_a_template_that_only_writes_runs_for_new_roles_alone():
-    tokenizer = format_tokenizer("chatml")
-    template = ChatTemplate.of(tokenizer)
-    counts = []
-    for question in ("Which?", " And this? ", "这是什么?"):
-        before = template.num_renders
-        chat({"messages": [say("user", question), say("assistant", "7")]}, "", processor=tokenizer)
-        counts.append(template.num_renders - before)
-    assert counts[0] > 0 and counts[1:] == [0, 0]
-    chat(
-        {"messages": [say("user", "a"), say("assistant", "b"), say("user", "c")]},
-        "",
-        processor=tokenizer,
-    )
-    assert template.num_renders > sum(counts)
-
-
-LOOP = "{% for m in messages %}BODY{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "{{ m.role + m['content'] ~ '</s>' }}",
-        "{% set c = m.content | trim %}{{ '<s>' + c.strip() }}",
-        "{% if loop.first and m.role != 'system' %}S{% endif %}{{ m.get('content') }}",
-        "{% if m.content is string and m.content is not none %}{{ m.content }}{% endif %}",
-        "{% if m.content %}{{ m.content }}{% endif %}{% if 'tool_calls' in m %}T{% endif %}",
-        "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{{ m.content }}",
-        "{% set ns.system = m.content %}{{ ns.system }}",
-        "{{ messages[-1].role }}{{ messages | length }}{{ m.content or '' }}",
-        "{% generation %}{{ m.content }}{% endgeneration %}",
-        "{% macro end(role) %}{{ role }}{% endmacro %}{{ end(m.role) }}{{ m.content }}",
-    ],
-)
-def test_templates_that_only_write(body):
-    assert only_writes_contents(LOOP.replace("BODY", body))
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "{% if 'x' in m.content %}X{% endif %}",
-        "{% set c = m.content %}{% if c.startswith('x') %}X{% endif %}",
-        "{{ m.content.split('</think>')[-1] }}",
-        "{{ m.content | length }}",
-        "{{ m.content | replace('x', 'y') }}",
-        "{{ m.content[0] }}",
-        "{{ m | tojson }}",
-        "{{ messages | map(attribute='content') | join }}",
-        "{{ m.values() | list }}",
-        "{{ m['items']() }}",
-        "{{ m[key] }}",
-        "{% if m.content == messages[0].content %}X{% endif %}",
-        "{% if m == messages[0] %}X{% endif %}",
-        "{% macro f(c) %}{{ c }}{% endmacro %}{{ f(m.content) }}",
-        "{% macro f() %}{{ messages[0].content }}{% endmacro %}{{ f() }}",
-        "{% set c %}{{ m.content }}{% endset %}{{ c }}",
-        "{% set ns.c = m.content %}{% if ns.c == 'x' %}X{% endif %}",
-        "{% set ns.c = m.content %}{% set other = ns %}{% if other.c == 'x' %}X{% endif %}",
-        "{% for letter in m.content %}{{ letter }}{% endfor %}",
-        "{{ 'x' * (m.content | length) }}",
-        "{{ '%s' % m.content }}",
-        "{{ 'x'.join([m.content]) }}",
-        "{% if loop.previtem.content == 'x' %}X{% endif %}",
-        "{% for n in messages %}{% if c == 'x' %}X{% endif %}{% set c = n.content %}{% endfor %}",
-        "{% if ns.e == 'x' %}X{% endif %}{% set ns.e = ns.d %}{% set ns.d = ns.c %}"
-        "{% set ns.c = ns.b %}{% set ns.b = m.content %}",
-        "{% filter upper %}{{ m.content }}{% endfilter %}",
-        "{{ strftime_now('%d %b') }}{{ m.content }}",
-        "{{ m.content if m.content > 'a' else '' }}",
-    ],
-)
-def test_templates_that_look(body):
-    assert not only_writes_contents(LOOP.replace("BODY", body))

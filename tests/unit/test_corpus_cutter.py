@@ -70,19 +70,19 @@ def _by_document(segments):
 
 
 @pytest.mark.parametrize(
-    ("name", "marks", "pieces"),
+    ("name", "marks"),
     [
-        ("bytes", (True, True), "even"),
-        ("bytes", (False, True), "greedy"),
-        ("bytes", (True, False), "even"),
-        ("bytes", (False, False), "greedy"),
-        ("metaspace", (True, True), "even"),
+        ("bytes", (True, True)),
+        ("bytes", (False, True)),
+        ("bytes", (True, False)),
+        ("bytes", (False, False)),
+        ("metaspace", (True, True)),
     ],
 )
-def test_segments_are_the_ids_of_transformers_cut_up(folders, documents, name, marks, pieces):
+def test_segments_are_the_ids_of_transformers_cut_up(folders, documents, name, marks):
     bos, eos = marks
     cutter = DocumentCutter(
-        load_encoder(folders[name]), auto, CutRules(LIMIT, pieces, adds_bos=bos, adds_eos=eos)
+        load_encoder(folders[name]), auto, CutRules(LIMIT, adds_bos=bos, adds_eos=eos)
     )
     segments, counts = cutter(documents)
     reference = AutoTokenizer.from_pretrained(folders[name])

@@ -158,6 +158,7 @@ def test_options_of_a_config_file_and_of_parts(tmp_path):
         ("merge --new-path-prefix c", ["--merge-path-prefix and --merge-path-type are missing"]),
         (WRITE + " --seq-length 2", ["--seq-length 2 is out of range"]),
         (WRITE + " --langauge english", ["--langauge english is an unknown option", "--language"]),
+        (WRITE + " --pieces even", ["--pieces even: there is no such option", "greedily"]),
         (WRITE + " --document.feilds a", ["unknown", "Did you mean --document.fields"]),
         (WRITE.replace("README.md", "no.txt"), ["--file-path no.txt: there is no such file"]),
         ("merge --merge-path-type \"__import__('os')\"", ["has a wrong value", "list[int]"]),

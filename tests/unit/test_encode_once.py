@@ -1,6 +1,5 @@
 """Each sample of a step is rendered and tokenized once, whatever part, order and packing."""
 
-import functools
 import itertools
 import os
 from collections import Counter
@@ -12,8 +11,6 @@ from torch.distributed import TCPStore
 
 import dataset as parts
 from commands.train import SHELF, pipeline
-from commands.train_data import check_data
-from parse_args import parse_train_args
 from prompt_fn import fill, none
 from register import import_shelf
 from stageline.checking.tiny_models import tiny_tokenizer
@@ -22,8 +19,6 @@ from stageline.data.batches import step_maker
 from stageline.data.batches.collate_part import CollatePart, as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.training.replicas import LargestOfReplicas
-from tests.helpers.small_run import Job
-from tests.helpers.tiny_sets import write_chat
 
 import_shelf(*SHELF)
 assert pipeline  # importing it registered the engine
@@ -124,19 +119,6 @@ def test_packed_replicas_that_can_ask_encode_their_own_rows_alone(monkeypatch):
             assert batch.keys() == other.keys()
             assert all(torch.equal(batch[name], other[name]) for name in batch)
     del store
-
-
-def test_rows_that_were_checked_before_a_run_are_not_encoded_again(tmp_path, monkeypatch):
-    job = Job(tmp_path)
-    write_chat(job.rows, [f"{i}?" + "!" * (i % 7) for i in range(40)])
-    words = job.command("a", "--dataset", "jsonl", "--prompt-fn", "chat")
-    words = words[words.index("--train-model") :]
-    data = check_data(parse_train_args(words))
-    collate = functools.partial(data.collate, stage=0)
-    loader = MicroBatchLoader(data.train, collate=collate, batch_size=8, micro_batch_size=2)
-    monkeypatch.setattr(bodies, "render_sample", None)
-    step = next(iter(loader))
-    assert len(step) == 4
 
 
 def test_the_generators_are_copied_only_where_a_length_is_kept(monkeypatch):

@@ -12,13 +12,13 @@ import pp_models  # noqa: F401 - puts the parts that make_stages looks for on th
 from commands.export import make_stages, stage_key
 from pp_models import CausalLMStage
 from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config, tiny_processor
-from stageline.checkpoint import plain_folder
+from stageline.checkpoint.check_export import ExportError
 from stageline.checkpoint.host_memory import available_memory
 from stageline.checkpoint.layout import MANIFEST
-from stageline.checkpoint.plain_folder import ExportError, export_folder
 from stageline.checkpoint.plain_model import Answer, compare_answers
 from stageline.data.text.processor import save_processor
 from stageline.errors import CheckpointError, UserError
+from tests.helpers.exports import export_alone, export_folder
 from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
 
 
@@ -41,7 +41,6 @@ def test_a_stage_that_differs_is_found(tmp_path):
 
     with pytest.raises(ExportError, match="compared with its 2 stages"):
         export_folder(tmp_path / "base", tmp_path / "out", make_stages=spoil(change))
-    assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
 def test_the_stages_see_what_plain_transformers_do(tmp_path):
@@ -135,15 +134,6 @@ def test_every_family_has_its_key():
     assert stage_key(transformers.BertConfig(architectures=["BertForMaskedLM"])) is None
 
 
-def test_too_little_memory_is_said_and_the_export_goes_on(tmp_path, monkeypatch):
-    tiny_whole("llama", tmp_path / "base")
-    monkeypatch.setattr(plain_folder, "available_memory", lambda: 1000)
-    report = export_folder(tmp_path / "base", tmp_path / "out", make_stages=make_stages)
-    assert report.verdict is None
-    assert "not compared: comparing needs" in report.notes[0]
-    assert (tmp_path / "out" / "model.safetensors").exists()
-
-
 def test_memory_is_counted_by_the_system():
     available = available_memory()
     assert sys.platform != "linux" or 1e6 < available < 1e15
@@ -190,7 +180,7 @@ def test_an_adapter_that_is_cut_or_gone_is_named(tmp_path):
     file.write_bytes(file.read_bytes()[:-5])
     for _ in range(2):
         with pytest.raises(UserError, match=str(file)):
-            export_folder(run, tmp_path / "out", verifies=False)
+            export_alone(run, tmp_path / "out")
         file.unlink(missing_ok=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "run"]
 
@@ -207,7 +197,7 @@ def test_files_of_tokenizers_come_along_and_those_of_training_do_not(tmp_path):
     (folder / "LICENSE").write_text("free")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
-    export_folder(folder, tmp_path / "out", verifies=False)
+    export_alone(folder, tmp_path / "out")
     names = {p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*")}
     assert {"tokenizer.json", "processor_config.json", "chat_template.jinja", "LICENSE"} <= names
     assert "additional_chat_templates/tool.jinja" in names
@@ -216,7 +206,7 @@ def test_files_of_tokenizers_come_along_and_those_of_training_do_not(tmp_path):
     again = AutoTokenizer.from_pretrained(tmp_path / "out")
     expected = {"default": processor.tokenizer.chat_template, "tool": "{{ messages }}"}
     assert again.chat_template == expected
-    export_folder(folder, tmp_path / "code", verifies=False, trust_remote_code=True)
+    export_alone(folder, tmp_path / "code", trust_remote_code=True)
     assert (tmp_path / "code" / "modeling_mine.py").exists()
     assert not (tmp_path / "code" / "optimizer.safetensors").exists()
 
@@ -233,6 +223,6 @@ def test_generation_settings_stay_as_they_are(tmp_path):
 
 def test_weights_may_be_read_by_those_who_may_read_the_rest(tmp_path):
     tiny_whole("llama", tmp_path / "base")
-    export_folder(tmp_path / "base", tmp_path / "out", verifies=False)
+    export_alone(tmp_path / "base", tmp_path / "out")
     rights = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
     assert len(rights) == 1

@@ -19,8 +19,8 @@ from pp_models import CausalLMStage, VisionLanguageStage
 from register import train_model_register
 from stageline.checking.tiny_models import DECODERS, IMAGE_TOKEN_ID, VISION_LANGUAGE, VOCAB_SIZE
 from stageline.checkpoint.files import tensor_names
-from stageline.checkpoint.plain_folder import export_folder
 from stageline.checkpoint.save import save_split_model
+from tests.helpers.exports import export_folder
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
 

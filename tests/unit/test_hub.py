@@ -365,21 +365,6 @@ def test_a_download_that_was_cut_goes_on(here, monkeypatch):
     assert asked == [None, 65_536]
 
 
-def test_a_file_that_was_changed_on_its_way_is_refused(here):
-    here.add("org/model", FILES)
-    folder = local_folder("org/model")
-    here.changed.add("model.safetensors")
-    load = lambda: fetch_missing(folder / "model.safetensors")  # noqa: E731
-    refused(load, "SHA-256", "model.safetensors of org/model@", "HF_ENDPOINT")
-    assert not (folder / "model.safetensors").exists()
-    here.changed.clear()
-    load()
-    assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
-    here.add("org/lora", {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x" * 99})
-    here.changed.add("adapter_model.safetensors")
-    refused(lambda: local_folder("org/lora"), "SHA-256", "adapter_model.safetensors of org/lora@")
-
-
 def test_the_environment_is_heeded(hub, tmp_path):
     """HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE, as a process finds them."""
     hub.add("org/secret", FILES, is_private=True)

@@ -1,9 +1,11 @@
 """Limits of images, and what the options about tiles make of each family's processor."""
 
+import builtins
 import dataclasses
 import math
 import re
 
+import numpy
 import pytest
 import transformers
 from PIL import Image
@@ -22,7 +24,7 @@ from stageline.checking.tiny_models import (
 from stageline.data.batches.batch import encode_sample
 from stageline.data.batches.preflight import preflight
 from stageline.data.images.image_files import ImageFolders
-from stageline.data.images.image_settings import ImageSettings, make_image_settings, using_images
+from stageline.data.images.image_settings import ImageSettings, using_images
 from stageline.data.images.images import ImageExpander
 from stageline.data.images.tiling import Tiling, apply_tiling, match_config, prepare_images
 from stageline.data.text.processor import load_processor, save_processor
@@ -240,8 +242,7 @@ def test_a_limit_above_the_default_lets_larger_images_in(tmp_path):
 
 def test_too_many_images_of_a_sample():
     processor = tiny_processor("llava")
-    settings = make_image_settings(max_pixels=1000, max_images=2, cache_folder=None, cache_gib=1)
-    prepare_images(processor, settings, Tiling())
+    prepare_images(processor, ImageSettings(max_pixels=1000, max_images=2), Tiling())
     images = [Image.new("RGB", (9, 9))] * 3
     rendered = Rendered(tuple(Piece("<image>", is_image=True) for _ in images), is_chat=True)
     with pytest.raises(DataError, match="row 4: it came with 3 images; at most 2") as caught:
@@ -272,13 +273,13 @@ def test_preflight_finds_them_before_a_model_is_loaded():
 
 def test_training_and_evaluation_have_the_same_options():
     own = {
-        *("image_cache", "image_cache_gib", "max_image_pixels", "max_images_per_sample"),
+        *("max_image_pixels", "max_images_per_sample"),
         *("min_tiles", "max_tiles", "min_pixels", "max_pixels"),
     }
     for config in (RunConfig, EvaluateConfig):
         assert own <= {item.name for item in dataclasses.fields(config)}
     assert RunConfig().image_limits()["max_pixels"] == ImageSettings().max_pixels
-    run = RunConfig(min_tiles=2, max_tiles=6, image_cache="x", max_images_per_sample=3)
+    run = RunConfig(min_tiles=2, max_tiles=6, max_images_per_sample=3)
     assert Tiling(**run.tiling()) == Tiling(min_tiles=2, max_tiles=6)
 
 
@@ -287,7 +288,8 @@ def test_training_and_evaluation_have_the_same_options():
     [
         (("--min-tiles", "3", "--max-tiles", "2"), "--min-tiles 3 is more than --max-tiles 2"),
         (("--min-pixels", "9", "--max-pixels", "8"), "--min-pixels 9 is more than --max-pixels 8"),
-        (("--image-cache-gib", "3"), "--image-cache-gib 3 came without --image-cache"),
+        (("--image-cache", "a", "--token-cache", "b"), "a, --token-cache b: there is no such"),
+        (("--image-cache-gib", "3"), "train with --num-workers 1"),
         (("--max-image-pixels", "0"), "--max-image-pixels 0 is out of range"),
         (("--max-image-pixels", "200000000"), "at most 178000000"),
         (("--max-tiles", "0"), "--max-tiles 0 is out of range"),
@@ -301,6 +303,46 @@ def test_options_that_cannot_be(words, told):
     with pytest.raises(OptionError) as caught:
         parse_evaluate_args([*keys, *words])
     assert told in str(caught.value)
+
+
+def make_pictures(folder):
+    """A photograph that is turned, a picture with alpha and one with a palette."""
+    draw = numpy.random.default_rng(0)
+
+    def noise(width, height, channels=3):
+        return Image.fromarray(draw.integers(0, 256, (height, width, channels), numpy.uint8))
+
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    noise(50, 20).save(folder / "turned.jpg", exif=exif)
+    noise(33, 30, 4).save(folder / "alpha.png")
+    noise(20, 41).convert("P").save(folder / "palette.gif")
+
+
+def test_a_process_reads_each_header_once(tmp_path, monkeypatch):
+    make_pictures(tmp_path)
+    opened, real = [], builtins.open
+    monkeypatch.setattr(
+        builtins, "open", lambda path, *a, **k: (opened.append(path), real(path, *a, **k))[1]
+    )
+    folders = ImageFolders([tmp_path])
+    sizes = [folders.open("turned.jpg", source="row").upright_size for _ in range(3)]
+    assert sizes == [(20, 50)] * 3 and len(opened) == 1
+
+
+@pytest.mark.parametrize("name", ["alpha.png", "turned.jpg", "palette.gif"])
+def test_a_picture_that_was_not_opened_is_as_one_that_was(name, tmp_path):
+    make_pictures(tmp_path)
+    folders = ImageFolders([tmp_path])
+    folders.open(name, source="row")
+    late, plain = folders.open(name, source="row"), Image.open(tmp_path / name)
+    assert (late.size, late.mode, late.format) == (plain.size, plain.mode, plain.format)
+    assert dict(late.getexif()) == dict(plain.getexif()) and late.info == plain.info
+    assert late.convert("RGB").tobytes() == plain.convert("RGB").tobytes()
+    assert getattr(late, "n_frames", 1) == getattr(plain, "n_frames", 1)
+    assert folders.open(name, source="row").rotate(90).tobytes() == plain.rotate(90).tobytes()
+    again = folders.open(name, source="row").copy()
+    assert type(again) is Image.Image and again.tobytes() == plain.tobytes()
 
 
 def test_a_limit_is_a_setting_of_the_dataset_not_of_the_process(tmp_path):

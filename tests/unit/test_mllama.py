@@ -11,14 +11,15 @@ from commands.export import make_stages
 from pp_models import CrossAttentionStage
 from register import train_model_register
 from stageline.checking.tiny_models import tiny_mllama_config, tiny_mllama_processor
+from stageline.checkpoint.check_export import ExportError
 from stageline.checkpoint.init import init_split_model
-from stageline.checkpoint.plain_folder import ExportError, export_folder
 from stageline.checkpoint.save import save_split_model
 from stageline.data.batches.batch import add_image_inputs, encode_sample, pad_rows
 from stageline.data.text.processor import load_processor, save_processor
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import UserError
 from stageline.stages.packing import check_packing
+from tests.helpers.exports import export_folder
 from tests.helpers.tiny_checkpoints import tiny_whole
 from tests.helpers.tiny_mllama import mllama_micro_batch
 

@@ -101,7 +101,7 @@ def front_matter(text):
 
 
 def test_the_card_of_a_run(tmp_path):
-    export_folder(make_run(tmp_path, best=True), tmp_path / "mine", verifies=False)
+    export_folder(make_run(tmp_path, best=True), tmp_path / "mine")
     text = (tmp_path / "mine" / "README.md").read_text()
     assert front_matter(text) == {
         "base_model": "models/tiny-llama",
@@ -125,7 +125,7 @@ def test_the_card_of_a_run(tmp_path):
 
 
 def test_no_path_tells_more_than_its_last_two_parts(tmp_path):
-    export_folder(make_run(tmp_path), tmp_path / "mine", verifies=False)
+    export_folder(make_run(tmp_path), tmp_path / "mine")
     for path in (tmp_path / "mine").rglob("*"):
         content = path.read_bytes()
         assert b"secret" not in content, path
@@ -151,7 +151,7 @@ def test_the_command_is_that_of_the_run(tmp_path, monkeypatch):
 
 
 def test_without_a_picture_the_curve_is_a_table(tmp_path):
-    export_folder(make_run(tmp_path, curve=False), tmp_path / "mine", verifies=False)
+    export_folder(make_run(tmp_path, curve=False), tmp_path / "mine")
     text = (tmp_path / "mine" / "README.md").read_text()
     assert "loss.png" not in text
     assert "| 1 | 5 |\n| 2 | 4 |\n| 3 | 3 |" in text
@@ -159,7 +159,7 @@ def test_without_a_picture_the_curve_is_a_table(tmp_path):
 
 def test_what_is_not_known_is_left_out(tmp_path):
     tiny_whole("llama", tmp_path / "base")
-    export_folder(tmp_path / "base", tmp_path / "mine", verifies=False)
+    export_folder(tmp_path / "base", tmp_path / "mine")
     text = (tmp_path / "mine" / "README.md").read_text()
     assert front_matter(text).keys() == {"library_name", "pipeline_tag", "tags"}
     for word in ("None", "null", "Training", "Figures", "Versions", "dataset", "started", "nan"):
@@ -193,7 +193,7 @@ def test_the_code_in_the_card_loads_the_model(tmp_path, monkeypatch):
             source = tmp_path / "llava"
             tiny_whole("llava", source)
             save_processor(tiny_processor("llava"), source)
-        export_folder(source, tmp_path / where, verifies=False)
+        export_folder(source, tmp_path / where)
         text = (tmp_path / where / "README.md").read_text()
         code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
         names = {}
@@ -210,7 +210,7 @@ def test_the_code_in_the_card_of_an_adapter_loads_it(tmp_path, monkeypatch):
     base.name_or_path = str(tmp_path / "models" / "tiny")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
     peft.get_peft_model(base, config).save_pretrained(tmp_path / "run")
-    export_folder(tmp_path / "run", tmp_path / "mine", verifies=False)
+    export_folder(tmp_path / "run", tmp_path / "mine")
     text = (tmp_path / "mine" / "README.md").read_text()
     facts = front_matter(text)
     assert (facts["library_name"], facts["base_model"]) == ("peft", "models/tiny")
@@ -226,7 +226,7 @@ def test_an_adapter_whose_base_is_elsewhere_is_exported_all_the_same(tmp_path):
     base.name_or_path = "/gone/models/tiny"
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
     peft.get_peft_model(base, config).save_pretrained(tmp_path / "run")
-    export_folder(tmp_path / "run", tmp_path / "mine", verifies=False)
+    export_folder(tmp_path / "run", tmp_path / "mine")
     text = (tmp_path / "mine" / "README.md").read_text()
     assert front_matter(text)["base_model"] == "models/tiny"
     assert "/gone" not in text

@@ -14,9 +14,9 @@ from stageline.checking import setup
 from stageline.checking.proof import SplitToProve, prove_split
 from stageline.checkpoint import load
 from stageline.checkpoint.layout import Ranks
-from stageline.checkpoint.plain_folder import export_folder
 from stageline.checkpoint.plain_model import load_plain, save_whole
 from stageline.errors import UserError
+from tests.helpers.exports import export_folder
 from tests.helpers.remote_model import INITS, remote_model
 
 ALONE = Ranks.of(None)

@@ -146,20 +146,6 @@ def test_a_torn_last_line_does_not_swallow_the_next(tmp_path):
     assert lines[3]["loss"] == 3.0
 
 
-def test_a_log_that_is_removed_during_a_run_is_written_anew(tmp_path, capsys):
-    log = RunLog(tmp_path, total_steps=3)
-    log.log_step(record(1))
-    (tmp_path / "log.jsonl").unlink()
-    assert log.evaluations() == []
-    log.draw()
-    log.log_step(record(2))
-    log.log_eval(2, {"loss": 1.0})
-    assert [line["step"] for line in read_lines(tmp_path)] == [1, 2, 2]
-    assert "log.jsonl was removed during the run" in capsys.readouterr().out
-    (tmp_path / "log.jsonl").unlink()
-    log.close()  # a run that has finished does not end in an error for it
-
-
 def test_events_that_cannot_be_written_do_not_end_a_run(tmp_path, capsys):
     log = RunLog(tmp_path, total_steps=3)
     full = OSError(errno.ENOSPC, "No space left on device")

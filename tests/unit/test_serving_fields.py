@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 
 from prompt_fn import auto, chat
-from stageline.checking.tiny_models import tiny_processor
+from stageline.checking.tiny_models import tiny_processor, tiny_tokenizer
+from stageline.data.text.chat_template import ChatTemplate
 from stageline.data.text.processor import get_tokenizer
-from stageline.data.text.template_reading import variables_of
 from tests.helpers.chat_templates import FORMATS, format_tokenizer
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.served import served
@@ -175,6 +175,10 @@ def test_effort_is_refused_where_the_template_has_none():
     with asking(effort_tokenizer()) as (client, _):
         twice = {"chat_template_kwargs": {"reasoning_effort": "low"}, "reasoning_effort": "high"}
         assert "twice" in refused(client, "chat_template_kwargs", **twice)
+
+
+def variables_of(template):
+    return ChatTemplate.of(tiny_tokenizer(chat_template=template)).variables
 
 
 def test_names_that_a_template_reads():

@@ -22,7 +22,6 @@ from stageline.data.batches.batch import (
     sample_name,
 )
 from stageline.data.batches.collate_part import ROLES, EncodedSample, all_encoded
-from stageline.data.batches.token_cache import encoded_once
 from stageline.data.text.encode import Encoded, check_targets
 from stageline.data.text.limit import Overlong, limit_length
 from stageline.data.text.template import MarkedWords
@@ -51,16 +50,13 @@ def encode_for_training(
         DataError: it has no supervised token.
     """
 
-    def make() -> Encoded:
-        name = sample_name(sample)
-        rendered = render_sample(images, sample, processor=processor, **texts)
-        if words is not None:
-            rendered = words.mark(rendered)
-        encoded = encode_sample(rendered, images, processor=processor, name=name)
-        check_targets(encoded, name=name)
-        return encoded
-
-    return encoded_once(make, images, sample, processor=processor, words=words, **texts)
+    name = sample_name(sample)
+    rendered = render_sample(images, sample, processor=processor, **texts)
+    if words is not None:
+        rendered = words.mark(rendered)
+    encoded = encode_sample(rendered, images, processor=processor, name=name)
+    check_targets(encoded, name=name)
+    return encoded
 
 
 def encode_sft(

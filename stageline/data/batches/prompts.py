@@ -20,7 +20,6 @@ from stageline.data.batches.batch import (
 )
 from stageline.data.batches.collate import TEXTS, Item, collate_encoded, collate_packed_sft
 from stageline.data.batches.collate_part import EncodedSample, all_encoded
-from stageline.data.batches.token_cache import encoded_once
 from stageline.data.text.encode import Encoded
 from stageline.data.text.limit import Overlong, limit_length
 
@@ -39,12 +38,8 @@ def encode_prompt(
     """A prompt, up to where its answer begins, with a stand-in for the longest answer."""
     chosen = {name: texts[name] for name in TEXTS}
     name = sample_name(sample)
-
-    def make() -> Encoded:
-        rendered = render_sample(images, sample, for_generation=True, **chosen)
-        return encode_sample(rendered, images, processor=texts["processor"], name=name)
-
-    prompt = encoded_once(make, images, sample, is_prompt=True, **chosen)
+    rendered = render_sample(images, sample, for_generation=True, **chosen)
+    prompt = encode_sample(rendered, images, processor=texts["processor"], name=name)
     whole = with_answer(prompt, [pad_token_id] * max_completion_length)
     row = limit_length(
         whole,

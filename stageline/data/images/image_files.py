@@ -2,17 +2,14 @@
 
 Rows come from others. A name that leads elsewhere is refused in the same words whether or not
 there is such a file, so that no error tells what lies on this machine. A file is opened only when
-more is asked of it than its size and kind; these are kept once they are known, with the hash of its
-content and whether it decodes: in memory, and in a file of lines if there is one.
+more is asked of it than its size and kind; these are kept in memory once they are known, and
+whether it decodes.
 """
 
-import hashlib
-import json
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
-from io import BytesIO
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_ASPECT = 200  # of the longer side to the shorter; what Qwen's processors take
 _ORIENTATION = 0x0112  # EXIF
 _HAS_ORIENTATION = ("JPEG", "MPO")
+FileKey = tuple[str, int, int, int]  # path, length and both times of change
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,57 +34,13 @@ class FileFacts:
     mode: str
     format: str
     is_turned: bool = False  # people see width and height exchanged (EXIF)
-    digest: str | None = None  # hash of the content, where it was read
     is_whole: bool = False  # its pixels were decoded without an error
 
 
-def file_key(path: str, stat: os.stat_result) -> str:
+def file_key(path: str) -> FileKey:
     """Tells one state of a file from others."""
-    text = f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ctime_ns}"
-    return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-
-
-class ImageIndex:
-    """Facts of files by their key.
-
-    A file is known by its path, length and both times of change, so that one that was replaced is
-    a new one. Every process reads the lines of earlier ones and adds its own; a torn line is passed
-    over. Without a file for the lines, facts are kept in memory alone.
-    """
-
-    def __init__(self, file: Path | None = None) -> None:
-        self._file = file
-        self._known: dict[str, FileFacts] = {}
-        try:
-            lines = file.read_bytes().splitlines() if file is not None else []
-        except OSError:  # not there yet: then nothing is known
-            lines = []
-        for line in filter(None, lines):
-            try:
-                key, (width, height), *others = json.loads(line)
-                self._known[key] = FileFacts((width, height), *others)
-            except (ValueError, TypeError):
-                continue
-
-    def get(self, key: str) -> FileFacts | None:
-        """What is known of a file."""
-        return self._known.get(key)
-
-    def note(self, key: str, facts: FileFacts) -> None:
-        """Keeps what is known of a file by now."""
-        if facts == self._known.get(key):
-            return
-        self._known[key] = facts
-        if self._file is None:
-            return
-        text = json.dumps([key, *astuple(facts)]).encode()
-        try:
-            # one write of one line: those of several processes do not mix
-            with self._file.open("ab", buffering=0) as file:
-                file.write(b"\n%s\n" % text)  # a torn line ends here
-        except OSError as error:
-            warnings.warn(f"the index {self._file} of images is not kept: {error}", stacklevel=2)
-            self._file = None
+    stat = os.stat(path)
+    return path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 class PictureFile(Image.Image):
@@ -96,7 +50,7 @@ class PictureFile(Image.Image):
         path: the file.
         key: of its state, as `file_key` makes it.
         facts: what is known of it.
-        index: learns more about it.
+        known: facts of files by their key, of the folders that it is from.
         opened: it, where it is open already.
     """
 
@@ -104,9 +58,9 @@ class PictureFile(Image.Image):
         self,
         path: str,
         *,
-        key: str,
+        key: FileKey,
         facts: FileFacts,
-        index: ImageIndex,
+        known: dict[FileKey, FileFacts],
         opened: Image.Image | None = None,
     ) -> None:
         super().__init__()
@@ -117,9 +71,8 @@ class PictureFile(Image.Image):
         self.format = facts.format
         self._mode = facts.mode
         self._size = facts.size
-        self._index = index
+        self._known = known
         self._opened = opened
-        self._content: bytes | None = None
         self._is_loaded = False
 
     @property
@@ -142,35 +95,17 @@ class PictureFile(Image.Image):
             self.im, self._mode, self._size = opened.im, opened.mode, opened.size
             self.palette, self.readonly = opened.palette, opened.readonly
             self.info = opened.info
-            self._learn(is_whole=True)
+            self._note_whole()
         return super().load()
 
-    def read_digest(self) -> str | None:
-        """The hash of the content, which is read if it is not known; None if it cannot be read.
-
-        What was hashed is what will be decoded.
-        """
-        if self.facts.digest is None:
-            try:
-                with open(self.filename, "rb") as file:
-                    self._content = file.read()
-            except OSError:  # decoding tells it better
-                return None
-            if self._opened is not None:  # for its header
-                self._opened.close()
-                self._opened = None
-            self._learn(digest=hashlib.blake2b(self._content, digest_size=20).hexdigest())
-        return self.facts.digest
-
-    def _learn(self, **facts: Any) -> None:
-        """Remembers more of the file, if it still is what it was."""
+    def _note_whole(self) -> None:
+        """Remembers that the file decodes, if it still is what it was."""
         try:
-            is_same = file_key(self.filename, os.stat(self.filename)) == self.key
+            is_same = file_key(self.filename) == self.key
         except OSError:
             return
         if is_same:
-            self.facts = replace(self._index.get(self.key) or self.facts, **facts)
-            self._index.note(self.key, self.facts)
+            self.facts = self._known[self.key] = replace(self.facts, is_whole=True)
 
     def getexif(self) -> Image.Exif:
         return self._open().getexif()
@@ -191,9 +126,7 @@ class PictureFile(Image.Image):
 
     def _open(self) -> Image.Image:
         if self._opened is None:
-            opened = open_picture(
-                self.filename if self._content is None else BytesIO(self._content)
-            )
+            opened = open_picture(self.filename)
             if (opened.size, opened.mode) != (self.facts.size, self.facts.mode):
                 opened.close()
                 raise OSError("the file was changed while it was read")
@@ -264,15 +197,14 @@ class ImageFolders:
 
     An absolute name, one with "..", and a link are taken when the file they lead to lies below one
     of the folders. A folder itself may be a link. A file whose header was read once is opened again
-    only for its pixels: by this object, or with an image cache by later processes.
+    only for its pixels.
     """
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = list(roots)
         self._real_roots = [os.path.realpath(root) for root in roots]
-        settings = current_image_settings()
-        self._max_pixels = settings.max_pixels
-        self._index = settings.cache.index if settings.cache else ImageIndex()
+        self._max_pixels = current_image_settings().max_pixels
+        self._known: dict[FileKey, FileFacts] = {}
 
     def check_name(self, name: str, *, source: str) -> None:
         """Refuses a name that leads out of the folders; looks at files only where it must."""
@@ -304,13 +236,13 @@ class ImageFolders:
         return path
 
     def _picture(self, path: str) -> PictureFile:
-        key = file_key(path, os.stat(path))
-        facts, opened = self._index.get(key), None
+        key = file_key(path)
+        facts, opened = self._known.get(key), None
         if facts is None:
             opened = open_picture(path)
             facts = FileFacts(opened.size, opened.mode, opened.format or "", is_turned(opened))
-            self._index.note(key, facts)
-        return PictureFile(path, key=key, facts=facts, index=self._index, opened=opened)
+            self._known[key] = facts
+        return PictureFile(path, key=key, facts=facts, known=self._known, opened=opened)
 
     def _find(
         self, name: str, source: str, exists: Callable[[str], bool] = os.path.isfile

@@ -8,7 +8,6 @@ Shapes: B rows, T tokens, N images of a micro-batch, M images of the fullest row
 """
 
 import copy
-import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from PIL import Image, ImageFile, ImageOps
 
-from stageline.data.images.image_cache import CachedPixels, processor_settings
 from stageline.data.images.image_files import (
     PictureFile,
     bad_image,
@@ -137,10 +135,9 @@ class ImageExpander:
         return cls._known[processor]
 
     def use(self, settings: ImageSettings) -> None:
-        """Takes limits and a cache; call it after the processor was changed, too."""
+        """Takes limits; call it after the processor was changed, too."""
         self.settings = settings
         self._facts.clear()
-        self.__dict__.pop("_kept", None)
 
     def facts(self, size: Size) -> ImageFacts:
         """What an image of this size becomes."""
@@ -207,25 +204,20 @@ class ImageExpander:
     def decode_pixels(
         self, images: Sequence[Sequence[Any]], names: Sequence[str]
     ) -> dict[str, torch.Tensor]:
-        """As `pixels`, from images as datasets give them; by way of the cache, if there is one.
+        """All image inputs of a micro-batch, from images as datasets give them.
 
         Args:
             names: of each row, for errors.
         """
         if not any(images):
             return {}
-        decode = functools.partial(decode_image, max_pixels=self.settings.max_pixels)
-        if self._kept is not None and self._kept.layout is not None:
-            return self._kept(images, names, decode)
-        rows = zip(images, names, strict=True)
-        return self.pixels([[decode(image, name=name) for image in row] for row, name in rows])
-
-    @functools.cached_property
-    def _kept(self) -> CachedPixels | None:
-        cache = self.settings.cache
-        if cache is None:
-            return None
-        return CachedPixels(cache, self.pixels, settings=processor_settings(self.processor))
+        most = self.settings.max_pixels
+        return self.pixels(
+            [
+                [decode_image(image, name=name, max_pixels=most) for image in row]
+                for row, name in zip(images, names, strict=True)
+            ]
+        )
 
     def _ask(self, size: Size) -> ImageFacts:
         blank = [self.image_token or ""], [[Image.new("RGB", size)]]

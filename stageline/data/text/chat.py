@@ -5,8 +5,7 @@ contents, one for one. So nothing in the data can be taken for markup, and nothi
 in it. The outcome is compared with the template run on the contents themselves.
 
 What the sentinels show depends on the structure of a conversation alone, and is kept: a further
-sample of the same structure costs one render, of its official text; or none, where the template
-can be seen to write contents and never to look at them.
+sample of the same structure costs one render, of its official text.
 
 An answer begins where the prompt for generation ends, and ends with its end-of-turn token. Both
 are found by rendering the messages before it, and those up to it: these renders are beginnings of
@@ -14,7 +13,6 @@ the whole one. Where they are not (templates drop thoughts of earlier turns, or 
 stretch between the messages before and the answer is compared instead.
 """
 
-import functools
 import itertools
 import json
 import os.path
@@ -45,10 +43,9 @@ from stageline.data.text.messages import SYSTEM_ROLES, Tool, Turn
 from stageline.data.text.processor import get_tokenizer
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.data.text.tool_forms import forms_of
-from stageline.errors import CheckpointError, UserError
+from stageline.errors import UserError
 
 Learnt = Literal["answers", "all", "all_but_system"]
-_MOST_ROLES = 1024  # sequences of roles that are kept
 
 
 @dataclass(frozen=True)
@@ -488,7 +485,7 @@ def turn_ends(processor: Any) -> tuple[str, ...]:
         return ()
     try:
         template = ChatTemplate.of(processor)
-    except (UserError, CheckpointError):  # those who render with it are told
+    except UserError:  # whoever renders with it gets the error
         return ()
     if template.turn_ends is None:
         found = list(_learnt_in_samples(template))
@@ -561,13 +558,12 @@ def render_chat(
         DataError: the template itself refuses the row (raise_exception).
         UserError: there is no chat template, or it changes contents in a way that can't be
             followed.
-        CheckpointError: the template takes too long, too much memory, or tries to break out.
     """
     template = ChatTemplate.of(processor)
     reasons: list[str] = []
     for way, shown, note in forms_of(turns, tools, knows_tools=template.knows_tools):
         run = _Run(template, way, shown, dict(template_options or {}), for_generation, learnt)
-        result = run.from_roles() or run.first_that_fits(reasons)
+        result = run.first_that_fits(reasons)
         if result is not None:
             _warn_once(template.name, note)
             return result
@@ -595,22 +591,6 @@ class _Run:
         cuts = (self.template.cut_at_tags, whole) if has_tags else (whole,)
         return itertools.product(forms, cuts)
 
-    @functools.cached_property
-    def _roles(self) -> tuple[Any, ...] | None:
-        """All that decides the text besides the contents; None where a turn has more than those."""
-        if self.tools or "continue_final_message" in self.options or not self.template.only_writes:
-            return None
-        roles: list[Any] = [self.learnt, self.for_generation, repr(self.options)]
-        for turn in self.turns:
-            piece = turn.pieces[0] if len(turn.pieces) == 1 else None
-            others = turn.name or turn.reasoning or turn.tool_calls or turn.tool_call_id
-            if piece is None or piece.is_image or others or not piece.text.strip():
-                return None
-            if piece.is_user and (OPEN in piece.text or self.template.has_tags(piece.text)):
-                return None
-            roles += (turn.role, turn.is_target, piece.is_answer, piece.is_user or piece.text)
-        return tuple(roles)
-
     def first_that_fits(self, reasons: list[str]) -> Rendered | None:
         """The conversation in the first way that works; why others did not goes into `reasons`."""
         for form, cut in self.ways():
@@ -619,35 +599,6 @@ class _Run:
                 return result
             reasons.append(result)
         return None
-
-    def from_roles(self) -> Rendered | None:
-        """As the template wrote another one of the same roles; None where none came yet."""
-        known = self.template.known_roles.get(self._roles)
-        if known is None:
-            return None
-        pieces = []
-        for piece, turn, is_trimmed in known:
-            if turn is not None:
-                own = self.turns[turn].pieces[0]
-                text = own.text.strip() if is_trimmed else own.text
-                is_as_own = text == own.text and piece.is_target == own.is_target
-                piece = own if is_as_own else replace(piece, text=text)
-            pieces.append(piece)
-        return Rendered(tuple(pieces), is_chat=True, for_generation=self.for_generation)
-
-    def _keep_for_roles(self, layout: TemplateLayout, masking: Masking) -> None:
-        """Finds out which contents are trimmed, for all further conversations of these roles."""
-        slots = [replace(slot, text=f" {OPEN}{n}{CLOSE} ") for n, slot in enumerate(masking.slots)]
-        for slot in slots:
-            masking.messages[slot.turn]["content"] = slot.text
-        written = self.template(masking.messages, tools=(), **self._common())
-        turns = {slot.text.strip(): slot.turn for slot in slots}
-        known = [
-            (piece, turns[piece.text.strip()] if piece.is_user else None, piece.text[:1] != " ")
-            for piece in fill(layout, slots, written) or ()
-        ]
-        if known and len(self.template.known_roles) < _MOST_ROLES:
-            self.template.known_roles[self._roles] = known
 
     def attempt(self, form: Form, cut: Cut) -> Rendered | str:
         """The rendered conversation, or why this way does not work."""
@@ -668,8 +619,6 @@ class _Run:
             return layout.problem or "it changes contents"
         for note in layout.notes:
             _warn_once(self.template.name, note)
-        if is_new and self._roles is not None and form == "text" and cut is whole:
-            self._keep_for_roles(layout, masking)
         return Rendered(tuple(pieces), is_chat=True, for_generation=self.for_generation)
 
     def _common(self) -> dict[str, Any]:

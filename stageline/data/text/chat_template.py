@@ -14,14 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers.utils.chat_template_utils import render_jinja_template
+from jinja2 import TemplateError, meta
+from transformers.utils.chat_template_utils import (
+    _compile_jinja_template,
+    render_jinja_template,
+)
 
 from stageline.data.text.encode import TextEncoder
 from stageline.data.text.messages import Tool, Turn
 from stageline.data.text.processor import get_image_token, get_tokenizer
 from stageline.data.text.rendered import Piece
-from stageline.data.text.template_reading import only_writes_contents
-from stageline.data.text.template_trial import check_template
 from stageline.data.text.tokenizers import any_of
 from stageline.errors import DataError, UserError
 
@@ -44,13 +46,11 @@ class ChatTemplate:
 
     Attributes:
         layouts: what was found out of conversations of one structure, the last ones used.
-        known_roles: what it writes for plain conversations, by the roles of their turns.
         turn_ends: the tokens that end its answers; None until somebody asks (chat.py).
         num_renders: how often the template ran.
 
     Raises:
         UserError: there is none.
-        CheckpointError: it takes too long, too much memory, or tries to break out.
     """
 
     _known: "weakref.WeakKeyDictionary[Any, tuple[Any, ChatTemplate]]"
@@ -62,7 +62,6 @@ class ChatTemplate:
         self.image_token = get_image_token(processor)
         self.reserved = TextEncoder.of(processor).reserved
         self.layouts: OrderedDict[str, Any] = OrderedDict()
-        self.known_roles: dict[Any, Any] = {}
         self.turn_ends: tuple[str, ...] | None = None
         self.num_renders = 0
         if not self.template:
@@ -72,7 +71,6 @@ class ChatTemplate:
                 f"{' or '.join(fitting_templates(self.tokenizer))}, put a chat_template.jinja "
                 "into the processor's folder, or use `prompt_fn` fill with a plain template."
             )
-        check_template(self.template, source=self.name)
 
     @classmethod
     def of(cls, processor: Any) -> "ChatTemplate":
@@ -133,9 +131,16 @@ class ChatTemplate:
         return list(rendered[1][0])
 
     @functools.cached_property
-    def only_writes(self) -> bool:
-        """What it makes of a plain conversation follows from the roles of the turns."""
-        return isinstance(self.template, str) and only_writes_contents(self.template)
+    def variables(self) -> frozenset[str]:
+        """The names that it may read and does not set, but those that jinja itself knows."""
+        if not isinstance(self.template, str):
+            return frozenset()
+        try:
+            environment = _compile_jinja_template(self.template).environment
+            found = meta.find_undeclared_variables(environment.parse(self.template))
+        except TemplateError:
+            return frozenset()
+        return frozenset(found) - environment.globals.keys()
 
     @functools.cached_property
     def end_pattern(self) -> re.Pattern[str]:

@@ -1,0 +1,76 @@
+"""Compares the micro-batches of a pipeline's ranks before each step."""
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from stageline import progress
+from stageline.errors import DataError
+
+# pixels are made on the first stage only
+SHARED = ("input_ids", "labels", "loss_kl_input_ids", "loss_kl_labels")
+
+
+def check_agreement(
+    micro_batches: Sequence[Mapping[str, torch.Tensor]], *, group: dist.ProcessGroup | None
+) -> None:
+    """Compares a hash over the pipeline, before a step sends anything; every rank calls this.
+
+    Each rank loads its micro-batches itself and takes shapes of what comes from them. Where they
+    differ, gloo fills a buffer in part without a word, or ends the process; and nobody would see
+    that tokens differ.
+
+    Raises:
+        DataError: ranks differ; on all of them.
+    """
+    num_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    if num_ranks == 1:
+        return
+    # on the CPU where the group can: no wait for an accelerator
+    has_gloo = "cpu" in str(dist.get_backend_config(group))
+    device = "cpu" if has_gloo else torch.accelerator.current_accelerator()
+    described = [_describe(batch) for batch in micro_batches]
+    own = torch.tensor([zlib.crc32("\n".join(described).encode())], device=device)
+    hashes = [torch.empty_like(own) for _ in range(num_ranks)]
+    with progress.doing("other ranks at the start of a step", is_waiting=True):
+        dist.all_gather(hashes, own, group=group)
+        if all(torch.equal(other, own) for other in hashes):
+            return
+        gathered: list[list[str]] = [[] for _ in range(num_ranks)]
+        dist.all_gather_object(gathered, described, group=group)
+    raise DataError(explain_difference(gathered))
+
+
+def explain_difference(gathered: Sequence[Sequence[str]]) -> str:
+    """The first difference between rank 0 of a pipeline and another one."""
+    first = gathered[0]
+    rank, other = next((rank, one) for rank, one in enumerate(gathered) if one != first)
+    made = f"stage ranks 0 and {rank} of a pipeline made"
+    if len(first) != len(other):
+        what = f"{len(first)} and {len(other)} micro-batches of one step"
+    else:
+        index = next(index for index, one in enumerate(first) if one != other[index])
+        what = (
+            f"different micro-batches {index} of one step: {first[index]} on rank 0, "
+            f"{other[index]} on rank {rank}"
+        )
+    return (
+        f"{made} {what}; equal ones were expected. Stages exchange tensors of the shapes that each "
+        "rank takes from its own copy: the dataset and the collate part must give the same on "
+        "every rank (no randomness of their own, no files that differ between machines)."
+    )
+
+
+def _describe(batch: Mapping[str, torch.Tensor]) -> str:
+    """Shapes, types and contents of what every rank holds."""
+    parts = []
+    for name in SHARED:
+        if name in batch:
+            value = batch[name]
+            contents = value.cpu().contiguous().flatten().view(torch.uint8).numpy().data
+            kind = str(value.dtype).removeprefix("torch.")
+            checksum = f"{zlib.crc32(contents):08x}"
+            parts.append(f"{name} {tuple(value.shape)} {kind} (contents {checksum})")
+    return ", ".join(parts)

@@ -1,0 +1,20 @@
+"""An export and its comparison with the checkpoint, one after the other."""
+
+from types import SimpleNamespace
+
+from stageline.checkpoint.check_export import check_export
+from stageline.checkpoint.export_files import find_source
+from stageline.checkpoint.plain_folder import export_folder as export_alone
+
+
+def export_folder(source, target, *, make_stages=None, **options):
+    """The report of `stageline export` with the verdict of `stageline check --exported`."""
+    report = export_alone(source, target, **options)
+    kept = {name: options[name] for name in ("adapters", "trust_remote_code") if name in options}
+    verdict = check_export(find_source(source), report.folder, make_stages=make_stages, **kept)
+    return SimpleNamespace(
+        folder=report.folder,
+        is_adapter=report.is_adapter,
+        notes=(*report.notes, *verdict.notes),
+        verdict=verdict,
+    )
