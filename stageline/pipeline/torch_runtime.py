@@ -150,9 +150,8 @@ def torch_schedule(
         return made
     if schedule.kind.torch_name is None:
         raise UserError(
-            f"`schedule` {schedule.name} is none of torch's, whose own classes run with `engine` "
-            "torch. Choose 1f1b, or `engine` pipeline, which carries out any order by torch's "
-            "runtime."
+            f"`schedule` {schedule.name} is none of torch's own, which alone this engine runs. "
+            "Choose 1f1b, or leave the engine out: the default one carries out any order."
         )
     kind: Any = get_schedule_class(schedule.kind.torch_name)
     local = list(stages) if schedule.kind.is_multi else stages[0]
