@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from stageline import progress
 from stageline.errors import UserError
 from stageline.modules.layer_seeds import LayerSeeds
 from stageline.pipeline.plan import (
@@ -303,7 +304,9 @@ class TorchPipelineRunner(PipelineRunner):
             stage.begin(batches, recorder, loss_of=loss_fn)
             stage.channels = {}  # torch batches sends with receives, of one group alone
         try:
-            run_micro_batches(schedule, self.stages, self.num_micro_batches)
+            # outside of a pass, in torch's loop, a rank waits for another
+            with progress.doing("a transfer of torch's schedule", is_waiting=True):
+                run_micro_batches(schedule, self.stages, self.num_micro_batches)
             losses = [loss for stage in self.stages for loss in stage.losses]
         finally:
             for stage in self.stages:

@@ -19,6 +19,21 @@ from tests.helpers.small_run import Job
 TOTAL_STEPS = 30
 OPTIONS = ("--total-steps", TOTAL_STEPS, "--save-steps", 2, "--keep-last", 2)
 
+# it does its harm behind the trial at the start
+LOSS = """import time
+from register import loss_fn_register
+from loss_fn import sft
+
+calls = []
+
+@loss_fn_register('{name}', is_token_sum=True)
+def {name}(logits, batch, *, num_targets):
+    calls.append(1)
+    if len(calls) > 40:
+        {act}
+    return sft(logits, batch, num_targets=num_targets)
+"""
+
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
@@ -52,25 +67,27 @@ def test_a_schedule_that_torch_has_not_is_refused(job):
 
 
 @pytest.mark.parametrize("engine", ["pipeline", "torch"])
+def test_a_rank_that_hangs_is_named_and_not_the_one_that_waits_for_it(job, engine):
+    code = LOSS.format(name="hangs", act="time.sleep(1000)")
+    (job.folder / "hanging.py").write_text(code)
+    words = ("--engine", engine, "--import", job.folder / "hanging.py", "--loss-fn", "hangs")
+    finished = job.fork(f"hangs-{engine}", *words, "--hang-timeout", 3)
+    first = finished.err.splitlines()[0]
+    for word in ("rank=1", "stage=1", "in loss of micro-batch", "rank 0 is waiting for"):
+        assert word in first, finished.err
+    assert finished.code != 0
+
+
+@pytest.mark.parametrize("engine", ["pipeline", "torch"])
 def test_a_loss_that_raises_is_named_with_its_place_alone(job, engine):
     """torch logs the whole schedule first, which is not to be seen."""
-    code = (
-        "from register import loss_fn_register\n"
-        "from loss_fn import sft\n\n"
-        "calls = []\n\n"
-        "@loss_fn_register('raises', is_token_sum=True)\n"
-        "def raises(logits, batch, *, num_targets):\n"
-        "    calls.append(1)\n"
-        "    if len(calls) > 40:\n"  # behind the trial at the start
-        "        raise KeyError('on purpose')\n"
-        "    return sft(logits, batch, num_targets=num_targets)\n"
-    )
+    code = LOSS.format(name="raises", act="raise KeyError('on purpose')")
     (job.folder / "raising.py").write_text(code)
     words = ("--engine", engine, "--import", job.folder / "raising.py", "--loss-fn", "raises")
     finished = job.fork(f"raises-{engine}", *words)
     assert finished.code not in (0, 2) and "Full Schedule" not in finished.err
     first = finished.err.splitlines()[0]
-    for word in ("rank=1", "stage=1", "KeyError: 'on purpose'", "raising.py:10", "micro-batch"):
+    for word in ("rank=1", "stage=1", "KeyError: 'on purpose'", "raising.py:11", "micro-batch"):
         assert word in first, finished.err
 
 
