@@ -35,7 +35,7 @@ def main(folder, output, schedule_name="Schedule1F1B"):
     parameters = dict(model.train().named_parameters())
     ownership = Ownership(parameters, order=model.parameter_order)
     stages = StagelineStage.of([model], device)
-    num_targets = 0  # of a step
+    num_targets = 0  # the step sets it
 
     def loss_fn(logits, batch):  # a micro-batch's share of the mean over all tokens of the step
         labels = batch["labels"][:, 1:].flatten().to(device)

@@ -37,8 +37,8 @@ from stageline.pipeline.torch_stage import (
 )
 from stageline.stage import Stage
 
-# how far a rank may run ahead of a slower one: in forward-only runs, and where a transfer does not
-# say that it is done before somebody waits for it, which is so on gloo
+# How many sends a rank may have under way: in forward-only runs, and on gloo, where a send reports
+# that it has completed only after `wait`.
 MOST_UNSENT = 2
 
 
@@ -262,7 +262,7 @@ class PipelineRunner:
         return self._runtimes[key]
 
     def _plan(self, num_micro_batches: int) -> Plan:
-        """What this rank does in a step."""
+        """Return the plan of this rank for a training step."""
         orders = drop_dead_backward(self.schedule.orders(num_micro_batches), self.flow)
         return add_transfers(orders, self.schedule.rank_of_stage, self.flow)[self.pp_rank]
 
@@ -276,12 +276,12 @@ class PipelineRunner:
 
 
 class TorchPipelineRunner(PipelineRunner):
-    """Steps by torch's own schedule class: its order, its transfers, one communicator.
+    """Runs training steps with PyTorch's schedule class: its order, transfers and communicator.
 
-    For comparison, and for what torch's schedules learn to do. Evaluation is as above.
+    Evaluation is that of `PipelineRunner`.
 
     Raises:
-        UserError: the schedule is none of torch's.
+        UserError: PyTorch has no class for the schedule.
     """
 
     def __init__(self, *args: Any, channels: Channels | None = None, **kwargs: Any) -> None:
@@ -296,15 +296,15 @@ class TorchPipelineRunner(PipelineRunner):
         loss_fn: LossFn,
         recorder: Recorder = NO_RECORDER,
     ) -> torch.Tensor:
-        """As `PipelineRunner.step`."""
+        """Run a training step; see `PipelineRunner.step`."""
         self.num_micro_batches = len(micro_batches)
         schedule = self._torch_schedule(self.num_micro_batches)
         batches = DeviceBatches(micro_batches, self.device, len(self.stages))
         for stage in self.stages:
             stage.begin(batches, recorder, loss_of=loss_fn)
-            stage.channels = {}  # torch batches sends with receives, of one group alone
+            stage.channels = {}  # PyTorch batches sends with receives, which must share a group
         try:
-            # outside of a pass, in torch's loop, a rank waits for another
+            # between passes a rank waits in PyTorch's loop for a transfer
             with progress.doing("a transfer of torch's schedule", is_waiting=True):
                 run_micro_batches(schedule, self.stages, self.num_micro_batches)
             losses = [loss for stage in self.stages for loss in stage.losses]

@@ -1,8 +1,8 @@
-"""Carries out our plans by torch's schedule runtime: its loop over actions, and its receives.
+"""Executes plans with PyTorch's schedule runtime: its loop over actions, and its receives.
 
-The plan leaves dead backward passes out and has the transfers where we want them. What the runtime
-gives to the stage, as functions for actions: waiting for a receive, so that what a rank waits for
-has a name and a time, and passing on between stages of one rank.
+The plan contains the transfers and omits backward passes that nothing needs. A custom function per
+compute action waits for the receive, so that the wait is named and timed, and passes tensors on
+between the stages of one rank.
 """
 
 import logging
@@ -36,7 +36,7 @@ _LOG = logging.getLogger(schedules.__name__)
 
 
 class PlanRuntime(_PipelineScheduleRuntime):
-    """A schedule of torch with a plan of ours as its order.
+    """A schedule of PyTorch that executes a plan.
 
     Args:
         stages: of this rank.
@@ -69,7 +69,7 @@ class PlanRuntime(_PipelineScheduleRuntime):
         sends: Sends,
         recorder: Recorder = NO_RECORDER,
     ) -> list[torch.Tensor]:
-        """Carries the plan out.
+        """Execute the plan.
 
         Args:
             loss_of: (output of the last stage, micro-batch) -> its loss, or nothing.
@@ -119,27 +119,27 @@ class PlanRuntime(_PipelineScheduleRuntime):
                 before.set_local_bwd_input(stage.get_local_bwd_output(index), index)
 
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: channels are open, and shapes come from each batch."""
+        """Do nothing: the channels are open, and shapes come from each batch."""
 
 
 def _actions(item: Action | Transfer) -> Iterator[_Action]:
     if isinstance(item, Action):
         yield _Action(item.stage, _ComputationType(item.kind.value), item.micro_batch)
         return
-    # torch names a send by the stage that made the tensor
+    # PyTorch names a send by the stage that made the tensor
     made_by = item.stage + 1 if item.is_grad else item.stage - 1
     stage, way = (made_by, "SEND") if item.is_send else (item.stage, "RECV")
     name = f"{way}_{'B' if item.is_grad else 'F'}"
     yield _Action(stage, _ComputationType(name), item.micro_batch)
     if item.is_send and f"WAIT_{name}" in _ComputationType.__members__:
-        # torch 2.15 asks for one for each send; `Sends` has started it and waits by itself
+        # torch 2.15 requires one per send; `Sends` started it and waits for it
         yield _Action(stage, _ComputationType(f"WAIT_{name}"), item.micro_batch)
 
 
 def torch_schedule(
     schedule: Schedule, stages: Sequence[StagelineStage], num_micro_batches: int
 ) -> TorchSchedule:
-    """torch's own class for a schedule.
+    """Return PyTorch's own class for a schedule.
 
     Raises:
         UserError: it has none.
@@ -150,8 +150,8 @@ def torch_schedule(
         return made
     if schedule.kind.torch_name is None:
         raise UserError(
-            f"`schedule` {schedule.name} is none of torch's own, which alone this engine runs. "
-            "Choose 1f1b, or leave the engine out: the default one carries out any order."
+            f"`schedule` {schedule.name} is not one of PyTorch's, and this engine runs only those. "
+            "Use 1f1b, or remove the engine option: the default engine runs every schedule."
         )
     kind: Any = get_schedule_class(schedule.kind.torch_name)
     local = list(stages) if schedule.kind.is_multi else stages[0]
@@ -160,7 +160,7 @@ def torch_schedule(
 
 @contextmanager
 def _without_schedule_in_log() -> Iterator[None]:
-    """Before an error torch logs the whole schedule, above the line that says what failed."""
+    """Drop the schedule that PyTorch logs before an error: the first line must name the cause."""
 
     def is_no_error(record: logging.LogRecord) -> bool:
         return record.levelno < logging.ERROR

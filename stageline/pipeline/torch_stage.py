@@ -1,8 +1,8 @@
-"""A stage model as a stage of `torch.distributed.pipelining`, which any of torch's schedules runs.
+"""A stage model as a `PipelineStage` that every schedule of `torch.distributed.pipelining` can run.
 
-A plain `PipelineStage` has one static shape for all micro-batches, or asks each other rank for it.
-Here each rank computes the shapes from its batch, so that every micro-batch has its own length,
-no message is sent and no forward pass is run for its shapes.
+A plain `PipelineStage` has one static shape for all micro-batches, or infers it by messages and an
+extra forward pass. Here each rank computes the shapes from its batch, so that every micro-batch has
+its own length, without a message and without an extra pass.
 """
 
 import inspect
@@ -69,10 +69,10 @@ class DeviceBatches:
 
 
 class Sends:
-    """Transfers to other ranks that are under way; a tensor is let go when it has arrived.
+    """Sends that are under way; each tensor is freed when it has arrived.
 
-    torch 2.13 keeps every tensor that it sends until the end of the step, 2.15 until its
-    micro-batch comes back.
+    torch 2.13 keeps every sent tensor until the end of the step, torch 2.15 until the backward
+    pass of its micro-batch.
 
     Attributes:
         num_bytes: what was sent.
@@ -85,7 +85,7 @@ class Sends:
         self._going: deque[tuple[list[dist.Work], Tensors]] = deque()
 
     def start(self, ops: Sequence[dist.P2POp]) -> None:
-        """Starts sends and lets go of what has arrived."""
+        """Start sends and free tensors that have arrived."""
         tensors = tuple(op.tensor for op in ops)
         self.num_bytes += sum(tensor.nbytes for tensor in tensors)
         works = []
@@ -100,7 +100,7 @@ class Sends:
             self.wait(self.most_unsent)
 
     def wait(self, most: int = 0) -> None:
-        """Waits until at most so many are under way."""
+        """Wait until at most `most` sends are under way."""
         while len(self._going) > most:
             works, _ = self._going.popleft()
             with progress.doing("receivers", is_waiting=True):
@@ -114,12 +114,12 @@ class Sends:
 class StagelineStage(PipelineStage):
     """A `PipelineStage` around a stage model.
 
-    Any schedule of torch takes it. `step_micro_batches` gives a schedule and its stages the
-    micro-batches of a step; what a schedule passes to a stage besides is not read.
+    Every schedule of PyTorch accepts it. `step_micro_batches` gives a schedule and its stages the
+    micro-batches of a step; the stage ignores arguments that the schedule passes in addition.
 
-    A stage before the first trainable parameter has no backward pass and nothing waits for one,
-    whatever the schedule says; one that is behind none does its backward pass in one piece. So
-    frozen stages are right under zero-bubble schedules, where torch 2.13 leaves gradients out.
+    A stage before the first trainable parameter has no backward pass, whatever the schedule says,
+    and the first stage that trains runs its backward pass in one piece. Frozen stages therefore
+    get correct gradients under zero-bubble schedules, where torch 2.13 omits some.
 
     Args:
         model: on `device`.
@@ -173,8 +173,8 @@ class StagelineStage(PipelineStage):
         self.sends: Sends | None = None
         self.loss_of: Callable[[Any, MicroBatch], Any] | None = None
         self.losses: list[torch.Tensor] = []
-        self._came: dict[int, Tensors] = {}  # what a forward pass takes
-        self._made: dict[int, Tensors] = {}  # and what it sends on
+        self._came: dict[int, Tensors] = {}  # inputs of forward passes
+        self._made: dict[int, Tensors] = {}  # outputs that will be sent
         self._grads_came: dict[int, Tensors] = {}
         self._grads_made: dict[int, Tensors] = {}
         self._put_off: dict[int, tuple[torch.Tensor | None, Tensors | None]] = {}
@@ -312,7 +312,7 @@ class StagelineStage(PipelineStage):
         self._backward(bwd_chunk_id, kind, loss)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Runs the half of a backward pass that nobody waits for."""
+        """Run the weight-gradient half of a backward pass."""
         self._backward(bwd_chunk_id, Kind.WEIGHT_GRAD, None)
 
     def _backward(self, index: int, kind: Kind, loss: torch.Tensor | None) -> None:
@@ -322,7 +322,10 @@ class StagelineStage(PipelineStage):
         if kind != Kind.WEIGHT_GRAD and not self.is_last:
             grads = self._grads_came.pop(index)
         if not self.passes.sends_grad and kind == Kind.INPUT_GRAD:
-            self._put_off[index] = (loss, grads)  # nobody waits: in one piece, with the weights
+            self._put_off[index] = (
+                loss,
+                grads,
+            )  # no stage waits for it: run it in one piece, with the weights
             return
         if index in self._put_off:
             kind, (loss, grads) = Kind.BACKWARD, self._put_off.pop(index)
@@ -348,9 +351,9 @@ class StagelineStage(PipelineStage):
         group: dist.ProcessGroup | None = None,
         **kwargs: Any,
     ) -> list[Self]:
-        """The stages of a rank; all ranks of the pipeline call this with theirs.
+        """Build the stages of this rank; every rank of the pipeline calls this.
 
-        Ranks tell each other once what trains and what crosses their borders.
+        The ranks exchange once which stages train and what crosses their borders.
 
         Raises:
             UserError: a stage gives something else than the next one takes.
@@ -360,7 +363,7 @@ class StagelineStage(PipelineStage):
 
 
 def learn_flow(models: Sequence[Stage], group: dist.ProcessGroup | None) -> GradFlow:
-    """Which stages have a backward pass; ranks gather it, and whether neighbours agree.
+    """Gather which stages have a backward pass, and compare what neighbours send and expect.
 
     Raises:
         UserError: a stage gives something else than the next one takes.

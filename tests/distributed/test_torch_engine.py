@@ -63,7 +63,7 @@ def test_a_killed_run_goes_on_with_the_other_engine(job, first, second):
 def test_a_schedule_that_torch_has_not_is_refused(job):
     finished = job.fork("eager", "--engine", "torch", "--schedule", "eager_1f1b")
     assert finished.code == 2
-    assert "--schedule eager_1f1b is none of torch's own" in finished.err.splitlines()[0]
+    assert "--schedule eager_1f1b is not one of PyTorch's" in finished.err.splitlines()[0]
 
 
 @pytest.mark.parametrize("engine", ["pipeline", "torch"])

@@ -1,6 +1,6 @@
 """What scripts rely on: option names, keys of parts, and exit code and a word of bad commands.
 
-`STAGELINE_BLESS=1 bash scripts/test.sh tests/scripts/test_golden.py` writes names.txt anew.
+`STAGELINE_BLESS=1 bash scripts/test.sh tests/scripts/test_golden.py` updates names.txt.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ def test_options_and_keys_have_the_names_they_had():
     path = GOLDEN / "names.txt"
     if os.environ.get("STAGELINE_BLESS") == "1":
         path.write_text(names())
-    assert names() == path.read_text(), "meant? STAGELINE_BLESS=1 writes them anew"
+    assert names() == path.read_text(), "meant? STAGELINE_BLESS=1 updates them"
 
 
 @pytest.fixture(scope="module")
