@@ -39,6 +39,7 @@ from stageline.data.images.images import CROSS_MASK, grow_cross_mask
 from stageline.data.text.processor import get_image_processor, get_pad_token_id, load_processor
 from stageline.errors import CheckpointError, UserError
 from stageline.model_folder import (
+    called_alike,
     has_trusted_code,
     load_config,
     read_json,
@@ -124,7 +125,7 @@ def load_whole(
         what=f"weights of {folder}",
         cure="Get these files anew, or take another model.",
     )
-    return model
+    return called_alike(model)
 
 
 def _does_not_fit(folder: Path, why: str) -> CheckpointError:

@@ -24,6 +24,7 @@ from stageline.cache_trial import cache_name
 from stageline.data.batches.batch import ROW_LENGTHS
 from stageline.errors import UserError
 from stageline.model_folder import (
+    called_alike,
     has_trusted_code,
     refused_build,
     rope_parameters,
@@ -176,7 +177,7 @@ class CausalLMStage(Spliced, StageModel):
             kwargs["attn_implementation"] = attn_implementation
         with torch.device("meta"):
             try:
-                return self.auto_class.from_config(config, dtype=dtype, **kwargs)
+                return called_alike(self.auto_class.from_config(config, dtype=dtype, **kwargs))
             except Exception as error:  # the library raises what it likes
                 raise refused_build(config, self.auto_class, error, attn_implementation) from error
 

@@ -16,7 +16,10 @@ from stageline.checkpoint import load
 from stageline.checkpoint.layout import Ranks
 from stageline.checkpoint.plain_folder import export_folder
 from stageline.checkpoint.plain_model import load_plain, save_whole
+from stageline.data.text.processor import load_processor
+from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import UserError
+from stageline.inference.generation import encode_prompts, generate
 from tests.helpers.remote_model import INITS, remote_model
 
 ALONE = Ranks.of(None)
@@ -75,6 +78,50 @@ def test_stages_with_weights_are_the_whole_model_and_proved(tied, tmp_path):
     split = SplitToProve(CausalLMStage.build, str(folder), 3, trust_remote_code=True)
     prove_split(split, mode="always", ranks=ALONE, say=said.append)
     assert "equals Parrot of transformers" in said[0]
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        "input_ids):\n return CausalLMOutputWithPast(logits=self.lm_head(self.model(input_ids)))",
+        "input_ids, **kwargs):\n return {'logits': self.lm_head(self.model(input_ids))}",
+        "input_ids, attention_mask=None):\n"
+        " return (self.lm_head(self.model(input_ids, attention_mask)),)",
+        "input_ids, attention_mask=None, return_dict=None):\n"
+        " logits = self.lm_head(self.model(input_ids, attention_mask))\n"
+        " return CausalLMOutputWithPast(logits=logits) if return_dict else logits",
+    ],
+    ids=["ids", "a dict", "a tuple", "return_dict"],
+)
+def test_a_forward_of_few_arguments_is_called_as_others(forward, tmp_path):
+    """Stages, their proof and answers of padded rows by device_map are those of the usual one."""
+    usual = remote_model(tmp_path / "usual")
+    folder = remote_model(tmp_path / "model", forward=forward.replace("\n ", "\n        "))
+    ids = torch.tensor([[9, 12, 33, 5]])
+    whole = AutoModelForCausalLM.from_pretrained(usual, trust_remote_code=True).eval()
+    hidden = (ids,)
+    for stage in stages_of(folder, 2, weights=str(folder)):
+        hidden = (stage.eval()(*hidden, input_ids=ids, attention_mask=torch.ones_like(ids)),)
+    assert torch.equal(hidden[0], whole(ids).logits)
+    said = []
+    split = SplitToProve(CausalLMStage.build, str(folder), 2, trust_remote_code=True)
+    prove_split(split, mode="always", ranks=ALONE, say=said.append)
+    assert "equals Parrot of transformers" in said[0]
+    prompts = [Rendered((Piece(text, is_user=True),)) for text in ("ab", "a longer prompt")]
+    processor = load_processor(str(usual), trust_remote_code=True)
+    answers = generate(
+        load_plain(folder, trust_remote_code=True),
+        processor,
+        prompts=prompts,
+        images=[None, None],
+        max_new_tokens=4,
+    )
+    for prompt, answer in zip(prompts, answers, strict=True):
+        row = encode_prompts([prompt], [None], processor=processor)
+        expected = whole.generate(**row, max_new_tokens=4, do_sample=False, use_cache=False)
+        expected = expected[0, row["input_ids"].shape[1] :].tolist()
+        assert answer["token_ids"] == expected[: len(answer["token_ids"])]
+        assert len(answer["token_ids"]) == 4 or 1 in expected
 
 
 def test_weights_that_were_read_are_not_drawn_again(tmp_path):
