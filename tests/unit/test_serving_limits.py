@@ -194,6 +194,17 @@ def test_a_slow_body_and_a_large_header_end():
 
 
 DEEP = b'{"a":' * 100_000
+
+
+def called(arguments):
+    """A request with a call of the assistant's in its messages."""
+    function = {"name": "f", "arguments": arguments}
+    call = {"id": "c", "type": "function", "function": function}
+    said = {"role": "assistant", "tool_calls": [call]}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}, said]}
+    return json.dumps(body).encode()
+
+
 BAD = {
     "empty": b"",
     "no json": b"{",
@@ -207,6 +218,9 @@ BAD = {
     % (b"9" * 40),
     "deep": DEEP,
     "surrogate": b'{"model":"tiny","messages":[{"role":"user","content":"\\ud800"}]}',
+    "surrogate in a call": called(r'{"a": "\ud800"}'),
+    "surrogate as a name": called(r'{"\ud800": 1}'),
+    "NUL in a call": called(r'{"a": "\u0000"}'),
     "true for a number": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"n":true}',
     "text for a number": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"n":"1"}',
     "no messages": b'{"model":"tiny","messages":[]}',
