@@ -200,9 +200,9 @@ def called(arguments):
     """A request with a call of the assistant's in its messages."""
     function = {"name": "f", "arguments": arguments}
     call = {"id": "c", "type": "function", "function": function}
-    said = {"role": "assistant", "tool_calls": [call]}
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}, said]}
-    return json.dumps(body).encode()
+    asked, said = {"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "c", "content": "y"}
+    return json.dumps({"model": "tiny", "messages": [asked, said, result]}).encode()
 
 
 BAD = {
@@ -243,6 +243,8 @@ def test_bad_bodies_are_the_clients_fault():
         told(client.get(PATH), 405)
         told(client.post(PATH, json={**BODY, "model": "other"}), 404)
         assert client.post(PATH, json=BODY).status_code == 200
+        called_well = called(r'{"a": "\ud83d\ude00"}')
+        assert client.post(PATH, content=called_well, headers=JSON).status_code == 200
 
 
 SHAPES = {
