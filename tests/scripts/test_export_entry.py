@@ -37,10 +37,13 @@ def test_the_entry_file(tmp_path):
     assert again.returncode == 2
     assert "exists, a new folder was expected" in again.stderr
     assert "Traceback" not in again.stderr
-    sharded = run_entry_file(*options, "--overwrite", "--max-shard-size", "20KB", "--no-verify")
+    options += ("--dtype", "auto", "--overwrite")
+    sharded = run_entry_file(*options, "--max-shard-size", "20KB", "--no-verify")
     assert sharded.returncode == 0, sharded.stderr
     assert "logits" not in sharded.stdout
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    whole = auto_class("llama").from_pretrained(tmp_path / "out", dtype="auto")
+    assert whole.dtype == base.dtype
 
 
 @pytest.mark.parametrize(
