@@ -124,6 +124,19 @@ def test_a_forward_of_few_arguments_is_called_as_others(forward, tmp_path):
         assert len(answer["token_ids"]) == 4 or 1 in expected
 
 
+def test_a_proof_of_other_code_is_no_proof(tmp_path):
+    folder = remote_model(tmp_path / "model")
+    split = SplitToProve(CausalLMStage.build, str(folder), 2, trust_remote_code=True)
+    said = []
+    for _ in range(2):
+        prove_split(split, mode="auto", ranks=ALONE, say=said.append)
+    assert len(said) == 1
+    with (folder / "modeling_parrot.py").open("a") as file:
+        file.write("\nCHANGED = True\n")
+    prove_split(split, mode="auto", ranks=ALONE, say=said.append)
+    assert len(said) == 2
+
+
 def test_weights_that_were_read_are_not_drawn_again(tmp_path):
     """Files with LoRA names in them are read by name, then the model fills its buffers."""
     folder = remote_model(tmp_path / "model")
