@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from stageline.model_folder import special_tokens
+from stageline.model_folder import is_of_library, special_tokens
 from stageline.shrink import layer_period, shrink_config
 
 SPREAD = 0.1  # of the noise on all weights: those that start at 0 or 1 hide a swap or a loss
@@ -98,7 +98,7 @@ def masks_padding(model: PreTrainedModel) -> bool:
 
     Models of transformers are taken to do so; one that cannot be tried is not.
     """
-    if type(model).__module__.startswith("transformers."):
+    if is_of_library(model):
         return True
     key = _key(model)
     if key not in _MASKS:

@@ -232,6 +232,11 @@ def refused_build(
     )
 
 
+def is_of_library(model: object) -> bool:
+    """Whether the class of a model is one of transformers."""
+    return type(model).__module__.startswith("transformers.")
+
+
 # padding stands on the right, where no token of a decoder sees it (`masks_padding` knows where not)
 _SPARED = frozenset({"attention_mask", "use_cache", "return_dict"})
 _CALLED_ALIKE: set[type] = set()
@@ -244,7 +249,7 @@ def called_alike(model: ModelT) -> ModelT:
     Its forward may lack arguments, and return logits without a name.
     """
     kind: Any = type(model)
-    if kind.__module__.startswith("transformers.") or kind in _CALLED_ALIKE:
+    if is_of_library(model) or kind in _CALLED_ALIKE:
         return model
     forward: Callable[..., Any] = kind.forward
     known = inspect.signature(forward).parameters

@@ -26,6 +26,7 @@ from stageline.errors import UserError
 from stageline.model_folder import (
     called_alike,
     has_trusted_code,
+    is_of_library,
     refused_build,
     rope_parameters,
     short_length,
@@ -79,7 +80,7 @@ def refuse_both_ways(whole: PreTrainedModel, layers: str) -> None:
     for module in whole.get_submodule(layers).modules():
         told["is_decoder"] = told.get("is_decoder", True) and getattr(module, "is_decoder", True)
     found = [name for name, value in told.items() if value is False or value == "bi"]
-    if found and type(whole).__module__.startswith("transformers."):
+    if found and is_of_library(whole):
         raise UserError(
             f"{found[0]} is {str(told[found[0]]).lower()} in the configuration of "
             f"{config.model_type}: each token sees those behind it. A decoder was expected, "

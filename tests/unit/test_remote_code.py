@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from commands.export import make_stages
+from commands.stages import stage_key
 from pp_models import CausalLMStage
 from stageline.checking import setup
 from stageline.checking.proof import SplitToProve, prove_split
@@ -20,6 +21,9 @@ from stageline.data.text.processor import load_processor
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import UserError
 from stageline.inference.generation import encode_prompts, generate
+from stageline.inference.meta_model import model_on_meta
+from stageline.inference.model_cutter import ModelCutter
+from stageline.model_folder import load_config
 from tests.helpers.remote_model import INITS, remote_model
 
 ALONE = Ranks.of(None)
@@ -122,6 +126,17 @@ def test_a_forward_of_few_arguments_is_called_as_others(forward, tmp_path):
         expected = expected[0, row["input_ids"].shape[1] :].tolist()
         assert answer["token_ids"] == expected[: len(answer["token_ids"])]
         assert len(answer["token_ids"]) == 4 or 1 in expected
+
+
+def test_a_model_whose_passes_cannot_be_measured_is_cut_by_its_weights(tmp_path, capsys):
+    """Its decoder takes token ids alone."""
+    config = load_config(remote_model(tmp_path / "model", seed=None), trust_remote_code=True)
+    assert stage_key(config) == "causal_lm"  # before transformers has built one
+    model = model_on_meta(config, trust_remote_code=True)
+    placed = ModelCutter(model, num_devices=3).device_map()
+    homes = [placed[f"model.layers.{index}"] for index in range(6)]
+    assert homes == sorted(homes[:-1]) + [0] and set(homes) == {0, 1, 2}
+    assert "a pass of ParrotForCausalLM takes could not be measured" in capsys.readouterr().err
 
 
 def test_a_proof_of_other_code_is_no_proof(tmp_path):
