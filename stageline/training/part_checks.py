@@ -4,6 +4,7 @@ Shapes: B rows, T tokens, V vocabulary.
 """
 
 import math
+import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 from stageline import progress
 from stageline.contracts import broken, call, mismatch, part_name, shown
 from stageline.data.batches.batch import IGNORE
-from stageline.errors import DataError, UserError
+from stageline.errors import DataError, UserError, raised_at
 from stageline.modules.chunked_loss import slices
 from stageline.modules.losses import without_reference
 from stageline.seeds import host_state_kept, seed_host
@@ -200,6 +201,8 @@ def _describe(batch: Mapping[str, torch.Tensor]) -> str:
 
 
 MOST_LOGITS = 2**22  # numbers of the example: 16 MiB
+# what fails here and may run where the run does
+_ELSEWHERE = re.compile("gpu|cuda|device|driver|not implemented|process group", re.IGNORECASE)
 FIRST = 1000.0  # what counts are taken to be: above all that a loss may clamp them to
 TOLERANCE = 1e-3  # of rounding in float32, relative
 
@@ -225,11 +228,12 @@ def check_loss(
         vocab_size: numbers that the model gives for each token.
 
     Returns:
-        Why it could not be tried: it may need a GPU, or scores of another kind; else None.
+        Why it could not be tried: it may need a GPU, scores of another kind, or a package; else
+        None.
 
     Raises:
-        ContractError: it returns something else than a scalar, none of its gradients is known, it
-            ignores a count, or it is no sum over samples; part, file and line are named.
+        ContractError: it fails, returns something else than a scalar, none of its gradients is
+            known, it ignores a count, or is no sum over samples; part, file and line are named.
     """
     _check_counts(part, batch)
     example = _Example(part, batch, vocab_size if part.predicts_tokens else 1, seed=seed)
@@ -247,9 +251,17 @@ def check_loss(
                 why=f"The collate part gives {', '.join(batch)}",
                 cure="correct the name, or choose a `collate_fn` that gives it",
             ) from error
-        # the step will say whether it is one, with its traceback
-        name = part_name(innermost(part.loss_fn))
-        return f"the loss_fn {name} could not be tried before the run: {_told(error)}"
+        told = f"{_told(error)}{raised_at(error)}"
+        may_run = isinstance(key, str) or not part.predicts_tokens
+        if may_run or _ELSEWHERE.search(str(error)) or isinstance(error, ImportError):
+            name = part_name(innermost(part.loss_fn))
+            return f"the loss_fn {name} could not be tried before the run: {told}"
+        raise _refused(
+            part,
+            f"raised {told}",
+            why="It was called as a step calls it, with random logits and a micro-batch of the run",
+            cure="correct that line",
+        ) from error
     return None
 
 

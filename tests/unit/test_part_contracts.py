@@ -169,6 +169,7 @@ OTHERS = [  # options, words of the error
     ("--loss-fn loss_figure_mean", "the figure 'entropy'"),
     ("--loss-fn loss_false_sum", "says is_token_sum"),
     ("--loss-fn loss_raises", "reads 'weights', which a micro-batch does not have"),
+    ("--loss-fn loss_fails", "Expected target size"),
     ("--loss-fn loss_nan", "gave nan"),
     ("--loss-fn loss_unshifted", "changes with the label of the first token"),
     ("--loss-fn loss_bad_count", "the count 'num_mine'"),
@@ -185,6 +186,18 @@ def test_other_ways_to_break_a_contract(job, words, came):
     message = str(caught.value)
     assert came in message and "Contract: " in message
     assert re.search(r" \(tests/scripts/contract_\w+_parts\.py:\d+\)", message), message
+
+
+def test_a_loss_that_fails_is_named_with_its_line(job, capsys):
+    """Or a line tells of it, where it may run on another device."""
+    with pytest.raises(
+        ContractError, match=r"raised RuntimeError: .* at contract_run_parts.py:\d+"
+    ):
+        check_parts(*shipped(job, "--import", RUN, "--loss-fn", "loss_fails"))
+    capsys.readouterr()
+    check_parts(*shipped(job, "--import", RUN, "--loss-fn", "loss_on_a_gpu"))
+    said = capsys.readouterr().out
+    assert re.search(r"before the run: .*needs CUDA at contract_run_parts.py:\d+", said)
 
 
 @pytest.mark.parametrize(
