@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stageline.checking.proof import ProveMode
     from stageline.stage import Stage
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 ANY_FOLDER = "any Hugging Face folder or hub name (owner/name[@revision])"
 NUM_STAGES = 2  # that an export is compared with
 # options of the release before this one
@@ -93,7 +93,12 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="X,Y",
         help="how much of each adapter is added (default: all of it)",
     )
-    add("--dtype", choices=DTYPES, help="of the exported weights (default: as they are)")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="of the exported weights (default: auto: those of the checkpoint)",
+    )
     add(
         "--max-shard-size",
         type=num_bytes,
@@ -151,7 +156,7 @@ def main() -> None:
         options.output_path,
         merge=options.merge,
         adapters=Adapters(tuple(paths), options.adapter_weights) if paths else None,
-        dtype=getattr(torch, options.dtype) if options.dtype else None,
+        dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
         max_shard_bytes=options.max_shard_size,
         overwrites=options.overwrite,
         trust_remote_code=options.trust_remote_code,

@@ -449,11 +449,14 @@ def stage_key(config: "PretrainedConfig") -> str | None:
     name = (config.architectures or [""])[0]
     if name.endswith("ForSequenceClassification") and config.num_labels == 1:
         return "reward"
-    kinds = {
-        "vision_language": transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        "causal_lm": transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
-    }
-    for generic, classes in kinds.items():
+    kinds = (
+        ("vision_language", "ImageTextToText", transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+        ("causal_lm", "CausalLM", transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
+    )
+    remote = getattr(config, "auto_map", None) or {}  # registered where the model is built first
+    for generic, kind, classes in kinds:
+        if f"AutoModelFor{kind}" in remote:
+            return generic
         if type(config) not in classes:
             continue
         found = classes[type(config)]

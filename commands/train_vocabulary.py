@@ -29,28 +29,36 @@ def add_tokens(arguments: TrainArguments, processor: Any, path: str) -> NewToken
     """Adds the run's new tokens to its processor, which came from `path`.
 
     Returns:
-        Them and, with --resize-vocab, all tokens that the weights have no row for.
+        Them and, with --resize-vocab, all tokens that the weights have no row for, or one that
+        their own tokenizer has no token for.
     """
     run = arguments.run
-    if not run.new_tokens and not run.resize_vocab:
+    is_other = run.model_path is not None and Path(run.model_path) != Path(path)
+    if not (run.new_tokens or run.resize_vocab or is_other):
         return None
     config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
     num_rows = num_rows_of(run, config)
-    tokens = _add_tokens(run, processor, path, num_rows) if run.new_tokens else None
-    if run.resize_vocab and num_rows is not None:
-        return with_rowless(processor, tokens, num_rows)
-    return tokens
-
-
-def _add_tokens(run: RunConfig, processor: object, path: str, num_rows: int | None) -> NewTokens:
-    # tokens that others forgot to make room for have no start, unless --resize-vocab gives one
-    if num_rows is not None and not run.resize_vocab:
-        check_vocabulary(processor, num_rows)
-    is_other = run.model_path is not None and Path(run.model_path) != Path(path)
     other = processor_of_weights(
         run.model_path if is_other else None, trust_remote_code=run.trust_remote_code
     )
-    return add_new_tokens(processor, run.new_tokens or (), weights_processor=other)
+    tokens = None
+    if run.new_tokens:
+        # tokens that others forgot to make room for have no start, unless --resize-vocab gives one
+        if num_rows is not None and not run.resize_vocab:
+            check_vocabulary(processor, num_rows)
+        tokens = add_new_tokens(processor, run.new_tokens, weights_processor=other)
+    if num_rows is None:
+        return tokens
+    more = with_rowless(processor, tokens, num_rows, weights_processor=other)
+    if run.resize_vocab or more is None or not more.rowless:
+        return more
+    if max(more.rowless) < num_rows:  # else `check_vocabulary` refuses them
+        say(
+            f"{len(more.rowless)} tokens of {path} are not in the tokenizer of {run.model_path}: "
+            "their rows start as they are there, and LoRA and --frozen-llm leave them so. "
+            "--resize-vocab starts these rows near the mean and trains them."
+        )
+    return tokens
 
 
 def num_rows_of(

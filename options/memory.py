@@ -151,11 +151,6 @@ def check_attention(run: Any, part: Any = None) -> None:
     check_attention_device(run, run.device)
     if run.attention != "flash":
         return
-    if not (run.bf16 or run.fp16):
-        raise OptionError(
-            f"{given} came with float32. A half type was expected, because flash attention "
-            "computes in no other. Add --bf16 (or --fp16), or use --attention sdpa."
-        )
     if importlib.util.find_spec("flash_attn") is None:
         raise OptionError(
             f"{given} came, and the package flash_attn is not installed. It was expected, because "
@@ -165,13 +160,22 @@ def check_attention(run: Any, part: Any = None) -> None:
 
 
 def check_attention_device(run: Any, device: str) -> None:
-    """Refuses a kernel that cannot train on a kind of device; auto: it is not known yet."""
+    """Refuses a kernel that cannot train on a kind of device, or in the run's type.
+
+    Args:
+        device: auto: it is not known yet, as a type that `dtype` leaves to the config.
+    """
     where = WHERE.get(run.attention, (device,))
     if device not in where:
         raise OptionError(
             f"--attention {run.attention} came for a run on {device}. {' or '.join(where[1:])} was "
             "expected, because this kernel has a backward pass nowhere else. Use --attention sdpa, "
             "or --device cuda."
+        )
+    if run.attention == "flash" and not (run.bf16 or run.fp16 or run.dtype):
+        raise OptionError(
+            "--attention flash came with float32. A half type was expected, because its kernel "
+            "computes in no other. Add --bf16 (or --fp16), or use --attention sdpa."
         )
 
 

@@ -180,14 +180,14 @@ class MethodOptions:
     norms_fp32: bool = option(
         False,
         "keep and compute norms in float32 under --bf16 or --fp16",
-        needs={"--bf16 or --fp16": IN_FP32},
+        needs={"--bf16 or --fp16 or --dtype auto": IN_FP32},
         excludes={"--dp-shard": "shares of a layer have one type"},
         in_check=False,
     )
     upcast_lm_head: bool = option(
         False,
         "logits in float32 under --bf16 or --fp16",
-        needs={"--bf16 or --fp16": IN_FP32},
+        needs={"--bf16 or --fp16 or --dtype auto": IN_FP32},
         in_check=False,
     )
     quantization: Literal["nf4", "int8", "torchao_int8", "torchao_int4"] | None = option(

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from stageline.model_folder import special_tokens
+from stageline.model_folder import is_of_library, special_tokens
 from stageline.shrink import layer_period, shrink_config
 
 SPREAD = 0.1  # of the noise on all weights: those that start at 0 or 1 hide a swap or a loss
@@ -26,6 +26,7 @@ LENGTHS = (3, 1)  # tokens of two rows before the last one; no window of a copy 
 TOLERANCE = 1e-3  # of the largest number
 _FOUND: dict[str, str | None] = {}
 _ALIKE: dict[str, bool] = {}
+_MASKS: dict[str, bool] = {}
 _PATH = re.compile(r'"_name_or_path": "(?:[^"\\]|\\.)*"')  # where a model lies changes no answer
 
 
@@ -92,25 +93,54 @@ def generates_alike(model: PreTrainedModel) -> bool:
     return _ALIKE[key]
 
 
+def masks_padding(model: PreTrainedModel) -> bool:
+    """Whether a row that is padded on the left is answered as it is alone.
+
+    Models of transformers are taken to do so; one that cannot be tried is not.
+    """
+    if is_of_library(model):
+        return True
+    key = _key(model)
+    if key not in _MASKS:
+        with warnings.catch_warnings(), torch.no_grad(), torch.device("cpu"):
+            warnings.simplefilter("ignore")
+            try:
+                copy: Any = small_copy(model)
+                copy.generation_config = GenerationConfig(pad_token_id=0)
+                ids_T = _rows(copy)[0][:-1]
+                alone, padded = (
+                    _two_steps(copy, nn.functional.pad(ids_T, (size, 0), value=3)[None], size=size)
+                    for size in (0, 2)
+                )
+                _MASKS[key] = all(map(_is_close, padded, alone))
+            except Exception:  # of any class
+                _MASKS[key] = False
+    return _MASKS[key]
+
+
 def _tried_generate(model: PreTrainedModel) -> bool:
     try:
         copy: Any = small_copy(model)
         copy.generation_config = GenerationConfig(pad_token_id=0)
-        expected = _two_steps(copy, use_cache=False)
+        ids_1T = _rows(copy)[0][None, :-1]  # as few as the keys that a copy chooses at least
+        expected = _two_steps(copy, ids_1T)
     except Exception:  # of any of some hundred classes
         return True
     try:
-        found = _two_steps(copy, use_cache=True)
+        found = _two_steps(copy, ids_1T, use_cache=True)
     except Exception:  # the real one would raise it, too
         return False
     return all(_is_close(one, whole) for one, whole in zip(found, expected, strict=True))
 
 
-def _two_steps(copy: Any, *, use_cache: bool) -> tuple[torch.Tensor, ...]:
-    ids = _rows(copy)[0][None, :-1]  # as few as the keys that a copy chooses at least
+def _two_steps(
+    copy: Any, ids_1T: torch.Tensor, *, size: int = 0, use_cache: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """Logits of two new tokens behind a row that begins with `size` places of padding."""
+    mask_1T = (torch.arange(ids_1T.shape[1]) >= size).long()[None]
     return copy.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
+        ids_1T,
+        attention_mask=mask_1T,
         do_sample=False,
         max_new_tokens=2,
         use_cache=use_cache,

@@ -4,15 +4,19 @@ All that loads a config, tokenizer or processor comes by here. The library would
 leave on the terminal, and look up on the network what is no folder.
 """
 
+import functools
 import hashlib
+import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
 
 from stageline.errors import CheckpointError, UserError
 from stageline.hub import name_of
@@ -226,6 +230,43 @@ def refused_build(
         "of which it does was expected, because the stages are cut out of its model: correct it, "
         "or take the one that belongs to the weights."
     )
+
+
+def is_of_library(model: object) -> bool:
+    """Whether the class of a model is one of transformers."""
+    return type(model).__module__.startswith("transformers.")
+
+
+# padding stands on the right, where no token of a decoder sees it (`masks_padding` knows where not)
+_SPARED = frozenset({"attention_mask", "use_cache", "return_dict"})
+_CALLED_ALIKE: set[type] = set()
+ModelT = TypeVar("ModelT", bound=PreTrainedModel)
+
+
+def called_alike(model: ModelT) -> ModelT:
+    """Have the class of a model that is not transformers' own be called as those are.
+
+    Its forward may lack arguments, and return logits without a name.
+    """
+    kind: Any = type(model)
+    if is_of_library(model) or kind in _CALLED_ALIKE:
+        return model
+    forward: Callable[..., Any] = kind.forward
+    known = inspect.signature(forward).parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in known.values())
+    lacked = frozenset() if takes_all else _SPARED.difference(known)
+
+    @functools.wraps(forward)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {name: value for name, value in kwargs.items() if name not in lacked}
+        output = forward(self, *args, **given)
+        if type(output) in (tuple, dict) and "labels" not in kwargs:  # a loss would be first
+            output = output[0 if type(output) is tuple else "logits"]
+        return CausalLMOutput(logits=output) if isinstance(output, torch.Tensor) else output
+
+    kind.forward = run
+    _CALLED_ALIKE.add(kind)
+    return model
 
 
 def _first_line(error: Exception) -> str:

@@ -47,7 +47,7 @@ from stageline.checking.reference import (
 from stageline.checking.setup import copies, copy_weights, has_images, library_class
 from stageline.checkpoint.layout import Ranks
 from stageline.errors import UserError
-from stageline.model_folder import load_config
+from stageline.model_folder import called_alike, find_folder, load_config
 from stageline.pipeline.stage_passes import MicroBatch, model_inputs
 from stageline.pipeline.topology import stage_layers
 from stageline.shrink import layer_period, shrink_config
@@ -332,7 +332,7 @@ def library_model(
     told = {"trust_remote_code": split.trust_remote_code, "dtype": dtype}
     if split.options.get("attn_implementation"):
         told["attn_implementation"] = split.options["attn_implementation"]
-    model: nn.Module = auto_class.from_config(small, **told)
+    model: nn.Module = called_alike(auto_class.from_config(small, **told))
     return model
 
 
@@ -568,17 +568,19 @@ def facts_of(
         "part": split.name,
         "options": {name: str(value) for name, value in sorted(split.options.items())},
         "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
-        "code": _code_of(split.part, code),
+        "code": _code_of(split, code),
     }
 
 
-def _code_of(part: Callable[..., Any], code: Sequence[str]) -> str:
-    """A sum of the code that splits: the engine's, the shelf's, and the part's own file."""
+def _code_of(split: SplitToProve, code: Sequence[str]) -> str:
+    """A sum of the code that splits and is split: of engine, shelf, part and model folder."""
     package = Path(__file__).resolve().parents[1]
     files = {file for pattern in code for file in package.glob(pattern)}
-    owner = getattr(part, "__self__", None)
+    if split.trust_remote_code and split.config_path:
+        files |= set(find_folder(split.config_path).glob("*.py"))
+    owner = getattr(split.part, "__self__", None)
     one: Any
-    for one in (part, *(owner.__mro__ if isinstance(owner, type) else ())):
+    for one in (split.part, *(owner.__mro__ if isinstance(owner, type) else ())):
         with contextlib.suppress(TypeError):  # it has no file
             home = Path(inspect.getsourcefile(inspect.unwrap(one)) or "")
             if home.is_file() and "site-packages" not in home.parts:

@@ -25,7 +25,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from stageline import chaos
-from stageline.checkpoint.adapter import find_base
+from stageline.checkpoint.adapter import PEFT_PREFIX, find_base
 from stageline.checkpoint.files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -124,16 +124,25 @@ def untie_changed_head(model: PreTrainedModel) -> None:
             config.tie_word_embeddings = False
 
 
-def write_adapter(source: Path, draft: Path, dtype: torch.dtype | None) -> None:
-    """Writes one adapter in the format of `peft`; of stacked ones it is their sum."""
+def write_adapter(source: Path, draft: Path, dtype_of: Callable[[str], torch.dtype] | None) -> None:
+    """Writes one adapter in the format of `peft`; of stacked ones it is their sum.
+
+    Args:
+        dtype_of: name of a weight in the model -> its type; None: as it is.
+    """
     config = json.loads((source / ADAPTER_CONFIG).read_text())
     base = str(config.get("base_model_name_or_path") or "")
     if base and not Path(base).expanduser().exists() and (source / base).exists():
         config["base_model_name_or_path"] = str((source / base).resolve())
     with open_tensors(source / ADAPTER_FILE) as file:
         tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-    if dtype is not None:
-        tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    if dtype_of is not None:
+        tensors = {
+            name: tensor.to(dtype_of(name.removeprefix(PEFT_PREFIX)))
+            if tensor.is_floating_point()
+            else tensor
+            for name, tensor in tensors.items()
+        }
     chaos.point("file")
     (draft / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     write_tensors(tensors, draft / ADAPTER_FILE)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from stageline.contracts import part_name
 from stageline.device import generators_kept
@@ -113,17 +113,28 @@ def float32_names(whole: object, dtype: torch.dtype) -> Callable[[str], bool]:
     return lambda name: not is_lora_name(name) and kept.search(strip_lora(name)) is not None
 
 
+def loaded_dtype(
+    build: Callable[..., PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype
+) -> Callable[[str], torch.dtype]:
+    """Return a function of a weight's name: the type that `from_pretrained` with `dtype` gives it.
+
+    Args:
+        build: (config, dtype) -> the model.
+    """
+    with torch.device("meta"):
+        built = build(copy.deepcopy(config), dtype=dtype)
+    dtypes = {name: tensor.dtype for name, tensor in built.state_dict().items()}
+    is_kept = float32_names(built, dtype)
+    return lambda name: torch.float32 if is_kept(name) else dtypes.get(name, dtype)
+
+
 @torch.no_grad()
 def round_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Rounds weights in place, to the types that `from_pretrained` with this `dtype` gives them."""
-    with torch.device("meta"):
-        built = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
-    dtypes = {name: tensor.dtype for name, tensor in built.state_dict().items()}
-    is_kept = float32_names(model, dtype)
+    dtype_of = loaded_dtype(type(model)._from_config, model.config, dtype)
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point():
-            own = torch.float32 if is_kept(name) else dtypes.get(name, dtype)
-            tensor.data = tensor.data.to(own)
+            tensor.data = tensor.data.to(dtype_of(name))
 
 
 @torch.no_grad()

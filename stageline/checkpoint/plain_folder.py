@@ -44,6 +44,7 @@ from stageline.checkpoint.init import round_weights
 from stageline.checkpoint.layout import MANIFEST, discard, draft_name, read_manifest, verify
 from stageline.checkpoint.plain_model import (
     CLASSIFIER,
+    adapter_dtype,
     is_scored,
     load_plain,
     weight_sizes,
@@ -186,7 +187,11 @@ class Export:
     def write(self, draft: Path) -> None:
         """Writes all files but the manifest."""
         if self.keeps_adapter:
-            write_adapter(self.source, draft, self.dtype)
+            dtype_of = None
+            if self.dtype is not None:
+                trusts = self.trust_remote_code
+                dtype_of = adapter_dtype(self.source, self.dtype, trust_remote_code=trusts)
+            write_adapter(self.source, draft, dtype_of)
         else:
             self.write_model(draft)
         # what an adapter's folder lacks is its base's

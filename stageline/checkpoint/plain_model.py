@@ -6,6 +6,7 @@ same probes: logits and a few greedy tokens, on the CPU.
 Shapes: B rows, T tokens, N new tokens, V vocabulary.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,12 +33,13 @@ from stageline.checkpoint.files import (
     other_shape,
     weight_files,
 )
-from stageline.checkpoint.init import check_finite
+from stageline.checkpoint.init import check_finite, loaded_dtype
 from stageline.checkpoint.load import FLOATS, dtypes_of, integer_weights
 from stageline.data.images.images import CROSS_MASK, grow_cross_mask
 from stageline.data.text.processor import get_image_processor, get_pad_token_id, load_processor
 from stageline.errors import CheckpointError, UserError
 from stageline.model_folder import (
+    called_alike,
     has_trusted_code,
     load_config,
     read_json,
@@ -118,7 +120,7 @@ def load_whole(
         what=f"weights of {folder}",
         cure="Get these files anew, or take another model.",
     )
-    return model
+    return called_alike(model)
 
 
 def _does_not_fit(folder: Path, why: str) -> CheckpointError:
@@ -155,15 +157,33 @@ def load_plain(
         base = load_base(folder, dtype=dtype, trust_remote_code=trust_remote_code)
         return attach_adapter(base, folder).eval()
     config = load_config(config_from or folder, trust_remote_code=trust_remote_code)
-    own_code = getattr(config, "auto_map", None) or {}  # its class may have a name of the library's
-    architecture = "" if CAUSAL_LM in own_code else (config.architectures or [""])[0]
-    named = getattr(transformers, architecture, None)
     options: dict[str, Any] = {"dtype": dtype or _dtype_of(folder)}
-    if named is None:
+    model_class = _class_of(config)
+    if model_class is transformers.AutoModelForCausalLM:
         options["trust_remote_code"] = trust_remote_code
-    model_class: Any = named or transformers.AutoModelForCausalLM
     options["is_changed"] = config_from not in (None, folder)
     return load_whole(model_class, folder, config, is_strict=True, **options).eval()
+
+
+def _class_of(config: PretrainedConfig) -> Any:
+    own_code = getattr(config, "auto_map", None) or {}  # its class may have a name of the library's
+    architecture = "" if CAUSAL_LM in own_code else (config.architectures or [""])[0]
+    return getattr(transformers, architecture, transformers.AutoModelForCausalLM)
+
+
+def adapter_dtype(
+    adapter: Path, dtype: torch.dtype, *, trust_remote_code: bool
+) -> Callable[[str], torch.dtype]:
+    """Return a function: name of a weight of an adapter -> the type it has in a base of `dtype`."""
+    with open_tensors(adapter / ADAPTER_FILE) as tensors:
+        if all(".lora_" in name for name in tensors.keys()):  # noqa: SIM118 - no dict
+            return lambda name: dtype  # its base need not be here
+    config = load_config(config_folder(adapter), trust_remote_code=trust_remote_code)
+    model_class = _class_of(config)
+    if model_class is not transformers.AutoModelForCausalLM:
+        return loaded_dtype(model_class._from_config, config, dtype)
+    build = functools.partial(model_class.from_config, trust_remote_code=trust_remote_code)
+    return loaded_dtype(build, config, dtype)
 
 
 def load_base(

@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from stageline.distributed.machines import this_machine
-from stageline.errors import CRASH, MemoryFull, StorageError, UserError, is_out_of_memory, spelled
+from stageline.errors import (
+    CRASH,
+    MemoryFull,
+    StorageError,
+    UserError,
+    is_out_of_memory,
+    raised_at,
+    spelled,
+)
 from stageline.progress import place
 
 _LOST_CONNECTION = re.compile(
@@ -196,7 +204,7 @@ def record_of(error: BaseException, *, is_secondary: bool = False) -> FailureRec
     cause, kind, code = classify(error)
     message = str(cause)
     if code == CRASH and not hasattr(cause, "exit_code"):
-        message = f"{_first_line(cause)}{_location(cause)}{_during()}"
+        message = f"{_first_line(cause)}{raised_at(cause)}{_during()}"
     elif code == MemoryFull.exit_code and is_out_of_memory(cause):
         message = _full_memory(cause)
     elif isinstance(cause, OSError) and not hasattr(cause, "exit_code"):
@@ -222,11 +230,6 @@ def _what_fills_memory() -> str:
 def _first_line(error: BaseException) -> str:
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def _location(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
 
 
 def _during() -> str:

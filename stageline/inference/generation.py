@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from stageline.cache_trial import generates_alike
+from stageline.cache_trial import generates_alike, masks_padding
 from stageline.data.batches.batch import Images, add_image_inputs, encode_sample, pad_rows
 from stageline.data.images.images import lies_in_rows
 from stageline.data.text.chat import stop_ids_with
@@ -98,8 +98,9 @@ def generate(
                 rooms[place] = min(max_new_tokens, answer_room(length, positions))
             except UserError as error:  # as an engine does: the others are answered
                 answers[place] = _told(Failed("", error))
-        is_long = _is_long(model, batch["input_ids"].shape[1] + max_new_tokens)
-        alone = [place for place in rooms if is_long or rooms[place] < max_new_tokens]
+        is_apart = _is_long(model, batch["input_ids"].shape[1] + max_new_tokens)
+        is_apart |= not (batch["attention_mask"].all() or masks_padding(model))
+        alone = [place for place in rooms if is_apart or rooms[place] < max_new_tokens]
         together = [place for place in rooms if place not in alone]
         if len(rooms) < len(places) or (alone and len(places) > 1):
             waiting = [*([together] if together else []), *([one] for one in alone)] + waiting

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from stageline.errors import UserError
+from stageline.model_folder import called_alike
 from stageline.planner.placement import smallest_maximum
 
 
@@ -37,7 +38,7 @@ def model_on_meta(
     """The model of a config, without weights; `options` are those of `from_config`."""
     given = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"):
-        return auto_class_of(config).from_config(config, **given, **options).eval()
+        return called_alike(auto_class_of(config).from_config(config, **given, **options).eval())
 
 
 def module_list(model: nn.Module, path: str) -> nn.ModuleList:

@@ -9,6 +9,7 @@ layers are counted by the model's own code.
 
 import functools
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from stageline.inference.decoding.cache import GroupCache, whole_columns
 from stageline.inference.decoding.sampler import choice_bytes
 from stageline.inference.decoding.stage_decoder import answering, can_keep_logits
 from stageline.inference.meta_model import blocks_path, layers_path, module_list, text_model_path
+from stageline.model_folder import is_of_library
 from stageline.pipeline.live_bytes import PeakBytes, tensor_bytes
 from stageline.planner.cost import Cost
 from stageline.stage import Stage
@@ -341,7 +343,18 @@ def measure_model(model: PreTrainedModel, load: Load) -> ModelBytes:
             vision += size
             if tower and name.startswith(f"{tower}."):
                 blocks[int(name[len(tower) + 1 :].partition(".")[0])] += size
-    layers = pass_bytes(model, load, image_tokens=load.images * _image_tokens(model, load))
+    try:
+        layers = pass_bytes(model, load, image_tokens=load.images * _image_tokens(model, load))
+    except Exception as error:
+        if is_of_library(model):
+            raise
+        print(
+            f"what a pass of {type(model).__name__} takes could not be measured "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}): layers are dealt out "
+            "by their weights",
+            file=sys.stderr,
+        )
+        layers = [LayerBytes(0)] * len(weights)
     config = model.config.get_text_config(decoder=True)
     logit = load.rows * config.vocab_size
     return ModelBytes(

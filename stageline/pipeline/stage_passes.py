@@ -106,12 +106,13 @@ def check_stage(made: object, *, part: Callable[..., Any]) -> Any:
             "stages, without asking each other",
             cure="subclass StageModel of pp_models (docs/add_a_model.md)",
         )
-    _check_example(model)
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    _check_call(model, _check_example(model), {"input_ids": ids, "attention_mask": ids})
     return model
 
 
-def _check_example(model: Any) -> None:
-    """Refuses a wrong `get_example_input`, of this stage and of the next one."""
+def _check_example(model: Any) -> Sequence[torch.Tensor]:
+    """Refuses a wrong `get_example_input`, of this stage and of the next one; returns the first."""
     try:
         examples = [(model.stage, model.get_example_input(*PROBE))]
         if not model.is_last:
@@ -137,6 +138,7 @@ def _check_example(model: Any) -> None:
                 cure="correct get_example_input",
                 contract="get_example_input",
             )
+    return examples[0][1]
 
 
 def _problem_of(tensors: object, *, is_first: bool) -> str | None:
@@ -199,18 +201,25 @@ def run_stage(
     """
     try:
         output = model(*inputs, **batch)
-    except TypeError as error:
-        problem = mismatch(model.forward, *inputs, **batch)
-        if problem is None:
-            raise  # a mistake inside, which its traceback tells
+    except TypeError:
+        _check_call(model, inputs, batch)
+        raise  # a mistake inside, which its traceback tells
+    _check_output(model, output, batch)
+    return output
+
+
+def _check_call(
+    model: nn.Module, inputs: Sequence[torch.Tensor], batch: Mapping[str, torch.Tensor]
+) -> None:
+    """Refuses a stage whose forward does not take these."""
+    problem = mismatch(model.forward, *inputs, **batch)
+    if problem is not None:
         raise _of_stage(
             model,
             f"cannot be called with {len(inputs)} tensors and {', '.join(batch)} ({problem})",
             why="It was expected to take what the stage before sends, and the whole micro-batch",
             cure="define forward(self, hidden_or_ids, *extras, **batch)",
-        ) from error
-    _check_output(model, output, batch)
-    return output
+        )
 
 
 def _check_output(model: Any, output: object, batch: Mapping[str, torch.Tensor]) -> None:

@@ -467,12 +467,13 @@ def _call_of(value: Any, names: frozenset[str]) -> FoundCall | None:
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         check_value(arguments)  # half a surrogate pair fits into no answer
-    except ValueError:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
         return None
     if not isinstance(arguments, dict):
         return None
     letters = "".join(secrets.choice(_LETTERS) for _ in range(9))
-    return FoundCall(letters, value["name"], json.dumps(arguments, ensure_ascii=False))
+    return FoundCall(letters, value["name"], text)
 
 
 def _overlap(text: str, mark: str) -> int:

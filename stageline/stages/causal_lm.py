@@ -24,7 +24,9 @@ from stageline.cache_trial import cache_name
 from stageline.data.batches.batch import ROW_LENGTHS
 from stageline.errors import UserError
 from stageline.model_folder import (
+    called_alike,
     has_trusted_code,
+    is_of_library,
     refused_build,
     rope_parameters,
     short_length,
@@ -78,7 +80,7 @@ def refuse_both_ways(whole: PreTrainedModel, layers: str) -> None:
     for module in whole.get_submodule(layers).modules():
         told["is_decoder"] = told.get("is_decoder", True) and getattr(module, "is_decoder", True)
     found = [name for name, value in told.items() if value is False or value == "bi"]
-    if found and type(whole).__module__.startswith("transformers."):
+    if found and is_of_library(whole):
         raise UserError(
             f"{found[0]} is {str(told[found[0]]).lower()} in the configuration of "
             f"{config.model_type}: each token sees those behind it. A decoder was expected, "
@@ -176,7 +178,7 @@ class CausalLMStage(Spliced, StageModel):
             kwargs["attn_implementation"] = attn_implementation
         with torch.device("meta"):
             try:
-                return self.auto_class.from_config(config, dtype=dtype, **kwargs)
+                return called_alike(self.auto_class.from_config(config, dtype=dtype, **kwargs))
             except Exception as error:  # the library raises what it likes
                 raise refused_build(config, self.auto_class, error, attn_implementation) from error
 

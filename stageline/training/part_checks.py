@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens, V vocabulary.
 """
 
+import re
 from collections.abc import Callable, Mapping
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from stageline.contracts import broken, call, part_name, shown
 from stageline.data.batches.batch import IGNORE
-from stageline.errors import UserError
+from stageline.errors import UserError, raised_at
 from stageline.modules.losses import without_reference
 from stageline.seeds import host_state_kept, seed_host
 from stageline.training.loss_part import LossPart, MicroBatch, innermost
@@ -77,6 +78,8 @@ def check_sim_fn(sim_fn: Callable[..., torch.Tensor]) -> None:
 
 
 MOST_LOGITS = 2**22  # numbers of the example: 16 MiB
+# what fails here and may run where the run does
+_ELSEWHERE = re.compile("gpu|cuda|device|driver|not implemented|process group", re.IGNORECASE)
 COUNT = 1000.0  # value of each count, above any minimum that a loss clamps it to
 TOLERANCE = 1e-3  # of rounding in float32, relative
 
@@ -94,11 +97,12 @@ def check_loss(part: LossPart, batch: MicroBatch, *, vocab_size: int) -> str | N
         vocab_size: numbers that the model gives for each token.
 
     Returns:
-        Why it could not be tried: it may need a GPU, or scores of another kind; else None.
+        Why it could not be tried: it may need a GPU, scores of another kind, or a package; else
+        None.
 
     Raises:
-        ContractError: it returns something else than a scalar, reads the label of the first token,
-            ignores a count, or it is no sum over samples; part, file and line are named.
+        ContractError: it fails, returns something else than a scalar, reads the label of the first
+            token, ignores a count, or it is no sum over samples; part, file and line are named.
     """
     value_of = _Example(part, batch, vocab_size if part.predicts_tokens else 1)
 
@@ -153,9 +157,16 @@ def check_loss(part: LossPart, batch: MicroBatch, *, vocab_size: int) -> str | N
                 why=f"The collate part gives {', '.join(batch)}",
                 cure="correct the name, or choose a `collate_fn` that gives it",
             ) from error
-        # the step will say whether it is one, with its traceback
-        name, told = part_name(innermost(part.loss_fn)), f"{type(error).__name__}: {error}"
-        return f"the loss_fn {name} could not be tried before the run: {told.splitlines()[0]}"
+        told = f"{f'{type(error).__name__}: {error}'.splitlines()[0]}{raised_at(error)}"
+        may_run = isinstance(key, str) or not part.predicts_tokens
+        if may_run or _ELSEWHERE.search(str(error)) or isinstance(error, ImportError):
+            name = part_name(innermost(part.loss_fn))
+            return f"the loss_fn {name} could not be tried before the run: {told}"
+        raise refused(
+            f"raised {told}",
+            why="It was called as a step calls it, with random logits and a micro-batch of the run",
+            cure="correct that line",
+        ) from error
     return None
 
 

@@ -110,10 +110,12 @@ class ParrotForCausalLM(ParrotPreTrained, GenerationMixin):
     def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **kwargs):
         return {"input_ids": input_ids, "attention_mask": attention_mask}
 
-    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
-        hidden = self.model(input_ids, attention_mask)
-        return CausalLMOutputWithPast(logits=self.lm_head(hidden))
+    def forward(self, FORWARD
 '''
+
+FORWARD = """input_ids=None, attention_mask=None, labels=None, **kwargs):
+        hidden = self.model(input_ids, attention_mask)
+        return CausalLMOutputWithPast(logits=self.lm_head(hidden))"""
 
 INITS = {
     "nn.init": "nn.init.normal_(module.weight, std=0.3)",
@@ -133,6 +135,7 @@ def remote_model(
     keys: str = "a map",
     seed: int | None = 0,
     has_tokenizer: bool = True,
+    forward: str = FORWARD,
     **fields: Any,
 ) -> Path:
     """Writes config, code, tokenizer and weights of a decoder.
@@ -142,13 +145,16 @@ def remote_model(
         tied: embedding and head share their weight.
         keys: how its code names tied weights, a key of TIED.
         seed: of the weights; None: there are none.
+        forward: arguments and body of its forward.
         fields: of the config.
     """
     folder = folder.with_name(f"{folder.name}_{next(_NUMBERS)}")
     folder.mkdir(parents=True)
     code: Mapping[str, str] = {
         "configuration_parrot.py": CONFIGURATION,
-        "modeling_parrot.py": MODELING.replace("INIT", INITS[init]).replace("TIED", TIED[keys]),
+        "modeling_parrot.py": MODELING.replace("INIT", INITS[init])
+        .replace("TIED", TIED[keys])
+        .replace("FORWARD", forward),
     }
     for name, text in code.items():
         (folder / name).write_text(text)

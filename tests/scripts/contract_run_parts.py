@@ -126,6 +126,18 @@ def loss_raises(logits_BTV, micro_batch, *, num_targets):
     return micro_batch["weights"].sum() / num_targets
 
 
+@loss_fn_register("loss_fails")
+def loss_fails(logits_BTV, micro_batch, *, num_targets):
+    """Classes lie in the second dimension: torch refuses this."""
+    return nn.functional.cross_entropy(logits_BTV, micro_batch["labels"]) / num_targets
+
+
+@loss_fn_register("loss_on_a_gpu")
+def loss_on_a_gpu(logits_BTV, micro_batch, *, num_targets):
+    """Of a kernel that is not here."""
+    raise RuntimeError("this kernel needs CUDA")
+
+
 @loss_fn_register("loss_unshifted")
 def loss_unshifted(logits_BTV, micro_batch, *, num_targets):
     """Compares logits of a token with the token itself."""

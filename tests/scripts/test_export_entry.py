@@ -42,9 +42,12 @@ def test_the_entry_file(tmp_path):
     assert "Traceback" not in again.stderr
     gone = run_entry_file(*options, "--overwrite", "--no-verify")
     assert gone.returncode == 2 and "stageline check --exported" in gone.stderr
-    sharded = run_entry_file(*options, "--overwrite", "--max-shard-size", "20KB")
+    options += ("--dtype", "auto", "--overwrite")
+    sharded = run_entry_file(*options, "--max-shard-size", "20KB")
     assert sharded.returncode == 0, sharded.stderr
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    whole = auto_class("llama").from_pretrained(tmp_path / "out", dtype="auto")
+    assert whole.dtype == base.dtype
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from options.fields import OptionError
+from options.fields import OptionError, check_together
 from options.memory import attention_arguments, check_attention, check_attention_device
 from options.train import RunConfig
 
@@ -44,6 +44,17 @@ def test_flash_attention_needs_its_package(monkeypatch):
         check_attention(run, part())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     check_attention(run, part())
+
+
+def test_a_type_that_the_config_names_is_looked_at_where_it_is_known(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    check_attention(RunConfig(attention="flash", dtype="auto"), part())
+    # `with_folders` has put --bf16 or nothing in the place of --dtype auto
+    check_attention_device(RunConfig(attention="flash", bf16=True), "cuda")
+    with pytest.raises(OptionError, match="Add --bf16"):
+        check_attention_device(RunConfig(attention="flash"), "cuda")
+    for option in ("norms_fp32", "upcast_lm_head"):
+        check_together(RunConfig(dtype="auto", **{option: True}))
 
 
 def test_a_device_that_was_found_later_is_looked_at_too():

@@ -56,6 +56,29 @@ BAD = {
         {"conversations": [*_says(human="Q"), {"from": "gpt", "value": "A", "mask": 0}]},
         "has the mask 0. A weight or loss_mask of 0 or 1 was expected",
     ),
+    "half a surrogate pair in a call": (
+        {"formatting": "sharegpt"},
+        {
+            "conversations": _says(
+                human="Q", function_call=r'{"name": "f", "arguments": {"a": "\ud800"}}'
+            )
+        },
+        "calls a function by .*JSON such as",
+    ),
+    "half a surrogate pair in the arguments of a call": (
+        {"formatting": "sharegpt"},
+        {
+            "conversations": _says(
+                human="Q", function_call=r'{"name": "f", "arguments": "{\"a\": \"\\ud800\"}"}'
+            )
+        },
+        "calls 'f' with .*JSON such as",
+    ),
+    "a NUL in tools": (
+        {"formatting": "sharegpt"},
+        {"conversations": _says(human="Q", gpt="A"), "tools": r'[{"name": "f\u0000"}]'},
+        "'tools'.*JSON of one",
+    ),
     "a mask of a row": (
         {"formatting": "sharegpt"},
         {"conversations": _says(human="Q", gpt="A"), "mask": "User"},

@@ -97,8 +97,15 @@ def compared(whole, folder, prompts, *, key="causal_lm"):
 
 @pytest.mark.parametrize(
     ("family", "has_cache"),
-    # states; a border with more than hidden states; positions from 2 on; two attentions in a layer
-    [("mamba", False), ("bloom", False), ("roberta", False), ("longcat_flash", True)],
+    # states; a border with more than hidden states; positions from 2 on, of the ids or of the mask;
+    # two attentions in a layer
+    [
+        ("mamba", False),
+        ("bloom", False),
+        ("roberta", False),
+        ("opt", True),
+        ("longcat_flash", True),
+    ],
 )
 def test_a_batch_of_unequal_rows(family, has_cache, tmp_path):
     config, tokenizer = make(family)

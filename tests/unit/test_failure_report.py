@@ -5,6 +5,7 @@ import errno
 import os
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from register import RegisterError
@@ -77,6 +78,12 @@ def test_any_other_error_names_rank_and_stage_before_its_traceback():
     assert lines[-2] == "TypeError: boom"
     assert lines[-1] == lines[0]
     assert told.code == 9
+
+
+def test_the_line_is_that_of_the_caller_of_a_library():
+    with pytest.raises(ValueError) as caught:
+        torch.nn.functional.cross_entropy(torch.zeros(2, 3), torch.zeros(1, dtype=torch.long))
+    assert " at test_failure_report.py:" in record.record_of(caught.value).message
 
 
 @pytest.mark.usefixtures("_rank_2_of_4")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from stageline.cache_trial import cache_name
 from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
@@ -20,12 +20,21 @@ def prompts():
     ]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "qwen3"])
+def model_of(family, vocab_size, **fields):
+    """Of random weights."""
+    torch.manual_seed(5)
+    if family != "opt":  # OPT's positions begin at 2, and are counted from the attention mask
+        config = tiny_config(family, vocab_size=vocab_size, **fields)
+        return auto_class(family).from_config(config).eval()
+    sizes = {"hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "init_std": 0.4, "pad_token_id": 0, "bos_token_id": 1}
+    return OPTForCausalLM(OPTConfig(vocab_size=vocab_size, **sizes, **fields)).eval()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "qwen3", "opt"])
 def test_a_left_padded_batch_equals_single_prompts(family):
     tokenizer = tiny_tokenizer()
-    torch.manual_seed(5)
-    config = tiny_config(family, vocab_size=len(tokenizer))
-    model = auto_class(family).from_config(config).eval()
+    model = model_of(family, len(tokenizer))
     with torch.no_grad():
         for parameter in model.parameters():  # sharper than a fresh start, so that tokens differ
             parameter.mul_(1.5)
@@ -83,14 +92,12 @@ def test_a_folders_own_settings_change_no_answer(temperature):
     assert (ended["token_ids"], ended["finish_reason"]) == ([], "stop")
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
 def test_prompts_and_answers_end_where_positions_do(family):
     """Learned ones have no more, and of rotary ones the model has seen no more."""
     tokenizer = tiny_tokenizer()
     limits = dict.fromkeys(["max_position_embeddings", "n_positions"][: 1 + (family == "gpt2")], 24)
-    torch.manual_seed(5)
-    config = tiny_config(family, vocab_size=len(tokenizer), **limits)
-    model = auto_class(family).from_config(config).eval()
+    model = model_of(family, len(tokenizer), **limits)
     texts = ("ab", "a b c d e f g h", "", "true or false? " * 9)
     asked = [Rendered((Piece(text, is_user=True),), for_generation=True) for text in texts]
     short, near, empty, beyond = generate(

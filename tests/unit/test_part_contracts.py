@@ -29,7 +29,6 @@ from register import (
 )
 from stageline.contracts import CONTRACTS
 from stageline.errors import ContractError, UserError
-from stageline.pipeline.stage_passes import run_stage
 from stageline.training.part_checks import check_sim_fn
 from tests.helpers.small_run import ROOT, Job
 from tests.helpers.tiny_datasets import group_row, write_lines
@@ -168,6 +167,7 @@ OTHERS = [  # options, words of the error
     ("--loss-fn loss_figure_float", "the figure 'mine': a float: 1.0"),
     ("--loss-fn loss_figure_mean", "the figure 'entropy'"),
     ("--loss-fn loss_raises", "reads 'weights', which a micro-batch does not have"),
+    ("--loss-fn loss_fails", "Expected target size"),
     ("--loss-fn loss_unshifted", "changes with the label of the first token"),
     ("--lr-scheduler rate_is_a_number", "returned a float"),
     ("--lr-scheduler rate_is_an_object", "returned a LambdaLR"),
@@ -182,6 +182,18 @@ def test_other_ways_to_break_a_contract(job, words, came):
     message = str(caught.value)
     assert came in message and "Contract: " in message
     assert re.search(r" \(tests/scripts/contract_\w+_parts\.py:\d+\)", message), message
+
+
+def test_a_loss_that_fails_is_named_with_its_line(job, capsys):
+    """Or a line tells of it, where it may run on another device."""
+    with pytest.raises(
+        ContractError, match=r"raised RuntimeError: .* at contract_run_parts.py:\d+"
+    ):
+        check_parts(*shipped(job, "--import", RUN, "--loss-fn", "loss_fails"))
+    capsys.readouterr()
+    check_parts(*shipped(job, "--import", RUN, "--loss-fn", "loss_on_a_gpu"))
+    said = capsys.readouterr().out
+    assert re.search(r"before the run: .*needs CUDA at contract_run_parts.py:\d+", said)
 
 
 @pytest.mark.parametrize(
@@ -207,11 +219,10 @@ def test_a_chosen_kernel_of_attention_reaches_the_model(job):
 
 
 def test_a_stage_that_takes_the_hidden_states_alone(job):
+    """Refused where it is built: each engine would call it in a place of its own."""
     arguments, _ = shipped(job, "--import", RUN, "--train-model", "stage_takes_one")
-    model = stage_builder(arguments).build(0, num_stages=2, device="cpu")
-    ids = torch.zeros(1, 3, dtype=torch.long)
     with pytest.raises(ContractError, match=r"forward\(self, hidden_or_ids, \*extras, \*\*batch"):
-        run_stage(model, (ids,), {"input_ids": ids})
+        stage_builder(arguments).build(0, num_stages=2, device="cpu")
 
 
 def test_what_an_optimizer_part_returned(job):

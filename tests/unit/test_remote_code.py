@@ -9,13 +9,20 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from commands.export import make_stages
+from commands.stages import stage_key
 from pp_models import CausalLMStage
 from stageline.checking import setup
 from stageline.checking.proof import SplitToProve, prove_split
 from stageline.checkpoint import load
 from stageline.checkpoint.layout import Ranks
 from stageline.checkpoint.plain_model import load_plain, save_whole
+from stageline.data.text.processor import load_processor
+from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import UserError
+from stageline.inference.generation import encode_prompts, generate
+from stageline.inference.meta_model import model_on_meta
+from stageline.inference.model_cutter import ModelCutter
+from stageline.model_folder import load_config
 from tests.helpers.exports import export_folder
 from tests.helpers.remote_model import INITS, remote_model
 
@@ -75,6 +82,74 @@ def test_stages_with_weights_are_the_whole_model_and_proved(tied, tmp_path):
     split = SplitToProve(CausalLMStage.build, str(folder), 3, trust_remote_code=True)
     prove_split(split, mode="always", ranks=ALONE, say=said.append)
     assert "equals Parrot of transformers" in said[0]
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        "input_ids):\n return CausalLMOutputWithPast(logits=self.lm_head(self.model(input_ids)))",
+        "input_ids, **kwargs):\n return {'logits': self.lm_head(self.model(input_ids))}",
+        "input_ids, attention_mask=None):\n"
+        " return (self.lm_head(self.model(input_ids, attention_mask)),)",
+        "input_ids, attention_mask=None, return_dict=None):\n"
+        " logits = self.lm_head(self.model(input_ids, attention_mask))\n"
+        " return CausalLMOutputWithPast(logits=logits) if return_dict else logits",
+    ],
+    ids=["ids", "a dict", "a tuple", "return_dict"],
+)
+def test_a_forward_of_few_arguments_is_called_as_others(forward, tmp_path):
+    """Stages, their proof and answers of padded rows by device_map are those of the usual one."""
+    usual = remote_model(tmp_path / "usual")
+    folder = remote_model(tmp_path / "model", forward=forward.replace("\n ", "\n        "))
+    ids = torch.tensor([[9, 12, 33, 5]])
+    whole = AutoModelForCausalLM.from_pretrained(usual, trust_remote_code=True).eval()
+    hidden = (ids,)
+    for stage in stages_of(folder, 2, weights=str(folder)):
+        hidden = (stage.eval()(*hidden, input_ids=ids, attention_mask=torch.ones_like(ids)),)
+    assert torch.equal(hidden[0], whole(ids).logits)
+    said = []
+    split = SplitToProve(CausalLMStage.build, str(folder), 2, trust_remote_code=True)
+    prove_split(split, mode="always", ranks=ALONE, say=said.append)
+    assert "equals Parrot of transformers" in said[0]
+    prompts = [Rendered((Piece(text, is_user=True),)) for text in ("ab", "a longer prompt")]
+    processor = load_processor(str(usual), trust_remote_code=True)
+    answers = generate(
+        load_plain(folder, trust_remote_code=True),
+        processor,
+        prompts=prompts,
+        images=[None, None],
+        max_new_tokens=4,
+    )
+    for prompt, answer in zip(prompts, answers, strict=True):
+        row = encode_prompts([prompt], [None], processor=processor)
+        expected = whole.generate(**row, max_new_tokens=4, do_sample=False, use_cache=False)
+        expected = expected[0, row["input_ids"].shape[1] :].tolist()
+        assert answer["token_ids"] == expected[: len(answer["token_ids"])]
+        assert len(answer["token_ids"]) == 4 or 1 in expected
+
+
+def test_a_model_whose_passes_cannot_be_measured_is_cut_by_its_weights(tmp_path, capsys):
+    """Its decoder takes token ids alone."""
+    config = load_config(remote_model(tmp_path / "model", seed=None), trust_remote_code=True)
+    assert stage_key(config) == "causal_lm"  # before transformers has built one
+    model = model_on_meta(config, trust_remote_code=True)
+    placed = ModelCutter(model, num_devices=3).device_map()
+    homes = [placed[f"model.layers.{index}"] for index in range(6)]
+    assert homes == sorted(homes[:-1]) + [0] and set(homes) == {0, 1, 2}
+    assert "a pass of ParrotForCausalLM takes could not be measured" in capsys.readouterr().err
+
+
+def test_a_proof_of_other_code_is_no_proof(tmp_path):
+    folder = remote_model(tmp_path / "model")
+    split = SplitToProve(CausalLMStage.build, str(folder), 2, trust_remote_code=True)
+    said = []
+    for _ in range(2):
+        prove_split(split, mode="auto", ranks=ALONE, say=said.append)
+    assert len(said) == 1
+    with (folder / "modeling_parrot.py").open("a") as file:
+        file.write("\nCHANGED = True\n")
+    prove_split(split, mode="auto", ranks=ALONE, say=said.append)
+    assert len(said) == 2
 
 
 def test_weights_that_were_read_are_not_drawn_again(tmp_path):

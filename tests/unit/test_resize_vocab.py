@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from commands.train_vocabulary import add_tokens
+from commands.train_vocabulary import add_tokens, rows_option
 from pp_models import CausalLMStage
 from stageline.checking.tiny_models import VOCAB_SIZE, tiny_tokenizer
 from stageline.checkpoint.save import save_split_model
@@ -95,3 +95,43 @@ def test_a_run_finds_them_by_its_config(tmp_path):
         arguments = SimpleNamespace(run=SimpleNamespace(**run, resize_vocab=asked))
         found = add_tokens(arguments, tokenizer, str(tmp_path))
         assert (found and found.ids) == wanted
+
+
+def test_tokens_in_spare_rows_are_new(tmp_path, capsys):
+    """A larger tokenizer by --processor-path: its rows train under LoRA, or a line says not."""
+    tokenizer = tiny_tokenizer()
+    size = max(tokenizer.get_vocab().values()) + 1
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=size + 8,
+        num_hidden_layers=2,
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH,
+        num_attention_heads=2,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    tokenizer.add_tokens(["<left>", "<right>"])
+    ids = (size, size + 1)
+    base = str(tmp_path / "base")
+    run = {"new_tokens": None, "config_path": None, "model_path": base, "adapter_path": None}
+    run |= {"trust_remote_code": False, "config_folder": base, "train_new_tokens": False}
+    run |= {"seed": 0, "vocab_multiple": 64}
+    for asked, path, wanted in ((0, base, None), (0, "other", None), (1, "other", ids)):
+        arguments = SimpleNamespace(run=SimpleNamespace(**run, resize_vocab=bool(asked)))
+        found = add_tokens(arguments, tokenizer, path)
+        assert (found and found.ids) == wanted
+        said = "2 tokens of other are not in the tokenizer of" in capsys.readouterr().out
+        assert said == (path == "other" and not asked)
+    stage = CausalLMStage(config, stage=0, num_stages=1, llm_lora_num=1, frozen_lm_head=True)
+    source = WeightSource(base, 0, "cpu", torch.float32)
+    fill_stage(stage, source, **rows_option(arguments.run, found))
+    trained = {name for name, one in stage.named_parameters() if one.requires_grad}
+    assert {name for name in trained if "lora" not in name} == {
+        "model.embed_tokens.new_rows.weight",
+        "lm_head.new_rows.weight",
+    }
+    assert stage.config.vocab_size == size + 8
+    # a run of its own tokenizer goes on from there: nothing is new
+    tokenizer.save_pretrained(tmp_path / "base")
+    assert add_tokens(arguments, tokenizer, "other") is None

@@ -194,6 +194,17 @@ def test_a_slow_body_and_a_large_header_end():
 
 
 DEEP = b'{"a":' * 100_000
+
+
+def called(arguments):
+    """A request with a call of the assistant's in its messages."""
+    function = {"name": "f", "arguments": arguments}
+    call = {"id": "c", "type": "function", "function": function}
+    asked, said = {"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "c", "content": "y"}
+    return json.dumps({"model": "tiny", "messages": [asked, said, result]}).encode()
+
+
 BAD = {
     "empty": b"",
     "no json": b"{",
@@ -207,6 +218,9 @@ BAD = {
     % (b"9" * 40),
     "deep": DEEP,
     "surrogate": b'{"model":"tiny","messages":[{"role":"user","content":"\\ud800"}]}',
+    "surrogate in a call": called(r'{"a": "\ud800"}'),
+    "surrogate as a name": called(r'{"\ud800": 1}'),
+    "NUL in a call": called(r'{"a": "\u0000"}'),
     "true for a number": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"n":true}',
     "text for a number": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"n":"1"}',
     "no messages": b'{"model":"tiny","messages":[]}',
@@ -229,6 +243,8 @@ def test_bad_bodies_are_the_clients_fault():
         told(client.get(PATH), 405)
         told(client.post(PATH, json={**BODY, "model": "other"}), 404)
         assert client.post(PATH, json=BODY).status_code == 200
+        called_well = called(r'{"a": "\ud83d\ude00"}')
+        assert client.post(PATH, content=called_well, headers=JSON).status_code == 200
 
 
 SHAPES = {

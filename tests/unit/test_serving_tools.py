@@ -32,6 +32,8 @@ ANSWERS = {
     "call with no object": ('{"name": "add", "arguments": [1]}',) * 2 + ([],),
     "half a surrogate pair": ('{"name": "add", "arguments": {"a": "\\ud800"}}',) * 2 + ([],),
     "half in a text": ('{"name": "add", "arguments": "{\\"a\\": \\"\\\\ud800\\"}"}',) * 2 + ([],),
+    "deep in a text": ('{"name": "add", "arguments": "%s"}' % ("[" * 5000),) * 2 + ([],),
+    "no number of JSON": ('{"name": "add", "arguments": {"a": NaN}}',) * 2 + ([],),
     "empty": ("", "", []),
     "begins like one": ("{} is empty", "{} is empty", []),
     "deep": ("[" * 5000, "[" * 5000, []),

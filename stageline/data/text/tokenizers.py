@@ -124,7 +124,7 @@ class NewTokens:
     Attributes:
         pieces: for each the ids that its text was split into without it.
         fresh: ids of those that the weights' own tokenizer lacks.
-        rowless: ids of those that the tokenizer had, and the weights have no row for.
+        rowless: ids of those that the tokenizer had, and the weights have no row for, or a spare.
     """
 
     ids: tuple[int, ...]
@@ -158,14 +158,26 @@ def add_new_tokens(
     return NewTokens(ids, pieces, frozenset(fresh))
 
 
-def with_rowless(processor: Any, tokens: NewTokens | None, num_rows: int) -> NewTokens | None:
-    """The tokens and all others of the tokenizer for which an embedding of `num_rows` is too small.
+def with_rowless(
+    processor: Any,
+    tokens: NewTokens | None,
+    num_rows: int,
+    *,
+    weights_processor: Any | None = None,
+) -> NewTokens | None:
+    """The tokens and all others of the tokenizer that have no row of their own among `num_rows`.
 
     What these were before is not known: nothing is split into pieces for them.
+
+    Args:
+        weights_processor: of the folder with the weights, if it is another one: rows without a
+            token there are spare.
     """
-    known = () if tokens is None else tokens.ids
-    ids = {token for token in get_tokenizer(processor).get_vocab().values() if token >= num_rows}
-    rowless = tuple(sorted(ids.difference(known)))
+    ids = set(get_tokenizer(processor).get_vocab().values())
+    used = set(range(num_rows))
+    if weights_processor is not None:
+        used &= set(get_tokenizer(weights_processor).get_vocab().values())
+    rowless = tuple(sorted(ids - used - set(tokens.ids if tokens else ())))
     if not rowless:
         return tokens
     pieces = ((),) * len(rowless)
