@@ -238,6 +238,11 @@ class StagelineStage(PipelineStage):
         group = self.channels.get(way, self.group)
         return [dist.P2POp(op, tensor, there, group) for tensor in tensors]
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Omit messages to this rank: torch 2.11 sends them on V schedules, which gloo refuses."""
+        ops = super()._get_init_p2p_neighbors_ops()
+        return [op for op in ops if op.group_peer != self.group_rank]
+
     def release_fwd_send_outputs(self, fwd_chunk_id: int) -> None:
         """Nothing: what was sent is not kept here."""
 
@@ -322,10 +327,7 @@ class StagelineStage(PipelineStage):
         if kind != Kind.WEIGHT_GRAD and not self.is_last:
             grads = self._grads_came.pop(index)
         if not self.passes.sends_grad and kind == Kind.INPUT_GRAD:
-            self._put_off[index] = (
-                loss,
-                grads,
-            )  # no stage waits for it: run it in one piece, with the weights
+            self._put_off[index] = (loss, grads)  # no stage waits: in one piece, with weights
             return
         if index in self._put_off:
             kind, (loss, grads) = Kind.BACKWARD, self._put_off.pop(index)
