@@ -45,8 +45,6 @@ def finite(least: float, most: float) -> Any:
     return Field(ge=least, le=most, allow_inf_nan=False)
 
 
-Length = Annotated[int, Field(ge=1, le=2**31 - 1), _WHOLE]
-NumTop = Annotated[int, Field(ge=0, le=20), _WHOLE]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Stops = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1), BeforeValidator(_as_integer)]

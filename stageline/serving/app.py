@@ -41,13 +41,7 @@ from stageline.serving.api_models import (
 from stageline.serving.errors import add_error_handlers
 from stageline.serving.gate import Gate
 from stageline.serving.request_queue import CONTENT_TYPE, RequestQueue
-from stageline.serving.responses import (
-    ResponseObject,
-    ResponseOut,
-    ResponsesRequest,
-    answer_response,
-)
-from stageline.serving.service import LiveResponse, Out, Service
+from stageline.serving.service import LiveResponse, Service
 
 _REFS = "#/components/schemas/{model}"
 _STATUSES = {
@@ -160,7 +154,6 @@ class Asked(NamedTuple):
     answer: type[BaseModel]
     write: Callable[..., Any]
     stream: str = ""
-    out: type[Out] = Out
 
 
 _ASKED = (
@@ -179,15 +172,6 @@ _ASKED = (
         Completion,
         answer_completion,
         "the texts, or their chunks",
-    ),
-    Asked(
-        "/v1/responses",
-        "Answers a conversation, OpenAI's newer way.",
-        ResponsesRequest,
-        ResponseObject,
-        answer_response,
-        "the response, or its events",
-        ResponseOut,
     ),
     Asked(
         "/tokenize",
@@ -226,7 +210,7 @@ def _asking(service: Service) -> APIRouter:
 def _answering(service: Service, asked: Asked) -> Callable[..., Any]:
     async def answer(request: Request) -> LiveResponse:
         write = partial(asked.write, service)
-        return await service.respond(request, asked.request, write, asked.out)
+        return await service.respond(request, asked.request, write)
 
     return answer
 

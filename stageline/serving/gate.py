@@ -23,7 +23,7 @@ from stageline.serving.request_queue import Metrics
 from stageline.serving.settings import MIB
 
 HEALTH = "/health"  # open to everybody
-ASKED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ASKED = ("/v1/chat/completions", "/v1/completions")
 ROUTES = (*ASKED, "/v1/models", HEALTH, "/metrics", "/")
 CLIENT_GONE = 499
 _NAME, _PLAIN = b"x-request-id", re.compile(rb"[A-Za-z0-9._-]{1,128}")
@@ -307,11 +307,6 @@ def parse(body: bytes, model: type[Model]) -> Model:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise bad_request(f"The body is no JSON: {error}.", code="invalid_json") from None
-    return checked(value, model)
-
-
-def checked(value: Any, model: type[Model]) -> Model:
-    """A value of JSON as a model, or an ApiError that names the field."""
     try:
         return model.model_validate(value)
     except ValidationError as error:

@@ -78,10 +78,9 @@ class Out:
         await JSONResponse(body)(self._scope, self._receive, self._send)
 
     async def event(self, body: dict[str, Any]) -> None:
-        """Sends an event of a stream, with its name if it has one."""
-        name = f"event: {body['type']}\n" if "type" in body else ""
+        """Sends an event of a stream."""
         # ASCII: some clients end lines at signs that only Unicode takes for line ends
-        await self._write(f"{name}data: {json.dumps(body, separators=(',', ':'))}\n\n")
+        await self._write(f"data: {json.dumps(body, separators=(',', ':'))}\n\n")
 
     async def end_stream(self) -> None:
         """Sends what ends a stream."""
@@ -115,7 +114,6 @@ class LiveResponse(Response):
         work: writes into an `Out`.
         seconds: for all of it.
         forget: frees the body of the request; called in any case.
-        out_class: how the answer is written.
     """
 
     def __init__(
@@ -124,17 +122,15 @@ class LiveResponse(Response):
         *,
         seconds: float,
         forget: Callable[[], None],
-        out_class: type[Out] = Out,
     ) -> None:
         super().__init__()
-        self.out_class = out_class
         self.work = work
         self.seconds = seconds
         self.forget = forget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the answer; an ApiError is raised only where nothing was sent yet."""
-        out = self.out_class(scope, receive, send, self.forget)
+        out = Out(scope, receive, send, self.forget)
         try:
             async with asyncio.timeout(self.seconds):
                 await while_listening(receive, self.work(out))
@@ -227,7 +223,6 @@ class Service:
         request: Any,
         model: type[Model],
         answer: Callable[[Model, Out], Any],
-        out_class: type[Out] = Out,
     ) -> LiveResponse:
         """Reads a request and answers it by `answer`, which writes what follows from the body."""
         try:
@@ -245,7 +240,7 @@ class Service:
             await answer(asked, out)
 
         seconds = self.settings.request_seconds
-        return LiveResponse(work, seconds=seconds, forget=body.free, out_class=out_class)
+        return LiveResponse(work, seconds=seconds, forget=body.free)
 
     async def _parsed(self, body: bytes, model: type[Model]) -> Model:
         if len(body) <= QUICK_BODY:
