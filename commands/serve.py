@@ -123,8 +123,6 @@ def make_service(arguments: ServeArguments, decoding: Any, settings: ServerSetti
         max_length=decoding.engine.max_length,
         max_images=settings.max_images,
         max_pixels=run.max_image_pixels,
-        max_bytes=settings.max_body_bytes,
-        may_fetch=settings.fetches_images,
     )
     prompts.warm_up()
     return Service(decoding.engine, prompts, settings)
@@ -175,7 +173,6 @@ def make_settings(
         read_seconds=run.read_timeout,
         default_max_tokens=run.max_new_tokens,
         default_temperature=run.temperature,
-        fetches_images=run.fetch_images,
         cors_origins=tuple(run.cors_origins or ()),
         is_local_only=not api_keys and is_local(run.host),
     )

@@ -127,7 +127,7 @@ class TextPart(Strict):
 
 
 class ImageUrl(Strict):
-    """Where a picture is: `data:image/png;base64,...`, or an address if the server fetches."""
+    """A picture itself: `data:image/png;base64,...`."""
 
     url: Annotated[str, Field(min_length=1)]
     detail: Literal["auto", "low", "high"] | None = None

@@ -5,23 +5,15 @@ the template is the model's.
 """
 
 import base64
-import binascii
-import contextlib
 import functools
-import http.client
 import inspect
-import ipaddress
 import json
-import socket
-import ssl
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from io import BytesIO
 from types import MappingProxyType
 from typing import Any
-from urllib.parse import SplitResult, urljoin, urlsplit
 
 import torch
 from PIL import Image
@@ -40,172 +32,13 @@ from stageline.inference.generation import encode_prompts
 from stageline.serving.errors import ApiError, bad_request
 from stageline.serving.tool_calls import ToolFormat, find_format
 
-SECONDS = 15.0
-MAX_REDIRECTS = 3
-_PORTS = {"http": 80, "https": 443}
-# IPv4 inside IPv6: of old, and of a translator of one's own
-_INNER = tuple(map(ipaddress.ip_network, ("::/96", "64:ff9b:1::/48")))
-_REDIRECTS = (301, 302, 303, 307, 308)
 
-
-class FetchError(Exception):
-    """Why a picture was not fetched, for the client."""
-
-
-def fetch(url: str, *, max_bytes: int, seconds: float = SECONDS) -> bytes:
-    """The picture at an http(s) address; public addresses only, with limits.
-
-    The name is resolved once, each of its addresses is judged, and the connection goes to the
-    address that was judged: a name that resolves otherwise the second time leads nowhere else. Each
-    redirect is judged the same way. Proxies of the environment are not used. Not done by httpx: it
-    judges no address, reads the bodies of redirects without a limit and limits the time of single
-    reads only, so that most of this would stay.
-
-    Args:
-        max_bytes: nothing larger is read.
-        seconds: for all of it, redirects included.
-
-    Raises:
-        FetchError: it can't be had, or must not.
-    """
-    until = time.monotonic() + seconds
-    for _ in range(MAX_REDIRECTS + 1):
-        parts = _parts_of(url)
-        connection = _connect(parts, until)
-        # the socket's own limit is one for each read: a server that drips would have no end
-        watch = threading.Timer(_left(until), _hang_up, [connection.sock])
-        watch.start()
-        try:
-            found = _get(connection, parts, max_bytes)
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            _left(until)
-            raise FetchError(f"the connection failed ({type(error).__name__})") from None
-        finally:
-            watch.cancel()
-            connection.close()
-        _left(until)  # what was hung up on may look whole
-        if isinstance(found, bytes):
-            return found
-        url = urljoin(url, found)
-    raise FetchError(f"it was redirected more than {MAX_REDIRECTS} times")
-
-
-def _parts_of(url: str) -> SplitResult:
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        raise FetchError("its address can't be read") from None
-    if parts.scheme not in _PORTS or not parts.hostname or not url.isascii():
-        raise FetchError("an http(s) address with a host, in ASCII, was expected")
-    if parts.username is not None or parts.password is not None:
-        raise FetchError("addresses with a user name are not taken")
-    if port not in (None, *_PORTS.values()):
-        raise FetchError("ports other than 80 and 443 are not asked")
-    if any(ord(letter) <= 32 or ord(letter) == 127 for letter in url):
-        raise FetchError("its address has spaces or control characters")
-    return parts
-
-
-def _connect(parts: SplitResult, until: float) -> http.client.HTTPConnection:
-    port = parts.port or _PORTS[parts.scheme]
-    address = _judged_address(parts.hostname or "", port)
-    left = _left(until)
-    try:
-        raw = socket.create_connection((address, port), timeout=left)
-        raw.settimeout(_left(until))
-        if parts.scheme == "https":
-            context = ssl.create_default_context()
-            raw = context.wrap_socket(raw, server_hostname=parts.hostname)
-    except (OSError, ValueError) as error:
-        raise FetchError(f"the connection failed ({type(error).__name__})") from None
-    connection = http.client.HTTPConnection(parts.hostname or "", port, timeout=left)
-    connection.sock = raw
-    return connection
-
-
-def _judged_address(host: str, port: int) -> str:
-    """An address of the host; none of them may be of this machine or a private network."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        raise FetchError("its host is not known") from None
-    addresses = [str(item[4][0]) for item in found]
-    if not addresses or not all(is_public(address) for address in addresses):
-        raise FetchError("its host is not a public one")
-    return addresses[0]
-
-
-def is_public(address: str) -> bool:
-    """Whether an IP address belongs to the public internet, also one inside another."""
-    try:
-        ip = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return False
-    if isinstance(ip, ipaddress.IPv6Address):
-        inside = [ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ())]
-        if ip in ipaddress.ip_network("64:ff9b::/96"):
-            inside.append(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF))
-        if any(one is not None and not one.is_global for one in inside):
-            return False
-        if any(ip in network for network in _INNER):
-            return False
-        if ip.ipv4_mapped is not None:
-            return True
-    return ip.is_global and not ip.is_multicast
-
-
-def _get(connection: http.client.HTTPConnection, parts: SplitResult, max_bytes: int) -> bytes | str:
-    """The content, or where it is instead."""
-    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    connection.request("GET", path, headers={"Accept": "image/*", "Accept-Encoding": "identity"})
-    response = connection.getresponse()
-    if response.status in _REDIRECTS:
-        place = response.getheader("Location")
-        if not place:
-            raise FetchError("it was redirected to nowhere")
-        return place
-    if response.status != 200:
-        raise FetchError(f"its server answered {response.status}")
-    if not (response.getheader("Content-Type") or "image/").lower().startswith("image/"):
-        raise FetchError("its server says that it is no image")
-    content = response.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise FetchError(f"it has more than {max_bytes} bytes")
-    return content
-
-
-def _hang_up(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it has ended meanwhile
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)  # below TLS, which may be waiting
-
-
-def _left(until: float) -> float:
-    left = until - time.monotonic()
-    if left <= 0:
-        raise FetchError("it took too long")
-    return left
-
-
-_SHOWN = 40
-
-
-def read_pictures(
-    urls: Sequence[str],
-    *,
-    max_images: int,
-    max_pixels: int,
-    max_bytes: int,
-    may_fetch: bool,
-) -> list[Image.Image]:
-    """Decoded RGB pictures: data URLs are decoded, addresses are fetched where that is allowed.
-
-    A user's text never names a file of this machine.
+def read_pictures(urls: Sequence[str], *, max_images: int, max_pixels: int) -> list[Image.Image]:
+    """Decode the pictures of data URLs to RGB. Nothing else is read: no file, no other server.
 
     Args:
         max_images: of the request.
         max_pixels: of each, width x height; known from its header before it is decoded.
-        max_bytes: of each that is fetched.
 
     Raises:
         ApiError: one can't be had; the message counts from 0.
@@ -216,70 +49,46 @@ def read_pictures(
             param="messages",
             code="too_many_images",
         )
-    pictures = []
-    for number, url in enumerate(urls):
-        name = f"image {number}"
-        content = _content(url, name, may_fetch=may_fetch, max_bytes=max_bytes)
-        pictures.append(_decoded(content, name, max_pixels))
-    return pictures
+    return [_picture(url, f"image {number}", max_pixels) for number, url in enumerate(urls)]
 
 
-def _content(url: str, name: str, *, may_fetch: bool, max_bytes: int) -> bytes:
-    scheme = url[:8].lower()
-    if scheme.startswith("data:"):
-        return _of_data_url(url, name)
-    if not scheme.startswith(("http://", "https://")):
-        raise _bad(
-            f"{name} has the url {url[:_SHOWN]!r}. One that begins with data:image/ was expected, "
-            "as files are not read."
-        )
-    if not may_fetch:
-        raise _bad(
-            f"{name} is an http(s) address, and this server fetches none. Send the picture itself "
-            "as data:image/png;base64,... ."
-        )
-    try:
-        return fetch(url, max_bytes=max_bytes)
-    except FetchError as error:
-        raise _bad(f"{name} was not fetched: {error}.") from None
-
-
-def _of_data_url(url: str, name: str) -> bytes:
+def _picture(url: str, name: str, max_pixels: int) -> Image.Image:
     head, comma, text = url.partition(",")
-    kind = head[5:].lower()
-    if not comma or not kind.startswith("image/") or not kind.endswith(";base64"):
+    kind = head.lower()
+    if kind.startswith(("http://", "https://")):
         raise _bad(
-            f"{name} has a data URL that begins with {head[:_SHOWN]!r}. data:image/png;base64,... "
-            "was expected."
+            f"{name} has an http(s) URL, and this server fetches none. Send a data URL "
+            "(data:image/png;base64,...) or upload the picture on the chat page."
+        )
+    if not (comma and kind.startswith("data:image/") and kind.endswith(";base64")):
+        raise _bad(
+            f"{name} has a URL that begins with {head[:_SHOWN]!r}; files are not read. Send a data "
+            "URL (data:image/png;base64,...) or upload the picture on the chat page."
         )
     try:
-        return base64.b64decode(text.encode("ascii"), validate=True)
-    except (binascii.Error, ValueError):
+        content = base64.b64decode(text, validate=True)
+    except ValueError:
         raise _bad(f"{name} is no base64.") from None
-
-
-def _decoded(content: bytes, name: str, max_pixels: int) -> Image.Image:
     try:
         picture = open_picture(BytesIO(content))
     except Exception:  # Pillow's readers raise anything
         raise _bad(
-            f"{name} of {len(content)} bytes is no picture. One of {', '.join(FORMATS)} was "
-            "expected."
+            f"{name} of {len(content)} bytes is no picture. Send one of {', '.join(FORMATS)}."
         ) from None
-    try:
-        check_shape(picture, name=name, max_pixels=max_pixels)
-        return decode_image(picture, name=name, max_pixels=max_pixels)
-    except DataError as error:
-        text = str(error).partition(" (`max_image_pixels`)")[0].partition(". ")[0]
-        raise _bad(f"{text.replace(' in memory', '')}.") from None
-    finally:
-        picture.close()
+    with picture:
+        try:
+            check_shape(picture, name=name, max_pixels=max_pixels)
+            return decode_image(picture, name=name, max_pixels=max_pixels)
+        except DataError as error:
+            text = str(error).partition(" (`max_image_pixels`)")[0].partition(". ")[0]
+            raise _bad(f"{text.replace(' in memory', '')}.") from None
 
 
 def _bad(message: str) -> ApiError:
     return bad_request(message, param="messages", code="invalid_image")
 
 
+_SHOWN = 40
 # a prompt_fn part takes a template as well; messages do without
 _TEMPLATE = "[QUESTION][ANSWER]"
 _ROLES = {"developer": "system"}

@@ -30,7 +30,6 @@ class ServerSettings:
         read_seconds: for the body to arrive.
         default_max_tokens: of a chat that says nothing; it ends where the model does.
         default_temperature: of a request that says nothing.
-        fetches_images: get pictures from http(s) addresses.
         cors_origins: of pages elsewhere that may ask; none by default.
         is_local_only: answers to names of this machine alone, as nothing else protects it.
     """
@@ -48,7 +47,6 @@ class ServerSettings:
     read_seconds: float = 60.0
     default_max_tokens: int = 512
     default_temperature: float = 1.0
-    fetches_images: bool = False
     cors_origins: tuple[str, ...] = ()
     is_local_only: bool = False
 
