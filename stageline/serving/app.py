@@ -15,6 +15,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import FileResponse, Response
 from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from stageline.errors import UserError
 from stageline.inference.decoding.engine import DecodingEngine
@@ -128,9 +129,8 @@ def make_app(service: Service) -> FastAPI:
         api_keys=settings.api_keys,
         open_paths=add_page(app),
         metrics=service.metrics,
-        is_local_only=settings.is_local_only,
-        origins=settings.cors_origins,
     )
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(settings.hosts))
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -2,7 +2,6 @@
 
 import asyncio
 import hmac
-import ipaddress
 import re
 import secrets
 import sys
@@ -10,7 +9,6 @@ import time
 import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
@@ -37,30 +35,12 @@ REFUSAL = ApiError(
 )
 
 
-ELSEWHERE = ApiError(
-    403,
-    "This server has no API key, so it answers this machine alone: the headers Host and Origin "
-    "must name localhost. Start it with a key to be asked by another name.",
-    code="not_from_here",
-)
-
-
-def is_local(host: str | None) -> bool:
-    """Whether a name or an address means this machine."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
-    except ValueError:
-        return False
-
-
 class Gate:
     """Lets requests with a key through to an app, and sees how they end.
 
     Args:
         api_keys: none: everybody may ask.
         open_paths: need no key, as /health does not.
-        is_local_only: ask by a name of this machine, from no page elsewhere but of `origins`.
-            A page elsewhere can lead a name of its own to 127.0.0.1 (DNS rebinding).
     """
 
     def __init__(
@@ -70,12 +50,8 @@ class Gate:
         api_keys: Sequence[str],
         open_paths: Iterable[str],
         metrics: Metrics,
-        is_local_only: bool = False,
-        origins: Sequence[str] = (),
     ) -> None:
         self.app = app
-        self.is_local_only = is_local_only
-        self.origins = frozenset(origins)
         self.open_paths = frozenset([HEALTH, *open_paths])
         self.keys = [key.encode() for key in api_keys]
         self.metrics = metrics
@@ -96,9 +72,7 @@ class Gate:
             await send(message)
 
         try:
-            if self.is_local_only and not self._is_from_here(scope):
-                await ELSEWHERE.response()(scope, receive, noting)
-            elif not self._may_pass(scope):
+            if not self._may_pass(scope):
                 await REFUSAL.response()(scope, receive, noting)
             else:
                 await self.app(scope, receive, noting)
@@ -111,15 +85,6 @@ class Gate:
                 await error.response()(scope, receive, noting)
         finally:
             self.metrics.see_request(_route(scope["path"]), status, time.monotonic() - began)
-
-    def _is_from_here(self, scope: Scope) -> bool:
-        headers = dict(scope["headers"])
-        host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
-        try:
-            is_known = not origin or origin in self.origins or is_local(urlsplit(origin).hostname)
-            return is_known and is_local(urlsplit(f"//{host}").hostname)
-        except ValueError:  # no address at all
-            return False
 
     def _may_pass(self, scope: Scope) -> bool:
         if not self.keys or scope["path"] in self.open_paths:
@@ -268,41 +233,8 @@ def check_content_type(request: Request) -> None:
         )
 
 
-# what a body may hold outside its strings: the reader of JSON holds everything up meanwhile
-MOST = {"strings": 2**17, "objects and lists": 2**16, "commas": 2**21, "levels": 64}
-QUICK_BODY = 65536  # bytes: a smaller one cannot hold anything up
-_PIECES = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[\]{},]', re.DOTALL)
-
-
-def check_shape(body: bytes) -> None:
-    """Refuses what would take long to read; lets other threads run meanwhile.
-
-    Raises:
-        ApiError: how much of something is taken.
-    """
-    found = dict.fromkeys(MOST, 0)
-    for piece in _PIECES.finditer(body):
-        letter = body[piece.start()]
-        if letter in b"}]":
-            found["levels"] -= 1
-            continue
-        for what in _KINDS.get(letter, ("objects and lists", "levels")):
-            found[what] += 1
-            if found[what] > MOST[what]:
-                raise bad_request(
-                    f"The body has more than {MOST[what]:,} {what}, which is the most that is "
-                    "taken.",
-                    code="invalid_json",
-                )
-
-
-_KINDS = {ord('"'): ("strings",), ord(","): ("commas",)}
-
-
 def parse(body: bytes, model: type[Model]) -> Model:
     """The body as a model, or an ApiError that names the field."""
-    if len(body) > QUICK_BODY:
-        check_shape(body)
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:

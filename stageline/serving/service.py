@@ -32,7 +32,6 @@ from stageline.inference.decoding.request import (
 )
 from stageline.serving.errors import ApiError, ClientGone, bad_request, of_engine
 from stageline.serving.gate import (
-    QUICK_BODY,
     BodyReader,
     Model,
     check_content_type,
@@ -234,18 +233,13 @@ class Service:
         body = await self.bodies(request)
 
         async def work(out: Out) -> None:
-            asked = await self._parsed(body.content, model)
+            asked = parse(body.content, model)
             if (name := getattr(asked, "model", "")) is not None:  # only some need one
                 ADAPTER.set(self.check_model(name))
             await answer(asked, out)
 
         seconds = self.settings.request_seconds
         return LiveResponse(work, seconds=seconds, forget=body.free)
-
-    async def _parsed(self, body: bytes, model: type[Model]) -> Model:
-        if len(body) <= QUICK_BODY:
-            return parse(body, model)
-        return await self.in_thread(parse, body, model)
 
     async def in_thread(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a function that takes long away from the event loop."""

@@ -31,7 +31,8 @@ class ServerSettings:
         default_max_tokens: of a chat that says nothing; it ends where the model does.
         default_temperature: of a request that says nothing.
         cors_origins: of pages elsewhere that may ask; none by default.
-        is_local_only: answers to names of this machine alone, as nothing else protects it.
+        hosts: names by which requests may ask, as their Host header says; a page elsewhere can lead
+            a name of its own to 127.0.0.1 (DNS rebinding).
     """
 
     model_name: str
@@ -48,7 +49,7 @@ class ServerSettings:
     default_max_tokens: int = 512
     default_temperature: float = 1.0
     cors_origins: tuple[str, ...] = ()
-    is_local_only: bool = False
+    hosts: tuple[str, ...] = ("*",)
 
 
 _SEEDS = 2**63

@@ -107,9 +107,11 @@ def test_options_reach_the_server(tmp_path):
         default_temperature=0.5,
         cors_origins=("https://a.example",),
     )
-    assert serve.make_settings(run, (), name="folder").is_local_only
+    assert serve.make_settings(run, (), name="folder").hosts[:2] == ("localhost", "127.0.0.1")
     anyone = dataclasses.replace(run, host="0.0.0.0")
-    assert not serve.make_settings(anyone, (), name="folder").is_local_only
+    assert serve.make_settings(anyone, (), name="folder").hosts == ("*",)
+    assert all(map(serve.is_local, ("127.0.0.1", "localhost", "::1")))
+    assert not any(map(serve.is_local, ("0.0.0.0", "::", "example.org")))
     named = parse_serve_args(["--model-path", str(tmp_path), "--served-model-name", "a/b"]).run
     assert serve.make_settings(named, (), name="folder").model_name == "a/b"
 
