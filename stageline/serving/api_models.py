@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 INT64 = 2**63
-MAX_CHOICES = 128
 MAX_STOPS = 16
-MAX_FORMS = 1024
-MAX_METADATA = 16
+MAX_MESSAGES = 4096
+MAX_PARTS = 256
+MAX_TOOLS = 128
+MAX_PROMPTS = 64
 
 
 class Strict(BaseModel):
@@ -27,7 +28,7 @@ def _as_integer(value: Any) -> Any:
 
 
 def unsupported(why: str) -> BeforeValidator:
-    """Of a field that takes null alone."""
+    """Return the validator of a field that only takes null."""
 
     def refuse(value: Any) -> Any:
         if value is not None:
@@ -41,14 +42,14 @@ _WHOLE = BeforeValidator(_as_integer)
 
 
 def finite(least: float, most: float) -> Any:
-    """Of a finite number of this range."""
+    """Return the limits of a finite number."""
     return Field(ge=least, le=most, allow_inf_nan=False)
 
 
+Count = Annotated[int, Field(ge=1, le=2**31 - 1), _WHOLE]
+Size = Annotated[int, Field(ge=0, le=2**31 - 1), _WHOLE]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Stops = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1), BeforeValidator(_as_integer)]
-Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 # pydantic writes down the pattern of the keys, and not that there are no others
 _MAP = Field(max_length=1024, json_schema_extra={"additionalProperties": False})
 BiasKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
@@ -62,7 +63,7 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-Choices = Annotated[list[Stop], Field(min_length=1, max_length=MAX_FORMS)]
+Choices = Annotated[list[Stop], Field(min_length=1, max_length=1024)]
 Pattern = Annotated[str, Field(min_length=1)]
 
 
@@ -83,25 +84,25 @@ class SamplingFields(Strict):
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     frequency_penalty: Annotated[float, finite(-2, 2)] | None = None
     presence_penalty: Annotated[float, finite(-2, 2)] | None = None
-    logit_bias: Annotated[dict[BiasKey, Bias], _MAP] | None = None
+    logit_bias: Annotated[dict[BiasKey, Annotated[float, finite(-100, 100)]], _MAP] | None = None
     seed: Annotated[int, Field(ge=-INT64, le=INT64 - 1), _WHOLE] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), _WHOLE] | None = None
+    n: Annotated[int, Field(ge=1, le=128), _WHOLE] | None = None
     stop: Stops = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1), _WHOLE] | None = None
     min_p: Annotated[float, finite(0, 1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
+    repetition_penalty: Annotated[float, finite(0.01, 100)] | None = None
+    stop_token_ids: Annotated[list[Size], Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1), _WHOLE] | None = None
+    min_tokens: Size | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: Pattern | None = None
     guided_choice: Choices | None = None
     structured_outputs: StructuredOutputs | None = None
     # they change no answer
     user: str | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -110,20 +111,14 @@ class SamplingFields(Strict):
     prompt_cache_options: dict[str, Any] | None = None
 
 
-MAX_MESSAGES = 4096
-MAX_PARTS = 256
-MAX_TOOLS = 128
-MAX_VARIABLES = 16
-
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")]
-Text = str
 
 
 class TextPart(Strict):
     """A stretch of text."""
 
     type: Literal["text"]
-    text: Text
+    text: str
 
 
 class ImageUrl(Strict):
@@ -149,7 +144,7 @@ class SystemMessage(Strict):
     """What the operator of a chat says."""
 
     role: Literal["system", "developer"]
-    content: Text | TextParts
+    content: str | TextParts
     name: Name | None = None
 
 
@@ -157,7 +152,7 @@ class UserMessage(Strict):
     """What a person says, with pictures."""
 
     role: Literal["user"]
-    content: Text | Parts
+    content: str | Parts
     name: Name | None = None
 
 
@@ -165,7 +160,7 @@ class CalledFunction(Strict):
     """A function and its arguments, JSON text of an object."""
 
     name: Name
-    arguments: Text
+    arguments: str
 
 
 class ToolCall(Strict):
@@ -180,9 +175,9 @@ class AssistantMessage(Strict):
     """An earlier answer."""
 
     role: Literal["assistant"]
-    content: Text | TextParts | None = None
+    content: str | TextParts | None = None
     name: Name | None = None
-    reasoning_content: Text | None = None
+    reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     # clients send back what they were given
     refusal: Annotated[None, unsupported("answers here have none")] = None
@@ -194,7 +189,7 @@ class ToolMessage(Strict):
     """What a tool said."""
 
     role: Literal["tool"]
-    content: Text | TextParts
+    content: str | TextParts
     tool_call_id: Annotated[str, Field(min_length=1, max_length=256)]
     name: Name | None = None
 
@@ -204,11 +199,16 @@ Message = Annotated[
 ]
 
 
-class Function(Strict):
-    """What a tool is called with; `strict`: arguments keep to the schema in every call."""
+class NamedFunction(Strict):
+    """The function that is to be called."""
 
     name: Name
-    description: Text | None = None
+
+
+class Function(NamedFunction):
+    """The function of a tool; `strict`: arguments keep to the schema in every call."""
+
+    description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
@@ -218,12 +218,6 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: Function
-
-
-class NamedFunction(Strict):
-    """Which function is to be called."""
-
-    name: Name
 
 
 class NamedTool(Strict):
@@ -243,7 +237,7 @@ class JsonSchema(Strict):
     """What the JSON has to be; not strict: but for keywords that can't be kept to."""
 
     name: Name
-    description: Text | None = None
+    description: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
 
@@ -267,7 +261,7 @@ class TemplateFields(Strict):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=16)] | None = None
     chat_template: Annotated[None, unsupported("the template is the model's")] = None
 
 
@@ -275,8 +269,8 @@ class ChatRequest(SamplingFields, TemplateFields):
     """A chat that is to be gone on with."""
 
     messages: Messages
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), _WHOLE] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), _WHOLE] | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20), _WHOLE] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -293,8 +287,7 @@ class ChatRequest(SamplingFields, TemplateFields):
     web_search_options: Annotated[None, unsupported("there is no search")] = None
 
 
-MAX_PROMPTS = 64
-Ids = Annotated[list[TokenId], Field(min_length=1, max_length=2**20)]
+Ids = Annotated[list[Size], Field(min_length=1, max_length=2**20)]
 
 
 def _kind_of_prompt(value: Any) -> str:
@@ -326,7 +319,7 @@ class CompletionRequest(SamplingFields):
     """A text that is to be gone on with."""
 
     prompt: Prompt
-    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1), _WHOLE] | None = None
+    max_tokens: Size | None = None
     logprobs: Annotated[int, Field(ge=0, le=5), _WHOLE] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=1), BeforeValidator(_one_try)] | None = None
@@ -347,7 +340,7 @@ class DetokenizeRequest(Strict):
     """Tokens whose text is asked for."""
 
     model: Annotated[str, Field(max_length=500)] | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=2**20)]
+    tokens: Annotated[list[Size], Field(max_length=2**20)]
 
 
 class _Exact(BaseModel):
@@ -377,6 +370,14 @@ class Usage(_Exact):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+
+
+class _Completion(_Exact):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str | None
+    usage: Usage
 
 
 class TopLogprob(_Exact):
@@ -418,16 +419,11 @@ class ChatChoice(_Exact):
     finish_reason: Literal["stop", "length", "tool_calls"]
 
 
-class ChatCompletion(_Exact):
+class ChatCompletion(_Completion):
     """The answers to a chat."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str | None
     choices: list[ChatChoice]
-    usage: Usage
 
 
 class TextLogprobs(_Exact):
@@ -448,16 +444,11 @@ class TextChoice(_Exact):
     finish_reason: Literal["stop", "length"]
 
 
-class Completion(_Exact):
-    """The texts that prompts were gone on with."""
+class Completion(_Completion):
+    """The texts that prompts were continued with."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str | None
     choices: list[TextChoice]
-    usage: Usage
 
 
 class Tokens(_Exact):

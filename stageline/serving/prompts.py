@@ -32,66 +32,15 @@ from stageline.inference.generation import encode_prompts
 from stageline.serving.errors import ApiError, bad_request
 from stageline.serving.tool_calls import ToolFormat, find_format
 
-
-def read_pictures(urls: Sequence[str], *, max_images: int, max_pixels: int) -> list[Image.Image]:
-    """Decode the pictures of data URLs to RGB. Nothing else is read: no file, no other server.
-
-    Args:
-        max_images: of the request.
-        max_pixels: of each, width x height; known from its header before it is decoded.
-
-    Raises:
-        ApiError: one can't be had; the message counts from 0.
-    """
-    if len(urls) > max_images:
-        raise bad_request(
-            f"{len(urls)} images came; at most {max_images} are taken in one request.",
-            param="messages",
-            code="too_many_images",
-        )
-    return [_picture(url, f"image {number}", max_pixels) for number, url in enumerate(urls)]
-
-
-def _picture(url: str, name: str, max_pixels: int) -> Image.Image:
-    head, comma, text = url.partition(",")
-    kind = head.lower()
-    if kind.startswith(("http://", "https://")):
-        raise _bad(
-            f"{name} has an http(s) URL, and this server fetches none. Send a data URL "
-            "(data:image/png;base64,...) or upload the picture on the chat page."
-        )
-    if not (comma and kind.startswith("data:image/") and kind.endswith(";base64")):
-        raise _bad(
-            f"{name} has a URL that begins with {head[:_SHOWN]!r}; files are not read. Send a data "
-            "URL (data:image/png;base64,...) or upload the picture on the chat page."
-        )
-    try:
-        content = base64.b64decode(text, validate=True)
-    except ValueError:
-        raise _bad(f"{name} is no base64.") from None
-    try:
-        picture = open_picture(BytesIO(content))
-    except Exception:  # Pillow's readers raise anything
-        raise _bad(
-            f"{name} of {len(content)} bytes is no picture. Send one of {', '.join(FORMATS)}."
-        ) from None
-    with picture:
-        try:
-            check_shape(picture, name=name, max_pixels=max_pixels)
-            return decode_image(picture, name=name, max_pixels=max_pixels)
-        except DataError as error:
-            text = str(error).partition(" (`max_image_pixels`)")[0].partition(". ")[0]
-            raise _bad(f"{text.replace(' in memory', '')}.") from None
-
-
-def _bad(message: str) -> ApiError:
-    return bad_request(message, param="messages", code="invalid_image")
-
-
-_SHOWN = 40
 # a prompt_fn part takes a template as well; messages do without
 _TEMPLATE = "[QUESTION][ANSWER]"
 _ROLES = {"developer": "system"}
+_SHOWN = 40
+_KWARGS = "chat_template_kwargs"
+_LONGEST_VALUE = 2000
+# arguments of transformers' own functions
+_OWN = {"messages", *inspect.signature(render_jinja_template).parameters}
+_OWN |= inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
 
 Prompt = Mapping[str, torch.Tensor]
 RenderPart = Callable[..., Rendered]
@@ -104,7 +53,8 @@ class PromptMaker:
         render: a prompt_fn part, (sample, prompt, processor=, for_generation=) -> Rendered.
         image_token: an image_token part, (rendered, images, processor=) -> Rendered.
         max_length: positions of the model; texts that can't fit are not even tokenized.
-        pictures: limits of `read_pictures`.
+        max_images: of one request.
+        max_pixels: of each, width x height; known from its header before it is decoded.
     """
 
     def __init__(
@@ -113,8 +63,9 @@ class PromptMaker:
         *,
         render: RenderPart,
         image_token: RenderPart,
+        max_images: int,
+        max_pixels: int,
         max_length: int | None = None,
-        **pictures: Any,
     ) -> None:
         self.processor = processor
         self.tokenizer = get_tokenizer(processor)
@@ -123,23 +74,24 @@ class PromptMaker:
         self.longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)
         self.render = render
         self.image_token = image_token
-        self.pictures = pictures
+        self.max_images = max_images
+        self.max_pixels = max_pixels
         # layouts of a template are kept in a dictionary that is changed by each reader
         self._lock = threading.Lock()
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model has a token for pictures."""
-        return get_image_token(self.processor) is not None
+        """Return whether messages may have pictures."""
+        return self.max_images > 0 and get_image_token(self.processor) is not None
 
     @functools.cached_property
     def tool_format(self) -> ToolFormat | None:
-        """How the model writes tool calls; None: in a way that no grammar is made for."""
+        """Return how the model writes tool calls; None: in a way that no grammar is made for."""
         with self._lock:
             return find_format(self.processor)
 
     def warm_up(self) -> None:
-        """Tries the chat template once: a wrong one shows here, and the first request is quick."""
+        """Try the chat template once: a wrong one shows here, and the first request is quick."""
         self.of_messages([{"role": "user", "content": "Hello"}], tools=[])
 
     def of_messages(
@@ -149,7 +101,7 @@ class PromptMaker:
         tools: Sequence[Mapping[str, Any]],
         asked: Mapping[str, Any] = MappingProxyType({}),
     ) -> Prompt:
-        """The prompt of a chat.
+        """Return the prompt of a chat.
 
         Args:
             messages: as OpenAI's API has them.
@@ -160,20 +112,52 @@ class PromptMaker:
             ApiError: the template can't write them, or a picture can't be had.
         """
         begins_answer = asked.get("add_generation_prompt", True)
-        continues = check_continued(messages, asked)
-        if messages[-1]["role"] == "assistant" and begins_answer and not continues:
+        continues, last, why = bool(asked.get("continue_final_message")), messages[-1], ""
+        if asked.get("add_generation_prompt"):
+            why = "add_generation_prompt, which begins a new one"
+        elif last.get("tool_calls"):
+            why = "a last message that has tool_calls, behind which no text can follow"
+        elif asked.get("tool_choice", "auto") not in ("auto", "none"):
+            why = "a tool_choice that makes the answer a call and nothing else"
+        if continues and why:
+            raise bad_request(
+                f"continue_final_message, which continues the last message, came with {why}. "
+                "Leave one of them out.",
+                param="continue_final_message",
+            )
+        if last["role"] == "assistant" and begins_answer and not continues:
             raise bad_request(
                 "The last message is the assistant's. One of the user or of a tool was expected, "
-                "because the answer is a new message. To go on with that message set "
+                "because the answer is a new message. To continue that message set "
                 "continue_final_message.",
                 param="messages",
             )
         options = self._variables(asked)
         if continues:
-            options["continue_final_message"] = True  # the library's own way to end the text there
-        render = self._render_with(options, asked)
-        self._check_size(sum(map(_num_letters, messages)), "messages")
-        images = self._read_pictures(messages)
+            options["continue_final_message"] = True  # transformers' own way to end the text there
+        render = self.render
+        if options and "template_options" not in inspect.signature(render).parameters:
+            raise bad_request(
+                f"This server uses no chat template, which reads {', '.join(options)}. Leave it "
+                "out.",
+                param=_KWARGS if asked.get(_KWARGS) else next(iter(options)),
+                code="unsupported_parameter",
+            )
+        if options:
+            bound = getattr(render, "keywords", {}).get("template_options") or {}
+            render = functools.partial(render, template_options={**bound, **options})
+        parts = [
+            part
+            for message in messages
+            if isinstance(message.get("content"), list)
+            for part in message["content"]
+        ]
+        contents = [message.get("content") for message in messages]
+        texts = [*(one for one in contents if isinstance(one, str))]
+        texts += [part["text"] for part in parts if part["type"] == "text"]
+        self._check_size(sum(map(len, texts)), "messages")
+        urls = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+        images = self._read_pictures(urls)
         sample = {
             "id": "request",
             "messages": [_plain(message) for message in messages],
@@ -196,11 +180,12 @@ class PromptMaker:
             raise self._refused(error) from None
 
     def _variables(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """What a request sets in the chat template; what it reads and nobody else sets."""
+        """Return what a request sets in the chat template: what it reads and nobody else sets."""
         given = dict(asked.get(_KWARGS) or {})
         effort = asked.get("reasoning_effort")
+        refuse = functools.partial(bad_request, code="unsupported_parameter")
         if effort is not None and given.setdefault("reasoning_effort", effort) != effort:
-            raise _no_variable("reasoning_effort came twice. Give it once.", _KWARGS)
+            raise refuse("reasoning_effort came twice. Give it once.", param=_KWARGS)
         if not given:
             return given
         template = ChatTemplate.of(self.processor)
@@ -211,38 +196,25 @@ class PromptMaker:
             param = name if effort is not None and name == "reasoning_effort" else _KWARGS
             written = json.dumps(value, ensure_ascii=False)
             if name in own:
-                raise _no_variable(f"{name} is set by the server. Leave it out.", param)
+                raise refuse(f"{name} is set by the server. Leave it out.", param=param)
             if name not in known:
-                raise _no_variable(
+                raise refuse(
                     f"The model's chat template does not read {name[:100]!r}, so it would change "
                     f"nothing. What it reads is: {', '.join(sorted(known)) or 'none'}. Leave the "
                     "others out.",
-                    param,
+                    param=param,
                 )
             if len(written) > _LONGEST_VALUE or any(map(template.is_risky, strings_in(value))):
-                raise _no_variable(
+                raise refuse(
                     f"{name} is {written[:100]}. At most {_LONGEST_VALUE} letters of JSON in ASCII "
                     "were expected, without letters that special tokens begin or end with, "
                     "because the template writes it beside its own tokens.",
-                    param,
+                    param=param,
                 )
         return given
 
-    def _render_with(self, options: Mapping[str, Any], asked: Mapping[str, Any]) -> RenderPart:
-        """The prompt_fn part with some variables of the template beside those of the options."""
-        if not options:
-            return self.render
-        if "template_options" not in inspect.signature(self.render).parameters:
-            raise _no_variable(
-                f"This server uses no chat template, which reads {', '.join(options)}. Leave it "
-                "out.",
-                _KWARGS if asked.get(_KWARGS) else next(iter(options)),
-            )
-        bound = getattr(self.render, "keywords", {}).get("template_options") or {}
-        return functools.partial(self.render, template_options={**bound, **options})
-
     def of_text(self, text: str, *, is_whole: bool = False) -> Prompt:
-        """The prompt that is a text, unless it is whole with the tokenizer's first tokens."""
+        """Return the prompt of a text; unless it is whole it gets the tokenizer's first tokens."""
         self._check_size(len(text), "prompt")
         rendered = Rendered((Piece(text, is_user=True),), is_chat=is_whole, for_generation=True)
         try:
@@ -254,7 +226,7 @@ class PromptMaker:
         return prompt
 
     def of_ids(self, ids: Sequence[int]) -> Prompt:
-        """The prompt of some token ids as they are."""
+        """Return the prompt of some token ids as they are."""
         if max(ids) >= self.num_ids:
             raise bad_request(
                 f"The prompt has the token id {max(ids)}; the model has {self.num_ids}.",
@@ -271,7 +243,7 @@ class PromptMaker:
         return batch
 
     def _check_size(self, num_letters: int, param: str) -> None:
-        """Refuses what is too long by its letters alone: tokenizing takes seconds for megabytes."""
+        """Refuse what is too long by its letters alone: tokenizing takes seconds for megabytes."""
         if self.max_length is None or num_letters <= self.max_length * self.longest_token:
             return
         raise bad_request(
@@ -281,26 +253,59 @@ class PromptMaker:
             code="context_length_exceeded",
         )
 
-    def _read_pictures(self, messages: Sequence[Mapping[str, Any]]) -> list[Image.Image]:
-        urls = [
-            part["image_url"]["url"]
-            for message in messages
-            if isinstance(message.get("content"), list)
-            for part in message["content"]
-            if part["type"] == "image_url"
-        ]
+    def _read_pictures(self, urls: Sequence[str]) -> list[Image.Image]:
+        """Decode the pictures of data URLs to RGB. Nothing else is read: no file, no other server.
+
+        Raises:
+            ApiError: one can't be had; the message counts from 0.
+        """
         if urls and ImageExpander.of(self.processor) is None:
             raise bad_request(
                 "The model reads text alone: leave the images out.",
                 param="messages",
                 code="unsupported_parameter",
             )
-        return read_pictures(urls, **self.pictures)
+        if len(urls) > self.max_images:
+            raise bad_request(
+                f"{len(urls)} images came; at most {self.max_images} are taken in one request.",
+                param="messages",
+                code="too_many_images",
+            )
+        return [self._picture(url, f"image {number}") for number, url in enumerate(urls)]
+
+    def _picture(self, url: str, name: str) -> Image.Image:
+        refuse = functools.partial(bad_request, param="messages", code="invalid_image")
+        head, comma, text = url.partition(",")
+        kind = head.lower()
+        cure = "Send a data URL (data:image/png;base64,...) or upload the picture on the chat page."
+        if kind.startswith(("http://", "https://")):
+            raise refuse(f"{name} has an http(s) URL, and this server fetches none. {cure}")
+        if not (comma and kind.startswith("data:image/") and kind.endswith(";base64")):
+            raise refuse(
+                f"{name} has a URL that begins with {head[:_SHOWN]!r}; files are not read. {cure}"
+            )
+        try:
+            content = base64.b64decode(text, validate=True)
+        except ValueError:
+            raise refuse(f"{name} is no base64.") from None
+        try:
+            picture = open_picture(BytesIO(content))
+        except Exception:  # Pillow's readers raise anything
+            formats = ", ".join(FORMATS)
+            message = f"{name} of {len(content)} bytes is no picture. Send one of {formats}."
+            raise refuse(message) from None
+        with picture:
+            try:
+                check_shape(picture, name=name, max_pixels=self.max_pixels)
+                return decode_image(picture, name=name, max_pixels=self.max_pixels)
+            except DataError as error:
+                message = str(error).partition(" (`max_image_pixels`)")[0].partition(". ")[0]
+                raise refuse(f"{message.replace(' in memory', '')}.") from None
 
     def _refused(self, error: UserError) -> ApiError:
-        """Without names of folders of this machine."""
+        """Return what a client is told, without names of folders of this machine."""
         text = str(error)
-        for name in {str(getattr(self.tokenizer, "name_or_path", "") or "")} - {""}:
+        if name := str(getattr(self.tokenizer, "name_or_path", "") or ""):
             text = text.replace(repr(name), "the model").replace(name, "the model")
         if not isinstance(error, DataError):
             for end in (". A template that", ": use ", "Final message to continue"):
@@ -308,49 +313,11 @@ class PromptMaker:
         return bad_request(f"The messages can't be given to the model: {text}", param="messages")
 
 
-_KWARGS = "chat_template_kwargs"
-_LONGEST_VALUE = 2000
-# arguments of the library's own functions
-_OWN = {"messages", *inspect.signature(render_jinja_template).parameters}
-_OWN |= inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
-
-
-def check_continued(messages: Sequence[Mapping[str, Any]], asked: Mapping[str, Any]) -> bool:
-    """Whether the answer goes on with the last message, or an ApiError."""
-    if not asked.get("continue_final_message"):
-        return False
-    why = ""
-    if asked.get("add_generation_prompt"):
-        why = "add_generation_prompt, which begins a new one"
-    elif messages[-1].get("tool_calls"):
-        why = "a last message that has tool_calls, behind which no text can follow"
-    elif asked.get("tool_choice", "auto") not in ("auto", "none"):
-        why = "a tool_choice that makes the answer a call and nothing else"
-    if why:
-        raise bad_request(
-            f"continue_final_message, which goes on with the last message, came with {why}. Leave "
-            "one of them out.",
-            param="continue_final_message",
-        )
-    return True
-
-
-def _no_variable(message: str, param: str) -> ApiError:
-    return bad_request(message, param=param, code="unsupported_parameter")
-
-
-def _num_letters(message: Mapping[str, Any]) -> int:
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return len(content)
-    return sum(len(part.get("text", "")) for part in content)
-
-
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as rows of data have it; of no use for the template is what a reader sets."""
+    """Return a message as rows of data have it, without what a reader sets itself."""
     kept = {name: value for name, value in message.items() if value not in (None, [])}
     kept["role"] = _ROLES.get(message["role"], message["role"])
     kept.setdefault("content", "")
     if message["role"] == "assistant":
-        kept["weight"] = 0  # nothing is learnt here
+        kept["weight"] = 0  # nothing is trained on here
     return kept

@@ -2,10 +2,10 @@
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from stageline.inference.decoding.request import Sampling
-from stageline.serving.api_models import ChatRequest, SamplingFields
+from stageline.serving.api_models import ChatRequest, CompletionRequest
 from stageline.serving.errors import bad_request
 
 MIB = 2**20
@@ -20,7 +20,7 @@ class ServerSettings:
         adapters: names of further models, which are the base with an adapter, by its number.
         api_keys: any one of them lets a request in; none: every request.
         max_queue: answers that may wait besides those that the engine works on.
-        max_body_bytes: of one request; eight large ones are held at one time.
+        max_body_bytes: of one request.
         max_tokens_limit: longest answer that may be asked for.
         max_n: answers of one request.
         max_echo_tokens: longest prompt whose log-probabilities may be asked for: its logits take
@@ -56,10 +56,14 @@ _SEEDS = 2**63
 TEXT_DEFAULT_TOKENS = 16  # as OpenAI's
 
 
-def base_sampling(
-    request: SamplingFields, settings: ServerSettings, *, num_ids: int, stop_ids: Sequence[int]
+def sampling_of(
+    request: ChatRequest | CompletionRequest,
+    settings: ServerSettings,
+    *,
+    num_ids: int,
+    stop_ids: Sequence[int],
 ) -> Sampling:
-    """All but the length and log-probabilities.
+    """Return how the answers of a request are sampled, all but their length.
 
     Args:
         num_ids: tokens of the model.
@@ -75,6 +79,13 @@ def base_sampling(
             "stream_options came without stream; they say how a stream is to be.",
             param="stream_options",
         )
+    logprobs = request.logprobs if isinstance(request, CompletionRequest) else None
+    if isinstance(request, ChatRequest):
+        if request.top_logprobs is not None and not request.logprobs:
+            raise bad_request(
+                "top_logprobs came without logprobs; set logprobs to true.", param="top_logprobs"
+            )
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
     bias = tuple((int(key), value) for key, value in (request.logit_bias or {}).items())
     asked = request.stop_token_ids or []
     for name, ids in (("logit_bias", [one for one, _ in bias]), ("stop_token_ids", asked)):
@@ -100,16 +111,5 @@ def base_sampling(
         stop=tuple(dict.fromkeys(stop)),
         stop_token_ids=ends,
         min_new_tokens=request.min_tokens or 0,
+        logprobs=logprobs,
     )
-
-
-def chat_sampling(
-    request: ChatRequest, settings: ServerSettings, *, num_ids: int, stop_ids: Sequence[int]
-) -> Sampling:
-    """Of a chat; raises as `base_sampling`. The length is what was asked for, 0: nothing was."""
-    if request.top_logprobs is not None and not request.logprobs:
-        raise bad_request(
-            "top_logprobs came without logprobs; set logprobs to true.", param="top_logprobs"
-        )
-    base = base_sampling(request, settings, num_ids=num_ids, stop_ids=stop_ids)
-    return replace(base, logprobs=(request.top_logprobs or 0) if request.logprobs else None)

@@ -11,15 +11,15 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from starlette.requests import Request
 
 from commands.serve import LOCAL_HOSTS
 from prompt_fn import auto, chat
 from stageline.errors import MemoryFull, UserError
 from stageline.serving import gate
-from stageline.serving.api_models import ChatRequest, CompletionRequest
 from stageline.serving.app import bind, make_app, serve_until
 from stageline.serving.errors import ApiError
-from stageline.serving.gate import BODIES_AT_ONCE, parse
+from stageline.serving.settings import ServerSettings
 from tests.helpers.chat_templates import format_tokenizer
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.served import served
@@ -137,51 +137,20 @@ def test_large_bodies_are_not_read():
         assert client.post(PATH, json=fits).status_code == 200
 
 
-@pytest.mark.parametrize("announced", [None, "10", "11", "4000"])
-def test_of_a_body_that_is_too_large_little_is_read_and_its_place_is_free_again(announced):
+def test_little_is_kept_of_a_body_that_is_too_large(monkeypatch):
+    monkeypatch.setattr(gate, "MAX_DRAINED_BYTES", 20)
     read = []
 
-    class Sender:
-        """What a client sends: pieces of four bytes, for ever."""
+    async def receive():
+        """Pieces of four bytes, for ever."""
+        read.append(4)
+        return {"type": "http.request", "body": b"abcd", "more_body": True}
 
-        headers = {} if announced is None else {"content-length": announced}
-
-        async def stream(self):
-            while True:
-                read.append(4)
-                yield b"abcd"
-
-        async def receive(self):
-            return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def ask_often():
-        reader = gate.BodyReader(10, seconds=1.0)
-        for _ in range(BODIES_AT_ONCE + 2):
-            with pytest.raises(ApiError) as caught:
-                await reader(Sender())
-            assert caught.value.status == 413
-
-    asyncio.run(ask_often())
-    is_told = announced in ("11", "4000")  # nothing is read where the client says it first
-    assert len(read) == (0 if is_told else 3 * (BODIES_AT_ONCE + 2))
-
-
-def test_large_bodies_wait_for_each_other_and_are_forgotten_when_read():
-    body = {**BODY, "user": "x" * 900_000}
-    with serving(reply="a b c", max_body_bytes=1_000_000, max_running=20) as (engine, made, client):
-        room = made.service.bodies.room
-        with concurrent.futures.ThreadPoolExecutor(20) as pool:
-            answers = list(pool.map(lambda _: client.post(PATH, json=body), range(20)))
-        assert [answer.status_code for answer in answers] == [200] * 20
-        assert room._value == BODIES_AT_ONCE
-        engine.reply, engine.seconds = (lambda _: LONG), 0.01
-        waiting = raw_post(made.url, body)
-        wait_until(lambda: engine.stats().running == 1)
-        assert room._value == BODIES_AT_ONCE, "the prompt is all that is kept"
-        waiting.close()
-        told(client.post(PATH, json={**body, "model": "other"}), 404)
-        told(client.post(PATH, json={**body, "n": 100}), 400)
-        wait_until(lambda: room._value == BODIES_AT_ONCE)
+    request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+    settings = ServerSettings("tiny", max_body_bytes=10)
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(gate.Gate(None, settings=settings, metrics=None)._read_body(request))
+    assert caught.value.status == 413 and sum(read) == 32
 
 
 def test_a_slow_body_and_a_large_header_end():
@@ -233,24 +202,27 @@ def test_bad_bodies_are_the_clients_fault():
 
 
 def test_the_limit_that_is_told_is_that_of_what_was_sent():
-    for prompt, words in (
-        (["a"] * 1000, "at most 64 items"),
-        ([[1]] * 1000, "at most 64 items"),
-        ([1] * (2**20 + 1), "at most 1048576 items"),
-        ([], "at least 1 item"),
-        ([1, "a"], "valid integer"),
-        (["a", 1], "valid string"),
-        (7, "valid string"),
-        ([None], "valid integer"),
-    ):
-        with pytest.raises(ApiError, match=words) as error:
-            parse(json.dumps({"model": "tiny", "prompt": prompt}).encode(), CompletionRequest)
-        assert error.value.param.startswith("prompt")
-    for prompt in ("a", ["a", ""], [1, 2.0], [[1], [2, 3]]):
-        assert parse(json.dumps({"model": "tiny", "prompt": prompt}).encode(), CompletionRequest)
-    many = {**BODY, "metadata": {str(number): "" for number in range(17)}}
-    with pytest.raises(ApiError, match="at most 16 items"):
-        parse(json.dumps(many).encode(), ChatRequest)
+    with serving() as (_, _, client):
+
+        def ask(path, body):
+            return client.post(path, json={"model": "tiny", **body})
+
+        for prompt, words in (
+            (["a"] * 1000, "at most 64 items"),
+            ([[1]] * 1000, "at most 64 items"),
+            ([1] * (2**20 + 1), "at most 1048576 items"),
+            ([], "at least 1 item"),
+            ([1, "a"], "valid integer"),
+            (["a", 1], "valid string"),
+            (7, "valid string"),
+            ([None], "valid integer"),
+        ):
+            error = told(ask("/v1/completions", {"prompt": prompt}), 400)
+            assert words in error["message"] and error["param"].startswith("prompt")
+        for prompt in ("a", ["a", "b"], [11, 12.0], [[11], [12, 13]]):
+            assert ask("/v1/completions", {"prompt": prompt}).status_code == 200
+        many = {**BODY, "metadata": {str(number): "" for number in range(17)}}
+        assert "at most 16 items" in told(ask(PATH, many), 400)["message"]
 
 
 def test_a_server_without_a_key_answers_names_of_this_machine_alone():
