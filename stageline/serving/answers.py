@@ -5,7 +5,7 @@ import math
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from stageline.inference.decoding.grammars import Grammar
@@ -18,26 +18,18 @@ from stageline.inference.decoding.request import (
     ScoreRequest,
     TokenLogprob,
 )
-from stageline.serving.api_models import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    SamplingFields,
-    TokenizeRequest,
-)
+from stageline.serving import api_models as api
 from stageline.serving.errors import ApiError, bad_request
-from stageline.serving.prompts import Prompt
-from stageline.serving.request_queue import Reservation
-from stageline.serving.service import ResponseStream, Service, TokenTexts, copies, good_events
-from stageline.serving.settings import TEXT_DEFAULT_TOKENS, sampling_of
+from stageline.serving.service import ResponseStream, Service, TokenTexts, copies
 from stageline.serving.tool_calls import FoundCall, ToolReader, form_of, guided_form, shown_tools
 
 Choice = dict[str, Any]
+TEXT_DEFAULT_TOKENS = 16  # as OpenAI's
 
 
-async def answer_chat(service: Service, asked: ChatRequest, out: ResponseStream) -> None:
+async def answer_chat(service: Service, asked: api.ChatRequest, out: ResponseStream) -> None:
     """Answer a chat, or raise an ApiError."""
-    sampling = sampling_of(asked, service.settings, **service.tokens)
+    sampling = service.sampling(asked)
     given = asked.model_dump(exclude_none=True)
     tools = shown_tools(given) if asked.tool_choice != "none" else []
     count = asked.n or 1
@@ -68,7 +60,7 @@ async def answer_chat(service: Service, asked: ChatRequest, out: ResponseStream)
         chunks = [_ChatChunks(number, one, service.texts) for number, one in enumerate(readers)]
         name = "chat.completion.chunk" if asked.stream else "chat.completion"
         writer = _Writer(asked, name, "chatcmpl", out)
-        async for number, event in good_events(place, copies(prompt, sampling, count)):
+        async for number, event in place.events(copies(prompt, sampling, count)):
             if isinstance(event, Finished):
                 writer.count(0, event)
             if asked.stream:
@@ -81,11 +73,8 @@ async def answer_chat(service: Service, asked: ChatRequest, out: ResponseStream)
 
 def _formed(sampling: Sampling, grammar: Grammar | None) -> Sampling:
     if grammar is not None and sampling.min_new_tokens:
-        raise bad_request(
-            "min_tokens came with a form of the answer, which ends where its form does: leave "
-            "one of them out.",
-            param="min_tokens",
-        )
+        message = "min_tokens came with a form of the answer. Leave one of them out."
+        raise bad_request(message, "min_tokens")
     return replace(sampling, grammar=grammar)
 
 
@@ -160,38 +149,21 @@ def _logprobs(logprobs: Sequence[TokenLogprob], texts: TokenTexts) -> dict[str, 
     return {"content": texts.chat(logprobs), "refusal": None} if logprobs else None
 
 
-@dataclass(frozen=True)
-class Echo:
-    """The prompt before an answer; `logprobs` in OpenAI's shape, if they were asked for."""
-
-    text: str
-    logprobs: dict[str, Any] | None
-    num_tokens: int
-
-
 async def answer_completion(
-    service: Service, asked: CompletionRequest, out: ResponseStream
+    service: Service, asked: api.CompletionRequest, out: ResponseStream
 ) -> None:
     """Continue one text or several, or raise an ApiError."""
-    sampling = sampling_of(asked, service.settings, **service.tokens)
+    sampling, texts, settings = service.sampling(asked), service.texts, service.settings
     if asked.max_tokens == 0 and not asked.echo:
-        raise bad_request(
-            "max_tokens is 0 without echo, so there is nothing to answer: set echo for the prompt "
-            "itself, or ask for tokens.",
-            param="max_tokens",
-        )
+        raise bad_request("max_tokens 0 requires echo. Set it, or ask for tokens.", "max_tokens")
     given: list[Any] = [asked.prompt]
     if isinstance(asked.prompt, list) and not isinstance(asked.prompt[0], int):
         given = list(asked.prompt)
-    count, has_answers = asked.n or 1, asked.max_tokens != 0
-    most = service.settings.max_n
-    if len(given) * count > most and len(given) > 1 and count > 1:
-        raise bad_request(
-            f"{len(given)} prompts with {count} answers each came; at most {most} answers are "
-            "given to more than one prompt.",
-            param="n",
-        )
-    is_scored = bool(asked.echo) and asked.logprobs is not None
+    count, has_answers, num_top = asked.n or 1, asked.max_tokens != 0, asked.logprobs
+    if len(given) * count > settings.max_n and len(given) > 1 and count > 1:
+        message = f"{len(given)} x {count} answers; at most {settings.max_n} to several prompts."
+        raise bad_request(message, "n")
+    is_scored = bool(asked.echo) and num_top is not None
     num_places = len(given) * (count * has_answers + is_scored)
     with service.queue.place(num_places, adapter=service.check_model(asked.model)) as place:
         maker = service.prompts
@@ -206,116 +178,78 @@ async def answer_completion(
                 prompt, sampling, asked.max_tokens, default=TEXT_DEFAULT_TOKENS, field="max_tokens"
             )
             requests += copies(prompt, fitted, count, number=number)
-        echoes = await _echoes_of(service, asked, given, prompts, place=place)
-        await _write_texts(service, asked, echoes, good_events(place, requests), out)
 
+        # what comes before the answers: the prompts as texts, and their log-probabilities
+        ids = [prompt["input_ids"][0].tolist() for prompt in prompts]
+        echoes: list[tuple[str, Any]] = [("", None)] * len(ids)
+        if asked.echo:
+            longest, most = max(map(len, ids)), service.engine.max_length
+            if most is not None and longest > most:  # without an answer nobody else looks
+                message = f"The prompt has {longest} tokens; the model has {most} positions."
+                raise bad_request(message, "prompt", "context_length_exceeded")
+            if is_scored and longest > settings.max_echo_tokens:
+                most = settings.max_echo_tokens
+                message = f"The prompt has {longest} tokens; at most {most} are scored."
+                raise bad_request(message, "echo", "context_length_exceeded")
+            scores: dict[int, Scored] = {}
+            rows = [number for number, one in enumerate(ids) if is_scored and len(one) > 1]
+            async for number, event in place.events(
+                [ScoreRequest("score", prompts[n], len(ids[n]) - 1, num_top or 0) for n in rows]
+            ):
+                assert isinstance(event, Scored)
+                if any(map(math.isnan, event.logprobs)):
+                    message = "The model gave no numbers for this prompt."
+                    raise ApiError(500, message, code="engine_error")
+                scores[rows[number]] = event
 
-async def _echoes_of(
-    service: Service,
-    asked: CompletionRequest,
-    given: Sequence[str | list[int]],
-    prompts: Sequence[Prompt],
-    *,
-    place: Reservation,
-) -> list[Echo]:
-    """Return what comes before the answers to each prompt, scored if that was asked for."""
-    ids = [prompt["input_ids"][0].tolist() for prompt in prompts]
-    if not asked.echo:
-        return [Echo("", None, len(one)) for one in ids]
-    longest, most, limit = max(map(len, ids)), service.engine.max_length, service.settings
-    if most is not None and longest > most:  # without an answer nobody else looks
-        raise bad_request(
-            f"The prompt has {longest} tokens; the model has {most} positions. Shorten the prompt.",
-            param="prompt",
-            code="context_length_exceeded",
-        )
-    if asked.logprobs is not None and longest > limit.max_echo_tokens:
-        raise bad_request(
-            f"The prompt has {longest} tokens; log-probabilities are given of at most "
-            f"{limit.max_echo_tokens}. Shorten the prompt, or leave echo or logprobs out.",
-            param="echo",
-            code="context_length_exceeded",
-        )
-    scores: dict[int, Scored] = {}
-    if asked.logprobs is not None:
-        rows = [number for number, one in enumerate(ids) if len(one) > 1]
-        requests = [
-            ScoreRequest("score", prompts[number], len(ids[number]) - 1, asked.logprobs)
-            for number in rows
-        ]
-        async for number, event in good_events(place, requests):
-            assert isinstance(event, Scored)
-            if any(map(math.isnan, event.logprobs)):
-                message = "The model gave no numbers for this prompt."
-                raise ApiError(500, message, code="engine_error")
-            scores[rows[number]] = event
-    texts, num_top = service.texts, asked.logprobs
+            def echo(number: int) -> tuple[str, Any]:
+                text, one = given[number], ids[number]
+                if not isinstance(text, str):
+                    text = texts.tokenizer.decode(one, skip_special_tokens=True)
+                if num_top is None:
+                    return text, None
+                return text, texts.prompt(one, scores.get(number), text=text, num_top=num_top)
 
-    def made() -> list[Echo]:
-        echoes = []
-        for number, (prompt, one) in enumerate(zip(given, ids, strict=True)):
-            text = (
-                prompt
-                if isinstance(prompt, str)
-                else texts.tokenizer.decode(one, skip_special_tokens=True)
-            )
-            logprobs = None
+            echoes = await service.in_thread(lambda: [echo(number) for number in range(len(ids))])
+
+        writer = _Writer(asked, "text_completion", "cmpl", out)
+        writer.prompt_tokens = {number: len(one) for number, one in enumerate(ids)}
+
+        def choice(number: int, text: str, logprobs: Any, reason: str | None) -> Choice:
+            return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+        offsets = []
+        for number in range(len(ids) * count):
+            text, logprobs = echoes[number // count]
+            offsets.append(len(text))
+            # where no tokens were asked for, the prompts are all there is
+            writer.choices[number] = choice(number, text, logprobs, "length")
+            if asked.stream and (text or logprobs or not has_answers):
+                reason = None if has_answers else "length"
+                await writer.send(choice(number, text, logprobs, reason))
+        async for number, event in place.events(requests):
+            assert not isinstance(event, Scored)
+            found, logprobs = event.logprobs, None
+            if isinstance(event, Finished):
+                writer.count(number // count, event)
+                # OpenAI lists the token that ended a text, which is not in the text, with the rest
+                last = () if event.stop_logprob is None else (event.stop_logprob,)
+                found = last if asked.stream else (*found, *last)
             if num_top is not None:
-                logprobs = texts.prompt(one, scores.get(number), text=text, num_top=num_top)
-            echoes.append(Echo(text, logprobs, len(one)))
-        return echoes
-
-    return await service.in_thread(made)
-
-
-async def _write_texts(
-    service: Service,
-    asked: CompletionRequest,
-    echoes: list[Echo],
-    events: Any,
-    out: ResponseStream,
-) -> None:
-    """Write the texts of a request: each prompt that is echoed, then its answer."""
-    writer = _Writer(asked, "text_completion", "cmpl", out)
-    count, texts = asked.n or 1, service.texts
-
-    def choice(number: int, text: str, logprobs: Any, reason: str | None) -> Choice:
-        return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-    offsets = []
-    for number in range(len(echoes) * count):
-        echo = echoes[number // count]
-        writer.prompt_tokens[number // count] = echo.num_tokens
-        offsets.append(len(echo.text))
-        # where no tokens were asked for, the prompts are all there is
-        is_end = asked.max_tokens == 0
-        writer.choices[number] = choice(number, echo.text, echo.logprobs, "length")
-        if asked.stream and (echo.text or echo.logprobs or is_end):
-            reason = "length" if is_end else None
-            await writer.send(choice(number, echo.text, echo.logprobs, reason))
-    async for number, event in events:
-        echo, is_end = echoes[number // count], isinstance(event, Finished)
-        found = event.logprobs
-        if is_end:
-            writer.count(number // count, event)
-            # OpenAI lists the token that ended a text, which is not in the text, with the others
-            last = () if event.stop_logprob is None else (event.stop_logprob,)
-            found = last if asked.stream else (*found, *last)
-        logprobs = None
-        if asked.logprobs is not None:
-            logprobs = texts.plain(found, offset=offsets[number], num_top=asked.logprobs)
-        if asked.stream:
-            text = "" if is_end else event.text
-            offsets[number] += sum(len(texts.text(one.token_id)) for one in found)
-            if is_end or text or found:
-                reason = event.reason if is_end else None
-                await writer.send(choice(number, text, logprobs if found else None, reason))
-        elif is_end:
-            if echo.logprobs and logprobs:
-                before = echo.logprobs.items()
-                logprobs = {name: values and values + logprobs[name] for name, values in before}
-            writer.choices[number] = choice(number, echo.text + event.text, logprobs, event.reason)
-    await writer.end()
+                logprobs = texts.plain(found, offset=offsets[number], num_top=num_top)
+            if asked.stream:
+                is_end = isinstance(event, Finished)
+                text = "" if is_end else event.text
+                reason = event.reason if isinstance(event, Finished) else None
+                offsets[number] += sum(len(texts.text(one.token_id)) for one in found)
+                if is_end or text or found:
+                    await writer.send(choice(number, text, logprobs if found else None, reason))
+            elif isinstance(event, Finished):
+                text, before = echoes[number // count]
+                if before and logprobs:
+                    logprobs = {key: one and one + logprobs[key] for key, one in before.items()}
+                writer.choices[number] = choice(number, text + event.text, logprobs, event.reason)
+        await writer.end()
 
 
 class _Writer:
@@ -326,7 +260,9 @@ class _Writer:
         prompt_tokens: of each prompt, which counts once, however many answers it gets.
     """
 
-    def __init__(self, asked: SamplingFields, kind: str, prefix: str, out: ResponseStream) -> None:
+    def __init__(
+        self, asked: api.SamplingFields, kind: str, prefix: str, out: ResponseStream
+    ) -> None:
         self.out = out
         self.is_stream = bool(asked.stream)
         self.has_usage = bool(asked.stream_options and asked.stream_options.include_usage)
@@ -368,21 +304,20 @@ class _Writer:
         await self.out.end_stream()
 
 
-async def answer_tokenize(service: Service, asked: TokenizeRequest, out: ResponseStream) -> None:
+async def answer_tokenize(
+    service: Service, asked: api.TokenizeRequest, out: ResponseStream
+) -> None:
     """Tell the tokens of a prompt, or raise an ApiError."""
     if (asked.prompt is None) == (asked.messages is None):
-        raise bad_request("Either prompt or messages was expected: give one.", param="prompt")
+        raise bad_request("Give either prompt or messages.", "prompt")
     prompts, given = service.prompts, asked.model_dump(exclude_none=True)
     if asked.prompt is not None:
         is_whole = asked.add_special_tokens is False
         making = functools.partial(prompts.of_text, asked.prompt, is_whole=is_whole)
     else:
         if asked.add_special_tokens:
-            raise bad_request(
-                "add_special_tokens came with messages, whose template writes the first tokens "
-                "itself: leave it out.",
-                param="add_special_tokens",
-            )
+            message = "add_special_tokens requires prompt; templates write their first tokens."
+            raise bad_request(message, "add_special_tokens")
         messages, tools = given["messages"], shown_tools(given)
         making = functools.partial(prompts.of_messages, messages, tools=tools, asked=given)
     ids = (await service.in_thread(making))["input_ids"][0].tolist()
@@ -392,13 +327,11 @@ async def answer_tokenize(service: Service, asked: TokenizeRequest, out: Respons
 
 
 async def answer_detokenize(
-    service: Service, asked: DetokenizeRequest, out: ResponseStream
+    service: Service, asked: api.DetokenizeRequest, out: ResponseStream
 ) -> None:
     """Tell the text of tokens, special ones too, or raise an ApiError."""
     largest, num_ids = max(asked.tokens, default=0), service.prompts.num_ids
     if largest >= num_ids:
-        raise bad_request(
-            f"tokens has the id {largest}; the model has {num_ids} tokens.", param="tokens"
-        )
+        raise bad_request(f"tokens has the id {largest}; the model has {num_ids}.", "tokens")
     decode = service.prompts.tokenizer.decode
     await out.whole({"prompt": await service.in_thread(decode, asked.tokens)})

@@ -8,11 +8,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 INT64 = 2**63
-MAX_STOPS = 16
-MAX_MESSAGES = 4096
-MAX_PARTS = 256
-MAX_TOOLS = 128
-MAX_PROMPTS = 64
 
 
 class Strict(BaseModel):
@@ -27,17 +22,6 @@ def _as_integer(value: Any) -> Any:
     return int(value) if is_whole else value
 
 
-def unsupported(why: str) -> BeforeValidator:
-    """Return the validator of a field that only takes null."""
-
-    def refuse(value: Any) -> Any:
-        if value is not None:
-            raise ValueError(f"this server does not support it: {why}. Leave it out")
-        return value
-
-    return BeforeValidator(refuse)
-
-
 _WHOLE = BeforeValidator(_as_integer)
 
 
@@ -49,7 +33,7 @@ def finite(least: float, most: float) -> Any:
 Count = Annotated[int, Field(ge=1, le=2**31 - 1), _WHOLE]
 Size = Annotated[int, Field(ge=0, le=2**31 - 1), _WHOLE]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-Stops = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None
+Stops = Stop | Annotated[list[Stop], Field(max_length=16)] | None
 # pydantic writes down the pattern of the keys, and not that there are no others
 _MAP = Field(max_length=1024, json_schema_extra={"additionalProperties": False})
 BiasKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
@@ -93,7 +77,7 @@ class SamplingFields(Strict):
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1), _WHOLE] | None = None
     min_p: Annotated[float, finite(0, 1)] | None = None
     repetition_penalty: Annotated[float, finite(0.01, 100)] | None = None
-    stop_token_ids: Annotated[list[Size], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[Size], Field(max_length=16)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Size | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -136,8 +120,8 @@ class ImagePart(Strict):
 
 
 Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
-TextParts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)]
-Parts = Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS)]
+TextParts = Annotated[list[TextPart], Field(min_length=1, max_length=256)]
+Parts = Annotated[list[Part], Field(min_length=1, max_length=256)]
 
 
 class SystemMessage(Strict):
@@ -156,10 +140,15 @@ class UserMessage(Strict):
     name: Name | None = None
 
 
-class CalledFunction(Strict):
-    """A function and its arguments, JSON text of an object."""
+class NamedFunction(Strict):
+    """The function that is to be called."""
 
     name: Name
+
+
+class CalledFunction(NamedFunction):
+    """A function and its arguments, JSON text of an object."""
+
     arguments: str
 
 
@@ -178,11 +167,11 @@ class AssistantMessage(Strict):
     content: str | TextParts | None = None
     name: Name | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
-    # clients send back what they were given
-    refusal: Annotated[None, unsupported("answers here have none")] = None
-    audio: Annotated[None, unsupported("answers here are text")] = None
-    function_call: Annotated[None, unsupported("use tool_calls")] = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    # clients send back what they were given; answers have none of it
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
 
 
 class ToolMessage(Strict):
@@ -197,12 +186,6 @@ class ToolMessage(Strict):
 Message = Annotated[
     SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
 ]
-
-
-class NamedFunction(Strict):
-    """The function that is to be called."""
-
-    name: Name
 
 
 class Function(NamedFunction):
@@ -250,23 +233,21 @@ class JsonSchemaFormat(Strict):
 
 
 ResponseFormat = Annotated[PlainFormat | JsonSchemaFormat, Field(discriminator="type")]
-
-
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=4096)]
 
 
 class TemplateFields(Strict):
     """What the model's chat template is given, and where the answer begins."""
 
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=16)] | None = None
-    chat_template: Annotated[None, unsupported("the template is the model's")] = None
+    chat_template: None = None
 
 
 class ChatRequest(SamplingFields, TemplateFields):
-    """A chat that is to be gone on with."""
+    """A chat to continue."""
 
     messages: Messages
     max_tokens: Count | None = None
@@ -279,12 +260,12 @@ class ChatRequest(SamplingFields, TemplateFields):
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     # what is known of the answer before: it would change the time alone
     prediction: dict[str, Any] | None = None
-    functions: Annotated[None, unsupported("use tools")] = None
-    function_call: Annotated[None, unsupported("use tool_choice")] = None
-    audio: Annotated[None, unsupported("answers are text")] = None
+    functions: None = None
+    function_call: None = None
+    audio: None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    verbosity: Annotated[None, unsupported("the model has no such setting")] = None
-    web_search_options: Annotated[None, unsupported("there is no search")] = None
+    verbosity: None = None
+    web_search_options: None = None
 
 
 Ids = Annotated[list[Size], Field(min_length=1, max_length=2**20)]
@@ -303,27 +284,21 @@ def _kind_of_prompt(value: Any) -> str:
 Prompt = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[Ids, Tag("ids")]
-    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), Tag("texts")]
-    | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS), Tag("lists of ids")],
+    | Annotated[list[str], Field(min_length=1, max_length=64), Tag("texts")]
+    | Annotated[list[Ids], Field(min_length=1, max_length=64), Tag("lists of ids")],
     Discriminator(_kind_of_prompt),
 ]
 
 
-def _one_try(value: Any) -> Any:
-    if isinstance(value, int) and value > 1:
-        raise ValueError("this server does not support it: ask for n answers and choose yourself")
-    return value
-
-
 class CompletionRequest(SamplingFields):
-    """A text that is to be gone on with."""
+    """A text to continue."""
 
     prompt: Prompt
     max_tokens: Size | None = None
     logprobs: Annotated[int, Field(ge=0, le=5), _WHOLE] | None = None
     echo: bool | None = None
-    best_of: Annotated[int, Field(ge=1, le=1), BeforeValidator(_one_try)] | None = None
-    suffix: Annotated[None, unsupported("a text is gone on with at its end")] = None
+    best_of: Literal[1] | None = None
+    suffix: None = None
 
 
 class TokenizeRequest(TemplateFields):

@@ -21,7 +21,7 @@ from stageline.serving import answers
 from stageline.serving import api_models as api
 from stageline.serving.errors import add_error_handlers
 from stageline.serving.gate import Gate
-from stageline.serving.service import LiveResponse, Service
+from stageline.serving.service import ResponseStream, Service
 
 ASKING = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 
@@ -54,22 +54,22 @@ def make_app(service: Service) -> FastAPI:
     add_error_handlers(app)
 
     @app.post("/v1/chat/completions", **written(api.ChatCompletion, "the answers, or their chunks"))
-    async def chat_completions(asked: api.ChatRequest) -> LiveResponse:
+    async def chat_completions(asked: api.ChatRequest) -> ResponseStream:
         """Answers a chat, OpenAI's way."""
         return service.respond(answers.answer_chat, asked)
 
     @app.post("/v1/completions", **written(api.Completion, "the texts, or their chunks"))
-    async def completions(asked: api.CompletionRequest) -> LiveResponse:
+    async def completions(asked: api.CompletionRequest) -> ResponseStream:
         """Continues texts, OpenAI's way."""
         return service.respond(answers.answer_completion, asked)
 
     @app.post("/tokenize", **written(api.Tokens))
-    async def tokenize(asked: api.TokenizeRequest) -> LiveResponse:
+    async def tokenize(asked: api.TokenizeRequest) -> ResponseStream:
         """The tokens of a text or of messages, vLLM's way."""
         return service.respond(answers.answer_tokenize, asked)
 
     @app.post("/detokenize", **written(api.TokensText))
-    async def detokenize(asked: api.DetokenizeRequest) -> LiveResponse:
+    async def detokenize(asked: api.DetokenizeRequest) -> ResponseStream:
         """The text of tokens, vLLM's way."""
         return service.respond(answers.answer_detokenize, asked)
 

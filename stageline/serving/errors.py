@@ -43,8 +43,8 @@ class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
 
-def bad_request(message: str, *, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """Return the error of a request that can't be answered as it is."""
+def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    """Return the error of a request that can't be answered as it is, for the field `param`."""
     return ApiError(400, message, param=param, code=code)
 
 
@@ -87,6 +87,7 @@ def add_error_handlers(app: FastAPI) -> None:
         text = {
             "extra_forbidden": "this field is not known here; leave it out",
             "missing": "this field is missing",
+            "none_required": "this server does not support it; leave it out",
         }.get(found["type"], found["msg"].removeprefix("Value error, "))
         message = f"{where or 'The body'}: {text}."
         return bad_request(message, param=where or None, code="invalid_request").response()

@@ -73,12 +73,9 @@ class Gate:
         # each is compared, so that the time says nothing about the keys
         found = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in keys]
         if not (scheme.lower() == "bearer" and any(found)):
-            raise ApiError(
-                401,
-                "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`.",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            message = "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`."
+            headers = {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, message, code="invalid_api_key", headers=headers)
 
     async def _read_body(self, request: Request) -> Receive:
         """Return what receives the body from memory.
@@ -104,23 +101,16 @@ class Gate:
         except ClientDisconnect:
             raise ClientGone from None
         if size > limit:
-            raise ApiError(
-                413,
-                f"The body has more than {limit} bytes, which is the most that is taken.",
-                code="body_too_large",
-                headers={"Connection": "close"},
-            )
+            message, headers = f"The body has more than {limit} bytes.", {"Connection": "close"}
+            raise ApiError(413, message, code="body_too_large", headers=headers)
         # a form of another site can't send JSON unasked
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise ApiError(
-                415,
-                f"The content type is {kind[:80]!r}. Send application/json.",
-                code="unsupported_media_type",
-            )
+            message = f"The content type is {kind[:80]!r}. Send application/json."
+            raise ApiError(415, message, code="unsupported_media_type")
         messages: list[Message] = [{"type": "http.request", "body": bytes(body)}]
         try:  # FastAPI's reader takes NaN, and halves of surrogate pairs
-            from_json(messages[0]["body"], allow_inf_nan=False)
+            from_json(messages[0]["body"] or b"{}", allow_inf_nan=False)
         except ValueError as error:
             raise bad_request(f"The body is no JSON: {error}.", code="invalid_json") from None
 

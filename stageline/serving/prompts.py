@@ -120,29 +120,22 @@ class PromptMaker:
         elif asked.get("tool_choice", "auto") not in ("auto", "none"):
             why = "a tool_choice that makes the answer a call and nothing else"
         if continues and why:
-            raise bad_request(
-                f"continue_final_message, which continues the last message, came with {why}. "
-                "Leave one of them out.",
-                param="continue_final_message",
-            )
+            message = f"continue_final_message came with {why}. Leave one of them out."
+            raise bad_request(message, "continue_final_message")
         if last["role"] == "assistant" and begins_answer and not continues:
             raise bad_request(
-                "The last message is the assistant's. One of the user or of a tool was expected, "
-                "because the answer is a new message. To continue that message set "
-                "continue_final_message.",
-                param="messages",
+                "The last message is the assistant's. Add one of the user or of a tool, or set "
+                "continue_final_message to continue it.",
+                "messages",
             )
         options = self._variables(asked)
         if continues:
             options["continue_final_message"] = True  # transformers' own way to end the text there
         render = self.render
         if options and "template_options" not in inspect.signature(render).parameters:
-            raise bad_request(
-                f"This server uses no chat template, which reads {', '.join(options)}. Leave it "
-                "out.",
-                param=_KWARGS if asked.get(_KWARGS) else next(iter(options)),
-                code="unsupported_parameter",
-            )
+            message = f"This server has no chat template that reads {', '.join(options)}."
+            param = _KWARGS if asked.get(_KWARGS) else next(iter(options))
+            raise bad_request(message, param, "unsupported_parameter")
         if options:
             bound = getattr(render, "keywords", {}).get("template_options") or {}
             render = functools.partial(render, template_options={**bound, **options})
@@ -199,16 +192,14 @@ class PromptMaker:
                 raise refuse(f"{name} is set by the server. Leave it out.", param=param)
             if name not in known:
                 raise refuse(
-                    f"The model's chat template does not read {name[:100]!r}, so it would change "
-                    f"nothing. What it reads is: {', '.join(sorted(known)) or 'none'}. Leave the "
-                    "others out.",
+                    f"The model's chat template does not read {name[:100]!r}. What it reads is: "
+                    f"{', '.join(sorted(known)) or 'none'}. Leave the others out.",
                     param=param,
                 )
             if len(written) > _LONGEST_VALUE or any(map(template.is_risky, strings_in(value))):
                 raise refuse(
-                    f"{name} is {written[:100]}. At most {_LONGEST_VALUE} letters of JSON in ASCII "
-                    "were expected, without letters that special tokens begin or end with, "
-                    "because the template writes it beside its own tokens.",
+                    f"{name} is {written[:100]}. Give at most {_LONGEST_VALUE} letters of JSON in "
+                    "ASCII, without letters that special tokens begin or end with.",
                     param=param,
                 )
         return given
@@ -222,19 +213,17 @@ class PromptMaker:
         except UserError as error:
             raise self._refused(error) from None
         if prompt["input_ids"].shape[1] == 0:
-            raise bad_request("The prompt has no tokens; one was expected.", param="prompt")
+            raise bad_request("The prompt has no tokens.", "prompt")
         return prompt
 
     def of_ids(self, ids: Sequence[int]) -> Prompt:
         """Return the prompt of some token ids as they are."""
         if max(ids) >= self.num_ids:
-            raise bad_request(
-                f"The prompt has the token id {max(ids)}; the model has {self.num_ids}.",
-                param="prompt",
-            )
+            message = f"The prompt has the token id {max(ids)}; the model has {self.num_ids}."
+            raise bad_request(message, "prompt")
         image_token = get_image_token(self.processor)
         if image_token and self.tokenizer.convert_tokens_to_ids(image_token) in ids:
-            raise bad_request("The prompt has the id of an image without one.", param="prompt")
+            raise bad_request("The prompt has the id of an image without one.", "prompt")
         input_ids = torch.tensor([list(ids)], dtype=torch.long)
         batch = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
         add_image_inputs(
@@ -249,8 +238,8 @@ class PromptMaker:
         raise bad_request(
             f"The prompt has {num_letters} letters. The model has {self.max_length} positions for "
             f"tokens, the longest of which has {self.longest_token}. Shorten the prompt.",
-            param=param,
-            code="context_length_exceeded",
+            param,
+            "context_length_exceeded",
         )
 
     def _read_pictures(self, urls: Sequence[str]) -> list[Image.Image]:
@@ -260,17 +249,11 @@ class PromptMaker:
             ApiError: one can't be had; the message counts from 0.
         """
         if urls and ImageExpander.of(self.processor) is None:
-            raise bad_request(
-                "The model reads text alone: leave the images out.",
-                param="messages",
-                code="unsupported_parameter",
-            )
+            message = "The model only reads text. Leave the images out."
+            raise bad_request(message, "messages", "unsupported_parameter")
         if len(urls) > self.max_images:
-            raise bad_request(
-                f"{len(urls)} images came; at most {self.max_images} are taken in one request.",
-                param="messages",
-                code="too_many_images",
-            )
+            message = f"{len(urls)} images came; at most {self.max_images} are taken in a request."
+            raise bad_request(message, "messages", "too_many_images")
         return [self._picture(url, f"image {number}") for number, url in enumerate(urls)]
 
     def _picture(self, url: str, name: str) -> Image.Image:

@@ -17,13 +17,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.request import (
     AnswerPiece,
+    Cancelled,
     Failed,
     Finished,
     Request,
     Scored,
     ScoreRequest,
 )
-from stageline.serving.errors import bad_request, too_busy
+from stageline.serving.errors import bad_request, of_engine, too_busy
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 # of the engine's statistics: name there -> what it is
@@ -48,17 +49,10 @@ class Metrics:
         self.requests = Counter(
             "requests", "requests by route and status", ["route", "status"], **shared
         )
-        self.seconds = Histogram(
-            "request_seconds", "from request to end of answer", ["route"], buckets=_SECONDS,
-            **shared,
-        )  # fmt: skip
-        self.first = Histogram(
-            "first_token_seconds", "from being handed in to the first text", buckets=_SECONDS,
-            **shared,
-        )  # fmt: skip
-        self.answer = Histogram(
-            "answer_seconds", "from being handed in to the end", buckets=_SECONDS, **shared
-        )
+        histogram: Any = functools.partial(Histogram, buckets=_SECONDS, **shared)
+        self.seconds = histogram("request_seconds", "from request to end of answer", ["route"])
+        self.first = histogram("first_token_seconds", "from being handed in to the first text")
+        self.answer = histogram("answer_seconds", "from being handed in to the end")
         self.prompt_tokens = Counter("prompt_tokens", "tokens of answered prompts", **shared)
         self.tokens = Counter("completion_tokens", "tokens of answers", **shared)
         self.ends = Counter("answers", "answers by how they ended", ["reason"], **shared)
@@ -130,18 +124,11 @@ class RequestQueue:
         """
         self.check_open()
         if count > self.most_places:
-            raise bad_request(
-                f"{count} answers were asked for at once; at most {self.most_places} are ever "
-                "under way. Ask for fewer.",
-                param="n",
-            )
+            message = f"{count} answers at once; at most {self.most_places} are ever under way."
+            raise bad_request(message, "n")
         if self.num_places + count > self.most_places:
-            raise too_busy(
-                f"{self.num_places} answers are under way, and at most {self.most_places} may be. "
-                "Ask again later.",
-                status=429,
-                code="queue_full",
-            )
+            message = f"{self.num_places} of {self.most_places} answers are under way. Ask later."
+            raise too_busy(message, status=429, code="queue_full")
         place = Reservation(self, count, adapter)
         self.num_places += count
         try:
@@ -175,13 +162,21 @@ class Reservation:
 
     async def events(
         self, requests: Sequence[Request | ScoreRequest]
-    ) -> AsyncIterator[tuple[int, Event]]:
-        """Hand requests in; yield (number of the request, event) until all have ended."""
+    ) -> AsyncIterator[tuple[int, AnswerPiece | Finished | Scored]]:
+        """Hand requests in; yield (number of the request, event) until all have ended.
+
+        Raises:
+            ApiError: an answer failed or was cancelled.
+        """
         self._start(requests)
         num_left = len(requests)
         while num_left:
             number, event = await self._queue.get()
             num_left -= not isinstance(event, AnswerPiece)
+            if isinstance(event, Failed):
+                raise of_engine(event.error)
+            if isinstance(event, Finished) and event.reason == "cancelled":
+                raise of_engine(Cancelled())
             yield number, event
 
     def leave(self) -> None:

@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -18,22 +19,14 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from stageline.data.text.processor import get_tokenizer
 from stageline.inference.decoding.answer import GrowingText
 from stageline.inference.decoding.engine import DecodingEngine
-from stageline.inference.decoding.request import (
-    AnswerPiece,
-    Cancelled,
-    Failed,
-    Finished,
-    Request,
-    Sampling,
-    Scored,
-    ScoreRequest,
-    TokenLogprob,
-)
-from stageline.serving.errors import ApiError, ClientGone, bad_request, of_engine
+from stageline.inference.decoding.request import Request, Sampling, Scored, TokenLogprob
+from stageline.serving.api_models import ChatRequest, CompletionRequest
+from stageline.serving.errors import ApiError, ClientGone, bad_request
 from stageline.serving.prompts import Prompt, PromptMaker
-from stageline.serving.request_queue import Metrics, RequestQueue, Reservation
+from stageline.serving.request_queue import Metrics, RequestQueue
 from stageline.serving.settings import ServerSettings
 
+_SEEDS = 2**63
 SECONDS_TO_SAY_GOODBYE = 5.0
 LEAST = -9999.0  # JSON has no infinity; OpenAI writes this
 _NUM_THREADS = 2
@@ -47,22 +40,29 @@ _STREAM_HEADERS = [
 ]
 
 
-class ResponseStream:
-    """Where an answer is written: whole, or as events.
+class ResponseStream(Response):
+    """An answer that some work writes, whole or event by event.
 
-    Attributes:
-        is_started: a status was sent, so there can be no other.
-        is_stream: errors can be events.
+    Who goes away ends the work, also while it waits in a queue. What takes too long ends, too. An
+    error before the first byte has its own status; after that it is an event.
+
+    Args:
+        work: gets this response and writes to it.
+        seconds: for all of it.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._scope, self._receive, self._send = scope, receive, send
-        self.is_started = False
-        self.is_stream = False
+    def __init__(
+        self, work: Callable[["ResponseStream"], Awaitable[None]], *, seconds: float
+    ) -> None:
+        super().__init__()
+        self.work = work
+        self.seconds = seconds
+        self._is_started = False  # a status was sent, so there can be no other
+        self._is_stream = False
 
     async def whole(self, body: dict[str, Any]) -> None:
         """Send the answer in one."""
-        self.is_started = True
+        self._is_started = True
         await JSONResponse(body)(self._scope, self._receive, self._send)
 
     async def event(self, body: dict[str, Any]) -> None:
@@ -76,38 +76,19 @@ class ResponseStream:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write(self, data: str) -> None:
-        if not self.is_started:
-            self.is_started = self.is_stream = True
+        if not self._is_started:
+            self._is_started = self._is_stream = True
             start = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
             await self._send(start)
         body = f"data: {data}\n\n".encode()
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
-
-class LiveResponse(Response):
-    """Runs some work that writes the answer, whole or event by event.
-
-    Who goes away ends the work, also while it waits in a queue. What takes too long ends, too. An
-    error before the first byte has its own status; after that it is an event.
-
-    Args:
-        work: writes the answer.
-        seconds: for all of it.
-    """
-
-    def __init__(
-        self, work: Callable[[ResponseStream], Awaitable[None]], *, seconds: float
-    ) -> None:
-        super().__init__()
-        self.work = work
-        self.seconds = seconds
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer; an ApiError is raised only where nothing was sent yet."""
-        out = ResponseStream(scope, receive, send)
+        self._scope, self._receive, self._send = scope, receive, send
         try:
             async with asyncio.timeout(self.seconds):
-                await while_listening(receive, self.work(out))
+                await while_listening(receive, self.work(self))
             return
         except TimeoutError:
             error = ApiError(
@@ -119,13 +100,13 @@ class LiveResponse(Response):
             )
         except ApiError as caught:
             error = caught
-        if not out.is_started:
+        if not self._is_started:
             raise error
         with contextlib.suppress(TimeoutError):  # nobody reads
             async with asyncio.timeout(SECONDS_TO_SAY_GOODBYE):
-                if out.is_stream:
-                    await out.event(error.body)
-                    await out.end_stream()
+                if self._is_stream:
+                    await self.event(error.body)
+                    await self.end_stream()
                     return
         raise ClientGone
 
@@ -154,11 +135,7 @@ async def while_listening(receive: Receive, work: Awaitable[None]) -> None:
 
 
 class Service:
-    """The server without HTTP.
-
-    Args:
-        prompts: makes prompts of what clients send.
-    """
+    """The server without HTTP."""
 
     def __init__(
         self, engine: DecodingEngine, prompts: PromptMaker, settings: ServerSettings
@@ -169,23 +146,17 @@ class Service:
         self.metrics = Metrics(engine.stats)
         self.queue = RequestQueue(engine, max_queue=settings.max_queue, metrics=self.metrics)
         self.texts = TokenTexts(engine.processor)
-        self.created = int(time.time())
         # the base and those with an adapter, by its number
         self.model_names = (settings.model_name, *settings.adapters)
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="prompts")
 
-    @property
-    def tokens(self) -> dict[str, Any]:
-        """The number of token ids, and those that end an answer."""
-        return {"num_ids": self.prompts.num_ids, "stop_ids": self.engine.stop_ids}
-
-    def respond(self, write: Callable[..., Awaitable[None]], asked: Any) -> LiveResponse:
+    def respond(self, write: Callable[..., Awaitable[None]], asked: Any) -> ResponseStream:
         """Return the response that `write(service, asked, stream)` writes to a request."""
         self.queue.check_open()
         if asked.model is not None:  # only some need one
             self.check_model(asked.model)
         work = functools.partial(write, self, asked)
-        return LiveResponse(work, seconds=self.settings.request_seconds)
+        return ResponseStream(work, seconds=self.settings.request_seconds)
 
     async def in_thread(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that takes long away from the event loop."""
@@ -196,13 +167,47 @@ class Service:
         """Return the number of a model's adapter, or raise an ApiError: it is not served."""
         if name not in self.model_names:
             served = ", ".join(map(repr, self.model_names))
-            raise ApiError(
-                404,
-                f"The model {name[:200]!r} is not served here; {served} is.",
-                param="model",
-                code="model_not_found",
-            )
+            message = f"The model {name[:200]!r} is not served here; {served} is."
+            raise ApiError(404, message, param="model", code="model_not_found")
         return self.model_names.index(name)
+
+    def sampling(self, asked: ChatRequest | CompletionRequest) -> Sampling:
+        """Return how the answers of a request are sampled, all but their length."""
+        if (asked.n or 1) > self.settings.max_n:
+            raise bad_request(f"n is {asked.n}; at most {self.settings.max_n} is taken.", param="n")
+        if asked.stream_options is not None and not asked.stream:
+            raise bad_request("stream_options requires stream. Set it too.", "stream_options")
+        logprobs = asked.logprobs if isinstance(asked, CompletionRequest) else None
+        if isinstance(asked, ChatRequest):
+            if asked.top_logprobs is not None and not asked.logprobs:
+                raise bad_request("top_logprobs requires logprobs. Set it too.", "top_logprobs")
+            logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+        bias = tuple((int(key), value) for key, value in (asked.logit_bias or {}).items())
+        stop_ids = asked.stop_token_ids or []
+        num_ids = self.prompts.num_ids
+        for name, ids in (("logit_bias", [one for one, _ in bias]), ("stop_token_ids", stop_ids)):
+            if too_large := [token_id for token_id in ids if token_id >= num_ids]:
+                message = f"{name} has the token id {too_large[0]}; the model has {num_ids}."
+                raise bad_request(message, name)
+        own = () if asked.ignore_eos else self.engine.stop_ids
+        ends = tuple(dict.fromkeys([*own, *stop_ids])) if asked.ignore_eos or stop_ids else None
+        stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+        temperature = asked.temperature
+        return Sampling(
+            temperature=self.settings.default_temperature if temperature is None else temperature,
+            top_k=max(asked.top_k or 0, 0),  # -1, as vLLM has it: all
+            top_p=1.0 if asked.top_p is None else asked.top_p,
+            min_p=asked.min_p or 0.0,
+            repetition_penalty=asked.repetition_penalty or 1.0,
+            presence_penalty=asked.presence_penalty or 0.0,
+            frequency_penalty=asked.frequency_penalty or 0.0,
+            logit_bias=bias,
+            seed=secrets.randbelow(_SEEDS) if asked.seed is None else asked.seed % _SEEDS,
+            stop=tuple(dict.fromkeys(stop)),
+            stop_token_ids=ends,
+            min_new_tokens=asked.min_tokens or 0,
+            logprobs=logprobs,
+        )
 
     def fitted(
         self, prompt: Prompt, sampling: Sampling, asked: int | None, *, default: int, field: str
@@ -219,11 +224,9 @@ class Service:
         limit, most = self.settings.max_tokens_limit, self.engine.max_length
         wanted = default if asked is None else asked
         if sampling.min_new_tokens > wanted:
-            raise bad_request(
-                f"min_tokens is {sampling.min_new_tokens}, more than the answer may have "
-                f"({wanted}); raise {field}, too.",
-                param="min_tokens",
-            )
+            least = sampling.min_new_tokens
+            message = f"min_tokens is {least}, more than the answer may have. Raise {field}, too."
+            raise bad_request(message, "min_tokens")
         if asked is not None and asked > limit:
             raise bad_request(f"{field} is {asked}; at most {limit} is taken.", param=field)
         num_prompt_tokens = int(prompt["input_ids"].shape[1])
@@ -233,8 +236,8 @@ class Service:
             raise bad_request(
                 f"The prompt has {num_prompt_tokens} tokens{asked_text}; the model has {most} "
                 "positions for both. Shorten the prompt, or ask for less.",
-                param="messages" if asked is None else field,
-                code="context_length_exceeded",
+                "messages" if asked is None else field,
+                "context_length_exceeded",
             )
         return replace(sampling, max_new_tokens=asked or min(default, limit, room))
 
@@ -257,18 +260,6 @@ def copies(prompt: Prompt, sampling: Sampling, count: int, *, number: int = 0) -
             seed = int.from_bytes(digest, "little") % 2**63
         made.append(Request("answer", prompt, replace(sampling, seed=seed)))
     return made
-
-
-async def good_events(
-    place: Reservation, requests: Sequence[Request | ScoreRequest]
-) -> AsyncIterator[tuple[int, AnswerPiece | Finished | Scored]]:
-    """Yield the events of a place; raise an ApiError where an answer failed or was cancelled."""
-    async for number, event in place.events(requests):
-        if isinstance(event, Failed):
-            raise of_engine(event.error)
-        if isinstance(event, Finished) and event.reason == "cancelled":
-            raise of_engine(Cancelled())
-        yield number, event
 
 
 class TokenTexts:
@@ -307,15 +298,12 @@ class TokenTexts:
             num_top: 0: no likeliest tokens were asked for.
         """
         texts = [self.text(one.token_id) for one in logprobs]
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
+        offsets = itertools.accumulate(map(len, texts), initial=offset)
         return {
             "tokens": texts,
             "token_logprobs": [_finite(one.logprob) for one in logprobs],
             "top_logprobs": [self._tops(one) for one in logprobs] if num_top else None,
-            "text_offset": offsets,
+            "text_offset": list(offsets)[:-1],
         }
 
     def prompt(
@@ -327,21 +315,17 @@ class TokenTexts:
             scored: of all tokens but the first; None: there is but one.
             text: in which special tokens take no room.
         """
-        growing, length, offsets = GrowingText(self.tokenizer), 0, []
-        for token_id in ids:
-            offsets.append(min(length, len(text)))
-            length += len(growing.add(token_id))
+        growing = GrowingText(self.tokenizer)
+        lengths = itertools.accumulate((len(growing.add(one)) for one in ids), initial=0)
         values = scored.logprobs if scored else ()
         tops = scored.tops if scored and num_top else ((),) * len(values)
-        rest = [
-            TokenLogprob(token_id, value, top)
-            for token_id, value, top in zip(ids[1:], values, tops, strict=True)
-        ]
+        rest = map(TokenLogprob, ids[1:], values, tops)
+        made = self.plain(list(rest), offset=0, num_top=num_top)
         return {
-            "tokens": [self.text(token_id) for token_id in ids],
-            "token_logprobs": [None, *(_finite(one.logprob) for one in rest)],
-            "top_logprobs": [None, *map(self._tops, rest)] if num_top else None,
-            "text_offset": offsets,
+            "tokens": [self.text(ids[0]), *made["tokens"]],
+            "token_logprobs": [None, *made["token_logprobs"]],
+            "top_logprobs": [None, *made["top_logprobs"]] if num_top else None,
+            "text_offset": [min(one, len(text)) for one in lengths][:-1],
         }
 
     def _tops(self, one: TokenLogprob) -> dict[str, float]:

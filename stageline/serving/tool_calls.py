@@ -20,7 +20,7 @@ from stageline.data.text.processor import get_tokenizer
 from stageline.data.text.tool_forms import CALL_MARKS
 from stageline.errors import UserError
 from stageline.inference.decoding.grammars import JSON_OBJECT, Grammar, Matchers, json_grammar
-from stageline.serving.api_models import ChatRequest, NamedTool, SamplingFields, Tool
+from stageline.serving.api_models import ChatRequest, NamedTool, SamplingFields
 from stageline.serving.errors import bad_request
 
 _NAME, _ARGUMENT = "name_of_a_tool", "name_of_an_argument"
@@ -40,7 +40,6 @@ _TRIAL: list[dict[str, Any]] = [
 _TRIAL_SCHEMA = {"type": "object", "properties": {"other": {"type": "integer"}}}
 _TRIAL_TOOL = {"name": _NAME, "description": "Nothing.", "parameters": _TRIAL_SCHEMA}
 
-_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _OPEN, _CLOSE = CALL_MARKS
 _LIST = "[TOOL_CALLS]"
 _PYTHON = "<|python_tag|>"
@@ -64,11 +63,6 @@ class ToolFormat:
     end: str = ""
     others: tuple[int, ...] = ()
 
-    @property
-    def is_marked(self) -> bool:
-        """Return whether calls and text can be told apart anywhere in an answer."""
-        return self.name == "hermes"
-
     def grammar(
         self,
         tools: Sequence[tuple[str, str]],
@@ -81,9 +75,8 @@ class ToolFormat:
 
         Args:
             tools: name of each and schema of its arguments, the text of its `json_grammar`.
-            is_forced: nothing else may come; if not, the format has to be marked.
-            schema: JSON that may come instead; None: any text may come, with calls at its end or
-                not.
+            is_forced: nothing else may come; if not, the format is Hermes'.
+            schema: JSON that may come instead; None: any text may come, or text and calls.
         """
         more = "" if is_single else r' ("\n" call)*'
         calls = [
@@ -148,13 +141,9 @@ def find_format(processor: Any) -> ToolFormat | None:
 
 def shown_tools(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the tools of a request as the model sees them, without what is for the server."""
-    return [
-        {
-            **tool,
-            "function": {name: v for name, v in tool["function"].items() if name != "strict"},
-        }
-        for tool in given.get("tools", [])
-    ]
+    tools = given.get("tools", [])
+    shown = [{k: v for k, v in tool["function"].items() if k != "strict"} for tool in tools]
+    return [{**tool, "function": one} for tool, one in zip(tools, shown, strict=True)]
 
 
 def form_of(
@@ -168,9 +157,6 @@ def form_of(
     Returns:
         Its grammar (None: it may be any text), and whether calls have a mark: then what is JSON
         without one is no call.
-
-    Raises:
-        ApiError: it can't be had.
     """
     content, choice = guided_form(asked, matchers), asked.tool_choice
     tools = asked.tools or [] if choice != "none" else []
@@ -179,15 +165,15 @@ def form_of(
     chosen = [(i, tool) for i, tool in enumerate(tools) if name in (None, tool.function.name)]
     if is_forced and not chosen:
         what = "a tool" if name is None else f"the tool {name!r}"
-        raise bad_request(
-            f"tool_choice asks for {what}, and tools has none such. Name it among the tools.",
-            param="tool_choice",
-        )
+        message = f"tool_choice asks for {what}, and tools has none such. Add it to tools."
+        raise bad_request(message, "tool_choice")
     is_strict = any(tool.function.strict for tool in tools)
     if not tools or not (is_forced or is_strict or content is not None):
         return content, False
     found = find_format()
-    if found is None or not (found.is_marked or is_forced):
+    # calls and text can be told apart anywhere in an answer
+    is_marked = found is not None and found.name == "hermes"
+    if found is None or not (is_marked or is_forced):
         why = "plain JSON, which can't be told from other text"
         cure = "Set tool_choice to required, or leave strict and response_format out."
         if found is None:
@@ -195,14 +181,21 @@ def form_of(
             cure = "Leave tool_choice at auto, strict and response_format out."
         raise bad_request(
             f"The model's chat template writes tool calls in {why}. {cure}",
-            param="tool_choice" if is_forced else "tools",
-            code="unsupported_parameter",
+            "tool_choice" if is_forced else "tools",
+            "unsupported_parameter",
         )
     callables = []
     for place, tool in chosen:
         param = f"tools.{place}.function.parameters"
-        schema = _arguments(tool, param) if tool.function.strict or is_forced else {}
-        is_strict = bool(tool.function.strict)
+        schema, is_strict = tool.function.parameters, bool(tool.function.strict)
+        if not (is_strict or is_forced):
+            schema = {}  # nobody asked for it
+        elif schema is None:
+            schema = {"properties": {}, "additionalProperties": False}
+        kind = schema.get("type", "object")
+        if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+            message = f"{param} has the type {json.dumps(kind)[:100]}; object was expected."
+            raise bad_request(message, param)
         make = functools.partial(json_grammar, {**schema, "type": "object"}, is_strict=is_strict)
         callables.append((tool.function.name, _checked(make, matchers, param).text))
     make = functools.partial(
@@ -212,22 +205,7 @@ def form_of(
         is_single=asked.parallel_tool_calls is False or name is not None,
         schema=None if content is None else content.text,
     )
-    return _checked(make, matchers, "tools"), found.is_marked
-
-
-def _arguments(tool: Tool, param: str) -> dict[str, Any]:
-    """Return the schema that the arguments of a call keep to."""
-    schema = tool.function.parameters
-    if schema is None:
-        return _NO_PARAMETERS
-    kind = schema.get("type", "object")
-    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        raise bad_request(
-            f"{param} has the type {json.dumps(kind)[:100]}; object was expected, because "
-            "arguments have names.",
-            param=param,
-        )
-    return schema
+    return _checked(make, matchers, "tools"), is_marked
 
 
 def _checked(make: Callable[[], Grammar], matchers: Matchers, param: str) -> Grammar:
@@ -237,7 +215,7 @@ def _checked(make: Callable[[], Grammar], matchers: Matchers, param: str) -> Gra
         matchers.check(grammar)
         return grammar
     except (UserError, ValueError, RecursionError) as error:
-        raise bad_request(f"{param}: {error}", param=param) from None
+        raise bad_request(f"{param}: {error}", param) from None
 
 
 _GUIDED: dict[str, Callable[[Any], Grammar]] = {
@@ -275,10 +253,8 @@ def guided_form(asked: SamplingFields, matchers: Matchers) -> Grammar | None:
         return None
     if len(forms) != 1:
         names = " and ".join(field for field, _ in forms)
-        raise bad_request(
-            f"{names or 'No form'} came; one form of the answer was expected.",
-            param=forms[0][0] if forms else "structured_outputs",
-        )
+        message = f"{names or 'No form'} came; one form of the answer was expected."
+        raise bad_request(message, forms[0][0] if forms else "structured_outputs")
     return _checked(forms[0][1], matchers, forms[0][0])
 
 
