@@ -256,7 +256,7 @@ def serve_until(
     tell: Callable[[str], object] = print,
     **listening: Any,
 ) -> None:
-    """Serve until a stop is asked for; the engine runs in this thread.
+    """Serve until a stop is asked for; the engine runs in this thread and may raise.
 
     Args:
         should_stop: asked several times a second, in another thread.
@@ -266,7 +266,6 @@ def serve_until(
 
     Raises:
         UserError: the port can't be had.
-        Exception: what the engine raises.
     """
     engine, queue, is_over = service.engine, service.queue, threading.Event()
 

@@ -35,7 +35,6 @@ from stageline.serving.tool_calls import ToolFormat, find_format
 # a prompt_fn part takes a template as well; messages do without
 _TEMPLATE = "[QUESTION][ANSWER]"
 _ROLES = {"developer": "system"}
-_SHOWN = 40
 _KWARGS = "chat_template_kwargs"
 _LONGEST_VALUE = 2000
 # arguments of transformers' own functions
@@ -139,14 +138,9 @@ class PromptMaker:
         if options:
             bound = getattr(render, "keywords", {}).get("template_options") or {}
             render = functools.partial(render, template_options={**bound, **options})
-        parts = [
-            part
-            for message in messages
-            if isinstance(message.get("content"), list)
-            for part in message["content"]
-        ]
         contents = [message.get("content") for message in messages]
-        texts = [*(one for one in contents if isinstance(one, str))]
+        parts = [part for one in contents if isinstance(one, list) for part in one]
+        texts = [one for one in contents if isinstance(one, str)]
         texts += [part["text"] for part in parts if part["type"] == "text"]
         self._check_size(sum(map(len, texts)), "messages")
         urls = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
@@ -243,11 +237,7 @@ class PromptMaker:
         )
 
     def _read_pictures(self, urls: Sequence[str]) -> list[Image.Image]:
-        """Decode the pictures of data URLs to RGB. Nothing else is read: no file, no other server.
-
-        Raises:
-            ApiError: one can't be had; the message counts from 0.
-        """
+        """Decode data URLs to RGB, or raise an ApiError. No file is read, no other server asked."""
         if urls and ImageExpander.of(self.processor) is None:
             message = "The model only reads text. Leave the images out."
             raise bad_request(message, "messages", "unsupported_parameter")
@@ -265,7 +255,7 @@ class PromptMaker:
             raise refuse(f"{name} has an http(s) URL, and this server fetches none. {cure}")
         if not (comma and kind.startswith("data:image/") and kind.endswith(";base64")):
             raise refuse(
-                f"{name} has a URL that begins with {head[:_SHOWN]!r}; files are not read. {cure}"
+                f"{name} has a URL that begins with {head[:40]!r}; files are not read. {cure}"
             )
         try:
             content = base64.b64decode(text, validate=True)

@@ -46,9 +46,7 @@ class Metrics:
     def __init__(self, stats: Callable[[], Any]) -> None:
         self.registry = CollectorRegistry()
         shared: dict[str, Any] = {"namespace": "stageline", "registry": self.registry}
-        self.requests = Counter(
-            "requests", "requests by route and status", ["route", "status"], **shared
-        )
+        self.requests = Counter("requests", "by route and status", ["route", "status"], **shared)
         histogram: Any = functools.partial(Histogram, buckets=_SECONDS, **shared)
         self.seconds = histogram("request_seconds", "from request to end of answer", ["route"])
         self.first = histogram("first_token_seconds", "from being handed in to the first text")
@@ -92,10 +90,7 @@ class Metrics:
 
 
 class RequestQueue:
-    """Counts what is under way, refuses what is too much.
-
-    Args:
-        max_queue: answers that may wait besides those the engine works on.
+    """Counts what is under way; besides what the engine works on, `max_queue` answers may wait.
 
     Attributes:
         num_places: answers that are promised, be their prompts still read.
@@ -117,11 +112,7 @@ class RequestQueue:
 
     @contextlib.contextmanager
     def place(self, count: int, *, adapter: int = 0) -> Iterator["Reservation"]:
-        """Give room for some answers of one request, or raise an ApiError.
-
-        Args:
-            adapter: number of the adapter that answers; 0: the base does.
-        """
+        """Give room for some answers of one adapter (0: the base), or raise an ApiError."""
         self.check_open()
         if count > self.most_places:
             message = f"{count} answers at once; at most {self.most_places} are ever under way."
@@ -163,11 +154,7 @@ class Reservation:
     async def events(
         self, requests: Sequence[Request | ScoreRequest]
     ) -> AsyncIterator[tuple[int, AnswerPiece | Finished | Scored]]:
-        """Hand requests in; yield (number of the request, event) until all have ended.
-
-        Raises:
-            ApiError: an answer failed or was cancelled.
-        """
+        """Hand requests in; yield (number, event) until all ended. A failure is an ApiError."""
         self._start(requests)
         num_left = len(requests)
         while num_left:

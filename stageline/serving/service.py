@@ -29,8 +29,6 @@ from stageline.serving.settings import ServerSettings
 _SEEDS = 2**63
 SECONDS_TO_SAY_GOODBYE = 5.0
 LEAST = -9999.0  # JSON has no infinity; OpenAI writes this
-_NUM_THREADS = 2
-_UNKNOWN = "\ufffd"
 # what byte-level tokenizers write for each byte
 _BYTE_OF_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}
 _STREAM_HEADERS = [
@@ -45,10 +43,6 @@ class ResponseStream(Response):
 
     Who goes away ends the work, also while it waits in a queue. What takes too long ends, too. An
     error before the first byte has its own status; after that it is an event.
-
-    Args:
-        work: gets this response and writes to it.
-        seconds: for all of it.
     """
 
     def __init__(
@@ -112,11 +106,7 @@ class ResponseStream(Response):
 
 
 async def while_listening(receive: Receive, work: Awaitable[None]) -> None:
-    """Do some work unless the client goes away.
-
-    Raises:
-        ClientGone: it has; the work was cancelled.
-    """
+    """Do some work; cancel it and raise ClientGone if the client goes away."""
 
     async def until_gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -148,7 +138,7 @@ class Service:
         self.texts = TokenTexts(engine.processor)
         # the base and those with an adapter, by its number
         self.model_names = (settings.model_name, *settings.adapters)
-        self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="prompts")
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="prompts")
 
     def respond(self, write: Callable[..., Awaitable[None]], asked: Any) -> ResponseStream:
         """Return the response that `write(service, asked, stream)` writes to a request."""
@@ -337,7 +327,7 @@ class TokenTexts:
 
     def _read(self, token_id: int) -> tuple[str, list[int] | None]:
         text = self.tokenizer.decode([token_id])
-        if _UNKNOWN not in text:
+        if "\ufffd" not in text:
             return text, list(text.encode())
         letters = self.tokenizer.convert_ids_to_tokens(token_id) or ""
         known = [_BYTE_OF_LETTER[letter] for letter in letters if letter in _BYTE_OF_LETTER]

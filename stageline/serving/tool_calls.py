@@ -41,8 +41,7 @@ _TRIAL_SCHEMA = {"type": "object", "properties": {"other": {"type": "integer"}}}
 _TRIAL_TOOL = {"name": _NAME, "description": "Nothing.", "parameters": _TRIAL_SCHEMA}
 
 _OPEN, _CLOSE = CALL_MARKS
-_LIST = "[TOOL_CALLS]"
-_PYTHON = "<|python_tag|>"
+_LIST, _PYTHON = "[TOOL_CALLS]", "<|python_tag|>"
 _STARTS = (_LIST, _PYTHON, '{"', "{ ", "{\n", '[{"', "[ {", "[{ ", "[{\n")
 _LETTERS = string.ascii_letters + string.digits
 _UP_TO_MARK = r"/(.|\n)*<tool_call>/"
@@ -227,11 +226,7 @@ _GUIDED: dict[str, Callable[[Any], Grammar]] = {
 
 
 def guided_form(asked: SamplingFields, matchers: Matchers) -> Grammar | None:
-    """Return the form of an answer's text, as OpenAI's and vLLM's fields say it; takes a while.
-
-    Raises:
-        ApiError: it can't be kept to, or there are several.
-    """
+    """Return the form of an answer's text by OpenAI's or vLLM's fields, or raise an ApiError."""
     # name of the field, how its grammar is made
     forms: list[tuple[str, Callable[[], Grammar]]] = []
     inner = asked.structured_outputs
