@@ -32,11 +32,7 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def written(model: type, stream: str = "") -> dict[str, Any]:
-    """Return the options of a route that answers with a model, or with events.
-
-    Args:
-        stream: describes the events; empty: there are none.
-    """
+    """Return the options of a route that answers with a model, or with the events of a stream."""
     answer: dict[str, Any] = {"model": model}
     if stream:
         event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
@@ -117,12 +113,7 @@ def make_app(service: Service) -> FastAPI:
         """Figures for Prometheus."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    app.mount("/web", Page(directory=FOLDER))
-
-    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-    async def page() -> FileResponse:
-        return FileResponse(FOLDER / "index.html", headers=HEADERS)
-
+    add_page(app)
     document = app.openapi()  # which FastAPI keeps while there are no new routes
     names = {"type": "string", "enum": list(service.model_names)}
     for model in ("Chat", "Completion", "Tokenize", "Detokenize"):
@@ -177,6 +168,15 @@ class Page(StaticFiles):
         response = super().file_response(*args, **kwargs)
         response.headers.update(HEADERS)
         return response
+
+
+def add_page(app: FastAPI) -> None:
+    """Mount the page at `/` of an app, and its files under `/web/`; they are in no document."""
+    app.mount("/web", Page(directory=FOLDER))
+
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(FOLDER / "index.html", headers=HEADERS)
 
 
 # Runs a server: HTTP in a thread, the engine in this one, until somebody asks for a stop.
