@@ -6,15 +6,11 @@
 --no-binary openai --no-deps`), whose tests stay there. `--python` has pytest-asyncio besides what
 this project needs. Claim: each test passes, or its failure has one of the causes below; another
 failure ends the run with 1.
-
-Their tests of responses ask without a model and without input, which only a mock answers. Those are
-run a second time with both filled in (`with model and input`); pytest loads this file for it.
 """
 
 import argparse
 import collections
 import contextlib
-import functools
 import os
 import re
 import subprocess
@@ -26,43 +22,21 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-FILLED = "FILL_IN_WHAT_RESPONSES_NEED"
 MODEL, TEXT_MODEL = "gpt-6-astra", "gpt-3.5-turbo-instruct"  # as the tests call them
-# file -> (the model that it asks for, the tests of it)
+# file -> the model that it asks for
 FILES = {
-    "test_models.py": (MODEL, ""),
-    "test_completions.py": (TEXT_MODEL, ""),
-    "chat/test_completions.py": (MODEL, ""),
-    "chat/completions/test_messages.py": (MODEL, ""),
-    "test_responses.py": (MODEL, ""),
-    "responses/test_input_items.py": (MODEL, ""),
-    "responses/test_input_tokens.py": (MODEL, ""),
+    "test_models.py": MODEL,
+    "test_completions.py": TEXT_MODEL,
+    "chat/test_completions.py": MODEL,
+    "chat/completions/test_messages.py": MODEL,
 }
 # what a failure says -> why it stays
 CAUSES = {
-    r"There is nothing at|This method is not known at": "a route of stored objects (or "
-    "`input_tokens`, `compact`): this server keeps nothing",
-    r"(model|input): this field is missing": "no model and no input: there is nothing to answer",
+    r"There is nothing at|This method is not known at": "a route of stored objects: "
+    "this server keeps nothing",
     r"(?s)^test_method_create_with_all_params.*Error code: 400": "all fields of the package at "
     "once, some of which can't be honoured",
 }
-
-
-def pytest_configure(config: object) -> None:
-    """Called by pytest in the run of their tests: fills in what theirs leave out."""
-    if os.environ.get(FILLED):
-        from openai.resources.responses import AsyncResponses, Responses
-
-        for kind in (Responses, AsyncResponses):
-            kind.create = _filled(kind.create)
-
-
-def _filled(create):
-    @functools.wraps(create)
-    def filled(self, **given):
-        return create(self, **{"model": MODEL, "input": "Hello", **given})
-
-    return filled
 
 
 @contextlib.contextmanager
@@ -97,25 +71,17 @@ def tiny_server() -> Iterator[dict[str, str]]:
     engine.stop()
 
 
-def run_tests(
-    python: str, source: Path, file: str, url: str, *, tests: str = "", is_filled: bool = False
-) -> list[tuple[str, str | None]]:
+def run_tests(python: str, source: Path, file: str, url: str) -> list[tuple[str, str | None]]:
     """(name, what its failure says or None) of each test in a file."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        environment = {
-            **os.environ,
-            "TEST_API_BASE_URL": url,
-            "PYTHONPATH": str(Path(__file__).parent),
-            FILLED: "1" if is_filled else "",
-        }
         ran = subprocess.run(
             [
-                python, "-m", "pytest", f"tests/api_resources/{file}", "-q", "-k", tests,
-                "-o", "addopts=", "-p", "no:cacheprovider", "-p", Path(__file__).stem,
-                f"--junitxml={report}",
+                python, "-m", "pytest", f"tests/api_resources/{file}", "-q",
+                "-o", "addopts=", "-p", "no:cacheprovider", f"--junitxml={report}",
             ],
-            cwd=source, env=environment, capture_output=True, text=True, check=False,
+            cwd=source, env={**os.environ, "TEST_API_BASE_URL": url},
+            capture_output=True, text=True, check=False,
         )  # fmt: skip
         if ran.returncode not in (0, 1):
             raise SystemExit(f"their tests did not run:\n{ran.stdout}{ran.stderr}")
@@ -142,12 +108,8 @@ def main() -> int:
     unknown, total = [], collections.Counter()
     print("| tests | ran | passed | failed, by cause |\n|---|---|---|---|")
     with tiny_server() as urls:
-        runs = [(file, model, tests, False) for file, (model, tests) in FILES.items()]
-        runs.append(("test_responses.py", MODEL, "create", True))
-        for file, model, tests, is_filled in runs:
-            found = run_tests(
-                args.python, args.source, file, urls[model], tests=tests, is_filled=is_filled
-            )
+        for file, model in FILES.items():
+            found = run_tests(args.python, args.source, file, urls[model])
             causes = collections.Counter()
             for name, failure in found:
                 if failure is not None:
@@ -156,9 +118,8 @@ def main() -> int:
                     if cause is None:
                         unknown.append(f"{file} {name}: {failure[:2000]}")
             passed = len(found) - causes.total()
-            label = f"{file}, create, with model and input" if is_filled else file
             told = "; ".join(f"{count} {cause}" for cause, count in causes.items())
-            print(f"| {label} | {len(found)} | {passed} | {told} |", flush=True)
+            print(f"| {file} | {len(found)} | {passed} | {told} |", flush=True)
             total.update(ran=len(found), passed=passed)
     print(f"\n{total['passed']} of {total['ran']} pass; {len(unknown)} fail without a known cause")
     print("\n\n".join(unknown))

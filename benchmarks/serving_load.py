@@ -91,7 +91,7 @@ class Connection:
     async def send(self, content: bytes) -> None:
         """Asks the chat route."""
         head = (
-            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         )
         self.writer.write(head.encode() + content)

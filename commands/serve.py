@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
+import ipaddress
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ STOP_WORDS = StopWords(
     at_once=", with answers under way",
 )
 MIB = 2**20
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
 def main() -> int:
@@ -76,7 +78,6 @@ def serve(arguments: ServeArguments, decoding: Any, api_keys: tuple[str, ...]) -
         decoding: what `open_decoding` gives.
     """
     from stageline.serving.app import make_app, serve_until
-    from stageline.serving.gate import is_local
 
     run = arguments.run
     adapters = tuple(named_adapters(run))
@@ -123,8 +124,6 @@ def make_service(arguments: ServeArguments, decoding: Any, settings: ServerSetti
         max_length=decoding.engine.max_length,
         max_images=settings.max_images,
         max_pixels=run.max_image_pixels,
-        max_bytes=settings.max_body_bytes,
-        may_fetch=settings.fetches_images,
     )
     prompts.warm_up()
     return Service(decoding.engine, prompts, settings)
@@ -140,6 +139,14 @@ def listening_options(run: ServeConfig) -> dict[str, Any]:
     }
 
 
+def is_local(host: str) -> bool:
+    """Return whether a name or an address means this machine."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def make_settings(
     run: ServeConfig, api_keys: tuple[str, ...], *, name: str, adapters: tuple[str, ...] = ()
 ) -> ServerSettings:
@@ -152,7 +159,6 @@ def make_settings(
     Raises:
         UserError: an adapter has the name of the base.
     """
-    from stageline.serving.gate import is_local
     from stageline.serving.settings import ServerSettings
 
     name = run.served_model_name or name
@@ -175,9 +181,8 @@ def make_settings(
         read_seconds=run.read_timeout,
         default_max_tokens=run.max_new_tokens,
         default_temperature=run.temperature,
-        fetches_images=run.fetch_images,
         cors_origins=tuple(run.cors_origins or ()),
-        is_local_only=not api_keys and is_local(run.host),
+        hosts=(*LOCAL_HOSTS, run.host) if not api_keys and is_local(run.host) else ("*",),
     )
 
 

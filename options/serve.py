@@ -96,9 +96,6 @@ class RequestOptions:
         8192, "longest prompt whose log-probabilities may be asked for", at_least=1
     )
     max_images: int = option(8, "most pictures of one request; 0: none", at_least=0)
-    fetch_images: bool = option(
-        False, "get pictures from http(s) addresses of the public internet that requests name"
-    )
     request_timeout: float = option(
         600.0, "seconds from a request to the end of its answer", at_least=0.1
     )

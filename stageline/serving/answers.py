@@ -1,9 +1,11 @@
-"""The answers to chats, and the texts that prompts are gone on with: whole or as streams."""
+"""The answers to chats, and the texts that continue prompts: whole or as streams."""
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from stageline.inference.decoding.grammars import Grammar
@@ -16,35 +18,22 @@ from stageline.inference.decoding.request import (
     ScoreRequest,
     TokenLogprob,
 )
-from stageline.serving.api_models import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    SamplingFields,
-    TokenizeRequest,
-)
+from stageline.serving import api_models as api
 from stageline.serving.errors import ApiError, bad_request
-from stageline.serving.prompts import Prompt, PromptMaker
-from stageline.serving.request_queue import Reservation
-from stageline.serving.service import (
-    Out,
-    Service,
-    TokenTexts,
-    UsageCount,
-    copies,
-    forget_large,
-    good_events,
-)
-from stageline.serving.settings import TEXT_DEFAULT_TOKENS, base_sampling, chat_sampling
+from stageline.serving.service import ResponseStream, Service, TokenTexts, copies
 from stageline.serving.tool_calls import FoundCall, ToolReader, form_of, guided_form, shown_tools
 
+Choice = dict[str, Any]
+TEXT_DEFAULT_TOKENS = 16  # as OpenAI's
 
-async def answer_chat(service: Service, asked: ChatRequest, out: Out) -> None:
-    """Answers a chat, or raises an ApiError."""
-    sampling = chat_sampling(asked, service.settings, **service.tokens)
+
+async def answer_chat(service: Service, asked: api.ChatRequest, out: ResponseStream) -> None:
+    """Answer a chat, or raise an ApiError."""
+    sampling = service.sampling(asked)
     given = asked.model_dump(exclude_none=True)
     tools = shown_tools(given) if asked.tool_choice != "none" else []
-    with service.queue.place(asked.n or 1) as place:
+    count = asked.n or 1
+    with service.queue.place(count, adapter=service.check_model(asked.model)) as place:
         prompt = await service.in_thread(
             service.prompts.of_messages, given["messages"], tools=tools, asked=given
         )
@@ -54,64 +43,43 @@ async def answer_chat(service: Service, asked: ChatRequest, out: Out) -> None:
             find_format=lambda: service.prompts.tool_format,
             matchers=service.engine.matchers,
         )
-        sampling = _formed(sampling, grammar)
-        has_new_name = asked.max_completion_tokens is not None
+        field = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
         sampling = service.fitted(
             prompt,
-            sampling,
-            asked.max_completion_tokens if has_new_name else asked.max_tokens,
+            _formed(sampling, grammar),
+            getattr(asked, field),
             default=service.settings.default_max_tokens,
-            field="max_completion_tokens" if has_new_name else "max_tokens",
+            field=field,
         )
-        requests = copies(prompt, sampling, asked.n or 1)
         names = [tool["function"]["name"] for tool in tools]
         is_single = asked.parallel_tool_calls is False
         is_marked = is_marked or bool(asked.continue_final_message)  # JSON may have begun before
-        readers = [ToolReader(names, is_single=is_single, is_marked=is_marked) for _ in requests]
-        del given, tools, prompt
-        forget_large(asked, out)
-        events = good_events(place, requests)
-        if asked.stream:
-            await _stream_chat(service, asked, events, readers, out)
-        else:
-            await _whole_chat(service, events, readers, out)
+        readers = [
+            ToolReader(names, is_single=is_single, is_marked=is_marked) for _ in range(count)
+        ]
+        chunks = [_ChatChunks(number, one, service.texts) for number, one in enumerate(readers)]
+        name = "chat.completion.chunk" if asked.stream else "chat.completion"
+        writer = _Writer(asked, name, "chatcmpl", out)
+        async for number, event in place.events(copies(prompt, sampling, count)):
+            if isinstance(event, Finished):
+                writer.count(0, event)
+            if asked.stream:
+                for choice in chunks[number].of(event):
+                    await writer.send(choice)
+            elif isinstance(event, Finished):
+                writer.choices[number] = _choice(number, event, readers[number], service.texts)
+        await writer.end()
 
 
 def _formed(sampling: Sampling, grammar: Grammar | None) -> Sampling:
     if grammar is not None and sampling.min_new_tokens:
-        raise bad_request(
-            "min_tokens came with a form of the answer, which ends where its form does: leave "
-            "one of them out.",
-            param="min_tokens",
-        )
+        message = "min_tokens came with a form of the answer. Leave one of them out."
+        raise bad_request(message, "min_tokens")
     return replace(sampling, grammar=grammar)
 
 
-async def _whole_chat(service: Service, events: Any, readers: list[ToolReader], out: Out) -> None:
-    usage = UsageCount()
-    choices: dict[int, dict[str, Any]] = {}
-    async for number, event in events:
-        if isinstance(event, Finished):
-            usage.add(0, event)
-            choices[number] = _choice(number, event, readers[number], service.texts)
-    await _send(service.head("chat.completion", "chatcmpl"), choices, usage, out)
-
-
-async def _stream_chat(
-    service: Service, asked: ChatRequest, events: Any, readers: list[ToolReader], out: Out
-) -> None:
-    stream = _Stream(service.head("chat.completion.chunk", "chatcmpl"), asked, out)
-    chunks = [_ChatChunks(number, reader, service.texts) for number, reader in enumerate(readers)]
-    usage = UsageCount()
-    async for number, event in events:
-        for choice in chunks[number].of(event):
-            await stream.send(choice)
-        if isinstance(event, Finished):
-            usage.add(0, event)
-    await stream.end(usage)
-
-
-def _choice(number: int, event: Finished, reader: ToolReader, texts: TokenTexts) -> dict[str, Any]:
+def _choice(number: int, event: Finished, reader: ToolReader, texts: TokenTexts) -> Choice:
+    """Return a whole answer."""
     told = [*reader.add(event.text), *reader.finish()]
     calls = [_call(item) for item in told if isinstance(item, FoundCall)]
     text = "".join(item for item in told if isinstance(item, str))
@@ -141,8 +109,8 @@ class _ChatChunks:
         self.is_begun = False
         self.logprobs: list[TokenLogprob] = []  # of tokens whose text is not told yet
 
-    def of(self, event: AnswerPiece | Finished) -> list[dict[str, Any]]:
-        """What an event makes."""
+    def of(self, event: Any) -> list[Choice]:
+        """Return the chunks of an event."""
         made = []
         if not self.is_begun:
             self.is_begun = True
@@ -153,28 +121,19 @@ class _ChatChunks:
         made += [self._delta(item) for item in self.reader.finish()]
         if self.logprobs:
             made.append(self._delta(""))
-        return [*made, self._chunk({}, _reason(event, self.reader))]
+        return [*made, {**self._chunk({}), "finish_reason": _reason(event, self.reader)}]
 
-    def _delta(self, item: str | FoundCall) -> dict[str, Any]:
-        logprobs, self.logprobs = self.logprobs, []
+    def _delta(self, item: str | FoundCall) -> Choice:
         if isinstance(item, str):
-            return self._chunk({"content": item}, logprobs=logprobs)
-        call = {"index": self.num_calls, **_call(item)}
-        self.num_calls += 1
-        return self._chunk({"tool_calls": [call]}, logprobs=logprobs)
+            chunk = self._chunk({"content": item})
+        else:
+            chunk = self._chunk({"tool_calls": [{"index": self.num_calls, **_call(item)}]})
+            self.num_calls += 1
+        chunk["logprobs"], self.logprobs = _logprobs(self.logprobs, self.texts), []
+        return chunk
 
-    def _chunk(
-        self,
-        delta: dict[str, Any],
-        reason: str | None = None,
-        logprobs: list[TokenLogprob] | None = None,
-    ) -> dict[str, Any]:
-        return {
-            "index": self.number,
-            "delta": delta,
-            "logprobs": _logprobs(logprobs or [], self.texts),
-            "finish_reason": reason,
-        }
+    def _chunk(self, delta: dict[str, Any]) -> Choice:
+        return {"index": self.number, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
 def _call(call: FoundCall) -> dict[str, Any]:
@@ -186,50 +145,31 @@ def _reason(event: Finished, reader: ToolReader) -> str:
     return "tool_calls" if reader.num_calls and event.reason == "stop" else event.reason
 
 
-def _logprobs(logprobs: Any, texts: TokenTexts) -> dict[str, Any] | None:
+def _logprobs(logprobs: Sequence[TokenLogprob], texts: TokenTexts) -> dict[str, Any] | None:
     return {"content": texts.chat(logprobs), "refusal": None} if logprobs else None
 
 
-@dataclass(frozen=True)
-class Echo:
-    """What comes before an answer; `logprobs` in OpenAI's shape, if they were asked for."""
-
-    text: str = ""
-    logprobs: dict[str, Any] | None = None
-    num_tokens: int = 0
-
-    def before(self, logprobs: dict[str, Any] | None) -> dict[str, Any] | None:
-        """The log-probabilities of prompt and answer."""
-        if self.logprobs is None or logprobs is None:
-            return self.logprobs or logprobs
-        return {name: values and values + logprobs[name] for name, values in self.logprobs.items()}
-
-
-async def answer_completion(service: Service, asked: CompletionRequest, out: Out) -> None:
-    """Continues one text or several, or raises an ApiError."""
-    base = base_sampling(asked, service.settings, **service.tokens)
-    sampling = replace(base, logprobs=asked.logprobs)
+async def answer_completion(
+    service: Service, asked: api.CompletionRequest, out: ResponseStream
+) -> None:
+    """Continue one text or several, or raise an ApiError."""
+    sampling, texts, settings = service.sampling(asked), service.texts, service.settings
     if asked.max_tokens == 0 and not asked.echo:
-        raise bad_request(
-            "max_tokens is 0 without echo, so there is nothing to answer: set echo for the prompt "
-            "itself, or ask for tokens.",
-            param="max_tokens",
+        raise bad_request("max_tokens 0 requires echo. Set it, or ask for tokens.", "max_tokens")
+    given: list[Any] = [asked.prompt]
+    if isinstance(asked.prompt, list) and not isinstance(asked.prompt[0], int):
+        given = list(asked.prompt)
+    count, has_answers, num_top = asked.n or 1, asked.max_tokens != 0, asked.logprobs
+    if len(given) * count > settings.max_n and len(given) > 1 and count > 1:
+        message = f"{len(given)} x {count} answers; at most {settings.max_n} to several prompts."
+        raise bad_request(message, "n")
+    is_scored = bool(asked.echo) and num_top is not None
+    num_places = len(given) * (count * has_answers + is_scored)
+    with service.queue.place(num_places, adapter=service.check_model(asked.model)) as place:
+        maker = service.prompts
+        prompts = await service.in_thread(
+            lambda: [maker.of_text(p) if isinstance(p, str) else maker.of_ids(p) for p in given]
         )
-    prompt: Any = asked.prompt
-    given: list[str | list[int]] = [prompt]
-    if not isinstance(prompt, str) and not isinstance(prompt[0], int):
-        given = list(prompt)
-    count, has_answers = asked.n or 1, asked.max_tokens != 0
-    most = service.settings.max_n
-    if len(given) * count > most and len(given) > 1 and count > 1:
-        raise bad_request(
-            f"{len(given)} prompts with {count} answers each came; at most {most} answers are "
-            "given to more than one prompt.",
-            param="n",
-        )
-    num_scores = len(given) if asked.echo and asked.logprobs is not None else 0
-    with service.queue.place(len(given) * count * has_answers + num_scores) as place:
-        prompts = await service.in_thread(_encoded, service.prompts, given)
         grammar = await service.in_thread(guided_form, asked, service.engine.matchers)
         sampling = _formed(sampling, grammar)
         requests: list[Request] = []
@@ -238,187 +178,146 @@ async def answer_completion(service: Service, asked: CompletionRequest, out: Out
                 prompt, sampling, asked.max_tokens, default=TEXT_DEFAULT_TOKENS, field="max_tokens"
             )
             requests += copies(prompt, fitted, count, number=number)
-        echoes = await _echoes_of(service, asked, given, prompts, place=place)
-        del given, prompt, prompts
-        forget_large(asked, out)
-        events = good_events(place, requests)
-        write = _stream_texts if asked.stream else _whole_texts
-        await write(service, asked, echoes, events, out)
+
+        # what comes before the answers: the prompts as texts, and their log-probabilities
+        ids = [prompt["input_ids"][0].tolist() for prompt in prompts]
+        echoes: list[tuple[str, Any]] = [("", None)] * len(ids)
+        if asked.echo:
+            longest, most = max(map(len, ids)), service.engine.max_length
+            if most is not None and longest > most:  # without an answer nobody else looks
+                message = f"The prompt has {longest} tokens; the model has {most} positions."
+                raise bad_request(message, "prompt", "context_length_exceeded")
+            if is_scored and longest > settings.max_echo_tokens:
+                most = settings.max_echo_tokens
+                message = f"The prompt has {longest} tokens; at most {most} are scored."
+                raise bad_request(message, "echo", "context_length_exceeded")
+            scores: dict[int, Scored] = {}
+            rows = [number for number, one in enumerate(ids) if is_scored and len(one) > 1]
+            async for number, event in place.events(
+                [ScoreRequest("score", prompts[n], len(ids[n]) - 1, num_top or 0) for n in rows]
+            ):
+                assert isinstance(event, Scored)
+                if any(map(math.isnan, event.logprobs)):
+                    message = "The model gave no numbers for this prompt."
+                    raise ApiError(500, message, code="engine_error")
+                scores[rows[number]] = event
+
+            def echo(number: int) -> tuple[str, Any]:
+                text, one = given[number], ids[number]
+                if not isinstance(text, str):
+                    text = texts.tokenizer.decode(one, skip_special_tokens=True)
+                if num_top is None:
+                    return text, None
+                return text, texts.prompt(one, scores.get(number), text=text, num_top=num_top)
+
+            echoes = await service.in_thread(lambda: [echo(number) for number in range(len(ids))])
+
+        writer = _Writer(asked, "text_completion", "cmpl", out)
+        writer.prompt_tokens = {number: len(one) for number, one in enumerate(ids)}
+
+        def choice(number: int, text: str, logprobs: Any, reason: str | None) -> Choice:
+            return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+        offsets = []
+        for number in range(len(ids) * count):
+            text, logprobs = echoes[number // count]
+            offsets.append(len(text))
+            # where no tokens were asked for, the prompts are all there is
+            writer.choices[number] = choice(number, text, logprobs, "length")
+            if asked.stream and (text or logprobs or not has_answers):
+                reason = None if has_answers else "length"
+                await writer.send(choice(number, text, logprobs, reason))
+        async for number, event in place.events(requests):
+            assert not isinstance(event, Scored)
+            found, logprobs = event.logprobs, None
+            if isinstance(event, Finished):
+                writer.count(number // count, event)
+                # OpenAI lists the token that ended a text, which is not in the text, with the rest
+                last = () if event.stop_logprob is None else (event.stop_logprob,)
+                found = last if asked.stream else (*found, *last)
+            if num_top is not None:
+                logprobs = texts.plain(found, offset=offsets[number], num_top=num_top)
+            if asked.stream:
+                is_end = isinstance(event, Finished)
+                text = "" if is_end else event.text
+                reason = event.reason if isinstance(event, Finished) else None
+                offsets[number] += sum(len(texts.text(one.token_id)) for one in found)
+                if is_end or text or found:
+                    await writer.send(choice(number, text, logprobs if found else None, reason))
+            elif isinstance(event, Finished):
+                text, before = echoes[number // count]
+                if before and logprobs:
+                    logprobs = {key: one and one + logprobs[key] for key, one in before.items()}
+                writer.choices[number] = choice(number, text + event.text, logprobs, event.reason)
+        await writer.end()
 
 
-def _encoded(maker: PromptMaker, given: list[str | list[int]]) -> list[Prompt]:
-    return [
-        maker.of_text(prompt) if isinstance(prompt, str) else maker.of_ids(prompt)
-        for prompt in given
-    ]
+class _Writer:
+    """Writes an answer: events with one choice each, or all choices in one.
+
+    Attributes:
+        choices: of a whole answer, by their numbers.
+        prompt_tokens: of each prompt, which counts once, however many answers it gets.
+    """
+
+    def __init__(
+        self, asked: api.SamplingFields, kind: str, prefix: str, out: ResponseStream
+    ) -> None:
+        self.out = out
+        self.is_stream = bool(asked.stream)
+        self.has_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        self.head = {
+            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": asked.model,
+            "system_fingerprint": None,
+        }
+        self.choices: dict[int, Choice] = {}
+        self.prompt_tokens: dict[int, int] = {}
+        self.completion_tokens = 0
+
+    def count(self, prompt: int, event: Finished) -> None:
+        """Note that an answer to a prompt is done."""
+        self.prompt_tokens[prompt] = event.prompt_tokens
+        self.completion_tokens += event.completion_tokens
+
+    async def send(self, choice: Choice) -> None:
+        """Send a choice of a stream."""
+        usage = {"usage": None} if self.has_usage else {}
+        await self.out.event({**self.head, "choices": [choice], **usage})
+
+    async def end(self) -> None:
+        """Send what is left."""
+        prompt = sum(self.prompt_tokens.values())
+        usage = {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": prompt + self.completion_tokens,
+        }
+        if not self.is_stream:
+            choices = [self.choices[number] for number in sorted(self.choices)]
+            await self.out.whole({**self.head, "choices": choices, "usage": usage})
+            return
+        if self.has_usage:
+            await self.out.event({**self.head, "choices": [], "usage": usage})
+        await self.out.end_stream()
 
 
-async def _whole_texts(
-    service: Service, asked: CompletionRequest, echoes: list[Echo], events: Any, out: Out
+async def answer_tokenize(
+    service: Service, asked: api.TokenizeRequest, out: ResponseStream
 ) -> None:
-    usage = UsageCount()
-    # where no tokens were asked for, the prompts are all there is
-    choices = {
-        number: _text_choice(number, echo.text, echo.logprobs, "length")
-        for number, echo in _by_choice(asked, echoes, usage)
-    }
-    async for number, event in events:
-        if isinstance(event, Finished):
-            usage.add(number // (asked.n or 1), event)
-            echo = echoes[number // (asked.n or 1)]
-            found = (*event.logprobs, *_of_stop(event))
-            logprobs = _text_logprobs(asked, found, service.texts, offset=len(echo.text))
-            text = echo.text + event.text
-            choices[number] = _text_choice(number, text, echo.before(logprobs), event.reason)
-    await _send(service.head("text_completion", "cmpl"), choices, usage, out)
-
-
-async def _stream_texts(
-    service: Service, asked: CompletionRequest, echoes: list[Echo], events: Any, out: Out
-) -> None:
-    stream = _Stream(service.head("text_completion", "cmpl"), asked, out)
-    usage, offsets, ended = UsageCount(), dict[int, int](), set[int]()
-    for number, echo in _by_choice(asked, echoes, usage):
-        offsets[number] = len(echo.text)
-        if echo.text or echo.logprobs:
-            await stream.send(_text_choice(number, echo.text, echo.logprobs, None))
-    async for number, event in events:
-        is_end = isinstance(event, Finished)
-        if is_end:
-            usage.add(number // (asked.n or 1), event)
-            ended.add(number)
-        found = _of_stop(event) if is_end else event.logprobs
-        text = "" if is_end else event.text
-        if is_end or text or found:
-            logprobs = _text_logprobs(asked, found, service.texts, offset=offsets[number])
-            offsets[number] += sum(len(service.texts.text(one.token_id)) for one in found)
-            reason = event.reason if is_end else None
-            await stream.send(_text_choice(number, text, logprobs if found else None, reason))
-    for number in sorted(offsets.keys() - ended):
-        await stream.send(_text_choice(number, "", None, "length"))
-    await stream.end(usage)
-
-
-async def _echoes_of(
-    service: Service,
-    asked: CompletionRequest,
-    given: Sequence[str | list[int]],
-    prompts: Sequence[Prompt],
-    *,
-    place: Reservation,
-) -> list[Echo]:
-    """What comes before the answers to each prompt; nothing, if that was not asked for."""
-    ids = [prompt["input_ids"][0].tolist() for prompt in prompts]
-    if not asked.echo:
-        return [Echo(num_tokens=len(one)) for one in ids]
-    _check_lengths(service, asked, ids)
-    scores: dict[int, Scored] = {}
-    num_top = asked.logprobs or 0
-    if asked.logprobs is not None:
-        rows = [number for number, one in enumerate(ids) if len(one) > 1]
-        requests = [
-            ScoreRequest("score", prompts[number], len(ids[number]) - 1, num_top) for number in rows
-        ]
-        async for number, event in good_events(place, requests):
-            assert isinstance(event, Scored)
-            if any(map(math.isnan, event.logprobs)):
-                message = "The model gave no numbers for this prompt."
-                raise ApiError(500, message, code="engine_error")
-            scores[rows[number]] = event
-
-    def made() -> list[Echo]:
-        return [
-            _echo(service, prompt, one, scores.get(number), num_top=asked.logprobs)
-            for number, (prompt, one) in enumerate(zip(given, ids, strict=True))
-        ]
-
-    return await service.in_thread(made)
-
-
-def _check_lengths(service: Service, asked: CompletionRequest, ids: list[list[int]]) -> None:
-    longest = max(map(len, ids))
-    most = service.engine.max_length
-    if most is not None and longest > most:  # without an answer nobody else looks
-        raise bad_request(
-            f"The prompt has {longest} tokens; the model has {most} positions. Shorten the prompt.",
-            param="prompt",
-            code="context_length_exceeded",
-        )
-    limit = service.settings.max_echo_tokens
-    if asked.logprobs is not None and longest > limit:
-        raise bad_request(
-            f"The prompt has {longest} tokens; log-probabilities are given of at most {limit}. "
-            "Shorten the prompt, or leave echo or logprobs out.",
-            param="echo",
-            code="context_length_exceeded",
-        )
-
-
-def _echo(
-    service: Service,
-    prompt: str | list[int],
-    ids: list[int],
-    scored: Scored | None,
-    *,
-    num_top: int | None,
-) -> Echo:
-    tokenizer = service.texts.tokenizer
-    if isinstance(prompt, str):
-        text = prompt
-    else:
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-    if num_top is None:
-        return Echo(text, None, len(ids))
-    return Echo(text, service.texts.prompt(ids, scored, text=text, num_top=num_top), len(ids))
-
-
-def _by_choice(
-    asked: CompletionRequest, echoes: list[Echo], usage: UsageCount
-) -> Iterator[tuple[int, Echo]]:
-    """(number of the answer, what comes before it); the prompts are counted."""
-    count = asked.n or 1
-    for number in range(len(echoes) * count):
-        echo = echoes[number // count]
-        usage.prompts[number // count] = echo.num_tokens
-        yield number, echo
-
-
-def _of_stop(event: Finished) -> tuple[TokenLogprob, ...]:
-    """OpenAI lists the token that ended a text, which is not in the text, with the others."""
-    return () if event.stop_logprob is None else (event.stop_logprob,)
-
-
-def _text_choice(number: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
-    return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-
-def _text_logprobs(
-    asked: CompletionRequest,
-    logprobs: tuple[TokenLogprob, ...],
-    texts: TokenTexts,
-    *,
-    offset: int,
-) -> dict[str, Any] | None:
-    if asked.logprobs is None:
-        return None
-    return texts.plain(logprobs, offset=offset, num_top=asked.logprobs)
-
-
-async def answer_tokenize(service: Service, asked: TokenizeRequest, out: Out) -> None:
-    """Tells the tokens of a prompt, or raises an ApiError."""
+    """Tell the tokens of a prompt, or raise an ApiError."""
     if (asked.prompt is None) == (asked.messages is None):
-        raise bad_request("Either prompt or messages was expected: give one.", param="prompt")
+        raise bad_request("Give either prompt or messages.", "prompt")
     prompts, given = service.prompts, asked.model_dump(exclude_none=True)
     if asked.prompt is not None:
         is_whole = asked.add_special_tokens is False
         making = functools.partial(prompts.of_text, asked.prompt, is_whole=is_whole)
     else:
         if asked.add_special_tokens:
-            raise bad_request(
-                "add_special_tokens came with messages, whose template writes the first tokens "
-                "itself: leave it out.",
-                param="add_special_tokens",
-            )
+            message = "add_special_tokens requires prompt; templates write their first tokens."
+            raise bad_request(message, "add_special_tokens")
         messages, tools = given["messages"], shown_tools(given)
         making = functools.partial(prompts.of_messages, messages, tools=tools, asked=given)
     ids = (await service.in_thread(making))["input_ids"][0].tolist()
@@ -427,37 +326,12 @@ async def answer_tokenize(service: Service, asked: TokenizeRequest, out: Out) ->
     await out.whole({**told, "token_strs": texts})
 
 
-async def answer_detokenize(service: Service, asked: DetokenizeRequest, out: Out) -> None:
-    """Tells the text of tokens, special ones too, or raises an ApiError."""
+async def answer_detokenize(
+    service: Service, asked: api.DetokenizeRequest, out: ResponseStream
+) -> None:
+    """Tell the text of tokens, special ones too, or raise an ApiError."""
     largest, num_ids = max(asked.tokens, default=0), service.prompts.num_ids
     if largest >= num_ids:
-        raise bad_request(
-            f"tokens has the id {largest}; the model has {num_ids} tokens.", param="tokens"
-        )
+        raise bad_request(f"tokens has the id {largest}; the model has {num_ids}.", "tokens")
     decode = service.prompts.tokenizer.decode
     await out.whole({"prompt": await service.in_thread(decode, asked.tokens)})
-
-
-async def _send(
-    head: dict[str, Any], choices: dict[int, dict[str, Any]], usage: UsageCount, out: Out
-) -> None:
-    """Sends an answer in one."""
-    in_order = [choices[number] for number in sorted(choices)]
-    await out.whole({**head, "choices": in_order, "usage": usage.as_object()})
-
-
-class _Stream:
-    """Sends an answer as events, each with one choice."""
-
-    def __init__(self, head: dict[str, Any], asked: SamplingFields, out: Out) -> None:
-        self.has_usage = bool(asked.stream_options and asked.stream_options.include_usage)
-        self.head = {**head, "usage": None} if self.has_usage else head
-        self.out = out
-
-    async def send(self, choice: dict[str, Any]) -> None:
-        await self.out.event({**self.head, "choices": [choice]})
-
-    async def end(self, usage: UsageCount) -> None:
-        if self.has_usage:
-            await self.out.event({**self.head, "choices": [], "usage": usage.as_object()})
-        await self.out.end_stream()

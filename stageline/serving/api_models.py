@@ -8,10 +8,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 INT64 = 2**63
-MAX_CHOICES = 128
-MAX_STOPS = 16
-MAX_FORMS = 1024
-MAX_METADATA = 16
 
 
 class Strict(BaseModel):
@@ -26,31 +22,18 @@ def _as_integer(value: Any) -> Any:
     return int(value) if is_whole else value
 
 
-def unsupported(why: str) -> BeforeValidator:
-    """Of a field that takes null alone."""
-
-    def refuse(value: Any) -> Any:
-        if value is not None:
-            raise ValueError(f"this server does not support it: {why}. Leave it out")
-        return value
-
-    return BeforeValidator(refuse)
-
-
 _WHOLE = BeforeValidator(_as_integer)
 
 
 def finite(least: float, most: float) -> Any:
-    """Of a finite number of this range."""
+    """Return the limits of a finite number."""
     return Field(ge=least, le=most, allow_inf_nan=False)
 
 
-Length = Annotated[int, Field(ge=1, le=2**31 - 1), _WHOLE]
-NumTop = Annotated[int, Field(ge=0, le=20), _WHOLE]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1), _WHOLE]
+Size = Annotated[int, Field(ge=0, le=2**31 - 1), _WHOLE]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-Stops = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1), BeforeValidator(_as_integer)]
-Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+Stops = Stop | Annotated[list[Stop], Field(max_length=16)] | None
 # pydantic writes down the pattern of the keys, and not that there are no others
 _MAP = Field(max_length=1024, json_schema_extra={"additionalProperties": False})
 BiasKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
@@ -64,7 +47,7 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-Choices = Annotated[list[Stop], Field(min_length=1, max_length=MAX_FORMS)]
+Choices = Annotated[list[Stop], Field(min_length=1, max_length=1024)]
 Pattern = Annotated[str, Field(min_length=1)]
 
 
@@ -85,25 +68,25 @@ class SamplingFields(Strict):
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     frequency_penalty: Annotated[float, finite(-2, 2)] | None = None
     presence_penalty: Annotated[float, finite(-2, 2)] | None = None
-    logit_bias: Annotated[dict[BiasKey, Bias], _MAP] | None = None
+    logit_bias: Annotated[dict[BiasKey, Annotated[float, finite(-100, 100)]], _MAP] | None = None
     seed: Annotated[int, Field(ge=-INT64, le=INT64 - 1), _WHOLE] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), _WHOLE] | None = None
+    n: Annotated[int, Field(ge=1, le=128), _WHOLE] | None = None
     stop: Stops = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1), _WHOLE] | None = None
     min_p: Annotated[float, finite(0, 1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
+    repetition_penalty: Annotated[float, finite(0.01, 100)] | None = None
+    stop_token_ids: Annotated[list[Size], Field(max_length=16)] | None = None
     ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1), _WHOLE] | None = None
+    min_tokens: Size | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: Pattern | None = None
     guided_choice: Choices | None = None
     structured_outputs: StructuredOutputs | None = None
     # they change no answer
     user: str | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -112,24 +95,18 @@ class SamplingFields(Strict):
     prompt_cache_options: dict[str, Any] | None = None
 
 
-MAX_MESSAGES = 4096
-MAX_PARTS = 256
-MAX_TOOLS = 128
-MAX_VARIABLES = 16
-
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")]
-Text = str
 
 
 class TextPart(Strict):
     """A stretch of text."""
 
     type: Literal["text"]
-    text: Text
+    text: str
 
 
 class ImageUrl(Strict):
-    """Where a picture is: `data:image/png;base64,...`, or an address if the server fetches."""
+    """A picture itself: `data:image/png;base64,...`."""
 
     url: Annotated[str, Field(min_length=1)]
     detail: Literal["auto", "low", "high"] | None = None
@@ -143,15 +120,15 @@ class ImagePart(Strict):
 
 
 Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
-TextParts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)]
-Parts = Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS)]
+TextParts = Annotated[list[TextPart], Field(min_length=1, max_length=256)]
+Parts = Annotated[list[Part], Field(min_length=1, max_length=256)]
 
 
 class SystemMessage(Strict):
     """What the operator of a chat says."""
 
     role: Literal["system", "developer"]
-    content: Text | TextParts
+    content: str | TextParts
     name: Name | None = None
 
 
@@ -159,15 +136,20 @@ class UserMessage(Strict):
     """What a person says, with pictures."""
 
     role: Literal["user"]
-    content: Text | Parts
+    content: str | Parts
     name: Name | None = None
 
 
-class CalledFunction(Strict):
-    """A function and its arguments, JSON text of an object."""
+class NamedFunction(Strict):
+    """The function that is to be called."""
 
     name: Name
-    arguments: Text
+
+
+class CalledFunction(NamedFunction):
+    """A function and its arguments, JSON text of an object."""
+
+    arguments: str
 
 
 class ToolCall(Strict):
@@ -182,21 +164,21 @@ class AssistantMessage(Strict):
     """An earlier answer."""
 
     role: Literal["assistant"]
-    content: Text | TextParts | None = None
+    content: str | TextParts | None = None
     name: Name | None = None
-    reasoning_content: Text | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
-    # clients send back what they were given
-    refusal: Annotated[None, unsupported("answers here have none")] = None
-    audio: Annotated[None, unsupported("answers here are text")] = None
-    function_call: Annotated[None, unsupported("use tool_calls")] = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    # clients send back what they were given; answers have none of it
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
 
 
 class ToolMessage(Strict):
     """What a tool said."""
 
     role: Literal["tool"]
-    content: Text | TextParts
+    content: str | TextParts
     tool_call_id: Annotated[str, Field(min_length=1, max_length=256)]
     name: Name | None = None
 
@@ -206,11 +188,10 @@ Message = Annotated[
 ]
 
 
-class Function(Strict):
-    """What a tool is called with; `strict`: arguments keep to the schema in every call."""
+class Function(NamedFunction):
+    """The function of a tool; `strict`: arguments keep to the schema in every call."""
 
-    name: Name
-    description: Text | None = None
+    description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
@@ -220,12 +201,6 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: Function
-
-
-class NamedFunction(Strict):
-    """Which function is to be called."""
-
-    name: Name
 
 
 class NamedTool(Strict):
@@ -245,7 +220,7 @@ class JsonSchema(Strict):
     """What the JSON has to be; not strict: but for keywords that can't be kept to."""
 
     name: Name
-    description: Text | None = None
+    description: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
 
@@ -258,27 +233,25 @@ class JsonSchemaFormat(Strict):
 
 
 ResponseFormat = Annotated[PlainFormat | JsonSchemaFormat, Field(discriminator="type")]
-
-
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=4096)]
 
 
 class TemplateFields(Strict):
     """What the model's chat template is given, and where the answer begins."""
 
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
-    chat_template: Annotated[None, unsupported("the template is the model's")] = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=16)] | None = None
+    chat_template: None = None
 
 
 class ChatRequest(SamplingFields, TemplateFields):
-    """A chat that is to be gone on with."""
+    """A chat to continue."""
 
     messages: Messages
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), _WHOLE] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), _WHOLE] | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20), _WHOLE] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -287,16 +260,15 @@ class ChatRequest(SamplingFields, TemplateFields):
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     # what is known of the answer before: it would change the time alone
     prediction: dict[str, Any] | None = None
-    functions: Annotated[None, unsupported("use tools")] = None
-    function_call: Annotated[None, unsupported("use tool_choice")] = None
-    audio: Annotated[None, unsupported("answers are text")] = None
+    functions: None = None
+    function_call: None = None
+    audio: None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    verbosity: Annotated[None, unsupported("the model has no such setting")] = None
-    web_search_options: Annotated[None, unsupported("there is no search")] = None
+    verbosity: None = None
+    web_search_options: None = None
 
 
-MAX_PROMPTS = 64
-Ids = Annotated[list[TokenId], Field(min_length=1, max_length=2**20)]
+Ids = Annotated[list[Size], Field(min_length=1, max_length=2**20)]
 
 
 def _kind_of_prompt(value: Any) -> str:
@@ -312,27 +284,21 @@ def _kind_of_prompt(value: Any) -> str:
 Prompt = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[Ids, Tag("ids")]
-    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), Tag("texts")]
-    | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS), Tag("lists of ids")],
+    | Annotated[list[str], Field(min_length=1, max_length=64), Tag("texts")]
+    | Annotated[list[Ids], Field(min_length=1, max_length=64), Tag("lists of ids")],
     Discriminator(_kind_of_prompt),
 ]
 
 
-def _one_try(value: Any) -> Any:
-    if isinstance(value, int) and value > 1:
-        raise ValueError("this server does not support it: ask for n answers and choose yourself")
-    return value
-
-
 class CompletionRequest(SamplingFields):
-    """A text that is to be gone on with."""
+    """A text to continue."""
 
     prompt: Prompt
-    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1), _WHOLE] | None = None
+    max_tokens: Size | None = None
     logprobs: Annotated[int, Field(ge=0, le=5), _WHOLE] | None = None
     echo: bool | None = None
-    best_of: Annotated[int, Field(ge=1, le=1), BeforeValidator(_one_try)] | None = None
-    suffix: Annotated[None, unsupported("a text is gone on with at its end")] = None
+    best_of: Literal[1] | None = None
+    suffix: None = None
 
 
 class TokenizeRequest(TemplateFields):
@@ -349,7 +315,7 @@ class DetokenizeRequest(Strict):
     """Tokens whose text is asked for."""
 
     model: Annotated[str, Field(max_length=500)] | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=2**20)]
+    tokens: Annotated[list[Size], Field(max_length=2**20)]
 
 
 class _Exact(BaseModel):
@@ -379,6 +345,14 @@ class Usage(_Exact):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+
+
+class _Completion(_Exact):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str | None
+    usage: Usage
 
 
 class TopLogprob(_Exact):
@@ -420,16 +394,11 @@ class ChatChoice(_Exact):
     finish_reason: Literal["stop", "length", "tool_calls"]
 
 
-class ChatCompletion(_Exact):
+class ChatCompletion(_Completion):
     """The answers to a chat."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str | None
     choices: list[ChatChoice]
-    usage: Usage
 
 
 class TextLogprobs(_Exact):
@@ -450,16 +419,11 @@ class TextChoice(_Exact):
     finish_reason: Literal["stop", "length"]
 
 
-class Completion(_Exact):
-    """The texts that prompts were gone on with."""
+class Completion(_Completion):
+    """The texts that prompts were continued with."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str | None
     choices: list[TextChoice]
-    usage: Usage
 
 
 class Tokens(_Exact):

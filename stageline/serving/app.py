@@ -1,142 +1,133 @@
-"""The routes, and what all of them share."""
+"""The routes, the chat page, and the life of a server from its port to an orderly end."""
 
 import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import uvicorn
-from fastapi import APIRouter, FastAPI, Request
-from fastapi.openapi.utils import get_openapi
-from fastapi.responses import FileResponse, Response
-from pydantic import BaseModel
+from fastapi import FastAPI
+from fastapi.responses import FileResponse, PlainTextResponse, Response
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.staticfiles import StaticFiles
 
 from stageline.errors import UserError
-from stageline.inference.decoding.engine import DecodingEngine
-from stageline.serving.answers import (
-    answer_chat,
-    answer_completion,
-    answer_detokenize,
-    answer_tokenize,
-)
-from stageline.serving.api_models import (
-    ChatCompletion,
-    ChatRequest,
-    Completion,
-    CompletionRequest,
-    DetokenizeRequest,
-    ErrorBody,
-    Health,
-    ModelCard,
-    ModelList,
-    TokenizeRequest,
-    Tokens,
-    TokensText,
-)
+from stageline.serving import answers
+from stageline.serving import api_models as api
 from stageline.serving.errors import add_error_handlers
 from stageline.serving.gate import Gate
-from stageline.serving.request_queue import CONTENT_TYPE, RequestQueue
-from stageline.serving.responses import (
-    ResponseObject,
-    ResponseOut,
-    ResponsesRequest,
-    answer_response,
-)
-from stageline.serving.service import LiveResponse, Out, Service
+from stageline.serving.service import ResponseStream, Service
 
-_REFS = "#/components/schemas/{model}"
-_STATUSES = {
-    400: "the request can't be answered as it is",
-    401: "the API key is missing or wrong",
-    404: "there is no such model or address",
-    408: "the body did not arrive in time",
-    413: "the body is too large",
-    415: "the body is no JSON",
-    429: "too many answers are under way: ask again later",
-    500: "the server has failed",
-    503: "the server can't answer now: ask again later",
-    504: "the answer took too long",
-}
-READING = (401, 404, 500)
-ASKING = tuple(_STATUSES)
+ASKING = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that may fail so."""
-    return {status: {"model": ErrorBody, "description": _STATUSES[status]} for status in statuses}
+    """Return the `responses` of a route that may fail so."""
+    return {status: {"model": api.ErrorBody} for status in statuses}
 
 
-def body_of(model: type[BaseModel]) -> dict[str, Any]:
-    """What a route's document says of its body; the route itself reads it with limits."""
-    content = {"application/json": {"schema": {"$ref": _REFS.format(model=model.__name__)}}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
-def stream_of(description: str) -> dict[str, Any]:
-    """What a route's document says of its other answer, a stream: the schema of one event."""
-    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-    return {"description": description, "content": {"text/event-stream": {"schema": event}}}
-
-
-def make_document(
-    app: FastAPI, models: list[type[BaseModel]], *, model_names: Sequence[str], has_keys: bool
-) -> dict[str, Any]:
-    """The OpenAPI document of an app.
-
-    Args:
-        models: of the bodies that routes read by themselves; they have a field `model`.
-    """
-    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    schemas = document.setdefault("components", {}).setdefault("schemas", {})
-    for model in models:
-        schema = model.model_json_schema(ref_template=_REFS)
-        schemas |= schema.pop("$defs", {})
-        schema["properties"]["model"] = {"type": "string", "enum": list(model_names)}
-        schemas[model.__name__] = schema
-    if has_keys:
-        scheme = {"type": "http", "scheme": "bearer"}
-        document["components"]["securitySchemes"] = {"key": scheme}
-        for path, methods in document["paths"].items():
-            for operation in methods.values():
-                operation["security"] = [] if path == "/health" else [{"key": []}]
-    return document
+def written(model: type, stream: str = "") -> dict[str, Any]:
+    """Return the options of a route that answers with a model, or with the events of a stream."""
+    answer: dict[str, Any] = {"model": model}
+    if stream:
+        event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+        answer |= {"description": stream, "content": {"text/event-stream": {"schema": event}}}
+    return {"response_model": None, "responses": {200: answer, **errors(*ASKING)}}
 
 
 def make_app(service: Service) -> FastAPI:
-    """The ASGI app of a service."""
-    settings = service.settings
+    """Return the ASGI app of a service."""
+    settings, engine = service.settings, service.engine
     # no /docs: its page would load scripts from elsewhere
     app = FastAPI(
         title="Stageline", version="1", docs_url=None, redoc_url=None, redirect_slashes=False
     )
-    app.include_router(_asking(service))
-    app.include_router(_reading(service))
     add_error_handlers(app)
 
-    def document() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = make_document(
-                app,
-                [asked.request for asked in _ASKED],
-                model_names=service.model_names,
-                has_keys=bool(settings.api_keys),
-            )
-        return app.openapi_schema
+    @app.post("/v1/chat/completions", **written(api.ChatCompletion, "the answers, or their chunks"))
+    async def chat_completions(asked: api.ChatRequest) -> ResponseStream:
+        """Answers a chat, OpenAI's way."""
+        return service.respond(answers.answer_chat, asked)
 
-    app.openapi = document  # type: ignore[method-assign]  # the way that FastAPI documents
-    app.add_middleware(
-        Gate,
-        api_keys=settings.api_keys,
-        open_paths=add_page(app),
-        metrics=service.metrics,
-        is_local_only=settings.is_local_only,
-        origins=settings.cors_origins,
+    @app.post("/v1/completions", **written(api.Completion, "the texts, or their chunks"))
+    async def completions(asked: api.CompletionRequest) -> ResponseStream:
+        """Continues texts, OpenAI's way."""
+        return service.respond(answers.answer_completion, asked)
+
+    @app.post("/tokenize", **written(api.Tokens))
+    async def tokenize(asked: api.TokenizeRequest) -> ResponseStream:
+        """The tokens of a text or of messages, vLLM's way."""
+        return service.respond(answers.answer_tokenize, asked)
+
+    @app.post("/detokenize", **written(api.TokensText))
+    async def detokenize(asked: api.DetokenizeRequest) -> ResponseStream:
+        """The text of tokens, vLLM's way."""
+        return service.respond(answers.answer_detokenize, asked)
+
+    abilities = {
+        "takes_images": service.prompts.takes_images,
+        "max_length": engine.max_length,
+        "max_tokens": settings.max_tokens_limit,
+        "default_max_tokens": settings.default_max_tokens,
+        "default_temperature": settings.default_temperature,
+    }
+    cards: list[dict[str, Any]] = [
+        {
+            "id": name,
+            "parent": None if name == settings.model_name else settings.model_name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "stageline",
+            "max_model_len": engine.max_length,
+            "stageline": abilities,
+        }
+        for name in service.model_names
+    ]
+
+    @app.get("/v1/models", response_model=api.ModelList, responses=errors(401, 404, 500))
+    async def models() -> dict[str, Any]:
+        """The models that are served."""
+        return {"object": "list", "data": cards}
+
+    @app.get(
+        "/v1/models/{model:path}", response_model=api.ModelCard, responses=errors(401, 404, 500)
     )
+    async def one_model(model: str) -> dict[str, Any]:
+        """One model."""
+        return cards[service.check_model(model)]
+
+    @app.get("/health", response_model=api.Health, responses=errors(500, 503))
+    async def health() -> dict[str, Any]:
+        """Whether requests can be answered."""
+        service.queue.check_open()
+        stats = engine.stats()
+        return {"status": "ok", "running": stats.running, "queued": stats.queued}
+
+    @app.get("/metrics", response_class=PlainTextResponse, responses=errors(401, 500))
+    async def metrics() -> Response:
+        """Figures for Prometheus."""
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    add_page(app)
+    document = app.openapi()  # which FastAPI keeps while there are no new routes
+    names = {"type": "string", "enum": list(service.model_names)}
+    for model in ("Chat", "Completion", "Tokenize", "Detokenize"):
+        schema = document["components"]["schemas"][f"{model}Request"]
+        schema["properties"]["model"] = names
+    document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            operation["responses"].pop("422", None)  # it is 400 here
+            has_key = settings.api_keys and path != "/health"
+            operation["security"] = [{"key": []}] if has_key else []
+
+    app.add_middleware(Gate, settings=settings, metrics=service.metrics)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(settings.hosts))
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -147,168 +138,17 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
-class Asked(NamedTuple):
-    """A route that reads a body and answers, whole or as a stream.
-
-    Attributes:
-        stream: what a stream of it has; empty: it has none.
-    """
-
-    path: str
-    about: str
-    request: type[BaseModel]
-    answer: type[BaseModel]
-    write: Callable[..., Any]
-    stream: str = ""
-    out: type[Out] = Out
-
-
-_ASKED = (
-    Asked(
-        "/v1/chat/completions",
-        "Answers a chat, OpenAI's way.",
-        ChatRequest,
-        ChatCompletion,
-        answer_chat,
-        "the answers, or their chunks",
-    ),
-    Asked(
-        "/v1/completions",
-        "Goes on with texts, OpenAI's way.",
-        CompletionRequest,
-        Completion,
-        answer_completion,
-        "the texts, or their chunks",
-    ),
-    Asked(
-        "/v1/responses",
-        "Answers a conversation, OpenAI's newer way.",
-        ResponsesRequest,
-        ResponseObject,
-        answer_response,
-        "the response, or its events",
-        ResponseOut,
-    ),
-    Asked(
-        "/tokenize",
-        "The tokens of a text or of messages, vLLM's way.",
-        TokenizeRequest,
-        Tokens,
-        answer_tokenize,
-    ),
-    Asked(
-        "/detokenize",
-        "The text of tokens, vLLM's way.",
-        DetokenizeRequest,
-        TokensText,
-        answer_detokenize,
-    ),
-)
-
-
-def _asking(service: Service) -> APIRouter:
-    router = APIRouter()
-    for asked in _ASKED:
-        found = {"model": asked.answer, **(stream_of(asked.stream) if asked.stream else {})}
-        router.add_api_route(
-            asked.path,
-            _answering(service, asked),
-            methods=["POST"],
-            name=asked.path.strip("/").removeprefix("v1/").replace("/", "_"),
-            description=asked.about,
-            response_model=None,
-            responses={200: found, **errors(*ASKING)},
-            openapi_extra=body_of(asked.request),
-        )
-    return router
-
-
-def _answering(service: Service, asked: Asked) -> Callable[..., Any]:
-    async def answer(request: Request) -> LiveResponse:
-        write = partial(asked.write, service)
-        return await service.respond(request, asked.request, write, asked.out)
-
-    return answer
-
-
-def _reading(service: Service) -> APIRouter:
-    router = APIRouter()
-    base = service.settings.model_name
-    shared = {
-        "object": "model",
-        "created": service.created,
-        "owned_by": "stageline",
-        "max_model_len": service.engine.max_length,
-        "stageline": {
-            "takes_images": service.takes_images,
-            "max_length": service.engine.max_length,
-            "max_tokens": service.settings.max_tokens_limit,
-            "default_max_tokens": service.settings.default_max_tokens,
-            "default_temperature": service.settings.default_temperature,
-        },
-    }
-    cards: list[dict[str, Any]] = [
-        {"id": name, "parent": None if name == base else base, **shared}
-        for name in service.model_names
-    ]
-
-    @router.get("/v1/models", response_model=ModelList, responses=errors(*READING))
-    async def models() -> dict[str, Any]:
-        """The models that are served."""
-        return {"object": "list", "data": cards}
-
-    @router.get("/v1/models/{model:path}", response_model=ModelCard, responses=errors(*READING))
-    async def one_model(model: str) -> dict[str, Any]:
-        """One model."""
-        return cards[service.check_model(model)]
-
-    @router.get("/health", response_model=Health, responses=errors(500, 503))
-    async def health() -> dict[str, Any]:
-        """Whether requests can be answered."""
-        service.queue.check_open()
-        stats = service.engine.stats()
-        return {"status": "ok", "running": stats.running, "queued": stats.queued}
-
-    @router.get(
-        "/metrics",
-        response_model=None,
-        responses={
-            200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
-            **errors(401, 500),
-        },
-        response_class=Response,
-    )
-    async def metrics() -> Response:
-        """Figures for Prometheus."""
-        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
-
-    return router
-
-
-# The chat page: a few files beside this one, served by the process that answers.
+# The chat page: a few files in the folder web, served by the process that answers.
 # Nothing is built and nothing comes from elsewhere: the page works without a network. Its headers
 # forbid scripts, styles and requests of any other origin, and setting markup from text.
 
 FOLDER = Path(__file__).parent / "web"
-KINDS = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
-POLICY = "; ".join(
-    [
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self' data:",  # pictures that a person attaches
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",  # the browser itself refuses innerHTML
-        "trusted-types dompurify",  # but what the sanitizer made
-    ]
+# images: those that a person attaches; trusted types: the browser itself refuses innerHTML but of
+# what the sanitizer made
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types dompurify"
 )
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -318,32 +158,25 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",  # asked again with its tag: files change with the version
 }
-# what a browser fetches before a person can type a key: open even where the API is not
-FILES = {
-    "/" if path.name == "index.html" else f"/web/{path.relative_to(FOLDER).as_posix()}": path
-    for path in sorted(FOLDER.rglob("*"))
-    if path.suffix in KINDS
-}
 
 
-def add_page(app: FastAPI) -> frozenset[str]:
-    """Mounts the page at `/` of an app, and its files under `/web/`.
+class Page(StaticFiles):
+    """The files of the page, with its headers."""
 
-    They are no part of the app's OpenAPI document.
-
-    Returns:
-        The page's paths, which are open to everybody.
-    """
-    for path, file in FILES.items():
-        app.add_api_route(path, _endpoint(file), methods=["GET", "HEAD"], include_in_schema=False)
-    return frozenset(FILES)
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        """Return a file."""
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(HEADERS)
+        return response
 
 
-def _endpoint(file: Path) -> Any:
-    async def send() -> FileResponse:
-        return FileResponse(file, media_type=KINDS[file.suffix], headers=HEADERS)
+def add_page(app: FastAPI) -> None:
+    """Mount the page at `/` of an app, and its files under `/web/`; they are in no document."""
+    app.mount("/web", Page(directory=FOLDER))
 
-    return send
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(FOLDER / "index.html", headers=HEADERS)
 
 
 # Runs a server: HTTP in a thread, the engine in this one, until somebody asks for a stop.
@@ -353,12 +186,11 @@ def _endpoint(file: Path) -> Any:
 SECONDS_TO_LOOK = 0.1
 SECONDS_TO_CANCEL = 5.0
 SECONDS_TO_CLOSE = 3.0
-_BACKLOG = 1024
 
 
 @contextlib.contextmanager
 def http_server(app: FastAPI, host: str, port: int, **listening: Any) -> Iterator[str]:
-    """Serves an app in a thread; gives its address. Port 0 takes a free one.
+    """Serve an app in a thread; give its address. Port 0 takes a free one.
 
     Args:
         listening: further options of uvicorn: certificate, limits of connections.
@@ -395,21 +227,22 @@ def http_server(app: FastAPI, host: str, port: int, **listening: Any) -> Iterato
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens, or a UserError that says what is in the way."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    """Return a socket that listens, or raise a UserError that says what is in the way."""
+    is_v6 = ":" in host
+    family = socket.AF_INET6 if is_v6 else socket.AF_INET
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
+        return socket.create_server(
+            (host, port),
+            family=family,
+            backlog=1024,
+            dualstack_ipv6=is_v6 and socket.has_dualstack_ipv6(),
+        )
     except OSError as error:
-        listener.close()
         raise UserError(
             f"`host` {host} `port` {port} can't be listened at ({error.strerror or error}). An "
             "address of this machine and a free port were expected: choose another `port` (0 "
             "takes a free one), or end what uses it."
         ) from error
-    return listener
 
 
 def serve_until(
@@ -423,7 +256,7 @@ def serve_until(
     tell: Callable[[str], object] = print,
     **listening: Any,
 ) -> None:
-    """Serves until a stop is asked for; the engine runs in this thread.
+    """Serve until a stop is asked for; the engine runs in this thread and may raise.
 
     Args:
         should_stop: asked several times a second, in another thread.
@@ -433,42 +266,31 @@ def serve_until(
 
     Raises:
         UserError: the port can't be had.
-        Exception: what the engine raises.
     """
-    engine, queue = service.engine, service.queue
+    engine, queue, is_over = service.engine, service.queue, threading.Event()
+
+    def wait_for_answers(seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while queue.num_places and not is_over.is_set() and time.monotonic() < until:
+            time.sleep(SECONDS_TO_LOOK / 4)
+
+    def watch() -> None:
+        while not should_stop():
+            if is_over.wait(SECONDS_TO_LOOK):
+                return
+        queue.is_closed = True
+        wait_for_answers(shutdown_seconds)
+        queue.cancel_all()
+        wait_for_answers(SECONDS_TO_CANCEL)
+        engine.stop()
+
     with http_server(app, host, port, **listening) as url:
         tell(f"serving {service.settings.model_name} at {url}/v1")
-        is_over = threading.Event()
-        watch = threading.Thread(
-            target=_watch, args=(engine, queue, should_stop, shutdown_seconds, is_over), daemon=True
-        )
-        watch.start()
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
         try:
             engine.run()
         finally:
             queue.is_closed = True
             is_over.set()
-            watch.join(SECONDS_TO_CANCEL)
-
-
-def _watch(
-    engine: DecodingEngine,
-    queue: RequestQueue,
-    should_stop: Callable[[], bool],
-    shutdown_seconds: float,
-    is_over: threading.Event,
-) -> None:
-    while not should_stop():
-        if is_over.wait(SECONDS_TO_LOOK):
-            return
-    queue.is_closed = True
-    _wait_until(lambda: queue.num_places == 0 or is_over.is_set(), shutdown_seconds)
-    queue.cancel_all()
-    _wait_until(lambda: queue.num_places == 0 or is_over.is_set(), SECONDS_TO_CANCEL)
-    engine.stop()
-
-
-def _wait_until(is_so: Callable[[], bool], seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while not is_so() and time.monotonic() < until:
-        time.sleep(SECONDS_TO_LOOK / 4)
+            watcher.join(SECONDS_TO_CANCEL)

@@ -1,22 +1,18 @@
 """Errors as clients get them: OpenAI's JSON shape, a status for each kind, no path and no trace."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from stageline.errors import MemoryFull, UserError
 from stageline.inference.decoding.request import Cancelled
 
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
-RETRY_SECONDS = 1
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
@@ -33,43 +29,32 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
         self.headers = headers or {}
-
-    def body(self) -> dict[str, Any]:
-        """OpenAI's error object."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        error = {
-            "message": self.message,
-            "type": _TYPES.get(self.status, kind),
-            "param": self.param,
-            "code": self.code,
-        }
-        return {"error": error}
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        error = {"message": message, "type": _TYPES.get(status, kind), "param": param, "code": code}
+        self.body = {"error": error}  # OpenAI's error object
 
     def response(self) -> JSONResponse:
-        """As a response."""
-        return JSONResponse(self.body(), self.status, headers=self.headers)
+        """Return it as a response."""
+        return JSONResponse(self.body, self.status, headers=self.headers)
 
 
 class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
 
-def bad_request(message: str, *, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """A request that can't be answered as it is."""
+def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    """Return the error of a request that can't be answered as it is, for the field `param`."""
     return ApiError(400, message, param=param, code=code)
 
 
 def too_busy(message: str, *, status: int = 503, code: str = "overloaded") -> ApiError:
-    """A request that may be answered a little later."""
-    return ApiError(status, message, code=code, headers={"Retry-After": str(RETRY_SECONDS)})
+    """Return the error of a request that may be answered a little later."""
+    return ApiError(status, message, code=code, headers={"Retry-After": "1"})
 
 
 def of_engine(error: Exception) -> ApiError:
-    """What a client is told of an error of the engine; the log gets what it is not told."""
+    """Return what a client is told of an error of the engine; the log has the rest."""
     if isinstance(error, UserError):
         return bad_request(str(error))
     if isinstance(error, Cancelled):
@@ -82,16 +67,41 @@ def of_engine(error: Exception) -> ApiError:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Makes every error of the routes one of OpenAI's."""
-
-    @app.exception_handler(ApiError)
-    async def of_api(_: Request, error: ApiError) -> JSONResponse:
-        return error.response()
+    """Give errors of FastAPI OpenAI's shape."""
 
     @app.exception_handler(HTTPException)
     async def of_routing(request: Request, error: HTTPException) -> JSONResponse:
         words = {404: "There is nothing at", 405: "This method is not known at"}
         message = f"{words.get(error.status_code, error.detail)} {request.url.path[:200]}."
         code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
-        told = ApiError(error.status_code, message, code=code, headers=dict(error.headers or {}))
-        return told.response()
+        headers = dict(error.headers or {})
+        return ApiError(error.status_code, message, code=code, headers=headers).response()
+
+    @app.exception_handler(RequestValidationError)
+    async def of_validation(_: Request, error: RequestValidationError) -> JSONResponse:
+        # of a union each member complains: the one that got farthest is what was meant
+        found = max(
+            error.errors()[:100], key=lambda item: (item["type"] == "value_error", len(item["loc"]))
+        )
+        where = _path(found["loc"][1:], error.body)
+        text = {
+            "extra_forbidden": "this field is not known here; leave it out",
+            "missing": "this field is missing",
+            "none_required": "this server does not support it; leave it out",
+        }.get(found["type"], found["msg"].removeprefix("Value error, "))
+        message = f"{where or 'The body'}: {text}."
+        return bad_request(message, param=where or None, code="invalid_request").response()
+
+
+def _path(parts: Sequence[Any], value: Any) -> str:
+    """Return the way to a field, without the names that pydantic gives to members of unions."""
+    path = []
+    for number, part in enumerate(parts):
+        if isinstance(value, dict) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        elif not (number == len(parts) - 1 and isinstance(value, dict)):
+            continue
+        path.append(str(part))
+    return ".".join(path)[:200]

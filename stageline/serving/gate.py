@@ -1,353 +1,120 @@
-"""What every request passes first: keys, counting, the last net for errors; reading bodies."""
+"""What every request passes first: its API key, the limits of its body, and counting."""
 
 import asyncio
 import hmac
-import ipaddress
 import re
 import secrets
-import sys
 import time
 import traceback
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
-from fastapi import Request
-from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
-from starlette.requests import ClientDisconnect
+from starlette.datastructures import MutableHeaders
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stageline.serving.errors import ApiError, ClientGone, bad_request, too_busy
+from stageline.serving.errors import ApiError, ClientGone, bad_request
 from stageline.serving.request_queue import Metrics
-from stageline.serving.settings import MIB
+from stageline.serving.settings import MIB, ServerSettings
 
-HEALTH = "/health"  # open to everybody
-ASKED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-ROUTES = (*ASKED, "/v1/models", HEALTH, "/metrics", "/")
 CLIENT_GONE = 499
-_NAME, _PLAIN = b"x-request-id", re.compile(rb"[A-Za-z0-9._-]{1,128}")
-
-
-REFUSAL = ApiError(
-    401,
-    "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`.",
-    code="invalid_api_key",
-    headers={"WWW-Authenticate": "Bearer"},
-)
-
-
-ELSEWHERE = ApiError(
-    403,
-    "This server has no API key, so it answers this machine alone: the headers Host and Origin "
-    "must name localhost. Start it with a key to be asked by another name.",
-    code="not_from_here",
-)
-
-
-def is_local(host: str | None) -> bool:
-    """Whether a name or an address means this machine."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
-    except ValueError:
-        return False
+MAX_DRAINED_BYTES = 64 * MIB
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class Gate:
-    """Lets requests with a key through to an app, and sees how they end.
+    """Middleware that lets requests in, reads their bodies and counts how they end."""
 
-    Args:
-        api_keys: none: everybody may ask.
-        open_paths: need no key, as /health does not.
-        is_local_only: ask by a name of this machine, from no page elsewhere but of `origins`.
-            A page elsewhere can lead a name of its own to 127.0.0.1 (DNS rebinding).
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        api_keys: Sequence[str],
-        open_paths: Iterable[str],
-        metrics: Metrics,
-        is_local_only: bool = False,
-        origins: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, settings: ServerSettings, metrics: Metrics) -> None:
         self.app = app
-        self.is_local_only = is_local_only
-        self.origins = frozenset(origins)
-        self.open_paths = frozenset([HEALTH, *open_paths])
-        self.keys = [key.encode() for key in api_keys]
+        self.settings = settings
         self.metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+        """Handle one request."""
+        request = Request(scope, receive)
         status, began = CLIENT_GONE, time.monotonic()
+        name = request.headers.get("x-request-id", "")
+        if not _REQUEST_ID.fullmatch(name):
+            name = f"req_{secrets.token_hex(12)}"
 
         async def noting(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                name = _request_name(scope)
-                message = {**message, "headers": [*message.get("headers", ()), name]}
+                message.setdefault("headers", [])
+                MutableHeaders(scope=message)["x-request-id"] = name
             await send(message)
 
         try:
-            if self.is_local_only and not self._is_from_here(scope):
-                await ELSEWHERE.response()(scope, receive, noting)
-            elif not self._may_pass(scope):
-                await REFUSAL.response()(scope, receive, noting)
-            else:
-                await self.app(scope, receive, noting)
+            self._check_key(request)
+            if request.method == "POST":
+                receive = await self._read_body(request)
+            await self.app(scope, receive, noting)
+        except ApiError as error:
+            await error.response()(scope, receive, noting)
         except ClientGone:
             status = CLIENT_GONE
         except Exception:
-            traceback.print_exc(file=sys.stderr)
+            traceback.print_exc()
             if status == CLIENT_GONE:  # nothing was sent yet
-                error = ApiError(500, "The server has failed; its log says more.", code="internal")
-                await error.response()(scope, receive, noting)
+                failure = ApiError(500, "The server failed; its log says more.", code="internal")
+                await failure.response()(scope, receive, noting)
         finally:
-            self.metrics.see_request(_route(scope["path"]), status, time.monotonic() - began)
+            # clients must not make up label values
+            route = getattr(scope.get("route"), "path_format", "other")
+            self.metrics.see_request(route, status, time.monotonic() - began)
 
-    def _is_from_here(self, scope: Scope) -> bool:
-        headers = dict(scope["headers"])
-        host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
-        try:
-            is_known = not origin or origin in self.origins or is_local(urlsplit(origin).hostname)
-            return is_known and is_local(urlsplit(f"//{host}").hostname)
-        except ValueError:  # no address at all
-            return False
+    def _check_key(self, request: Request) -> None:
+        path, keys = request.url.path, self.settings.api_keys
+        # the page is open: a browser fetches it before a person can type a key
+        if not keys or path in ("/", "/health") or path.startswith("/web/"):
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        # each is compared, so that the time says nothing about the keys
+        found = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in keys]
+        if not (scheme.lower() == "bearer" and any(found)):
+            message = "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`."
+            headers = {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, message, code="invalid_api_key", headers=headers)
 
-    def _may_pass(self, scope: Scope) -> bool:
-        if not self.keys or scope["path"] in self.open_paths:
-            return True
-        # a browser asks first, without a key, whether a page elsewhere may
-        headers = dict(scope["headers"])
-        if scope["method"] == "OPTIONS" and b"access-control-request-method" in headers:
-            return True
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        # each is compared, so that time tells nothing
-        found = [hmac.compare_digest(given.strip(), key) for key in self.keys]
-        return scheme.lower() == b"bearer" and any(found)
-
-
-def _request_name(scope: Scope) -> tuple[bytes, bytes]:
-    """The header that names a request: as the client did, or a name of ours."""
-    given = dict(scope["headers"]).get(_NAME, b"")
-    return _NAME, given if _PLAIN.fullmatch(given) else f"req_{secrets.token_hex(12)}".encode()
-
-
-def _route(path: str) -> str:
-    """The path, if there is something; clients must not make up label values."""
-    if path.startswith("/v1/models/"):
-        return "/v1/models/{model}"
-    return path if path in ROUTES else "other"
-
-
-Model = TypeVar("Model", bound=BaseModel)
-BODIES_AT_ONCE = 8
-COUNTED_SHARE = 1 / 16  # of the largest body: smaller ones are not counted
-NOT_AS_DOCUMENTED = "invalid_request"  # what the OpenAPI document would have told
-# so that a client that sends first and listens then hears why; not more
-MAX_DRAINED_BYTES = 64 * MIB
-DRAIN_SECONDS = 5.0
-
-
-class Body:
-    """The body of a request, until it has become a prompt.
-
-    Args:
-        room: a place in it is taken until the body is freed.
-    """
-
-    def __init__(self, room: asyncio.Semaphore | None) -> None:
-        self.content = b""
-        self._room = room
-
-    def free(self) -> None:
-        """Forgets it, so that others may come in; a second time does nothing."""
-        if self._room is not None:
-            self._room.release()
-        self.content, self._room = b"", None
-
-
-class BodyReader:
-    """Reads bodies. So many large ones are held at one time; the rest waits.
-
-    Args:
-        max_bytes: of one body.
-        seconds: for one body to arrive.
-    """
-
-    def __init__(self, max_bytes: int, *, seconds: float) -> None:
-        self.max_bytes = max_bytes
-        self.seconds = seconds
-        self.room = asyncio.Semaphore(BODIES_AT_ONCE)
-
-    async def __call__(self, request: Request) -> Body:
-        """The whole body; who gets it has to free it.
+    async def _read_body(self, request: Request) -> Receive:
+        """Return what receives the body from memory.
 
         Raises:
-            ApiError: it is too large (413), too slow (408), or too many wait (503).
+            ApiError: it is too large (413), too slow (408) or no JSON (415, 400).
             ClientGone: nobody sends it any more.
         """
-        announced = request.headers.get("content-length", "")
-        size = int(announced[:20]) if announced.isdecimal() else self.max_bytes
-        if size > self.max_bytes:
-            await drain(request)
-            raise self._too_large()
-        room = self.room if size > COUNTED_SHARE * self.max_bytes else None
-        if room is not None:
-            try:
-                async with asyncio.timeout(self.seconds):
-                    await room.acquire()
-            except TimeoutError:
-                raise too_busy("Too many large requests arrive at this moment.") from None
-        body = Body(room)
+        limit, seconds = self.settings.max_body_bytes, self.settings.read_seconds
+        body, size = bytearray(), 0
         try:
-            async with asyncio.timeout(self.seconds):
-                body.content = await self._read(request)
-            return body
-        except BaseException as error:
-            body.free()
-            if isinstance(error, ClientDisconnect):
-                raise ClientGone from None
-            if isinstance(error, TimeoutError):
-                message = f"The body did not arrive within {self.seconds:g} s."
-                raise ApiError(408, message, code="body_timeout") from None
-            raise
+            async with asyncio.timeout(seconds):
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    if size <= limit:
+                        body += chunk
+                    # the rest passes: a client that sends first and listens then hears why
+                    elif size > limit + MAX_DRAINED_BYTES:
+                        break
+        except TimeoutError:
+            message = f"The body did not arrive within {seconds:g} s."
+            raise ApiError(408, message, code="body_timeout") from None
+        except ClientDisconnect:
+            raise ClientGone from None
+        if size > limit:
+            message, headers = f"The body has more than {limit} bytes.", {"Connection": "close"}
+            raise ApiError(413, message, code="body_too_large", headers=headers)
+        # a form of another site can't send JSON unasked
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            message = f"The content type is {kind[:80]!r}. Send application/json."
+            raise ApiError(415, message, code="unsupported_media_type")
+        messages: list[Message] = [{"type": "http.request", "body": bytes(body)}]
+        try:  # FastAPI's reader takes NaN, and halves of surrogate pairs
+            from_json(messages[0]["body"] or b"{}", allow_inf_nan=False)
+        except ValueError as error:
+            raise bad_request(f"The body is no JSON: {error}.", code="invalid_json") from None
 
-    async def _read(self, request: Request) -> bytes:
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > self.max_bytes:
-                break
-        else:
-            return bytes(body)
-        del body
-        await drain(request)
-        raise self._too_large()
+        async def receive() -> Message:
+            return messages.pop() if messages else await request.receive()
 
-    def _too_large(self) -> ApiError:
-        return ApiError(
-            413,
-            f"The body has more than {self.max_bytes} bytes, which is the most that is taken.",
-            code="body_too_large",
-            headers={"Connection": "close"},
-        )
-
-
-async def drain(request: Request) -> None:
-    """Lets the rest of a body pass, for a while; keeps nothing of it."""
-    passed = 0
-    try:
-        async with asyncio.timeout(DRAIN_SECONDS):
-            while passed < MAX_DRAINED_BYTES:
-                message = await request.receive()
-                passed += len(message.get("body", b""))
-                if message["type"] == "http.disconnect":
-                    raise ClientGone
-                if not message.get("more_body", False):
-                    return
-    except TimeoutError:
-        return
-
-
-def check_content_type(request: Request) -> None:
-    """Refuses what says that it is no JSON; a form of another site can't send JSON unasked."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(
-            415,
-            f"The content type is {kind[:80]!r}; application/json was expected.",
-            code="unsupported_media_type",
-        )
-
-
-# what a body may hold outside its strings: the reader of JSON holds everything up meanwhile
-MOST = {"strings": 2**17, "objects and lists": 2**16, "commas": 2**21, "levels": 64}
-QUICK_BODY = 65536  # bytes: a smaller one cannot hold anything up
-_PIECES = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[\]{},]', re.DOTALL)
-
-
-def check_shape(body: bytes) -> None:
-    """Refuses what would take long to read; lets other threads run meanwhile.
-
-    Raises:
-        ApiError: how much of something is taken.
-    """
-    found = dict.fromkeys(MOST, 0)
-    for piece in _PIECES.finditer(body):
-        letter = body[piece.start()]
-        if letter in b"}]":
-            found["levels"] -= 1
-            continue
-        for what in _KINDS.get(letter, ("objects and lists", "levels")):
-            found[what] += 1
-            if found[what] > MOST[what]:
-                raise bad_request(
-                    f"The body has more than {MOST[what]:,} {what}, which is the most that is "
-                    "taken.",
-                    code="invalid_json",
-                )
-
-
-_KINDS = {ord('"'): ("strings",), ord(","): ("commas",)}
-
-
-def parse(body: bytes, model: type[Model]) -> Model:
-    """The body as a model, or an ApiError that names the field."""
-    if len(body) > QUICK_BODY:
-        check_shape(body)
-    try:
-        value = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise bad_request(f"The body is no JSON: {error}.", code="invalid_json") from None
-    return checked(value, model)
-
-
-def checked(value: Any, model: type[Model]) -> Model:
-    """A value of JSON as a model, or an ApiError that names the field."""
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        raise _of_validation(error, value) from None
-    except RecursionError:
-        raise bad_request("The body is nested too deeply.", code="invalid_json") from None
-
-
-def _of_validation(error: ValidationError, value: Any) -> ApiError:
-    # of a union each member complains: the one that got farthest is what was meant
-    found = max(
-        error.errors(include_url=False, include_input=False, include_context=False)[:100],
-        key=lambda item: (item["type"] == "value_error", len(item["loc"])),
-    )
-    where = ".".join(map(str, _path(found["loc"], value)))[:200]
-    text = _SAID.get(found["type"]) or found["msg"].removeprefix("Value error, ")
-    return bad_request(
-        f"{where or 'The body'}: {text}.", param=where or None, code=NOT_AS_DOCUMENTED
-    )
-
-
-_SAID = {
-    "extra_forbidden": "this field is not known here; leave it out",
-    "missing": "this field is missing",
-}
-
-
-def _path(parts: Sequence[Any], value: Any) -> list[Any]:
-    """The way to what is wrong, without the names that pydantic gives to members of unions."""
-    path = []
-    for number, part in enumerate(parts):
-        if isinstance(value, dict) and part in value:
-            value = value[part]
-        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
-            value = value[part]
-        elif not (number == len(parts) - 1 and isinstance(value, dict)):
-            continue
-        path.append(part)
-    return path
+        return receive

@@ -5,31 +5,27 @@ What a client leaves behind is cancelled; its place counts until the engine says
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.request import (
     AnswerPiece,
+    Cancelled,
     Failed,
     Finished,
-    Listener,
     Request,
     Scored,
     ScoreRequest,
 )
-from stageline.serving.errors import bad_request, too_busy
+from stageline.serving.errors import bad_request, of_engine, too_busy
 
-# number of the adapter that the request asks for, in its own task; 0: the base
-ADAPTER: ContextVar[int] = ContextVar("adapter", default=0)
-CONTENT_TYPE = CONTENT_TYPE_LATEST  # of the figures
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 # of the engine's statistics: name there -> what it is
 _GAUGES = {
@@ -39,6 +35,7 @@ _GAUGES = {
     "num_groups": "groups of answers that are under way in the stages",
     "cache_cells": "cells of the key-value cache that are used",
     "max_cache_cells": "cells of the key-value cache",
+    "is_healthy": "1: the engine works",
 }
 Event = AnswerPiece | Finished | Scored | Failed
 
@@ -49,44 +46,33 @@ class Metrics:
     def __init__(self, stats: Callable[[], Any]) -> None:
         self.registry = CollectorRegistry()
         shared: dict[str, Any] = {"namespace": "stageline", "registry": self.registry}
-        self.requests = Counter(
-            "requests", "requests by route and status", ["route", "status"], **shared
-        )
-        self.seconds = Histogram(
-            "request_seconds", "from request to end of answer", ["route"], buckets=_SECONDS,
-            **shared,
-        )  # fmt: skip
-        self.first = Histogram(
-            "first_token_seconds", "from being handed in to the first text", buckets=_SECONDS,
-            **shared,
-        )  # fmt: skip
-        self.answer = Histogram(
-            "answer_seconds", "from being handed in to the end", buckets=_SECONDS, **shared
-        )
+        self.requests = Counter("requests", "by route and status", ["route", "status"], **shared)
+        histogram: Any = functools.partial(Histogram, buckets=_SECONDS, **shared)
+        self.seconds = histogram("request_seconds", "from request to end of answer", ["route"])
+        self.first = histogram("first_token_seconds", "from being handed in to the first text")
+        self.answer = histogram("answer_seconds", "from being handed in to the end")
         self.prompt_tokens = Counter("prompt_tokens", "tokens of answered prompts", **shared)
         self.tokens = Counter("completion_tokens", "tokens of answers", **shared)
         self.ends = Counter("answers", "answers by how they ended", ["reason"], **shared)
         self._begun: set[str] = set()
 
-        def figure(name: str) -> Callable[[], float]:
-            return lambda: float(getattr(stats(), name, 0) or 0)
+        def figure(name: str) -> float:
+            return float(getattr(stats(), name, 0) or 0)
 
         for name, text in _GAUGES.items():
-            gauge = Gauge(f"engine_{name}", text, **shared)
-            gauge.set_function(figure(name))
-        healthy = Gauge("engine_healthy", "1: the engine works", **shared)
-        healthy.set_function(lambda: float(stats().is_healthy))
+            gauge = Gauge(f"engine_{name.removeprefix('is_')}", text, **shared)
+            gauge.set_function(functools.partial(figure, name))
 
-    def see_piece(self, key: str, asked_at: float) -> None:
-        """A piece of an answer came."""
-        if key not in self._begun:
-            self._begun.add(key)
-            self.first.observe(time.monotonic() - asked_at)
-
-    def see_end(self, key: str, event: Finished | Scored | Failed, asked_at: float) -> None:
-        """An answer ended, or the score of a prompt."""
+    def see(self, key: str, event: "Event", asked_at: float) -> None:
+        """Note a piece of an answer, its end, or the score of a prompt."""
+        seconds = time.monotonic() - asked_at
+        if isinstance(event, AnswerPiece):
+            if key not in self._begun:
+                self._begun.add(key)
+                self.first.observe(seconds)
+            return
         self._begun.discard(key)
-        self.answer.observe(time.monotonic() - asked_at)
+        self.answer.observe(seconds)
         if isinstance(event, Finished):
             self.prompt_tokens.inc(event.prompt_tokens)
             self.tokens.inc(event.completion_tokens)
@@ -94,20 +80,17 @@ class Metrics:
         self.ends.labels(event.reason if isinstance(event, Finished) else word).inc()
 
     def see_request(self, route: str, status: int, seconds: float) -> None:
-        """A request was answered; status 499: nobody waited for that any more."""
+        """Note the end of a request; status 499: nobody waited for an answer any more."""
         self.requests.labels(route, str(status)).inc()
         self.seconds.labels(route).observe(seconds)
 
     def text(self) -> bytes:
-        """All figures in Prometheus's format."""
+        """Return all figures in Prometheus's format."""
         return generate_latest(self.registry)
 
 
 class RequestQueue:
-    """Counts what is under way, refuses what is too much.
-
-    Args:
-        max_queue: answers that may wait besides those the engine works on.
+    """Counts what is under way; besides what the engine works on, `max_queue` answers may wait.
 
     Attributes:
         num_places: answers that are promised, be their prompts still read.
@@ -128,23 +111,16 @@ class RequestQueue:
         return int(self.engine.stats().max_running) + self.max_queue
 
     @contextlib.contextmanager
-    def place(self, count: int) -> Iterator["Reservation"]:
-        """Room for some answers of one request, or an ApiError."""
+    def place(self, count: int, *, adapter: int = 0) -> Iterator["Reservation"]:
+        """Give room for some answers of one adapter (0: the base), or raise an ApiError."""
         self.check_open()
         if count > self.most_places:
-            raise bad_request(
-                f"{count} answers were asked for at once; at most {self.most_places} are ever "
-                "under way. Ask for fewer.",
-                param="n",
-            )
+            message = f"{count} answers at once; at most {self.most_places} are ever under way."
+            raise bad_request(message, "n")
         if self.num_places + count > self.most_places:
-            raise too_busy(
-                f"{self.num_places} answers are under way, and at most {self.most_places} may be. "
-                "Ask again later.",
-                status=429,
-                code="queue_full",
-            )
-        place = Reservation(self, count)
+            message = f"{self.num_places} of {self.most_places} answers are under way. Ask later."
+            raise too_busy(message, status=429, code="queue_full")
+        place = Reservation(self, count, adapter)
         self.num_places += count
         try:
             yield place
@@ -152,14 +128,14 @@ class RequestQueue:
             place.leave()
 
     def check_open(self) -> None:
-        """Refuses with 503 where the engine is not well or the server ends."""
+        """Refuse with 503 where the engine is not well or the server ends."""
         if self.is_closed:
             raise too_busy("The server is ending.", code="shutting_down")
         if not self.engine.stats().is_healthy:
             raise too_busy("The engine is not healthy.", code="unhealthy")
 
     def cancel_all(self) -> None:
-        """Ends everything that is under way."""
+        """End everything that is under way."""
         for key in list(self._open):
             self.engine.cancel(key)
 
@@ -167,27 +143,31 @@ class RequestQueue:
 class Reservation:
     """Room for the answers of one request; see `RequestQueue.place`."""
 
-    def __init__(self, owner: RequestQueue, count: int) -> None:
+    def __init__(self, owner: RequestQueue, count: int, adapter: int) -> None:
         self.owner = owner
         self._loop = asyncio.get_running_loop()
         self._num_unused = count
-        self._adapter = ADAPTER.get()
+        self._adapter = adapter
         self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._open: set[str] = set()
 
     async def events(
         self, requests: Sequence[Request | ScoreRequest]
-    ) -> AsyncIterator[tuple[int, Event]]:
-        """Hands the requests in; (number of the request, event) as they come, until all ended."""
+    ) -> AsyncIterator[tuple[int, AnswerPiece | Finished | Scored]]:
+        """Hand requests in; yield (number, event) until all ended. A failure is an ApiError."""
         self._start(requests)
         num_left = len(requests)
         while num_left:
             number, event = await self._queue.get()
             num_left -= not isinstance(event, AnswerPiece)
+            if isinstance(event, Failed):
+                raise of_engine(event.error)
+            if isinstance(event, Finished) and event.reason == "cancelled":
+                raise of_engine(Cancelled())
             yield number, event
 
     def leave(self) -> None:
-        """Gives the room back: at once what was not used, the rest when the engine ended it."""
+        """Give the room back: at once what was not used, the rest when the engine ended it."""
         self.owner.num_places -= self._num_unused
         self._num_unused = 0
         for key in list(self._open):
@@ -200,27 +180,23 @@ class Reservation:
             self._num_unused -= 1
             self._open.add(key)
             self.owner._open.add(key)
-            listener = self._listener(number, key, asked_at)
+            take = functools.partial(self._take, number, key, asked_at)
+
+            def listen(event: Event, take: Callable[[Event], None] = take) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    self._loop.call_soon_threadsafe(take, event)
+
             try:
                 asked = replace(request, key=key, adapter=self._adapter)
-                self.owner.engine.submit(asked, listener)
+                self.owner.engine.submit(asked, listen)
             except Exception as error:  # as if it had failed later
-                self._take(number, key, asked_at, Failed(key, error))
-
-    def _listener(self, number: int, key: str, asked_at: float) -> Listener:
-        def listen(event: Event) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._take, number, key, asked_at, event)
-
-        return listen
+                take(Failed(key, error))
 
     def _take(self, number: int, key: str, asked_at: float, event: Event) -> None:
-        metrics = self.owner.metrics
-        if isinstance(event, AnswerPiece):
-            metrics.see_piece(key, asked_at)
-        elif key in self._open:
+        """Hand an event on, in the event loop."""
+        if not isinstance(event, AnswerPiece):
             self._open.discard(key)
             self.owner._open.discard(key)
             self.owner.num_places -= 1
-            metrics.see_end(key, event, asked_at)
+        self.owner.metrics.see(key, event, asked_at)
         self._queue.put_nowait((number, event))

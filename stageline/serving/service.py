@@ -1,17 +1,17 @@
 """What all routes share: the model's name, threads for prompts, from a request to its events."""
 
 import asyncio
+import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import secrets
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -19,33 +19,16 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from stageline.data.text.processor import get_tokenizer
 from stageline.inference.decoding.answer import GrowingText
 from stageline.inference.decoding.engine import DecodingEngine
-from stageline.inference.decoding.request import (
-    AnswerPiece,
-    Cancelled,
-    Failed,
-    Finished,
-    Request,
-    Sampling,
-    Scored,
-    ScoreRequest,
-    TokenLogprob,
-)
-from stageline.serving.errors import ApiError, ClientGone, bad_request, of_engine
-from stageline.serving.gate import (
-    QUICK_BODY,
-    BodyReader,
-    Model,
-    check_content_type,
-    drain,
-    parse,
-)
+from stageline.inference.decoding.request import Request, Sampling, Scored, TokenLogprob
+from stageline.serving.api_models import ChatRequest, CompletionRequest
+from stageline.serving.errors import ApiError, ClientGone, bad_request
 from stageline.serving.prompts import Prompt, PromptMaker
-from stageline.serving.request_queue import ADAPTER, Metrics, RequestQueue, Reservation
+from stageline.serving.request_queue import Metrics, RequestQueue
 from stageline.serving.settings import ServerSettings
 
+_SEEDS = 2**63
 SECONDS_TO_SAY_GOODBYE = 5.0
 LEAST = -9999.0  # JSON has no infinity; OpenAI writes this
-_UNKNOWN = "\ufffd"
 # what byte-level tokenizers write for each byte
 _BYTE_OF_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}
 _STREAM_HEADERS = [
@@ -55,89 +38,51 @@ _STREAM_HEADERS = [
 ]
 
 
-class Out:
-    """Where an answer goes.
-
-    Attributes:
-        is_started: a status was sent, so there can be no other.
-        is_stream: errors can be events.
-        forget: frees the body of the request.
-    """
-
-    def __init__(
-        self, scope: Scope, receive: Receive, send: Send, forget: Callable[[], None]
-    ) -> None:
-        self._scope, self._receive, self._send = scope, receive, send
-        self.is_started = False
-        self.is_stream = False
-        self.forget = forget
-
-    async def whole(self, body: dict[str, Any]) -> None:
-        """Sends the answer in one."""
-        self.is_started = True
-        await JSONResponse(body)(self._scope, self._receive, self._send)
-
-    async def event(self, body: dict[str, Any]) -> None:
-        """Sends an event of a stream, with its name if it has one."""
-        name = f"event: {body['type']}\n" if "type" in body else ""
-        # ASCII: some clients end lines at signs that only Unicode takes for line ends
-        await self._write(f"{name}data: {json.dumps(body, separators=(',', ':'))}\n\n")
-
-    async def end_stream(self) -> None:
-        """Sends what ends a stream."""
-        await self._write("data: [DONE]\n\n")
-        await self.close()
-
-    async def fail(self, error: ApiError) -> None:
-        """Says in a stream that no more comes."""
-        await self.event(error.body())
-        await self.end_stream()
-
-    async def close(self) -> None:
-        """Nothing more is sent."""
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _write(self, text: str) -> None:
-        if not self.is_started:
-            self.is_started = self.is_stream = True
-            start = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
-            await self._send(start)
-        await self._send({"type": "http.response.body", "body": text.encode(), "more_body": True})
-
-
-class LiveResponse(Response):
-    """Runs some work that writes the answer, whole or event by event.
+class ResponseStream(Response):
+    """An answer that some work writes, whole or event by event.
 
     Who goes away ends the work, also while it waits in a queue. What takes too long ends, too. An
     error before the first byte has its own status; after that it is an event.
-
-    Args:
-        work: writes into an `Out`.
-        seconds: for all of it.
-        forget: frees the body of the request; called in any case.
-        out_class: how the answer is written.
     """
 
     def __init__(
-        self,
-        work: Callable[[Out], Awaitable[None]],
-        *,
-        seconds: float,
-        forget: Callable[[], None],
-        out_class: type[Out] = Out,
+        self, work: Callable[["ResponseStream"], Awaitable[None]], *, seconds: float
     ) -> None:
         super().__init__()
-        self.out_class = out_class
         self.work = work
         self.seconds = seconds
-        self.forget = forget
+        self._is_started = False  # a status was sent, so there can be no other
+        self._is_stream = False
+
+    async def whole(self, body: dict[str, Any]) -> None:
+        """Send the answer in one."""
+        self._is_started = True
+        await JSONResponse(body)(self._scope, self._receive, self._send)
+
+    async def event(self, body: dict[str, Any]) -> None:
+        """Send an event of a stream."""
+        # ASCII: some clients end lines at signs that only Unicode takes for line ends
+        await self._write(json.dumps(body, separators=(",", ":")))
+
+    async def end_stream(self) -> None:
+        """Send what ends a stream."""
+        await self._write("[DONE]")
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write(self, data: str) -> None:
+        if not self._is_started:
+            self._is_started = self._is_stream = True
+            start = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
+            await self._send(start)
+        body = f"data: {data}\n\n".encode()
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the answer; an ApiError is raised only where nothing was sent yet."""
-        out = self.out_class(scope, receive, send, self.forget)
+        """Send the answer; an ApiError is raised only where nothing was sent yet."""
+        self._scope, self._receive, self._send = scope, receive, send
         try:
             async with asyncio.timeout(self.seconds):
-                await while_listening(receive, self.work(out))
+                await while_listening(receive, self.work(self))
             return
         except TimeoutError:
             error = ApiError(
@@ -149,27 +94,25 @@ class LiveResponse(Response):
             )
         except ApiError as caught:
             error = caught
-        finally:
-            self.forget()
-        if not out.is_started:
+        if not self._is_started:
             raise error
-        if not out.is_stream:  # it was sent, and not read
-            raise ClientGone
-        try:
+        with contextlib.suppress(TimeoutError):  # nobody reads
             async with asyncio.timeout(SECONDS_TO_SAY_GOODBYE):
-                await out.fail(error)
-        except TimeoutError:
-            raise ClientGone from None
+                if self._is_stream:
+                    await self.event(error.body)
+                    await self.end_stream()
+                    return
+        raise ClientGone
 
 
 async def while_listening(receive: Receive, work: Awaitable[None]) -> None:
-    """Does some work unless the client goes away.
+    """Do some work; cancel it and raise ClientGone if the client goes away."""
 
-    Raises:
-        ClientGone: it has; the work was cancelled.
-    """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_until_gone(receive))
+    async def until_gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -181,23 +124,8 @@ async def while_listening(receive: Receive, work: Awaitable[None]) -> None:
     task.result()
 
 
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-_NUM_THREADS = 2
-_LETTERS = 24
-# of the fields of a request, while it is answered
-_NEEDED = frozenset(["n", "stream", "stream_options", "logprobs", "parallel_tool_calls"])
-
-
 class Service:
-    """The server without HTTP.
-
-    Args:
-        prompts: makes prompts of what clients send.
-    """
+    """The server without HTTP."""
 
     def __init__(
         self, engine: DecodingEngine, prompts: PromptMaker, settings: ServerSettings
@@ -207,87 +135,74 @@ class Service:
         self.settings = settings
         self.metrics = Metrics(engine.stats)
         self.queue = RequestQueue(engine, max_queue=settings.max_queue, metrics=self.metrics)
-        self.bodies = BodyReader(settings.max_body_bytes, seconds=settings.read_seconds)
         self.texts = TokenTexts(engine.processor)
-        self.created = int(time.time())
-        self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="prompts")
+        # the base and those with an adapter, by its number
+        self.model_names = (settings.model_name, *settings.adapters)
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="prompts")
 
-    @property
-    def takes_images(self) -> bool:
-        """Whether messages may hold pictures."""
-        return self.settings.max_images > 0 and self.prompts.takes_images
-
-    @property
-    def tokens(self) -> dict[str, Any]:
-        """What requests may name: the number of token ids, and those that end an answer."""
-        return {"num_ids": self.prompts.num_ids, "stop_ids": self.engine.stop_ids}
-
-    async def respond(
-        self,
-        request: Any,
-        model: type[Model],
-        answer: Callable[[Model, Out], Any],
-        out_class: type[Out] = Out,
-    ) -> LiveResponse:
-        """Reads a request and answers it by `answer`, which writes what follows from the body."""
-        try:
-            self.queue.check_open()
-            check_content_type(request)
-        except ApiError:
-            await drain(request)
-            raise
-        body = await self.bodies(request)
-
-        async def work(out: Out) -> None:
-            asked = await self._parsed(body.content, model)
-            if (name := getattr(asked, "model", "")) is not None:  # only some need one
-                ADAPTER.set(self.check_model(name))
-            await answer(asked, out)
-
-        seconds = self.settings.request_seconds
-        return LiveResponse(work, seconds=seconds, forget=body.free, out_class=out_class)
-
-    async def _parsed(self, body: bytes, model: type[Model]) -> Model:
-        if len(body) <= QUICK_BODY:
-            return parse(body, model)
-        return await self.in_thread(parse, body, model)
+    def respond(self, write: Callable[..., Awaitable[None]], asked: Any) -> ResponseStream:
+        """Return the response that `write(service, asked, stream)` writes to a request."""
+        self.queue.check_open()
+        if asked.model is not None:  # only some need one
+            self.check_model(asked.model)
+        work = functools.partial(write, self, asked)
+        return ResponseStream(work, seconds=self.settings.request_seconds)
 
     async def in_thread(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a function that takes long away from the event loop."""
+        """Call a function that takes long away from the event loop."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, lambda: function(*args, **kwargs))
 
-    @property
-    def model_names(self) -> tuple[str, ...]:
-        """The base and those with an adapter, by its number."""
-        return (self.settings.model_name, *self.settings.adapters)
-
     def check_model(self, name: str) -> int:
-        """The number of a model's adapter, or an ApiError: it is not served."""
+        """Return the number of a model's adapter, or raise an ApiError: it is not served."""
         if name not in self.model_names:
             served = ", ".join(map(repr, self.model_names))
-            raise ApiError(
-                404,
-                f"The model {name[:200]!r} is not served here; {served} is.",
-                param="model",
-                code="model_not_found",
-            )
+            message = f"The model {name[:200]!r} is not served here; {served} is."
+            raise ApiError(404, message, param="model", code="model_not_found")
         return self.model_names.index(name)
 
-    def head(self, kind: str, prefix: str) -> dict[str, Any]:
-        """What all answers begin with."""
-        return {
-            "id": f"{prefix}-{secrets.token_hex(_LETTERS // 2)}",
-            "object": kind,
-            "created": int(time.time()),
-            "model": self.model_names[ADAPTER.get()],
-            "system_fingerprint": None,
-        }
+    def sampling(self, asked: ChatRequest | CompletionRequest) -> Sampling:
+        """Return how the answers of a request are sampled, all but their length."""
+        if (asked.n or 1) > self.settings.max_n:
+            raise bad_request(f"n is {asked.n}; at most {self.settings.max_n} is taken.", param="n")
+        if asked.stream_options is not None and not asked.stream:
+            raise bad_request("stream_options requires stream. Set it too.", "stream_options")
+        logprobs = asked.logprobs if isinstance(asked, CompletionRequest) else None
+        if isinstance(asked, ChatRequest):
+            if asked.top_logprobs is not None and not asked.logprobs:
+                raise bad_request("top_logprobs requires logprobs. Set it too.", "top_logprobs")
+            logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+        bias = tuple((int(key), value) for key, value in (asked.logit_bias or {}).items())
+        stop_ids = asked.stop_token_ids or []
+        num_ids = self.prompts.num_ids
+        for name, ids in (("logit_bias", [one for one, _ in bias]), ("stop_token_ids", stop_ids)):
+            if too_large := [token_id for token_id in ids if token_id >= num_ids]:
+                message = f"{name} has the token id {too_large[0]}; the model has {num_ids}."
+                raise bad_request(message, name)
+        own = () if asked.ignore_eos else self.engine.stop_ids
+        ends = tuple(dict.fromkeys([*own, *stop_ids])) if asked.ignore_eos or stop_ids else None
+        stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+        temperature = asked.temperature
+        return Sampling(
+            temperature=self.settings.default_temperature if temperature is None else temperature,
+            top_k=max(asked.top_k or 0, 0),  # -1, as vLLM has it: all
+            top_p=1.0 if asked.top_p is None else asked.top_p,
+            min_p=asked.min_p or 0.0,
+            repetition_penalty=asked.repetition_penalty or 1.0,
+            presence_penalty=asked.presence_penalty or 0.0,
+            frequency_penalty=asked.frequency_penalty or 0.0,
+            logit_bias=bias,
+            seed=secrets.randbelow(_SEEDS) if asked.seed is None else asked.seed % _SEEDS,
+            stop=tuple(dict.fromkeys(stop)),
+            stop_token_ids=ends,
+            min_new_tokens=asked.min_tokens or 0,
+            logprobs=logprobs,
+        )
 
     def fitted(
         self, prompt: Prompt, sampling: Sampling, asked: int | None, *, default: int, field: str
     ) -> Sampling:
-        """The sampling with as many tokens as were asked for, or the default where there is room.
+        """Return the sampling with as many tokens as asked for, or the default if there is room.
 
         Args:
             asked: None: nothing was.
@@ -297,12 +212,11 @@ class Service:
             ApiError: both numbers, where prompt and answer are too long together.
         """
         limit, most = self.settings.max_tokens_limit, self.engine.max_length
-        if sampling.min_new_tokens > (default if asked is None else asked):
-            raise bad_request(
-                f"min_tokens is {sampling.min_new_tokens}, more than the answer may have "
-                f"({default if asked is None else asked}); raise {field}, too.",
-                param="min_tokens",
-            )
+        wanted = default if asked is None else asked
+        if sampling.min_new_tokens > wanted:
+            least = sampling.min_new_tokens
+            message = f"min_tokens is {least}, more than the answer may have. Raise {field}, too."
+            raise bad_request(message, "min_tokens")
         if asked is not None and asked > limit:
             raise bad_request(f"{field} is {asked}; at most {limit} is taken.", param=field)
         num_prompt_tokens = int(prompt["input_ids"].shape[1])
@@ -312,77 +226,30 @@ class Service:
             raise bad_request(
                 f"The prompt has {num_prompt_tokens} tokens{asked_text}; the model has {most} "
                 "positions for both. Shorten the prompt, or ask for less.",
-                param="messages" if asked is None else field,
-                code="context_length_exceeded",
+                "messages" if asked is None else field,
+                "context_length_exceeded",
             )
         return replace(sampling, max_new_tokens=asked or min(default, limit, room))
 
 
-def forget_large(asked: BaseModel, out: Out) -> None:
-    """Lets go of what came with a request, once its prompts are made: answers take a while."""
-    for name in type(asked).model_fields:
-        if name not in _NEEDED:
-            setattr(asked, name, None)
-    out.forget()
-
-
 def copies(prompt: Prompt, sampling: Sampling, count: int, *, number: int = 0) -> list[Request]:
-    """Requests for some answers to one prompt, each with a seed of its own.
+    """Return requests for some answers to one prompt, each with a seed of its own.
+
+    The first answer to the first prompt has the request's seed. A hash keeps neighbouring seeds
+    from sharing answers, as sums would.
 
     Args:
         number: of the prompt in its request.
     """
-    seeds = (answer_seed(sampling.seed, number, place) for place in range(count))
-    return [Request("answer", prompt, replace(sampling, seed=seed)) for seed in seeds]
-
-
-def answer_seed(seed: int, prompt: int, place: int) -> int:
-    """The seed of answer `place` to prompt `prompt` of a request; that of the first is the seed.
-
-    A hash keeps neighbouring seeds from sharing answers, as sums would.
-    """
-    if not (prompt or place):
-        return seed
-    digest = hashlib.blake2b(f"{seed} {prompt} {place}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % 2**63
-
-
-async def good_events(
-    place: Reservation, requests: Sequence[Request | ScoreRequest]
-) -> AsyncIterator[tuple[int, AnswerPiece | Finished | Scored]]:
-    """The events of a place; an ApiError where an answer failed or was cancelled."""
-    async for number, event in place.events(requests):
-        if isinstance(event, Failed):
-            raise of_engine(event.error)
-        if isinstance(event, Finished) and event.reason == "cancelled":
-            raise of_engine(Cancelled())
-        yield number, event
-
-
-class UsageCount:
-    """Tokens of one request; a prompt counts once, however many answers it gets.
-
-    Attributes:
-        prompts: number of the prompt -> its tokens.
-    """
-
-    def __init__(self) -> None:
-        self.prompts: dict[int, int] = {}
-        self.completion = 0
-
-    def add(self, prompt: int, event: Finished) -> None:
-        """An answer to prompt number `prompt` is done."""
-        self.prompts[prompt] = event.prompt_tokens
-        self.completion += event.completion_tokens
-
-    def as_object(self) -> dict[str, int]:
-        """As OpenAI has it."""
-        prompt = sum(self.prompts.values())
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": prompt + self.completion,
-        }
+    made = []
+    for place in range(count):
+        seed = sampling.seed
+        if number or place:
+            text = f"{seed} {number} {place}".encode()
+            digest = hashlib.blake2b(text, digest_size=8).digest()
+            seed = int.from_bytes(digest, "little") % 2**63
+        made.append(Request("answer", prompt, replace(sampling, seed=seed)))
+    return made
 
 
 class TokenTexts:
@@ -393,15 +260,20 @@ class TokenTexts:
         self._of = functools.lru_cache(maxsize=65536)(self._read)
 
     def text(self, token_id: int) -> str:
-        """A token as text; unfinished characters are replaced."""
+        """Return a token as text; unfinished characters are replaced."""
         return self._of(token_id)[0]
 
     def chat(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-        """As chats have them."""
+        """Return log-probabilities as chats have them."""
+
+        def entry(token_id: int, logprob: float) -> dict[str, Any]:
+            text, content = self._of(token_id)
+            return {"token": text, "logprob": _finite(logprob), "bytes": content}
+
         return [
             {
-                **self._entry(one.token_id, one.logprob),
-                "top_logprobs": [self._entry(*pair) for pair in one.top],
+                **entry(one.token_id, one.logprob),
+                "top_logprobs": [entry(*pair) for pair in one.top],
             }
             for one in logprobs
         ]
@@ -409,48 +281,41 @@ class TokenTexts:
     def plain(
         self, logprobs: Sequence[TokenLogprob], *, offset: int, num_top: int
     ) -> dict[str, Any]:
-        """As completions have them.
+        """Return log-probabilities as completions have them.
 
         Args:
             offset: characters of the text before the first of them.
             num_top: 0: no likeliest tokens were asked for.
         """
         texts = [self.text(one.token_id) for one in logprobs]
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
+        offsets = itertools.accumulate(map(len, texts), initial=offset)
         return {
             "tokens": texts,
             "token_logprobs": [_finite(one.logprob) for one in logprobs],
             "top_logprobs": [self._tops(one) for one in logprobs] if num_top else None,
-            "text_offset": offsets,
+            "text_offset": list(offsets)[:-1],
         }
 
     def prompt(
         self, ids: Sequence[int], scored: Scored | None, *, text: str, num_top: int
     ) -> dict[str, Any]:
-        """As completions have those of a prompt, of whose first token nothing is known.
+        """Return those of a prompt; nothing is known of its first token.
 
         Args:
             scored: of all tokens but the first; None: there is but one.
             text: in which special tokens take no room.
         """
-        growing, length, offsets = GrowingText(self.tokenizer), 0, []
-        for token_id in ids:
-            offsets.append(min(length, len(text)))
-            length += len(growing.add(token_id))
+        growing = GrowingText(self.tokenizer)
+        lengths = itertools.accumulate((len(growing.add(one)) for one in ids), initial=0)
         values = scored.logprobs if scored else ()
         tops = scored.tops if scored and num_top else ((),) * len(values)
-        rest = [
-            TokenLogprob(token_id, value, top)
-            for token_id, value, top in zip(ids[1:], values, tops, strict=True)
-        ]
+        rest = map(TokenLogprob, ids[1:], values, tops)
+        made = self.plain(list(rest), offset=0, num_top=num_top)
         return {
-            "tokens": [self.text(token_id) for token_id in ids],
-            "token_logprobs": [None, *(_finite(one.logprob) for one in rest)],
-            "top_logprobs": [None, *map(self._tops, rest)] if num_top else None,
-            "text_offset": offsets,
+            "tokens": [self.text(ids[0]), *made["tokens"]],
+            "token_logprobs": [None, *made["token_logprobs"]],
+            "top_logprobs": [None, *made["top_logprobs"]] if num_top else None,
+            "text_offset": [min(one, len(text)) for one in lengths][:-1],
         }
 
     def _tops(self, one: TokenLogprob) -> dict[str, float]:
@@ -460,13 +325,9 @@ class TokenTexts:
             found.setdefault(self.text(token_id), _finite(value))
         return found
 
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text, content = self._of(token_id)
-        return {"token": text, "logprob": _finite(logprob), "bytes": content}
-
     def _read(self, token_id: int) -> tuple[str, list[int] | None]:
         text = self.tokenizer.decode([token_id])
-        if _UNKNOWN not in text:
+        if "\ufffd" not in text:
             return text, list(text.encode())
         letters = self.tokenizer.convert_ids_to_tokens(token_id) or ""
         known = [_BYTE_OF_LETTER[letter] for letter in letters if letter in _BYTE_OF_LETTER]

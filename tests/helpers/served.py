@@ -50,8 +50,6 @@ def served(
         max_length=engine.max_length,
         max_images=chosen.max_images,
         max_pixels=max_pixels,
-        max_bytes=chosen.max_body_bytes,
-        may_fetch=chosen.fetches_images,
     )
     prompts.warm_up()
     service = Service(engine, prompts, chosen)

@@ -89,7 +89,7 @@ def test_options_reach_the_server(tmp_path):
     words = (
         "--max-queue 3 --max-body-mib 0.5 --max-tokens-limit 99 --max-n 2 --max-images 1 "
         "--request-timeout 7 --read-timeout 5 --max-new-tokens 11 --temperature 0.5 "
-        "--fetch-images true --cors-origins [https://a.example]"
+        "--cors-origins [https://a.example]"
     ).split()
     run = parse_serve_args(["--model-path", str(tmp_path), *words]).run
     settings = serve.make_settings(run, (KEY,), name="folder")
@@ -105,12 +105,13 @@ def test_options_reach_the_server(tmp_path):
         read_seconds=5,
         default_max_tokens=11,
         default_temperature=0.5,
-        fetches_images=True,
         cors_origins=("https://a.example",),
     )
-    assert serve.make_settings(run, (), name="folder").is_local_only
+    assert serve.make_settings(run, (), name="folder").hosts[:2] == ("localhost", "127.0.0.1")
     anyone = dataclasses.replace(run, host="0.0.0.0")
-    assert not serve.make_settings(anyone, (), name="folder").is_local_only
+    assert serve.make_settings(anyone, (), name="folder").hosts == ("*",)
+    assert all(map(serve.is_local, ("127.0.0.1", "localhost", "::1")))
+    assert not any(map(serve.is_local, ("0.0.0.0", "::", "example.org")))
     named = parse_serve_args(["--model-path", str(tmp_path), "--served-model-name", "a/b"]).run
     assert serve.make_settings(named, (), name="folder").model_name == "a/b"
 

@@ -99,11 +99,15 @@ CASES = {
 }
 
 
+def wait_for_the_test_before(queue):
+    until = time.monotonic() + 10
+    while queue.num_places and time.monotonic() < until:
+        time.sleep(0.005)
+
+
 def provoke(way, client, server):
     queue, engine = server.service.queue, server.service.engine
-    until = time.monotonic() + 10
-    while queue.num_places and time.monotonic() < until:  # of the test before
-        time.sleep(0.005)
+    wait_for_the_test_before(queue)
     if way in REPLIES:
         return ask(client, way)
     options = {
@@ -160,6 +164,7 @@ def test_what_the_client_is_told(client, server, way):
 @pytest.mark.parametrize("way", ["wait", "break"])
 def test_what_a_stream_ends_with(client, server, way):
     """An error before the first word has a status of its own; later it is an event."""
+    wait_for_the_test_before(server.service.queue)
     with pytest.raises(openai.APIError) as caught:
         with ask(client, way, stream=True) as chunks:
             assert next(iter(chunks)).choices and way == "wait"

@@ -193,34 +193,6 @@ def test_json_or_calls(client):
         assert checker.is_valid(PAIR, json.loads(choice.message.content))
 
 
-@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
-def test_responses_have_the_forms_of_chats(client, streams):
-    def respond(**options):
-        same = {"temperature": 0, "extra_body": {"seed": 3}, "max_output_tokens": 600}
-        asked = {"model": "tiny", "input": "Hi", **same, **options}
-        if not streams:
-            return client.responses.create(**asked)
-        return list(client.responses.create(stream=True, **asked))[-1].response
-
-    form = {"type": "json_schema", "name": "thing", "schema": PAIR, "strict": True}
-    wanted = ask(client, temperature=0, **as_json(PAIR, strict=True)).choices[0].message
-    found = respond(text={"format": form})
-    assert found.output_text == wanted.content and checker.is_valid(
-        PAIR, json.loads(wanted.content)
-    )
-    assert found.text.format.schema_ == PAIR
-    flat = [{"type": "function", **one["function"]} for one in TOOLS]
-    wanted = ask(client, temperature=0, tools=TOOLS,
-                 tool_choice={"type": "function", "function": {"name": "pair"}})  # fmt: skip
-    [call] = respond(tools=flat, tool_choice={"type": "function", "name": "pair"}).output
-    [function] = [one.function for one in wanted.choices[0].message.tool_calls]
-    assert (call.name, call.arguments) == (function.name, function.arguments)
-    plain = ask(client, temperature=0, max_tokens=9)
-    cut = respond(max_output_tokens=9)
-    assert cut.output_text == plain.choices[0].message.content
-    assert (cut.status, cut.usage.output_tokens) == ("incomplete", 9)
-
-
 NOT = {"type": "object", "not": {"required": ["x"]}}
 REFUSED = {
     "a schema that is none": (

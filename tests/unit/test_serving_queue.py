@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from stageline.inference.decoding.request import AnswerPiece, Failed, Finished
+from stageline.inference.decoding.request import AnswerPiece, Finished
 from stageline.serving.answers import _choice
 from stageline.serving.errors import ApiError
 from stageline.serving.request_queue import Metrics, RequestQueue
@@ -96,8 +96,9 @@ def test_who_leaves_before_the_end_is_cancelled_and_a_refusal_is_an_event():
         assert len(engine.cancelled) == 1 and queue.num_places == 1  # until the engine says so
         refusing = queue_of(Engine())
         with refusing.place(1) as place:
-            ((_, event),) = [one async for one in place.events([Asked("a")])]
-        assert isinstance(event, Failed) and refusing.num_places == 0
+            with pytest.raises(ApiError) as error:
+                assert [one async for one in place.events([Asked("a")])]
+        assert error.value.status == 500 and refusing.num_places == 0
 
     asyncio.run(run())
 
