@@ -332,6 +332,7 @@ def test_views_of_a_scene_are_judged_together(job):
     ]
     write_lines(job.folder / "views.jsonl", views)
     options = ("--dataset", "groups", "--dataset-path", job.folder / "views.jsonl")
+    options += ("--import", "examples.spatial.parts")
     options += ("--reward", "spatial_consistency,letters,length", "--reward-weights", "1,1,0.1")
     options += ("--group-size", 2, "--eval-samples", 3)
     done = run(job, "cut views", *options, ranks=1)

@@ -186,7 +186,8 @@ def recipe_files(folder: Path) -> Iterator:
         if entry:
             named += path.read_text()
             wanted.append((f"examples/{path.name}", entry, ["--config", str(path)]))
-    for script in sorted((ROOT / "scripts").glob("[!_]*.sh")):  # the others are sourced
+    scripts = [*(ROOT / "scripts").glob("[!_]*.sh"), *(ROOT / "examples").glob("*/[!_]*.sh")]
+    for script in sorted(scripts, key=lambda path: path.name):  # the others are sourced
         if script.name in NO_RECIPES:
             continue
         shown += f"# {script.name}\n"
@@ -195,7 +196,8 @@ def recipe_files(folder: Path) -> Iterator:
             words = [word.replace(str(ROOT), str(home)) for word in words]
             for place, word in enumerate(words):
                 if Path(word).name in RESOLVED.values():
-                    wanted.append((f"scripts/{script.name}", Path(word).name, words[place + 1 :]))
+                    name = str(script.relative_to(ROOT))
+                    wanted.append((name, Path(word).name, words[place + 1 :]))
     yield "recipes/commands.txt", normalized(shown, folder)
     for path in re.findall(r"-path:? (\S+)", named + shown.replace(str(ROOT), str(home))):
         (home / path).mkdir(parents=True, exist_ok=True)

@@ -127,7 +127,14 @@ def assert_refused(done: Finished, code: int, *words: str) -> None:
 
 def _data_words(name: str) -> list[object]:
     key, options, prompt, _ = SETS[name]
-    words: list[object] = ["--dataset", key, "--dataset-path", SAMPLES / key]
+    words: list[object] = [
+        "--import",
+        "examples.spatial.parts",
+        "--dataset",
+        key,
+        "--dataset-path",
+        SAMPLES / key,
+    ]
     for option, value in options.items():
         words += [f"--dataset.{option}", value]
     texts = ("--prompt", prompt, "--prompt-fn", "fill", "--image-token", "auto")
