@@ -386,7 +386,7 @@ _OLD_NAMES = {
     "torch_dtype": "dtype",
     "use_lora": "llm-lora-num",
 }
-_TABLE = Path(__file__).parents[1] / "commands" / "llamafactory_keys.yaml"
+_TABLE = Path(__file__).with_name("llamafactory_keys.yaml")
 
 
 def _new_name(name: str, known: Sequence[str]) -> str:
