@@ -628,11 +628,11 @@ def trace_streaming(machine: Machine) -> Rows:
 
 def decode(machine: Machine) -> Rows:
     """Our engine beside the library's generate: equal weights, equal prompts, greedy."""
-    from stageline.checking.tiny_models import tiny_tokenizer
     from stageline.inference.decoding.chain import LocalChain
     from stageline.inference.decoding.engine import DecodingEngine
     from stageline.inference.decoding.scheduler import Limits
     from stageline.inference.decoding.stage_decoder import StageDecoder
+    from tests.helpers.tiny_models import tiny_tokenizer
 
     is_tiny = machine["emulated"]
     setup = Setup(size="tiny" if is_tiny else "1b")

@@ -70,15 +70,15 @@ COMMANDS = {
         has_actions=True,
     ),
     "serve": Command("serve", "answer over HTTP as OpenAI's API does", "serve.py"),
-    "tiny": Command(
-        "tiny", "write the folder of a tiny model, to try things on a CPU", has_plain_words=True
-    ),
     "list": Command(
         "train", "every part that can be chosen, with file and line", TRAIN, ("--list",)
     ),
 }
 # commands of before -> programs that do it now
-MOVED = {"import-llamafactory": "tools/import_llamafactory.py"}
+MOVED = {
+    "import-llamafactory": "tools/import_llamafactory.py",
+    "tiny": "tools/tiny_model.py",
+}
 ENVIRONMENT = "env"
 ENVIRONMENT_HOLDS = "versions and devices, for a report of a bug"
 

@@ -15,7 +15,6 @@ from transformers import AutoConfig, modeling_utils
 
 from pp_models import CausalLMStage
 from stageline import chaos
-from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint import export_files
 from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.layout import verify
@@ -24,6 +23,7 @@ from stageline.checkpoint.plain_folder import export_folder
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import CheckpointError, StorageError, UserError
 from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
+from tests.helpers.tiny_models import tiny_config
 
 MOST_OPERATIONS = 60
 KILLED = 137

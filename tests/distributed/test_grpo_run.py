@@ -15,7 +15,6 @@ from transformers import (
     AutoTokenizer,
 )
 
-from stageline.checking.tiny_models import tiny_config, tiny_processor
 from stageline.data.images.images import ImageExpander
 from stageline.modules import recompute
 from stageline.modules.policy_loss import ADVANTAGES, OLD, SAMPLED
@@ -39,6 +38,7 @@ from tests.helpers.grpo_runs import (
 from tests.helpers.small_run import Job
 from tests.helpers.small_vision_run import VisionJob
 from tests.helpers.tiny_datasets import write_lines
+from tests.helpers.tiny_models import tiny_config, tiny_processor
 
 
 @pytest.fixture(scope="module")

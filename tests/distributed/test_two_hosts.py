@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from stageline import chaos
-from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from tests.helpers.forked_entry import run_entry
+from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 from tests.helpers.warm_start import WarmLauncher
 
 # a file beside this one; tests are no package

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from register import collate_fn_register, image_token_register, prompt_fn_register
-from stageline.checking.tiny_models import tiny_processor
+from tests.helpers.tiny_models import tiny_processor
 
 Make = Callable[..., Any]  # split=... -> the dataset
 

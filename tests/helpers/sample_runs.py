@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import LlavaForConditionalGeneration
 
-from stageline.checking.tiny_models import tiny_config, tiny_processor
 from tests.helpers.small_run import ROOT, Finished, ForkedRun
+from tests.helpers.tiny_models import tiny_config, tiny_processor
 
 # forked processes need not import these again
 for _module in ("pipeline.runner", "training.run_log", "inference.generation", "plotting.pictures"):

@@ -25,13 +25,13 @@ from transformers import AutoModelForCausalLM
 
 from stageline import progress
 from stageline.chaos import VARIABLE, arm
-from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.checkpoint.layout import verify
 from stageline.plotting import figures, pictures
 from tests.helpers.house import ROOT, enter_house, prepare_house
 from tests.helpers.plans import learn_plans, leave_plans
 from tests.helpers.ports import free_port
 from tests.helpers.ranks import keep_to_a_core
+from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
 OPTIONS = (
     "--dataset jsonl --prompt question --prompt-fn fill --image-token none "

@@ -16,9 +16,9 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from commands.tiny import make
 from stageline.data.text.processor import save_processor
 from tests.helpers.forked_entry import run_entry
+from tools.tiny_model import make
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

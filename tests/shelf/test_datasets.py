@@ -13,7 +13,6 @@ from register import (
     prompt_fn_register,
     prompt_register,
 )
-from stageline.checking.tiny_models import tiny_processor, tiny_tokenizer
 from stageline.errors import DataError, UserError
 from tests.helpers.dataset_checks import (
     check_micro_batch,
@@ -28,6 +27,7 @@ from tests.helpers.tiny_datasets import (
     write_json,
     write_lines,
 )
+from tests.helpers.tiny_models import tiny_processor, tiny_tokenizer
 
 import_shelf("prompt", "prompt_fn", "dataset", "metric")
 

@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks import chat_masks
 from prompt_fn import chat
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.text.chat_template import ChatTemplate
 from stageline.data.text.encode import TextEncoder, encode_rendered
 from stageline.data.text.template_reading import only_writes_contents
@@ -26,6 +25,7 @@ from tests.helpers.chat_samples import (  # fmt: skip
     say,
 )
 from tests.helpers.chat_templates import FORMATS, QWEN, format_tokenizer
+from tests.helpers.tiny_models import tiny_tokenizer
 
 
 def dumps(value, **options):

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
 
-from stageline.checking.tiny_models import SPECIAL_TOKENS, tiny_tokenizer
 from stageline.checkpoint.plain_model import load_plain
 from stageline.data.text.processor import load_processor
 from stageline.errors import CheckpointError, UserError
 from stageline.model_folder import load_config
+from tests.helpers.tiny_models import SPECIAL_TOKENS, tiny_tokenizer
 from tools.convert_internvl import convert_internvl
 
 IMAGE_TOKENS = ("<IMG_CONTEXT>", "<img>", "</img>", "<|end|>")

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from stageline import chaos
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.corpus.build import build_corpus
 from stageline.corpus.corpus_files import Corpus
 from stageline.corpus.cut import DocumentCutter
 from stageline.corpus.encoder import load_encoder
 from stageline.corpus.header import CutRules
 from stageline.corpus.sentences import auto
+from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

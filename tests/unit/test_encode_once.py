@@ -16,13 +16,13 @@ from commands.train_data import check_data
 from parse_args import parse_train_args
 from prompt_fn import fill, none
 from register import import_shelf
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.batches import collate as bodies
 from stageline.data.batches import step_maker
 from stageline.data.batches.collate_part import CollatePart, as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.training.replicas import LargestOfReplicas
 from tests.helpers.small_run import Job
+from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.tiny_sets import write_chat
 
 import_shelf(*SHELF)

@@ -12,12 +12,12 @@ import torch
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 
-from stageline.checking.tiny_models import PROCESSOR_FAMILIES, tiny_processor
 from stageline.data.batches.batch import add_image_inputs
 from stageline.data.images.image_cache import ImageCache, find_layout
 from stageline.data.images.image_files import FileFacts, ImageFolders, ImageIndex
 from stageline.data.images.image_settings import ImageSettings, using_images
 from stageline.data.images.images import ImageExpander, decode_image
+from tests.helpers.tiny_models import PROCESSOR_FAMILIES, tiny_processor
 
 GIB = 2**30
 # of each row: several, none; PNG with alpha, a turned photograph, a palette

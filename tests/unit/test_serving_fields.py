@@ -9,12 +9,12 @@ import torch
 from PIL import Image
 
 from prompt_fn import auto, chat
-from stageline.checking.tiny_models import tiny_processor
 from stageline.data.text.processor import get_tokenizer
 from stageline.data.text.template_reading import variables_of
 from tests.helpers.chat_templates import FORMATS, format_tokenizer
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.served import served
+from tests.helpers.tiny_models import tiny_processor
 from tests.unit.test_serving_pictures import data_url
 
 EFFORT = (

@@ -13,12 +13,12 @@ import pytest
 from PIL import Image
 
 from prompt_fn import auto, chat
-from stageline.checking.tiny_models import tiny_processor
 from stageline.serving import prompts
 from stageline.serving.errors import ApiError
 from stageline.serving.prompts import FetchError, fetch, is_public, read_pictures
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.served import served
+from tests.helpers.tiny_models import tiny_processor
 
 LIMITS = {"max_images": 2, "max_pixels": 1000, "max_bytes": 10_000, "may_fetch": False}
 

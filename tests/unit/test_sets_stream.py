@@ -7,13 +7,13 @@ import datasets
 import pytest
 import torch
 
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.batches.preflight import preflight
 from stageline.data.rows import stream as streams
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.data.rows.sets import Sets
 from stageline.errors import DataError, UserError
+from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.tiny_sets import asked, write_chat
 
 

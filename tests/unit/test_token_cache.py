@@ -16,7 +16,6 @@ from dataset import sft
 from parse_args import parse_train_args
 from prompt_fn import auto, chat, fill, none
 from register import import_shelf
-from stageline.checking.tiny_models import tiny_processor, tiny_tokenizer
 from stageline.data.batches import token_cache
 from stageline.data.batches.check_batch import CheckedCollate
 from stageline.data.batches.collate import encode_for_training
@@ -35,6 +34,7 @@ from stageline.data.rows.readers import data_fingerprint
 from stageline.data.rows.sets import Sets
 from stageline.errors import StorageError, UserError
 from tests.helpers.small_run import Job
+from tests.helpers.tiny_models import tiny_processor, tiny_tokenizer
 from tests.helpers.tiny_sets import chat_row, write_chat
 
 import_shelf(*SHELF)
