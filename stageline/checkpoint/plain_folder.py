@@ -16,7 +16,6 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from stageline import chaos
 from stageline.checkpoint.adapter import (
     base_of,
     config_folder,
@@ -329,7 +328,6 @@ class Export:
         needed = self.num_bytes()
         try:
             with storage_errors(self.target, needed):
-                chaos.point("file")
                 draft.mkdir(parents=True)
                 self.write(draft)
             if checks:
