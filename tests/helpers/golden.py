@@ -36,7 +36,7 @@ ACTIONS_OF_STAGELINE = {
     **{"infer.py": "infer", "chat.py": "chat"},
     **{"check_model.py": "check", "lm_eval_run.py": "lm-eval"},
 }
-NO_RECIPES = {"docs.sh", "gpu_check.sh", "setup.sh", "test.sh"}
+NO_RECIPES = {"docs.sh", "gpu_check.sh", "setup.sh", "test.sh", "test_versions.sh"}
 NO_RECIPES |= {"convert_internvl.sh", "expand_blocks.sh"}  # they only say where the program is
 PREPARING = ("make_", "prepare_", "study_spatial_report")  # their calls depend on what is cached
 Done = subprocess.CompletedProcess[str]
