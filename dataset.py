@@ -38,12 +38,6 @@ dataset_register["jsonl"] = "stageline.data.rows.json_lines:JsonLines"
 dataset_register["groups"] = "stageline.data.rows.json_lines:Groups"
 # what is kept of files changes no row
 dataset_register.register("sets", "stageline.data.rows.sets:Sets", without_effect=("cache",))
-dataset_register["scenes"] = "stageline.tasks.scenes:Scenes"
-dataset_register["vsr"] = "stageline.tasks.spatial_sets:VSR"
-dataset_register["spatial_mm"] = "stageline.tasks.spatial_sets:SpatialMM"
-dataset_register["whats_up"] = "stageline.tasks.spatial_sets:WhatsUp"
-dataset_register["rotate_qa"] = "stageline.tasks.spatial_sets:RotateQA"
-dataset_register["rotate_caption"] = "stageline.tasks.spatial_sets:RotateCaption"
 
 
 @dataset_register("corpus")

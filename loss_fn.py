@@ -486,27 +486,6 @@ def length(
     ]
 
 
-@reward_register("spatial_consistency")
-def spatial_consistency(
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    samples: Sequence[dict[str, Any]],
-    *,
-    view_of: str = "contrast_group",
-) -> list[float | None]:
-    """1 where the answers to all views of a scene are right: mirrored, rotated or asked anew.
-
-    Nothing for a sample without another view in the same step: keep the views of a scene together
-    by a dataset with groups (arXiv 2506.01371).
-
-    Args:
-        view_of: field that views of one scene share.
-    """
-    from stageline.tasks.rewards import agreement, is_spatially_right
-
-    return agreement(completions, samples, field=view_of, is_right=is_spatially_right)
-
-
 @reward_register("reward_model", takes_lots=True, is_dear=True)
 def reward_model(
     prompts: Sequence[str],

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from register import metric_register
-from stageline.errors import DataError, UserError
+from stageline.errors import UserError
 from stageline.evaluation.figures import (
     ROUGE_TYPES,
     bits_per_byte,
@@ -20,15 +20,6 @@ from stageline.evaluation.figures import (
     text_figures,
 )
 from stageline.tasks.answer_text import contains_words, normalize, says_nothing
-from stageline.tasks.answers import (
-    is_clock,
-    parse_angle,
-    parse_choice,
-    parse_clock,
-    parse_directions,
-    parse_truth,
-    without_negated,
-)
 from stageline.tasks.rewards import references, right_choice
 
 Predictions = Sequence[dict[str, Any]]
@@ -37,7 +28,7 @@ Samples = Sequence[dict[str, Any]]
 Judge = Callable[[str, dict[str, Any]], bool | None]
 
 
-def _score(predictions: Predictions, samples: Samples, judge: Judge) -> dict[str, Any]:
+def figures_of(predictions: Predictions, samples: Samples, judge: Judge) -> dict[str, Any]:
     """Counts right answers, over all and for each `group` of the samples."""
     verdicts = [
         judge(str(prediction["prediction"]), sample)
@@ -56,7 +47,7 @@ def _score(predictions: Predictions, samples: Samples, judge: Judge) -> dict[str
     }
 
 
-def _answers(sample: dict[str, Any]) -> list[str]:
+def answers_of(sample: dict[str, Any]) -> list[str]:
     """All answers that count as right."""
     return [normalize(answer) for answer in references(sample)]
 
@@ -80,12 +71,13 @@ def _compared(
 
     def judge(text: str, sample: dict[str, Any]) -> bool | None:
         said = normalize(text)
-        return any(is_said(said, answer) for answer in _answers(sample)) or _wrong(text)
+        is_right = any(is_said(said, answer) for answer in answers_of(sample))
+        return is_right or wrong_or_unparsed(text)
 
-    return _score(predictions, samples, judge)
+    return figures_of(predictions, samples, judge)
 
 
-def _wrong(text: str) -> bool | None:
+def wrong_or_unparsed(text: str) -> bool | None:
     """What a text that is not right counts as: false, or unparsed where it says nothing."""
     return None if says_nothing(text) else False
 
@@ -129,118 +121,8 @@ def _mean(scores: Sequence[float]) -> float:
 
 def _graded(predictions: Predictions, samples: Samples, scores: Sequence[float]) -> dict[str, Any]:
     """Figures of scores between 0 and 1, which are no shares of right answers."""
-    figures = _score(predictions, samples, lambda text, sample: _wrong(text))
+    figures = figures_of(predictions, samples, lambda text, sample: wrong_or_unparsed(text))
     return {**figures, "score": _mean(scores), "per_sample": list(scores), "is_graded": True}
-
-
-@metric_register("vsr")
-def vsr(predictions: Predictions, samples: Samples) -> dict[str, Any]:
-    """True or false, yes or no, "not true", or the statement said again; per relation."""
-
-    def judge(text: str, sample: dict[str, Any]) -> bool | None:
-        label = sample.get("label")
-        told = label if label is not None else references(sample)[0]
-        truth = parse_truth(str(told).removesuffix(".0"))
-        if truth is None:
-            raise DataError(
-                f"sample {sample.get('source') or sample.get('id')}: the label is {told!r}. 1 or "
-                "0, true or false were expected, because answers are compared with it: correct "
-                "the row."
-            )
-        said = parse_truth(text, statement=sample.get("caption"), question=sample.get("question"))
-        return None if said is None else said == truth
-
-    return _score(predictions, samples, judge)
-
-
-@metric_register("spatial_mm")
-def spatial_mm(predictions: Predictions, samples: Samples) -> dict[str, Any]:
-    """The option's letter or text; without options the answer's words; per perspective."""
-    return _score(predictions, samples, _judge_choice)
-
-
-@metric_register("whats_up")
-def whats_up(predictions: Predictions, samples: Samples) -> dict[str, Any]:
-    """The right caption, by its letter or its text; per preposition.
-
-    Of the controlled subsets also the share of pairs (left and right of the same two objects) and
-    of sets (all four pictures of them) that are right as a whole.
-    """
-    figures = _score(predictions, samples, _judge_choice)
-    for kind, size in (("pair", 2), ("set", 4)):
-        whole = _whole(samples, figures["per_sample"], key=kind, size=size)
-        if whole:
-            figures[f"{kind}_accuracy"] = sum(whole) / len(whole)
-            figures[f"num_{kind}s"] = len(whole)
-    return figures
-
-
-def _whole(samples: Samples, scores: Sequence[int], *, key: str, size: int) -> list[bool]:
-    """Whether all of each complete pair or set are right."""
-    found: dict[str, list[int]] = {}
-    for sample, score in zip(samples, scores, strict=True):
-        if sample.get(key) is not None:
-            found.setdefault(sample[key], []).append(score)
-    return [all(members) for members in found.values() if len(members) == size]
-
-
-@metric_register("rotate_qa")
-def rotate_qa(predictions: Predictions, samples: Samples) -> dict[str, Any]:
-    """Directions and their synonyms, options, clock positions, angles; per task."""
-
-    def judge(text: str, sample: dict[str, Any]) -> bool | None:
-        if sample.get("choices"):
-            return _judge_choice(text, sample)
-        verdicts = [_says_the_same(text, answer, sample) for answer in _answers(sample)]
-        return True if True in verdicts else False if False in verdicts else None
-
-    return _score(predictions, samples, judge)
-
-
-def _judge_choice(text: str, sample: dict[str, Any]) -> bool | None:
-    choices, question = sample.get("choices"), sample.get("question")
-    if not choices:
-        return _judge_words(text, _answers(sample))
-    right, said = right_choice(sample), parse_choice(text, choices, question=question)
-    return None if said is None else said == right
-
-
-def _judge_words(text: str, answers: Sequence[str]) -> bool | None:
-    """The answer's words somewhere in the text, where nothing denies them, or its directions."""
-    said = without_negated(normalize(text))
-    directions = parse_directions(text)
-    for answer in answers:
-        if contains_words(said, answer) or (directions and directions == parse_directions(answer)):
-            return True
-    return _wrong(text)
-
-
-def _says_the_same(text: str, answer: str, sample: dict[str, Any]) -> bool | None:
-    """Compares as the sample's task says, or else as what the answer is."""
-    task, question = sample.get("task"), sample.get("question")
-    read = _READERS.get(task or "") or next(
-        (read for kind, read in _READERS.items() if _is(kind, answer)), None
-    )
-    if read is None:
-        return normalize(text) == answer or _wrong(text)
-    said = read(text, question=question)
-    return None if said in (None, frozenset()) else said == read(answer, question=question)
-
-
-# task of a rotated picture -> what reads its answers; in the order in which an answer is tried
-_READERS: dict[str, Callable[..., Any]] = {
-    "clock": parse_clock,
-    "direction": parse_directions,
-    "angle": parse_angle,
-    "yes_no": parse_truth,
-}
-
-
-def _is(kind: str, answer: str) -> bool:
-    """Whether an answer is of a kind; a bare number is an angle rather than a clock position."""
-    if kind == "clock":
-        return is_clock(answer)
-    return _READERS[kind](answer) not in (None, frozenset())
 
 
 @metric_register("choice_accuracy")
@@ -260,7 +142,7 @@ def choice_accuracy(
     rights = [right_choice(sample) for sample in samples]
     found = choice_figures(predictions, rights)
     verdicts = iter(found[by])
-    figures = _score(predictions, samples, lambda text, sample: bool(next(verdicts)))
+    figures = figures_of(predictions, samples, lambda text, sample: bool(next(verdicts)))
     return {**figures, **{name: _mean(shares) for name, shares in found.items()}}
 
 
@@ -273,7 +155,7 @@ def answer_likelihood(predictions: Predictions, samples: Samples) -> dict[str, A
     _needs(predictions, "choice_scores", "loglikelihood")
     answers = [prediction["choice_scores"][0] for prediction in predictions]
     verdicts = iter(answer["is_greedy"] for answer in answers)
-    figures = _score(predictions, samples, lambda text, sample: bool(next(verdicts)))
+    figures = figures_of(predictions, samples, lambda text, sample: bool(next(verdicts)))
     texts = [{**answer, **_text_sizes(answer["text"])} for answer in answers]
     return {**figures, **text_figures(texts)}
 

@@ -10,9 +10,6 @@ prompt_register["vqa"] = "[IMAGE]\n[QUESTION]\n[ANSWER]"
 prompt_register["digits"] = "[IMAGE]\n[QUESTION]\nAnswer: [ANSWER]"
 prompt_register["caption"] = "[IMAGE]\n[CAPTION]"
 prompt_register["choices"] = "[IMAGE]\n[QUESTION]\n[CHOICES]\nAnswer: [ANSWER]"
-prompt_register["vsr"] = (
-    "[IMAGE]\nIs this statement about the picture true or false? [CAPTION]\nAnswer: [ANSWER]"
-)
 prompt_register["question"] = "Question: [QUESTION]\nAnswer: [ANSWER]"
 prompt_register["instruction"] = "### Instruction:\n[QUESTION]\n\n### Response:\n[ANSWER]"
 prompt_register["text"] = "[TEXT]"

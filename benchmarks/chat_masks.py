@@ -17,9 +17,9 @@ import trl
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from prompt_fn import chat
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.text.chat_template import ChatTemplate
 from stageline.errors import UserError
+from tests.helpers.tiny_models import tiny_tokenizer
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
 BASE = ("<pad>", "<s>", "</s>")

@@ -628,11 +628,11 @@ def trace_streaming(machine: Machine) -> Rows:
 
 def decode(machine: Machine) -> Rows:
     """Our engine beside the library's generate: equal weights, equal prompts, greedy."""
-    from stageline.checking.tiny_models import tiny_tokenizer
     from stageline.inference.decoding.chain import LocalChain
     from stageline.inference.decoding.engine import DecodingEngine
     from stageline.inference.decoding.scheduler import Limits
     from stageline.inference.decoding.stage_decoder import StageDecoder
+    from tests.helpers.tiny_models import tiny_tokenizer
 
     is_tiny = machine["emulated"]
     setup = Setup(size="tiny" if is_tiny else "1b")
@@ -854,12 +854,12 @@ def kill_ranks(machine: Machine) -> Rows:
 
 def launched(job: Any) -> Callable[..., Any]:
     """Runs two ranks below the launcher, in the process group of this check."""
-    from stageline.chaos import VARIABLE
+    from tests.helpers.faults import environment
     from tests.helpers.small_run import Finished
 
     def start(name: str, *options: Any, timeout: float, chaos: str = "") -> Finished:
         words = job.command(name, "--num-stages", 2, *options)
-        given = {**os.environ, VARIABLE: chaos, "OMP_NUM_THREADS": "1"}
+        given = {**os.environ, **environment(chaos), "OMP_NUM_THREADS": "1"}
         began = time.monotonic()
         done = subprocess.run(words, env=given, capture_output=True, text=True, timeout=timeout)
         return Finished(done.returncode, done.stdout, done.stderr, time.monotonic() - began)

@@ -36,7 +36,7 @@ def make(folder: Path, layers: int, hidden: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
+    from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(folder / "model")

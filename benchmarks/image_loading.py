@@ -28,13 +28,13 @@ from PIL import Image
 
 from dataset import sft
 from prompt_fn import auto, fill
-from stageline.checking.tiny_models import tiny_processor
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.images.image_settings import ImageSettings, using_images
 from stageline.data.images.tiling import Tiling, prepare_images
 from stageline.data.rows.json_lines import JsonLines
 from stageline.data.text.processor import compose_processor
 from tests.helpers.tiny_datasets import write_lines
+from tests.helpers.tiny_models import tiny_processor
 
 NUM_STAGES = 2
 IMAGES_PER_SAMPLE = 3

@@ -29,9 +29,9 @@ def work(file: str, way: str, num_workers: int) -> None:
 
     from dataset import sft
     from prompt_fn import chat, none
-    from stageline.checking.tiny_models import tiny_tokenizer
     from stageline.data.batches.loader import MicroBatchLoader
     from stageline.data.rows.json_lines import JsonLines
+    from tests.helpers.tiny_models import tiny_tokenizer
 
     collate = functools.partial(
         sft,

@@ -126,8 +126,7 @@ def option_names() -> frozenset[str]:
     fields = {field.name for config in run_configs() for field in dataclasses.fields(config)}
     exports = {action.dest for action in make_parser()._actions}
     keys = {register.option[2:].replace("-", "_") for register in ALL_REGISTERS.values()}
-    # `num_expand` is the option of scripts/expand_blocks.sh
-    return frozenset({*fields, *exports, *keys, *ALL_REGISTERS, "import", "num_expand"})
+    return frozenset({*fields, *exports, *keys, *ALL_REGISTERS, "import"})
 
 
 name_options(option_names)

@@ -70,17 +70,14 @@ COMMANDS = {
         has_actions=True,
     ),
     "serve": Command("serve", "answer over HTTP as OpenAI's API does", "serve.py"),
-    "tiny": Command(
-        "tiny", "write the folder of a tiny model, to try things on a CPU", has_plain_words=True
-    ),
-    "import-llamafactory": Command(
-        "import_llamafactory",
-        "write the config file that does what a LLaMA-Factory YAML does",
-        has_plain_words=True,
-    ),
     "list": Command(
         "train", "every part that can be chosen, with file and line", TRAIN, ("--list",)
     ),
+}
+# commands of before -> programs that do it now
+MOVED = {
+    "import-llamafactory": "tools/import_llamafactory.py",
+    "tiny": "tools/tiny_model.py",
 }
 ENVIRONMENT = "env"
 ENVIRONMENT_HOLDS = "versions and devices, for a report of a bug"
@@ -143,6 +140,10 @@ def find_command(name: str) -> Command:
     """The command of a name."""
     if name in COMMANDS:
         return COMMANDS[name]
+    if name in MOVED:
+        raise UserError(
+            f"`stageline {name}` is `python {MOVED[name]}` now. Its options are the same."
+        )
     known = [*COMMANDS, ENVIRONMENT]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""

@@ -24,7 +24,7 @@ from options.fields import absolute, option_fields, spelled
 from options.memory import check_streaming
 from options.train import RunConfig, on_resume
 from parse_args import TrainArguments
-from stageline import chaos, progress
+from stageline import progress
 from stageline.checkpoint.layout import Ranks
 from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.writer import CheckpointWriter
@@ -422,7 +422,6 @@ class TrainingRun:
         if self.rollouts is not None:
             result = self.rollouts.told(result)
         with progress.doing("log"):
-            chaos.point("log")
             events = self.timeline.measured() if self.timeline.is_timed(step - 1) else []
             self.report.stepped(step, result, seconds, bubble=bubble(events) if events else None)
             self.tell_saved()
@@ -441,7 +440,6 @@ class TrainingRun:
         """
         assert self.held_out is not None, "the trainer asks only where there are such rows"
         with progress.doing("evaluation"):
-            chaos.point("evaluation")
             result = self.held_out_figures(step)
         is_best = self.best.improves(result)
         # first: a run that is killed here makes an evaluation again that is not in the log

@@ -402,7 +402,7 @@ _GONE = {
     "token_cache_workers": _LOADED,
     "pieces": "Documents are cut greedily, into the fewest and longest segments: leave it out.",
 }
-_TABLE = Path(__file__).parents[1] / "commands" / "llamafactory_keys.yaml"
+_TABLE = Path(__file__).with_name("llamafactory_keys.yaml")
 
 
 def _new_name(name: str, known: Sequence[str]) -> str:

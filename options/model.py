@@ -158,7 +158,7 @@ class MethodOptions:
     )
     use_llama_pro: bool = option(
         False,
-        "the --freeze-trainable-layers are spread: those that expand_blocks.sh added",
+        "the --freeze-trainable-layers are spread: those that tools/expand_blocks.py added",
         needs={"--freeze-trainable-layers 2": "it says which layers those are"},
     )
     resize_vocab: bool = option(

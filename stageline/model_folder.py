@@ -144,7 +144,7 @@ def _has_code(file: Path, code: list[str]) -> UserError:
         return UserError(
             f"{file} is of InternVLChatModel, which comes as code of its own, a model of the "
             "library was expected: it has the same model as InternVLForConditionalGeneration. "
-            f"{ready} the folder once: bash scripts/convert_internvl.sh {file.parent} NEW_FOLDER"
+            f"{ready} the folder once: python tools/convert_internvl.py {file.parent} NEW_FOLDER"
         )
     return UserError(
         f"{file} names code of its own in auto_map ({', '.join(code)[:200]}), a model, tokenizer "

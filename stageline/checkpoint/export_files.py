@@ -24,7 +24,6 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from stageline import chaos
 from stageline.checkpoint.adapter import PEFT_PREFIX, find_base
 from stageline.checkpoint.files import (
     ADAPTER_CONFIG,
@@ -107,10 +106,8 @@ def write_model(
             del config.auto_map
     if generation is not None:
         model.generation_config = GenerationConfig()
-    chaos.point("file")
     save_whole(model, draft, max_shard_size=max_shard_bytes)
     if generation is not None:
-        chaos.point("file")
         shutil.copyfile(generation, draft / GENERATION_CONFIG_NAME)
 
 
@@ -143,7 +140,6 @@ def write_adapter(source: Path, draft: Path, dtype_of: Callable[[str], torch.dty
             else tensor
             for name, tensor in tensors.items()
         }
-    chaos.point("file")
     (draft / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     write_tensors(tensors, draft / ADAPTER_FILE)
     if (source / "config.json").is_file():  # the run changed the base's
@@ -156,17 +152,14 @@ def copy_side_files(source: Path, draft: Path, *, with_code: bool) -> None:
         for path in sorted(source.glob(pattern)):
             target = draft / path.relative_to(source)
             if path.is_file():
-                chaos.point("file")
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, target)
 
 
 def write_card(text: str, curve: Path | None, draft: Path) -> None:
     """Writes README.md, and the picture of the loss beside it."""
-    chaos.point("file")
     (draft / "README.md").write_text(text, encoding="utf-8")
     if curve is not None:
-        chaos.point("file")
         shutil.copyfile(curve, draft / "loss.png")
 
 
@@ -227,7 +220,6 @@ def publish_over(draft: Path, target: Path, *, facts: dict[str, object]) -> None
     ready = target.with_name(draft_name(target))
     try:
         publish(draft, ready, facts=facts, known={})
-        chaos.point("file")
         old = ready if _exchange(ready, target) else _rename_in_turn(ready, target)
     except BaseException:
         discard(ready)
@@ -250,7 +242,6 @@ def _rename_in_turn(ready: Path, target: Path) -> Path:
     old = target.with_name(f"{target.name}.old-{secrets.token_hex(4)}")
     target.rename(old)
     try:
-        chaos.point("file")
         ready.rename(target)
     except BaseException:
         old.rename(target)

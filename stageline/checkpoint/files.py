@@ -11,7 +11,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from stageline import chaos
 from stageline.errors import CheckpointError, UserError
 from stageline.hub import can_fetch, fetch_missing, name_of
 from stageline.model_folder import read_json
@@ -353,7 +352,6 @@ def misfits(
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Writes a safetensors file, with the rights that other new files of this process get."""
-    chaos.point("file")
     # contiguous one file at a time: views of fused experts are not
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(whole, path, metadata={"format": "pt"})

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from stageline import chaos, progress
+from stageline import progress
 from stageline.checkpoint.files import inside
 from stageline.errors import CheckpointError, DataError, NonFiniteError, StorageError, UserError
 
@@ -50,7 +50,6 @@ def refuse_existing(folder: Path) -> None:
 
 def fsync_path(path: Path) -> None:
     """Makes a file's content, or a folder's entries, survive a power cut."""
-    chaos.point("file")
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -91,14 +90,12 @@ def publish(
         "files": dict(sorted(files.items())),
     }
     manifest["sha256"] = content_sum(manifest)
-    chaos.point("file")
     # last: a torn write then leaves no valid manifest
     (draft / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     fsync_path(draft / MANIFEST)
     for path in [*draft.rglob("*"), draft]:
         if path.is_dir():
             fsync_path(path)
-    chaos.point("file")
     os.rename(draft, folder)
     fsync_path(folder.parent)
 

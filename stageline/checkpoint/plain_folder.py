@@ -16,7 +16,6 @@ import torch
 from transformers import PretrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from stageline import chaos
 from stageline.checkpoint.adapter import (
     config_folder,
     find_base,
@@ -168,7 +167,6 @@ class Export:
         draft = self.target.parent / draft_name(self.target)
         try:
             with storage_errors(self.target, self.num_bytes()):
-                chaos.point("file")
                 draft.mkdir(parents=True)
                 self.write(draft)
                 publish_over(draft, self.target, facts={"kind": "export"})

@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from stageline import chaos
 from stageline.checkpoint.adapter import (
     INDICES,
     PEFT_PREFIX,
@@ -207,7 +206,6 @@ def _merge_parts(parts: list[AdapterShare], folder: Path, *, base: str, model_cl
     modules = _outermost(_without_adapters_inside(parts))
     token_ids = {module: ids for part in parts for module, ids in part.token_ids.items()}
     for number in _levels(depth):
-        chaos.point("file")
         target = folder if number == SUM else folder / STACK_FOLDER / str(number)
         target.mkdir(parents=True, exist_ok=True)
         levels = [part.levels[number] for part in parts if number in part.levels]
@@ -227,7 +225,6 @@ def _merge_parts(parts: list[AdapterShare], folder: Path, *, base: str, model_cl
         write_tensors(dict(sorted(tensors.items())), target / ADAPTER_FILE)
         (target / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     for part in parts:
-        chaos.point("file")
         for level in part.levels.values():
             if level.file:
                 (folder / level.file).unlink()
@@ -375,7 +372,6 @@ def start_draft(folder: Path, ranks: Ranks) -> Path:
     def start() -> None:
         if ranks.rank == 0:
             refuse_existing(folder)
-            chaos.point("file")
             draft.mkdir()
 
     ranks.together(start, draft)

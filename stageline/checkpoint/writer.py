@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from stageline import chaos
 from stageline.checkpoint.init import check_finite
 from stageline.checkpoint.layout import BASE_FOLDER, Ranks, discard, draft_name, file_facts, verify
 from stageline.checkpoint.optimizer_state import (
@@ -113,7 +112,6 @@ def keep_last(folder: Path, count: int) -> list[str]:
     Returns:
         Names of those that went.
     """
-    chaos.point("retention")
     removed = []
     for _, path in reversed(step_folders(folder)[count:]):
         remove_checkpoint(path)
@@ -150,7 +148,6 @@ def set_aside(folder: Path, *, after: int) -> list[Path]:
 
 def remove_checkpoint(folder: Path) -> None:
     """Under another name first: what is called a checkpoint is whole at any time."""
-    chaos.point("file")
     gone = folder.with_name(draft_name(folder))
     with contextlib.suppress(OSError):  # somebody else may have removed it
         os.rename(folder, gone)
@@ -221,7 +218,6 @@ class CheckpointWriter:
         """
         self.finish()
         with doing("save"):
-            chaos.point("save")
             weights, state = self._copy()
         target = self.folder / step_name(step)
         if self.waits:
@@ -304,7 +300,6 @@ class CheckpointWriter:
         state: StateShare,
         facts: Mapping[str, Any],
     ) -> None:
-        chaos.point("write")
         draft = start_draft(target, self.ranks)
         self.ranks.together(lambda: self._check_numbers(weights, state, step), draft)
         written, known = self.saver.write(weights, draft, target)
@@ -352,7 +347,6 @@ class CheckpointWriter:
                     },
                     "parameters": _join_indexes([index for index, *_ in told]),
                 }
-                chaos.point("file")
                 text = json.dumps(saved, indent=1, allow_nan=False)
                 (folder / STATE_FILE).write_text(text + "\n")
 

@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from stageline.chaos import point
 from stageline.corpus.input import (
     CHUNK_BYTES,
     EMPTY,
@@ -398,7 +397,6 @@ class BuildRun:
         progress.num_bytes += chunk.num_bytes
         self._is_between_chunks = True
         self._refuse_hopeless()
-        point("corpus_chunk")
         if time.monotonic() - self._written >= self._seconds_a_journal:
             self._write_journal()
 
@@ -432,9 +430,7 @@ class BuildRun:
             self.progress.is_closing = True
             self._write_journal()
             self._is_between_chunks = False
-            point("corpus_close")
             self._writer.close()
-            point("corpus_closed")
         for name in ("offsets", "flags"):  # of a writer that was killed over its last names
             Path(f"{self._prefix}.{name}.part").unlink(missing_ok=True)
         self._journal.path.unlink(missing_ok=True)

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from stageline.chaos import point
 from stageline.corpus.header import CutRules, Segments, TokenizerInfo
 from stageline.corpus.input import (
     CHUNK_BYTES,
@@ -114,7 +113,6 @@ class ChunkWorker:
 
     def cut(self, chunk: Chunk) -> ChunkResult:
         rows = self._task.rows(chunk)
-        point("corpus_worker")
         try:
             parts = [self._cutter(rows.texts)]
         except UserError:

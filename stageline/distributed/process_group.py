@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from stageline import chaos, progress
+from stageline import progress
 from stageline.device import VISIBLE, group_backend, is_accelerator, stage_devices
 from stageline.distributed.board import disown_store
 from stageline.distributed.launch import launchers_store
@@ -153,7 +153,6 @@ def distributed_context(
     Raises:
         UserError: processes and ranks do not fit, or there are too few devices.
     """
-    chaos.point("start")
     # as torchrun sets them; one process without it
     rank = int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))

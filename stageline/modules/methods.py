@@ -61,7 +61,7 @@ class FreezeRule:
                 f"`use_llama_pro` with `freeze_trainable_layers` {wanted} came for a model of "
                 f"{total} layers; a number that divides {total} was expected: the last layer of "
                 "each group of equal size trains. Give as many as blocks were added by "
-                "scripts/expand_blocks.sh (`num_expand`)."
+                "tools/expand_blocks.py."
             )
         stride = total // wanted
         return range(stride - 1, total + stride - 1, stride)

@@ -1,1 +1,1 @@
-"""What the shelf's datasets and metrics are made of: digits, scenes, spatial sets, answers."""
+"""What shipped datasets, metrics and rewards are made of: digits, reading of answers."""

@@ -1,4 +1,4 @@
-"""Cleans a model's text and says where in it the answer is looked for, most telling place first.
+"""Clean a model's text, find where in it the answer stands, and read which option it names.
 
 The Chinese words that answers are made of become English ones, so that one reader does both. That
 is no translation: what is no word of an answer stays as it is.
@@ -6,7 +6,7 @@ is no translation: what is no word of an answer stays as it is.
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import regex  # transformers brings it; its \w knows the vowel signs of Hindi as parts of a word
@@ -279,3 +279,140 @@ def _without_thoughts(text: str) -> str:
     text = re.sub(r"<think>.*?</think>", " ", text, flags=re.S)
     text = text.rpartition("</think>")[2]
     return text.partition("<think>")[0]
+
+
+_STOP = r"(?=[,.;:!?\n]|\bbut\b|\bit(?:'s| is)\b|\bhowever\b|\bit must\b|$)"
+_LONG_STOP = r"(?=[.;!?\n]|\bbut\b|\bit(?:'s| is)\b|\bhowever\b|$)"
+_CLAUSE = r"(?:(?<=[,.;:!?\n])|^|\bbut\b|\band\b)[^,.;:!?\n]*?"
+_DENIED = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"\b(?:not only|not just)\b",
+        r"\bno doubt\b|\bwithout (?:a )?doubt\b",
+        rf"{_CLAUSE}\b(?:is|are|would be|seems)\s+(?:wrong|incorrect|false|impossible)\b",
+        rf"{_CLAUSE}(?:isn't|is not|aren't|are not|can't be|cannot be)\s+"
+        r"(?:correct|possible|the (?:correct |right )?(?:answer|option|choice|one))\b",
+        r"\b(?:do|does|did|would|wouldn)(?:n't| not|'t)\s+(?:think|believe|say|call)\b"
+        r"[^,.;!?\n]*?(?=[,.;!?\n]|\bbut\b|$)",
+        rf"\bneither\b.*?{_LONG_STOP}",
+        rf"(?:\b(?:not|never|cannot|nor|without|unlike)\b|\w+n't\b|\brather than\b|"
+        rf"\binstead of\b|\bas opposed to\b|\bother than\b|\bexcept(?: for)?\b|"
+        rf"\brul(?:es?|ing) out\b).*?{_STOP}",
+    )
+)
+
+
+def without_negated(text: str) -> str:
+    """Leaves of a cleaned text what it does not deny: "not left but right" leaves right."""
+    for rule in _DENIED:
+        text = rule.sub(" ", text)
+    return text
+
+
+# (what a place does not deny, the place, the options) -> the option that it means
+ReadOption = Callable[[str, str, Sequence[str]], int | None]
+_OUTSIDE = -1  # an option was named that is none
+_ONLY = re.compile(r"\(?([a-z])\)?[.):]?")
+_FIRST = re.compile(r"(?:^|\n)\s*(?:\(([a-z])\)|([a-z])[.):])(?=\s|$)")
+_IN_BRACKETS = re.compile(r"(?<!\w)\(([a-z])\)")
+# "the answer is a cat" has an article: "a" counts only where nothing follows it
+_AFTER = r"(?=\s*(?:[.,:;)!\n]|$|\b(?:is|as|because|since|and|or)\b)|(?<!a)\s)"
+_NAMED = re.compile(
+    r"\b(?:answer|option|choice|letter|caption|choose|select|pick|go with|it's|it is)"
+    rf"(?:\s+is)?\s*:?\s*[\"'(]?([a-z])\b[\"')]?{_AFTER}"
+)
+_SAID_RIGHT = re.compile(
+    r"(?<!\w)\(?([a-z])\)?\s+(?:is|seems|looks|would be)\s+(?:the\s+)?"
+    r"(?:correct|right|true|best|answer)\b"
+)
+_SEVERAL = re.compile(r"(?<!\w)\(?([a-z])\)?\s*(?:or|and|/|&|,|nor)\s*\(?([a-z])\)?(?=[\s.,;!)]|$)")
+_LETTERED = re.compile(r"(^|\n|\b(?:is|option|choice|answer)\s*:?\s*)\(?([a-z])[.):][^\S\n]+(?=\w)")
+_SMALL_WORDS = re.compile(r"\b(?:a|an|the|is|are|there)\b")
+
+
+def parse_choice(
+    text: str,
+    choices: Sequence[str],
+    *,
+    question: str | None = None,
+    read: ReadOption | None = None,
+) -> int | None:
+    """Return the place of the option that an answer names, by its letter or by its text.
+
+    A letter counts where it can't be a word: alone, "B.", "(B)", "answer is B". It wins over a
+    text that contradicts it. Of several options in the text, one that holds the others counts
+    ("top left" holds "left"); options after "not" don't.
+
+    Args:
+        read: (what a place does not deny, the place, the options) -> the option that it means
+            without a letter; default: the one whose text stands there.
+    """
+    options = [tidy(clean(choice)) for choice in choices]
+    said = _without_list(without_question(text, question), options)
+    if tidy(said) in options:
+        return options.index(tidy(said))
+    found = read_answer(said, lambda place: _read_choice(place, options, read or by_text))
+    return None if found == _OUTSIDE else found
+
+
+def _read_choice(place: str, options: Sequence[str], read: ReadOption) -> int | None:
+    said = without_negated(place)
+    letters = _letters(said, len(options))
+    if len(letters) == 1:
+        index = ord(letters.pop()) - ord("a")
+        return index if index < len(options) else _OUTSIDE
+    return None if letters else read(said, place, options)
+
+
+def _letters(said: str, num_options: int) -> set[str]:
+    alone = _ONLY.fullmatch(said.strip(" .,;:!?\"'"))
+    if alone:
+        return {alone[1]}
+    pairs = [pair for pair in _SEVERAL.findall(said) if max(pair) < chr(ord("a") + num_options)]
+    found = {letter for pair in pairs for letter in pair}
+    first = {one or other for one, other in _FIRST.findall(said)}
+    if len(first) == 1 and not found:
+        return first
+    return found.union(first, *(p.findall(said) for p in (_IN_BRACKETS, _NAMED, _SAID_RIGHT)))
+
+
+def by_text(said: str, place: str, options: Sequence[str]) -> int | None:
+    """Return the place of the one option whose text is said."""
+    found = named_options(said, options)
+    return found[0] if len(found) == 1 else None
+
+
+def named_options(said: str, options: Sequence[str]) -> list[int]:
+    """Return the options whose text is all that is said, or stands in it."""
+    plain = said.strip(" .,;:!?\"'()\n")
+    if plain in options:
+        return [options.index(plain)]
+    return _named(said, options) or _named(_essence(said), [_essence(o) for o in options])
+
+
+def _essence(text: str) -> str:
+    """Without articles and "is": "the mug is on a table" says the option "A mug on the table"."""
+    return re.sub(r"\s+", " ", _SMALL_WORDS.sub(" ", text)).strip()
+
+
+def _named(said: str, options: Sequence[str]) -> list[int]:
+    """Options that stand in the text and are no part of another one that does."""
+    found = [i for i, option in enumerate(options) if contains_words(said, option)]
+    return [
+        i
+        for i in found
+        if not any(j != i and contains_words(options[j], options[i]) for j in found)
+    ]
+
+
+def _without_list(said: str, options: Sequence[str]) -> str:
+    """Takes out the list of the options with their letters, where an answer repeats all of it."""
+    patterns = [
+        rf"\(?\b{chr(ord('a') + i)}[.):]\s*{re.escape(option)}(?!\w)[.,;]?"
+        for i, option in enumerate(options)
+    ]
+    if len(options) > 1 and all(re.search(pattern, said) for pattern in patterns):
+        for pattern in patterns:
+            said = re.sub(pattern, "\n", said, count=1)
+    # "b. left" is one sentence
+    return _LETTERED.sub(r"\1(\2) ", said.strip())

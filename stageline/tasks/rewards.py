@@ -15,8 +15,7 @@ from typing import Any
 import regex  # transformers brings it; unlike re it can be given a time limit
 
 from stageline.errors import DataError, UserError
-from stageline.tasks.answer_text import normalize
-from stageline.tasks.answers import parse_choice, parse_directions
+from stageline.tasks.answer_text import normalize, parse_choice
 
 Sample = Mapping[str, Any]
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S | re.I)
@@ -106,16 +105,21 @@ def is_near(completion: str, sample: Sample, *, tolerance: float, is_relative: b
     return False
 
 
-def is_choice(completion: str, sample: Sample) -> bool:
+def is_choice(
+    completion: str, sample: Sample, *, read: Callable[..., int | None] = parse_choice
+) -> bool:
     """Whether an answer names the right option, by its letter or its text."""
-    right, choices = right_choice(sample), list(map(str, sample["choices"]))
-    return parse_choice(said(completion), choices, question=sample.get("question")) == right
+    right, choices = right_choice(sample, read=read), list(map(str, sample["choices"]))
+    return read(said(completion), choices, question=sample.get("question")) == right
 
 
-def right_choice(sample: Sample) -> int:
+def right_choice(sample: Sample, *, read: Callable[..., int | None] = parse_choice) -> int:
     """The place of the right one of a sample's `choices`.
 
     It is `answer_index`, or `answer` by its text, as a place itself, or by its letter.
+
+    Args:
+        read: text, choices -> the place of the choice that the text names.
 
     Raises:
         DataError: there is none.
@@ -132,7 +136,7 @@ def right_choice(sample: Sample) -> int:
     if right is None and answer is not None:
         text = str(answer)
         right = choices.index(text) if text in choices else answer
-        right = right if type(right) is int else parse_choice(text, choices)
+        right = right if type(right) is int else read(text, choices)
     place = str(right).removesuffix(".0")  # a table with gaps has floats
     if not place.isdecimal() or int(place) >= len(choices):
         raise DataError(
@@ -174,43 +178,6 @@ def length_reward(num_tokens: int, *, longest: int, margin: int) -> float:
     """0 up to `margin` below the longest, then in a straight line to -1 (arXiv 2503.14476)."""
     over = num_tokens - (longest - margin)
     return 0.0 if over <= 0 else -1.0 if margin == 0 else max(-1.0, -over / margin)
-
-
-def agreement(
-    completions: Sequence[str],
-    samples: Sequence[Sample],
-    *,
-    field: str,
-    is_right: Callable[[str, Sample], bool],
-) -> list[float | None]:
-    """1 where the answers to all views of a scene are right, else 0; None of one without others.
-
-    The first answer to a view goes with the first one to each other view, and so on.
-    """
-    scenes: dict[Any, dict[Any, list[int]]] = {}
-    for place, sample in enumerate(samples):
-        scene = sample.get(field)
-        if scene is not None:
-            view = sample.get("id", sample.get("source"))
-            scenes.setdefault(scene, {}).setdefault(view, []).append(place)
-    found: list[float | None] = [None] * len(completions)
-    for views in scenes.values():
-        if len(views) < 2:
-            continue
-        for places in zip(*views.values(), strict=False):
-            agree = all(is_right(completions[place], samples[place]) for place in places)
-            for place in places:
-                found[place] = float(agree)
-    return found
-
-
-def is_spatially_right(completion: str, sample: Sample) -> bool:
-    """Whether an answer is right, or names the right directions."""
-    if is_answer(completion, sample):
-        return True
-    asked = sample.get("question")
-    directions = parse_directions(said(completion), question=asked)
-    return any(directions == parse_directions(one) for one in references(sample) if directions)
 
 
 def side_by_side(

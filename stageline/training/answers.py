@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stageline import chaos, progress
+from stageline import progress
 from stageline.data.batches.collate_part import EncodedSample
 from stageline.data.batches.prompts import decoder_inputs
 from stageline.data.text.processor import get_tokenizer
@@ -111,7 +111,6 @@ class StageAnswers:
             on_lot: told, on the first rank, the answers of each lot as soon as it is whole.
         """
         with progress.doing("decoding"), answering(self.models):
-            chaos.point("decoding")
             if not self.is_first:
                 assert self.wire is not None
                 num_stages = len(self.route)

@@ -7,14 +7,13 @@ A part has counts, {"num_groups": micro-batch -> int}, and takes them, as it tak
 import copy
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
 
-from stageline import chaos, progress
+from stageline import progress
 from stageline.contracts import broken, call, shown
 from stageline.data.batches.batch import IGNORE
 from stageline.errors import UserError
@@ -276,12 +275,7 @@ class StepLoss:
     def __call__(self, output: Output, batch: MicroBatch) -> torch.Tensor:
         here = progress.place()
         with progress.doing("loss", stage=here.stage, micro_batch=here.micro_batch):
-            is_nan = chaos.point("loss")
             loss, figures = self.part(logits_of(output), batch, totals=self.totals, step=self.step)
-        if is_nan:
-            loss = loss * math.nan
-        if chaos.point("spike"):
-            loss = loss * 100
         self.loss = self.loss + loss.detach().float()
         for name, value in figures.items():
             self.figures[name] = self.figures.get(name, 0) + value.float()

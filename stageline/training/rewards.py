@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from stageline import chaos, progress
+from stageline import progress
 from stageline.contracts import broken, call, part_name, shown
 from stageline.device import device_in_use
 from stageline.errors import ContractError, UserError, is_out_of_memory
@@ -136,7 +136,6 @@ class Judging:
         count = len(self._answers[0])
         began = time.monotonic()
         with progress.doing("rewards"):
-            chaos.point("rewards")
             self.end()
             found = [self._wait_for(work, count) for work in self._works]
         self.seconds = max((work.seconds for work in self._works), default=0.0)

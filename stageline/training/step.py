@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stageline import chaos, progress
+from stageline import progress
 from stageline.data.batches.batch import count_samples
 from stageline.device import is_accelerator, sent
 from stageline.errors import UserError
@@ -53,7 +53,7 @@ OPERATIONS = {
 class StepProgress(Recorder):
     """A recorder that tells `stageline.progress` what it sees, then another recorder.
 
-    Failure reports and the watchdog look there; it asks for faults, too.
+    Failure reports and the watchdog look there.
 
     Args:
         inner: times the passes.
@@ -71,12 +71,11 @@ class StepProgress(Recorder):
 
     @contextmanager
     def span(self, action: Action) -> Iterator[None]:
-        """A pass, with the point of the same name."""
+        """Note a pass under its name."""
         stage, kind, index = action
         name = self.names[kind]
         note = progress.doing(name, stage=stage, micro_batch=index, mark=self.mark)
         with note, self.inner.span(action):
-            chaos.point(name)
             yield
 
     @contextmanager
@@ -102,7 +101,6 @@ def begin_step(step: int, micro_batches: Sequence[MicroBatch] = ()) -> None:
     """Notes how many optimizer steps are done when the next one begins, and what it is made of."""
     progress.at_step(step)
     _shapes[:] = [tuple(batch["input_ids"].shape) for batch in micro_batches]
-    chaos.point("step")
 
 
 def current_shapes() -> list[tuple[int, ...]]:
@@ -395,7 +393,6 @@ class TrainStep:
         self.runner.seeds.begin(step, first_micro_batch=self.replicas.rank * len(micro_batches))
         told = StepProgress(recorder, device=self.runner.device)
         self.runner.step(micro_batches, loss_fn=loss_of, recorder=told)
-        self._make_faults()
         return loss_of
 
     def _count(self, micro_batches: Sequence[MicroBatch]) -> tuple[dict[str, int], int, int]:
@@ -480,17 +477,6 @@ class TrainStep:
             self.weights.zero_grad()
         return found
 
-    def _make_faults(self) -> None:
-        """For tests: in what this rank has first."""
-        gradients = [p.grad for p in self.weights.parameters.values() if p.grad is not None]
-        if not gradients:
-            return
-        if chaos.point("gradient"):
-            gradients[0].view(-1)[0] = torch.inf
-        if chaos.point("zero_gradient"):
-            for gradient in gradients:
-                gradient.zero_()
-
     def _own_place(self, seconds: float) -> torch.Tensor:
         """A place for each rank of all replicas, so that their sum holds the number of each."""
         num_ranks = self.runner.schedule.num_ranks
@@ -538,7 +524,6 @@ def train(
     for step in range(start_step, total_steps):
         start = time.perf_counter()
         with progress.doing("data"):
-            chaos.point("data")
             micro_batches = next(batches)
         data_wait = time.perf_counter() - start
         result = train_step(

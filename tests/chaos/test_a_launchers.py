@@ -103,7 +103,7 @@ def test_a23_a_run_that_fails_at_every_start_ends(job):
     torchrun = (2, "--max-restarts", 1)
     done = launch(job, "loop", "--resume", "auto", chaos=fault, torchrun=torchrun).finish()
     assert done.code != 0
-    line = "error[crash] rank=1 stage=1 step=0: stageline.chaos.InjectedError"
+    line = "error[crash] rank=1 stage=1 step=0: tests.helpers.faults.InjectedError"
     assert done.err.count(line) == 2  # once for each start
     record = (job.folder / "loop" / "failure.json").read_text()
     assert "InjectedError" in record and '/1"' in record  # of the last attempt

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from pp_models import CausalLMStage
-from stageline import chaos
 from stageline.checkpoint import writer as writer_module
 from stageline.checkpoint.layout import verify
 from stageline.checkpoint.load import load_split_model
@@ -21,6 +20,7 @@ from stageline.checkpoint.optimizer_state import SavedState
 from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.writer import CheckpointWriter, find_latest, keep_last
 from stageline.errors import NonFiniteError, StorageError
+from tests.helpers import faults
 from tests.helpers.small_run import Job
 from tests.helpers.tiny_checkpoints import tiny_whole
 
@@ -70,10 +70,9 @@ def dies_at(count, work) -> bool:
     """Whether `work` in a forked process came to its k-th operation on files, which ended it."""
     pid = os.fork()
     if pid == 0:
-        os.environ["STAGELINE_CHAOS"] = f"at=file,count={count},do=exit"
-        chaos.arm()
         try:
-            work()
+            with faults.armed(f"at=file,count={count},do=exit"):
+                work()
         except BaseException:
             os._exit(1)
         os._exit(0)
@@ -273,18 +272,15 @@ def save(writer, number: int) -> None:
     writer.finish()
 
 
-def test_c12_the_file_holds_the_values_of_the_save(tmp_path, monkeypatch):
+def test_c12_the_file_holds_the_values_of_the_save(tmp_path):
     """Weights and moments change right after save(), before anything is written."""
     writer, train = make_writer(tmp_path)
     save(writer, 1)
-    monkeypatch.setenv("STAGELINE_CHAOS", "at=write,do=sleep,value=1")
-    chaos.arm()
-    writer.save(2, {})
-    for _ in range(3):
-        train()
-    writer.finish()
-    monkeypatch.setenv("STAGELINE_CHAOS", "")
-    chaos.arm()
+    with faults.armed("at=write,do=sleep,value=1"):
+        writer.save(2, {})
+        for _ in range(3):
+            train()
+        writer.finish()
     save(writer, 3)
     one, two, three = (files(writer.folder / f"step-{n:08d}") for n in (1, 2, 3))
     assert one == two

@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 
-from stageline.checking.tiny_models import tiny_config, tiny_processor
 from stageline.checkpoint.adapter import find_base
 from tests.helpers.small_run import Job, saved_tensors
+from tests.helpers.tiny_models import tiny_config, tiny_processor
 
 KILL = "at=step,step={},do=sigkill"
 RESUME = ("--resume", "auto")

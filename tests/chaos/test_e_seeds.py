@@ -9,7 +9,6 @@ import torch
 
 from loss_fn import sft
 from pp_models import CausalLMStage
-from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.init import init_split_model
 from stageline.data.batches.batch import IGNORE
 from stageline.data.batches.collate_part import EncodedSample, collate_part
@@ -19,6 +18,7 @@ from stageline.training.step import TrainStep
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import Job
 from tests.helpers.tiny_batches import tiny_micro_batches
+from tests.helpers.tiny_models import tiny_config
 
 NUM_STEPS = 6  # of two epochs
 

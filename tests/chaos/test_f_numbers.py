@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 
 from loss_fn import sft
 from pp_models import CausalLMStage
-from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.init import init_split_model
 from stageline.pipeline.runner import PipelineRunner
 from stageline.training.nonfinite import Skips
@@ -18,6 +17,7 @@ from stageline.training.step import TrainStep
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import Job
 from tests.helpers.tiny_batches import tiny_micro_batches
+from tests.helpers.tiny_models import tiny_config
 
 PARTS = Path(__file__).with_name("faulty_parts.py")
 

@@ -7,7 +7,6 @@ import torch
 
 from prompt_fn import auto, chat, fill
 from register import dataset_register, import_shelf
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.batches.check_batch import CheckedCollate
 from stageline.data.batches.collate import collate_packed_sft, collate_sft, encode_sft
 from stageline.data.batches.collate_part import CollatePart
@@ -17,6 +16,7 @@ from stageline.data.rows.bad_rows import BadRows
 from stageline.data.text.encode import TextEncoder
 from stageline.errors import DataError, UserError
 from tests.helpers.tiny_datasets import write_lines
+from tests.helpers.tiny_models import tiny_tokenizer
 
 import_shelf("dataset")
 

@@ -11,7 +11,6 @@ from PIL import Image, ImageFile
 
 from prompt_fn import auto, fill
 from register import dataset_register, import_shelf
-from stageline.checking.tiny_models import tiny_processor
 from stageline.data.batches.collate import collate_sft
 from stageline.data.batches.preflight import preflight
 from stageline.data.images.images import MAX_PIXELS, ImageExpander, check_image, decode_image
@@ -19,6 +18,7 @@ from stageline.data.rows.bad_rows import BadRows
 from stageline.errors import DataError
 from tests.helpers.peak_memory import peak_rise
 from tests.helpers.tiny_datasets import write_lines
+from tests.helpers.tiny_models import tiny_processor
 
 import_shelf("dataset")
 

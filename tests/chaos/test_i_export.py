@@ -14,8 +14,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, modeling_utils
 
 from pp_models import CausalLMStage
-from stageline import chaos
-from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint import export_files
 from stageline.checkpoint.check_export import check_export
 from stageline.checkpoint.files import weight_files
@@ -24,7 +22,9 @@ from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.plain_folder import export_folder
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import CheckpointError, StorageError, UserError
+from tests.helpers import faults
 from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
+from tests.helpers.tiny_models import tiny_config
 
 MOST_OPERATIONS = 60
 KILLED = 137
@@ -94,11 +94,11 @@ def fork_export(run, target, fault, *, limit=None, **options):
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     code = 70
     try:
-        os.environ[chaos.VARIABLE] = fault
-        chaos.arm()
+        os.environ[faults.VARIABLE] = fault
+        faults.arm()
         write = modeling_utils.safe_save_file
         modeling_utils.safe_save_file = lambda *args, **kwargs: (
-            chaos.point("file"),
+            faults.point("file"),
             write(*args, **kwargs),
         )
         if limit:
@@ -169,16 +169,15 @@ def test_i08_killed_while_replacing_on_a_system_that_cannot_swap(tmp_path, monke
     assert digests(target) != old
 
 
-def test_i08_disk_full_at_every_file_operation(job, tmp_path, monkeypatch):
+def test_i08_disk_full_at_every_file_operation(job, tmp_path):
     run, options, expected, old = job
     for count in range(1, MOST_OPERATIONS):
         folder = tmp_path / str(count)
         folder.mkdir()
         target = prepare(folder, old)
-        monkeypatch.setenv(chaos.VARIABLE, f"at=file,count={count},do=enospc")
-        chaos.arm()
         try:
-            export_folder(run, target, **options)
+            with faults.armed(f"at=file,count={count},do=enospc"):
+                export_folder(run, target, **options)
             break
         except StorageError as error:
             assert error.exit_code == 5
@@ -186,9 +185,6 @@ def test_i08_disk_full_at_every_file_operation(job, tmp_path, monkeypatch):
             assert "No space left on device" in str(error)
             assert "bytes were needed" in str(error)
             assert "are free there" in str(error)
-        finally:
-            monkeypatch.delenv(chaos.VARIABLE)
-            chaos.arm()
         if target.exists():
             verify(target)
             assert digests(target) in ([expected] if old is None else [expected, digests(old)])

@@ -15,7 +15,6 @@ from transformers import AutoConfig
 import models
 from commands import train as train_pp  # noqa: F401  now: what a test registers goes after it
 from pp_models import CausalLMStage
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.plain_folder import load_plain
@@ -28,6 +27,7 @@ from stageline.model_folder import load_config
 from tests.helpers.faulty_files import Canary, edit, refused, rewrite
 from tests.helpers.small_run import Job
 from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.tiny_models import tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,7 +8,6 @@ import torch
 
 import pp_models  # noqa: F401 (puts the parts on the shelf)
 from register import train_model_register
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.distributed.failure import name_stages, run_entry
 from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.process_group import distributed_context
@@ -16,6 +15,7 @@ from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.request import Request, Sampling
 from stageline.inference.decoding.stage_decoder import StageDecoder
 from tests.helpers.decoding_engines import on_ranks
+from tests.helpers.tiny_models import tiny_tokenizer
 
 ENDS_AT = 9  # the order that the second stage does not live to see
 

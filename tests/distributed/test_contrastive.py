@@ -7,7 +7,6 @@ import torch
 
 from loss_fn import cos, js
 from pp_models import CausalLMStage
-from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.init import init_split_model
 from stageline.pipeline.runner import PipelineRunner
 from stageline.training.evaluation import evaluate
@@ -19,6 +18,7 @@ from tests.helpers.shelf_losses import shelf_loss
 from tests.helpers.small_run import Job
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_datasets import group_row, write_lines
+from tests.helpers.tiny_models import tiny_config
 
 SIZE = 3
 CPU = torch.device("cpu")

@@ -19,7 +19,6 @@ from transformers import AutoConfig
 
 from loss_fn import sft
 from pp_models import CausalLMStage, VisionLanguageStage
-from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
 from stageline.modules.lora import is_lora_name
@@ -35,6 +34,7 @@ from stageline.training.replicas import Replicas, ShardedReplicas, sharded_modul
 from stageline.training.step import TrainStep
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_batches import count_targets, drop_pixels, tiny_micro_batches
+from tests.helpers.tiny_models import VISION_LANGUAGE, tiny_config
 
 NUM_STEPS = 3
 MAX_NORM = 0.05  # well below the norm of these models, so that clipping acts

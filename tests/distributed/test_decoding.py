@@ -14,7 +14,6 @@ import torch
 import pp_models  # noqa: F401 (puts the parts on the shelf)
 from prompt_fn import auto, chat
 from register import train_model_register
-from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE
 from stageline.checkpoint.load import quiet
 from stageline.errors import UserError
 from stageline.inference.decoding.request import (
@@ -38,6 +37,7 @@ from tests.helpers.decoding_engines import (
 )
 from tests.helpers.pictured_prompts import pictured_prompts
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE
 
 NUM_TOKENS, PIECE = 30, 9
 SEEING = (*VISION_LANGUAGE, "mllama")

@@ -15,7 +15,6 @@ from transformers import (
     AutoTokenizer,
 )
 
-from stageline.checking.tiny_models import tiny_config, tiny_processor
 from stageline.data.images.images import ImageExpander
 from stageline.modules import recompute
 from stageline.modules.policy_loss import ADVANTAGES, OLD, SAMPLED
@@ -39,6 +38,7 @@ from tests.helpers.grpo_runs import (
 from tests.helpers.small_run import Job
 from tests.helpers.small_vision_run import VisionJob
 from tests.helpers.tiny_datasets import write_lines
+from tests.helpers.tiny_models import tiny_config, tiny_processor
 
 
 @pytest.fixture(scope="module")
@@ -330,6 +330,7 @@ def test_views_of_a_scene_are_judged_together(job):
     ]
     write_lines(job.folder / "views.jsonl", views)
     options = ("--dataset", "groups", "--dataset-path", job.folder / "views.jsonl")
+    options += ("--import", "examples.spatial.parts")
     options += ("--reward", "spatial_consistency,letters,length", "--reward-weights", "1,1,0.1")
     options += ("--group-size", 2, "--eval-samples", 3)
     done = run(job, "cut views", *options, ranks=1)

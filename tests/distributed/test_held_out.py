@@ -9,13 +9,13 @@ from transformers import AutoConfig
 
 from loss_fn import sft
 from pp_models import CausalLMStage
-from stageline.checking.tiny_models import VOCAB_SIZE
 from stageline.checkpoint.load import load_split_model
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.pipeline.runner import PipelineRunner
 from stageline.training.evaluation import evaluate
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.tiny_models import VOCAB_SIZE
 
 KEPT = 5
 # fewer rows than a batch, than a micro-batch; one more than whole batches, one less, just whole

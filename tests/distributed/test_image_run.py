@@ -9,8 +9,8 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from commands import train as train_pp  # noqa: F401 - its engines, before a fixture keeps registers as they are
-from stageline.checking.tiny_models import tiny_config, tiny_processor
 from tests.helpers.small_run import Job, saved_tensors
+from tests.helpers.tiny_models import tiny_config, tiny_processor
 
 OPTIONS = (
     "--image-token auto --prompt vqa --total-steps 5 --max-token-num 256 --eval-samples 3 "

@@ -6,7 +6,6 @@ import torch
 from loss_fn import sft
 from optimizer import adamw
 from pp_models import CausalLMStage
-from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.init import init_split_model
 from stageline.modules.chunked_loss import ChunkedLoss
 from stageline.modules.recompute import offload_activations
@@ -16,6 +15,7 @@ from stageline.training.optimizers import optimizer_groups
 from stageline.training.step import TrainStep
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_batches import tiny_micro_batches
+from tests.helpers.tiny_models import tiny_config
 
 NUM_STEPS = 3
 

@@ -9,12 +9,12 @@ import torch
 import transformers
 
 from pp_models import CrossAttentionStage
-from stageline.checking.tiny_models import CROSS_LAYERS, tiny_mllama_config
 from stageline.checkpoint.load import load_split_model
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_mllama import mllama_micro_batch
+from tests.helpers.tiny_models import CROSS_LAYERS, tiny_mllama_config
 
 PARTITIONS = {1: [5], 2: [2, 3], 3: [1, 1, 3], 4: [1, 1, 2, 1]}
 # images of each row: one each, none at all, several, rows without one, only one row

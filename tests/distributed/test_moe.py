@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from loss_fn import sft
 from pp_models import CausalLMStage
-from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.load import load_split_model
 from stageline.pipeline.runner import PipelineRunner, TorchPipelineRunner
 from stageline.pipeline.schedules import SCHEDULES, make_schedule
@@ -19,6 +18,7 @@ from stageline.training.optimizers import optimizer_groups
 from stageline.training.step import TrainStep
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_batches import count_targets, tiny_micro_batches
+from tests.helpers.tiny_models import tiny_config
 
 NUM_STEPS = 3
 COEFFICIENT = 0.5  # far above what is usual, so that the loss weighs in every gradient

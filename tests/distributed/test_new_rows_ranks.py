@@ -9,7 +9,6 @@ from transformers import AutoConfig
 
 from loss_fn import sft
 from pp_models import CausalLMStage
-from stageline.checking.tiny_models import VOCAB_SIZE
 from stageline.checkpoint.files import read_tensors
 from stageline.checkpoint.save import save_split_model
 from stageline.modules.new_rows import NewRows
@@ -22,6 +21,7 @@ from stageline.training.step import TrainStep
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.tiny_models import VOCAB_SIZE
 
 CPU = torch.device("cpu")
 IDS = (VOCAB_SIZE, VOCAB_SIZE + 1, 40)

@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 from options.memory import KERNELS, attention_arguments
 from options.train import RunConfig
 from pp_models import CausalLMStage, RewardStage, VisionLanguageStage
-from stageline.checking.tiny_models import VOCAB_SIZE, tiny_config
 from stageline.checkpoint.init import init_split_model
 from stageline.data.batches.batch import pack_rows
 from stageline.data.text.encode import Encoded
 from stageline.errors import UserError
 from stageline.stages.packing import check_packing
 from tests.helpers.tiny_batches import FIRST_TEXT_ID
+from tests.helpers.tiny_models import VOCAB_SIZE, tiny_config
 
 # above and below the sliding window of 8, one token alone, padding behind the second row
 ROWS = ((11, 5, 9), (13, 1, 4))

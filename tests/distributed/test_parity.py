@@ -13,7 +13,6 @@ from transformers import AutoConfig
 
 from loss_fn import sft
 from pp_models import class_of_key
-from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 from stageline.checkpoint.load import load_split_model
 from stageline.pipeline.runner import PipelineRunner
 from stageline.training.optimizers import optimizer_groups
@@ -26,6 +25,7 @@ from tests.helpers.tiny_batches import (
     join_micro_batches,
     tiny_micro_batches,
 )
+from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 
 NUM_STEPS = 3
 # padding beyond the sliding window of 8 makes NaN in the library's own full batch

@@ -13,10 +13,10 @@ import pp_models  # noqa: F401 - export.py finds stage models in the register
 from commands.export import make_stages
 from models.builders import auto
 from options.train import on_resume
-from stageline.checking.tiny_models import tiny_config, tiny_processor
 from stageline.data.text.processor import get_tokenizer, load_processor
 from tests.helpers.exports import export_folder
 from tests.helpers.small_run import Job, saved_tensors
+from tests.helpers.tiny_models import tiny_config, tiny_processor
 
 TOKENS = ("<left>", "<right>")
 OPTIONS = (

@@ -12,7 +12,6 @@ import dataset as parts
 from pp_models import CausalLMStage
 from prompt_fn import chat
 from prompt_fn import none as no_image
-from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.checkpoint.init import init_split_model
 from stageline.data.batches.preference import WithOthers
 from stageline.modules.lora import LoRAWrapper, adapters_off
@@ -25,6 +24,7 @@ from tests.helpers.chain import evaluate_chain, run_chain
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shelf_losses import shelf_loss
 from tests.helpers.tiny_batches import join_micro_batches
+from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 CPU, F64 = torch.device("cpu"), torch.float64

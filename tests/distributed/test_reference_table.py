@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from pp_models import CausalLMStage
-from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.init import init_split_model
 from stageline.pipeline.runner import PipelineRunner
 from stageline.training import reference
 from stageline.training.reference import TableMaker
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_batches import tiny_micro_batches
+from tests.helpers.tiny_models import tiny_config
 
 CPU = torch.device("cpu")
 

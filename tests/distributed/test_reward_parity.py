@@ -16,13 +16,13 @@ from commands.export import make_stages
 from loss_fn import reward_model, rm
 from pp_models import RewardStage
 from register import dataset_register, import_shelf
-from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.load import load_split_model
 from stageline.data.batches.batch import pad_rows
 from stageline.data.text.encode import Encoded
 from tests.helpers.chain import run_chain
 from tests.helpers.exports import export_folder
 from tests.helpers.small_run import Job
+from tests.helpers.tiny_models import tiny_config
 
 import_shelf()
 PAIRS = (  # lengths of chosen and rejected, margin

@@ -17,7 +17,6 @@ import transformers
 
 from loss_fn import sft
 from pp_models import CausalLMStage, VisionLanguageStage
-from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.load import load_split_model
 from stageline.data.batches.batch import pack_rows
 from stageline.data.text.encode import Encoded
@@ -26,6 +25,7 @@ from stageline.pipeline.schedules import SCHEDULES, make_schedule
 from stageline.training.step import TrainStep
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_batches import count_targets, drop_pixels, tiny_micro_batches
+from tests.helpers.tiny_models import tiny_config
 
 NUM_STEPS = 2
 NUM_LAYERS = 8

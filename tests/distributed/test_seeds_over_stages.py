@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from loss_fn import sft
 from pp_models import CausalLMStage
-from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.load import load_split_model
 from stageline.modules.recompute import compile_layers
 from stageline.pipeline.runner import PipelineRunner
@@ -26,6 +25,7 @@ from stageline.training.replicas import Replicas, ShardedReplicas
 from stageline.training.step import TrainStep
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_batches import count_targets, tiny_micro_batches
+from tests.helpers.tiny_models import tiny_config
 
 NUM_LAYERS, NUM_STEPS, SEED = 8, 3, 11
 ADAMW = {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.1}

@@ -5,7 +5,6 @@ import torch
 
 from loss_fn import sft
 from pp_models import CausalLMStage
-from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.init import init_split_model
 from stageline.pipeline.recorder import WAITS, TimelineEvent
 from stageline.pipeline.runner import PipelineRunner
@@ -14,6 +13,7 @@ from stageline.training.step import TrainStep
 from stageline.training.timeline import StepTimeline, mean_durations
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_batches import tiny_micro_batches
+from tests.helpers.tiny_models import tiny_config
 
 FIELDS = ("rank", "stage", "kind", "micro_batch", "start", "end")
 

@@ -5,7 +5,6 @@ import torch
 
 from loss_fn import sft
 from pp_models import CausalLMStage
-from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.init import init_split_model
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import SCHEDULES, make_schedule
@@ -15,6 +14,7 @@ from stageline.training.precision import LossScaler
 from stageline.training.step import TrainStep
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_batches import tiny_micro_batches
+from tests.helpers.tiny_models import tiny_config
 
 NUM_STEPS = 3
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from stageline import chaos
-from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
+from tests.helpers import faults
 from tests.helpers.forked_entry import run_entry
+from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 from tests.helpers.warm_start import WarmLauncher
 
 # a file beside this one; tests are no package
@@ -204,7 +204,7 @@ def start_elastic(hosts, number, job, folder):
     ]
     # the first start stands still at a step, so that its host is lost before it is done
     fault = "at=step,rank=0,step=8,restart=0,do=sleep,value=30"
-    told = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", chaos.VARIABLE: fault}
+    told = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **faults.environment(fault)}
     return fork_on(hosts, number, words, told)
 
 

@@ -16,13 +16,13 @@ import transformers
 from loss_fn import sft
 from pp_models import class_of_key
 from prompt_fn import auto, fill
-from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config, tiny_processor
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from stageline.stages.vision_language import VisionLanguageStage
 from tests.helpers.chain import evaluate_chain, run_chain
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_batches import count_targets, drop_pixels
+from tests.helpers.tiny_models import VISION_LANGUAGE, tiny_config, tiny_processor
 from tests.helpers.tiny_vision_batches import vision_micro_batches
 
 FLOAT64 = torch.float64

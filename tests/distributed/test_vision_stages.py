@@ -14,7 +14,6 @@ from torch import nn
 from loss_fn import sft
 from pp_models import CausalLMStage, VisionLanguageStage, class_of_key
 from prompt_fn import auto, fill
-from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config, tiny_processor
 from stageline.checkpoint.load import load_split_model
 from stageline.errors import UserError
 from stageline.pipeline.runner import PipelineRunner
@@ -25,6 +24,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import saved_tensors
 from tests.helpers.small_vision_run import VisionJob, with_blocks
 from tests.helpers.tiny_batches import count_targets, drop_pixels
+from tests.helpers.tiny_models import VISION_LANGUAGE, tiny_config, tiny_processor
 from tests.helpers.tiny_vision_batches import vision_micro_batches
 
 FLOAT64 = torch.float64

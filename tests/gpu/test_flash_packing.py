@@ -6,12 +6,12 @@ import torch
 from loss_fn import sft
 from options.memory import KERNELS
 from pp_models import CausalLMStage
-from stageline.checking.tiny_models import VOCAB_SIZE, tiny_config
 from stageline.checkpoint.init import init_split_model
 from stageline.data.batches.batch import pack_rows
 from stageline.data.text.encode import Encoded
 from stageline.stages.packing import check_packing
 from tests.helpers.tiny_batches import FIRST_TEXT_ID, count_targets
+from tests.helpers.tiny_models import VOCAB_SIZE, tiny_config
 
 pytestmark = pytest.mark.real
 LENGTHS = (31, 17, 44)

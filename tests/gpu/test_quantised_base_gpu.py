@@ -6,12 +6,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from loss_fn import sft
 from pp_models import CausalLMStage
-from stageline.checking.tiny_models import tiny_config
 from stageline.modules.methods import Methods
 from stageline.modules.quantised import Quantization
 from stageline.stages.base import WeightSource, fill_stage
 from tests.helpers.chain import run_chain
 from tests.helpers.tiny_batches import count_targets, tiny_micro_batches
+from tests.helpers.tiny_models import tiny_config
 
 pytestmark = pytest.mark.real
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.training.reward_model import reward_model
 from stageline.training.rewards import Reward, Rewards
+from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
 
 @pytest.mark.cards(2, needs=2)

@@ -10,7 +10,6 @@ import torch
 from benchmarks import plan_memory
 from loss_fn import sft
 from pp_models import CausalLMStage
-from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.init import init_split_model
 from stageline.distributed.process_group import distributed_context
 from stageline.pipeline.recorder import WAITS
@@ -19,6 +18,7 @@ from stageline.pipeline.schedules import SCHEDULES, make_schedule
 from stageline.training.step import TrainStep
 from stageline.training.timeline import StepTimeline
 from tests.helpers.tiny_batches import tiny_micro_batches
+from tests.helpers.tiny_models import tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -3,12 +3,12 @@
 import pytest
 
 from loss_fn import sft
-from stageline.checking.tiny_models import VISION_LANGUAGE
 from tests.distributed import test_mllama as mllama
 from tests.distributed import test_vision_parity as parity
 from tests.distributed.test_mllama import folder  # noqa: F401 (a fixture)
 from tests.distributed.test_vision_parity import true_float64  # noqa: F401 (for each test in here)
 from tests.helpers.chain import run_chain
+from tests.helpers.tiny_models import VISION_LANGUAGE
 
 
 @pytest.mark.parametrize("family", VISION_LANGUAGE)

@@ -6,7 +6,7 @@ templates that the models come with.
 
 from typing import Any, NamedTuple
 
-from stageline.checking.tiny_models import CHATML, tiny_tokenizer
+from tests.helpers.tiny_models import CHATML, tiny_tokenizer
 from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
 
 # [INST] in the user's turn, the system message inside the first one; no prompt for generation

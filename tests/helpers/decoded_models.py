@@ -14,15 +14,15 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stageline.checking.tiny_models import (
+from stageline.data.text.processor import get_tokenizer, save_processor
+from tests.helpers.tiny_checkpoints import auto_class
+from tests.helpers.tiny_models import (
     tiny_config,
     tiny_mllama_config,
     tiny_mllama_processor,
     tiny_processor,
     tiny_tokenizer,
 )
-from stageline.data.text.processor import get_tokenizer, save_processor
-from tests.helpers.tiny_checkpoints import auto_class
 
 Prompt = Mapping[str, Tensor]
 # the second likeliest token is at least so far behind, in units of the logits' deviation

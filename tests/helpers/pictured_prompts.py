@@ -8,16 +8,16 @@ import torch
 from PIL import Image
 from transformers import PretrainedConfig
 
-from stageline.checking.tiny_models import (
+from stageline.data.batches.batch import render_sample
+from stageline.data.text.processor import get_tokenizer
+from stageline.data.text.rendered import Rendered
+from stageline.inference.generation import encode_prompts
+from tests.helpers.tiny_models import (
     tiny_config,
     tiny_mllama_config,
     tiny_mllama_processor,
     tiny_processor,
 )
-from stageline.data.batches.batch import render_sample
-from stageline.data.text.processor import get_tokenizer
-from stageline.data.text.rendered import Rendered
-from stageline.inference.generation import encode_prompts
 
 # width, height of each prompt's pictures
 SIZES: tuple[tuple[tuple[int, int], ...], ...] = (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from stageline.checking.tiny_models import tiny_tokenizer
+from tests.helpers.tiny_models import tiny_tokenizer
 
 _NUMBERS = itertools.count()  # the library keeps modules of code by the name of their folder
 

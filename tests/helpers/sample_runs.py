@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import LlavaForConditionalGeneration
 
-from stageline.checking.tiny_models import tiny_config, tiny_processor
 from tests.helpers.small_run import ROOT, Finished, ForkedRun
+from tests.helpers.tiny_models import tiny_config, tiny_processor
 
 # forked processes need not import these again
 for _module in ("pipeline.runner", "training.run_log", "inference.generation", "plotting.pictures"):
@@ -127,7 +127,14 @@ def assert_refused(done: Finished, code: int, *words: str) -> None:
 
 def _data_words(name: str) -> list[object]:
     key, options, prompt, _ = SETS[name]
-    words: list[object] = ["--dataset", key, "--dataset-path", SAMPLES / key]
+    words: list[object] = [
+        "--import",
+        "examples.spatial.parts",
+        "--dataset",
+        key,
+        "--dataset-path",
+        SAMPLES / key,
+    ]
     for option, value in options.items():
         words += [f"--dataset.{option}", value]
     texts = ("--prompt", prompt, "--prompt-fn", "fill", "--image-token", "auto")

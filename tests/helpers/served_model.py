@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stageline.checking.tiny_models import tiny_tokenizer
 from tests.helpers.small_run import ForkedRun
 from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.tiny_models import tiny_tokenizer
 
 NUM_TOKENS = 12
 STOP_IDS = (2, 4)

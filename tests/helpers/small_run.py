@@ -24,14 +24,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from stageline import progress
-from stageline.chaos import VARIABLE, arm
-from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.checkpoint.layout import verify
 from stageline.plotting import figures, pictures
+from tests.helpers import faults
 from tests.helpers.house import ROOT, enter_house, prepare_house
 from tests.helpers.plans import learn_plans, leave_plans
 from tests.helpers.ports import free_port
 from tests.helpers.ranks import keep_to_a_core
+from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
 OPTIONS = (
     "--dataset jsonl --prompt question --prompt-fn fill --image-token none "
@@ -115,7 +115,7 @@ class Job:
         torchrun: tuple[str | int, ...] = (),
     ) -> subprocess.Popen:
         """Starts a run in a process group of its own; `finish` ends it."""
-        environment = {**os.environ, VARIABLE: chaos, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **faults.environment(chaos), "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(
             self.command(name, *options, torchrun=torchrun),
             stdout=subprocess.PIPE,
@@ -267,11 +267,10 @@ def _fork_rank(words: list[str], rank: int, ranks: int, port: int, chaos: str, f
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         os.environ.update({key: str(value) for key, value in names.items()})
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-        os.environ[VARIABLE] = chaos
+        os.environ.update(faults.environment(chaos))
         if ranks > 1:
             keep_to_a_core(rank)
         tempfile.tempdir = str(folder)  # ranks of the next run must not read what these leave
-        arm()
 
     run_and_exit(words, [folder / f"{rank}.{kind}" for kind in ("out", "err")], prepare)
 
@@ -299,6 +298,7 @@ def run_and_exit(words: list[str], files: Sequence[Path], prepare: Callable[[], 
         sys.argv = words[1:] if words[0] == "-m" else words
         torch.set_num_threads(1)  # threads of before are not in the fork
         enter_house()
+        faults.arm()
         if words[0] == "-m":
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
@@ -313,7 +313,7 @@ def run_and_exit(words: list[str], files: Sequence[Path], prepare: Callable[[], 
         try:
             sys.stdout.flush()
             sys.stderr.flush()
-            if not os.environ.get(VARIABLE):  # a fault may lie in what writes files
+            if not os.environ.get(faults.VARIABLE):  # a fault may lie in what writes files
                 leave_plans()
         finally:
             os._exit(code)

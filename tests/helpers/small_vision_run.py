@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, PretrainedConfig
 
-from stageline.checking.tiny_models import tiny_config, tiny_processor
 from tests.helpers.small_run import Job
+from tests.helpers.tiny_models import tiny_config, tiny_processor
 
 VISION_OPTIONS = ("--image-token", "auto", "--prompt", "vqa", "--max-token-num", 128)
 

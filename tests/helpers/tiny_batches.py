@@ -3,7 +3,7 @@
 import torch
 
 from stageline.checking.batches import drop_pixels as drop_pixels
-from stageline.checking.tiny_models import IMAGE_TOKEN_ID, VISION_LANGUAGE, VOCAB_SIZE
+from tests.helpers.tiny_models import IMAGE_TOKEN_ID, VISION_LANGUAGE, VOCAB_SIZE
 
 MicroBatch = dict[str, torch.Tensor]
 FIRST_TEXT_ID = 9  # below it are special tokens

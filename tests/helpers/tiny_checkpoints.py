@@ -6,7 +6,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config
+from tests.helpers.tiny_models import VISION_LANGUAGE, tiny_config
 
 SHARD_SIZE = "20KB"  # several files even for a tiny model
 

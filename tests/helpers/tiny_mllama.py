@@ -5,7 +5,7 @@ Shapes: B rows, T tokens, M images of the fullest row, N tiles.
 
 import torch
 
-from stageline.checking.tiny_models import IMAGE_TOKEN_ID, NUM_TILES, VOCAB_SIZE
+from tests.helpers.tiny_models import IMAGE_TOKEN_ID, NUM_TILES, VOCAB_SIZE
 
 FIRST_TEXT_ID = 9  # below it are special tokens
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from stageline.checking.tiny_models import CHATML, SPECIAL_TOKENS, TEXTS, wrap_tokenizer
+from tests.helpers.tiny_models import CHATML, SPECIAL_TOKENS, TEXTS, wrap_tokenizer
 
 
 def tiny_metaspace_tokenizer(

@@ -18,8 +18,8 @@ from typing import NoReturn
 
 import torch
 
-from stageline.chaos import VARIABLE
 from stageline.distributed.stop import PR_SET_PDEATHSIG
+from tests.helpers import faults
 from tests.helpers.house import newer_modules, prepare_house
 from tests.helpers.plans import learn_plans
 from tests.helpers.ranks import keep_to_a_core
@@ -98,7 +98,7 @@ def launch(
 ) -> WarmLauncher:
     """As `job.start`, from a fork."""
     words = job.command(name, *options, torchrun=torchrun)[1:]
-    return WarmLauncher(words, {VARIABLE: chaos, "OMP_NUM_THREADS": "1"})
+    return WarmLauncher(words, {**faults.environment(chaos), "OMP_NUM_THREADS": "1"})
 
 
 def live_processes() -> dict[int, int]:
@@ -133,14 +133,11 @@ def _prepare(environment: Mapping[str, str], enter: Callable[[], None]) -> None:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-    from stageline import chaos
-
     enter()
     os.setsid()
     os.environ.update(environment)
     # torch reads TORCH_CPP_LOG_LEVEL when it is loaded: once more
     ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))._ZN3c1011initLoggingEv()
-    chaos.arm()
     # for its own log it looks through all modules, of which there are thousands here: a second
     dynamic_rendezvous.get_method_name = lambda depth=2: ""
     SubprocessHandler._popen = lambda self, words, env: _Worker(list(words), env)
@@ -148,8 +145,6 @@ def _prepare(environment: Mapping[str, str], enter: Callable[[], None]) -> None:
 
 def _become_worker(words: list[str], environment: Mapping[str, str]) -> NoReturn:
     def prepare() -> None:
-        from stageline import chaos
-
         os.setsid()
         # a fork of a process that listens for signals has asked for this already; a new one has not
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
@@ -167,7 +162,6 @@ def _become_worker(words: list[str], environment: Mapping[str, str]) -> NoReturn
             file = getattr(sys.modules[name], "__file__", None)
             if file in words:
                 del sys.modules[name]
-        chaos.arm()
 
     words = words[words.index("-u") + 1 :]
     run_and_exit(words, (), prepare)

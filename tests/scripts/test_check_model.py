@@ -13,13 +13,6 @@ from commands import check as check_model
 from parse_args import parse_check_args
 from pp_models import CausalLMStage
 from register import import_shelf, train_model_register
-from stageline.checking.tiny_models import (
-    tiny_config,
-    tiny_mllama_config,
-    tiny_mllama_processor,
-    tiny_processor,
-    tiny_tokenizer,
-)
 from stageline.data.text.processor import save_processor
 from stageline.distributed.process_group import DistributedContext
 from stageline.errors import UserError
@@ -27,6 +20,13 @@ from stageline.modules.pass_through import PassThrough
 from tests.helpers.forked_entry import run_entry as launch_entry
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.tiny_models import (
+    tiny_config,
+    tiny_mllama_config,
+    tiny_mllama_processor,
+    tiny_processor,
+    tiny_tokenizer,
+)
 
 import_shelf(*check_model.SHELF)
 ROOT = Path(__file__).resolve().parents[2]

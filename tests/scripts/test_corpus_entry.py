@@ -18,12 +18,12 @@ from commands import corpus
 from options.fields import OptionError
 from parse_args import parse_corpus_args
 from register import dataset_register, import_shelf
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.corpus.corpus_files import open_corpus
 from stageline.corpus.header import BEGINS, ENDS, HAS_BOS, HAS_EOS
 from stageline.corpus.pack import PackedRows
 from stageline.errors import DataError, UserError
 from tests.helpers.forked_entry import run_entry
+from tests.helpers.tiny_models import tiny_tokenizer
 
 import_shelf("corpus_parts", "dataset")
 ROOT = Path(__file__).resolve().parents[2]

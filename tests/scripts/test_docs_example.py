@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import stageline
-from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from tests.helpers.forked_entry import run_entry
+from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = ("10 11", "2 3 4")

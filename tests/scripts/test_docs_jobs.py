@@ -16,9 +16,9 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from commands.tiny import make
 from stageline.data.text.processor import save_processor
 from tests.helpers.forked_entry import run_entry
+from tools.tiny_model import make
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -46,16 +46,19 @@ SMALLER = {
     "validate": RUN,
     "eval": {"--limit": 4, "--bootstrap-resamples": 20, "--num-stages": 1, "--device": "cpu"},
     "export": {},
-    "import-llamafactory": {},
 }
 
 
 def commands(page):
-    """(verb, words) of the commands of a page."""
+    """(verb, words) of the commands of a page; a program of tools/ is a verb, too."""
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
     lines = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
     found = [shlex.split(line) for line in lines.splitlines() if line.strip()]
-    return [words[1:] for words in found if words[0] == "stageline"]
+    return [one[1:] for one in found if one[0] == "stageline" or is_tool(*one[1:2])]
+
+
+def is_tool(word=""):
+    return word.startswith("tools/")
 
 
 def smaller(words, options):
@@ -121,13 +124,13 @@ def test_the_commands_of_a_page_run(page, folder, models):
     found = commands(page)
     assert found, "a page has commands"
     for verb, *words in found:
-        options = SMALLER[verb]
         if any(word.endswith("job.yaml") for word in words):
-            words = [*words, "--device", "cpu"] if verb != "import-llamafactory" else words
+            words = words if is_tool(verb) else [*words, "--device", "cpu"]
         else:
-            words = smaller(words, options)
+            words = smaller(words, SMALLER[verb])
         words = [str(models[MODELS[word]]) if word in MODELS else word for word in words]
-        done = run_entry(["-m", "stageline", verb, *words], cwd=folder, timeout=240)
+        entry = [ROOT / verb] if is_tool(verb) else ["-m", "stageline", verb]
+        done = run_entry([*entry, *words], cwd=folder, timeout=240)
         assert done.returncode == 0, f"{verb} {shlex.join(words)}\n{done.stdout}\n{done.stderr}"
     if page == "finetune_vlm_vsr":
         check_runs_of_vsr(folder / "runs")

@@ -15,9 +15,9 @@ from transformers import LlamaConfig
 from options.parts import CONTRACTS
 from prompt_fn import fill, none
 from register import import_parts, restored_registers
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.batches.loader import MicroBatchLoader
 from tests.helpers.forked_entry import run_entry
+from tests.helpers.tiny_models import tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from stageline.checking.tiny_models import tiny_config, tiny_processor, tiny_tokenizer
 from tests.helpers import small_run
 from tests.helpers.forked_entry import run_entry
+from tests.helpers.tiny_models import tiny_config, tiny_processor, tiny_tokenizer
 from tests.helpers.warm_start import WarmLauncher
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,10 +20,10 @@ from commands.command_line import COMMANDS, rewritten
 from options.command_line import read_options
 from parse_args import parse_evaluate_args, parse_infer_args, parse_train_args
 from register import import_shelf
-from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.data.images.images import ImageExpander
 from tests.helpers.small_run import ForkedRun
 from tests.helpers.tiny_corpora import documents, tiny_corpus
+from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
 import_shelf()
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,14 +14,14 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from commands.export import make_stages
-from commands.tiny import make
-from stageline.checking.tiny_models import tiny_processor
 from stageline.data.text.processor import save_processor
 from stageline.family_configs import family_config
 from stageline.shrink import layer_period, shrink_config
 from tests.helpers.exports import export_folder
 from tests.helpers.small_run import Job
+from tests.helpers.tiny_models import tiny_processor
 from tests.scripts.test_check_model import check, failed
+from tools.tiny_model import make
 
 TEXT = ("granite", "lfm2", "falcon_h1", "gemma3n_text")
 VISION = ("qwen3_5", "glm4v")

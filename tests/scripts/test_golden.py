@@ -60,7 +60,7 @@ def inputs(tmp_path_factory):
     rows[16] = rows[16][:-5]
     (folder / "torn.jsonl").write_text("\n".join(rows) + "\n")
     (folder / "parts.py").write_text("import register\n\nnot_defined\n")
-    from stageline.checking.tiny_models import tiny_tokenizer
+    from tests.helpers.tiny_models import tiny_tokenizer
 
     tiny_tokenizer().save_pretrained(folder / "text-model")
     return folder

@@ -24,7 +24,7 @@ COMMANDS = [
     *("corpus.py find-trained", "-m stageline check", "-m stageline infer"),
     *("-m stageline chat", "-m stageline lm-eval"),
 ]
-DATASETS = "digits jsonl groups sets scenes vsr spatial_mm whats_up rotate_qa rotate_caption corpus"
+DATASETS = "digits jsonl groups sets corpus"
 COLLATE_FNS = ("sft", "contrastive", "dpo", "kto", "pt", "rm")
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from commands import lm_eval as entry
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.text.processor import save_processor
 from stageline.errors import UserError
 from tests.helpers.forked_entry import run_entry
 from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.tiny_models import tiny_tokenizer
 
 lm_eval = pytest.importorskip("lm_eval")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import parse_args
 
-from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from tests.helpers.ports import free_port
+from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "scripts" / "train_pp_multinode.sh"

@@ -19,6 +19,7 @@ from stageline.corpus.encoder import load_encoder
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted([*(ROOT / "scripts").glob("*.sh"), *(ROOT / "scripts").glob("*.slurm")])
+SCRIPTS += sorted((ROOT / "examples").glob("*/*.sh"))
 EXPORT_OPTIONS = {
     *("model-path", "output-path", "merge", "dtype", "verify", "trust-remote-code"),
     *("adapter-path", "adapter-weights", "max-shard-size", "overwrite"),

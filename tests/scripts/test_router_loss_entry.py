@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from tests.helpers.forked_entry import run_entry
+from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = (

@@ -14,12 +14,12 @@ from loss_fn import sft as sft_loss
 from pp_models import CausalLMStage
 from prompt_fn import fill, none
 from register import import_shelf, prompt_register
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.checkpoint.init import init_split_model
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.rows.json_lines import JsonLines
 from tests.helpers.forked_entry import run_entry
 from tests.helpers.tiny_datasets import write_lines
+from tests.helpers.tiny_models import tiny_tokenizer
 
 import_shelf("prompt")
 ROOT = Path(__file__).resolve().parents[2]

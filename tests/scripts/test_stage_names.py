@@ -14,12 +14,12 @@ from torch import nn
 from commands.export import make_stages
 from pp_models import StageModel
 from register import import_shelf, train_model_register
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
 from tests.helpers.forked_entry import run_entry
 from tests.helpers.small_run import ForkedRun, Job
+from tests.helpers.tiny_models import tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = (

@@ -13,7 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from commands import train as train_pp  # noqa: F401  now: what a test registers goes after it
-from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.corpus import sentences
 from stageline.corpus.build import build_corpus
 from stageline.corpus.cut import DocumentCutter
@@ -22,6 +21,7 @@ from stageline.corpus.header import CutRules
 from stageline.corpus.tools import merge
 from stageline.distributed import failure
 from tests.helpers.small_run import Job, saved_tensors
+from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, LENGTH = 12, 32

@@ -13,9 +13,9 @@ from commands import train as train_pp  # noqa: F401 - its engines
 from commands.run_plan import make_plan
 from options.parts import chosen_part
 from options.train import RunConfig
-from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.errors import UserError
 from tests.helpers.forked_entry import run_entry
+from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 from tests.helpers.warm_start import WarmLauncher
 
 ROOT = Path(__file__).resolve().parents[2]

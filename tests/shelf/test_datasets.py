@@ -1,11 +1,11 @@
 """Each dataset part on small files in the format of the public set; each collate part on them."""
 
+import functools
 import hashlib
 
 import pytest
 
 from register import (
-    collate_fn_register,
     dataset_register,
     image_token_register,
     import_shelf,
@@ -13,19 +13,21 @@ from register import (
     prompt_fn_register,
     prompt_register,
 )
-from stageline.checking.tiny_models import tiny_processor, tiny_tokenizer
 from stageline.errors import DataError, UserError
+from tests.helpers.dataset_checks import (
+    check_micro_batch,
+    check_right_answers,
+    check_rows,
+    check_splits,
+)
 from tests.helpers.tiny_datasets import (
     make_groups,
     make_jsonl,
-    make_rotate,
-    make_spatial_mm,
-    make_vsr,
-    make_whats_up,
     picture,
     write_json,
     write_lines,
 )
+from tests.helpers.tiny_models import tiny_processor, tiny_tokenizer
 
 import_shelf("prompt", "prompt_fn", "dataset", "metric")
 
@@ -33,20 +35,14 @@ import_shelf("prompt", "prompt_fn", "dataset", "metric")
 # key -> makes the files, metric, template
 PUBLIC = {
     "digits": (lambda folder: None, "exact_match", "digits"),
-    "scenes": (lambda folder: None, "rotate_qa", "vqa"),
-    "vsr": (make_vsr, "vsr", "vsr"),
-    "spatial_mm": (make_spatial_mm, "spatial_mm", "vqa"),
-    "whats_up": (make_whats_up, "whats_up", "vqa"),
-    "rotate_qa": (make_rotate, "rotate_qa", "vqa"),
-    "rotate_caption": (make_rotate, "contains", "caption"),
     "jsonl": (make_jsonl, "exact_match", "vqa"),
     "groups": (make_groups, "exact_match", "vqa"),
 }
 
 
-def _dataset(key, folder, **options):
+def _maker(key, folder):
     PUBLIC[key][0](folder)
-    return dataset_register[key](dataset_path=str(folder), **options)
+    return functools.partial(dataset_register[key], dataset_path=str(folder))
 
 
 def test_every_dataset_is_tested():
@@ -57,63 +53,24 @@ def test_every_dataset_is_tested():
 
 @pytest.mark.parametrize("key", PUBLIC)
 def test_rows_are_pictures_and_samples(key, tmp_path):
-    for split in ("train", "test"):
-        dataset = _dataset(key, tmp_path, split=split)
-        assert len(dataset) > 0
-        ids = set()
-        for row in range(min(len(dataset), 40)):
-            images, sample = dataset[row]
-            assert all(image.size for image in images)
-            assert isinstance(sample["question"], str) and isinstance(sample["answer"], str)
-            assert isinstance(dataset.describe(row), str)
-            ids.add(sample["id"])
-        assert len(ids) == min(len(dataset), 40), "ids are unique"
+    check_rows(_maker(key, tmp_path))
 
 
 @pytest.mark.parametrize("key", PUBLIC)
 def test_train_and_test_share_nothing(key, tmp_path):
-    sides = []
-    for split in ("train", "test"):
-        dataset = _dataset(key, tmp_path, split=split)
-        sides.append({dataset[row][1]["id"] for row in range(len(dataset))})
-    if key != "jsonl":  # there the files say what is what
-        assert not sides[0] & sides[1]
-    again = _dataset(key, tmp_path, split="test")
-    assert sides[1] == {again[row][1]["id"] for row in range(len(again))}
+    check_splits(_maker(key, tmp_path), by_files=key == "jsonl")
 
 
 @pytest.mark.parametrize("key", PUBLIC)
 def test_the_right_answer_is_right(key, tmp_path):
-    _, metric, _ = PUBLIC[key]
-    dataset = _dataset(key, tmp_path, split="train")
-    samples = [dataset[row][1] for row in range(min(len(dataset), 40))]
-    predictions = [{"prediction": sample["answer"]} for sample in samples]
-    result = metric_register[metric](predictions, samples)
-    assert result["score"] == 1.0
-    grouped = sorted(i for rows in result["groups"].values() for i in rows)
-    assert grouped == list(range(len(samples)))
+    check_right_answers(_maker(key, tmp_path), metric_register[PUBLIC[key][1]])
 
 
 @pytest.mark.parametrize("key", PUBLIC)
 @pytest.mark.parametrize("prompt_fn", ["fill", "chat"])
 def test_every_dataset_makes_a_micro_batch(key, prompt_fn, tmp_path):
-    dataset = _dataset(key, tmp_path, split="train")
-    processor = tiny_processor("internvl")
-    batch = collate_fn_register["sft"](
-        [dataset[0], dataset[1]],
-        prompt=prompt_register[PUBLIC[key][2]],
-        prompt_fn=prompt_fn_register[prompt_fn],
-        image_token=image_token_register["auto"],
-        processor=processor,
-        pad_token_id=0,
-        max_token_num=500,
-        stage=0,
-        num_stages=2,
-    )
-    assert batch["labels"].shape == batch["input_ids"].shape
-    for row, labels in enumerate(batch["labels"]):
-        learnt = processor.tokenizer.decode(labels[labels != -100], skip_special_tokens=True)
-        assert learnt.strip() == dataset[row][1]["answer"]
+    prompt = prompt_register[PUBLIC[key][2]]
+    check_micro_batch(_maker(key, tmp_path), prompt=prompt, prompt_fn=prompt_fn)
 
 
 @pytest.mark.parametrize("key", sorted(prompt_register))
@@ -176,58 +133,6 @@ def test_digits_look_like_their_source():
         pixels = list(images[0].convert("L").tobytes())
         expected = [round(value * 255 / 16) for value in source.images[number].ravel()]
         assert pixels == expected
-
-
-def test_vsr_splits_and_words(tmp_path):
-    dataset = _dataset("vsr", tmp_path, split="test", split_type="zeroshot", answers="yes_no")
-    sample = dataset[1][1]
-    assert sample["caption"] == "The dog is left of the zeroshot test cat."
-    assert (sample["answer"], sample["label"], sample["group"]) == ("yes", 1, "left of")
-    assert dataset[0][1]["answer"] == "no"
-    assert sample["source"].endswith("zeroshot/test.jsonl:2")
-    assert sample["groups"] == {"relation": "left of", "category": "projective"}
-    assert len(_dataset("vsr", tmp_path, split="dev")) == 4
-
-
-def test_spatial_mm_keeps_pictures_together_and_can_hold_out_all(tmp_path):
-    whole = _dataset("spatial_mm", tmp_path, split="test", test_size=1.0)
-    assert len(whole) == 10
-    sample = whole[1][1]
-    assert sample["choices"] == ["left", "top left"] and sample["answer_index"] == 1
-    assert sample["group"] == "one_obj: in the picture"
-    assert sample["groups"] == {
-        "subset": "one_obj", "perspective": "in the picture", "task": "place",
-        "relation": "top left",
-    }  # fmt: skip
-    assert whole[0][1]["group"] == "one_obj: camera"
-    hop = _dataset("spatial_mm", tmp_path, split="test", subset="multihop", test_size=1.0)
-    assert hop[0][1]["answer"] == "pink" and "choices" not in hop[0][1]
-
-
-def test_whats_up_does_not_give_the_answer_away(tmp_path):
-    dataset = _dataset("whats_up", tmp_path, split="test", test_size=1.0)
-    samples = [dataset[row][1] for row in range(len(dataset))]
-    assert len({sample["answer_index"] for sample in samples}) > 1, "not always the first"
-    assert all(s["choices"][s["answer_index"]] == s["caption"] for s in samples)
-    assert {sample["group"] for sample in samples} == {"left", "right", "on", "under"}
-    coco = _dataset("whats_up", tmp_path, split="test", subset="coco_one", test_size=1.0)
-    assert coco[0][0][0].size == (20, 30)
-
-
-def test_whats_up_keeps_pairs_of_objects_together(tmp_path):
-    sides = []
-    for split in ("train", "test"):
-        dataset = _dataset("whats_up", tmp_path, split=split, test_size=4)
-        sides.append({dataset[row][1]["caption"].split()[1] for row in range(len(dataset))})
-    assert sides[0] | sides[1] == {"mug", "book", "cap"} and not sides[0] & sides[1]
-
-
-def test_rotated_pictures(tmp_path):
-    dataset = _dataset("rotate_qa", tmp_path, split="train", rotate_images=True)
-    for row in range(len(dataset)):
-        images, sample = dataset[row]
-        upright = sample["rotation"] in (0, 180)
-        assert images[0].size == ((20, 30) if upright else (30, 20))
 
 
 def test_jsonl_files_fields_and_splits(tmp_path):
@@ -300,10 +205,6 @@ def test_bad_line_17_is_named(tmp_path, line, reason):
 def test_missing_files_are_named(tmp_path):
     with pytest.raises(UserError, match="no such file or folder"):
         dataset_register["jsonl"](dataset_path=str(tmp_path / "nothing.jsonl"))
-    with pytest.raises(UserError, match="dataset vsr was expected"):
-        dataset_register["vsr"](dataset_path=None)
-    with pytest.raises(UserError, match=r"random/train.jsonl.*lies in"):
-        dataset_register["vsr"](dataset_path=str(tmp_path))
     file = tmp_path / "rows.jsonl"
     write_lines(file, [{"question": "q", "answer": "a", "image": "gone.png"}] * 20)
     dataset = dataset_register["jsonl"](dataset_path=str(file))

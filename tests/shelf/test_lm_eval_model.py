@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.errors import UserError
 from stageline.inference.decoding.request import Failed
 from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.whole_engine import WholeEngine
 
 for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):  # lm_eval imports what reads them

@@ -11,7 +11,6 @@ import torch
 
 from commands.stages import AnsweringModel
 from register import import_shelf
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.text.processor import load_processor, save_processor
 from stageline.errors import UserError
 from stageline.inference.decoding.chain import LocalChain
@@ -20,6 +19,7 @@ from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.inference.generation import stop_ids_of
 from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.tiny_models import tiny_tokenizer
 
 for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):  # read when lm_eval is imported
     os.environ.setdefault(name, "1")

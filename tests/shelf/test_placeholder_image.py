@@ -6,7 +6,6 @@ from transformers import PretrainedConfig
 
 from loss_fn import sft
 from pp_models import class_of_key
-from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config
 from stageline.checkpoint.init import init_split_model
 from stageline.pipeline.runner import PipelineRunner
 from stageline.stages.example_batch import example_pictures
@@ -14,6 +13,7 @@ from stageline.training.replicas import Replicas, ShardedReplicas, bit_sum
 from stageline.training.step import TrainStep
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_batches import tiny_micro_batches
+from tests.helpers.tiny_models import VISION_LANGUAGE, tiny_config
 
 CPU = torch.device("cpu")
 MODES = {

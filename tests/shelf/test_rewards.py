@@ -70,18 +70,6 @@ def test_what_answers_are_worth(key):
         assert found[0].tolist() == list(answers.values()), (options, sample)
 
 
-def test_views_of_a_scene_have_to_agree():
-    samples = [
-        {"contrast_group": "s", "id": view, "answer": answer, "question": "Where?"}
-        for view, answer in (("plain", "left"), ("mirrored", "right"))
-        for _ in range(2)
-    ]
-    samples.append({"contrast_group": "t", "id": "alone", "answer": "left"})
-    texts = ["left", "It is on the left.", "right", "left", "left"]
-    found = Rewards([reward("spatial_consistency")])([""] * 5, texts, samples)[0].tolist()
-    assert found[:4] == [1, 0, 1, 0] and found[4] != found[4]
-
-
 def test_a_judge_elsewhere_is_asked():
     asked = []
 
@@ -224,7 +212,7 @@ def test_a_row_without_an_answer_is_named():
 
 
 def test_every_shipped_reward_is_seen_here():
-    others = {"spatial_consistency", "remote"}
+    others = {"remote"}
     others |= {"reward_model"}  # tests/unit/test_reward_model.py
     assert set(reward_register) == {*CASES, *others}
 

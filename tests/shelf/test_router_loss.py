@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from pp_models import CausalLMStage, VisionLanguageStage
 from register import train_model_register
-from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.errors import UserError
 from stageline.modules.lora import wrap_linear
 from stageline.stages.packing import RouterLoss
 from tests.helpers.tiny_batches import tiny_micro_batches
+from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
 COEFFICIENT = 0.5  # far above what is usual, so that the loss weighs in every gradient
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}

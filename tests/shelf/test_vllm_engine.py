@@ -5,7 +5,6 @@ import sys
 import pytest
 import torch
 
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.text.processor import save_processor
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import UserError
@@ -13,6 +12,7 @@ from stageline.inference.decoding.request import Failed, Request, Sampling, Scor
 from stageline.inference.vllm_engine import VllmEngine, open_vllm
 from tests.helpers import fake_vllm
 from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.whole_engine import WholeEngine
 
 

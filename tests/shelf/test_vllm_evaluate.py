@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.text.processor import save_processor
 from tests.helpers import fake_vllm
 from tests.helpers.forked_entry import run_entry
 from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.tiny_models import tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = ("Which digit is this?", "Is the statement true?")

@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import adapter_fields
 from pp_models import CausalLMStage, class_of_key
-from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config
 from stageline.checkpoint.adapter import attach_adapter, read_adapter, read_adapter_config
 from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.layout import verify
@@ -21,6 +20,7 @@ from stageline.errors import UserError
 from stageline.modules.lora import lora_stacks, merge_lora
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
+from tests.helpers.tiny_models import VISION_LANGUAGE, tiny_config
 
 FAMILIES = ("llama", "gpt2", "gpt_neox", "phi3", "mixtral", *VISION_LANGUAGE)
 

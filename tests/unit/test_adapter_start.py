@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from commands.export import make_stages
 from models.builders import auto
 from pp_models import CausalLMStage
-from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.checkpoint.adapter import read_adapter
 from stageline.checkpoint.adapter_start import Adapters
 from stageline.checkpoint.load import load_split_model
@@ -18,6 +17,7 @@ from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
 from stageline.modules.lora import lora_stacks
 from tests.helpers.exports import export_folder
+from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
 IDS = torch.arange(12).reshape(2, 6) + 3
 # name -> settings of peft; ranks, alphas, layers and kinds of their own

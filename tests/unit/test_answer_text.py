@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.inference.decoding.answer import AnswerText
+from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
 
 SMOLLM2 = Path(__file__).parents[2] / ".cache" / "smollm2"

@@ -5,11 +5,11 @@ import torch
 from transformers import PretrainedConfig
 
 from pp_models import CausalLMStage, StageModel, class_of_key
-from stageline.checking.tiny_models import tiny_config, tiny_mllama_config
 from stageline.checkpoint.init import init_split_model
 from stageline.errors import UserError
 from stageline.pipeline.live_bytes import tensor_bytes
 from tests.helpers.tiny_batches import tiny_micro_batches
+from tests.helpers.tiny_models import tiny_config, tiny_mllama_config
 
 SHAPES = [(2, 14), (1, 64), (3, 7)]
 

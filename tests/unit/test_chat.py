@@ -3,9 +3,9 @@
 import pytest
 
 from prompt_fn import chat
-from stageline.checking.tiny_models import CHATML, tiny_tokenizer
 from stageline.data.text.encode import TextEncoder, encode_rendered
 from stageline.errors import DataError, UserError
+from tests.helpers.tiny_models import CHATML, tiny_tokenizer
 from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
 
 QA = "[QUESTION]\n[ANSWER]"

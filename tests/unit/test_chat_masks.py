@@ -6,7 +6,6 @@ import pytest
 from PIL import Image
 
 from prompt_fn import auto, chat
-from stageline.checking.tiny_models import tiny_processor, tiny_tokenizer
 from stageline.data.batches.batch import encode_sample, render_sample
 from stageline.data.rows.conversations import WEIGHTS
 from stageline.data.text import chat_template
@@ -14,6 +13,7 @@ from stageline.data.text.chat_template import ChatTemplate
 from stageline.data.text.encode import encode_rendered
 from stageline.errors import DataError, UserError
 from tests.helpers.chat_templates import MARKED, format_tokenizer
+from tests.helpers.tiny_models import tiny_processor, tiny_tokenizer
 
 TURNS = [
     {"role": "system", "content": "Be brief."},

@@ -10,10 +10,10 @@ import pytest
 from PIL import Image, ImageDraw
 
 from prompt_fn import auto, chat
-from stageline.checking.tiny_models import tiny_processor
 from stageline.errors import UserError
 from stageline.inference.decoding.request import Request
 from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.tiny_models import tiny_processor
 from tests.helpers.written_answers import HOSTILE, RICH, shown
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

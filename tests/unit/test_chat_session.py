@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from register import import_shelf, prompt_fn_register
-from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.errors import UserError
 from stageline.inference.dialogue import Dialogue, LocalModel
 from tests.helpers.small_run import ForkedRun, Job
 from tests.helpers.tiny_checkpoints import auto_class
+from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
 import_shelf("prompt_fn")
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks import chat_masks
 from prompt_fn import chat
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.text.encode import TextEncoder, encode_rendered
 from stageline.errors import UserError
 from tests.helpers.chat_samples import (  # fmt: skip
@@ -24,6 +23,7 @@ from tests.helpers.chat_samples import (  # fmt: skip
     say,
 )
 from tests.helpers.chat_templates import FORMATS, QWEN, format_tokenizer
+from tests.helpers.tiny_models import tiny_tokenizer
 
 
 def dumps(value, **options):

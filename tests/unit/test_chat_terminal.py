@@ -15,13 +15,13 @@ from options.fields import OptionError
 from parse_args import parse_chat_args
 from prompt_fn import auto, chat
 from register import import_shelf
-from stageline.checking.tiny_models import tiny_config, tiny_processor
 from stageline.data.rows.converters import make_converter
 from stageline.errors import RemoteError, UserError
 from stageline.inference.dialogue import Dialogue, LocalModel, Server, read_message, server_url
 from stageline.inference.remote import Endpoint
 from tests.helpers.chat_server import ChatServer, images_of, question_of
 from tests.helpers.small_run import ForkedRun
+from tests.helpers.tiny_models import tiny_config, tiny_processor
 
 pytest.importorskip("openai")
 import_shelf("models", "prompt_fn")

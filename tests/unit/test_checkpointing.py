@@ -12,7 +12,6 @@ from torch.distributed.fsdp import fully_shard
 
 from loss_fn import sft
 from pp_models import class_of_key
-from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 from stageline.checkpoint.init import init_split_model
 from stageline.errors import UserError
 from stageline.modules.recompute import (
@@ -27,6 +26,7 @@ from stageline.modules.recompute import (
 from stageline.pipeline.live_bytes import PeakBytes
 from tests.helpers.split_backward import plain_backward, split_backward
 from tests.helpers.tiny_batches import tiny_micro_batches
+from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 
 FAMILIES = DECODERS + VISION_LANGUAGE
 # names of dropouts differ by family; a family takes those it knows

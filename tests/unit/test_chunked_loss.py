@@ -13,7 +13,6 @@ from commands.train_data import check_token_sum
 from loss_fn import sft
 from options.parts import ChosenPart, chosen_part
 from pp_models import class_of_key
-from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, VOCAB_SIZE, tiny_config
 from stageline.errors import UserError
 from stageline.family_configs import family_config
 from stageline.modules import chunked_loss
@@ -23,6 +22,7 @@ from stageline.modules.policy_loss import PolicyOptions, policy_loss, token_log_
 from stageline.shrink import shrink_config
 from tests.helpers.split_backward import plain_backward, split_backward
 from tests.helpers.tiny_batches import tiny_micro_batches
+from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, VOCAB_SIZE, tiny_config
 
 FAMILIES = DECODERS + VISION_LANGUAGE
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6}

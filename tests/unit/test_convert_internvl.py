@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
 
-from stageline.checking.tiny_models import SPECIAL_TOKENS, tiny_tokenizer
-from stageline.checkpoint.convert import convert_internvl
 from stageline.checkpoint.plain_model import load_plain
 from stageline.data.text.processor import load_processor
 from stageline.errors import CheckpointError, UserError
 from stageline.model_folder import load_config
+from tests.helpers.tiny_models import SPECIAL_TOKENS, tiny_tokenizer
+from tools.convert_internvl import convert_internvl
 
 IMAGE_TOKENS = ("<IMG_CONTEXT>", "<img>", "</img>", "<|end|>")
 VISION = {
@@ -332,7 +332,7 @@ def test_wrong_sizes_and_names_are_named(tmp_path):
 
 def test_the_old_folder_names_the_way(tmp_path):
     make_old(tmp_path / "old", "internlm2")
-    with pytest.raises(UserError, match="convert_internvl.sh"):
+    with pytest.raises(UserError, match="convert_internvl.py"):
         load_config(tmp_path / "old")
 
 

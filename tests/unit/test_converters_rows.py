@@ -8,12 +8,12 @@ import pytest
 from PIL import Image
 
 from prompt_fn import chat
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.images.image_files import ImageFolders
 from stageline.data.images.videos import frame_places, read_frames
 from stageline.data.rows.json_lines import JsonLines
 from stageline.errors import DataError, UserError
 from tests.helpers.tiny_datasets import picture, write_lines
+from tests.helpers.tiny_models import tiny_tokenizer
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 USER, BOT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from stageline import chaos
-from stageline.chaos import VARIABLE
 from stageline.corpus.build import build_corpus
 from stageline.corpus.corpus_files import Corpus
 from stageline.corpus.pool import WorkerDied
 from stageline.corpus.writer import GrowingFile
 from stageline.errors import DataError, UserError
+from tests.helpers import faults
 from tests.helpers.byte_cutter import REFUSED, ByteCutter
 from tests.helpers.peak_memory import peak_rise
 
@@ -57,8 +56,8 @@ def in_child(fault, files, prefix, **kwargs):
     """Builds in a forked process with a fault, a journal a chunk; returns how it ended."""
 
     def run():
-        os.environ[VARIABLE] = fault
-        chaos.arm()
+        os.environ[faults.VARIABLE] = fault
+        faults.arm()
         build(files, prefix, **{"seconds_a_journal": 0.0} | kwargs)
 
     child = get_context("fork").Process(target=run)
@@ -170,7 +169,7 @@ def test_killed_from_outside_with_its_workers(inputs, whole, tmp_path):
         "    make_cutter=functools.partial(ByteCutter, 32, 'f'), chunk_bytes=8000,\n"
         "    seconds_a_journal=0.0, progress=False)\n"
     )
-    environment = {**os.environ, VARIABLE: "at=corpus_chunk,do=sleep,value=60,count=10"}
+    environment = {**os.environ, **faults.environment("at=corpus_chunk,do=sleep,value=60,count=10")}
     run = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment)
     journal = Path(f"{prefix}.journal")
     until(lambda: journal.exists() and json.loads(journal.read_text())["progress"]["part"] >= 9)
@@ -201,36 +200,27 @@ def until(is_true):
     raise AssertionError("it did not come")
 
 
-def test_a_killed_worker_is_told_and_the_build_goes_on(inputs, whole, tmp_path, monkeypatch):
+def test_a_killed_worker_is_told_and_the_build_goes_on(inputs, whole, tmp_path):
     prefix = tmp_path / "corpus"
-    monkeypatch.setenv(VARIABLE, "at=corpus_worker,do=sigkill,count=9")
-    chaos.arm()
-    try:
+    with faults.armed("at=corpus_worker,do=sigkill,count=9"):
         with pytest.raises(WorkerDied, match="run the same command again") as caught:
             build(inputs, prefix, num_workers=2)
-    finally:
-        monkeypatch.delenv(VARIABLE)
-        chaos.arm()
     assert caught.value.exit_code == 9
     assert build(inputs, prefix).num_bytes_before > 0
     assert files_of(prefix) == files_of(whole[0])
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_ctrl_c_keeps_what_is_built(num_workers, inputs, whole, tmp_path, monkeypatch):
+def test_ctrl_c_keeps_what_is_built(num_workers, inputs, whole, tmp_path):
     prefix = tmp_path / "corpus"
-    monkeypatch.setenv(VARIABLE, "at=corpus_chunk,do=sigint,count=12")
-    chaos.arm()
     # what was started in the background of a shell ignores the signal
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), faults.armed("at=corpus_chunk,do=sigint,count=12"):
             # no journal by the clock: it is written because of the interruption
             build(inputs, prefix, num_workers=num_workers, seconds_a_journal=9e9)
     finally:
         signal.signal(signal.SIGINT, before)
-        monkeypatch.delenv(VARIABLE)
-        chaos.arm()
     assert build(inputs, prefix).num_bytes_before > 0
     assert files_of(prefix) == files_of(whole[0])
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from stageline import chaos
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.corpus.build import build_corpus
 from stageline.corpus.corpus_files import Corpus
 from stageline.corpus.cut import DocumentCutter
 from stageline.corpus.encoder import load_encoder
 from stageline.corpus.header import CutRules
 from stageline.corpus.sentences import auto
+from tests.helpers import faults
+from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,8 +54,8 @@ def build(file, prefix, folder, num_workers):
 
 
 def _killed(fault, *args):
-    os.environ[chaos.VARIABLE] = fault
-    chaos.arm()
+    os.environ[faults.VARIABLE] = fault
+    faults.arm()
     build(*args)
 
 

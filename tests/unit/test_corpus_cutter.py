@@ -8,12 +8,12 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.corpus.cut import CutCounts, DocumentCutter, join_lines
 from stageline.corpus.encoder import load_encoder
 from stageline.corpus.header import BEGINS, ENDS, HAS_BOS, HAS_EOS, CutRules
 from stageline.corpus.sentences import auto, english
 from stageline.errors import UserError
+from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,13 +15,13 @@ from options.fields import OptionError, check_together
 from options.parts import chosen_part
 from options.train import RunConfig
 from register import collate_fn_register, dataset_register, import_shelf
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.corpus.header import CorpusHeader, CutRules, SegmentType, TokenizerInfo
 from stageline.corpus.run_sampler import run_sampler
 from stageline.data.batches.loader import MicroBatchLoader, example_micro_batch
 from stageline.data.batches.plain_text import CorpusRows, held_out_starts
 from stageline.errors import DataError, UserError
 from tests.helpers.tiny_corpora import documents, tiny_corpus
+from tests.helpers.tiny_models import tiny_tokenizer
 
 import_shelf()
 # segments of documents, of two types: 3 + 1 + 2 + 1 + 4 and 1 + 2 + 1

@@ -8,8 +8,6 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commands.tiny import make
-from stageline.checking.tiny_models import tiny_config
 from stageline.errors import UserError
 from stageline.inference.meta_model import (
     decode_bytes,
@@ -17,6 +15,8 @@ from stageline.inference.meta_model import (
     model_on_meta,
     stage_partition_by_bytes,
 )
+from tests.helpers.tiny_models import tiny_config
+from tools.tiny_model import make
 
 COSTS = st.lists(st.integers(0, 50), min_size=1, max_size=9)
 

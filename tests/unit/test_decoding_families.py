@@ -9,10 +9,8 @@ import torch
 import transformers
 
 import pp_models  # noqa: F401 (puts the parts on the shelf)
-from commands.tiny import make
 from register import train_model_register
 from stageline.cache_trial import cache_name
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.checkpoint.load import quiet
 from stageline.data.images.images import ImageExpander
 from stageline.data.text.rendered import Piece, Rendered
@@ -28,6 +26,8 @@ from stageline.stages.example_batch import picture_batch
 from tests.helpers.decoded_models import text_prompts
 from tests.helpers.decoding_engines import built_stages, local_engine
 from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.tiny_models import tiny_tokenizer
+from tools.tiny_model import make
 
 NUM_TOKENS, NUM_TARGETS = 6, 3
 LONGROPE = {

@@ -11,7 +11,6 @@ import torch
 
 import pp_models  # noqa: F401 (puts the parts on the shelf)
 from register import train_model_register
-from stageline.checking.tiny_models import TEXTS, tiny_tokenizer
 from stageline.checkpoint.load import quiet
 from stageline.errors import UserError
 from stageline.inference.decoding import grammars, sampler, stage_decoder
@@ -32,6 +31,7 @@ from stageline.inference.decoding.request import (
 from tests.helpers.decoded_models import text_prompts
 from tests.helpers.decoding_engines import local_engine
 from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.tiny_models import TEXTS, tiny_tokenizer
 from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
 
 pytest.importorskip("llguidance")

@@ -12,7 +12,6 @@ import transformers
 
 import pp_models  # noqa: F401 (puts the parts on the shelf)
 from register import train_model_register
-from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.load import quiet
 from stageline.inference.decoding.cache import GroupCache
 from stageline.inference.decoding.request import (
@@ -26,6 +25,7 @@ from stageline.inference.decoding.request import (
 from stageline.stages.causal_lm import can_be_cut
 from tests.helpers.decoded_models import decoded_text_model
 from tests.helpers.decoding_engines import built_stages, local_engine, noted_orders, pieces_read
+from tests.helpers.tiny_models import tiny_config
 
 NUM_TOKENS, PIECE = 12, 7
 LONG = 1  # the prompt of 40 tokens: six pieces

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config, tiny_mllama_config
 from stageline.inference.model_cutter import ModelCutter
 from tests.helpers.fake_devices import fake_devices
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_checkpoints import auto_class
 from tests.helpers.tiny_mllama import mllama_micro_batch
+from tests.helpers.tiny_models import VISION_LANGUAGE, tiny_config, tiny_mllama_config
 
 FAMILIES = ("llama", *VISION_LANGUAGE, "mllama")
 # their towers read sizes of images from tensors, and fake ones have no values

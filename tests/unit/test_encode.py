@@ -6,7 +6,6 @@ import numpy
 import pytest
 
 from prompt_fn import fill
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.text import limit
 from stageline.data.text.encode import (
     Encoded,
@@ -19,6 +18,7 @@ from stageline.data.text.encode import (
 from stageline.data.text.limit import limit_length
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError
+from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
 
 PROMPT = "Question: [QUESTION]\nAnswer: [ANSWER]"

@@ -13,12 +13,12 @@ import dataset as parts
 from commands.train import SHELF, pipeline
 from prompt_fn import fill, none
 from register import import_shelf
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.batches import collate as bodies
 from stageline.data.batches import step_maker
 from stageline.data.batches.collate_part import CollatePart, as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.training.replicas import LargestOfReplicas
+from tests.helpers.tiny_models import tiny_tokenizer
 
 import_shelf(*SHELF)
 assert pipeline  # importing it registered the engine

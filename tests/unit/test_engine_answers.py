@@ -1,9 +1,9 @@
 """The answers of an engine to rendered prompts: each has a seed of its own."""
 
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.inference.decoding.request import Finished, Sampling
 from stageline.inference.generation import engine_answers
+from tests.helpers.tiny_models import tiny_tokenizer
 
 
 class Recorder:

@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 import pp_models  # noqa: F401 - puts the parts that make_stages looks for on the shelf
 from commands.export import make_stages, stage_key
 from pp_models import CausalLMStage
-from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config, tiny_processor
 from stageline.checkpoint.check_export import ExportError
 from stageline.checkpoint.host_memory import available_memory
 from stageline.checkpoint.layout import MANIFEST
@@ -20,6 +19,7 @@ from stageline.data.text.processor import save_processor
 from stageline.errors import CheckpointError, UserError
 from tests.helpers.exports import export_alone, export_folder
 from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
+from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config, tiny_processor
 
 
 def spoil(change):

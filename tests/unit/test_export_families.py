@@ -17,12 +17,12 @@ import pp_models  # noqa: F401 - puts the parts that make_stages looks for on th
 from commands.export import make_stages
 from pp_models import CausalLMStage, VisionLanguageStage
 from register import train_model_register
-from stageline.checking.tiny_models import DECODERS, IMAGE_TOKEN_ID, VISION_LANGUAGE, VOCAB_SIZE
 from stageline.checkpoint.files import tensor_names
 from stageline.checkpoint.save import save_split_model
 from tests.helpers.exports import export_folder
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
+from tests.helpers.tiny_models import DECODERS, IMAGE_TOKEN_ID, VISION_LANGUAGE, VOCAB_SIZE
 
 FAMILIES = DECODERS + VISION_LANGUAGE
 ADDED_ROWS = 9

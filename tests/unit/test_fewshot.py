@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from prompt_fn import chat, fill
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.text.encode import encode_rendered
 from stageline.errors import UserError
 from stageline.evaluation.predictions import FewShot
 from tests.helpers.small_run import ForkedRun, Job
+from tests.helpers.tiny_models import tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [(None, {"id": str(i), "question": f"{i}?", "answer": str(i)}) for i in range(20)]

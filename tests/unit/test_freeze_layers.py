@@ -9,7 +9,6 @@ from options.model import method_arguments
 from parse_args import parse_train_args
 from pp_models import CausalLMStage, VisionLanguageStage
 from register import ALL_REGISTERS
-from stageline.checking.tiny_models import VISION_LANGUAGE
 from stageline.errors import UserError
 from stageline.family_configs import family_config
 from stageline.modules.methods import FreezeRule, Methods
@@ -19,6 +18,7 @@ from stageline.stages.base import WeightSource, fill_stage
 from tests.helpers.chain import run_chain
 from tests.helpers.tiny_batches import count_targets, tiny_micro_batches
 from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.tiny_models import VISION_LANGUAGE
 
 DTYPE = torch.float64
 # the rule, and by hand what of a llama of four layers it means

@@ -5,10 +5,10 @@ import torch
 from transformers import GenerationConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from stageline.cache_trial import cache_name
-from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.inference.generation import encode_prompts, generate
 from tests.helpers.tiny_checkpoints import auto_class
+from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
 TEXTS = ("Which digit is this?", "true", "What digit do you see? Answer: 7 or not 7, and why")
 

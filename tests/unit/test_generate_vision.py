@@ -11,11 +11,11 @@ from PIL import Image
 
 from models import builders, devices, generate
 from prompt_fn import auto, chat
-from stageline.checking.tiny_models import VISION_LANGUAGE
 from stageline.data.batches.batch import render_sample
 from stageline.data.text.processor import get_tokenizer, save_processor
 from stageline.inference.model_cutter import ModelCutter
 from tests.helpers.pictured_prompts import picture, tiny_parts
+from tests.helpers.tiny_models import VISION_LANGUAGE
 
 FAMILIES = (*VISION_LANGUAGE, "mllama")
 NEW_TOKENS = 10

@@ -11,7 +11,6 @@ from torch.utils.data import Subset
 from dataset import sft
 from prompt_fn import fill, none
 from register import dataset_register
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.batches.collate_part import CollatePart, EncodedSample
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.batches.sampler import (
@@ -24,6 +23,7 @@ from stageline.data.batches.sampler import (
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.errors import DataError, UserError
 from tests.helpers.tiny_datasets import group_row, write_json, write_lines
+from tests.helpers.tiny_models import tiny_tokenizer
 
 SIZE = 3
 

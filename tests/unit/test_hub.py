@@ -308,7 +308,7 @@ def test_a_model_with_code_of_its_own_is_named_with_its_twin(here):
     config = {"model_type": "internvl_chat", "auto_map": {"AutoModel": "m.InternVLChatModel"}}
     here.add("org/InternVL", {"config.json": json.dumps(config).encode()})
     folder = local_folder("org/InternVL")
-    refused(lambda: load_config(folder), "Take org/InternVL-hf", "convert_internvl.sh")
+    refused(lambda: load_config(folder), "Take org/InternVL-hf", "convert_internvl.py")
 
 
 # -- what goes wrong ---------------------------------------------------------------------------

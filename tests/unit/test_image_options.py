@@ -15,12 +15,6 @@ from options.fields import OptionError
 from options.train import RunConfig
 from parse_args import parse_evaluate_args
 from register import import_shelf
-from stageline.checking.tiny_models import (
-    IMAGE_TOKEN_ID,
-    PROCESSOR_FAMILIES,
-    tiny_processor,
-    tiny_tokenizer,
-)
 from stageline.data.batches.batch import encode_sample
 from stageline.data.batches.preflight import preflight
 from stageline.data.images.image_files import ImageFolders
@@ -30,6 +24,12 @@ from stageline.data.images.tiling import Tiling, apply_tiling, match_config, pre
 from stageline.data.text.processor import load_processor, save_processor
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError, UserError
+from tests.helpers.tiny_models import (
+    IMAGE_TOKEN_ID,
+    PROCESSOR_FAMILIES,
+    tiny_processor,
+    tiny_tokenizer,
+)
 
 import_shelf("models", "prompt", "prompt_fn", "dataset", "metric")
 

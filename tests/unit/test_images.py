@@ -8,12 +8,12 @@ import torch
 from PIL import Image
 
 from prompt_fn import auto, chat, fill
-from stageline.checking.tiny_models import PROCESSOR_FAMILIES, tiny_processor
 from stageline.data.batches.batch import add_image_inputs, encode_sample, pad_rows, render_sample
 from stageline.data.batches.collate import collate_packed_sft, collate_sft
 from stageline.data.text.processor import load_processor, save_processor
 from stageline.data.text.rendered import Piece, Rendered, plain_image_text
 from stageline.errors import DataError, UserError
+from tests.helpers.tiny_models import PROCESSOR_FAMILIES, tiny_processor
 
 PROMPT = "[IMAGE]\n[QUESTION]\nAnswer: [ANSWER]"
 # width, height of each row's images: several, none, wide and high ones

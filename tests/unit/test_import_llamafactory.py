@@ -1,4 +1,4 @@
-"""`stageline import-llamafactory`: every key of their example files has an option or a reason.
+"""`tools/import_llamafactory.py`: every key of their example files has an option or a reason.
 
 tests/samples/llamafactory_keys.json holds each key of the YAMLs in their examples/ folder (commit
 of November 2026) with the values that it has there.
@@ -15,13 +15,13 @@ import yaml
 
 from commands import option_names
 from commands import train as train_pp  # noqa: F401 - its engines
-from commands.import_llamafactory import ROWS, TABLE, config_text, convert, row_of
 from options import memory
 from options.command_line import read_options
 from parse_args import parse_chat_args, parse_evaluate_args, parse_train_args
 from register import import_shelf
 from stageline.errors import UserError
 from tests.helpers.forked_entry import run_entry
+from tools.import_llamafactory import ROWS, TABLE, config_text, convert, row_of
 
 import_shelf()
 ROOT = Path(__file__).resolve().parents[2]
@@ -270,7 +270,7 @@ def test_a_key_without_a_row_is_told():
 
 
 def run(folder, *words):
-    return run_entry(["-m", "stageline", "import-llamafactory", *words], cwd=folder)
+    return run_entry([ROOT / "tools/import_llamafactory.py", *words], cwd=folder)
 
 
 def test_the_command_writes_a_config_and_a_register(tmp_path):

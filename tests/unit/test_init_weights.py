@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from pp_models import StageModel, class_of_key
-from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 from stageline.checkpoint import init
 from stageline.checkpoint.init import init_split_model
 from stageline.errors import UserError
 from stageline.modules.stage_names import names_on_disk
 from tests.helpers.tiny_checkpoints import auto_class
+from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 
 
 def start(family, *, stage=0, num_stages=1, tied=False, seed=3, **kwargs):

@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM
 from metric import answer_likelihood, choice_accuracy, text_perplexity
 from models.generate import generate
 from models.likelihood import loglikelihood, perplexity
-from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError, UserError
 from stageline.inference.decoding.request import Failed, Finished, Scored
 from stageline.inference.generation import continuation_row, first_token, windows
+from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
 
 TOKENIZERS = {

@@ -7,7 +7,6 @@ import pytest
 
 from dataset import contrastive, sft
 from prompt_fn import auto, chat, fill
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.batches.collate import collate_sft
 from stageline.data.batches.preflight import preflight
 from stageline.data.text import limit
@@ -15,6 +14,7 @@ from stageline.data.text.encode import Encoded, encode_rendered
 from stageline.data.text.limit import limit_length, share_budget, share_places
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError
+from tests.helpers.tiny_models import tiny_tokenizer
 
 # of LLaMA-Factory's infer_seqlen, (prompt, answer, room) -> (prompt, answer)
 GOLDENS = {

@@ -9,12 +9,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from pp_models import CausalLMStage
-from stageline.checkpoint.expand import expand_blocks, places_of
 from stageline.errors import UserError
 from stageline.modules.methods import FreezeRule, Methods
 from stageline.stages.base import WeightSource, fill_stage
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
+from tools.expand_blocks import expand_blocks, places_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = (
@@ -78,7 +78,7 @@ def test_the_script_expands_and_says_how_to_train(tmp_path, monkeypatch, capsys)
     tiny_whole("llama", tmp_path / "old")
     words = [str(tmp_path / "old"), str(tmp_path / "new"), "--num-expand", "4"]
     monkeypatch.setattr(sys, "argv", ["expand_blocks.py", *words])
-    runpy.run_path(str(ROOT / "scripts" / "expand_blocks.py"))["main"]()
+    runpy.run_path(str(ROOT / "tools" / "expand_blocks.py"))["main"]()
     assert "--use-llama-pro --freeze-trainable-layers 4" in capsys.readouterr().out
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "new")
     assert made.config.num_hidden_layers == 8

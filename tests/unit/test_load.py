@@ -11,13 +11,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pp_models import CausalLMStage, StageModel, VisionLanguageStage
-from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.shards import disk_state
 from stageline.errors import NonFiniteError, UserError
 from stageline.modules.stage_names import names_on_disk
 from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE
 
 
 def build(folder, *, stage=0, num_stages=1, dtype=torch.float32, **kwargs):

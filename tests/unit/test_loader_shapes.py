@@ -10,13 +10,13 @@ from commands.train_data import epoch_steps, left_over_rows
 from dataset import sft
 from options.train import RunConfig
 from prompt_fn import fill, none
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.batches.collate_part import CollatePart, as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.batches.step_maker import padding_argument
 from stageline.errors import UserError
 from stageline.pipeline.schedules import make_schedule
 from stageline.training.evaluation import evaluate
+from tests.helpers.tiny_models import tiny_tokenizer
 
 MAX_TOKENS = 48
 

@@ -7,10 +7,10 @@ from PIL import Image
 
 from dataset import contrastive, sft
 from prompt_fn import auto, chat, fill, none
-from stageline.checking.tiny_models import tiny_processor, tiny_tokenizer
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.data.text.template import MarkedWords
 from stageline.errors import DataError, UserError
+from tests.helpers.tiny_models import tiny_processor, tiny_tokenizer
 from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
 
 TOKENIZERS = {

@@ -10,7 +10,6 @@ import pp_models  # noqa: F401 - puts the parts on the shelf
 from commands.export import make_stages
 from pp_models import CrossAttentionStage
 from register import train_model_register
-from stageline.checking.tiny_models import tiny_mllama_config, tiny_mllama_processor
 from stageline.checkpoint.check_export import ExportError
 from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.save import save_split_model
@@ -22,6 +21,7 @@ from stageline.stages.packing import check_packing
 from tests.helpers.exports import export_folder
 from tests.helpers.tiny_checkpoints import tiny_whole
 from tests.helpers.tiny_mllama import mllama_micro_batch
+from tests.helpers.tiny_models import tiny_mllama_config, tiny_mllama_processor
 
 # width, height of each row's images: one to four tiles, two behind each other, none
 SIZES = (((20, 30),), (), ((64, 16), (16, 16), (16, 64)), ((40, 90), (10, 10)))

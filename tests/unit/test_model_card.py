@@ -13,7 +13,6 @@ from transformers import AutoConfig
 from commands import train as train_pp  # noqa: F401 - registers the engine that config.yaml names
 from parse_args import parse_train_args
 from register import import_shelf
-from stageline.checking.tiny_models import tiny_config, tiny_processor, tiny_tokenizer
 from stageline.checkpoint.export_files import (
     ModelFacts,
     RunFacts,
@@ -25,6 +24,7 @@ from stageline.checkpoint.layout import FORMAT_VERSION, content_sum
 from stageline.checkpoint.plain_folder import export_folder
 from stageline.data.text.processor import save_processor
 from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.tiny_models import tiny_config, tiny_processor, tiny_tokenizer
 
 OPTIONS = {
     "train-model": "llama",

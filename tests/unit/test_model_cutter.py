@@ -6,15 +6,15 @@ import pytest
 import torch
 import transformers
 
-from stageline.checking.tiny_models import (
+from stageline.inference.meta_model import layers_path
+from stageline.inference.model_cutter import ModelCutter, layer_counts, layer_devices
+from tests.helpers.tiny_checkpoints import auto_class
+from tests.helpers.tiny_models import (
     DECODERS,
     VISION_LANGUAGE,
     tiny_config,
     tiny_mllama_config,
 )
-from stageline.inference.meta_model import layers_path
-from stageline.inference.model_cutter import ModelCutter, layer_counts, layer_devices
-from tests.helpers.tiny_checkpoints import auto_class
 
 RATIOS = (0.0, 0.25, 0.5, 1.0, 1.5, 3.0)
 BY_BYTES = None

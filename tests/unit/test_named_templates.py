@@ -15,7 +15,6 @@ from transformers import (
 from benchmarks import chat_masks
 from commands.answer_run import prepare_texts
 from prompt_fn import chat
-from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.checkpoint.plain_folder import export_folder
 from stageline.data.text.chat import turn_ends
 from stageline.data.text.chat_template import ChatTemplate, fitting_templates, use_template
@@ -24,6 +23,7 @@ from stageline.inference.generation import stop_ids_of, stop_token_ids
 from tests.helpers.chat_samples import SAMPLES, row, say
 from tests.helpers.chat_templates import BASE, FORMATS, format_tokenizer
 from tests.helpers.small_run import OPTIONS, Job
+from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
 TEMPLATES = Path(__file__).parents[2] / "stageline" / "data" / "text" / "templates"
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))

@@ -8,7 +8,6 @@ import torch
 from transformers import AutoConfig
 
 from pp_models import CausalLMStage, VisionLanguageStage
-from stageline.checking.tiny_models import VISION_LANGUAGE, VOCAB_SIZE
 from stageline.checkpoint.adapter import attach_adapter, read_adapter
 from stageline.checkpoint.plain_model import load_plain, load_with_peft
 from stageline.checkpoint.save import save_split_model
@@ -19,6 +18,7 @@ from stageline.stages.base import WeightSource, fill_stage
 from stageline.training.optimizers import optimizer_groups
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
+from tests.helpers.tiny_models import VISION_LANGUAGE, VOCAB_SIZE
 
 IDS = (40, VOCAB_SIZE, VOCAB_SIZE + 1)  # one in an unused row, two beyond the last
 PIECES = ((9, 10), (11,), (12, 13, 12))

@@ -2,12 +2,12 @@
 
 import pytest
 
-from stageline.checking.tiny_models import tiny_processor, tiny_tokenizer
 from stageline.data.text.encode import TextEncoder, encode_rendered
 from stageline.data.text.processor import get_tokenizer, load_processor, save_processor
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.data.text.tokenizers import add_new_tokens
 from stageline.errors import UserError
+from tests.helpers.tiny_models import tiny_processor, tiny_tokenizer
 from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
 
 TEXTS = ("<left>", "<o'clock, 3>")

@@ -9,19 +9,19 @@ from transformers import AutoConfig
 
 from loss_fn import sft
 from pp_models import class_of_key
-from stageline.checking.tiny_models import (
-    DECODERS,
-    IMAGE_TOKEN_ID,
-    VISION_LANGUAGE,
-    VOCAB_SIZE,
-    tiny_config,
-)
 from stageline.checkpoint.load import load_split_model
 from stageline.data.batches.batch import count_samples, pack_rows
 from stageline.data.text.encode import Encoded
 from stageline.errors import UserError
 from tests.helpers.tiny_batches import FIRST_TEXT_ID, count_targets, tiny_micro_batches
 from tests.helpers.tiny_checkpoints import auto_class
+from tests.helpers.tiny_models import (
+    DECODERS,
+    IMAGE_TOKEN_ID,
+    VISION_LANGUAGE,
+    VOCAB_SIZE,
+    tiny_config,
+)
 
 # longer than the sliding window of 8, one token, padding; those above 8 hold a picture, where the
 # family knows any: more pictures than rows

@@ -7,12 +7,12 @@ import transformers
 from pp_models import CausalLMStage, VisionLanguageStage, class_of_key
 from register import train_model_register
 from stageline.checking.proof import SplitToProve, prove_packing
-from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 from stageline.checkpoint.init import init_split_model
 from stageline.errors import UserError
 from stageline.family_configs import family_config
 from stageline.shrink import layer_period, shrink_config
 from stageline.stages.packing import check_packing
+from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 

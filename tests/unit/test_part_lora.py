@@ -8,7 +8,6 @@ import torch
 from transformers import AutoConfig
 
 from pp_models import CausalLMStage, VisionLanguageStage, class_of_key
-from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
@@ -16,6 +15,7 @@ from stageline.modules.lora import lora_stacks, merge_lora
 from stageline.modules.part_lora import lora_of_parts
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
+from tests.helpers.tiny_models import tiny_config
 
 PARTS = {
     **{"vit_lora_num": 1, "mlp_lora_num": 1, "llm_lora_num": 1},

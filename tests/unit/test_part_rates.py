@@ -7,10 +7,10 @@ import torch
 
 from optimizer import adamw, cosine
 from pp_models import VisionLanguageStage
-from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.init import init_split_model
 from stageline.training.optimizers import LR_SCALE, optimizer_groups, set_learning_rate
 from tests.helpers.tiny_batches import tiny_micro_batches
+from tests.helpers.tiny_models import tiny_config
 
 RATES = {"vit": 0.002, "mlp": 0.03, "llm": 0.01, "lm_head": 0.0}
 BASE = 0.01

@@ -9,8 +9,8 @@ from options.fields import handed_to
 from options.model import learning_rate_scales
 from parse_args import parse_train_args
 from register import ALL_REGISTERS
-from stageline.checking.tiny_models import tiny_config
 from stageline.errors import UserError
+from tests.helpers.tiny_models import tiny_config
 
 TRAIN = (
     "--dataset rows --prompt p --prompt-fn fill --image-token none --train-model tiny "

@@ -9,7 +9,6 @@ from accelerate.utils import compute_module_sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 from stageline.errors import UserError
 from stageline.inference.meta_model import layers_path, model_on_meta
 from stageline.inference.model_bytes import LayerBytes, Load, ModelBytes, measure_model
@@ -21,6 +20,7 @@ from stageline.inference.model_cutter import (
     format_table,
     place,
 )
+from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 
 SIZE = st.integers(0, 40)
 LAYER = st.builds(LayerBytes, st.integers(1, 40), SIZE, SIZE, SIZE)

@@ -9,7 +9,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from loss_fn import sft
 from pp_models import CausalLMStage, class_of_key
-from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config
 from stageline.data.batches.loader import example_micro_batch
 from stageline.errors import UserError
 from stageline.pipeline.live_bytes import PeakBytes
@@ -29,6 +28,7 @@ from stageline.planner.planner import Planner, format_plan, probe_optimizer
 from stageline.planner.simulate import expect
 from tests.helpers.tiny_batches import drop_pixels, tiny_micro_batches
 from tests.helpers.tiny_checkpoints import auto_class
+from tests.helpers.tiny_models import VISION_LANGUAGE, tiny_config
 
 CPU = torch.device("cpu")
 

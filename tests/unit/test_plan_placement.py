@@ -16,12 +16,12 @@ from models.devices import make_device_map, plan
 from options.answer import device_memory
 from options.fields import OptionError
 from parse_args import parse_chat_args, parse_infer_args
-from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.errors import UserError
 from stageline.inference.model_bytes import Load
 from stageline.inference.model_cutter import Wanted
 from tests.helpers.fake_devices import fake_accelerators
 from tests.helpers.forked_entry import run_entry
+from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1024**3

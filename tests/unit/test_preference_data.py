@@ -9,13 +9,13 @@ from PIL import Image
 import dataset as parts
 from prompt_fn import auto, chat, fill
 from prompt_fn import none as no_image
-from stageline.checking.tiny_models import tiny_processor, tiny_tokenizer
 from stageline.data.batches.batch import count_samples
 from stageline.data.batches.check_batch import CheckedCollate
 from stageline.data.batches.preference import WithOthers
 from stageline.data.batches.preflight import preflight
 from stageline.data.batches.step_maker import StepMaker
 from stageline.errors import DataError
+from tests.helpers.tiny_models import tiny_processor, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 COMMON = {

@@ -4,11 +4,11 @@ import pytest
 from PIL import Image
 
 from prompt_fn import auto, fill
-from stageline.checking.tiny_models import tiny_processor, tiny_tokenizer
 from stageline.data.batches.preflight import check_vocabulary, preflight
 from stageline.data.rows.bad_rows import BadRows
 from stageline.data.text.processor import get_pad_token_id, load_processor
 from stageline.errors import DataError, UserError
+from tests.helpers.tiny_models import tiny_processor, tiny_tokenizer
 
 
 class Rows:

@@ -9,10 +9,10 @@ import torch
 
 from dataset import sft
 from prompt_fn import chat, none
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.batches.preview import Shown, bracket, paint, preview, split, use_colour
 from tests.helpers.small_run import Job
+from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
 
 

@@ -9,11 +9,11 @@ from transformers import CONFIG_MAPPING
 from pp_models import CausalLMStage, VisionLanguageStage
 from stageline.checking import proof
 from stageline.checking.proof import SplitToProve, prove_split
-from stageline.checking.tiny_models import tiny_config
 from stageline.checkpoint.layout import Ranks
 from stageline.errors import UserError
 from stageline.family_configs import family_config
 from stageline.modules.pass_through import PassThrough
+from tests.helpers.tiny_models import tiny_config
 
 ALONE = Ranks.of(None)
 

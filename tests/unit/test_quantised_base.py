@@ -7,7 +7,6 @@ import torch
 import transformers
 
 from models import builders, devices
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.errors import UserError
 from stageline.inference.meta_model import model_on_meta, quantization_settings
 from stageline.inference.model_bytes import Load, Stored, measure_model, stored_of
@@ -19,6 +18,7 @@ from stageline.modules.quantised import (
     num_weights,
     quantise_layers,
 )
+from tests.helpers.tiny_models import tiny_tokenizer
 
 KINDS = ("nf4", "int8")
 

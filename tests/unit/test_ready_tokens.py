@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM
 
 from loss_fn import sft
 from register import collate_fn_register, import_shelf
-from stageline.checking.tiny_models import tiny_config
 from stageline.data.batches.check_batch import CheckedCollate
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.text import limit
 from stageline.errors import DataError
 from tests.helpers.tiny_batches import count_targets
+from tests.helpers.tiny_models import tiny_config
 
 import_shelf()
 PAD = 0

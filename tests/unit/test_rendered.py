@@ -80,7 +80,7 @@ def test_choices_are_written_as_lines():
 
 
 def test_images_without_an_image_token_are_refused():
-    from stageline.checking.tiny_models import tiny_tokenizer
+    from tests.helpers.tiny_models import tiny_tokenizer
 
     rendered = fill({"question": "q", "answer": "a", "num_images": 1}, "[IMAGE][QUESTION][ANSWER]")
     with pytest.raises(UserError, match="no image token"):

@@ -8,12 +8,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from commands.train_vocabulary import add_tokens, rows_option
 from pp_models import CausalLMStage
-from stageline.checking.tiny_models import VOCAB_SIZE, tiny_tokenizer
 from stageline.checkpoint.save import save_split_model
 from stageline.data.text.tokenizers import NewTokens, with_rowless
 from stageline.modules.new_rows import NewRows
 from stageline.stages.base import WeightSource, fill_stage
 from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.tiny_models import VOCAB_SIZE, tiny_tokenizer
 
 WIDTH = 16
 IDS = (VOCAB_SIZE, VOCAB_SIZE + 1, VOCAB_SIZE + 2)

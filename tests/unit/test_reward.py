@@ -14,7 +14,6 @@ from parse_args import parse_train_args
 from pp_models import RewardStage
 from prompt_fn import chat, none
 from register import collate_fn_register, engine_register, import_shelf, restored_registers
-from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.load import CheckpointMismatch
 from stageline.data.batches.batch import count_samples
@@ -24,6 +23,7 @@ from stageline.data.batches.preflight import preflight
 from stageline.errors import DataError, UserError
 from stageline.modules.losses import count_reward_pairs, pair_rewards
 from tests.helpers.shelf_losses import shelf_loss
+from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
 import_shelf()
 

@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from options.parts import chosen_part
 from register import import_shelf
-from stageline.checking.tiny_models import tiny_config, tiny_processor, tiny_tokenizer
 from stageline.errors import CheckpointError, UserError
 from stageline.training import reward_model
 from stageline.training.rewards import Reward, Rewards
+from tests.helpers.tiny_models import tiny_config, tiny_processor, tiny_tokenizer
 
 import_shelf()
 QUESTION = {"question": "What digit do you see?", "id": "a"}

@@ -8,7 +8,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from commands.stages import AnsweringModel
 from models.builders import auto
 from pp_models import CausalLMStage, VisionLanguageStage
-from stageline.checking.tiny_models import tiny_config, tiny_tokenizer
 from stageline.checkpoint.plain_folder import export_folder
 from stageline.checkpoint.plain_model import load_plain
 from stageline.checkpoint.save import save_split_model
@@ -18,6 +17,7 @@ from stageline.pipeline.runner import LocalStages
 from stageline.stages.base import WeightSource, fill_stage
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
 KINDS = ("linear", "dynamic", "yarn", "llama3")
 LENGTH = 150  # the tiny models have 64 positions: a factor of 3

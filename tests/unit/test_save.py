@@ -11,7 +11,6 @@ from torch import nn
 from transformers import AutoConfig
 
 from pp_models import CausalLMStage, StageModel, class_of_key
-from stageline.checking.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 from stageline.checkpoint.files import tensor_names, weight_files
 from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.layout import (
@@ -27,6 +26,7 @@ from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.shards import split_state
 from stageline.errors import CheckpointError, UserError
 from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
+from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 
 
 def load_stages(family, folder, num_stages, **kwargs):

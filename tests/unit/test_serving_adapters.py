@@ -18,7 +18,6 @@ from options.serve import named_adapters
 from parse_args import parse_serve_args
 from prompt_fn import auto, fill
 from register import import_shelf, train_model_register
-from stageline.checking.tiny_models import VISION_LANGUAGE
 from stageline.checkpoint.adapter_start import attach_beside
 from stageline.errors import UserError
 from stageline.inference.decoding.request import Request, Sampling, Scored, ScoreRequest
@@ -27,6 +26,7 @@ from tests.helpers.decoding_engines import built_stages, local_engine, noted_ord
 from tests.helpers.pictured_prompts import pictured_prompts
 from tests.helpers.served_model import NUM_TOKENS, ServedModel, wait_for_url
 from tests.helpers.small_run import ForkedRun
+from tests.helpers.tiny_models import VISION_LANGUAGE
 
 import_shelf("prompt_fn")
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,6 @@ import torch
 
 from prompt_fn import auto, chat
 from register import import_shelf
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.text.processor import save_processor
 from stageline.inference.decoding import stage_decoder
 from stageline.inference.decoding import stage_decoder as scores
@@ -30,6 +29,7 @@ from stageline.serving.errors import of_engine
 from stageline.serving.service import TokenTexts
 from tests.helpers.served import served
 from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.tiny_models import tiny_tokenizer
 
 pytest.importorskip("fastapi")
 from commands.stages import AnsweringModel  # noqa: E402

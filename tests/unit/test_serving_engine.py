@@ -18,10 +18,10 @@ from commands import serve
 from commands.decode_run import open_decoding
 from parse_args import parse_serve_args
 from register import import_shelf
-from stageline.checking.tiny_models import tiny_processor
 from stageline.data.text.processor import save_processor
 from stageline.serving.app import http_server, make_app
 from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.tiny_models import tiny_processor
 
 import_shelf(*serve.SHELF)
 PATH = "/v1/chat/completions"

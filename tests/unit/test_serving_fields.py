@@ -9,12 +9,12 @@ import torch
 from PIL import Image
 
 from prompt_fn import auto, chat
-from stageline.checking.tiny_models import tiny_processor, tiny_tokenizer
 from stageline.data.text.chat_template import ChatTemplate
 from stageline.data.text.processor import get_tokenizer
 from tests.helpers.chat_templates import FORMATS, format_tokenizer
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.served import served
+from tests.helpers.tiny_models import tiny_processor, tiny_tokenizer
 from tests.unit.test_serving_pictures import data_url
 
 EFFORT = (

@@ -12,13 +12,13 @@ import pytest
 import pp_models  # noqa: F401 (puts the parts on the shelf)
 from prompt_fn import auto, chat
 from register import train_model_register
-from stageline.checking.tiny_models import TEXTS
 from stageline.checkpoint.load import quiet
 from stageline.serving.tool_calls import find_format
 from tests.helpers.chat_templates import FORMATS, format_tokenizer
 from tests.helpers.decoding_engines import local_engine
 from tests.helpers.served import served
 from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.tiny_models import TEXTS
 from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
 
 pytest.importorskip("llguidance")

@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 
 from prompt_fn import auto, chat
-from stageline.checking.tiny_models import tiny_processor
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.served import served
+from tests.helpers.tiny_models import tiny_processor
 
 
 def data_url(size=(20, 30), kind="PNG", colour="red") -> str:

@@ -11,7 +11,6 @@ from commands.train import SHELF, pipeline
 from commands.train_data import check_data
 from parse_args import parse_train_args
 from register import import_shelf
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.batches.preflight import preflight
 from stageline.data.rows import stream as streams
@@ -19,6 +18,7 @@ from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.data.rows.sets import Sets
 from stageline.errors import DataError, UserError
 from tests.helpers.small_run import Job
+from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.tiny_sets import asked, write_chat
 
 import_shelf(*SHELF)

@@ -7,7 +7,6 @@ import torch
 import transformers
 from torch import nn
 
-from stageline.checking.tiny_models import DECODERS, VOCAB_SIZE, tiny_config
 from stageline.streaming.engine import RoundPipe
 from stageline.streaming.lanes import Lane
 from stageline.streaming.plan import Plan
@@ -15,6 +14,7 @@ from stageline.streaming.presets import NoPresetError, sequential_of
 from stageline.streaming.run_config import RoundPipeRunConfig
 from tests.helpers.late_queues import late_lanes
 from tests.helpers.tiny_batches import join_micro_batches, tiny_micro_batches
+from tests.helpers.tiny_models import DECODERS, VOCAB_SIZE, tiny_config
 
 MIXTURES = ("mixtral", "qwen3_moe")
 ROWS, PARTS = 6, 3

@@ -17,7 +17,6 @@ from loss_fn import sft
 from options.train import RunConfig
 from pp_models import CausalLMStage, stage_class_of
 from prompt_fn import auto, fill
-from stageline.checking.tiny_models import VISION_LANGUAGE, tiny_config, tiny_processor
 from stageline.checkpoint.load import load_split_model
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
@@ -31,6 +30,7 @@ from stageline.training.precision import MasterWeights
 from stageline.training.step import TrainStep
 from tests.helpers.late_queues import late_lanes
 from tests.helpers.tiny_batches import tiny_micro_batches
+from tests.helpers.tiny_models import VISION_LANGUAGE, tiny_config, tiny_processor
 from tests.helpers.tiny_vision_batches import vision_micro_batches
 
 NUM_STAGES = 4

@@ -11,7 +11,6 @@ import transformers
 from torch import nn
 
 import stageline.streaming as roundpipe
-from stageline.checking.tiny_models import tiny_config
 from stageline.streaming import (
     AutoRoundPipe,
     RoundPipe,
@@ -22,6 +21,7 @@ from stageline.streaming.lanes import Lane
 from tests.helpers.late_queues import late_lanes
 from tests.helpers.tiny_batches import join_micro_batches, tiny_micro_batches
 from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.tiny_models import tiny_config
 
 LINEAR = 4 * (8 * 8 + 8)  # bytes of a Linear(8, 8)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from prompt_fn import chat
-from stageline.checking.tiny_models import tiny_tokenizer
 from stageline.errors import UserError
 from tests.helpers.chat_samples import WEATHER, answer_of, call, row, say
 from tests.helpers.chat_templates import MISTRAL, format_tokenizer
+from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
 
 NINE = re.compile('"(?:id|call_id)": "([A-Za-z0-9]{9})"')

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader
 
-from stageline import chaos
 from stageline.data.batches.batch import MicroBatch
 from stageline.data.batches.sampler import (
     StepSampler,
@@ -223,7 +222,6 @@ class _Shares:
 
 
 def _as_it_is(step: Any) -> Any:
-    chaos.point("loader")  # where it is loaded: here, or in a helper
     return step
 
 

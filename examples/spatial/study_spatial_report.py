@@ -25,9 +25,9 @@ import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Picture
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from register import import_shelf, metric_register
+from examples.spatial.metrics import rotate_qa
 from stageline.errors import UserError
 from stageline.evaluation.predictions import newest_records
 from stageline.evaluation.report import write_report
@@ -36,7 +36,6 @@ from stageline.plotting.pictures import save_figure
 from stageline.run_records import read_log
 from stageline.tables import markdown_table
 
-METRIC = "rotate_qa"
 COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:purple")
 NUM_DRAWS = 2000
 ALL = "all"
@@ -452,7 +451,7 @@ def read_run(folder: Path) -> Run:
     """Scores of one run, from its predictions: the metric is computed again."""
     records = read_predictions(folder)
     samples = [record["sample"] for record in records]
-    scores = metric_register[METRIC](records, samples)["per_sample"]
+    scores = rotate_qa(records, samples)["per_sample"]
     names = [record["id"] for record in records]
     consistent: dict[str, float] = {}
     if "contrast_group" in samples[0]:
@@ -500,7 +499,6 @@ def describe(folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def main(target: str) -> None:
-    import_shelf("metric")
     folder = Path(target)
     folders = run_folders(folder)
     study = Study([read_run(path) for path in folders])

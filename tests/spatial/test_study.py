@@ -13,8 +13,7 @@ import numpy
 import pytest
 from PIL import Image
 
-from register import import_shelf
-from scripts.study_spatial_report import (
+from examples.spatial.study_spatial_report import (
     ALL,
     CONSISTENT,
     Run,
@@ -141,7 +140,6 @@ def test_views_of_a_scene_are_judged_alone_and_together(tmp_path):
         left = [{**line, "settings": "old", "prediction": "behind"} for line in lines]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in left + lines)
         (folder / "evaluation/predictions.jsonl").write_text(text)
-    import_shelf("metric")
     runs = [read_run(tmp_path / arm / "seed-0") for arm in ("sft", "grpo")]
     assert runs[0].scores == {"a": 1, "b": 0.5} and runs[0].consistent == {"a": 1, "b": 0}
     study = Study(runs)
@@ -290,7 +288,7 @@ def commands_of(tmp_path, *options, script="study_spatial.sh", **environment):
     mine = {"STAGELINE_VENV": str(venv), "STUDY_DIR": str(tmp_path / "study"), **environment}
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / script), *options],
+        ["bash", str(ROOT / "examples/spatial" / script), *options],
         env={**kept, **mine}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     return done, [json.loads(line) for line in notes.read_text().splitlines()]
@@ -390,7 +388,7 @@ def run_all(commands):
         if name == "make_scenes_model.py":
             words[0] = words[0].removesuffix(".tmp")
         is_entry = not name.startswith(("make", "study"))
-        program = ROOT / name if is_entry else ROOT / "scripts" / name
+        program = ROOT / name if is_entry else ROOT / "examples/spatial" / name
         ranks = 2 if name == "train_pp.py" else 1
         done = ForkedRun([str(program), *words], ranks=ranks).wait(120)
         assert done.code == 0, done.out + done.err

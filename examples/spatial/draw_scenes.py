@@ -10,9 +10,9 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from stageline.tasks.scenes import Scenes
+from examples.spatial.scenes import Scenes
 
 
 def export_scenes(scenes: Scenes, folder: str | Path, *, split: str) -> None:

@@ -1,4 +1,6 @@
-"""`stageline tiny`: a folder whose parts fit each other, for families with and without pictures."""
+"""tools/tiny_model.py: a folder whose parts fit each other, with images or without."""
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +11,11 @@ from stageline.data.text.processor import get_tokenizer, load_processor
 from tests.helpers.forked_entry import run_entry
 from tests.helpers.small_run import Job
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def tiny(family, folder):
-    return run_entry(["-m", "stageline", "tiny", family, folder])
+    return run_entry([ROOT / "tools/tiny_model.py", family, folder])
 
 
 @pytest.mark.parametrize("family", ["qwen3", "granite", "olmo2", "internvl", "qwen2_5_vl"])

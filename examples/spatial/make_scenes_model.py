@@ -13,12 +13,12 @@ import torch
 import transformers
 from tokenizers import Regex, pre_tokenizers
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from examples.spatial.scene_questions import ANSWERS
+from examples.spatial.scenes import GROUND, Scenes
 from scripts.make_digits_model import train_internvl_tokenizer
 from stageline.data.text.processor import compose_processor, save_processor
-from stageline.tasks.scene_questions import ANSWERS
-from stageline.tasks.scenes import GROUND, Scenes
 
 # a word with the space before it, a mark, or a line break
 WORD = r" ?[\w']+|[^\w\s]|\s"

@@ -1,12 +1,15 @@
-"""Adds layers to a checkpoint that change nothing yet: LLaMA-Pro (Wu et al., arXiv 2401.02415).
+"""Add layers to a checkpoint that change nothing yet: LLaMA-Pro (Wu et al., arXiv 2401.02415).
 
+`python tools/expand_blocks.py SmolLM2-135M SmolLM2-135M-pro --num-expand 6`.
 Behind each group of layers comes a copy of its last one, whose output matrices are zero: what it
 adds to the hidden states is zero, and the model computes what it did. Trained alone
-(`use_llama_pro`), the copies learn while all that was there stays. File by file, without a model.
+(`--use-llama-pro`), the copies learn while all that was there stays. File by file, without a model.
 """
 
+import argparse
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,15 @@ import torch
 from transformers import PretrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from stageline.checkpoint.export_files import copy_side_files
 from stageline.checkpoint.files import ADAPTER_CONFIG, find_checkpoint, weight_files
 from stageline.checkpoint.layout import new_folder
 from stageline.checkpoint.shards import rewrite_weights
+from stageline.distributed.failure import run_entry
 from stageline.errors import UserError
+from stageline.hub import local_folder
 from stageline.model_folder import load_config
 
 # last matrices of attention and of the feed-forward part, by the names that families give them
@@ -40,7 +47,7 @@ def expand_blocks(source: str | Path, target: str | Path, *, num_expand: int) ->
     if (folder / ADAPTER_CONFIG).exists():
         raise UserError(
             f"{folder} is an adapter, a model folder was expected: layers are copied. Merge it "
-            "first (export.sh `merge`)."
+            "first (export.sh --merge)."
         )
     config = load_config(folder)
     total = config.get_text_config(decoder=True).num_hidden_layers
@@ -61,7 +68,7 @@ def places_of(total: int, num_expand: int) -> Places:
     """What each layer of the new model is made of."""
     if num_expand < 1 or total % num_expand:
         raise UserError(
-            f"`num_expand` {num_expand} came for a model of {total} layers; a number that divides "
+            f"--num-expand {num_expand} came for a model of {total} layers; a number that divides "
             f"{total} was expected: one layer is added behind each group of equal size. Choose one."
         )
     stride = total // num_expand
@@ -155,3 +162,24 @@ def _new_tensors(
         copy = torch.zeros_like(value) if is_output else value.clone()
         made[f"{path}.{new}.{rest}"] = copy if is_copy else value
     return made
+
+
+def main() -> None:
+    """Read the command line, and expand."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("old", type=Path, help="a model folder or hub name")
+    parser.add_argument("new", type=Path, help="a new folder")
+    parser.add_argument(
+        "--num-expand", type=int, required=True, help="layers to add; it divides those there are"
+    )
+    options = parser.parse_args()
+    old = local_folder(options.old, option="OLD")
+    made = expand_blocks(old, options.new, num_expand=options.num_expand)
+    print(
+        f"expanded {options.old} to {made}; train its new layers alone with "
+        f"--use-llama-pro --freeze-trainable-layers {options.num_expand}"
+    )
+
+
+if __name__ == "__main__":
+    run_entry(main)

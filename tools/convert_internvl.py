@@ -1,13 +1,16 @@
-"""Makes a native folder of an InternVL2 checkpoint of the remote-code class, file by file.
+"""Make a native folder of an InternVL2 checkpoint of the remote-code class, file by file.
 
+`python tools/convert_internvl.py InternVL2-8B InternVL2-8B-native`.
 Names, configuration and the two fused matrices of InternVLChatModel (`model_type` "internvl_chat"),
 with which InternVL2, 2.5 and 3 were first published, become those of the library's class. Source:
 the class's own code (github.com/OpenGVLab/InternVL). No code of the old folder runs.
 """
 
+import argparse
 import json
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,11 +27,15 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from stageline.checkpoint.files import find_checkpoint, misfits, other_shape, weight_files
 from stageline.checkpoint.layout import new_folder
 from stageline.checkpoint.shards import rewrite_weights
 from stageline.data.text.processor import compose_processor, save_processor
+from stageline.distributed.failure import run_entry
 from stageline.errors import CheckpointError, UserError
+from stageline.hub import local_folder
 from stageline.model_folder import find_folder, read_json
 
 OLD_TYPE = "internvl_chat"
@@ -407,3 +414,19 @@ def _write_processor(
     GenerationConfig(
         eos_token_id=sorted(ends), pad_token_id=tokenizer.pad_token_id
     ).save_pretrained(draft)
+
+
+def main() -> None:
+    """Read the command line, and convert."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "old", type=Path, help="folder or hub name of InternVL2-*, InternVL2_5-*, InternVL3-*"
+    )
+    parser.add_argument("new", type=Path, help="a new folder")
+    options = parser.parse_args()
+    made = convert_internvl(local_folder(options.old, option="OLD"), options.new)
+    print(f"converted {options.old} to {made}")
+
+
+if __name__ == "__main__":
+    run_entry(main)

@@ -2,9 +2,9 @@
 # Does a contrastive loss help a small VLM to tell left from right? Scenes drawn on the fly, `sft`
 # against `contrastive` over 3 seeds, held-out accuracy with intervals; see docs/study_spatial.md.
 # About 12 minutes on 2 CPU cores. Stop it at any time: started again it goes on where it was.
-# Change a key below, or append options of training: bash scripts/study_spatial.sh --sim-fn cos
-source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
-source "$ROOT/scripts/_scenes.sh"
+# Change a key below, or append options of training: bash examples/spatial/study_spatial.sh --sim-fn cos
+source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/_env.sh"
+source "$ROOT/examples/spatial/_scenes.sh"
 
 SIZE="${SIZE:-small}"
 SEEDS="${SEEDS:-0 1 2}"

@@ -7,12 +7,9 @@ import math
 import numpy
 import pytest
 
-from register import dataset_register, import_shelf, metric_register
-from scripts.draw_scenes import export_scenes
-from stageline.data.batches.collate import group_numbers
-from stageline.data.rows.readers import data_fingerprint
-from stageline.errors import UserError
-from stageline.tasks.scene_questions import (
+from examples.spatial.draw_scenes import export_scenes
+from examples.spatial.metrics import rotate_qa
+from examples.spatial.scene_questions import (
     ANSWERS,
     TASKS,
     Scene,
@@ -22,10 +19,12 @@ from stageline.tasks.scene_questions import (
     side_of,
     way_of,
 )
-from stageline.tasks.scenes import COLORS, DARK, PALE, Scenes, draw_scene
-from stageline.tasks.spatial_sets import RotateQA
+from examples.spatial.scenes import COLORS, DARK, PALE, Scenes, draw_scene
+from examples.spatial.spatial_sets import RotateQA
+from stageline.data.batches.collate import group_numbers
+from stageline.data.rows.readers import data_fingerprint
+from stageline.errors import UserError
 
-import_shelf("dataset", "metric")
 SIZE = 192  # large pictures, so that places can be measured in them
 
 
@@ -293,9 +292,9 @@ def test_the_metric_takes_the_answers():
     scenes = Scenes(num_train=60)
     samples = [scenes[i][1] for i in range(60)]
     right = [{"prediction": sample["answer"]} for sample in samples]
-    assert metric_register["rotate_qa"](right, samples)["score"] == 1.0
+    assert rotate_qa(right, samples)["score"] == 1.0
     wrong = [{"prediction": samples[i - 5]["answer"]} for i in range(60)]  # of the same task
-    score = metric_register["rotate_qa"](wrong, samples)["score"]
+    score = rotate_qa(wrong, samples)["score"]
     same = sum(samples[i - 5]["answer"] == samples[i]["answer"] for i in range(60)) / 60
     assert score == pytest.approx(same)
 
@@ -333,7 +332,6 @@ def test_scenes_that_cannot_be_are_refused():
         Scenes(split="test", mirrored=True, tasks=["facing"], **alone).question(2)
 
 
-def test_it_is_on_the_shelf():
-    assert dataset_register["scenes"] is Scenes
+def test_a_row_behind_the_last_one_is_an_index_error():
     with pytest.raises(IndexError):
         Scenes(num_train=5)[5]

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from stageline.tasks.answer_text import says_nothing
-from stageline.tasks.answers import (
+from examples.spatial.answers import (
     parse_angle,
     parse_choice,
     parse_clock,
     parse_directions,
     parse_truth,
 )
+from stageline.tasks.answer_text import says_nothing
 
 ROOT = Path(__file__).resolve().parents[2]
 STATEMENT = "The dog is on the surfboard."

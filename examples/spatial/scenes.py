@@ -8,9 +8,7 @@ from typing import Any, Literal
 
 from PIL import Image, ImageDraw
 
-from stageline.data.batches.collate_part import ROLES
-from stageline.errors import UserError
-from stageline.tasks.scene_questions import (
+from examples.spatial.scene_questions import (
     TASKS,
     Question,
     Scene,
@@ -20,6 +18,8 @@ from stageline.tasks.scene_questions import (
     draw_group,
     draw_mirrored,
 )
+from stageline.data.batches.collate_part import ROLES
+from stageline.errors import UserError
 
 COLORS = {
     "red": (220, 40, 40),

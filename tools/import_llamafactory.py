@@ -1,7 +1,7 @@
-"""Writes the config file of ours that does what a LLaMA-Factory YAML does, and lists what is left.
+"""Write the config file of ours that does what a LLaMA-Factory YAML does, and list what is left.
 
-`stageline import-llamafactory FILE.yaml`. What becomes of each of their keys says the table in
-llamafactory_keys.yaml, which docs/from_llamafactory.md shows. Nothing is downloaded or loaded.
+`python tools/import_llamafactory.py FILE.yaml`. The table options/llamafactory_keys.yaml, which
+docs/from_llamafactory.md shows, says what becomes of each of their keys. Nothing is downloaded.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import fnmatch
 import json
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,18 +18,21 @@ from typing import Any
 
 import yaml
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from commands.export import make_parser as export_parser
 from options.answer import ChatConfig, EvaluateConfig
-from options.command_line import command_words
 from options.train import RunConfig
 from parse_args import CHAT_KEYS, EVALUATE_KEYS, TRAIN_KEYS
+from stageline.distributed.failure import run_entry
 from stageline.errors import UserError
 
+ROOT = Path(__file__).resolve().parents[1]
 Theirs = Mapping[str, Any]
 Ours = dict[str, Any]
 Row = Mapping[str, Any]
 TABLE: dict[str, dict[str, Row]] = yaml.safe_load(
-    Path(__file__).with_name("llamafactory_keys.yaml").read_text(encoding="utf-8")
+    (ROOT / "options" / "llamafactory_keys.yaml").read_text(encoding="utf-8")
 )
 INFO = "dataset_info.json"
 TAKEN_BY = {
@@ -458,12 +462,12 @@ def _option(name: str, value: Any) -> list[str]:
 
 def main() -> None:
     """Reads the command line, and writes the file."""
-    parser = argparse.ArgumentParser(prog="stageline import-llamafactory", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path, help="a YAML of LLaMA-Factory")
     parser.add_argument("--output", type=Path, help="a new file; default: stageline_FILE")
     parser.add_argument("--dataset-info", type=Path, help=f"default: {INFO} where FILE looks")
     parser.add_argument("--cards", type=int, default=1, help="that their run used (default: 1)")
-    given = parser.parse_args(command_words())
+    given = parser.parse_args()
     output = given.output or Path(f"stageline_{given.file.stem}.yaml")
     if output.exists():
         raise UserError(
@@ -505,3 +509,7 @@ def _info_of(file: Path, theirs: Theirs) -> Path | None:
     name = theirs.get("train_dataset") or f"{theirs.get('dataset_dir', 'data')}/{INFO}"
     places = [Path(folder, name) for folder in (Path(), *file.absolute().parents)]
     return next((place for place in places if place.is_file()), None)
+
+
+if __name__ == "__main__":
+    run_entry(main)

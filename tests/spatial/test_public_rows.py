@@ -5,10 +5,10 @@ import json
 import pytest
 from PIL import Image
 
+from examples.spatial.spatial_sets import VSR_RELATIONS
 from register import dataset_register, import_shelf
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.errors import DataError
-from stageline.tasks.spatial_sets import VSR_RELATIONS
 from tests.helpers.tiny_datasets import (
     make_rotate,
     make_spatial_mm,
@@ -19,6 +19,7 @@ from tests.helpers.tiny_datasets import (
 )
 
 import_shelf("dataset")
+pytestmark = pytest.mark.usefixtures("parts")
 
 # key -> makes the files, the file, what its third row is called
 SETS = {

@@ -16,6 +16,14 @@ from typing import Any, Literal, TypeVar
 
 from PIL import Image
 
+from examples.spatial.answers import (
+    is_clock,
+    parse_angle,
+    parse_choice,
+    parse_clock,
+    parse_directions,
+    parse_truth,
+)
 from stageline.data.rows.read_json import Row, read_rows
 from stageline.data.rows.readers import (
     RowsDataset,
@@ -26,14 +34,6 @@ from stageline.data.rows.readers import (
 )
 from stageline.errors import DataError
 from stageline.tasks.answer_text import normalize
-from stageline.tasks.answers import (
-    is_clock,
-    parse_angle,
-    parse_choice,
-    parse_clock,
-    parse_directions,
-    parse_truth,
-)
 
 Found = TypeVar("Found")
 Others = Literal["error", "allow"]  # what becomes of a relation or task that is not known

@@ -1,14 +1,17 @@
-"""Writes the folder of a tiny model: configuration, and a tokenizer or processor that fits it.
+"""Write the folder of a tiny model: configuration, and a tokenizer or processor that fits it.
 
-`stageline tiny qwen3 FOLDER`: it trains in seconds on a CPU and has all of its family's code. There
-are no weights: a run starts at random, with --config-path FOLDER.
+`python tools/tiny_model.py qwen3 FOLDER`: it trains in seconds on a CPU and has all of its family's
+code. There are no weights: a run starts at random, with --config-path FOLDER.
 """
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
-from options.command_line import command_words
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from stageline.distributed.failure import run_entry
 from stageline.errors import UserError
 
 NUM_POSITIONS = 512
@@ -17,10 +20,10 @@ NUM_LAYERS = 4
 
 def main() -> None:
     """Reads the command line, and writes the folder."""
-    parser = argparse.ArgumentParser(prog="stageline tiny", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("family", help="a model type of transformers, or a key of --train-model")
     parser.add_argument("folder", type=Path, help="a new or an empty folder")
-    given = parser.parse_args(command_words())
+    given = parser.parse_args()
     if given.folder.exists() and (not given.folder.is_dir() or any(given.folder.iterdir())):
         raise UserError(
             f"{given.folder} is there already. A new or an empty folder was expected, because "
@@ -42,7 +45,7 @@ def write(family: str, folder: Path) -> None:
 
 def make(family: str) -> tuple[Any, Any]:
     """(configuration, tokenizer or processor) of a family."""
-    from stageline.checking.tiny_models import (
+    from tests.helpers.tiny_models import (
         DECODERS,
         PROCESSOR_FAMILIES,
         VISION_LANGUAGE,
@@ -87,3 +90,7 @@ def _shrunk(family: str, tokenizer: Any, *, pictured: list[str]) -> Any:
     if hasattr(text, "vocab_size_per_layer_input"):
         text.vocab_size_per_layer_input = text.vocab_size
     return config
+
+
+if __name__ == "__main__":
+    run_entry(main)

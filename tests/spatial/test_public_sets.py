@@ -10,7 +10,7 @@ import math
 
 import pytest
 
-from register import dataset_register, import_shelf
+from examples.spatial import spatial_sets
 from tests.helpers.sample_runs import (
     SAMPLES,
     SETS,
@@ -21,7 +21,13 @@ from tests.helpers.sample_runs import (
     train,
 )
 
-import_shelf("dataset")
+CLASSES = {
+    "vsr": spatial_sets.VSR,
+    "spatial_mm": spatial_sets.SpatialMM,
+    "whats_up": spatial_sets.WhatsUp,
+    "rotate_qa": spatial_sets.RotateQA,
+    "rotate_caption": spatial_sets.RotateCaption,
+}
 
 
 def number_of(sample_id):
@@ -109,7 +115,7 @@ def model(tmp_path_factory):
 
 def held_out(name):
     key, options, _, _ = SETS[name]
-    dataset = dataset_register[key](dataset_path=str(SAMPLES / key), split="test", **options)
+    dataset = CLASSES[key](dataset_path=str(SAMPLES / key), split="test", **options)
     return [dataset[row][1]["id"] for row in range(len(dataset))]
 
 

@@ -4,10 +4,10 @@
 # rewarded where it is right, and again where both images are; `both` is `grpo` after the first half
 # of `sft`. The same scenes in the same order, held-out accuracy over three seeds; docs/grpo.md.
 # Stop it at any time: started again it goes on where it was. Change a key below, or append options
-# of the rewarded runs: bash scripts/train_grpo_scenes.sh --loss-fn.entropy_coef 0
+# of the rewarded runs: bash examples/spatial/train_grpo_scenes.sh --loss-fn.entropy_coef 0
 NUM_TEST="${NUM_TEST:-600}" # scenes, with their mirror images
-source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
-source "$ROOT/scripts/_scenes.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/_env.sh"
+source "$ROOT/examples/spatial/_scenes.sh"
 
 SEEDS="${SEEDS:-0 1 2}"
 SIZE=small

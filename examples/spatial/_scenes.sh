@@ -10,7 +10,7 @@ NUM_TEST="${NUM_TEST:-1200}"
 scenes_model() { # folder, seed: random weights, written whole or not at all
     if [ ! -d "$1" ]; then
         rm -rf "$1.tmp"
-        "$PYTHON" "$ROOT/scripts/make_scenes_model.py" "$1.tmp" "$SIZE" "$2"
+        "$PYTHON" "$ROOT/examples/spatial/make_scenes_model.py" "$1.tmp" "$SIZE" "$2"
         mv "$1.tmp" "$1"
     fi
 }
@@ -18,6 +18,7 @@ scenes_model() { # folder, seed: random weights, written whole or not at all
 scenes_train() { # run folder, weights to start from, seed, options
     "$PYTHON" "$ROOT/train_pp.py" \
         --num-stages 2 \
+        --import examples.spatial.parts \
         --train-model internvl \
         --model-path "$2" \
         --dataset scenes \
@@ -35,6 +36,7 @@ scenes_train() { # run folder, weights to start from, seed, options
 
 scenes_evaluate() { # run folder: answers to held-out scenes, by the newest checkpoint
     "$PYTHON" "$ROOT/evaluate.py" \
+        --import examples.spatial.parts \
         --builder auto \
         --model generate \
         --model-path "$(ls -d "$1"/checkpoints/step-* | sort | tail -n 1)" \
@@ -56,5 +58,5 @@ scenes_is_evaluated() { # run folder
 }
 
 scenes_report() {
-    "$PYTHON" "$ROOT/scripts/study_spatial_report.py" "$STUDY_DIR"
+    "$PYTHON" "$ROOT/examples/spatial/study_spatial_report.py" "$STUDY_DIR"
 }

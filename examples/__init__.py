@@ -1,0 +1,1 @@
+"""Jobs as YAML files, and studies whose parts come by --import."""

@@ -1,0 +1,72 @@
+"""The rewards of the study: all views of a scene, and options by the meaning of what is said."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from examples.spatial.answers import parse_choice, parse_directions
+from stageline.tasks.rewards import is_answer, is_choice, references, said
+
+Sample = Mapping[str, Any]
+
+
+def spatial_consistency(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    samples: Sequence[dict[str, Any]],
+    *,
+    view_of: str = "contrast_group",
+) -> list[float | None]:
+    """1 where the answers to all views of a scene are right: mirrored, rotated or asked anew.
+
+    Nothing for a sample without another view in the same step: keep the views of a scene together
+    by a dataset with groups (arXiv 2506.01371).
+
+    Args:
+        view_of: field that views of one scene share.
+    """
+    return agreement(completions, samples, field=view_of, is_right=is_spatially_right)
+
+
+def spatial_choice(
+    prompts: Sequence[str], completions: Sequence[str], samples: Sequence[dict[str, Any]]
+) -> list[float | None]:
+    """As choice; "upper left", "no, it is not" or "at three" name an option by what they mean."""
+    pairs = zip(completions, samples, strict=True)
+    return [float(is_choice(text, sample, read=parse_choice)) for text, sample in pairs]
+
+
+def agreement(
+    completions: Sequence[str],
+    samples: Sequence[Sample],
+    *,
+    field: str,
+    is_right: Callable[[str, Sample], bool],
+) -> list[float | None]:
+    """1 where the answers to all views of a scene are right, else 0; None of one without others.
+
+    The first answer to a view goes with the first one to each other view, and so on.
+    """
+    scenes: dict[Any, dict[Any, list[int]]] = {}
+    for place, sample in enumerate(samples):
+        scene = sample.get(field)
+        if scene is not None:
+            view = sample.get("id", sample.get("source"))
+            scenes.setdefault(scene, {}).setdefault(view, []).append(place)
+    found: list[float | None] = [None] * len(completions)
+    for views in scenes.values():
+        if len(views) < 2:
+            continue
+        for places in zip(*views.values(), strict=False):
+            agree = all(is_right(completions[place], samples[place]) for place in places)
+            for place in places:
+                found[place] = float(agree)
+    return found
+
+
+def is_spatially_right(completion: str, sample: Sample) -> bool:
+    """Whether an answer is right, or names the right directions."""
+    if is_answer(completion, sample):
+        return True
+    asked = sample.get("question")
+    directions = parse_directions(said(completion), question=asked)
+    return any(directions == parse_directions(one) for one in references(sample) if directions)

@@ -1,0 +1,151 @@
+"""The components of `--import examples.spatial.parts`: rows, splits and words of each dataset."""
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from register import (
+    ALL_REGISTERS,
+    dataset_register,
+    import_shelf,
+    metric_register,
+    prompt_register,
+)
+from stageline.errors import UserError
+from tests.helpers.dataset_checks import (
+    check_micro_batch,
+    check_right_answers,
+    check_rows,
+    check_splits,
+)
+from tests.helpers.tiny_datasets import make_rotate, make_spatial_mm, make_vsr, make_whats_up
+
+import_shelf("prompt", "prompt_fn", "dataset", "metric")
+pytestmark = pytest.mark.usefixtures("parts")
+ROOT = Path(__file__).resolve().parents[2]
+# key -> makes the files, metric, template
+SETS = {
+    "scenes": (lambda folder: None, "rotate_qa", "vqa"),
+    "vsr": (make_vsr, "vsr", "vsr"),
+    "spatial_mm": (make_spatial_mm, "spatial_mm", "vqa"),
+    "whats_up": (make_whats_up, "whats_up", "vqa"),
+    "rotate_qa": (make_rotate, "rotate_qa", "vqa"),
+    "rotate_caption": (make_rotate, "contains", "caption"),
+}
+
+
+def _maker(key, folder):
+    SETS[key][0](folder)
+    return functools.partial(dataset_register[key], dataset_path=str(folder))
+
+
+def _dataset(key, folder, **options):
+    return _maker(key, folder)(**options)
+
+
+@pytest.mark.parametrize("key", SETS)
+def test_rows_are_pictures_and_samples(key, tmp_path):
+    check_rows(_maker(key, tmp_path))
+
+
+@pytest.mark.parametrize("key", SETS)
+def test_train_and_test_share_nothing(key, tmp_path):
+    check_splits(_maker(key, tmp_path), by_files=key == "jsonl")
+
+
+@pytest.mark.parametrize("key", SETS)
+def test_the_right_answer_is_right(key, tmp_path):
+    check_right_answers(_maker(key, tmp_path), metric_register[SETS[key][1]])
+
+
+@pytest.mark.parametrize("key", SETS)
+@pytest.mark.parametrize("prompt_fn", ["fill", "chat"])
+def test_every_dataset_makes_a_micro_batch(key, prompt_fn, tmp_path):
+    prompt = prompt_register[SETS[key][2]]
+    check_micro_batch(_maker(key, tmp_path), prompt=prompt, prompt_fn=prompt_fn)
+
+
+def test_vsr_splits_and_words(tmp_path):
+    dataset = _dataset("vsr", tmp_path, split="test", split_type="zeroshot", answers="yes_no")
+    sample = dataset[1][1]
+    assert sample["caption"] == "The dog is left of the zeroshot test cat."
+    assert (sample["answer"], sample["label"], sample["group"]) == ("yes", 1, "left of")
+    assert dataset[0][1]["answer"] == "no"
+    assert sample["source"].endswith("zeroshot/test.jsonl:2")
+    assert sample["groups"] == {"relation": "left of", "category": "projective"}
+    assert len(_dataset("vsr", tmp_path, split="dev")) == 4
+
+
+def test_spatial_mm_keeps_pictures_together_and_can_hold_out_all(tmp_path):
+    whole = _dataset("spatial_mm", tmp_path, split="test", test_size=1.0)
+    assert len(whole) == 10
+    sample = whole[1][1]
+    assert sample["choices"] == ["left", "top left"] and sample["answer_index"] == 1
+    assert sample["group"] == "one_obj: in the picture"
+    assert sample["groups"] == {
+        "subset": "one_obj", "perspective": "in the picture", "task": "place",
+        "relation": "top left",
+    }  # fmt: skip
+    assert whole[0][1]["group"] == "one_obj: camera"
+    hop = _dataset("spatial_mm", tmp_path, split="test", subset="multihop", test_size=1.0)
+    assert hop[0][1]["answer"] == "pink" and "choices" not in hop[0][1]
+
+
+def test_whats_up_does_not_give_the_answer_away(tmp_path):
+    dataset = _dataset("whats_up", tmp_path, split="test", test_size=1.0)
+    samples = [dataset[row][1] for row in range(len(dataset))]
+    assert len({sample["answer_index"] for sample in samples}) > 1, "not always the first"
+    assert all(s["choices"][s["answer_index"]] == s["caption"] for s in samples)
+    assert {sample["group"] for sample in samples} == {"left", "right", "on", "under"}
+    coco = _dataset("whats_up", tmp_path, split="test", subset="coco_one", test_size=1.0)
+    assert coco[0][0][0].size == (20, 30)
+
+
+def test_whats_up_keeps_pairs_of_objects_together(tmp_path):
+    sides = []
+    for split in ("train", "test"):
+        dataset = _dataset("whats_up", tmp_path, split=split, test_size=4)
+        sides.append({dataset[row][1]["caption"].split()[1] for row in range(len(dataset))})
+    assert sides[0] | sides[1] == {"mug", "book", "cap"} and not sides[0] & sides[1]
+
+
+def test_rotated_pictures(tmp_path):
+    dataset = _dataset("rotate_qa", tmp_path, split="train", rotate_images=True)
+    for row in range(len(dataset)):
+        images, sample = dataset[row]
+        upright = sample["rotation"] in (0, 180)
+        assert images[0].size == ((20, 30) if upright else (30, 20))
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(UserError, match="dataset vsr was expected"):
+        dataset_register["vsr"](dataset_path=None)
+    with pytest.raises(UserError, match=r"random/train.jsonl.*lies in"):
+        dataset_register["vsr"](dataset_path=str(tmp_path))
+
+
+def test_a_run_gets_them_by_import_and_is_told_where_they_are():
+    words = ["train_pp.py", "--import", "examples.spatial.parts", "--list"]
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    for key in (*SETS, "spatial_consistency", "spatial_choice"):
+        assert f"  {key} " in done.stdout, key
+    assert done.stdout.count("examples/spatial/parts.py:") >= 13
+
+
+def test_every_component_of_the_folder_is_tested():
+    ours = {
+        (name, key)
+        for name, register in ALL_REGISTERS.items()
+        for key in register
+        if "examples/spatial" in register.home(key)
+    }
+    metrics = {("metric", key) for key in ("vsr", "spatial_mm", "whats_up", "rotate_qa")}
+    rewards = {("reward", "spatial_consistency"), ("reward", "spatial_choice")}
+    datasets = {("dataset", key) for key in SETS}
+    assert ours == {*datasets, *metrics, *rewards, ("prompt", "vsr")}
