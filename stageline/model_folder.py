@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import CausalLMOutput
 
 from stageline.errors import CheckpointError, UserError
@@ -186,6 +187,23 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Pretrai
 def has_trusted_code(config: object) -> bool:
     """Whether a config came with code: `load_config` lets such a one pass by the flag only."""
     return bool(getattr(config, "auto_map", None))
+
+
+def attention_kernel(config: PretrainedConfig, asked: object = None) -> Any:
+    """Return the attention kernel to build a model with; None: the one that transformers selects.
+
+    transformers 5.17 selects sdpa for Gemma 2, and sdpa ignores the soft cap of attention scores.
+
+    Raises:
+        ValueError: sdpa was requested for such a model.
+    """
+    has_cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    knows_cap = "softcap" in inspect.signature(sdpa_attention_forward).parameters
+    if not has_cap or knows_cap or asked not in (None, "sdpa"):
+        return asked
+    if asked:
+        raise ValueError("the attention sdpa ignores attn_logit_softcapping")
+    return "eager"
 
 
 def refused_build(

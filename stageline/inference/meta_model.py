@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from stageline.errors import UserError
-from stageline.model_folder import called_alike
+from stageline.model_folder import attention_kernel, called_alike
 from stageline.planner.placement import smallest_maximum
 
 
@@ -36,7 +36,9 @@ def model_on_meta(
     config: PretrainedConfig, *, dtype: torch.dtype | None = None, **options: Any
 ) -> PreTrainedModel:
     """The model of a config, without weights; `options` are those of `from_config`."""
-    given = {} if dtype is None else {"dtype": dtype}
+    given: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    if kernel := attention_kernel(config, options.pop("attn_implementation", None)):
+        given["attn_implementation"] = kernel
     with torch.device("meta"):
         return called_alike(auto_class_of(config).from_config(config, **given, **options).eval())
 
