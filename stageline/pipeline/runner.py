@@ -37,9 +37,9 @@ from stageline.pipeline.torch_stage import (
 )
 from stageline.stage import Stage
 
-# How many sends a rank may have under way: in forward-only runs, and on gloo, where a send reports
-# that it has completed only after `wait`.
-MOST_UNSENT = 2
+MOST_UNSENT = 2  # sends of a rank under way, in forward-only runs
+# the same in training on gloo, where a send reports that it has completed only after `wait`
+MOST_UNSENT_ON_GLOO = 4
 
 
 class LocalStages:
@@ -158,7 +158,7 @@ class PipelineRunner:
             )
             for model in self.local
         ]
-        self._sends = Sends(MOST_UNSENT if device.type == "cpu" else None)
+        self._sends = Sends(MOST_UNSENT_ON_GLOO if device.type == "cpu" else None)
         self.num_micro_batches = 0
         self._runtimes: dict[tuple[int, bool], PlanRuntime] = {}
 
