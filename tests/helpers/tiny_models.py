@@ -213,7 +213,9 @@ def tiny_config(family: str, *, tied: bool = False, **overrides: object) -> Pret
     config_class = getattr(transformers, made.class_name)
     text = {**TEXT, **made.text, "tie_word_embeddings": tied, **overrides}
     if made.vision is None:
-        return config_class(**text)
+        # the sdpa that transformers 5.17 selects for Gemma 2 ignores the cap of its scores
+        own = {"attn_implementation": "eager"} if family == "gemma2" else {}
+        return config_class(**text, **own)
     return config_class(
         vision_config=made.vision, text_config=text, tie_word_embeddings=tied, **made.own
     )
