@@ -61,7 +61,7 @@ class Case(NamedTuple):
 # the optimizer's thread, for gradients to arrive
 ARRIVALS = "event synchronize: stageline/streaming/lanes.py"
 # what a reference says comes from a table; of KTO's baseline the host must know the sum
-TABLE = "pageable copy to the card: stageline/pipeline/runner.py"
+TABLE = "pageable copy to the card: stageline/pipeline/torch_stage.py"
 BASELINE = f"{TABLE}|.*(training/reference|modules/losses|masking_utils).py"
 CASES = {
     "zbv recompute chunk": Case(
