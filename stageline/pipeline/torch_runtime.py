@@ -8,6 +8,7 @@ between the stages of one rank.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -146,7 +147,8 @@ def torch_schedule(
     """
     if schedule.written is not None:
         made = _PipelineScheduleRuntime(list(stages), num_micro_batches, scale_grads=False)
-        made._load_csv(schedule.name)
+        has_transfers = "SEND_" in Path(schedule.name).read_text(encoding="utf-8")
+        made._load_csv(schedule.name, "compute_comms" if has_transfers else "compute_only")
         return made
     if schedule.kind.torch_name is None:
         raise UserError(

@@ -12,6 +12,7 @@ from torch import nn
 
 from stageline.errors import UserError
 from stageline.pipeline.runner import TorchPipelineRunner
+from stageline.pipeline.schedules import make_schedule
 from tests.helpers.killing import RunFolder, last_tensors
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import Job
@@ -58,6 +59,16 @@ def test_a_killed_run_goes_on_with_the_other_engine(job, first, second):
     assert last_tensors(folder, TOTAL_STEPS) == last_tensors(
         RunFolder(job.folder / "whole"), TOTAL_STEPS
     )
+
+
+def test_a_schedule_from_a_file_is_read_by_the_loader_of_torch(job):
+    orders = make_schedule("1f1b", num_ranks=2).orders(4)
+    rows = [",".join(map(str, order)) for order in orders]
+    (job.folder / "mine.csv").write_text("\n".join(rows) + "\n")
+    words = ("--engine", "torch", "--schedule", job.folder / "mine.csv")
+    finished = job.fork("from-file", *OPTIONS, *words)
+    assert finished.code == 0, finished.err
+    assert job.losses("from-file") == job.losses("whole")
 
 
 def test_a_schedule_that_torch_has_not_is_refused(job):
