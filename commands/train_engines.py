@@ -85,7 +85,15 @@ def run_pipeline(
     ) as context:
         name_stages(schedule.stages_of(context.pp_rank))
         point = open_run_folder(plan, data, context)
-        train(place_layers(plan, data, context), data, context, point, runner_class=runner_class)
+        make_runner = functools.partial(
+            runner_class,
+            device=context.device,
+            group=context.pp_group,
+            channels=context.channels,
+            schedule=schedule,
+            seed=plan.run.seed,
+        )
+        train(place_layers(plan, data, context), data, context, point, make_runner=make_runner)
     return 0
 
 
@@ -97,7 +105,7 @@ def run_streaming(plan: RunPlan, data: Data) -> int:
         name_stages(plan.topology.schedule.stages_of(0))
         point = open_run_folder(plan, data, context)
         make_runner = functools.partial(make_streaming_runner, plan, context=context)
-        train(plan, data, context, point, make_runner=make_runner)
+        train(plan, data, context, point, make_runner=make_runner, streams=True)
     return 0
 
 
@@ -121,16 +129,16 @@ def train(
     context: DistributedContext,
     point: ResumePoint | None,
     *,
-    make_runner: Callable[[list[Stage]], Any] | None = None,
-    runner_class: type[PipelineRunner] = PipelineRunner,
+    make_runner: Callable[[list[Stage]], Any],
+    streams: bool = False,
 ) -> None:
     """Builds this rank's stages and runs the loop.
 
     Args:
-        make_runner: gets the stages and gives what runs them; None: a `runner_class`.
+        make_runner: gets the stages and gives what runs them; with `streams` from host memory.
     """
     run, schedule = plan.run, plan.topology.schedule
-    account = _open_account(run, context, streams=make_runner is not None)
+    account = _open_account(run, context, streams=streams)
     answers = plan.parts["loss_fn"].facts["samples_answers"]
     stage_builder(plan).prove(run.prove_split, ranks=Ranks.of(None), say=say, answers=answers)
     seed_everything(run.seed)
@@ -145,14 +153,6 @@ def train(
     )
     summaries = [summarize_stage(model, context) for model in models]
     replicas = join_replicas(models, context, shards=run.dp_shard)
-    make_runner = make_runner or functools.partial(
-        runner_class,
-        device=context.device,
-        group=context.pp_group,
-        channels=context.channels,
-        schedule=schedule,
-        seed=run.seed,
-    )
     runner = make_runner(models)
     folder = Path(run.output_dir)
     start = point.step if point else 0

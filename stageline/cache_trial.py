@@ -11,7 +11,8 @@ import json
 import re
 import sys
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,9 +25,8 @@ SPREAD = 0.1  # of the noise on all weights: those that start at 0 or 1 hide a s
 NAMES = ("cache", "past_key_values")  # the newest first: the library warns of what it renamed
 LENGTHS = (3, 1)  # tokens of two rows before the last one; no window of a copy is as short
 TOLERANCE = 1e-3  # of the largest number
-_FOUND: dict[str, str | None] = {}
-_ALIKE: dict[str, bool] = {}
-_MASKS: dict[str, bool] = {}
+_FOUND: dict[tuple[str, str], Any] = {}  # (trial, class and configuration) -> what it found
+T = TypeVar("T")
 _PATH = re.compile(r'"_name_or_path": "(?:[^"\\]|\\.)*"')  # where a model lies changes no answer
 
 
@@ -63,13 +63,7 @@ def cache_name(model: PreTrainedModel) -> str | None:
     Args:
         model: any one of its class and configuration, also on meta.
     """
-    key = _key(model)
-    if key not in _FOUND:
-        # a caller may measure on meta, where a default device is set
-        with warnings.catch_warnings(), torch.no_grad(), torch.device("cpu"):
-            warnings.simplefilter("ignore")
-            _FOUND[key] = _tried_name(model)
-    return _FOUND[key]
+    return _once(_tried_name, model)
 
 
 def generates_alike(model: PreTrainedModel) -> bool:
@@ -79,18 +73,7 @@ def generates_alike(model: PreTrainedModel) -> bool:
     then hands it the last token alone. Says so where it is; a model that cannot be tried is taken
     to be right.
     """
-    key = _key(model)
-    if key not in _ALIKE:
-        with warnings.catch_warnings(), torch.no_grad(), torch.device("cpu"):
-            warnings.simplefilter("ignore")
-            _ALIKE[key] = _tried_generate(model)
-        if not _ALIKE[key]:
-            print(
-                f"{type(model).__name__} answers otherwise with transformers' cache than without: "
-                "use_cache is off, and each token of an answer reads its whole row",
-                file=sys.stderr,
-            )
-    return _ALIKE[key]
+    return _once(_tried_generate, model)
 
 
 def masks_padding(model: PreTrainedModel) -> bool:
@@ -98,24 +81,32 @@ def masks_padding(model: PreTrainedModel) -> bool:
 
     Models of transformers are taken to do so; one that cannot be tried is not.
     """
-    if is_of_library(model):
-        return True
-    key = _key(model)
-    if key not in _MASKS:
+    return is_of_library(model) or _once(_tried_padding, model)
+
+
+def _once(trial: Callable[[PreTrainedModel], T], model: PreTrainedModel) -> T:
+    key = trial.__name__, _key(model)
+    if key not in _FOUND:
+        # a caller may measure on meta, where a default device is set
         with warnings.catch_warnings(), torch.no_grad(), torch.device("cpu"):
             warnings.simplefilter("ignore")
-            try:
-                copy: Any = small_copy(model)
-                copy.generation_config = GenerationConfig(pad_token_id=0)
-                ids_T = _rows(copy)[0][:-1]
-                alone, padded = (
-                    _two_steps(copy, nn.functional.pad(ids_T, (size, 0), value=3)[None], size=size)
-                    for size in (0, 2)
-                )
-                _MASKS[key] = all(map(_is_close, padded, alone))
-            except Exception:  # of any class
-                _MASKS[key] = False
-    return _MASKS[key]
+            _FOUND[key] = trial(model)
+    found: T = _FOUND[key]
+    return found
+
+
+def _tried_padding(model: PreTrainedModel) -> bool:
+    try:
+        copy: Any = small_copy(model)
+        copy.generation_config = GenerationConfig(pad_token_id=0)
+        ids_T = _rows(copy)[0][:-1]
+        alone, padded = (
+            _two_steps(copy, nn.functional.pad(ids_T, (size, 0), value=3)[None], size=size)
+            for size in (0, 2)
+        )
+        return all(map(_is_close, padded, alone))
+    except Exception:  # of any class
+        return False
 
 
 def _tried_generate(model: PreTrainedModel) -> bool:
@@ -129,8 +120,17 @@ def _tried_generate(model: PreTrainedModel) -> bool:
     try:
         found = _two_steps(copy, ids_1T, use_cache=True)
     except Exception:  # the real one would raise it, too
-        return False
-    return all(_is_close(one, whole) for one, whole in zip(found, expected, strict=True))
+        found = None
+    is_alike = found is not None and all(
+        _is_close(one, whole) for one, whole in zip(found, expected, strict=True)
+    )
+    if not is_alike:
+        print(
+            f"{type(model).__name__} answers otherwise with transformers' cache than without: "
+            "use_cache is off, and each token of an answer reads its whole row",
+            file=sys.stderr,
+        )
+    return is_alike
 
 
 def _two_steps(

@@ -189,8 +189,8 @@ def has_trusted_code(config: object) -> bool:
     return bool(getattr(config, "auto_map", None))
 
 
-def attention_kernel(config: PretrainedConfig, asked: object = None) -> Any:
-    """Return the attention kernel to build a model with; None: the one that transformers selects.
+def attention_options(config: PretrainedConfig, asked: object = None) -> dict[str, Any]:
+    """Return the `attn_implementation` to build a model with; empty: transformers selects it.
 
     transformers 5.17 selects sdpa for Gemma 2, and sdpa ignores the soft cap of attention scores.
 
@@ -199,11 +199,11 @@ def attention_kernel(config: PretrainedConfig, asked: object = None) -> Any:
     """
     has_cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     knows_cap = "softcap" in inspect.signature(sdpa_attention_forward).parameters
-    if not has_cap or knows_cap or asked not in (None, "sdpa"):
-        return asked
-    if asked:
-        raise ValueError("the attention sdpa ignores attn_logit_softcapping")
-    return "eager"
+    if has_cap and not knows_cap:
+        if asked == "sdpa":
+            raise ValueError("the attention sdpa ignores attn_logit_softcapping")
+        asked = asked or "eager"
+    return {"attn_implementation": asked} if asked else {}
 
 
 def refused_build(

@@ -47,7 +47,7 @@ from stageline.checking.reference import (
 from stageline.checking.setup import copies, copy_weights, has_images, library_class
 from stageline.checkpoint.layout import Ranks
 from stageline.errors import UserError
-from stageline.model_folder import called_alike, find_folder, load_config
+from stageline.model_folder import attention_options, called_alike, find_folder, load_config
 from stageline.pipeline.stage_passes import MicroBatch, model_inputs
 from stageline.pipeline.topology import stage_layers
 from stageline.shrink import layer_period, shrink_config
@@ -330,8 +330,7 @@ def library_model(
 ) -> nn.Module:
     """The whole cut-down copy as transformers has it, with the attention of the run."""
     told = {"trust_remote_code": split.trust_remote_code, "dtype": dtype}
-    if split.options.get("attn_implementation"):
-        told["attn_implementation"] = split.options["attn_implementation"]
+    told |= attention_options(small, split.options.get("attn_implementation"))
     model: nn.Module = called_alike(auto_class.from_config(small, **told))
     return model
 

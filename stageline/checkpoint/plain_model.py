@@ -39,7 +39,7 @@ from stageline.data.images.images import CROSS_MASK, grow_cross_mask
 from stageline.data.text.processor import get_image_processor, get_pad_token_id, load_processor
 from stageline.errors import CheckpointError, UserError
 from stageline.model_folder import (
-    attention_kernel,
+    attention_options,
     called_alike,
     has_trusted_code,
     load_config,
@@ -91,8 +91,7 @@ def load_whole(
     files = weight_files(folder)
     if is_changed:
         options = {**options, "config": config}
-    if kernel := attention_kernel(config, options.pop("attn_implementation", None)):
-        options["attn_implementation"] = kernel
+    options |= attention_options(config, options.pop("attn_implementation", None))
     if getattr(config, "quantization_config", None) is None:
         integers = integer_weights(dtypes_of(files), {"weight", "bias"})
         if integers:

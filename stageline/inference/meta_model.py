@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from stageline.errors import UserError
-from stageline.model_folder import attention_kernel, called_alike
+from stageline.model_folder import attention_options, called_alike
 from stageline.planner.placement import smallest_maximum
 
 
@@ -37,8 +37,7 @@ def model_on_meta(
 ) -> PreTrainedModel:
     """The model of a config, without weights; `options` are those of `from_config`."""
     given: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-    if kernel := attention_kernel(config, options.pop("attn_implementation", None)):
-        given["attn_implementation"] = kernel
+    given |= attention_options(config, options.pop("attn_implementation", None))
     with torch.device("meta"):
         return called_alike(auto_class_of(config).from_config(config, **given, **options).eval())
 

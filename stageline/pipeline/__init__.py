@@ -9,9 +9,8 @@ from typing import Any
 __all__ = ["StagelineStage", "step_micro_batches"]
 
 
-def __getattr__(
-    name: str,
-) -> Any:  # a module that needs only the plan does not import torch.distributed
+def __getattr__(name: str) -> Any:
+    # on demand: a module that needs only the plan does not import torch.distributed
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from stageline.pipeline import torch_stage

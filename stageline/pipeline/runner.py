@@ -26,15 +26,7 @@ from stageline.pipeline.recorder import NO_RECORDER, Recorder
 from stageline.pipeline.schedules import Schedule, make_schedule
 from stageline.pipeline.stage_passes import MicroBatch, StagePasses, Tensors
 from stageline.pipeline.torch_runtime import PlanRuntime, torch_schedule
-from stageline.pipeline.torch_stage import (
-    Channels,
-    DeviceBatches,
-    Sends,
-    StagelineStage,
-    TorchSchedule,
-    learn_flow,
-    run_micro_batches,
-)
+from stageline.pipeline.torch_stage import Channels, StagelineStage, TorchSchedule, run_step
 from stageline.stage import Stage
 
 MOST_UNSENT = 2  # sends of a rank under way, in forward-only runs
@@ -142,23 +134,13 @@ class PipelineRunner:
             schedule = make_schedule(schedule, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
         self.schedule = schedule
         self._check_placement()
-        self.flow = learn_flow(self.local.models, group)
         self.seeds = LayerSeeds(self.local, seed=seed, devices=[device])
         pairs = [pair for pair in self.schedule.pairs if self.pp_rank in pair]
         assert device.type == "cpu" or set(pairs) <= set(channels or ()), pairs
-        self.stages = [
-            StagelineStage(
-                model,
-                device,
-                group,
-                flow=self.flow,
-                saving=saving,
-                seeds=self.seeds,
-                channels=channels,
-            )
-            for model in self.local
-        ]
-        self._sends = Sends(MOST_UNSENT_ON_GLOO if device.type == "cpu" else None)
+        self.stages = StagelineStage.of(
+            self.local.models, device, group, saving=saving, seeds=self.seeds, channels=channels
+        )
+        self.flow = self.stages[0].flow
         self.num_micro_batches = 0
         self._runtimes: dict[tuple[int, bool], PlanRuntime] = {}
 
@@ -171,7 +153,7 @@ class PipelineRunner:
     @property
     def sent_bytes(self) -> int:
         """What this rank sent to others in the last step or evaluation, forward and back."""
-        return self._sends.num_bytes
+        return sum(stage.sent_bytes for stage in self.stages)
 
     @property
     def passes(self) -> dict[int, StagePasses]:
@@ -205,16 +187,19 @@ class PipelineRunner:
             The summed loss, a scalar in float32; zero where the last stage is not.
         """
         self.num_micro_batches = len(micro_batches)
-        runtime = self._runtime(self.num_micro_batches, has_backward=True)
         try:
-            losses = runtime.run(micro_batches, loss_fn, sends=self._sends, recorder=recorder)
+            losses = self._run_step(micro_batches, loss_fn, recorder)
         finally:
             self.seeds.end()
-        return self._sum(losses)
-
-    def _sum(self, losses: list[torch.Tensor]) -> torch.Tensor:
         # one by one, as a loop over micro-batches would add them
         return sum((loss.detach().float() for loss in losses), torch.zeros((), device=self.device))
+
+    def _run_step(
+        self, micro_batches: Sequence[MicroBatch], loss_fn: LossFn, recorder: Recorder
+    ) -> list[torch.Tensor]:
+        runtime = self._runtime(len(micro_batches), has_backward=True)
+        most_unsent = MOST_UNSENT_ON_GLOO if self.device.type == "cpu" else None
+        return runtime.run(micro_batches, loss_fn, most_unsent=most_unsent, recorder=recorder)
 
     @torch.no_grad()
     def evaluate(
@@ -235,13 +220,11 @@ class PipelineRunner:
             return ()
 
         was_training = self.local.training
-        most_unsent, self._sends.most_unsent = self._sends.most_unsent, MOST_UNSENT
         self.local.train(False)
         try:
             runtime = self._runtime(len(micro_batches), has_backward=False)
-            runtime.run(micro_batches, take, sends=self._sends, recorder=recorder)
+            runtime.run(micro_batches, take, most_unsent=MOST_UNSENT, recorder=recorder)
         finally:
-            self._sends.most_unsent = most_unsent
             self.local.train(was_training)
 
     def _runtime(self, num_micro_batches: int, *, has_backward: bool) -> PlanRuntime:
@@ -284,36 +267,17 @@ class TorchPipelineRunner(PipelineRunner):
         UserError: PyTorch has no class for the schedule.
     """
 
-    def __init__(self, *args: Any, channels: Channels | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, channels=channels, **kwargs)
-        self._channels = channels or {}
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._schedules: dict[int, TorchSchedule] = {}
 
-    def step(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        *,
-        loss_fn: LossFn,
-        recorder: Recorder = NO_RECORDER,
-    ) -> torch.Tensor:
-        """Run a training step; see `PipelineRunner.step`."""
-        self.num_micro_batches = len(micro_batches)
-        schedule = self._torch_schedule(self.num_micro_batches)
-        batches = DeviceBatches(micro_batches, self.device, len(self.stages))
-        for stage in self.stages:
-            stage.begin(batches, recorder, loss_of=loss_fn)
-            stage.channels = {}  # PyTorch batches sends with receives, which must share a group
-        try:
-            # between passes a rank waits in PyTorch's loop for a transfer
-            with progress.doing("a transfer of torch's schedule", is_waiting=True):
-                run_micro_batches(schedule, self.stages, self.num_micro_batches)
-            losses = [loss for stage in self.stages for loss in stage.losses]
-        finally:
-            for stage in self.stages:
-                stage.clear_runtime_states()
-                stage.channels = self._channels
-            self.seeds.end()
-        return self._sum(losses)
+    def _run_step(
+        self, micro_batches: Sequence[MicroBatch], loss_fn: LossFn, recorder: Recorder
+    ) -> list[torch.Tensor]:
+        schedule = self._torch_schedule(len(micro_batches))
+        # between passes a rank waits in PyTorch's loop for a transfer
+        with progress.doing("a transfer of torch's schedule", is_waiting=True):
+            return run_step(schedule, self.stages, micro_batches, loss_fn, recorder=recorder)
 
     def _torch_schedule(self, num_micro_batches: int) -> TorchSchedule:
         if num_micro_batches not in self._schedules:

@@ -5,14 +5,11 @@ compute action waits for the receive, so that the wait is named and timed, and p
 between the stages of one rank.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import (
     _Action,
     _ComputationType,
@@ -22,18 +19,10 @@ from torch.distributed.pipelining.schedules import (
 
 from stageline.errors import UserError
 from stageline.pipeline.plan import Action, Kind, Plan, Transfer
-from stageline.pipeline.recorder import NO_RECORDER, Recorder
+from stageline.pipeline.recorder import Recorder
 from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.stage_passes import MicroBatch
-from stageline.pipeline.torch_stage import (
-    DeviceBatches,
-    Sends,
-    StagelineStage,
-    TorchSchedule,
-    run_micro_batches,
-)
-
-_LOG = logging.getLogger(schedules.__name__)
+from stageline.pipeline.torch_stage import Sends, StagelineStage, TorchSchedule, run_step
 
 
 class PlanRuntime(_PipelineScheduleRuntime):
@@ -64,36 +53,25 @@ class PlanRuntime(_PipelineScheduleRuntime):
 
     def run(
         self,
-        batches: Sequence[MicroBatch],
+        micro_batches: Sequence[MicroBatch],
         loss_of: Callable[[Any, MicroBatch], Any],
         *,
-        sends: Sends,
-        recorder: Recorder = NO_RECORDER,
+        most_unsent: int | None,
+        recorder: Recorder,
     ) -> list[torch.Tensor]:
-        """Execute the plan.
-
-        Args:
-            loss_of: (output of the last stage, micro-batch) -> its loss, or nothing.
-
-        Returns:
-            The losses, in the order of the plan; none but on the rank of the last stage.
-        """
-        stages = list(self.stage_of.values())
-        moved = DeviceBatches(batches, stages[0].device, len(stages))
-        for stage in stages:
-            stage.begin(moved, recorder, loss_of=loss_of, sends=sends)
-        sends.num_bytes = 0
+        """Execute the plan; see `run_step` and `Sends`."""
         try:
-            with _without_schedule_in_log():
-                run_micro_batches(self, stages, len(batches))
-            sends.wait()
-            return [loss for stage in stages for loss in stage.losses]
+            return run_step(
+                self,
+                list(self.stage_of.values()),
+                micro_batches,
+                loss_of,
+                sends=Sends(most_unsent),
+                recorder=recorder,
+            )
         finally:
-            for stage in stages:
-                stage.clear_runtime_states()
-            for received in (self.fwd_recv_ops, self.bwd_recv_ops):
-                received.clear()
-            sends.clear()
+            self.fwd_recv_ops.clear()
+            self.bwd_recv_ops.clear()
 
     def _compute(self, action: _Action, ctx: object) -> None:
         """One pass: waits for what it needs and hands on what a stage of this rank takes."""
@@ -158,17 +136,3 @@ def torch_schedule(
     kind: Any = get_schedule_class(schedule.kind.torch_name)
     local = list(stages) if schedule.kind.is_multi else stages[0]
     return kind(local, num_micro_batches, scale_grads=False)
-
-
-@contextmanager
-def _without_schedule_in_log() -> Iterator[None]:
-    """Drop the schedule that PyTorch logs before an error: the first line must name the cause."""
-
-    def is_no_error(record: logging.LogRecord) -> bool:
-        return record.levelno < logging.ERROR
-
-    _LOG.addFilter(is_no_error)
-    try:
-        yield
-    finally:
-        _LOG.removeFilter(is_no_error)

@@ -6,14 +6,15 @@ its own length, without a message and without an extra pass.
 """
 
 import inspect
+import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from stageline import progress
@@ -75,19 +76,16 @@ class Sends:
     pass of its micro-batch.
 
     Attributes:
-        num_bytes: what was sent.
         most_unsent: wait for the receiver when more than these are under way; None: never.
     """
 
     def __init__(self, most_unsent: int | None) -> None:
-        self.num_bytes = 0
         self.most_unsent = most_unsent
         self._going: deque[tuple[list[dist.Work], Tensors]] = deque()
 
     def start(self, ops: Sequence[dist.P2POp]) -> None:
         """Start sends and free tensors that have arrived."""
         tensors = tuple(op.tensor for op in ops)
-        self.num_bytes += sum(tensor.nbytes for tensor in tensors)
         works = []
         for op in ops:
             work = dist.isend(op.tensor, op.peer, group=op.group)
@@ -107,9 +105,6 @@ class Sends:
                 for work in works:
                     work.wait()
 
-    def clear(self) -> None:
-        self._going.clear()
-
 
 class StagelineStage(PipelineStage):
     """A `PipelineStage` around a stage model.
@@ -127,11 +122,13 @@ class StagelineStage(PipelineStage):
         flow: of all stages of the pipeline; None: each has a backward pass.
         saving: entered around each forward pass that keeps a graph.
         seeds: settles what a forward pass draws at random.
-        channels: (from, to) ranks -> what carries that direction; else `group` does.
+        channels: (from, to) ranks -> what carries that direction where `sends` starts them. A
+            schedule of PyTorch batches sends with receives, which must share `group`.
 
     Attributes:
         micro_batches: of the step.
-        sends: starts sends at once and keeps count of them; None: the schedule does.
+        sent_bytes: what the stage sent to other ranks in the step, forward and back.
+        sends: starts sends at once; None: the schedule does.
         loss_of: (output, micro-batch) -> loss, on the last stage; None: the schedule has a loss_fn.
         losses: what `loss_of` gave, in the order of the passes.
     """
@@ -170,11 +167,13 @@ class StagelineStage(PipelineStage):
         self.channels = channels or {}
         self.micro_batches = DeviceBatches((), device)
         self.recorder: Recorder = NO_RECORDER
+        self.sent_bytes = 0
         self.sends: Sends | None = None
         self.loss_of: Callable[[Any, MicroBatch], Any] | None = None
         self.losses: list[torch.Tensor] = []
         self._came: dict[int, Tensors] = {}  # inputs of forward passes
         self._made: dict[int, Tensors] = {}  # outputs that will be sent
+        self._gives: dict[int, Tensors] = {}  # their shapes, on meta, for the gradients
         self._grads_came: dict[int, Tensors] = {}
         self._grads_made: dict[int, Tensors] = {}
         self._put_off: dict[int, tuple[torch.Tensor | None, Tensors | None]] = {}
@@ -191,7 +190,7 @@ class StagelineStage(PipelineStage):
         self.clear_runtime_states()
         self.micro_batches, self.recorder = micro_batches, recorder
         self.loss_of = loss_of if self.is_last else None
-        self.sends = sends
+        self.sends, self.sent_bytes = sends, 0
 
     # transfers
 
@@ -208,7 +207,7 @@ class StagelineStage(PipelineStage):
         if self.is_last or not self.flow.sends[self.stage_index + 1]:
             return []
         # a gradient has the shape of what the stage behind received; integers have none
-        metas = batch_output(self.submod, self.micro_batches.batches[bwd_chunk_id])
+        metas = self._gives.pop(bwd_chunk_id)
         metas = tuple(meta for meta in metas if meta.is_floating_point())
         self._grads_came[bwd_chunk_id] = buffers = copy_metas(metas, self.device)
         return self._ops(dist.irecv, buffers, self.stage_index + 1)
@@ -223,6 +222,7 @@ class StagelineStage(PipelineStage):
 
     def _send(self, tensors: Tensors, stage: int) -> list[dist.P2POp]:
         tensors = tuple(tensor.detach().contiguous() for tensor in tensors)
+        self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
         ops = self._ops(dist.isend, tensors, stage)
         if self.sends is None:
             return ops
@@ -235,7 +235,7 @@ class StagelineStage(PipelineStage):
         peer = self.stage_index_to_group_rank[stage]
         way = (self.group_rank, peer) if op is dist.isend else (peer, self.group_rank)
         there = peer if self.group is None else dist.get_global_rank(self.group, peer)
-        group = self.channels.get(way, self.group)
+        group = self.group if self.sends is None else self.channels.get(way, self.group)
         return [dist.P2POp(op, tensor, there, group) for tensor in tensors]
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
@@ -299,8 +299,8 @@ class StagelineStage(PipelineStage):
             if save_forward_output and loss_of is None:
                 self.output_chunks.append(output)
             return output
-        expected = batch_output(model, self.micro_batches.batches[index])
-        check_border(model, made, expected, index)
+        self._gives[index] = batch_output(model, self.micro_batches.batches[index])
+        check_border(model, made, self._gives[index], index)
         if self.stage_index_to_group_rank[self.stage_index + 1] != self.group_rank:
             self._made[index] = made
         return made
@@ -340,8 +340,8 @@ class StagelineStage(PipelineStage):
         """Forgets what a step has left, also one that failed."""
         super().clear_runtime_states()
         self.passes.clear()
-        kept = (self._came, self._made, self._grads_came, self._grads_made, self._put_off)
-        for tensors in kept:
+        kept = (self._came, self._made, self._gives, self._grads_came, self._grads_made)
+        for tensors in (*kept, self._put_off):
             tensors.clear()
         self.losses = []
 
@@ -360,22 +360,13 @@ class StagelineStage(PipelineStage):
         Raises:
             UserError: a stage gives something else than the next one takes.
         """
-        flow = learn_flow(models, group)
+        own = [describe_borders(model) for model in models]
+        gathered: list[list[BorderFacts]] = [[]] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, own, group=group)
+        facts = sorted((fact for facts in gathered for fact in facts), key=lambda f: f.stage)
+        check_borders(facts)
+        flow = grad_flow([fact.trains for fact in facts])
         return [cls(model, device, group, flow=flow, **kwargs) for model in models]
-
-
-def learn_flow(models: Sequence[Stage], group: dist.ProcessGroup | None) -> GradFlow:
-    """Gather which stages have a backward pass, and compare what neighbours send and expect.
-
-    Raises:
-        UserError: a stage gives something else than the next one takes.
-    """
-    own = [describe_borders(model) for model in models]
-    gathered: list[list[BorderFacts]] = [[]] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, own, group=group)
-    facts = sorted((fact for facts in gathered for fact in facts), key=lambda f: f.stage)
-    check_borders(facts)
-    return grad_flow([fact.trains for fact in facts])
 
 
 TorchSchedule = PipelineScheduleSingle | PipelineScheduleMulti
@@ -396,13 +387,65 @@ def step_micro_batches(
             the output of the last stage and the micro-batch.
         losses: filled on the rank of the last stage, as by `schedule.step`.
     """
+    batches = DeviceBatches(micro_batches, stages[0].device, len(stages))
     for stage in stages:
-        stage.begin(DeviceBatches(micro_batches, stage.device))
+        stage.begin(batches)
     targets = list(micro_batches) if any(stage.is_last for stage in stages) else None
-    run_micro_batches(schedule, stages, len(micro_batches), targets=targets, losses=losses)
+    _run_schedule(schedule, stages, len(micro_batches), targets=targets, losses=losses)
 
 
-def run_micro_batches(
+def run_step(
+    schedule: TorchSchedule,
+    stages: Sequence[StagelineStage],
+    micro_batches: Sequence[MicroBatch],
+    loss_of: Callable[[Any, MicroBatch], Any],
+    *,
+    sends: Sends | None = None,
+    recorder: Recorder = NO_RECORDER,
+) -> list[torch.Tensor]:
+    """Runs a schedule whose last stage makes the loss by itself.
+
+    Args:
+        loss_of: (output of the last stage, micro-batch) -> its loss, or nothing.
+        sends: starts the sends; None: the schedule does.
+
+    Returns:
+        The losses, in the order of the passes; none but on the rank of the last stage.
+    """
+    batches = DeviceBatches(micro_batches, stages[0].device, len(stages))
+    for stage in stages:
+        stage.begin(batches, recorder, loss_of=loss_of, sends=sends)
+    try:
+        with _without_schedule_in_log():
+            _run_schedule(schedule, stages, len(micro_batches))
+        if sends is not None:
+            sends.wait()
+        return [loss for stage in stages for loss in stage.losses]
+    finally:
+        for stage in stages:
+            stage.clear_runtime_states()
+
+
+_LOG = logging.getLogger(schedules.__name__)
+# before torch 2.15 a schedule cuts a batch into micro-batches itself
+_TAKES_MICRO_BATCHES = "arg_mbs" in inspect.signature(PipelineScheduleMulti.step).parameters
+
+
+@contextmanager
+def _without_schedule_in_log() -> Iterator[None]:
+    """Drop the schedule that PyTorch logs before an error: the first line must name the cause."""
+
+    def is_no_error(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR
+
+    _LOG.addFilter(is_no_error)
+    try:
+        yield
+    finally:
+        _LOG.removeFilter(is_no_error)
+
+
+def _run_schedule(
     schedule: TorchSchedule,
     stages: Sequence[StagelineStage],
     num_micro_batches: int,
@@ -410,9 +453,9 @@ def run_micro_batches(
     targets: list | None = None,
     losses: list | None = None,
 ) -> None:
-    """`schedule.step` for stages that have their micro-batches; before torch 2.15 it takes none."""
+    """`schedule.step` for stages that have their micro-batches."""
     args: list = [()] * num_micro_batches
-    if "arg_mbs" in inspect.signature(schedule.step).parameters:
+    if _TAKES_MICRO_BATCHES:
         schedule.step(arg_mbs=args, target_mbs=targets, losses=losses, return_outputs=False)
         return
     for stage in stages:

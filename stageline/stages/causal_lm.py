@@ -24,7 +24,7 @@ from stageline.cache_trial import cache_name
 from stageline.data.batches.batch import ROW_LENGTHS
 from stageline.errors import UserError
 from stageline.model_folder import (
-    attention_kernel,
+    attention_options,
     called_alike,
     has_trusted_code,
     is_of_library,
@@ -177,8 +177,7 @@ class CausalLMStage(Spliced, StageModel):
         kwargs: dict[str, object] = {"trust_remote_code": has_trusted_code(config)}
         with torch.device("meta"):
             try:
-                if kernel := attention_kernel(config, attn_implementation):
-                    kwargs["attn_implementation"] = kernel
+                kwargs |= attention_options(config, attn_implementation)
                 return called_alike(self.auto_class.from_config(config, dtype=dtype, **kwargs))
             except Exception as error:  # the library raises what it likes
                 raise refused_build(config, self.auto_class, error, attn_implementation) from error
