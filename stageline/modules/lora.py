@@ -95,8 +95,7 @@ class LoRAWrapper(nn.Module):
         return innermost(self).bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result = self.lora_module(x)
-        return result + self.lora.beside(x, result, innermost(self))
+        return self.lora.added_to(self.lora_module(x), x, innermost(self))
 
 
 class RowChoice:
@@ -155,16 +154,16 @@ class RowLoRA(nn.Module):
         if not here:
             return result
         if len(numbers) == 1:
-            return result + self._more(here[0], x, result)
+            return self._added_to(result, here[0], x)
         x_B, result_B = (_by_rows(value, len(self.choice.rows)) for value in (x, result))
         for number in here:
             own = self.choice.places(number, x.device)
-            result_B = result_B.index_add(0, own, self._more(number, x_B[own], result_B[own]))
+            result_B = result_B.index_copy(0, own, self._added_to(result_B[own], number, x_B[own]))
         return result_B.reshape(result.shape)
 
-    def _more(self, number: int, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    def _added_to(self, result: torch.Tensor, number: int, x: torch.Tensor) -> torch.Tensor:
         layer = cast(LoRALayer, self.adapters[str(number)])
-        return layer.beside(x, result, self.lora_module)
+        return layer.added_to(result, x, self.lora_module)
 
 
 def _by_rows(values: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from stageline.device import generators_kept
+from stageline.device import generators_kept, is_accelerator
 from stageline.errors import UserError
 
 MAGNITUDE = "lora_magnitude_vector"
@@ -93,10 +93,17 @@ class LoRALayer(nn.Module):
         x = x.to(self.lora_A.weight.dtype)
         return self.lora_B(self.lora_A(self.dropout(x))) * self.scale
 
-    def beside(self, x: torch.Tensor, result: torch.Tensor, base: Linear) -> torch.Tensor:
-        """What is added to the result of the layer beside it, in its dtype."""
-        more = self.forward_dora(x, result, base) if self.use_dora else self(x)
-        return more.to(result.dtype)
+    def added_to(self, result: torch.Tensor, x: torch.Tensor, base: Linear) -> torch.Tensor:
+        """Add the adapter's output for `x` to the output of the layer that it adapts."""
+        is_one_type = self.lora_A.weight.dtype == result.dtype
+        if self.use_dora or not (is_one_type and is_accelerator(result.device)):
+            more = self.forward_dora(x, result, base) if self.use_dora else self(x)
+            return result + more.to(result.dtype)
+        # scale and sum become part of the product: alone, each would read and write all outputs
+        low = self.lora_A(self.dropout(x)).reshape(-1, self.rank)
+        flat = result.reshape(-1, result.shape[-1])
+        total = torch.addmm(flat, low, self.lora_B.weight.T, alpha=self.scale)
+        return total.view(result.shape)
 
     def forward_dora(self, x: torch.Tensor, result: torch.Tensor, base: Linear) -> torch.Tensor:
         """What DoRA adds to the output `result` of the layer `base`; as `peft` computes it.

@@ -101,8 +101,8 @@ class Buffer:
 class BufferPool:
     """Hands out buffers of one device, idle ones first, within a budget.
 
-    A buffer that was given back may still be read by work on its way: it comes with the mark that
-    the next user's queue waits for. So nothing depends on when memory is freed.
+    A buffer that was given back may still be read by work on its way: it comes with a mark, and the
+    next user's queue waits for that. So nothing depends on when memory is freed.
 
     Args:
         budget: bytes that all buffers together may have; None: no limit.
@@ -126,8 +126,8 @@ class BufferPool:
         plain = functools.partial(torch.empty, dtype=torch.uint8, device=device)
         self._allocate = allocate or plain
 
-    def take(self, num_bytes: int, queue: Queue) -> Buffer:
-        """A buffer of at least so many bytes; `queue` waits until nobody uses it any more.
+    def take(self, num_bytes: int) -> Buffer:
+        """A buffer of at least so many bytes; others may use it up to its mark.
 
         Raises:
             DeviceBudgetError: the budget has no room for it.
@@ -137,7 +137,6 @@ class BufferPool:
         if fitting:
             found = min(fitting, key=lambda each: each.data.nbytes)
             self._idle.remove(found)
-            queue.after(found.mark)
             return found
         self._make_room(num_bytes)
         data = self._allocate(num_bytes)  # it may fail: only then is it counted

@@ -197,9 +197,9 @@ class StagePass:
         self._weights: Buffer | None = None
         self._gradients: Buffer | None = None
         self.used: set[int] = set()  # ids of parameters that got a gradient, as work is done
-        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # (view, host) to upload
+        self._waiting: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # (layer, view, host)
         self._num_bytes = 0
-        self._uploaded: Mark = DONE
+        self._arrived: dict[int, Mark] = {}  # layer of the stage -> its weights and those before
 
     def upload(self, share: float) -> None:
         """Puts a share of the weights, counted from the first, on their way.
@@ -213,17 +213,23 @@ class StagePass:
                 return
         left = self._num_bytes * (1.0 - share)
         queue = self.lane.inward
-        while self._waiting and sum(host.nbytes for _, host in self._waiting) > left:
-            view, host = self._waiting.pop(0)
+        while self._waiting and sum(host.nbytes for _, _, host in self._waiting) > left:
+            layer, view, host = self._waiting.pop(0)
             queue.run(functools.partial(view.copy_, host, non_blocking=True))
-        self._uploaded = queue.record()
+            if not self._waiting or self._waiting[0][0] != layer:
+                self._arrived[layer] = queue.record()
+
+    def await_layer(self, number: int) -> None:
+        """Let the compute queue wait for the weights of one layer of the stage."""
+        arrived = [layer for layer in self._arrived if layer <= number]
+        if arrived:  # else neither it nor one before has weights of its own
+            self.lane.compute.after(self._arrived[max(arrived)])
 
     def open(self) -> None:
-        """Makes the stage ready to compute; what is missing comes now."""
+        """Makes the stage ready to compute; what is missing comes now, layer by layer."""
         if self._weights is None:
             self._begin_upload()
         self.upload(1.0)
-        self.lane.compute.after(self._uploaded)
         if self.makes_gradients:
             self._make_gradients()
         self.shells = [shell_of(hosted.layer, self._on_device) for hosted in self.hosted_layers]
@@ -285,15 +291,22 @@ class StagePass:
         buffers = [origin[key] for key in self._buffers]
         hosts = parameters + buffers
         starts, self._num_bytes = offsets(hosts)
-        self._weights = self.lane.pool.take(max(self._num_bytes, 1), self.lane.inward)
+        self._weights = self.lane.pool.take(max(self._num_bytes, 1))
+        self.lane.inward.after(self._weights.mark)
         # .data: a buffer that a layer changes must not count as a change of its neighbours, whose
         # values a graph has saved
         views = [
             view_at(self._weights.data, start, host).data
             for start, host in zip(starts, hosts, strict=True)
         ]
-        self._waiting = list(zip(views, hosts, strict=True))
         keys = [*self._homes, *self._buffers]
+        first_use = {
+            id(value): number
+            for number, hosted in reversed(list(enumerate(self.hosted_layers)))
+            for value in (*(home.parameter for home in hosted.homes), *hosted.buffers)
+        }
+        uploads = zip((first_use[key] for key in keys), views, hosts, strict=True)
+        self._waiting = sorted(uploads, key=lambda one: one[0])
         self._on_device = dict(zip(keys, views, strict=True))
 
     def _kept(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -301,13 +314,18 @@ class StagePass:
         is_pinned = is_accelerator(self.lane.device)
         return torch.empty_like(buffer, pin_memory=is_pinned).copy_(buffer)
 
+    def zero_gradients(self) -> None:
+        """Queue the zeros that gradients are added to, before the first backward pass."""
+        assert self._gradients is not None
+        self.lane.compute.after(self._gradients.mark)
+        self.lane.compute.run(self._gradients.data.zero_)
+
     def _make_gradients(self) -> None:
-        """Leaves that add their gradients up in one zeroed run of bytes."""
+        """Leaves that add their gradients up in one run of bytes; see `zero_gradients`."""
         trained = [home for home in self._homes.values() if home.parameter.requires_grad]
         starts, num_bytes = offsets([home.parameter for home in trained])
-        self._gradients = self.lane.pool.take(max(num_bytes, 1), self.lane.compute)
+        self._gradients = self.lane.pool.take(max(num_bytes, 1))
         page, used = self._gradients.data, self.used
-        self.lane.compute.run(page.zero_)
         for home, start in zip(trained, starts, strict=True):
             key = id(home.parameter)
             leaf = self._on_device[key].detach().requires_grad_(True)
@@ -349,6 +367,14 @@ class PassPart:
     gradients: Flow | None = None
     loss: Flow | None = None
     output: Flow | None = None
+
+
+class _Graph:
+    """What the pieces of work of one pass with a graph hand on: it begins with `start`."""
+
+    start: Any
+    value: Any
+    losses: Any
 
 
 @dataclass(eq=False)
@@ -465,18 +491,20 @@ class Pass:
         saved = {layer: Flow(None, lane) for layer in stage if layer in keeps}
         ended = Flow(None, lane)
 
-        def work() -> None:
+        def begin() -> None:
             read_by(lane.compute, began)
-            value = began.value
+            ended.value = began.value
+
+        def work(some: range) -> None:
             with torch.no_grad():
-                for layer in stage:
+                for layer in some:
                     if layer in saved:
-                        saved[layer].value = detached(value, requires_grad=False)
-                    value = layers(layer, value, place)
-            ended.value = value
+                        saved[layer].value = detached(ended.value, requires_grad=False)
+                    ended.value = layers(layer, ended.value, place)
 
         lane.compute.after(began.mark)
-        lane.compute.run(work)
+        lane.compute.run(begin)
+        self._queue(seat, stage, stage, place, work)
         ended.mark = lane.compute.record()
         for layer, flow in saved.items():
             flow.mark = ended.mark
@@ -500,25 +528,40 @@ class Pass:
         loss_fn = self.loss_fn
         assert loss_fn is not None
 
-        def work() -> None:
+        graph = _Graph()
+
+        def begin() -> None:
             read_by(lane.compute, began, label)
-            value = start = self._start(began.value, stage.start)
+            graph.start = graph.value = self._start(began.value, stage.start)
+
+        def work(some: range) -> None:
             with torch.enable_grad():
-                for layer in stage:
-                    value = layers(layer, value, place)
-                losses = loss_fn(value, label.value)
-            one = [losses] if isinstance(losses, torch.Tensor) else list(losses)
-            torch.autograd.backward(one)
-            loss.value = detached(losses, requires_grad=False)
+                for layer in some:
+                    graph.value = layers(layer, graph.value, place)
+
+        def finish() -> None:
+            with torch.enable_grad():
+                graph.losses = loss_fn(graph.value, label.value)
+            loss.value = detached(graph.losses, requires_grad=False)
             if self.keeps_outputs:
-                output.value = detached(value, requires_grad=False)
-            leaving.value = [leaf.grad for leaf in float_leaves(start)]
+                output.value = detached(graph.value, requires_grad=False)
+
+        def go_back() -> None:
+            is_one = isinstance(graph.losses, torch.Tensor)
+            torch.autograd.backward([graph.losses] if is_one else list(graph.losses))
+            leaving.value = [leaf.grad for leaf in float_leaves(graph.start)]
 
         lane.compute.after(began.mark)
         lane.compute.after(label.mark)
-        lane.compute.run(work)
-        mark = lane.compute.record()
-        loss.mark = output.mark = leaving.mark = mark
+        lane.compute.run(begin)
+        self._queue(seat, stage, stage, place, work)
+        lane.compute.run(finish)
+        # the caller may read the loss, and prepare the next step, beside the backward pass
+        loss.mark = output.mark = lane.compute.record()
+        if place == 0:
+            seat.zero_gradients()
+        lane.compute.run(go_back)
+        leaving.mark = lane.compute.record()
 
     def _backward(self, seat: StagePass, stage: range, segment: range, place: int) -> None:
         """Computes a segment again, now with a graph, and its gradients."""
@@ -528,26 +571,52 @@ class Pass:
         arriving = bring(part.gradients, lane)
         leaving = part.gradients = Flow(None, lane)
 
-        def work() -> None:
+        graph = _Graph()
+
+        def begin() -> None:
             read_by(lane.compute, began, arriving)
-            value = start = self._start(began.value, segment.start)
+            graph.start = graph.value = self._start(began.value, segment.start)
+
+        def work(some: range) -> None:
             with torch.enable_grad():
-                for layer in segment:
-                    value = layers(layer, value, place)
+                for layer in some:
+                    graph.value = layers(layer, graph.value, place)
+
+        def go_back() -> None:
             pairs = [
                 (leaf, gradient)
-                for leaf, gradient in zip(float_leaves(value), arriving.value, strict=True)
+                for leaf, gradient in zip(float_leaves(graph.value), arriving.value, strict=True)
                 if gradient is not None and leaf.requires_grad
             ]
             if pairs:
                 leaves, gradients = zip(*pairs, strict=True)
                 torch.autograd.backward(leaves, gradients)
-            leaving.value = [leaf.grad for leaf in float_leaves(start)]
+            leaving.value = [leaf.grad for leaf in float_leaves(graph.start)]
 
         lane.compute.after(began.mark)
         lane.compute.after(arriving.mark)
-        lane.compute.run(work)
+        lane.compute.run(begin)
+        self._queue(seat, stage, segment, place, work)
+        if place == 0 and segment.stop == stage.stop:
+            seat.zero_gradients()
+        lane.compute.run(go_back)
         leaving.mark = lane.compute.record()
+
+    def _queue(
+        self,
+        seat: StagePass,
+        stage: range,
+        layers: range,
+        place: int,
+        work: Callable[[range], object],
+    ) -> None:
+        """Queue the forward pass of layers; the first micro-batch waits for each one's weights."""
+        if place > 0:
+            seat.lane.compute.run(functools.partial(work, layers))
+            return
+        for layer in layers:
+            seat.await_layer(layer - stage.start)
+            seat.lane.compute.run(functools.partial(work, range(layer, layer + 1)))
 
     def _fetch_kept(self, key: Hashable, lane: Lane) -> None:
         """What a layer saved, where it runs again: that may be another lane."""

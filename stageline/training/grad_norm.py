@@ -174,10 +174,15 @@ def gather_norms(
     """
     longest = max(1, max(len(places) for places in ownership.model_order))
     own = torch.full((longest,), NO_GRADIENT, device=device)
-    for index, name in enumerate(ownership.counted):
-        grad = parameters[name].grad
-        if grad is not None:
-            own[index] = torch.linalg.vector_norm(grad.float())
+    grads = [parameters[name].grad for name in ownership.counted]
+    present = [grad.float() for grad in grads if grad is not None]
+    if present:
+        # one kernel for many gradients: a host that launches one for each keeps the GPU waiting
+        found = iter(torch._foreach_norm(present))
+        each = [
+            none if grad is None else next(found) for none, grad in zip(own, grads, strict=False)
+        ]
+        own[: len(grads)] = torch.stack(each)
     if any(name in shares for name in ownership.counted):
         counted = own[: len(ownership.counted)]
         joined = _join_norms(counted, replica_group)
@@ -216,8 +221,5 @@ def _join_norms(norms: torch.Tensor, group: dist.ProcessGroup | None) -> torch.T
 def clip_gradients(
     parameters: dict[str, nn.Parameter], *, max_norm: float, total_norm: torch.Tensor
 ) -> None:
-    """Scales all gradients so that their norm is at most `max_norm`; as torch's own clipping."""
-    coefficient = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
-    for parameter in parameters.values():
-        if parameter.grad is not None:
-            parameter.grad.mul_(coefficient.to(parameter.grad.device))
+    """Scales all gradients so that their norm is at most `max_norm`."""
+    nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, total_norm)

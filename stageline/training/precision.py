@@ -52,10 +52,14 @@ class MasterWeights:
     @torch.no_grad()
     def write_back(self) -> None:
         """Rounds the masters into the model after an optimizer step."""
-        for name, parameter in self.model_parameters.items():
-            master = self.parameters[name]
-            if master is not parameter and name not in self.shares:
-                parameter.copy_(master)
+        halves = [
+            name
+            for name, parameter in self.model_parameters.items()
+            if self.parameters[name] is not parameter and name not in self.shares
+        ]
+        if halves:
+            model = [self.model_parameters[name] for name in halves]
+            torch._foreach_copy_(model, [self.parameters[name] for name in halves])
 
     def take_shares(self) -> None:
         """Takes over the gradients of shares, once they are reduced."""

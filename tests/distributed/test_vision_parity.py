@@ -132,15 +132,19 @@ def our_name(name):
 
 
 @functools.cache
-def reference_of(family, mode):
+def reference_of(family, mode, device="cpu"):
+    """What the library's model gives, back on the CPU; `device` is where it runs."""
     model = adapted_of(family) if mode == "lora" else whole_of(family)
+    if device != "cpu":
+        model = copy.deepcopy(model).to(device)
     if mode != "lora":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(mode == "full" or not is_of_tower(family, name))
     model.zero_grad()
-    divisor = divisor_of(family)
+    divisor = divisor_of(family).to(device)
     losses, logits = [], []
     for batch in micro_batches_of(family):
+        batch = {name: value.to(device) for name, value in batch.items()}
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         made = model(**inputs, use_cache=False).logits
         labels = batch["labels"][:, 1:]
@@ -149,11 +153,11 @@ def reference_of(family, mode):
             made[:, :-1][is_target], labels[is_target], reduction="sum"
         )
         (loss / divisor).backward()
-        losses.append((loss / divisor).detach())
-        logits.append(made.detach())
+        losses.append((loss / divisor).detach().cpu())
+        logits.append(made.detach().cpu())
     named = {our_name(name): p for name, p in model.named_parameters()}
-    grads = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
-    weights = {name: p.detach().clone() for name, p in named.items()}
+    grads = {name: p.grad.cpu().clone() for name, p in named.items() if p.grad is not None}
+    weights = {name: p.detach().cpu().clone() for name, p in named.items()}
     return {"losses": losses, "logits": logits, "grads": grads, "weights": weights}
 
 

@@ -114,7 +114,9 @@ def load_whole(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMo
         if has_images
         else (transformers.AutoModelForCausalLM)
     )
-    model = auto.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+    # transformers 5.17 selects sdpa for Gemma 2, and sdpa ignores the cap of its attention scores
+    own = {"attn_implementation": "eager"} if config.model_type == "gemma2" else {}
+    model = auto.from_pretrained(folder, dtype=dtype, local_files_only=True, **own).eval()
     model.generation_config.eos_token_id = None
     return model
 

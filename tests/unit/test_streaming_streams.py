@@ -86,12 +86,12 @@ def test_a_prefetch_without_room_costs_no_idle_buffer():
         def wait(self):
             raise AssertionError("waited for")
 
-    pool, queue = BufferPool(CPU, 1000), Queue()
-    pool.take(600, queue)
-    idle = pool.take(300, queue)
+    pool = BufferPool(CPU, 1000)
+    pool.take(600)
+    idle = pool.take(300)
     pool.give(idle, Mark())
     with pytest.raises(DeviceBudgetError, match="beside 600 in use; the budget is 1,000"):
-        pool.take(500, queue)
+        pool.take(500)
     assert pool.held_bytes == 900
 
 
@@ -102,7 +102,8 @@ def test_after_an_error_memory_waits_for_what_is_on_its_way_in():
     seat = StagePass(lane, hosted_layers, makes_gradients=False, is_recomputed=False, snapshots={})
     seat.upload(1.0)
     seat.abandon()
-    buffer = lane.pool.take(512, lane.compute)
+    buffer = lane.pool.take(512)
+    lane.compute.after(buffer.mark)
     lane.compute.run(buffer.data.zero_)
     lane.compute.record().wait()
     lane.inward.record().wait()

@@ -219,7 +219,7 @@ class Cards:
         if target.type != KIND:
             return self.memory.pin(made) if pins else made
         stream = self.stream_of(target)
-        old = {self.memory.key(x) for x in ours}
+        old = {self.memory.part(x) for x in ours}
         out = replaced(made, lambda values: self.memory.place(values, target, stream))
         if name_of(func) not in VALUELESS:
             self._note_work(func, args, kwargs, stream, old, out)
@@ -236,18 +236,19 @@ class Cards:
         if self.memory.has_pinned() and name_of(func) not in VALUELESS:
             pinned = [x for x in tensors_in(args, kwargs) if self.memory.is_pinned(x)]
             if pinned:
-                reads = {self.memory.host_key(x) for x in pinned}
-                writes = {self.memory.key(x) for x in written(func, args, kwargs)}
+                reads = {self.memory.host_part(x) for x in pinned}
+                writes = {self.memory.part(x) for x in written(func, args, kwargs)}
                 self.order.work(HOST, reads, reads & writes, _told(func))
         return made
 
     def _note_work(
         self, func: Any, args: tuple, kwargs: dict, stream: Actor, old: set, out: Any
     ) -> None:
-        writes = {self.memory.key(x) for x in written(func, args, kwargs)}
-        made = {self.memory.key(x) for x in tensors_in(out)}
+        writes = {self.memory.part(x) for x in written(func, args, kwargs)}
+        known = {part[0] for part in old if part is not None}
+        made = {self.memory.part(x) for x in tensors_in(out) if self.memory.key(x) not in known}
         self.works[name_of(func)] += 1
-        self.order.work(stream, old - {None}, (writes | (made - old)) - {None}, _told(func))
+        self.order.work(stream, old - {None}, (writes | made) - {None}, _told(func))
 
     def _wanted(self, kwargs: dict[str, Any]) -> torch.device | None:
         if kwargs.get("device") is None:
@@ -329,12 +330,12 @@ class Cards:
         other = self.stream_of(cards[-1])
         if other != stream:  # between cards, torch orders the current streams of both
             self._pass(other, stream)
-        keys = [
-            self.memory.key(x) if isinstance(x, CardTensor) else self.memory.host_key(x)
+        read, wrote = (
+            self.memory.part(x) if isinstance(x, CardTensor) else self.memory.host_part(x)
             for x in ends
-        ]
+        )
         self.works["copy"] += 1
-        self.order.work(stream, [keys[0]], [keys[1]], _told("copy"))
+        self.order.work(stream, [read], [wrote], _told("copy"))
         if other != stream:
             self._pass(stream, other)
         if len(cards) == 1:
@@ -356,10 +357,10 @@ class Cards:
         for x in ours.values():
             stream, network = self.stream_of(x.device), (x.device.index, NETWORK)
             self._pass(stream, network)
-            key = self.memory.key(x)
-            writes = [] if name_of(func) == "send" else [key]
-            self.order.work(network, [key], writes, _told(name_of(func)))
-            self.order.record_stream(key, network)  # NCCL holds what it works on
+            part = self.memory.part(x)
+            writes = [] if name_of(func) == "send" else [part]
+            self.order.work(network, [part], writes, _told(name_of(func)))
+            self.order.record_stream(part[0], network)  # NCCL holds what it works on
             self._sent.add(x.device.index)
         found = func(*replaced(args, values_of), **replaced(kwargs, values_of))
         return replaced(found, lambda x: ours.get(id(x), x))

@@ -8,7 +8,7 @@ import weakref
 
 import torch
 
-from tests.helpers.emulated_gpu.order import Actor, Order
+from tests.helpers.emulated_gpu.order import Actor, Order, Part
 from tests.helpers.emulated_gpu.tensor import CardTensor
 
 BLOCK = 512
@@ -39,9 +39,14 @@ class Memory:
         """Of a storage that is followed: a card's, or one of the host that was used with a card."""
         return self._keys.get(tensor.untyped_storage())
 
-    def host_key(self, tensor: torch.Tensor) -> int:
+    def part(self, tensor: torch.Tensor) -> Part | None:
+        """The bytes of a storage that is followed from a tensor's first to its last value."""
+        key = self.key(tensor)
+        return None if key is None else _part(key, tensor)
+
+    def host_part(self, tensor: torch.Tensor) -> Part:
         """Of a storage on the host, followed from now on."""
-        return self._follow(tensor.untyped_storage(), owner=None)
+        return _part(self._follow(tensor.untyped_storage(), owner=None), tensor)
 
     def place(self, values: torch.Tensor, device: torch.device, owner: Actor) -> CardTensor:
         """Makes a card's tensor of values on the host, whose storage is new or known.
@@ -99,3 +104,12 @@ class Memory:
         if owner is not None:
             self.allocated[owner[0]] -= size
         self._order.free(key)
+
+
+def _part(key: int, tensor: torch.Tensor) -> Part:
+    values = tensor.values if isinstance(tensor, CardTensor) else tensor
+    size, first = values.element_size(), values.storage_offset() * values.element_size()
+    if values.numel() == 0:
+        return key, first, first
+    last = sum((n - 1) * step for n, step in zip(values.shape, values.stride(), strict=True))
+    return key, first, first + (last + 1) * size

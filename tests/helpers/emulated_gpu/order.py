@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 Actor = tuple[int, int] | str  # (card, stream), or the host
+Part = tuple[int, int, int]  # of a storage: its key, the first byte, the one behind the last
 Clock = dict[Actor, int]  # actor -> the last of its works that is known to be done
 HOST = "the host"
 Told = Callable[[], str]
@@ -39,8 +40,8 @@ class Memory:
     """
 
     owner: Actor | None
-    written: Use | None = None
-    read: dict[Actor, Use] = field(default_factory=dict)
+    written: list[tuple[Part, Use]] = field(default_factory=list)
+    read: list[tuple[Part, Use]] = field(default_factory=list)
     recorded: set[Actor] = field(default_factory=set)
 
 
@@ -54,7 +55,7 @@ class Order:
         self._memory: dict[int, Memory] = {}
         self._lock = threading.RLock()
 
-    def work(self, actor: Actor, reads: Iterable[int], writes: Iterable[int], told: Told) -> None:
+    def work(self, actor: Actor, reads: Iterable[Part], writes: Iterable[Part], told: Told) -> None:
         """An actor uses memory; a stream's work comes behind all that the host knows."""
         with self._lock:
             clock = self._clock(actor)
@@ -63,9 +64,9 @@ class Order:
             clock[actor] = clock.get(actor, 0) + 1
             use = Use(actor, clock[actor], told)
             writes = set(writes)
-            for key in writes.union(reads):
-                if key in self._memory:
-                    self._touch(self._memory[key], use, clock, is_write=key in writes)
+            for part in writes.union(reads):
+                if part[0] in self._memory:
+                    self._touch(part, use, clock, is_write=part in writes)
 
     def allocate(self, key: int, owner: Actor | None) -> None:
         """Memory from now on followed under `key`."""
@@ -86,8 +87,7 @@ class Order:
                 return
             clock = dict(self._clock(memory.owner))
             _join(clock, self._clock(HOST))
-            last = [memory.written] if memory.written else []
-            for use in [*memory.read.values(), *last]:
+            for _, use in [*memory.read, *memory.written]:
                 is_safe = use.actor in memory.recorded or use.actor in (memory.owner, HOST)
                 if not is_safe and clock.get(use.actor, 0) < use.time:
                     self.races[
@@ -116,15 +116,29 @@ class Order:
     def _clock(self, actor: Actor) -> Clock:
         return self._clocks.setdefault(actor, {})
 
-    def _touch(self, memory: Memory, use: Use, clock: Clock, *, is_write: bool) -> None:
-        if memory.written is not None:
-            self._check(use, memory.written, clock, "writes" if is_write else "reads", "writes")
-        if not is_write:
-            memory.read[use.actor] = use
-            return
-        for read in memory.read.values():
-            self._check(use, read, clock, "writes", "reads")
-        memory.written, memory.read = use, {}
+    def _touch(self, part: Part, use: Use, clock: Clock, *, is_write: bool) -> None:
+        memory, (_, first, end) = self._memory[part[0]], part
+        does = "writes" if is_write else "reads"
+        before = [(memory.written, "writes"), *([(memory.read, "reads")] if is_write else [])]
+        for uses, did in before:
+            for other, earlier in uses:
+                if first < other[2] and other[1] < end:
+                    self._check(use, earlier, clock, does, did)
+
+        def still(uses: list[tuple[Part, Use]]) -> list[tuple[Part, Use]]:
+            """Those that a later use must come behind, beside this one."""
+            return [
+                (other, earlier)
+                for other, earlier in uses
+                if not (first <= other[1] and other[2] <= end)
+                or not (is_write or earlier.actor == use.actor)
+            ]
+
+        memory.read = still(memory.read)
+        if is_write:
+            memory.written = [*still(memory.written), (part, use)]
+        else:
+            memory.read.append((part, use))
 
     def _check(self, use: Use, before: Use, clock: Clock, does: str, did: str) -> None:
         if use.actor != before.actor and clock.get(before.actor, 0) < before.time:
