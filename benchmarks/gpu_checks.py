@@ -518,12 +518,13 @@ def train(machine: Machine, *, setup: Setup, least: int = 0) -> Rows:
     """Steps of a Llama shape: speed, and memory beside the plan."""
     if machine["emulated"]:
         small = {"size": "tiny", "sequence": 16, "rows": 2, "micro_batches": 2, "steps": 1}
-        setup = replace(setup, **small, profiled=False)
+        setup = replace(setup, **small, profiled=False, compiled=False)
     with distributed_context(num_ranks=1, device="cuda") as context:
         ceiling = gpu_training.matmul_ceiling(context.device, setup.size)
         found = gpu_training.measure(setup, context, ceiling)
     kind = "LoRA" if setup.lora else "all weights"
     shape = f"{setup.rows} x {setup.sequence} tokens{', padded' if setup.padded else ''}"
+    shape += ", compiled layers" if setup.compiled else ""
     what = f"{setup.size}, {kind}, bf16, {setup.micro_batches} micro-batches of {shape}"
     speed, rest = found["tokens/s"], f"{found['MFU %']} % of {ceiling / 1e12:.1f} TFLOP/s"
     expected = f"above {least:,} tokens/s (NeMo Automodel on an H100)" if least else "-"
@@ -911,6 +912,10 @@ CHECKS = (
     training("1B LoRA", 60, 25, lora=True),
     Check("chunked loss", cut_logits, 40, 12),
     training("1B, all weights, padded", 60, 28, padded=True),
+    training(
+        "8B LoRA, compiled layers", 140, 75, promised=NEMO,
+        size="8b", sequence=4096, rows=1, lora=True, compiled=True, profiled=True,
+    ),
     Check("streaming: where the time goes", trace_streaming, 110, 45),
     Check("plan of memory", plan, 150, 50),
     streaming_check("1b", 120, 60, name="1b, FSDP2", fsdp2_offload=None),

@@ -34,6 +34,7 @@ from optimizer import adamw
 from pp_models import CausalLMStage
 from stageline.checkpoint.host_memory import settle_allocators
 from stageline.distributed.process_group import distributed_context
+from stageline.modules.recompute import compile_layers
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from stageline.training.optimizers import optimizer_groups
@@ -59,6 +60,7 @@ class Setup:
         schedule: for several stages.
         padded: rows have lengths of their own, from half of `sequence` to all of it.
         shard: replicas share the weights out (FSDP2).
+        compiled: torch.compile for each layer.
         profiled: the profiler looks at a step after the timed ones.
     """
 
@@ -73,6 +75,7 @@ class Setup:
     checkpointing: bool = False
     padded: bool = False
     shard: bool = False
+    compiled: bool = False
     profiled: bool = False
 
 
@@ -160,6 +163,8 @@ def make_stage(setup: Setup, config, stage: int, num_stages: int, device: torch.
     made.frozen()
     if setup.checkpointing:
         made.enable_gradient_checkpointing()
+    if setup.compiled:
+        compile_layers(made.layer_list())
     return made.train()
 
 
@@ -308,7 +313,7 @@ def main() -> None:
     parser.add_argument("--stages", default="1,2,4")
     parser.add_argument("--schedule", default="interleaved_1f1b", help="for several stages")
     parser.add_argument("--steps", type=int, default=5)
-    for name in ("lora", "checkpointing", "padded", "shard", "profiled"):
+    for name in ("lora", "checkpointing", "padded", "shard", "compiled", "profiled"):
         parser.add_argument(f"--{name}", action="store_true")
     options = vars(parser.parse_args())
     stages = [int(count) for count in options.pop("stages").split(",")]
