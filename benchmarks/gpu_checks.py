@@ -678,6 +678,7 @@ def answer(engine: Any, ids: torch.Tensor, num_tokens: int) -> None:
 def generate(whole: Any) -> Callable[[torch.Tensor, int], None]:
     def way(ids: torch.Tensor, num_tokens: int) -> None:
         given = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "do_sample": False}
+        given["use_cache"] = True  # the stage turned it off in the configuration that both have
         with torch.inference_mode():
             whole.generate(ids, max_new_tokens=num_tokens, min_new_tokens=num_tokens, **given)
 
