@@ -542,3 +542,24 @@ def cells_within(budget: int, decoder: StageDecoder) -> int:
             "expected: raise `cache_gib`, or use more stages."
         )
     return cells
+
+
+# Tokens of prompts in one pass. A GPU works through few tokens faster than the host hands out the
+# operations on them; a CPU gains nothing by more, and answers that run wait for the pass.
+PASS_TOKENS, MOST_PASS_TOKENS = 2048, 2**14
+SHARE_OF_A_PASS = 0.1  # of a GPU's free memory; the cache leaves twice as much
+NUM_HELD = 8  # activations of the widest matrix that a layer holds at a time
+
+
+def pass_tokens(decoder: StageDecoder) -> int:
+    """Return how many tokens of prompts one pass of this stage reads."""
+    stage, device = decoder.stage, decoder.device
+    has_all_logits = stage.is_last and not can_keep_logits(stage)
+    if not is_accelerator(device) or has_all_logits:
+        return PASS_TOKENS
+    weights = [weight for layer in stage.modules_to_shard() for weight in layer.parameters()]
+    widest = max((size for weight in weights for size in weight.shape[-2:]), default=1)
+    wide = max((weight.element_size() for weight in weights), default=1)
+    free, _ = torch.get_device_module(device).mem_get_info(device)
+    room = int(free * SHARE_OF_A_PASS) // (NUM_HELD * widest * wide)
+    return min(MOST_PASS_TOKENS, max(PASS_TOKENS, room))
