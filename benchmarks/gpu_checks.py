@@ -633,7 +633,7 @@ def decode(machine: Machine) -> Rows:
     from stageline.inference.decoding.chain import LocalChain
     from stageline.inference.decoding.engine import DecodingEngine
     from stageline.inference.decoding.scheduler import Limits
-    from stageline.inference.decoding.stage_decoder import StageDecoder
+    from stageline.inference.decoding.stage_decoder import StageDecoder, pass_tokens
     from tests.helpers.tiny_models import tiny_tokenizer
 
     is_tiny = machine["emulated"]
@@ -645,10 +645,11 @@ def decode(machine: Machine) -> Rows:
     whole.load_state_dict(stage.state_dict())
     whole.eval().generation_config.eos_token_id = None
     for num_rows in (2,) if is_tiny else (1, 8, 32):
+        decoder = StageDecoder(stage, device=CUDA)
         engine = DecodingEngine(
-            LocalChain([StageDecoder(stage, device=CUDA)]),
+            LocalChain([decoder]),
             tokenizer=tiny_tokenizer(),
-            limits=Limits(max_rows=num_rows, num_groups=1),
+            limits=Limits(max_rows=num_rows, prefill_tokens=pass_tokens(decoder)),
             device=CUDA,
         )
         length, num_tokens = (8, 3) if is_tiny else (512, 64)
@@ -680,6 +681,7 @@ def answer(engine: Any, ids: torch.Tensor, num_tokens: int) -> None:
 def generate(whole: Any) -> Callable[[torch.Tensor, int], None]:
     def way(ids: torch.Tensor, num_tokens: int) -> None:
         given = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "do_sample": False}
+        given["use_cache"] = True  # the stage turned it off in the configuration that both have
         with torch.inference_mode():
             whole.generate(ids, max_new_tokens=num_tokens, min_new_tokens=num_tokens, **given)
 

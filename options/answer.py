@@ -67,9 +67,10 @@ class DecodeOptions:
         "measurements at the start advise",
         at_least=1,
     )
-    prefill_tokens: int = side_option(
-        2048,
-        "tokens of prompts that are read in one pass; longer ones are read in pieces",
+    prefill_tokens: int | None = side_option(
+        None,
+        "tokens of prompts that are read in one pass; longer ones are read in pieces; default: "
+        "2048, on a GPU up to 16384 as its free memory allows",
         at_least=1,
     )
     max_length: int | None = option(

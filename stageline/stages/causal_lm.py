@@ -298,8 +298,13 @@ class CausalLMStage(Spliced, StageModel):
         return (
             kinds <= LAYER_TYPES
             and all(len(slots) == 1 for slots in self.plan.borders)
-            and cache_name(self.whole) is not None
+            and self.cache_keyword is not None
         )
+
+    @functools.cached_property
+    def cache_keyword(self) -> str | None:
+        """By which keyword the model takes a cache: found once, as each step of an answer asks."""
+        return cache_name(self.whole)
 
     def answer_only(self) -> None:
         super().answer_only()
@@ -343,7 +348,7 @@ class CausalLMStage(Spliced, StageModel):
         cache = inputs.pop("past_key_values", None)
         inputs |= {**self.flags, "use_cache": cache is not None}
         if cache is not None:
-            inputs[cache_name(self.whole) or "past_key_values"] = cache
+            inputs[self.cache_keyword or "past_key_values"] = cache
 
         def run() -> torch.Tensor:
             return self.run(ids, inputs)

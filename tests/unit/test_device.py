@@ -14,7 +14,7 @@ from stageline.device import accelerators, generators_kept, group_backend, stage
 from stageline.distributed.elastic import Accelerators
 from stageline.distributed.process_group import choose_device
 from stageline.errors import UserError
-from stageline.inference.decoding.stage_decoder import cache_budget
+from stageline.inference.decoding.stage_decoder import cache_budget, pass_tokens
 from stageline.planner.cost import device_capacity
 from stageline.streaming.host_weights import make_pages
 from stageline.training.memory import MemoryAccount, peak_memory
@@ -57,6 +57,17 @@ def test_a_torch_that_has_the_kind_and_no_device_says_so(monkeypatch):
     assert accelerators() == []
     with pytest.raises(UserError, match="finds no accelerator here.*look at ZE_AFFINITY_MASK"):
         accelerators("xpu")
+
+
+@pytest.mark.parametrize(("widest", "expected"), [(64, 16384), (2048, 11468), (57344, 2048)])
+def test_a_pass_reads_as_many_tokens_as_the_device_has_memory_for(cards, widest, expected):
+    """A tenth of 7 GiB for eight activations in float32; 2,048 to 16,384, and 2,048 on a CPU."""
+    layer = torch.nn.Linear(widest, 16, device="meta")
+    stage = SimpleNamespace(is_last=False, modules_to_shard=lambda: [layer])
+    decoder = SimpleNamespace(stage=stage, device=cards[1])
+    assert pass_tokens(decoder) == expected
+    decoder.device = torch.device("cpu")
+    assert pass_tokens(decoder) == 2048
 
 
 def test_memory_figures_are_those_of_the_device(cards):

@@ -38,6 +38,7 @@ from stageline.inference.decoding.scheduler import Limits
 
 ScoreListener = Callable[[Scored | Failed], None]
 _Row = tuple[ScoreRequest, ScoreListener]
+MOST_SCORED = 2048  # tokens of a pass over rows to be scored: each may bring its logits
 
 # Decodes an answer token by token, in time linear in its length.
 # All that is given out together is, to the character, what the tokenizer makes of all tokens at
@@ -462,7 +463,8 @@ class ScoreQueue:
         lengths = [length_of(item.prompt) for item in [*(row[0] for row in rows), new]]
         if len({self.limits.is_long(length - 1) for length in lengths}) > 1:
             return False
-        return max(lengths) * len(lengths) <= self.limits.prefill_tokens
+        most = min(self.limits.prefill_tokens, MOST_SCORED)
+        return max(lengths) * len(lengths) <= most
 
     def take(self, order: PassOrder) -> None:
         """The oldest pass is back."""

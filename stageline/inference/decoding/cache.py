@@ -221,13 +221,13 @@ class WindowLayer(CacheLayerMixin):
         """The base class sets it; the window knows."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Makes the buffers, zeros: hidden columns must be finite, since 0 * inf is not 0."""
+        """Makes the buffers; what of them is read was written, or made zero, before."""
         self.keys, self.values = (self._buffer(like) for like in (key_states, value_states))
 
     def _buffer(self, like_BKCD: torch.Tensor) -> torch.Tensor:
         _, num_heads, _, size = like_BKCD.shape
         window = self.window
-        return like_BKCD.new_zeros(window.row_capacity, num_heads, window.column_capacity, size)
+        return like_BKCD.new_empty(window.row_capacity, num_heads, window.column_capacity, size)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -235,12 +235,17 @@ class WindowLayer(CacheLayerMixin):
         """Writes new columns [B, K, T, D]; returns all columns in use, with them."""
         if not self.keys.numel():
             self.lazy_initialization(key_states, value_states)
-        window = self.window
-        rows, end = slice(0, window.num_rows), window.end + key_states.shape[-2]
-        self.keys[rows, :, window.end : end] = key_states
-        self.values[rows, :, window.end : end] = value_states
-        used = (rows, slice(None), slice(window.start, end))
-        return self.keys[used], self.values[used]
+        window, num_new = self.window, key_states.shape[-2]
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            self._columns(buffer, window.end, num_new).copy_(states)
+        used = window.start, window.width + num_new
+        return self._columns(self.keys, *used), self._columns(self.values, *used)
+
+    def _columns(self, buffer: torch.Tensor, first: int, count: int) -> torch.Tensor:
+        """Columns of all rows: as each step does this four times a layer, in one operation."""
+        _, num_heads, _, size = buffer.shape
+        shape = (self.window.num_rows, num_heads, count, size)
+        return buffer.as_strided(shape, buffer.stride(), first * size)
 
     def drop(self) -> None:
         """Lets go of the buffers; some models ask how much a layer of another stage holds."""
@@ -421,10 +426,11 @@ class GroupCache(Cache):
         """Moves all to buffers for so many rows; what is used then ends at column `width`."""
         window = self.window
         before = window.row_capacity, window.column_capacity
-        columns, rows = window.width + window.width // 4, window.row_capacity * 3 // 2
+        needed = width + num_new
+        columns, rows = needed + needed // 4, window.row_capacity * 3 // 2
         if self.most is not None:
             rows, columns = self.most[0], min(columns, self.most[1])
-        window.column_capacity = whole_columns(max(width + num_new, columns))
+        window.column_capacity = whole_columns(max(needed, columns))
         if num_rows > window.row_capacity:
             window.row_capacity = max(num_rows, rows)
         old, new = slice(window.start, window.end), slice(width - window.width, width)

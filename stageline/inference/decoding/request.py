@@ -386,10 +386,14 @@ def together(prompts: Sequence[Prompt], *, pads_right: bool = False) -> dict[str
     """The inputs [B, T] of several prompts that are not alone, or those of one."""
     if len(prompts) == 1:
         return {name: value for name, value in prompts[0].items() if name != MASK}
-    width = max(length_of(prompt) for prompt in prompts)
+    lengths = {length_of(prompt) for prompt in prompts}
+    width = max(lengths)
     names = [name for name in prompts[0] if name != MASK]
     padded = {}
     for name in names:
+        if len(lengths) == 1 and all(name in prompt for prompt in prompts):
+            padded[name] = torch.cat([prompt[name] for prompt in prompts])
+            continue
         rows = torch.zeros(len(prompts), width, dtype=prompts[0][name].dtype)
         for place, prompt in enumerate(prompts):
             if name in prompt:

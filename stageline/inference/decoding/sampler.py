@@ -224,7 +224,7 @@ def choose(logits_BV: Tensor, rows: Sequence[SampledRow]) -> list[Chosen]:
     return [
         Chosen(-1, error=errors[place])
         if place in errors
-        else Chosen(token, _logprob(logits_BV[place], token, rows[place].sampling))
+        else Chosen(token, _logprob(logits_BV, place, token, rows[place].sampling))
         for place, token in enumerate(tokens)
     ]
 
@@ -366,13 +366,13 @@ def _penalise_repetition(scores_V: Tensor, row: SampledRow, answer: Tensor) -> N
     scores_V.copy_(longer_V.scatter(0, ids, scores)[:size])
 
 
-def _logprob(logits_V: Tensor, token: int, sampling: Sampling) -> TokenLogprob | None:
+def _logprob(logits_BV: Tensor, place: int, token: int, sampling: Sampling) -> TokenLogprob | None:
     num_top = sampling.logprobs
     if num_top is None:
         return None
     # row by row and from a new tensor: the order of a sum may depend on the shape of the whole,
     # and on a GPU on where in memory the row begins
-    wide_V = logits_V.to(torch.float32, copy=True)
+    wide_V = logits_BV[place].to(torch.float32, copy=True)
     if sampling.tempers_logprobs and _is_sampled(sampling):
         wide_V /= sampling.temperature
     logprobs_V = wide_V.log_softmax(-1)

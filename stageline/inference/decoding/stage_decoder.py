@@ -62,6 +62,7 @@ class Group:
     Attributes:
         positions: of each row, the position of its next token.
         kept: of each row, what its steps read of its prompt.
+        position_ids: `positions` on the device [B, 1]; None: the rows have changed since.
         read: ids [B, T] of the pieces of a prompt that is not read to its end.
     """
 
@@ -69,6 +70,7 @@ class Group:
     rows: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     kept: list[Tensors] = field(default_factory=list)
+    position_ids: torch.Tensor | None = None
     read: list[torch.Tensor] = field(default_factory=list)
 
     @property
@@ -86,6 +88,7 @@ class Group:
         self._add_rows(new)
 
     def _add_rows(self, new: "Group") -> None:
+        self.position_ids = None
         for own, others in zip(self._of_rows, new._of_rows, strict=True):
             own += others
 
@@ -93,6 +96,7 @@ class Group:
         """Forgets a row; the last one takes its place."""
         index = self.rows.index(row)
         self.cache.remove(index)
+        self.position_ids = None
         for values in self._of_rows:
             take_out(values, index)
 
@@ -103,6 +107,7 @@ class Group:
             other = self.rows.index(row)
             if other != place:
                 self.cache.swap(place, other)
+                self.position_ids = None
                 for values in self._of_rows:
                     values[place], values[other] = values[other], values[place]
 
@@ -244,6 +249,10 @@ class StageDecoder:
         return GroupCache(stage.num_cache_layers(), num_rows, fixed_layers=stage.fixed_layers())
 
     def _tidy(self, order: PassOrder) -> None:
+        leaving = set(order.leave)
+        for number, group in list(self.groups.items()):
+            if leaving.issuperset((number, row) for row in group.rows):
+                del self.groups[number]  # where all rows leave, none is moved
         for number, row in order.leave:
             self._remove(number, row)
         for source, target in order.join:
@@ -277,10 +286,13 @@ class StageDecoder:
         if new is None:
             order.error = f"stage {self.stage.stage}: an earlier piece of the prompt was not read"
             return {}
-        width = order.span[1] - order.span[0]
-        batch = {**_others(tensors), "attention_mask": new.cache.window.mask(width, self.device)}
+        width, window = order.span[1] - order.span[0], new.cache.window
+        batch = {**_others(tensors), "attention_mask": window.mask(width, self.device)}
         positions = self.stage.decode_positions(batch)[..., -width:]
+        kept = self.stage.kept_inputs(batch)
         batch["position_ids"] = positions
+        if not window.is_ragged:  # as in `_step`
+            batch["attention_mask"] = None
         if order.is_part and self._keeps_logits:
             batch["logits_to_keep"] = torch.empty(0, dtype=torch.long, device=self.device)
         output = self._forward(tensors, batch, new.cache)
@@ -292,7 +304,6 @@ class StageDecoder:
             return {} if self.stage.is_last else _onwards(output, _others(tensors))
         last = positions.amax(-1) + 1
         new.positions = (last if last.ndim == 1 else last.amax(0)).tolist()
-        kept = self.stage.kept_inputs(batch)
         places = range(len(order.lengths))
         new.kept = [{name: value[place] for name, value in kept.items()} for place in places]
         if order.copies:
@@ -304,9 +315,11 @@ class StageDecoder:
             ids_BT, count = torch.cat(new.read, dim=1), order.copies or 1
             lengths = [length for length in order.lengths for _ in range(count)]
             for place, length in enumerate(lengths):
-                ids_T = ids_BT[place // count, ids_BT.shape[1] - length :]
-                self._welcome(order, place, ids_T)
-            return self._choose(order, output[:, -1].repeat_interleave(count, dim=0))
+                self._welcome(order, place, ids_BT[place // count], slice(-length, None))
+            logits_BV = output[:, -1]
+            return self._choose(
+                order, logits_BV.repeat_interleave(count, dim=0) if order.copies else logits_BV
+            )
         return _onwards(output, _others(tensors))
 
     def _begun(self, order: PassOrder) -> Group | None:
@@ -325,10 +338,10 @@ class StageDecoder:
         new.cache.begin(end, lengths=lengths, room=max(order.lengths))
         return new
 
-    def _welcome(self, order: PassOrder, place: int, ids_T: torch.Tensor) -> None:
+    def _welcome(self, order: PassOrder, place: int, ids_T: torch.Tensor, prompt_T: slice) -> None:
         """A new row on the last stage."""
         sampling = order.settings[place]
-        prompt = ids_T if sampling.repetition_penalty != 1 else None
+        prompt = ids_T[prompt_T] if sampling.repetition_penalty != 1 else None
         row = self.sampled[order.rows[place]] = SampledRow(sampling, prompt, [], 0)
         if sampling.grammar is not None:
             try:
@@ -350,7 +363,7 @@ class StageDecoder:
         if not self.stage.is_last:
             return _onwards(output, _others(tensors))
         for place, _ in enumerate(order.settings):
-            self._welcome(order, place, tensors["input_ids"][place, : order.lengths[place]])
+            self._welcome(order, place, tensors["input_ids"][place], slice(order.lengths[place]))
         ends = torch.tensor(order.lengths, device=self.device) - 1
         places = torch.arange(len(order.rows), device=self.device)
         return self._choose(order, output[places, ends])
@@ -373,16 +386,18 @@ class StageDecoder:
     def _step(self, group: Group, tensors: Tensors) -> Any:
         window = group.cache.window
         group.cache.begin(1)
-        positions_B1 = sent(torch.tensor(group.positions)[:, None], self.device)
+        if group.position_ids is None:
+            group.position_ids = sent(torch.tensor(group.positions)[:, None], self.device)
         batch = {
             # where all rows are of one length nothing is hidden, and kernels without masks serve
             "attention_mask": window.mask(1, self.device) if window.is_ragged else None,
-            "position_ids": positions_B1,
+            "position_ids": group.position_ids,
             **self.stage.decode_inputs(group.kept, window.width + 1),
         }
         output = self._forward(tensors, batch, group.cache)
         group.cache.advance(1)
         group.positions = [position + 1 for position in group.positions]
+        group.position_ids = group.position_ids + 1
         return output
 
     def _forward(self, tensors: Tensors, batch: dict[str, Any], cache: GroupCache | None) -> Any:
@@ -527,3 +542,24 @@ def cells_within(budget: int, decoder: StageDecoder) -> int:
             "expected: raise `cache_gib`, or use more stages."
         )
     return cells
+
+
+# Tokens of prompts in one pass. A GPU works through few tokens faster than the host hands out the
+# operations on them; a CPU gains nothing by more, and answers that run wait for the pass.
+PASS_TOKENS, MOST_PASS_TOKENS = 2048, 2**14
+SHARE_OF_A_PASS = 0.1  # of a GPU's free memory; the cache leaves twice as much
+NUM_HELD = 8  # activations of the widest matrix that a layer holds at a time
+
+
+def pass_tokens(decoder: StageDecoder) -> int:
+    """Return how many tokens of prompts one pass of this stage reads."""
+    stage, device = decoder.stage, decoder.device
+    has_all_logits = stage.is_last and not can_keep_logits(stage)
+    if not is_accelerator(device) or has_all_logits:
+        return PASS_TOKENS
+    weights = [weight for layer in stage.modules_to_shard() for weight in layer.parameters()]
+    widest = max((size for weight in weights for size in weight.shape[-2:]), default=1)
+    wide = max((weight.element_size() for weight in weights), default=1)
+    free, _ = torch.get_device_module(device).mem_get_info(device)
+    room = int(free * SHARE_OF_A_PASS) // (NUM_HELD * widest * wide)
+    return min(MOST_PASS_TOKENS, max(PASS_TOKENS, room))
