@@ -7,8 +7,9 @@ the random numbers of the first time.
 """
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -118,10 +119,9 @@ def on_host(value: Any) -> Flow:
 
 
 def read_by(queue: Queue, *flows: Flow) -> None:
-    """Keeps values for the queue whose work, which calls this, reads them.
+    """Keep values for the queue whose work, which calls this, reads them.
 
-    Another queue allocated them where they came from elsewhere, and would use their memory again
-    as soon as the last reference is dropped: on a GPU that is long before they are read.
+    The queue that allocated them would reuse their memory once the last reference is dropped.
     """
     for flow in flows:
         for tensor in tensors_of(flow.value):
@@ -202,10 +202,7 @@ class StagePass:
         self._arrived: dict[int, Mark] = {}  # layer of the stage -> its weights and those before
 
     def upload(self, share: float) -> None:
-        """Puts a share of the weights, counted from the first, on their way.
-
-        While another stage runs; without room for both it is left for `open`.
-        """
+        """Put a share of the weights, from the first, on their way; without room `open` does."""
         if self._weights is None:
             try:
                 self._begin_upload()
@@ -369,14 +366,6 @@ class PassPart:
     output: Flow | None = None
 
 
-class _Graph:
-    """What the pieces of work of one pass with a graph hand on: it begins with `start`."""
-
-    start: Any
-    value: Any
-    losses: Any
-
-
 @dataclass(eq=False)
 class Pass:
     """Runs slots: through all of a plan, or through its forward ones first.
@@ -486,25 +475,13 @@ class Pass:
         )
 
     def _forward(self, seat: StagePass, stage: range, place: int, keeps: set[int]) -> None:
-        part, lane, layers = self.parts[place], seat.lane, self._layers(seat, stage)
+        part, lane = self.parts[place], seat.lane
         began = bring(part.flow or part.inputs, lane)
         saved = {layer: Flow(None, lane) for layer in stage if layer in keeps}
         ended = Flow(None, lane)
 
-        def begin() -> None:
-            read_by(lane.compute, began)
-            ended.value = began.value
-
-        def work(some: range) -> None:
-            with torch.no_grad():
-                for layer in some:
-                    if layer in saved:
-                        saved[layer].value = detached(ended.value, requires_grad=False)
-                    ended.value = layers(layer, ended.value, place)
-
-        lane.compute.after(began.mark)
-        lane.compute.run(begin)
-        self._queue(seat, stage, stage, place, work)
+        graph = self._queue_layers(seat, stage, stage, place, began, began, saved)
+        lane.compute.run(lambda: setattr(ended, "value", graph.value))
         ended.mark = lane.compute.record()
         for layer, flow in saved.items():
             flow.mark = ended.mark
@@ -520,7 +497,7 @@ class Pass:
 
     def _turn(self, seat: StagePass, stage: range, place: int) -> None:
         """Forward, loss and backward of the deepest layers."""
-        part, lane, layers = self.parts[place], seat.lane, self._layers(seat, stage)
+        part, lane = self.parts[place], seat.lane
         began = bring(part.flow or part.inputs, lane)
         label = bring(on_host(part.label), lane)
         loss, output, leaving = Flow(None, lane), Flow(None, lane), Flow(None, lane)
@@ -528,16 +505,7 @@ class Pass:
         loss_fn = self.loss_fn
         assert loss_fn is not None
 
-        graph = _Graph()
-
-        def begin() -> None:
-            read_by(lane.compute, began, label)
-            graph.start = graph.value = self._start(began.value, stage.start)
-
-        def work(some: range) -> None:
-            with torch.enable_grad():
-                for layer in some:
-                    graph.value = layers(layer, graph.value, place)
+        graph = self._queue_layers(seat, stage, stage, place, began, label)
 
         def finish() -> None:
             with torch.enable_grad():
@@ -551,10 +519,6 @@ class Pass:
             torch.autograd.backward([graph.losses] if is_one else list(graph.losses))
             leaving.value = [leaf.grad for leaf in float_leaves(graph.start)]
 
-        lane.compute.after(began.mark)
-        lane.compute.after(label.mark)
-        lane.compute.run(begin)
-        self._queue(seat, stage, stage, place, work)
         lane.compute.run(finish)
         # the caller may read the loss, and prepare the next step, beside the backward pass
         loss.mark = output.mark = lane.compute.record()
@@ -565,22 +529,13 @@ class Pass:
 
     def _backward(self, seat: StagePass, stage: range, segment: range, place: int) -> None:
         """Computes a segment again, now with a graph, and its gradients."""
-        part, lane, layers = self.parts[place], seat.lane, self._layers(seat, stage)
+        part, lane = self.parts[place], seat.lane
         began = bring(part.saved.pop(segment.start, part.inputs), lane)
         assert part.gradients is not None
         arriving = bring(part.gradients, lane)
         leaving = part.gradients = Flow(None, lane)
 
-        graph = _Graph()
-
-        def begin() -> None:
-            read_by(lane.compute, began, arriving)
-            graph.start = graph.value = self._start(began.value, segment.start)
-
-        def work(some: range) -> None:
-            with torch.enable_grad():
-                for layer in some:
-                    graph.value = layers(layer, graph.value, place)
+        graph = self._queue_layers(seat, stage, segment, place, began, arriving)
 
         def go_back() -> None:
             pairs = [
@@ -593,30 +548,50 @@ class Pass:
                 torch.autograd.backward(leaves, gradients)
             leaving.value = [leaf.grad for leaf in float_leaves(graph.start)]
 
-        lane.compute.after(began.mark)
-        lane.compute.after(arriving.mark)
-        lane.compute.run(begin)
-        self._queue(seat, stage, segment, place, work)
         if place == 0 and segment.stop == stage.stop:
             seat.zero_gradients()
         lane.compute.run(go_back)
         leaving.mark = lane.compute.record()
 
-    def _queue(
+    def _queue_layers(
         self,
         seat: StagePass,
         stage: range,
-        layers: range,
+        segment: range,
         place: int,
-        work: Callable[[range], object],
-    ) -> None:
-        """Queue the forward pass of layers; the first micro-batch waits for each one's weights."""
-        if place > 0:
-            seat.lane.compute.run(functools.partial(work, layers))
-            return
-        for layer in layers:
+        began: Flow,
+        other: Flow,
+        saved: Mapping[int, Flow] | None = None,
+    ) -> SimpleNamespace:
+        """Queue the forward pass of layers, once both values are there: from `start` to `value`.
+
+        Args:
+            saved: layers whose inputs are kept; without a graph. None: with a graph.
+        """
+        queue, layers, graph = seat.lane.compute, self._layers(seat, stage), SimpleNamespace()
+
+        def begin() -> None:
+            read_by(queue, began, other)
+            graph.start = graph.value = (
+                began.value if saved is not None else self._start(began.value, segment.start)
+            )
+
+        def work(some: range) -> None:
+            with torch.set_grad_enabled(saved is None):
+                for layer in some:
+                    if saved and layer in saved:
+                        saved[layer].value = detached(graph.value, requires_grad=False)
+                    graph.value = layers(layer, graph.value, place)
+
+        queue.after(began.mark)
+        queue.after(other.mark)
+        queue.run(begin)
+        for layer in segment if place == 0 else ():  # the first micro-batch awaits the weights
             seat.await_layer(layer - stage.start)
-            seat.lane.compute.run(functools.partial(work, range(layer, layer + 1)))
+            queue.run(functools.partial(work, range(layer, layer + 1)))
+        if place > 0:
+            queue.run(functools.partial(work, segment))
+        return graph
 
     def _fetch_kept(self, key: Hashable, lane: Lane) -> None:
         """What a layer saved, where it runs again: that may be another lane."""

@@ -40,34 +40,21 @@ class Plan:
         """Refuses what leaves a layer out or runs it twice.
 
         Raises:
-            ValueError: names the layer and the stage.
+            ValueError: names the first layer that is wrong.
         """
         turn = self.backward[0].start if self.backward else num_layers
-        _check_ranges(self.forward, 0, turn, "forward")
-        _check_ranges(self.backward[::-1], 0, num_layers if self.backward else 0, "backward")
-
-
-def _check_ranges(ranges: Sequence[range], first: int, last: int, kind: str) -> None:
-    """In order, each layer from `first` to `last` (not in it) is in exactly one of them."""
-    at = first
-    for number, stage in enumerate(ranges):
-        if stage.step != 1 or len(stage) == 0:
-            raise ValueError(
-                f"{kind} stage {number} is {stage}: one layer or more, without gaps, was expected"
-            )
-        if stage.start != at:
-            what = "is left out" if stage.start > at else "comes twice"
-            raise ValueError(
-                f"layer {min(at, stage.start)} {what}: {kind} stage {number} begins at layer "
-                f"{stage.start}, layer {at} was expected"
-            )
-        at = stage.stop
-    if at != last:
-        what = "is left out" if at < last else "comes twice, or there is none"
-        raise ValueError(
-            f"layer {min(at, last)} {what}: {kind} stages end at layer {at}, {last} was expected"
-            + ("; they end where the first backward stage begins" if kind == "forward" else "")
-        )
+        last = num_layers if self.backward else 0
+        for kind, ranges, end in (
+            ("forward", self.forward, turn),
+            ("backward", self.backward[::-1], last),
+        ):
+            layers = [layer for stage in ranges for layer in stage]
+            if layers != list(range(end)) or not all(ranges):
+                wrong = next((i for i, layer in enumerate(layers) if i != layer), len(layers))
+                raise ValueError(
+                    f"layer {min(wrong, end)}: the {kind} stages hold layers {layers}, but must "
+                    f"hold 0 to {end - 1} in order, each once, and no stage may be empty"
+                )
 
 
 def wavefront(num_slots: int, num_lanes: int, num_microbatches: int) -> Iterator[tuple[int, int]]:

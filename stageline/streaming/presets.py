@@ -333,12 +333,6 @@ def _same(left: Any, right: Any) -> None:
         raise NoPresetError("the model computes between its last layer and its final norm")
 
 
-# flag of a call -> why it is refused
-_REFUSED = {
-    "use_cache": "no block keeps a cache",
-    "output_hidden_states": "hidden states of layers do not travel",
-    "output_attentions": "attention weights of layers do not travel",
-}
 _ENDING: ContextVar[tuple[torch.Tensor, tuple | None] | None] = ContextVar("end of the layers")
 
 
@@ -508,24 +502,21 @@ def _without_the_end(model: nn.Module, layout: DecoderLayout) -> nn.Module:
 
 
 def refuse_caches(inputs: Mapping[str, Any]) -> None:
-    """Refuses keys and values of earlier tokens, whatever the library calls them."""
+    """Refuse keys and values of earlier tokens: micro-batches would append to each other's."""
     for name, value in inputs.items():
-        if isinstance(value, Cache):
+        if isinstance(value, Cache) or (name == "use_cache" and value):
             raise ValueError(
-                f"{name} came to a model that streams, whose micro-batches cannot share a cache. "
-                "Leave it out; for generation use the original model."
+                f"{name}: a model that streams in micro-batches keeps no cache. Leave it out; for "
+                "generation use the original model."
             )
 
 
 def _refuse_generation(inputs: dict[str, Any], config: Any) -> None:
     refuse_caches(inputs)
-    for name, reason in _REFUSED.items():
+    for name in ("output_hidden_states", "output_attentions"):
         asked = inputs.get(name)
-        # a config's use_cache is a habit of generation; asked for in a call it is meant
-        if asked is None and name.startswith("output_"):
-            asked = getattr(config, name, False)
-        if asked is not None and asked is not False:
+        if getattr(config, name, False) if asked is None else asked:
             raise ValueError(
-                f"{name} came to a model that streams layer by layer: {reason}. Leave it out; "
+                f"{name}: those of single layers do not leave a model that streams. Leave it out; "
                 "for generation use the original model."
             )

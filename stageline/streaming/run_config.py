@@ -6,7 +6,6 @@ anything else. Splitting copies nothing: parts of a tensor are views, which grad
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -191,11 +190,10 @@ def _merged_by(rule: Any, values: tuple[Any, ...]) -> Any:
 
 
 def _equal(values: tuple[Any, ...]) -> Any:
-    differing = [value for value in values[1:] if value != values[0]]
-    if differing:
+    if any(value != values[0] for value in values):
         raise ValueError(
-            f"micro-batches gave {values[0]!r} and {differing[0]!r}; equal values were expected, "
-            "because only tensors can be joined: give merge_output a function"
+            f"micro-batches gave {values}: only tensors and equal values can be joined. Give "
+            "merge_output a function."
         )
     return values[0]
 
@@ -233,14 +231,7 @@ def _number_of_parts(value: Any, size: int | None, num_microbatch: int) -> int:
             "expected"
         )
     if packed:
-        (count,) = packed
-        if count < num_microbatch:
-            warnings.warn(
-                f"num_microbatch is {num_microbatch} and packed inputs have {count}: so many "
-                "micro-batches are run",
-                stacklevel=2,
-            )
-        return count
+        return packed.pop()
     return num_microbatch if size is None else max(1, min(size, num_microbatch))
 
 

@@ -65,12 +65,6 @@ class AutoRoundPipe(StreamedModel):
         self._watch()
         refuse_caches(kwargs)
         if self._has_cache:
-            # the layers of a micro-batch would append to what those of another one wrote
-            if kwargs.setdefault("use_cache", False) not in (None, False):
-                raise ValueError(
-                    "use_cache came to a model that streams in micro-batches, which cannot share "
-                    "a cache. Leave it out; for generation use the original model."
-                )
             kwargs["use_cache"] = False
         return self._forwards_to[0](*args, **kwargs)
 
@@ -81,14 +75,6 @@ class AutoRoundPipe(StreamedModel):
         super().step(step_fn, is_async, *args, **kwargs)
         for home in self._loose:
             home.parameter.grad = None
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "forward_backward":
-            raise AttributeError(
-                "AutoRoundPipe has no forward_backward: only its parts are rows of layers. Call "
-                "the model and backward() on its loss, or wrap an nn.Sequential."
-            )
-        return super().__getattr__(name)
 
     def _watch(self) -> None:
         """Gradients that autograd makes on the host go to the sums, too."""

@@ -18,14 +18,14 @@ from stageline.streaming.plan import (
 @pytest.mark.parametrize(
     ("forward", "backward", "words"),
     [
-        ([range(0, 2)], [range(3, 4), range(0, 3)], "layer 2 is left out: forward"),
-        ([range(0, 2), range(3, 4)], [range(4, 5), range(0, 4)], "layer 2 is left out"),
-        ([range(0, 2), range(1, 3)], [range(3, 4), range(0, 3)], "layer 1 comes twice"),
-        ([range(0, 2), range(2, 2)], [range(2, 4), range(0, 2)], "one layer or more"),
-        ([range(0, 3)], [range(3, 4), range(1, 3)], "layer 0 is left out: backward"),
-        ([range(0, 3)], [range(2, 4), range(0, 2)], "layer 2 comes twice"),
-        ([range(0, 3)], [], "layer 3 is left out"),
-        ([range(0, 4, 2)], [], "without gaps"),
+        ([range(0, 2)], [range(3, 4), range(0, 3)], "layer 2: the forward"),
+        ([range(0, 2), range(3, 4)], [range(4, 5), range(0, 4)], "layer 2: the"),
+        ([range(0, 2), range(1, 3)], [range(3, 4), range(0, 3)], "layer 2: the"),
+        ([range(0, 2), range(2, 2)], [range(2, 4), range(0, 2)], "no stage may be empty"),
+        ([range(0, 3)], [range(3, 4), range(1, 3)], "layer 0: the backward"),
+        ([range(0, 3)], [range(2, 4), range(0, 2)], "layer 2: the forward"),
+        ([range(0, 3)], [], "layer 3: the"),
+        ([range(0, 4, 2)], [], "layer 1: the forward"),
     ],
 )
 def test_a_plan_that_does_not_fit_names_the_layer(forward, backward, words):
