@@ -120,9 +120,7 @@ def make_ways(rank: int | None, arguments: argparse.Namespace) -> dict[str, ways
         if any(name in arguments.only for name in (*settings, WHOLE)):
             stage = OurStage(model, dtype, rank=rank, cut=arguments.cut)
             ours = {name: stage.way(count) for name, count in settings.items()}
-            ours[OURS].prepare()
             ours[WHOLE] = stage.way(None, cuts=False)
-            ours[WHOLE].measured_as(ours[OURS])
             made.update(ours)
         return made
 

@@ -1,6 +1,5 @@
 """Our engine as one of the ways of benchmarks/decoding.py: one stage, several settings."""
 
-import sys
 from pathlib import Path
 
 import torch
@@ -15,7 +14,6 @@ from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder
 
 CPU = torch.device("cpu")
-PROMPTS = (256, 1500, 2048, 4096)  # tokens that wait
 
 
 class OurStage:
@@ -58,23 +56,6 @@ class Ours:
         self.engine = DecodingEngine(
             chain, tokenizer=tokenizer, limits=limits, reads_in_pieces=cuts
         )
-
-    def measured_as(self, other: "Ours") -> None:
-        """Takes the measured steps of another one."""
-        if self.stage.rank == 0:
-            self.engine.choice = other.engine.choice
-
-    def prepare(self) -> None:
-        """Measures steps, as an engine does when it starts."""
-        if self.stage.rank == 0:
-            self.engine.prepare()
-            if self.engine.choice is not None:
-                print(self.engine.choice, file=sys.stderr)
-                chosen = {rows: self.engine.choice.best(rows) for rows in (1, 2, 4, 8, 16, 32, 64)}
-                print(f"groups by number of rows: {chosen}", file=sys.stderr)
-                passes = {count: self.engine.choice.pass_tokens(count) for count in PROMPTS}
-                print(f"tokens of a pass by those that wait: {passes}", file=sys.stderr, flush=True)
-        self._end()
 
     def __call__(self, ids_BT: Tensor, num_tokens: int) -> dict[int, list[int]]:
         answers = {}

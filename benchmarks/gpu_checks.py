@@ -633,7 +633,7 @@ def decode(machine: Machine) -> Rows:
     from stageline.inference.decoding.chain import LocalChain
     from stageline.inference.decoding.engine import DecodingEngine
     from stageline.inference.decoding.scheduler import Limits
-    from stageline.inference.decoding.stage_decoder import StageDecoder, pass_tokens
+    from stageline.inference.decoding.stage_decoder import StageDecoder
     from tests.helpers.tiny_models import tiny_tokenizer
 
     is_tiny = machine["emulated"]
@@ -649,7 +649,7 @@ def decode(machine: Machine) -> Rows:
         engine = DecodingEngine(
             LocalChain([decoder]),
             tokenizer=tiny_tokenizer(),
-            limits=Limits(max_rows=num_rows, prefill_tokens=pass_tokens(decoder)),
+            limits=Limits(max_rows=num_rows, prefill_tokens=decoder.pass_tokens()),
             device=CUDA,
         )
         length, num_tokens = (8, 3) if is_tiny else (512, 64)

@@ -188,7 +188,7 @@ def _pipeline(arguments: Arguments) -> Iterator[Opened | None]:
         facts = {
             "num_stages": engine.chain.num_stages,
             "max_running": engine.limits.max_rows,
-            "num_groups": engine.limits.num_groups or "measured",
+            "num_groups": engine.limits.num_groups or "auto",
         }
         yield Opened(engine, found.processor, facts, has_own_batches=True, config=found.config)
 

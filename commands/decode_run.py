@@ -33,12 +33,7 @@ from stageline.inference.decoding.chain import Chain, LocalChain, RankChain, fol
 from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.grammars import Matchers
 from stageline.inference.decoding.scheduler import Limits
-from stageline.inference.decoding.stage_decoder import (
-    StageDecoder,
-    cache_budget,
-    cells_within,
-    pass_tokens,
-)
+from stageline.inference.decoding.stage_decoder import StageDecoder, cache_budget, cells_within
 from stageline.inference.generation import stop_ids_of
 from stageline.model_folder import find_folder
 
@@ -136,14 +131,13 @@ def make_limits(
         processes=int(os.environ.get("LOCAL_WORLD_SIZE", context.world_size)),
         host_bytes=available_memory(),
     )
-    room = torch.tensor([cells_within(budget, decoder), pass_tokens(decoder)])
+    room = torch.tensor([cells_within(budget, decoder), decoder.pass_tokens()])
     if context.world_size > 1:
         dist.all_reduce(room, op=dist.ReduceOp.MIN)
-    cells, tokens = room.tolist()
     return Limits(
         max_rows=run.max_running,
-        prefill_tokens=run.prefill_tokens or tokens,
-        max_cells=cells,
+        prefill_tokens=run.prefill_tokens or int(room[1]),
+        max_cells=int(room[0]),
         max_length=min(known, default=2**20),
         num_groups=run.num_groups,
         short_length=decoder.stage.short_length,

@@ -63,14 +63,13 @@ class DecodeOptions:
     max_running: int = side_option(64, "sequences that are answered at a time", at_least=1)
     num_groups: int | None = side_option(
         None,
-        "groups that these are divided into, so that all stages work; default: what short "
-        "measurements at the start advise",
+        "groups that these are divided into, so that all stages work; default: as many as "
+        "stages, fewer below 8 sequences a group",
         at_least=1,
     )
     prefill_tokens: int | None = side_option(
         None,
-        "tokens of prompts that are read in one pass; longer ones are read in pieces; default: "
-        "2048, on a GPU up to 16384 as its free memory allows",
+        "prompt tokens of one pass; longer ones in pieces; default: 2048, on a GPU up to 16384",
         at_least=1,
     )
     max_length: int | None = option(

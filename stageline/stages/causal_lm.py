@@ -225,7 +225,8 @@ class CausalLMStage(Spliced, StageModel):
     def adopt(self, whole: PreTrainedModel) -> None:
         super().adopt(whole)
         self.shared_names |= self.plan.shared_names
-        self.intercept()
+        if not (self.is_first and self.is_last):  # hooks on all layers take time in each pass
+            self.intercept()
         if self.router_loss is not None:
             watch_routers(whole.base_model, self.modules_to_shard())
 
@@ -298,12 +299,11 @@ class CausalLMStage(Spliced, StageModel):
         return (
             kinds <= LAYER_TYPES
             and all(len(slots) == 1 for slots in self.plan.borders)
-            and self.cache_keyword is not None
+            and self._cache_name is not None
         )
 
     @functools.cached_property
-    def cache_keyword(self) -> str | None:
-        """By which keyword the model takes a cache: found once, as each step of an answer asks."""
+    def _cache_name(self) -> str | None:  # to look it up takes a while, and each step asks
         return cache_name(self.whole)
 
     def answer_only(self) -> None:
@@ -334,9 +334,8 @@ class CausalLMStage(Spliced, StageModel):
         statistics: torch.Tensor | None = None
         if not self.is_first:
             came = (hidden_or_ids, *extras)
-            if "input_ids" in batch:
-                ids = batch["input_ids"]
-            else:  # a stage that is measured by itself
+            ids = batch.get("input_ids")
+            if ids is None:  # a stage that is measured by itself
                 ids = hidden_or_ids.new_zeros(hidden_or_ids.shape[:2], dtype=torch.long)
             if self.router_loss is not None:
                 place = sum(tensor.is_floating_point() for tensor in came) - 1
@@ -348,7 +347,7 @@ class CausalLMStage(Spliced, StageModel):
         cache = inputs.pop("past_key_values", None)
         inputs |= {**self.flags, "use_cache": cache is not None}
         if cache is not None:
-            inputs[self.cache_keyword or "past_key_values"] = cache
+            inputs[self._cache_name or "past_key_values"] = cache
 
         def run() -> torch.Tensor:
             return self.run(ids, inputs)

@@ -214,8 +214,6 @@ class Spliced(_Mixed):
 
     def intercept(self) -> None:
         """Puts hooks where tensors of the borders are arguments; once, on the stage's modules."""
-        if self.is_first and self.is_last:
-            return  # no border: hooks on all layers would only take time
         for index, leaf in enumerate(self.get_submodule(self.plan.layers)._modules):
             if index in self.layers:
                 layer = self.get_submodule(f"{self.plan.layers}.{leaf}")

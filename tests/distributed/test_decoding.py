@@ -25,7 +25,6 @@ from stageline.inference.decoding.request import (
     is_alone,
     length_of,
 )
-from stageline.inference.decoding.scheduler import GroupChoice
 from stageline.modules.lora import merge_lora
 from tests.helpers import decoded_models
 from tests.helpers.decoding_engines import (
@@ -185,12 +184,10 @@ def test_others_take_the_place_of_those_that_are_done(family, model_of):
     assert (stats.running, stats.queued, stats.cache_cells) == (0, 0, 0)
 
 
-def test_groups_become_one_when_few_are_left(model_of):
+def test_groups_become_one_when_few_are_left(model_of, monkeypatch):
     model = model_of("llama")
+    monkeypatch.setattr("stageline.inference.decoding.engine.ROWS_OF_A_GROUP", 4)
     engine = engine_of(model, 2, max_rows=8, num_groups=None)
-    # a step of 1 to 4 rows takes as long as of one; of 8 rows twice as long
-    seconds = ((1.0, 1.0), (1.0, 1.0), (4.0, 4.0))
-    engine.choice = GroupChoice((1, 4, 8), seconds, seconds)
     seen = []
     requests = [
         Request(str(place), prompt, Sampling(max_new_tokens=2 + 4 * place, stop_token_ids=()))
@@ -342,7 +339,7 @@ def test_scores_are_the_librarys(family, model_of):
     [("llama", 2, 2), ("qwen3_vl", 2, 2), ("gemma3", 4, None)],
 )
 def test_ranks(family, num_ranks, num_groups, model_of):
-    """Each rank its stage; the number of groups given, or chosen after a measurement."""
+    """Each rank its stage; the number of groups given, or by the rule."""
     model = model_of(family)
     num_tokens = len(model.answers[0])
 

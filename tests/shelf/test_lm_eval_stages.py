@@ -70,7 +70,7 @@ def open_engine(folder, num_stages):
         tokenizer=tokenizer,
         limits=Limits(
             max_length=model.config.max_position_embeddings,
-            num_groups=num_stages,  # else steps are measured, which takes longer than the tasks
+            num_groups=num_stages,
         ),
         stop_ids=stop_ids_of(model.base, model.config, tokenizer),
     )

@@ -334,7 +334,7 @@ BUDGET = {
     "checkpoint": ("stageline/checkpoint/", 4300, 5540),
     "data": ("stageline/data/", 7600, 10509),
     "corpus": ("stageline/corpus/", 3800, 5393),
-    "inference": ("stageline/inference/", 5200, 6795),
+    "inference": ("stageline/inference/", 5200, 6640),
     "planner": ("stageline/planner/", 1900, 1900),
     "serving": ("stageline/serving/", 2600, 2600),
     "evaluation": ("stageline/evaluation/ stageline/plotting/", 1850, 2447),

@@ -27,7 +27,7 @@ from stageline.inference.decoding.request import (
     ScoreRequest,
 )
 from tests.helpers.decoded_models import decoded_text_model
-from tests.helpers.decoding_engines import built_stages, local_engine, noted_orders
+from tests.helpers.decoding_engines import built_stages, local_engine
 
 NUM_TOKENS = 8
 SECONDS = 60
@@ -121,7 +121,6 @@ def test_caches_that_cannot_be_joined_fail_their_rows(model, num_stages):
 def test_groups_that_cannot_become_one_fail_both(model):
     """The order that joins them carries a step, and rows must leave one by one afterwards."""
     engine = engine_of(model, 2, max_rows=6, num_groups=None)
-    engine.prepare = lambda: None  # measured steps would choose what is read together
     # groups for each number of rows; shorter answers end first
     engine._scheduler.best_groups = lambda num_rows: 3 if num_rows > 4 else 1
     requests = [request_of(model, i, most=2 + i) for i in range(6)]
@@ -157,32 +156,11 @@ def test_a_row_without_numbers_fails_alone(model, stage, monkeypatch):
     assert answer_all(engine, model) == {}
 
 
-def test_a_measurement_that_fails_leaves_one_group(model):
+def test_there_are_as_many_groups_as_stages_where_each_has_rows_enough(model):
     engine = engine_of(model, 2, num_groups=None)
-    with failing(engine.chain.decoders[1], "_step", RuntimeError("boom"), at=1):
-        engine.prepare()
-    assert engine.choice is None
-    assert answer_all(engine, model) == {}
-
-
-def test_requests_are_answered_while_steps_are_measured(model):
-    engine = engine_of(model, 2, max_rows=4, num_groups=None)
-    orders, done = noted_orders(engine), []
-
-    def listen(event):
-        if isinstance(event, Finished | Failed):
-            done.append(event)
-            if len(done) == 3:
-                engine.stop()
-
-    for place in range(3):
-        engine.submit(request_of(model, place), listen)
-    engine.run()
-    kinds = [order.kind for order in orders]
-    assert kinds[0] == "prefill" and "measure" in kinds[: kinds.index("decode")]
-    assert "measure" in kinds[kinds.index("decode") :], "all of it came before the second token"
-    assert [one.token_ids for one in done] == [model.answers[int(one.key)] for one in done]
-    assert engine.choice is not None and engine.choice.rows == (1, 2, 4)
+    assert [engine._best_groups(rows) for rows in (0, 1, 15, 16, 64)] == [1, 1, 1, 2, 2]
+    engine.has_cache = False
+    assert [engine._best_groups(rows) for rows in (1, 2, 64)] == [1, 2, 2]
 
 
 # -- requests --------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from stageline.device import accelerators, generators_kept, group_backend, stage
 from stageline.distributed.elastic import Accelerators
 from stageline.distributed.process_group import choose_device
 from stageline.errors import UserError
-from stageline.inference.decoding.stage_decoder import cache_budget, pass_tokens
+from stageline.inference.decoding.stage_decoder import StageDecoder, cache_budget
 from stageline.planner.cost import device_capacity
 from stageline.streaming.host_weights import make_pages
 from stageline.training.memory import MemoryAccount, peak_memory
@@ -65,9 +65,9 @@ def test_a_pass_reads_as_many_tokens_as_the_device_has_memory_for(cards, widest,
     layer = torch.nn.Linear(widest, 16, device="meta")
     stage = SimpleNamespace(is_last=False, modules_to_shard=lambda: [layer])
     decoder = SimpleNamespace(stage=stage, device=cards[1])
-    assert pass_tokens(decoder) == expected
+    assert StageDecoder.pass_tokens(decoder) == expected
     decoder.device = torch.device("cpu")
-    assert pass_tokens(decoder) == 2048
+    assert StageDecoder.pass_tokens(decoder) == 2048
 
 
 def test_memory_figures_are_those_of_the_device(cards):

@@ -1,6 +1,6 @@
 """Several answers to each prompt, for training on them: which are drawn follows from seeds alone.
 
-A server puts together what came when, and how many groups are best is measured. Here a lot of
+A server puts together what came when. Here a lot of
 prompts is answered together, whatever the number of stages or replicas, so that each pass has the
 shape that it would have in any other split, and a run that is resumed draws the same answers. A
 prompt is read once: its answers share what was kept of it, and images are looked at once.

@@ -4,7 +4,6 @@ It runs on the first stage's rank. `submit` and `cancel` may be called from any 
 happens in the one thread that drives it: `run` for a server, `answer` and `score` for a batch.
 """
 
-import contextlib
 import functools
 import itertools
 import queue
@@ -42,12 +41,10 @@ from stageline.inference.decoding.request import (
     together,
 )
 from stageline.inference.decoding.scheduler import (
-    GroupChoice,
     Limits,
     Prefill,
     RunningGroup,
     Scheduler,
-    measure_steps,
 )
 from stageline.inference.decoding.scheduler import Sequence as Scheduled
 
@@ -77,29 +74,6 @@ def admitted(request: Request, engine: "DecodingEngine") -> Request:
         # no pass reads the last token
         most = min(most, limits.short_length + 1 - length)
     return replace(request, sampling=replace(sampling, max_new_tokens=most, stop_token_ids=ends))
-
-
-def timed_steps(
-    start: Callable[[PassOrder, dict[str, torch.Tensor]], object],
-    result: Callable[[], PassOrder],
-    columns: int,
-    num_rows: int,
-    count: int,
-) -> list[list[float]]:
-    """Seconds of each of `count` steps, one close behind the other, on each stage.
-
-    Args:
-        start: sends an order on its way.
-        result: waits for the oldest one.
-        columns: tokens that each row has already.
-    """
-    for _ in range(count):
-        order = PassOrder("measure", rows=list(range(-num_rows, 0)), lengths=[columns] * num_rows)
-        start(order, {"input_ids": torch.zeros(num_rows, 1, dtype=torch.long)})
-    done = [result() for _ in range(count)]
-    if errors := [order.error for order in done if order.error is not None]:
-        raise EngineError(f"a step of {num_rows} rows failed: {errors[0]}")
-    return [order.seconds for order in done]
 
 
 Inputs = dict[str, torch.Tensor]
@@ -143,7 +117,9 @@ def step_pass(
 
 SECONDS_BETWEEN_SIGNS = 30.0  # an idle engine asks so often whether all stages are there
 DEFAULT_LIMITS = Limits()
-MEASURED_COLUMNS = 64  # of the cache, where steps are measured
+# A step on few rows takes as long as one on a few more: all weights are read. So fewer rows are not
+# divided among groups (benchmarks/decoding_cpu_2026-11-22.md).
+ROWS_OF_A_GROUP = 8
 
 
 class DecodingEngine:
@@ -186,12 +162,10 @@ class DecodingEngine:
         self.prompt_cells = prompt_cells
         self.has_cache, self.reads_in_pieces = has_cache, reads_in_pieces and has_cache
         self.matchers = matchers or Matchers(lambda: tokenizer)
-        self.choice: GroupChoice | None = None
         self.is_healthy = True
         self._scheduler = Scheduler(
             limits,
-            best_groups=functools.cache(self._best_groups),
-            pass_tokens=lambda count: self.choice.pass_tokens(count) if self.choice else None,
+            best_groups=self._best_groups,
             num_stages=chain.num_stages,
         )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -201,7 +175,6 @@ class DecodingEngine:
         self._is_stopping, self._door, self._is_over = threading.Event(), threading.Lock(), False
         self._prompt_tokens = self._completion_tokens = 0
         self._stage_seconds = [0.0] * chain.num_stages
-        self._measuring = self._measurements()
 
     @property
     def max_length(self) -> int:
@@ -259,15 +232,10 @@ class DecodingEngine:
         )
 
     def run(self) -> None:
-        """Answers what is submitted until `stop` is called.
-
-        Steps are measured in between, so that the first requests need not wait for all of it.
-        """
+        """Answers what is submitted until `stop` is called."""
         try:
             while not self._is_stopping.is_set():
-                is_idle = not self._act()
-                has_measured = not self.chain.num_in_flight and next(self._measuring, True) is None
-                if is_idle and not has_measured:
+                if not self._act():
                     self._wait()
             self._fail_all(EngineError("the engine was stopped"))
         except BaseException as error:
@@ -277,7 +245,6 @@ class DecodingEngine:
 
     def answer(self, requests: Iterable[Request]) -> Iterator[Finished | Failed]:
         """Answers requests in this thread; yields answers as they are done."""
-        self.prepare()
         done: deque[Finished | Failed] = deque()
 
         def listen(event: Any) -> None:
@@ -322,28 +289,6 @@ class DecodingEngine:
         finally:  # also where the caller wants no more
             if self.is_healthy:
                 self._scores.forget(self._act)
-
-    def prepare(self) -> None:
-        """Measures steps once, where the number of groups is to be chosen."""
-        for _ in self._measuring:
-            pass
-
-    def _measurements(self) -> Iterator[None]:
-        several = self.chain.num_stages > 1 and self.limits.max_rows > 1 and self.has_cache
-        if several and self.limits.num_groups is None and self.choice is None:
-            columns = min(MEASURED_COLUMNS, self.limits.max_length // 2)
-            with contextlib.suppress(EngineError):  # its requests will tell
-                for choice in measure_steps(
-                    functools.partial(timed_steps, self._order, self.chain.result, columns),
-                    max_rows=self.limits.max_rows,
-                    num_stages=self.chain.num_stages,
-                ):
-                    self.choice = choice
-                    yield
-            rows = range(-self.limits.max_rows, 0)
-            self._order(PassOrder("tidy", leave=[(-1, row) for row in rows]))
-            self.chain.result()
-            self._scheduler.best_groups = functools.cache(self._best_groups)  # by the new choice
 
     def close(self) -> None:
         """Lets the other ranks go; nothing is answered any more."""
@@ -483,6 +428,5 @@ class DecodingEngine:
         self._scores.fail_all(error)
 
     def _best_groups(self, num_rows: int) -> int:
-        if not self.has_cache:  # whole rows are read: bound by arithmetic
-            return self.chain.num_stages
-        return 1 if self.choice is None else self.choice.best(num_rows)
+        least = ROWS_OF_A_GROUP if self.has_cache else 1  # whole rows are bound by arithmetic
+        return max(1, min(self.chain.num_stages, num_rows // least))

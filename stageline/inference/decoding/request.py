@@ -239,7 +239,7 @@ class EngineStats:
     stage_seconds: tuple[float, ...] = ()
 
 
-Kind = Literal["prefill", "decode", "whole", "score", "measure", "tidy", "stop"]
+Kind = Literal["prefill", "decode", "whole", "score", "tidy", "stop"]
 Score = tuple[list[float], bool, list[list[tuple[int, float]]]]
 
 
@@ -254,7 +254,7 @@ class PassOrder:
         group: whose cache it uses.
         rows: ids of the rows, in the order in which the group has them.
         adapters: number of each row's adapter, 0: none; empty: no row has one.
-        lengths: tokens of each row; of a prefill, a score and a measurement.
+        lengths: tokens of each row; of a prefill and a score.
         copies: rows that the only prompt becomes when it is read, which share its keys and values
             up to there; 0: the one.
         room: (rows, columns) that the group has at most, of all that is to join it; empty: not

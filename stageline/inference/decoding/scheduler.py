@@ -5,23 +5,16 @@ A finished one makes room at once for one that waits. A long prompt is read in p
 one another through the stages; groups take steps in between.
 """
 
-import bisect
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stageline.inference.decoding.cache import take_out
 
 ROOM_TO_WAIT_FOR = 8  # an eighth of all rows
-LONG_STEP = 1.0  # seconds
-WORTH_IT = 0.97  # more groups must save this much: fewer are less work for the host
-# of passes over prompts, whose times are on a line with those of shorter steps: where it errs,
-# passes that are too small cost more than they would gain
-PASS_WORTH_IT, LEAST_TOKENS = 0.95, 128
-NUM_FULL = 3  # steps that each stage does while all have work, in a measurement
-Seconds = tuple[tuple[float, ...], ...]
+LEAST_TOKENS = 128  # of a pass over prompts: smaller ones cost more than they gain
 
 
 @dataclass(eq=False)
@@ -124,7 +117,7 @@ class Limits:
             prompt is read alone, and in pieces if it may be cut.
         max_cells: rows times columns of all caches together; None: no limit.
         max_length: longest prompt with its answer, in tokens.
-        num_groups: groups of sequences; None: what measured steps advise.
+        num_groups: groups of sequences; None: by a rule.
         short_length: see `Stage`.
     """
 
@@ -145,8 +138,6 @@ class Scheduler:
 
     Args:
         best_groups: number of sequences -> number of groups.
-        pass_tokens: tokens of prompts that wait -> how many are best read in a pass; None: by
-            a rule.
         num_stages: prompts are read in at least as many passes, so that all stages work.
     """
 
@@ -155,12 +146,10 @@ class Scheduler:
         limits: Limits,
         *,
         best_groups: Callable[[int], int],
-        pass_tokens: Callable[[int], int | None] = lambda num_tokens: None,
         num_stages: int,
     ) -> None:
         self.limits = limits
         self.best_groups = best_groups
-        self.pass_tokens = pass_tokens
         self.num_stages = num_stages
         self.waiting: deque[Sequence] = deque()
         self.groups: dict[int, RunningGroup] = {}
@@ -286,10 +275,7 @@ class Scheduler:
         if self.num_stages == 1:
             return self.limits.prefill_tokens
         total = sum(one.length for one in self.waiting)
-        advised = self.pass_tokens(total)
-        if advised is None:
-            advised = max(LEAST_TOKENS, total // (2 * self.num_stages))
-        return min(self.limits.prefill_tokens, advised)
+        return min(self.limits.prefill_tokens, max(LEAST_TOKENS, total // (2 * self.num_stages)))
 
     def next_step(self, *, may_wait: bool = True) -> RunningGroup | None:
         """The group that has been home longest; None: there is none, or it waits for another.
@@ -384,118 +370,3 @@ class Scheduler:
         """Who left since the last order; the stages hear of each once."""
         leaving, self.leaving = self.leaving, []
         return leaving
-
-
-@dataclass(frozen=True)
-class GroupChoice:
-    """How many groups the sequences of a pipeline are best divided into, by measured steps.
-
-    With one group the stages take turns and all but one wait. With as many groups as stages all
-    work, each on fewer rows. That gains as much as a step on fewer rows is shorter: where a step is
-    bound by arithmetic, nearly everything; where it is bound by reading the weights, nothing,
-    because each group reads them again. So the steps of this machine and this model are measured,
-    alone and with all stages at work (which may share a bus), and the number is chosen for each
-    number of sequences. Prompts that wait are read in as many passes as the same steps advise.
-
-    Attributes:
-        rows: numbers of rows that were measured, rising.
-        alone: for each of them, what a step takes on each stage while the others wait.
-        together: the same while they work too.
-    """
-
-    rows: tuple[int, ...]
-    alone: Seconds
-    together: Seconds
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.alone[0])
-
-    def best(self, num_rows: int) -> int:
-        """The least number of groups that gives about the most tokens a second; at least 1."""
-        most = min(2 * self.num_stages, max(1, num_rows))
-        cycles = {number: self.cycle(num_rows, number) for number in range(1, most + 1)}
-        least = min(cycles.values())
-        return next(number for number, found in cycles.items() if found * WORTH_IT <= least)
-
-    def cycle(self, num_rows: int, num_groups: int) -> float:
-        """Seconds until each of the rows has one more token.
-
-        A group can't begin its next step before it came out of the last stage, and the slowest
-        stage works for all groups.
-        """
-        if num_groups == 1:
-            return sum(self._steps(self.alone, num_rows))
-        steps = self._steps(self.together, -(-num_rows // num_groups))
-        return max(sum(steps), num_groups * max(steps))
-
-    def pass_tokens(self, num_tokens: int) -> int:
-        """How many tokens of prompts are best read in one pass, if so many wait.
-
-        A pass costs what a step of as many rows costs; the first one goes through all stages
-        before the last stage has work, so that few passes leave stages waiting.
-        """
-        best, least = num_tokens, self._reading(num_tokens, num_tokens)
-        for count in range(2, num_tokens // LEAST_TOKENS + 1):
-            size = -(-num_tokens // count)
-            found = self._reading(num_tokens, size)
-            if found < least * PASS_WORTH_IT:
-                best, least = size, found
-        return best
-
-    def _reading(self, num_tokens: int, size: int) -> float:
-        if size == num_tokens:
-            return sum(self._steps(self.alone, size))
-        steps = self._steps(self.together, size)
-        return sum(steps) + (num_tokens / size - 1) * max(steps)
-
-    def _steps(self, seconds: Seconds, num_rows: int) -> list[float]:
-        """On a line between measured numbers; beyond them on that from the first to the last."""
-        if len(self.rows) == 1:
-            return [found * max(1.0, num_rows / self.rows[0]) for found in seconds[0]]
-        if num_rows > self.rows[-1]:  # the last two alone differ by noise as well
-            low, high = 0, len(self.rows) - 1
-        else:
-            high = max(bisect.bisect_left(self.rows, num_rows), 1)
-            low = high - 1
-        share = (num_rows - self.rows[low]) / (self.rows[high] - self.rows[low])
-        pairs = zip(seconds[low], seconds[high], strict=True)
-        return [a + share * max(0.0, b - a) for a, b in pairs]
-
-
-def measure_steps(
-    measure: Callable[[int, int], list[list[float]]],
-    *,
-    max_rows: int,
-    num_stages: int,
-) -> Iterator[GroupChoice | None]:
-    """Measures steps of 1, 2, 4, ... rows: matrices of two rows can be as slow as those of four.
-
-    Args:
-        measure: (rows, how many steps follow one another) -> seconds of each, on each stage.
-
-    Yields:
-        None after each measurement, so that other work may come between; what they advise last.
-    """
-    rows, alone, together, number = [], [], [], 1
-    while True:
-        number = min(number, max_rows)
-        rows.append(number)
-        flow = measure(number, num_stages + NUM_FULL - 1)  # its first steps warm up
-        together.append(tuple(_shortest(flow, stage, num_stages) for stage in range(num_stages)))
-        yield None
-        singles = [measure(number, 1)[0] for _ in range(2)]
-        # working alone is never slower: what another process disturbed does not count
-        alone.append(tuple(min(stage) for stage in zip(*singles, *flow, strict=True)))
-        # so long a step is bound by arithmetic, and longer ones lie on a line with it
-        if number == max_rows or max(alone[-1]) > LONG_STEP:
-            break
-        yield None
-        number *= 2
-    yield GroupChoice(tuple(rows), tuple(alone), tuple(together))
-
-
-def _shortest(flow: list[list[float]], stage: int, num_stages: int) -> float:
-    """What a stage took at least while all the others had work too."""
-    first = num_stages - 1 - stage
-    return min(seconds[stage] for seconds in flow[first : len(flow) - stage])

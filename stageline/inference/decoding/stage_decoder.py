@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from stageline import progress
-from stageline.device import is_accelerator, sent, synchronize
+from stageline.device import is_accelerator, sent
 from stageline.errors import UserError
 from stageline.inference.decoding.cache import GroupCache, Window, take_out
 from stageline.inference.decoding.grammars import Matchers, RowMatcher
@@ -113,7 +113,6 @@ class Group:
 
 
 HIDDEN, EXTRA = "hidden", "extra"
-MEASURED_GROUP = -1
 
 
 @contextlib.contextmanager
@@ -184,7 +183,6 @@ class StageDecoder:
             "decode": self._decode,
             "whole": self._whole,
             "score": self._score,
-            "measure": self._measure,
         }
         self._row_choice = getattr(stage, "row_choice", None)
         self._keeps_logits = stage.is_last and can_keep_logits(stage)
@@ -219,8 +217,6 @@ class StageDecoder:
             except Exception as error:  # out of memory, or a fault of the model: others go on
                 traceback.print_exc(file=sys.stderr)
                 order.error = f"stage {self.stage.stage}: {type(error).__name__}: {error}"
-        if order.kind == "measure":
-            synchronize(self.device)
         order.seconds.append(time.perf_counter() - began)
         return {} if order.error else found
 
@@ -243,6 +239,19 @@ class StageDecoder:
         self._forward({name: inputs[0], **extras}, {**batch, "attention_mask": None}, cache)
         window = cache.window
         return max(1, cache.num_bytes() // (window.row_capacity * window.column_capacity))
+
+    def pass_tokens(self) -> int:
+        """Return how many tokens of prompts one pass reads."""
+        stage, device = self.stage, self.device
+        has_all_logits = stage.is_last and not can_keep_logits(stage)
+        if not is_accelerator(device) or has_all_logits:
+            return PASS_TOKENS
+        weights = [weight for layer in stage.modules_to_shard() for weight in layer.parameters()]
+        widest = max((size for weight in weights for size in weight.shape[-2:]), default=1)
+        num_bytes = max((weight.element_size() for weight in weights), default=1)
+        free, _ = torch.get_device_module(device).mem_get_info(device)
+        room = int(free * SHARE_OF_A_PASS) // (NUM_HELD * widest * num_bytes)
+        return min(MOST_PASS_TOKENS, max(PASS_TOKENS, room))
 
     def _new_cache(self, num_rows: int) -> GroupCache:
         stage = self.stage
@@ -463,22 +472,6 @@ class StageDecoder:
         batch = {**_others(tensors), "attention_mask": window.mask(width, self.device)}
         return {**batch, "position_ids": self.stage.decode_positions(batch)}
 
-    def _measure(self, order: PassOrder, tensors: Tensors) -> Tensors:
-        """A step of a group that is not there: so many rows, all as long as the first says."""
-        group = self.groups.get(MEASURED_GROUP)
-        if group is None or len(group.rows) != len(order.rows):
-            cache = self._new_cache(len(order.rows))
-            cache.begin(order.lengths[0], lengths=order.lengths)
-            cache.advance(order.lengths[0])
-            kept: list[Tensors] = [{} for _ in order.rows]
-            group = Group(cache, list(order.rows), list(order.lengths), kept)
-            self.groups[MEASURED_GROUP] = group
-        output = self._step(group, tensors)
-        if self.stage.is_last:
-            output[:, -1].argmax(-1).tolist()
-            return {}
-        return _onwards(output, {})
-
 
 def can_keep_logits(stage: torch.nn.Module) -> bool:
     """Whether the model makes logits of the last places alone where it is told to."""
@@ -510,6 +503,11 @@ def _onwards(output: Any, others: Tensors) -> Tensors:
 GIB = 2**30
 SHARE_OF_A_GPU, SHARE_OF_A_HOST = 0.8, 0.25
 UNKNOWN_HOST = 4 * GIB  # a guess that no machine is too small for
+# Tokens of prompts in one pass. A GPU works through few tokens faster than the host hands out the
+# operations on them; a CPU gains nothing by more, and answers that run wait for the pass.
+PASS_TOKENS, MOST_PASS_TOKENS = 2048, 2**14
+SHARE_OF_A_PASS = 0.1  # of a GPU's free memory; the cache leaves twice as much
+NUM_HELD = 8  # activations of the widest matrix that a layer holds at a time
 SPARE = 1.25  # buffers are made larger than they need to be, by up to so much
 
 
@@ -542,24 +540,3 @@ def cells_within(budget: int, decoder: StageDecoder) -> int:
             "expected: raise `cache_gib`, or use more stages."
         )
     return cells
-
-
-# Tokens of prompts in one pass. A GPU works through few tokens faster than the host hands out the
-# operations on them; a CPU gains nothing by more, and answers that run wait for the pass.
-PASS_TOKENS, MOST_PASS_TOKENS = 2048, 2**14
-SHARE_OF_A_PASS = 0.1  # of a GPU's free memory; the cache leaves twice as much
-NUM_HELD = 8  # activations of the widest matrix that a layer holds at a time
-
-
-def pass_tokens(decoder: StageDecoder) -> int:
-    """Return how many tokens of prompts one pass of this stage reads."""
-    stage, device = decoder.stage, decoder.device
-    has_all_logits = stage.is_last and not can_keep_logits(stage)
-    if not is_accelerator(device) or has_all_logits:
-        return PASS_TOKENS
-    weights = [weight for layer in stage.modules_to_shard() for weight in layer.parameters()]
-    widest = max((size for weight in weights for size in weight.shape[-2:]), default=1)
-    wide = max((weight.element_size() for weight in weights), default=1)
-    free, _ = torch.get_device_module(device).mem_get_info(device)
-    room = int(free * SHARE_OF_A_PASS) // (NUM_HELD * widest * wide)
-    return min(MOST_PASS_TOKENS, max(PASS_TOKENS, room))
