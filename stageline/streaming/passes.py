@@ -480,7 +480,7 @@ class Pass:
         saved = {layer: Flow(None, lane) for layer in stage if layer in keeps}
         ended = Flow(None, lane)
 
-        graph = self._queue_layers(seat, stage, stage, place, began, began, saved)
+        graph = self._queue_layers(seat, stage, stage, place, began, saved=saved)
         lane.compute.run(lambda: setattr(ended, "value", graph.value))
         ended.mark = lane.compute.record()
         for layer, flow in saved.items():
@@ -560,10 +560,10 @@ class Pass:
         segment: range,
         place: int,
         began: Flow,
-        other: Flow,
+        *others: Flow,
         saved: Mapping[int, Flow] | None = None,
     ) -> SimpleNamespace:
-        """Queue the forward pass of layers, once both values are there: from `start` to `value`.
+        """Queue the forward pass of layers, once all values are there: from `start` to `value`.
 
         Args:
             saved: layers whose inputs are kept; without a graph. None: with a graph.
@@ -571,7 +571,7 @@ class Pass:
         queue, layers, graph = seat.lane.compute, self._layers(seat, stage), SimpleNamespace()
 
         def begin() -> None:
-            read_by(queue, began, other)
+            read_by(queue, began, *others)
             graph.start = graph.value = (
                 began.value if saved is not None else self._start(began.value, segment.start)
             )
@@ -583,8 +583,8 @@ class Pass:
                         saved[layer].value = detached(graph.value, requires_grad=False)
                     graph.value = layers(layer, graph.value, place)
 
-        queue.after(began.mark)
-        queue.after(other.mark)
+        for flow in (began, *others):
+            queue.after(flow.mark)
         queue.run(begin)
         for layer in segment if place == 0 else ():  # the first micro-batch awaits the weights
             seat.await_layer(layer - stage.start)

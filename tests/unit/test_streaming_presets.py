@@ -192,7 +192,7 @@ def test_text_is_generated_by_the_model_itself():
 def test_what_belongs_to_generation_is_refused(name, value):
     engine = engine_of(make_model("llama"))
     ids = torch.tensor([[5, 9, 12]])
-    with pytest.raises(ValueError, match=f"{name} came to a model that streams"):
+    with pytest.raises(ValueError, match=f"{name}:.* a model that streams"):
         engine(ids, **{name: value})
     assert engine(ids, use_cache=False, past_key_values=None).past_key_values is None
 
@@ -201,7 +201,7 @@ def test_a_config_that_asks_for_hidden_states_is_refused():
     model = make_model("llama")
     engine = engine_of(model)
     model.config.output_hidden_states = True
-    with pytest.raises(ValueError, match="output_hidden_states came"):
+    with pytest.raises(ValueError, match="output_hidden_states: those"):
         engine(torch.tensor([[5, 9]]))
 
 

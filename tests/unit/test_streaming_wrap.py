@@ -197,7 +197,7 @@ def test_what_is_wrapped_stays_so():
 def test_auto_has_no_fused_call():
     auto = wrap(Model(one=linear()))
     assert not hasattr(auto, "forward_backward")
-    with pytest.raises(AttributeError, match="AutoRoundPipe has no forward_backward"):
+    with pytest.raises(AttributeError, match="has 'forward_backward'"):
         _ = auto.forward_backward
 
 
@@ -233,9 +233,9 @@ def test_a_model_of_transformers_wrapped_part_by_part_trains_as_it_is(family):
         theirs.zero_grad()
     for one, other in zip(auto.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other)
-    with pytest.raises(ValueError, match="use_cache came to a model that streams"):
+    with pytest.raises(ValueError, match="use_cache: a model that streams"):
         auto(**batch, use_cache=True)
-    with pytest.raises(ValueError, match="cache came to a model that streams"):
+    with pytest.raises(ValueError, match="cache: a model that streams"):
         auto(**batch, cache=transformers.DynamicCache())
 
 
