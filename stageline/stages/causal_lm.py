@@ -334,9 +334,9 @@ class CausalLMStage(Spliced, StageModel):
         statistics: torch.Tensor | None = None
         if not self.is_first:
             came = (hidden_or_ids, *extras)
-            ids = batch.get("input_ids")
-            if ids is None:  # a stage that is measured by itself
+            if "input_ids" not in batch:  # a stage that is measured by itself
                 ids = hidden_or_ids.new_zeros(hidden_or_ids.shape[:2], dtype=torch.long)
+            ids = batch.get("input_ids", ids)
             if self.router_loss is not None:
                 place = sum(tensor.is_floating_point() for tensor in came) - 1
                 statistics = came[place]

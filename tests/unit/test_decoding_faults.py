@@ -156,6 +156,15 @@ def test_a_row_without_numbers_fails_alone(model, stage, monkeypatch):
     assert answer_all(engine, model) == {}
 
 
+def test_rows_that_all_leave_are_not_moved(model, monkeypatch):
+    engine = engine_of(model)
+    monkeypatch.setattr(GroupCache, "remove", lambda *_: pytest.fail("a row was moved"))
+    found = list(engine.answer(request_of(model, place) for place in range(3)))
+    assert [one.token_ids for one in found] == list(model.answers[:3])
+    (decoder,) = engine.chain.decoders
+    assert decoder.groups == {}
+
+
 def test_there_are_as_many_groups_as_stages_where_each_has_rows_enough(model):
     engine = engine_of(model, 2, num_groups=None)
     assert [engine._best_groups(rows) for rows in (0, 1, 15, 16, 64)] == [1, 1, 1, 2, 2]

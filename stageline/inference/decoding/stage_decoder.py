@@ -296,7 +296,10 @@ class StageDecoder:
             order.error = f"stage {self.stage.stage}: an earlier piece of the prompt was not read"
             return {}
         width, window = order.span[1] - order.span[0], new.cache.window
-        batch = {**_others(tensors), "attention_mask": window.mask(width, self.device)}
+        batch: dict[str, Any] = {
+            **_others(tensors),
+            "attention_mask": window.mask(width, self.device),
+        }
         positions = self.stage.decode_positions(batch)[..., -width:]
         kept = self.stage.kept_inputs(batch)
         batch["position_ids"] = positions
