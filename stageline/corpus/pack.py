@@ -17,7 +17,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy
 
@@ -34,7 +33,6 @@ from stageline.corpus.header import (
     SegmentType,
     framed,
     of_json,
-    of_right_kinds,
     path_of,
     unframed,
 )
@@ -262,15 +260,7 @@ def _decode(file: memoryview, path: Path) -> tuple[PackHeader, int]:
             f"{path} does not begin as packed rows do, or its header is damaged. Rows that "
             "corpus.py pack wrote were expected: pack the corpus again."
         )
-    return of_json(text, path, _make_header), begin
-
-
-def _make_header(values: dict[str, Any]) -> PackHeader:
-    header = of_right_kinds(PackHeader(**values))
-    counts = [header.num_rows, header.num_segments, header.num_tokens]
-    if not all(type(one) is int and one >= 0 for count in counts for one in count):
-        raise ValueError(f"rows, segments and tokens are {counts!r:.80}")
-    return header
+    return of_json(text, path, lambda values: PackHeader(**values)), begin
 
 
 WINDOW = 1 << 20  # segments
