@@ -111,16 +111,6 @@ def test_d16_names_that_lead_out_of_the_folder_are_refused(name, saved):
     refused(lambda: verify(saved), MANIFEST, repr(name), "below its folder")
 
 
-def test_d16_links_that_lead_out_of_the_folder_are_refused(saved, whole, tmp_path):
-    shutil.move(saved / SHARD, tmp_path / "elsewhere")
-    (saved / SHARD).symlink_to(tmp_path / "elsewhere")
-    for call in (lambda: weight_files(saved), lambda: verify(saved)):
-        refused(call, saved / SHARD, tmp_path / "elsewhere", "leads out of its folder")
-    shutil.move(whole / "model.safetensors", tmp_path / "elsewhere")
-    (whole / "model.safetensors").symlink_to(tmp_path / "elsewhere")
-    refused(lambda: weight_files(whole), "model.safetensors", "leads out of its folder")
-
-
 def test_d16_links_within_the_folder_and_within_a_cache_are_followed(originals, whole, tmp_path):
     linked = tmp_path / "linked"
     linked.symlink_to(whole)
@@ -160,11 +150,6 @@ HEADERS = {
     "unknown dtype": ({"a": entry(0, 8, dtype="F31")}, "unknown variant `F31`"),
     "a float as length": ({"a": entry(0, 8, (2.0,))}, "expected usize"),
     "a truth as length": ({"a": entry(0, 8, (True, 2))}, "expected usize"),
-    "doubled name": (
-        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
-        b'"a":{"dtype":"I32","shape":[2],"data_offsets":[0,8]}}',
-        "'a' twice",
-    ),
     "not UTF-8": (b'{"\xff":1}', "UTF-8"),
     "no JSON": (b"{]", "invalid JSON"),
     "nesting": (b'{"a":' + b"[" * 200_000, "recursion limit"),
