@@ -386,7 +386,7 @@ def merge_pairs(model: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def plain_backend(spec: dict[str, Any]) -> Any:
-    """Of the `tokenizers` library: adds nothing, cuts nothing off, takes control text as text.
+    """Return a `tokenizers` object that adds nothing, cuts nothing off, takes control text as text.
 
     Control tokens get names that no text has: Unigram models hold them as pieces, which the text
     "</s>" would give, whatever is said of special tokens.
