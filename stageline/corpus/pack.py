@@ -23,7 +23,6 @@ import numpy
 from stageline.corpus.corpus_files import (
     MappedSegments,
     map_file,
-    open_again,
     open_corpus,
     refuse_damage,
 )
@@ -165,7 +164,7 @@ class PackedRows:
         DataError: there are none, they are damaged, or of another corpus.
     """
 
-    def __init__(self, prefix: str | Path, *, is_known: bool = False) -> None:
+    def __init__(self, prefix: str | Path) -> None:
         self.prefix = os.fspath(prefix)
         path = path_of(prefix, ".pack")
         if not path.exists():
@@ -175,7 +174,7 @@ class PackedRows:
             )
         file = map_file(path)
         self.header, start = _decode(file, path)
-        if open_corpus(prefix, is_known=is_known).digest != self.header.corpus:
+        if open_corpus(prefix).digest != self.header.corpus:
             raise DataError(
                 f"{path} was made of other segments than {prefix}.bin has: the corpus was written "
                 "anew since. Rows of this corpus were expected: pack it again (corpus.py pack)."
@@ -190,8 +189,7 @@ class PackedRows:
             )
         self._arrays = file[start:]
         self._offsets, self._members = file[start:middle].cast("Q"), file[middle:].cast("Q")
-        if not is_known:
-            refuse_damage(self._problem(), path)
+        refuse_damage(self._problem(), path)
         self.row_length = self.header.row_length
         self.type_starts = numpy.cumsum([0, *self.header.num_rows], dtype=numpy.int64)
         self.digest = hashlib.sha256(json.dumps(asdict(self.header)).encode()).hexdigest()
@@ -208,7 +206,7 @@ class PackedRows:
         return numpy.frombuffer(self._members, "<u8", stop - start, 8 * start).astype(numpy.int64)
 
     def __reduce__(self) -> tuple:
-        return open_again, (type(self), os.path.abspath(self.prefix), self.prefix, self.digest)
+        return type(self), (os.path.abspath(self.prefix),)
 
     def _problem(self) -> str | None:
         """What does not hold of the arrays: rows follow one another, of segments that there are."""

@@ -194,13 +194,9 @@ def test_a_segment_too_long_is_our_mistake(tmp_path):
         writer.add(segments_of([[[3] * 9]]))
 
 
-def test_a_copy_in_a_worker_reads_the_same_or_says_that_it_cannot(tmp_path):
+def test_a_copy_in_a_worker_reads_the_same(tmp_path):
     corpus = write(tmp_path / "a", documents_of([30]))
-    sent = pickle.dumps(corpus)
-    assert pickle.loads(sent)[2].tolist() == corpus[2].tolist()
-    write(tmp_path / "a", documents_of([31]), overwrite=True)
-    with pytest.raises(DataError, match="anew meanwhile"):
-        pickle.loads(sent)
+    assert pickle.loads(pickle.dumps(corpus))[2].tolist() == corpus[2].tolist()
 
 
 def test_an_empty_corpus_can_be_opened(tmp_path):
