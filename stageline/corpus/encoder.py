@@ -275,7 +275,7 @@ def _load_tokenizer(path: Path) -> Any:
 
 # What a tokenizer.json says.
 
-# parts that decide which ids a text gets, beside added tokens that are no control tokens
+# parts that decide which ids a text gets, next to added tokens that are not control tokens
 _MODEL_PARTS = ("normalizer", "pre_tokenizer", "model")
 _SPACE = "▁"
 

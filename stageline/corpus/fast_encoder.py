@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 
 Spec = dict[str, Any]
-# what ByteLevel(use_regex=True) cuts by
+# the expression of ByteLevel(use_regex=True)
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # ... between digits that Digits has taken out: to white space a digit is then the text's end
 _BETWEEN_DIGITS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|%s| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
@@ -53,7 +53,7 @@ class FastEncoder:
         if normalizers - {"NFC"}:
             raise NotFast(f"it normalises by {', '.join(sorted(normalizers))}")
         pattern = _pattern(steps)
-        assert token_bytes is not None  # those of a byte-level tokenizer are known
+        assert token_bytes is not None  # each id of a byte-level tokenizer has some
         vocab, added = model["vocab"], spec["added_tokens"]
         merged = ["".join(p.split(" ") if isinstance(p, str) else p) for p in model["merges"]]
         if any(vocab[before] > vocab[after] for before, after in pairwise(merged)):
@@ -74,7 +74,7 @@ class FastEncoder:
             raise NotFast(f"tiktoken does not take its expression: {error}") from error
         self._lengths = numpy.array([len(part) for part in token_bytes], dtype=numpy.int64)
         self._needs_nfc = bool(normalizers)
-        self._whole = [one["content"] for one in added if not one["special"]]  # as <think> in Qwen
+        self._whole = [one["content"] for one in added if not one["special"]]  # <think> in Qwen is one
 
     def encode(self, text: str) -> numpy.ndarray | None:
         """Return the ids (uint32) of a text; None for one that `tokenizers` has to encode.
@@ -92,7 +92,7 @@ class FastEncoder:
         try:
             ids = self._encoding.encode_to_numpy(text, disallowed_special=())
         except BaseException as error:
-            # a panic of tiktoken is no Exception, and its class cannot be imported
+            # a panic of tiktoken is not an Exception, and its class cannot be imported
             if type(error).__name__ != "PanicException":
                 raise
             return None

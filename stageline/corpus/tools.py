@@ -332,6 +332,6 @@ def verify(prefix: str | Path) -> CorpusHeader:
     if found != corpus.header.bin_sha256:
         raise DataError(
             f"{corpus.prefix}.bin is damaged: it has other bytes than were written (sha256). Copy "
-            "the corpus again, or write it anew."
+            "the corpus again, or write it again."
         )
     return corpus.header
