@@ -74,7 +74,7 @@ class FastEncoder:
             raise NotFast(f"tiktoken does not take its expression: {error}") from error
         self._lengths = numpy.array([len(part) for part in token_bytes], dtype=numpy.int64)
         self._needs_nfc = bool(normalizers)
-        self._whole = [one["content"] for one in added if not one["special"]]  # <think> in Qwen is one
+        self._whole = [one["content"] for one in added if not one["special"]]  # as <think>
 
     def encode(self, text: str) -> numpy.ndarray | None:
         """Return the ids (uint32) of a text; None for one that `tokenizers` has to encode.
