@@ -476,7 +476,7 @@ def read_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--more-packages", type=Path, metavar="FOLDER",
-        help="packages that only the checks about them import (roundpipe, bitsandbytes, torchao)",
+        help="packages that only the checks about them import (roundpipe, bitsandbytes)",
     )  # fmt: skip
     parser.add_argument(
         "--host-gib", type=int, metavar="N",

@@ -190,9 +190,9 @@ class MethodOptions:
         needs={"--bf16 or --fp16 or --dtype auto": IN_FP32},
         in_check=False,
     )
-    quantization: Literal["nf4", "int8", "torchao_int8", "torchao_int4"] | None = option(
+    quantization: Literal["nf4", "int8"] | None = option(
         None,
-        "keep the frozen base below LoRA in 4 or 8 bits (bitsandbytes or torchao)",
+        "keep the frozen base below LoRA in 4 or 8 bits (bitsandbytes)",
         needs={
             "--llm-lora-num 1 or --train-new-tokens": "weights of few bits can't be trained, only "
             "adapters above them and rows of new tokens",

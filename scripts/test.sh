@@ -43,15 +43,6 @@ run_with_lesser_kernels() {
         "$ROOT"/tests/distributed/test_{new_rows_ranks,moe,reward_parity}.py \
         "$ROOT/tests/distributed/test_data_parallel.py::test_replicas_equal_one_process"
 }
-# torchao lies beside the environment: where it is in it, transformers imports it at every start
-run_with_torchao() {
-    local torchao="$ROOT/.cache/torchao-0.18.0"
-    if [ ! -d "$torchao" ]; then
-        "$PYTHON" -m pip install -qq --disable-pip-version-check --no-deps \
-            --target "$torchao.part" torchao==0.18.0 && mv "$torchao.part" "$torchao" || return
-    fi
-    PYTHONPATH="$torchao" run_tests "$ROOT"/tests/unit/test_{quantised_base,lora_quantised}.py
-}
 
 # The oldest transformers that README promises and the newest, on the torch that is here.
 run_other_transformers() {
@@ -66,8 +57,7 @@ run_other_transformers() {
 # import what it needs. What they tell comes last.
 beside() {
     local check failed=""
-    for check in check_types run_on_cards run_on_npus run_with_lesser_kernels run_with_torchao \
-        run_other_transformers; do
+    for check in check_types run_on_cards run_on_npus run_with_lesser_kernels run_other_transformers; do
         echo "[tests] $check"
         "$check" || failed="$failed $check"
     done

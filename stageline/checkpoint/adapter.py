@@ -307,7 +307,6 @@ def read_adapter(folder: str | Path) -> Adapter:
             )
         else:
             extras[plain] = tensor
-    _check_numbers(config, folder / ADAPTER_CONFIG)
     broken = {module for module, half in halves.items() if len(half) != 2}
     if broken:
         raise CheckpointError(
@@ -340,24 +339,6 @@ def _check_magnitudes(
             f"{file} holds {len(found)} magnitude vectors for {len(wanted)} layers and "
             f"{ADAPTER_CONFIG} says use_dora={bool(config.get('use_dora'))}; one a layer, as long "
             "as its outputs, was expected with DoRA, none without. Copy the adapter again."
-        )
-
-
-def _check_numbers(config: dict[str, Any], path: Path) -> None:
-    """Refuses settings that `Adapter.scale` could not compute with."""
-    patterns = config.get("alpha_pattern") or {}
-    alphas = [config.get("lora_alpha")]
-    alphas += patterns.values() if isinstance(patterns, dict) else [patterns]
-    wrong = [alpha for alpha in alphas if not isinstance(alpha, int | float)]
-    try:
-        for pattern in patterns:
-            re.compile(pattern)
-    except re.error as error:
-        wrong.append(f"{pattern}: {error}")
-    if wrong:
-        raise CheckpointError(
-            f"{path} has {wrong[0]!r} for lora_alpha or in alpha_pattern, numbers by module were "
-            "expected: they scale the adapter. Copy the adapter again."
         )
 
 

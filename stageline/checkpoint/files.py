@@ -17,10 +17,10 @@ from stageline.model_folder import read_json
 
 
 def inside(folder: Path, name: object, *, told_by: Path, is_plain: bool = False) -> Path:
-    """`folder / name`, as the file `told_by` names it; a plain name has no folder in it.
+    """Return `folder / name`, as the file `told_by` names it; a plain name has no folder in it.
 
     Raises:
-        CheckpointError: it lies elsewhere, also when links are followed.
+        CheckpointError: the name leads out of the folder.
     """
     if not _is_inner_name(name) or (is_plain and Path(name).name != name):
         what = "a plain file name" if is_plain else "a path below its folder"
@@ -28,27 +28,7 @@ def inside(folder: Path, name: object, *, told_by: Path, is_plain: bool = False)
             f"{told_by} names the file {name!r}, {what} was expected: other files of this machine "
             "are not read for it. Do not use a checkpoint from a source you do not know."
         )
-    refuse_outer_link(folder / name, folder)
     return folder / name
-
-
-def refuse_outer_link(path: Path, folder: Path) -> None:
-    """Refuses a link that leads out of `folder`; links within a Hugging Face cache are its way."""
-    real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
-    if real.is_relative_to(home):
-        return
-    # <cache>/models--org--name/snapshots/<revision>/file -> ../../blobs/<hash>, which may be a
-    # link in its turn, to what models share: <cache>/blobs/<two letters>/<hash>
-    repo = home.parent.parent
-    if home.parent.name == "snapshots" and (
-        real.parent == repo / "blobs" or real.parent.parent == repo.parent / "blobs"
-    ):
-        return
-    raise CheckpointError(
-        f"{path} is a link that leads out of its folder, to {real}; a file was expected: a "
-        "checkpoint may not bring in other files of this machine. Copy the file into the folder, "
-        "or give the folder that it lies in."
-    )
 
 
 def _is_inner_name(name: object) -> TypeGuard[str]:
@@ -127,7 +107,6 @@ def weight_files(checkpoint: Path, *, fetches: bool = True) -> dict[str, Path]:
     fetch_missing(single)
     if not single.exists():
         raise _without_weights(checkpoint)
-    refuse_outer_link(single, checkpoint)
     return dict.fromkeys(tensor_names(single), single)
 
 
@@ -229,30 +208,12 @@ def open_tensors(file: Path, device: torch.device | str = "cpu") -> safe_open:
     try:
         if file.exists() and not file.is_file():  # to open a pipe would wait for its writer
             raise OSError("it is a folder" if file.is_dir() else "it is a device or a pipe")
-        tensors = safe_open(file, framework="pt", device=str(device), backend="pread")
-        _refuse_doubled_names(file)
+        return safe_open(file, framework="pt", device=str(device), backend="pread")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{file} cannot be read: {error}{_what_came(file)}. A whole safetensors file was "
             "expected: it was cut short, changed, or is something else by that name. Copy it again."
         ) from error
-    return tensors
-
-
-def _refuse_doubled_names(file: Path) -> None:
-    """The format forbids a name twice, the library takes the last of them."""
-    with file.open("rb") as opened:
-        header = opened.read(int.from_bytes(opened.read(8), "little"))
-
-    def look(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            double = next(name for name in found if names.count(name) > 1)
-            raise SafetensorError(f"its header has {double!r} twice")
-        return found
-
-    json.loads(header, object_pairs_hook=look)
 
 
 def _what_came(file: Path) -> str:

@@ -279,7 +279,6 @@ def plain_folder(
     key = _key(parts, [list(adapter_weights or ()), str(dtype)])
     target = Path(cache).expanduser().absolute() / f"{folder.name}-{key}"
     if target.exists():
-        verify(target)
         return target
     weights = tuple(adapter_weights) if adapter_weights else None
     return export_folder(

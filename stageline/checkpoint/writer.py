@@ -107,7 +107,7 @@ def replaced_name(folder: Path) -> str:
 
 
 def keep_last(folder: Path, count: int) -> list[str]:
-    """Removes all but the last `count` checkpoints; call it when the newest has verified.
+    """Removes all but the last `count` checkpoints.
 
     Returns:
         Names of those that went.
@@ -314,7 +314,7 @@ class CheckpointWriter:
         )
         if self.ranks.rank == 0:
             self._said.append(f"saved {target}")
-            self._thin_out(target)
+            self._thin_out()
 
     def _check_numbers(self, weights: WeightShare, state: StateShare, step: int) -> None:
         check_finite(
@@ -353,13 +353,9 @@ class CheckpointWriter:
         self.ranks.together(join, draft)
         return {name: facts for _, _, files, _ in told for name, facts in files.items()}
 
-    def _thin_out(self, newest: Path) -> None:
-        """Removes older checkpoints, once the newest is known to be readable."""
-        if not self.keep:
-            return
-        verify(newest)
-        removed = keep_last(self.folder, self.keep)
-        if removed:
+    def _thin_out(self) -> None:
+        """Removes older checkpoints."""
+        if self.keep and (removed := keep_last(self.folder, self.keep)):
             said = f"removed {', '.join(removed)} (`keep_last` {self.keep})"
             self._said.append(spelled(said))
 

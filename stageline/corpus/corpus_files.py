@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import numpy
 
@@ -59,7 +58,7 @@ class MappedSegments:
         return self._len
 
     def __reduce__(self) -> tuple:
-        return open_again, (type(self), os.path.abspath(self.prefix), self.prefix, self.digest)
+        return type(self), (os.path.abspath(self.prefix),)
 
     @property
     def digest(self) -> str:
@@ -193,22 +192,6 @@ def _missing(path: Path) -> str:
     )
 
 
-def open_again(kind: type, path: str, prefix: str, digest: str) -> Any:
-    """What another process was given, opened here.
-
-    Raises:
-        DataError: it has other content now.
-    """
-    opened = kind(path, is_known=True)
-    if opened.digest != digest:
-        raise DataError(
-            f"{path} is not what it was when this process was given it: it was written or packed"
-            " anew meanwhile. Start the run again."
-        )
-    opened.prefix = prefix
-    return opened
-
-
 # The files of Megatron-core's `IndexedDataset` (MMapIndexedDataset). Its `.idx`, all little-endian
 # and without padding: 9 bytes magic, u64 version 1, u8 dtype code, u64 sequences, u64 number of
 # documents + 1; i32 lengths in tokens, i64 byte pointers, i64 document index (the number of the
@@ -224,14 +207,11 @@ _CODES = {"uint16": 8, "uint32": 4}  # ids below 2^31 are the same bytes as int3
 class MegatronCorpus(MappedSegments):
     """A Megatron-core pair of files, one type; its tokenizer is unknown (None in the header).
 
-    Args:
-        is_known: this run has opened it before: its index is not read through again.
-
     Raises:
         DataError: files that are missing, truncated, damaged or not of this format.
     """
 
-    def __init__(self, path_prefix: str | Path, *, is_known: bool = False) -> None:
+    def __init__(self, path_prefix: str | Path) -> None:
         self.prefix = os.fspath(path_prefix)
         path = path_of(self.prefix, ".idx")
         index = map_file(path)
@@ -248,8 +228,7 @@ class MegatronCorpus(MappedSegments):
         self._starts = numpy.frombuffer(index[ends[2] :], dtype="<i8")
         self._bin = map_file(path_of(self.prefix, ".bin"))
         self._ids = self._map_ids(numpy.dtype(dtype).newbyteorder("<"))
-        if not is_known:
-            refuse_damage(self._problem(), path)
+        refuse_damage(self._problem(), path)
         self.header = self._make_header(num_documents)
 
     def bounds(self, index: int) -> tuple[int, int]:
@@ -375,14 +354,11 @@ def _read_head(index: memoryview, path: Path) -> tuple[str, int, int]:
 class Corpus(MappedSegments):
     """A corpus that `CorpusWriter` wrote.
 
-    Args:
-        is_known: this run has opened it before: its index is not read through again.
-
     Raises:
         DataError: a file is missing, truncated, swapped, foreign, damaged or of a newer version.
     """
 
-    def __init__(self, path_prefix: str | Path, *, is_known: bool = False) -> None:
+    def __init__(self, path_prefix: str | Path) -> None:
         self.prefix = os.fspath(path_prefix)
         index_path = path_of(self.prefix, ".idx")
         index = map_file(index_path)
@@ -397,8 +373,12 @@ class Corpus(MappedSegments):
             )
         self._offsets = index[arrays:flags].cast("Q")
         self._flags = index[flags:]
-        if not is_known:
-            refuse_damage(self._problem(), index_path)
+        both = "".join(
+            hashlib.sha256(one).hexdigest() for one in (self._offsets.cast("B"), self._flags)
+        )
+        if hashlib.sha256(both.encode()).hexdigest() != self.header.arrays_sha256:
+            what = "the offsets or flags are not those that were written (sha256)"
+            refuse_damage(what, index_path)
         self._bin = map_file(path_of(self.prefix, ".bin"))
         _check_tokens(path_of(self.prefix, ".bin"), self.header)
         # a plain array over the map: its slices cost half of numpy.memmap's
@@ -433,51 +413,16 @@ class Corpus(MappedSegments):
         """uint64 offsets of segments start to stop, and the end of the last; a view of the file."""
         return numpy.frombuffer(self._offsets, dtype="<u8")[start : stop + 1]
 
-    def _problem(self) -> str | None:
-        """What does not hold of offsets and flags; None: nothing.
 
-        Their checksum finds damage. Who wrote it anew must still give each type the tokens and
-        documents it says: rising offsets from 0 to the number of tokens lie inside the `.bin`.
-        """
-        if self.arrays_digest() != self.header.arrays_sha256:
-            return "the offsets or flags are not those that were written (sha256)"
-        first = 0
-        for kind in self.header.types:
-            begin, documents = self._offsets[first], 0
-            last = first + kind.num_segments
-            for low, high in self.ranges(first, last):
-                offsets = self.offsets(low, high)
-                if len(falling := numpy.flatnonzero(offsets[1:] <= offsets[:-1])):
-                    return f"segment {low + int(falling[0]):,} ends before it begins"
-                documents += int(numpy.count_nonzero(self.flags(low, high) & BEGINS))
-            expected = (kind.num_tokens, kind.num_documents)
-            if (found := (self._offsets[last] - begin, documents)) != expected:
-                return (
-                    f"type {kind.name!r} has {found[0]:,} tokens in {found[1]:,} documents; the"
-                    f" header says {expected[0]:,} in {expected[1]:,}"
-                )
-            first = last
-        return "its offsets do not begin at 0" if self._offsets[0] else None
-
-    def arrays_digest(self) -> str:
-        """sha256 of the sha256 of the offsets and of the flags, as they lie in the file."""
-        arrays = (self._offsets.cast("B"), self._flags)
-        both = "".join(hashlib.sha256(array).hexdigest() for array in arrays)
-        return hashlib.sha256(both.encode()).hexdigest()
-
-
-def open_corpus(path_prefix: str | Path, *, is_known: bool = False) -> MappedSegments:
+def open_corpus(path_prefix: str | Path) -> MappedSegments:
     """A corpus of ours or a pair of Megatron-core, by what the `.idx` begins with.
-
-    Args:
-        is_known: this run has opened it before: its index is not read through again.
 
     Raises:
         DataError: neither, or damaged.
     """
     start = map_file(path_of(path_prefix, ".idx"))[: len(MEGATRON_MAGIC)]
     kind = MegatronCorpus if start == MEGATRON_MAGIC else Corpus
-    return kind(path_prefix, is_known=is_known)
+    return kind(path_prefix)
 
 
 def refuse_damage(problem: str | None, path: Path) -> None:

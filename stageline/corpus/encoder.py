@@ -5,30 +5,20 @@ characters, as with `split_special_tokens=True` in transformers. Where tiktoken 
 it is used (`FastEncoder`), else the `tokenizers` library; `Encoder.kind` and `.note` say which.
 """
 
+import hashlib
 import json
-import random
 import unicodedata
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache, cached_property
+from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy
 
+from stageline.corpus.fast_encoder import FastEncoder, NotFast, check_texts
 from stageline.corpus.header import TokenizerInfo
-from stageline.corpus.tokenizer_rules import (
-    FastRules,
-    NotFast,
-    drops_first_space,
-    fast_rules,
-    fingerprint,
-    is_byte_level,
-    make_backend,
-    normalizers,
-    plain_backend,
-    token_bytes,
-    vocab_size,
-)
 from stageline.errors import DataError, UserError
 from stageline.hub import title_of
 
@@ -59,172 +49,6 @@ def char_bytes(text: str) -> numpy.ndarray:
     return numpy.concatenate([numpy.zeros(1, dtype=numpy.int64), numpy.cumsum(sizes)])
 
 
-_TEXTS = (
-    "Plain words, then a full stop. Another sentence; it isn't long!",
-    "I'm, you're, he's, we'd, they'll, I've, can't; I'M, YOU'RE, HE'S, WE'D, THEY'LL, I'VE, CAN'T",
-    "'s's 's x's'll ''' 'ſ 'S ’s ’ll it ’ s",
-    "  two spaces   three    four \t tab\t\ttabs \n newline\n\n\n\r\nCRLF\r\n\r\n\rCR alone \r",
-    " ",
-    "   ",
-    "\n",
-    "\n\n\n   \n\t \n",
-    "ends in spaces   ",
-    "ends in newlines\n\n",
-    "0 12 123 1234 12345 123456 1234567 3.14159 1,000,000 1e-9 0x7F v2.0.1 a1b2c3   5  7 \n8\n\n9",
-    "½ ² ٣ ४५ Ⅷ ⑨ 一二三 １２３ x² y₃  ½\n²",
-    "def f(x):\n    if x == 1:\n\t\treturn {'a': [1, 2], \"b\": None}  # why?\n\n\n",
-    "/usr/share/doc/a-b_c.d+e --long-option=VALUE -x <file> || && >> 2>&1 $HOME ${x%%.*} #!/bin/sh",
-    "<|endoftext|> <|im_start|>user\nhi<|im_end|> <s></s> <pad> [INST] [/INST] <unk> <|eot_id|>",
-    "CamelCase camelCase HTTPServer ALLCAPS iPhone McDonald's o'clock rock'n'roll",
-    "中文没有空格。下一句！“引号”？！……《书名》，、；：（括号）ＡＢＣ　全角空格",
-    "ひらがなカタカナ漢字 한국어 문장입니다. ไทยไม่มีช่องว่าง हिन्दी में संयुक्ताक्षर العربية עברית",
-    "é e\u0301 ñ n\u0303 Å ÅÅ ﬁ ﬀ ㎢ ﷺ ǆ ß ẞ İ ı Ωmega µ",
-    "😀👍🏽👨‍👩‍👧‍👦🏳️‍🌈 flags 🇩🇪🇨🇳 a😀b 😀 😀  😀",
-    "\u200b\u200d\ufeff\u00a0\u2003\u3000\u2028\u2029\x85\x0b\x0c\x1c\x1f\u00ad\u180e\u2060",
-    "a\u00a0b \u00a0 c\u2003 d \u3000e\x0b\x0cf\x85\x85 g\x1c\x1dh",
-    "\x00 nul \x00\x00 \x01\x02\x03\x04\x05\x06\x07\x08\x0e\x0f\x10\x13\x14\x16\x1b\x7f end",
-    "\u0378 \ufffe \uffff \U0001f9ff \U000e0001 \U0010ffff \ue000 \U00040000 \U000f0000",
-    "a" * 3000 + " " + "=" * 500 + "\n" + "-" * 500 + " " * 700 + "x" + "\n" * 700 + "的" * 700,
-    "aGVsbG8gd29ybGQ" * 60 + " https://www.example.org/a/b?c=d&e=f#g me@example.org",
-)
-_NUM_MIXED = 150
-_PIECES = (*" \n\t'7aBé中😀-", "  ", "'s", "42", "...", "\r\n")
-
-
-def check_texts(tokens: Sequence[bytes] | None, *, num_single: int = 2000) -> list[str]:
-    """The texts: fixed ones, mixtures of tokens and odd characters, and single tokens.
-
-    Args:
-        tokens: bytes of each id of a byte-level tokenizer.
-        num_single: so many tokens, spread over the ids, also come alone.
-    """
-    words = []
-    for token in tokens or ():
-        try:
-            words.append(token.decode())
-        except UnicodeDecodeError:
-            continue
-    words = words or ["a"]
-    chance = random.Random(0)
-    mixed = [
-        "".join(
-            chance.choice(words) if chance.random() < 0.7 else chance.choice(_PIECES)
-            for _ in range(60)
-        )
-        for _ in range(_NUM_MIXED)
-    ]
-    step = max(1, len(words) // num_single)
-    return [*_TEXTS, *mixed, *words[::step]]
-
-
-# The same ids by tiktoken, some six times faster, for tokenizers that `fast_rules` has rules for.
-# Many documents go through one call, with a separator between them: for short ones that is twice as
-# fast as a call each. What tiktoken would get wrong, or die of, is handed back unencoded.
-
-# a document that holds it goes alone
-SEPARATOR = "\x00<stageline: a document ends here 6f1c2a9de0b74485>\x00"
-_GROUP_CHARS = 200_000
-# a run of white space of about 900,000 characters overflows the stack of tiktoken's expressions
-_LONG_BLANK = 32_768
-
-
-class FastEncoder:
-    """Encodes by tiktoken what it can encode exactly; says of the other texts that it cannot."""
-
-    def __init__(self, rules: FastRules, lengths: numpy.ndarray) -> None:
-        """Takes the rules, and the number of bytes of each id."""
-        import tiktoken
-
-        self.rules = rules
-        self._beyond = len(lengths)  # ids of bytes that the tokenizer does not have begin here
-        self._mark = self._beyond + 256
-        self._lengths = numpy.zeros(self._mark + 1, dtype=numpy.int32)
-        self._lengths[: len(lengths)] = lengths
-        self._lengths[self._mark] = len(SEPARATOR)
-        try:
-            self._encoding = tiktoken.Encoding(
-                "corpus",
-                pat_str=rules.pattern,
-                mergeable_ranks=rules.ranks,
-                special_tokens={**rules.whole, SEPARATOR: self._mark},
-            )
-        except ValueError as error:
-            raise NotFast(f"tiktoken does not take its expression: {error}") from error
-        self._whole = set(rules.whole)
-        self._allowed = {*self._whole, SEPARATOR}
-
-    def encode(self, texts: Sequence[str]) -> list[numpy.ndarray | None]:
-        """Ids of each text; None for one that has to go another way.
-
-        Raises:
-            UnicodeEncodeError: a text holds half a surrogate pair.
-        """
-        out: list[numpy.ndarray | None] = []
-        for first, behind in _groups([len(text) for text in texts]):
-            out += self._encode_group(texts[first:behind])
-        return out
-
-    def _encode_group(self, texts: Sequence[str]) -> list[numpy.ndarray | None]:
-        """Encodes texts by one call, or each alone where that does not work out."""
-        joined = SEPARATOR.join(texts)
-        ids = self._call(joined, self._allowed) if self._takes(joined) else None
-        if ids is not None:
-            marks = numpy.flatnonzero(ids >= self._beyond)
-            if len(marks) == len(texts) - 1 and self._is_whole(joined, ids):
-                starts, ends = [0, *(marks + 1).tolist()], [*marks.tolist(), len(ids)]
-                return [ids[start:end] for start, end in zip(starts, ends, strict=True)]
-        return [self._encode_one(text) for text in texts]
-
-    def _encode_one(self, text: str) -> numpy.ndarray | None:
-        ids = self._call(text, self._whole) if self._takes(text) else None
-        if ids is None or (ids >= self._beyond).any() or not self._is_whole(text, ids):
-            return None
-        return ids
-
-    def _takes(self, text: str) -> bool:
-        if len(text) > _LONG_BLANK and _has_long_blank(text):
-            return False
-        is_any_form = text.isascii() or not self.rules.needs_nfc
-        return is_any_form or unicodedata.is_normalized("NFC", text)
-
-    def _is_whole(self, text: str, ids: numpy.ndarray) -> bool:
-        """Whether the tokens are as long as the text: the expression left nothing out."""
-        num_bytes = len(text) if text.isascii() else len(text.encode())
-        return int(self._lengths[ids].sum(dtype=numpy.int64)) == num_bytes
-
-    def _call(self, text: str, allowed: set[str]) -> numpy.ndarray | None:
-        try:
-            return self._encoding.encode_to_numpy(
-                text, allowed_special=allowed, disallowed_special=()
-            )
-        except BaseException as error:
-            # a panic of tiktoken is no Exception, and its class cannot be imported
-            if type(error).__name__ != "PanicException":
-                raise
-            return None
-
-
-def _groups(num_chars: list[int]) -> list[tuple[int, int]]:
-    """Neighbours that go through one call: (first, behind) of each group."""
-    groups, first, total = [], 0, 0
-    for place, num in enumerate(num_chars):
-        total += num
-        if total >= _GROUP_CHARS:
-            groups.append((first, place + 1))
-            first, total = place + 1, 0
-    if first < len(num_chars):
-        groups.append((first, len(num_chars)))
-    return groups
-
-
-def _has_long_blank(text: str) -> bool:
-    """Whether white space fills a whole block of the text, as any run of two blocks does."""
-    return any(
-        text[start].isspace() and text[start : start + _LONG_BLANK].isspace()
-        for start in range(0, len(text) - _LONG_BLANK + 1, _LONG_BLANK)
-    )
-
-
 Kind = Literal["auto", "tiktoken", "tokenizers"]
 
 
@@ -249,8 +73,7 @@ def load_encoder(tokenizer_path: str | Path, *, kind: Kind = "auto") -> "Encoder
             "a corpus is built with the tokenizers library only, for it is exact and quick: "
             "save it once as a fast tokenizer (tokenizer.json) and give that folder."
         )
-    text = tokenizer.backend_tokenizer.to_str()
-    spec = json.loads(text)
+    spec = json.loads(tokenizer.backend_tokenizer.to_str())
     info = TokenizerInfo(
         name=title_of(path.resolve()),
         fingerprint=fingerprint(spec),
@@ -259,7 +82,7 @@ def load_encoder(tokenizer_path: str | Path, *, kind: Kind = "auto") -> "Encoder
         eos_id=tokenizer.eos_token_id,
         folder=str(path.resolve()),
     )
-    encoder = Encoder(text, info=info, spec=spec)
+    encoder = Encoder(spec, info=info)
     if kind != "tokenizers":
         encoder.try_fast()
         encoder.check(check_texts(encoder.token_bytes))
@@ -295,7 +118,7 @@ def why_bad(text: str) -> str | None:
 
 
 class Encoder:
-    """Texts to ids and back. Can be pickled, and is ready again without transformers.
+    """Texts to ids and back; `load_encoder` makes one.
 
     Attributes:
         info: what a corpus remembers of the tokenizer.
@@ -304,28 +127,18 @@ class Encoder:
         token_bytes: bytes of each id; None if a token does not stand for the same bytes always.
     """
 
-    def __init__(
-        self, tokenizer_json: str, *, info: TokenizerInfo, spec: dict[str, Any] | None = None
-    ) -> None:
-        """Takes the text of a tokenizer.json; `load_encoder` is the usual way.
-
-        Args:
-            spec: what the text says, where it was read already.
-        """
+    def __init__(self, spec: dict[str, Any], *, info: TokenizerInfo) -> None:
+        """Takes what a tokenizer.json says."""
         self.info = info
         self.kind: Literal["tiktoken", "tokenizers"] = "tokenizers"
         self.note = ""
-        self._json = tokenizer_json
-        spec = self._spec = json.loads(tokenizer_json) if spec is None else spec
+        self._spec = spec
         self._normalizers = set(normalizers(spec))
         self._fast: FastEncoder | None = None
         self.token_bytes = token_bytes(spec)
         self._is_byte_level = is_byte_level(spec)
         self._drops_first_space = not self._is_byte_level and drops_first_space(spec)
         self._lengths = numpy.array([len(part) for part in self.token_bytes or []], numpy.int64)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _again, (self._json, self.info, self.kind, self.note)
 
     def encode(self, texts: Sequence[str]) -> list[numpy.ndarray]:
         """The ids (uint32) of each text, without special tokens.
@@ -341,7 +154,7 @@ class Encoder:
         Of the others it is known: their tokens are as long as they are.
         """
         try:
-            found = self._fast.encode(texts) if self._fast else [None] * len(texts)
+            found = [self._fast.encode(text) if self._fast else None for text in texts]
         except UnicodeEncodeError:
             raise _bad_text(texts) from None
         left = [place for place, ids in enumerate(found) if ids is None]
@@ -373,7 +186,8 @@ class Encoder:
     def try_fast(self) -> None:
         """Takes tiktoken if there are rules for it; unchecked."""
         try:
-            self._fast = FastEncoder(fast_rules(self._spec), self._lengths)
+            steps = pre_tokenizers(self._spec)
+            self._fast = FastEncoder(self._spec, self.token_bytes, steps, self._normalizers)
             self.kind = "tiktoken"
         except NotFast as error:
             self._fall_back(str(error))
@@ -388,8 +202,8 @@ class Encoder:
         if self._fast is None:
             return True
         texts = [text for text in texts if why_bad(text) is None]
-        pairs = zip(texts, self._fast.encode(texts), self._slow(texts), strict=True)
-        for text, fast, slow in pairs:
+        for text, slow in zip(texts, self._slow(texts), strict=True):
+            fast = self._fast.encode(text)
             if fast is not None and not numpy.array_equal(fast, slow):
                 self._fall_back(f"it gives other ids on the text {text[:60]!r}")
                 return False
@@ -432,19 +246,6 @@ class Encoder:
         return self._decode_bytes(ids) == text.encode()
 
 
-def _again(
-    tokenizer_json: str, info: TokenizerInfo, kind: Literal["tiktoken", "tokenizers"], note: str
-) -> Encoder:
-    """An encoder out of a pickle: what it uses was decided, and checked, before."""
-    encoder = Encoder(tokenizer_json, info=info)
-    if kind == "tiktoken":
-        encoder.try_fast()
-        if encoder.kind != kind:
-            raise UserError(f"tiktoken runs on one machine and not on another: {encoder.note}.")
-    encoder.note = note
-    return encoder
-
-
 def _num_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
@@ -470,3 +271,196 @@ def _load_tokenizer(path: Path) -> Any:
             f"{path} holds no tokenizer that transformers can load ({type(error).__name__}: "
             f"{reason}). Name a folder with tokenizer.json and tokenizer_config.json."
         ) from error
+
+
+# What a tokenizer.json says.
+
+# parts that decide which ids a text gets, next to added tokens that are not control tokens
+_MODEL_PARTS = ("normalizer", "pre_tokenizer", "model")
+_SPACE = "▁"
+
+
+@cache
+def byte_alphabet() -> dict[str, int]:
+    """Character -> byte: how byte-level tokenizers print bytes (GPT-2's table)."""
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printed]
+    table = {chr(byte): byte for byte in printed}
+    return table | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+def bytes_of_tokens(tokens: Iterable[str]) -> Iterator[bytes]:
+    """The bytes that each token prints in the byte alphabet.
+
+    All by one translation: a loop over the characters takes longer than loading the tokenizer.
+    """
+    tokens = list(tokens)
+    table = {ord(char): chr(byte) for char, byte in byte_alphabet().items()}
+    joined = "".join(tokens).translate(table).encode("latin-1")
+    ends = accumulate(map(len, tokens))
+    return (joined[end - len(token) : end] for token, end in zip(tokens, ends, strict=True))
+
+
+def is_byte_level(spec: dict[str, Any]) -> bool:
+    """Whether tokens of this tokenizer.json are bytes printed as characters."""
+    return any(step["type"] == "ByteLevel" for step in pre_tokenizers(spec))
+
+
+def token_bytes(spec: dict[str, Any]) -> list[bytes] | None:
+    """The bytes that each id stands for; None where ids do not stand for fixed bytes."""
+    vocab = _vocab(spec["model"])
+    if is_byte_level(spec):
+        in_alphabet = frozenset(byte_alphabet()).issuperset
+        known = {token: index for token, index in vocab.items() if in_alphabet(token)}
+        table = dict(zip(known.values(), bytes_of_tokens(known), strict=True))
+    elif marks_spaces(spec):
+        single = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
+        has_single = spec["model"].get("byte_fallback")
+        table = {
+            index: (has_single and single.get(token)) or token.replace(_SPACE, " ").encode()
+            for token, index in vocab.items()
+        }
+    else:
+        return None
+    added = spec["added_tokens"]
+    control = {token["id"]: token["content"].encode() for token in added if token["special"]}
+    # an added token that is text stands for itself, whatever the model has under its id
+    table |= {token["id"]: token["content"].encode() for token in added if not token["special"]}
+    table = control | table
+    return [table.get(index, b"") for index in range(vocab_size(spec))]
+
+
+def marks_spaces(spec: dict[str, Any]) -> bool:
+    """Whether tokens are text with a low line for a space, as in Llama 2, and nothing else."""
+    kinds = {step["type"] for step in (*pre_tokenizers(spec), *_decoders(spec))}
+    return (
+        set(normalizers(spec)) <= {"Prepend", "Replace"}
+        and kinds <= {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}
+        and f'"{_SPACE}"' in json.dumps(_decoders(spec), ensure_ascii=False)
+    )
+
+
+def drops_first_space(spec: dict[str, Any]) -> bool:
+    """Whether decoding takes away a space at the beginning, which encoding put there."""
+    return any(
+        step["type"] == "Strip"
+        or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
+        for step in _decoders(spec)
+    )
+
+
+def _decoders(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    return _steps(spec.get("decoder"), "decoders")
+
+
+def _vocab(model: dict[str, Any]) -> dict[str, int]:
+    """Token -> id; Unigram models have a list of tokens and scores."""
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        return vocab
+    return {token: index for index, (token, _) in enumerate(vocab)}
+
+
+def pre_tokenizers(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """The pre-tokenizers one after the other, sequences unrolled."""
+    return _steps(spec.get("pre_tokenizer"), "pretokenizers")
+
+
+def normalizers(spec: dict[str, Any]) -> list[str]:
+    """The kinds of the normalizers, one after the other."""
+    return [step["type"] for step in _steps(spec.get("normalizer"), "normalizers")]
+
+
+def _steps(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    if part is None:
+        return []
+    if part["type"] == "Sequence":
+        return [step for inner in part[name] for step in _steps(inner, name)]
+    return [part]
+
+
+def merge_pairs(model: dict[str, Any]) -> list[tuple[str, str]]:
+    """The merges of a BPE model in order; older files write a pair as one text."""
+    merges = model.get("merges", [])
+    return [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in merges]
+
+
+def plain_backend(spec: dict[str, Any]) -> Any:
+    """Return a `tokenizers` object that adds nothing, cuts nothing off, takes control text as text.
+
+    Control tokens get names that no text has: Unigram models hold them as pieces, which the text
+    "</s>" would give, whatever is said of special tokens.
+    """
+    model, added = spec["model"], spec["added_tokens"]
+    control = {token["content"] for token in added if token["special"]} - _needed(model)
+
+    def hide(token: str) -> str:
+        return f"\uffff{token}\ufffe hidden" if token in control else token
+
+    plain = {**spec, "truncation": None, "padding": None, "post_processor": None}
+    plain["added_tokens"] = [{**token, "content": hide(token["content"])} for token in added]
+    if isinstance(model["vocab"], dict):
+        hidden: Any = {hide(token): index for token, index in model["vocab"].items()}
+    else:
+        hidden = [[hide(token), score] for token, score in model["vocab"]]
+    plain["model"] = {**model, "vocab": hidden}
+    if model.get("unk_token"):
+        plain["model"]["unk_token"] = hide(model["unk_token"])
+    backend = make_backend(plain)
+    backend.encode_special_tokens = True
+    return backend
+
+
+def make_backend(spec: dict[str, Any]) -> Any:
+    """The `tokenizers` object of a tokenizer.json."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(json.dumps(spec))
+
+
+def _needed(model: dict[str, Any]) -> set[str]:
+    """Tokens that the model looks up by name: those of merges, and single bytes."""
+    single = {f"<0x{byte:02X}>" for byte in range(256)} if model.get("byte_fallback") else set()
+    pairs = merge_pairs(model)
+    return single | {token for left, right in pairs for token in (left, right, left + right)}
+
+
+def vocab_size(spec: dict[str, Any]) -> int:
+    """All ids, control tokens' too, are below it."""
+    added = [token["id"] for token in spec["added_tokens"]]
+    return max([*_vocab(spec["model"]).values(), *added]) + 1
+
+
+def fingerprint(spec: dict[str, Any]) -> str:
+    """Of the parts that matter; what is empty or off is left out, as versions add such fields."""
+    facts: dict[str, Any] = {name: spec.get(name) for name in _MODEL_PARTS}
+    facts["model"] = {key: value for key, value in facts["model"].items() if value}
+    # both are long: to sort and write them as JSON takes longer than to load the tokenizer
+    facts["model"]["vocab"] = _digest(_vocab_lines(spec["model"]))
+    facts["model"]["merges"] = _digest("\x1f".join(pair) for pair in merge_pairs(spec["model"]))
+    added = sorted(
+        (token["id"], token["content"], token["lstrip"], token["rstrip"], token["single_word"])
+        for token in spec["added_tokens"]
+        if not token["special"]
+    )
+    pre_tokenizer = facts["pre_tokenizer"] or {}
+    if pre_tokenizer.get("type") == "Metaspace" and not added:
+        # saving one of Llama 2 again makes "first" of "always": of a text without added tokens,
+        # which is one stretch, both say the same
+        scheme = pre_tokenizer["prepend_scheme"].replace("always", "first")
+        facts["pre_tokenizer"] = {**pre_tokenizer, "prepend_scheme": scheme}
+    facts["added"] = added
+    text = json.dumps(facts, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _vocab_lines(model: dict[str, Any]) -> Iterator[str]:
+    """Each token with its id, or of Unigram models with its score, in the order of ids."""
+    vocab = model["vocab"]
+    if not isinstance(vocab, dict):
+        return (f"{token}\x1f{score!r}" for token, score in vocab)
+    return (f"{token}\x1f{index}" for token, index in sorted(vocab.items(), key=itemgetter(1)))
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\x1e".join(lines).encode("utf-8", "surrogatepass")).hexdigest()

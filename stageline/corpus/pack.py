@@ -17,14 +17,12 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy
 
 from stageline.corpus.corpus_files import (
     MappedSegments,
     map_file,
-    open_again,
     open_corpus,
     refuse_damage,
 )
@@ -34,7 +32,6 @@ from stageline.corpus.header import (
     SegmentType,
     framed,
     of_json,
-    of_right_kinds,
     path_of,
     unframed,
 )
@@ -167,7 +164,7 @@ class PackedRows:
         DataError: there are none, they are damaged, or of another corpus.
     """
 
-    def __init__(self, prefix: str | Path, *, is_known: bool = False) -> None:
+    def __init__(self, prefix: str | Path) -> None:
         self.prefix = os.fspath(prefix)
         path = path_of(prefix, ".pack")
         if not path.exists():
@@ -177,7 +174,7 @@ class PackedRows:
             )
         file = map_file(path)
         self.header, start = _decode(file, path)
-        if open_corpus(prefix, is_known=is_known).digest != self.header.corpus:
+        if open_corpus(prefix).digest != self.header.corpus:
             raise DataError(
                 f"{path} was made of other segments than {prefix}.bin has: the corpus was written "
                 "anew since. Rows of this corpus were expected: pack it again (corpus.py pack)."
@@ -192,8 +189,7 @@ class PackedRows:
             )
         self._arrays = file[start:]
         self._offsets, self._members = file[start:middle].cast("Q"), file[middle:].cast("Q")
-        if not is_known:
-            refuse_damage(self._problem(), path)
+        refuse_damage(self._problem(), path)
         self.row_length = self.header.row_length
         self.type_starts = numpy.cumsum([0, *self.header.num_rows], dtype=numpy.int64)
         self.digest = hashlib.sha256(json.dumps(asdict(self.header)).encode()).hexdigest()
@@ -210,7 +206,7 @@ class PackedRows:
         return numpy.frombuffer(self._members, "<u8", stop - start, 8 * start).astype(numpy.int64)
 
     def __reduce__(self) -> tuple:
-        return open_again, (type(self), os.path.abspath(self.prefix), self.prefix, self.digest)
+        return type(self), (os.path.abspath(self.prefix),)
 
     def _problem(self) -> str | None:
         """What does not hold of the arrays: rows follow one another, of segments that there are."""
@@ -262,15 +258,7 @@ def _decode(file: memoryview, path: Path) -> tuple[PackHeader, int]:
             f"{path} does not begin as packed rows do, or its header is damaged. Rows that "
             "corpus.py pack wrote were expected: pack the corpus again."
         )
-    return of_json(text, path, _make_header), begin
-
-
-def _make_header(values: dict[str, Any]) -> PackHeader:
-    header = of_right_kinds(PackHeader(**values))
-    counts = [header.num_rows, header.num_segments, header.num_tokens]
-    if not all(type(one) is int and one >= 0 for count in counts for one in count):
-        raise ValueError(f"rows, segments and tokens are {counts!r:.80}")
-    return header
+    return of_json(text, path, lambda values: PackHeader(**values)), begin
 
 
 WINDOW = 1 << 20  # segments

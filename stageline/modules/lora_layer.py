@@ -163,7 +163,7 @@ def _is_plain(weight: torch.Tensor) -> bool:
 def dense_weight(module: Linear) -> torch.Tensor:
     """The weight [out, in] of a linear layer as floats, whatever it keeps.
 
-    Of bitsandbytes with its scales, of a quantised kind of tensor by its `dequantize`.
+    A weight of bitsandbytes is multiplied by its scales.
     """
     weight = module.weight
     quant_state = getattr(weight, "quant_state", None)
@@ -175,8 +175,6 @@ def dense_weight(module: Linear) -> torch.Tensor:
         scales = getattr(weight, "SCB", None)
         scales = cast(Any, module).state.SCB if scales is None else scales
         return weight.data.to(torch.float32) * (scales.to(torch.float32) / 127).unsqueeze(1)
-    if type(weight).__module__.startswith("torchao"):
-        weight = weight.dequantize()
     return weight.T if isinstance(module, Conv1D) else weight
 
 

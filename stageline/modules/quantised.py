@@ -1,30 +1,26 @@
 """Frozen linear layers whose weights are kept in 8 or 4 bits: the base below LoRA (QLoRA, Dettmers
 et al. 2023, arXiv 2305.14314).
 
-A stage that was filled is quantised layer by layer: of one layer at a time both forms exist. `nf4`
-and `int8` are layers of bitsandbytes; for `torchao_int8` and `torchao_int4` torchao makes the
-numbers, which lie here as plain tensors and are made floats again in each pass. Left as they are:
-embedding, head, norms, routers, fused experts and a vision tower.
+A filled stage is quantised one linear layer after the other, so both forms exist of one layer only.
+`nf4` and `int8` are layers of bitsandbytes. Embedding, head, norms, routers, fused experts and a
+vision tower stay as they are.
 """
 
 import importlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from stageline.errors import UserError
 
-Kind = Literal["nf4", "int8", "torchao_int8", "torchao_int4"]
+Kind = Literal["nf4", "int8"]
 NF4_BLOCK, SCALE_BLOCK = 64, 256  # weights that share a scale of nf4; such scales, with another
-GROUP = 32  # weights of torchao_int4 that share a scale
 OUTLIERS = 6.0  # of int8: activations above it are multiplied in half precision, as the library's
 _ROUTERS = ("gate", "router", "shared_expert_gate")
-_BITS = {"nf4": 4, "int8": 8, "torchao_int8": 8, "torchao_int4": 4}
 
 
 @dataclass(frozen=True)
@@ -43,11 +39,6 @@ class Quantization:
     def __post_init__(self) -> None:
         if isinstance(self.compute_dtype, str):
             object.__setattr__(self, "compute_dtype", getattr(torch, self.compute_dtype))
-
-    @property
-    def package(self) -> str:
-        """The package that makes the numbers."""
-        return "torchao" if self.kind.startswith("torchao") else "bitsandbytes"
 
 
 def quantise_layers(
@@ -73,12 +64,13 @@ def quantise_layers(
     count = 0
     for layer in layers:
         for parent, leaf, linear in _linears(layer):
-            is_meta = linear.weight.is_meta
-            make = _outline if is_meta else _MAKERS[quantization.kind]
-            made = make(linear, quantization, dtype=dtype, device=device)
-            stored = [one for name, one in made.named_parameters(recurse=False) if name != "bias"]
-            for place, one in enumerate(stored):  # the weight; after it its scales, if they lie so
-                one.num_weights = 0 if place else linear.weight.numel()  # type: ignore[attr-defined]
+            if linear.weight.is_meta:
+                made: nn.Module = _Outline(linear, quantization)
+            elif quantization.kind == "nf4":
+                made = _nf4(linear, quantization, dtype=dtype, device=device)
+            else:
+                made = _int8(linear, device=device)
+            made.weight.num_weights = linear.weight.numel()  # type: ignore[union-attr]
             parent._modules[leaf] = made
             count += 1
     return count
@@ -132,7 +124,7 @@ def _stored(module: nn.Module) -> list[torch.Tensor]:
 def _nf4(
     linear: nn.Linear, quantization: Quantization, *, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    library = _import("bitsandbytes", quantization.kind)
+    library = _bitsandbytes(quantization.kind)
     made = library.nn.Linear4bit(
         linear.in_features,
         linear.out_features,
@@ -153,10 +145,8 @@ def _nf4(
     return _finish(made, linear, device)
 
 
-def _int8(
-    linear: nn.Linear, quantization: Quantization, *, dtype: torch.dtype, device: torch.device
-) -> nn.Module:
-    library = _import("bitsandbytes", quantization.kind)
+def _int8(linear: nn.Linear, *, device: torch.device) -> nn.Module:
+    library = _bitsandbytes("int8")
     made = library.nn.Linear8bitLt(
         linear.in_features,
         linear.out_features,
@@ -178,138 +168,34 @@ def _finish(made: nn.Module, linear: nn.Linear, device: torch.device) -> nn.Modu
     return made.train(linear.training)
 
 
-class _Multiply(torch.autograd.Function):
-    """x times a frozen weight; the float weight lives during the product alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: "IntegerLinear") -> torch.Tensor:
-        ctx.layer = layer
-        return F.linear(x, layer.weight.to(x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad @ ctx.layer.weight.to(grad.dtype), None
-
-
-class IntegerLinear(nn.Module):
-    """A linear layer with a frozen weight of integers and a scale for each row or group of a row.
-
-    Args:
-        values_OI: integers, as torchao rounded them.
-        scale_OG: of each row, or of each group of 32 in it.
-        packs: two values of 4 bits lie in a byte.
-    """
-
-    is_quantised = True
-
-    def __init__(
-        self,
-        values_OI: torch.Tensor,
-        scale_OG: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        packs: bool,
-    ) -> None:
-        super().__init__()
-        self.out_features, self.in_features = values_OI.shape
-        self.packs = packs
-        stored = _pack(values_OI) if packs else values_OI
-        # parameters, so that plans, tables and checksums count them
-        self.values = nn.Parameter(stored, requires_grad=False)
-        self.scale = nn.Parameter(scale_OG, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The weight as floats, made anew at each call."""
-        values_OI = _unpack(self.values) if self.packs else self.values
-        scale_OG = self.scale
-        groups = values_OI.unflatten(1, (scale_OG.shape[1], -1)).to(scale_OG.dtype)
-        return (groups * scale_OG.unsqueeze(-1)).flatten(1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output = _Multiply.apply(x, self)
-        return output if self.bias is None else output + self.bias
-
-
-def _pack(values_OI: torch.Tensor) -> torch.Tensor:
-    low, high = (values_OI + 8).to(torch.uint8).unflatten(1, (-1, 2)).unbind(-1)
-    return low | (high << 4)
-
-
-def _unpack(packed: torch.Tensor) -> torch.Tensor:
-    pairs = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
-    return pairs.to(torch.int8) - 8
-
-
-def _torchao(
-    linear: nn.Linear, quantization: Quantization, *, dtype: torch.dtype, device: torch.device
-) -> nn.Module:
-    library = _import("torchao.quantization", quantization.kind)
-    is_int4 = quantization.kind == "torchao_int4"
-    if is_int4 and linear.in_features % GROUP:
-        raise UserError(
-            f"`quantization` torchao_int4 came with a linear layer of {linear.in_features} inputs; "
-            f"a multiple of {GROUP} was expected: so many weights share a scale. Use torchao_int8."
-        )
-    holder = nn.Sequential(nn.Linear(1, 1, bias=False))
-    holder[0].weight = nn.Parameter(linear.weight.detach().to(device), requires_grad=False)
-    library.quantize_(holder, _config(library, is_int4))
-    made: Any = holder[0].weight  # now a tensor of torchao's
-    values_OI, scale_OG = made.qdata, made.scale.reshape(linear.out_features, -1)
-    if is_int4 and bool(made.zero_point.any()):
-        raise AssertionError("torchao gave zero points where symmetric numbers were asked for")
-    bias = None if linear.bias is None else linear.bias.detach().to(device)
-    return IntegerLinear(values_OI, scale_OG, bias, packs=is_int4)
-
-
-def _config(library: ModuleType, is_int4: bool) -> object:
-    if not is_int4:
-        return library.Int8WeightOnlyConfig()
-    granularity = importlib.import_module("torchao.quantization.granularity")
-    # the layout that torchao has for every device; packing is ours
-    return library.IntxWeightOnlyConfig(
-        # torch has int4 since 2.6, its stubs do not
-        weight_dtype=torch.int4,  # type: ignore[attr-defined]
-        granularity=granularity.PerGroup(GROUP),
-    )
-
-
 class _Outline(nn.Module):
     """Stands for a quantised layer on the meta device, where only bytes are counted."""
 
     is_quantised = True
 
-    def __init__(self, linear: nn.Linear, num_bytes: int) -> None:
+    def __init__(self, linear: nn.Linear, quantization: Quantization) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
+        numbers = linear.weight.numel()
+        if quantization.kind == "int8":
+            num_bytes = numbers + 4 * linear.out_features
+        elif quantization.double:  # a byte each, a float32 for a block of these, and their mean
+            scales = numbers // NF4_BLOCK + 4 * -(-numbers // (NF4_BLOCK * SCALE_BLOCK)) + 4
+            num_bytes = numbers // 2 + scales
+        else:
+            num_bytes = numbers // 2 + 4 * numbers // NF4_BLOCK
         self.weight = nn.Parameter(
             torch.empty(num_bytes, dtype=torch.uint8, device="meta"), requires_grad=False
         )
         self.bias = linear.bias
 
 
-def _outline(
-    linear: nn.Linear, quantization: Quantization, *, dtype: torch.dtype, device: torch.device
-) -> nn.Module:
-    numbers = linear.weight.numel()
-    scales = {"int8": 4 * linear.out_features, "nf4": 4 * numbers // NF4_BLOCK}
-    if quantization.double:  # a byte each, a float32 for a block of these, and their mean
-        scales["nf4"] = numbers // NF4_BLOCK + 4 * -(-numbers // (NF4_BLOCK * SCALE_BLOCK)) + 4
-    size = numbers * _BITS[quantization.kind] // 8
-    return _Outline(linear, size + scales.get(quantization.kind, 0))
-
-
-def _import(name: str, kind: str) -> ModuleType:
-    package = name.partition(".")[0]
+def _bitsandbytes(kind: str) -> ModuleType:
     try:
-        return importlib.import_module(name)
+        return importlib.import_module("bitsandbytes")
     except ImportError as error:
         raise UserError(
-            f"`quantization` {kind} came, and {package} cannot be imported ({error}); it was "
-            "expected, because it makes the numbers. Install it (bash scripts/setup.sh "
-            f"quantization, or pip install {package}), or choose another kind."
+            f"`quantization` {kind} requires bitsandbytes, which cannot be imported ({error}). "
+            "Install it (bash scripts/setup.sh quantization, or pip install bitsandbytes), or drop "
+            "`quantization`."
         ) from error
-
-
-_MAKERS = {"nf4": _nf4, "int8": _int8, "torchao_int8": _torchao, "torchao_int4": _torchao}

@@ -194,29 +194,6 @@ def test_c08_stopped_between_publishing_and_removing(job, undisturbed):
     assert_whole(job, "between", 6)
 
 
-def test_c09_the_old_one_stays_until_the_new_one_verified(tmp_path, monkeypatch):
-    """The newest is damaged on its way to the disk: the one before is not removed."""
-    writer, _ = make_writer(tmp_path, keep=1)
-    save(writer, 1)
-    finish_draft = CheckpointWriter._write.__globals__["finish_draft"]
-
-    def damage(draft, folder, *args, **kwargs):
-        finish_draft(draft, folder, *args, **kwargs)
-        path = folder / "model.safetensors"
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
-
-    monkeypatch.setitem(CheckpointWriter._write.__globals__, "finish_draft", damage)
-    with pytest.raises(Exception, match="model.safetensors"):
-        save(writer, 2)
-    assert sorted(path.name for path in writer.folder.iterdir()) == [
-        "step-00000001",
-        "step-00000002",
-    ]
-    verify(writer.folder / "step-00000001")
-
-
 def test_c10_leftovers_are_removed_at_the_start(job):
     """Drafts of a killed run go, and the bytes that frees are told."""
     draft = checkpoints(job, "leftovers") / "step-00000002.tmp-0a1b2c3d"

@@ -111,16 +111,6 @@ def test_d16_names_that_lead_out_of_the_folder_are_refused(name, saved):
     refused(lambda: verify(saved), MANIFEST, repr(name), "below its folder")
 
 
-def test_d16_links_that_lead_out_of_the_folder_are_refused(saved, whole, tmp_path):
-    shutil.move(saved / SHARD, tmp_path / "elsewhere")
-    (saved / SHARD).symlink_to(tmp_path / "elsewhere")
-    for call in (lambda: weight_files(saved), lambda: verify(saved)):
-        refused(call, saved / SHARD, tmp_path / "elsewhere", "leads out of its folder")
-    shutil.move(whole / "model.safetensors", tmp_path / "elsewhere")
-    (whole / "model.safetensors").symlink_to(tmp_path / "elsewhere")
-    refused(lambda: weight_files(whole), "model.safetensors", "leads out of its folder")
-
-
 def test_d16_links_within_the_folder_and_within_a_cache_are_followed(originals, whole, tmp_path):
     linked = tmp_path / "linked"
     linked.symlink_to(whole)
@@ -141,36 +131,10 @@ def entry(start, end, shape=(2,), dtype="F32"):
 
 HEADERS = {
     "length 2^63": (struct.pack("<Q", 1 << 63) + b"{}", "header too large"),
-    "length above the cap": (struct.pack("<Q", 100_000_001) + b"{}", "header too large"),
     "length above the file": (struct.pack("<Q", 1000) + b"{}", "invalid header length"),
     "too short": (b"abc", "header too small"),
     "overlap": ({"a": entry(0, 8), "b": entry(4, 12)}, "offset for tensor `b`"),
-    "same place": ({"a": entry(0, 8), "b": entry(0, 8)}, "offset for tensor `[ab]`"),
-    "hole": ({"a": entry(0, 8), "b": entry(9, 17)}, "offset for tensor `b`"),
-    "beyond the end": ({"a": entry(0, 8), "b": entry(8, 16)}, "file not fully covered"),
-    "data that belongs to none": ({"a": entry(0, 4, (1,))}, "file not fully covered"),
-    "backwards": ({"a": entry(8, 0)}, "offset for tensor `a`"),
-    "negative": ({"a": entry(-8, 0)}, "integer `-8`, expected usize"),
-    "overflow": ({"a": entry(0, 8, (1 << 62, 1 << 62))}, "overflow computing buffer size"),
-    "overflow with a zero": (
-        {"a": entry(0, 8, (1 << 62, 1 << 62, 0))},
-        "overflow computing buffer size",
-    ),
-    "wrong size": ({"a": entry(0, 8, (3,))}, "invalid shape, data type, or offset"),
-    "unknown dtype": ({"a": entry(0, 8, dtype="F31")}, "unknown variant `F31`"),
-    "a float as length": ({"a": entry(0, 8, (2.0,))}, "expected usize"),
-    "a truth as length": ({"a": entry(0, 8, (True, 2))}, "expected usize"),
-    "doubled name": (
-        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
-        b'"a":{"dtype":"I32","shape":[2],"data_offsets":[0,8]}}',
-        "'a' twice",
-    ),
-    "not UTF-8": (b'{"\xff":1}', "UTF-8"),
     "no JSON": (b"{]", "invalid JSON"),
-    "nesting": (b'{"a":' + b"[" * 200_000, "recursion limit"),
-    "a list": (b"[]", "invalid JSON"),
-    "NaN": (b'{"a":NaN}', "invalid JSON"),
-    "metadata": ({"__metadata__": {"a": 1}, "a": entry(0, 8)}, "expected a string"),
     "HTML": (b"<!DOCTYPE html><html><body>404</body></html>", "looks like HTML"),
     "LFS pointer": (
         b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",

@@ -44,15 +44,8 @@ BAD_LINES = {
     "g06_image_is_a_number": (b'{"answer": "a", "image": 5}\n', ":3:", "image is 5"),
     "g07_nan": (b'{"answer": NaN}\n', ":3: NaN is no number"),
     "g07_infinity": (b'{"answer": [-Infinity]}\n', ":3: -Infinity is no number"),
-    "g07_too_large_a_number": (b'{"answer": 1e999}\n', ":3: the number 1e999 is too large"),
-    "g08_deep_list": (b'{"answer": ' + b"[" * 100_000 + b"\n", ":3:", "nested deeper"),
-    "g08_deep_object": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"\n", "nested deeper"),
-    "g08_nested_as_deep_as_python_reads": (
-        b'{"answer": "a", "x": ' + b"[" * 300 + b"]" * 300 + b"}\n", ":3:", "nested deeper",
-    ),
-    "g08_integer_of_5000_digits": (
-        b'{"answer": ' + b"7" * 5000 + b"}\n", ":3:", "an integer of 5000 digits",
-    ),
+    "g08_deep_list": (b'{"answer": ' + b"[" * 100_000 + b"\n", ":3:", "nested too deeply"),
+    "g08_deep_object": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"\n", "nested too deeply"),
     "g08_line_of_40_mb": (
         b'{"question": "' + b"x" * 40_000_000 + b'", "answer": "a"}\n', ":3:", "more than 32 MiB",
     ),
@@ -60,8 +53,6 @@ BAD_LINES = {
     "g09_surrogate_in_a_list": (b'{"x": [{"y": "\\uDE00"}], "answer": "a"}\n', "\\ude00", "'y'"),
     "g09_nul": (b'{"question": "q\\u0000", "answer": "a"}\n', ":3:", "a NUL", "'question'"),
     "g09_raw_nul": (b'{"question": "q\x00", "answer": "a"}\n', ":3:", "no JSON"),
-    "g10_duplicate_key": (b'{"answer": "a", "answer": "b"}\n', ":3:", "'answer' comes twice"),
-    "g10_duplicate_key_below": (b'{"answer": "a", "x": {"k": 1, "k": 2}}\n', ":3:", "'k' comes"),
 }  # fmt: skip
 
 
@@ -127,14 +118,13 @@ def test_g05_empty_file(content, name, tmp_path):
     ("text", "words"),
     [
         ('[{"answer": "a"},\n {"answer": NaN}]', ("rows.json:2:2: NaN", "row 2")),
-        ('[{"answer": "a"},\n {"answer": "a", "answer": "b"}]', ("comes twice", "row 2")),
         ('[{"answer": "a"},\n {"answer": "\\u0000"}]', ("a NUL", "row 2")),
         ('[{"answer": "a"},\n 5]', ("row 2: the row is 5",)),
         ('[{"answer": "a"}\n {"answer": "b"}]', ("rows.json:2:2: no JSON", "',' or ']'")),
         ('[{"answer": "a"}] x', ("rows.json:1:19: no JSON", "follows the list")),
         ('{"answer": "a"}', ("holds a JSON dict",)),
         ('{"answer": ', ("rows.json:1:12", "cut short")),
-        ("[" * 100_000, ("nested deeper", "row 1")),
+        ("[" * 100_000, ("nested too deeply", "row 1")),
     ],
     ids=lambda value: None if isinstance(value, tuple) else "",
 )
@@ -148,11 +138,11 @@ def test_g07_bad_element_of_a_list(text, words, tmp_path):
 def test_g07_bad_elements_may_be_left_out(tmp_path):
     """Refused elements of a list that are JSON all the same: left out where asked."""
     file = tmp_path / "rows.json"
-    bad = ('{"a": NaN}', '{"a": 1, "a": 2}', '{"a": "\\ud800"}', "5", f'{{"a": {"7" * 5000}}}')
+    bad = ('{"a": NaN}', '{"a": "\\ud800"}', "5")
     file.write_text("[" + ", ".join(['{"answer": "a"}', *bad, '{"answer": "b"}']) + "]")
-    with leaving_out(BadRows(5)) as found:
+    with leaving_out(BadRows(3)) as found:
         rows = read_rows(file)
-    assert [row.number for row in rows] == [1, 7] and len(found) == 5
+    assert [row.number for row in rows] == [1, 5] and len(found) == 3
 
 
 def test_g08_long_line_takes_little_memory(tmp_path):
@@ -203,33 +193,8 @@ def dataset(folder, rows):
     return dataset_register["jsonl"](dataset_path=str(file), test_size=0)
 
 
-def grown(file):
-    with file.open("ab") as out:
-        out.write(GOOD)
-
-
 def touched(file):
     os.utime(file, ns=(1, 1))
-
-
-@pytest.mark.parametrize("change", [grown, touched, os.remove])
-def test_g18_file_changed_during_the_run(change, tmp_path):
-    """A data file changes during the run: its next row is refused, both states are named."""
-    rows = dataset(tmp_path, rows_of(5))
-    file = tmp_path / "rows.jsonl"
-    size = file.stat().st_size
-    assert rows[1][1]["answer"] == "a1"
-    change(file)
-    with pytest.raises(DataError) as caught:
-        rows[1]
-    words = {
-        grown: ("changed while it was in use", f"had {size} bytes", f"has {size + len(GOOD)}"),
-        touched: ("changed while it was in use", "0.000000 s"),
-        os.remove: ("cannot be found any more",),
-    }
-    for word in (str(file), *words[change]):
-        assert word in str(caught.value)
-    assert caught.value.exit_code == 3
 
 
 def test_g18_fingerprint_of_data(tmp_path):

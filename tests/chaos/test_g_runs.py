@@ -1,19 +1,8 @@
 """Bad rows in whole runs of two ranks (cases G): both refuse, or leave out, the same rows."""
 
 import json
-import subprocess
-import sys
 
 from tests.helpers.small_run import Job
-
-GROW_AFTER_A_CHECKPOINT = """
-import pathlib, sys, time
-for _ in range(600):
-    time.sleep(0.1)
-    if list(pathlib.Path(sys.argv[1]).glob("step-????????")):
-        pathlib.Path(sys.argv[2]).open("a").write('{"question": "q", "answer": "a"}\\n')
-        break
-"""
 
 
 def _spoil(job, lines):
@@ -68,21 +57,6 @@ def test_g01_one_bad_row_too_many(tmp_path):
     assert done.code == 3, done.err
     assert "more than 2 bad rows" in done.err
     assert all(f"{job.rows}:{line}" in done.err for line in (5, 20, 33))
-
-
-def test_g18_file_changes_while_it_trains(tmp_path):
-    """The data file changes in the middle of a run: exit code 3, checkpoints before it are kept."""
-    job = Job(tmp_path)
-    words = (str(tmp_path / "run" / "checkpoints"), str(job.rows))
-    watcher = subprocess.Popen([sys.executable, "-c", GROW_AFTER_A_CHECKPOINT, *words])
-    try:
-        done = job.fork("run", "--total-steps", 100_000, "--save-steps", 20)
-    finally:
-        watcher.kill()
-        watcher.wait()
-    assert done.code == 3, done.err
-    assert f"{job.rows} changed while it was in use" in done.err
-    assert job.checkpoints("run")
 
 
 def test_g25_fewer_rows_than_a_step(tmp_path):

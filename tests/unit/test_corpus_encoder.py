@@ -1,7 +1,6 @@
 """Encoders of a corpus: the ids of transformers on every text, by tiktoken or not, and back."""
 
 import json
-import pickle
 import random
 from pathlib import Path
 
@@ -11,7 +10,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers import pre_tokenizers as pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from stageline.corpus.encoder import check_texts, load_encoder, tokenizer_fingerprint, why_bad
+from stageline.corpus import fast_encoder
+from stageline.corpus.encoder import load_encoder, tokenizer_fingerprint, why_bad
+from stageline.corpus.fast_encoder import check_texts
 from stageline.errors import DataError, UserError
 
 pytest.importorskip("tiktoken")
@@ -50,6 +51,8 @@ BYTE_LEVEL = {
     "gpt4o": (_bytes_after(_split(GPT4O, "removed", True)), None, "tiktoken"),
     "prefixed": (_bytes_after(uses_regex=True, add_prefix_space=True), None, "tokenizers"),
     "two_splits": (_bytes_after(_split("[一-龥]+"), _split(LLAMA3)), None, "tokenizers"),
+    # possessive for one engine, repeated for the other: the comparison finds it
+    "possessive": (_bytes_after(_split(LLAMA3.replace("3}", "3}+"))), None, "tokenizers"),
     "lower_case": (_bytes_after(uses_regex=True), normalizers.Lowercase(), "tokenizers"),
 }
 OTHERS = ("llama2", "metaspace_bpe", "unigram")
@@ -72,7 +75,7 @@ def _byte_level(name):
     trainer = trainers.BpeTrainer(
         vocab_size=1500, initial_alphabet=alphabet, special_tokens=CONTROL, show_progress=False
     )
-    backend.train_from_iterator(_training_texts() + (check_texts(None)[:25]), trainer)
+    backend.train_from_iterator(_training_texts() + (check_texts(None)[:17]), trainer)
     if name == "qwen":  # as <think> there: a token of its own, yet no control token
         backend.add_tokens([AddedToken("<think>", normalized=False, special=False)])
     return backend
@@ -126,7 +129,7 @@ def _texts():
     """Odd texts, each also behind the other, and real ones."""
     odd = check_texts(None)
     chance = random.Random(3)
-    pairs = ["".join(chance.sample(odd[:24], 2)) for _ in range(40)]
+    pairs = ["".join(chance.sample(odd[:17], 2)) for _ in range(40)]
     return [*odd, *pairs, *_training_texts(), "", "x<think>y</think>"]
 
 
@@ -191,17 +194,6 @@ def test_byte_ends_of_tokens_that_mark_spaces(folders):
         assert differ in ([], [(0, 1)])
 
 
-def test_a_text_that_holds_the_separator_is_text(folders):
-    from stageline.corpus.encoder import SEPARATOR
-
-    encoder = load_encoder(folders("llama3"))
-    texts = ["before", f"a{SEPARATOR}b", SEPARATOR, "", "behind"]
-    slow = load_encoder(folders("llama3"), kind="tokenizers")
-    assert slow.kind == "tokenizers" and not slow.note
-    for fast, other in zip(encoder.encode(texts), slow.encode(texts), strict=True):
-        assert fast.tolist() == other.tolist()
-
-
 def test_long_runs_take_neither_forever_nor_the_process(folders):
     encoder = load_encoder(folders("gpt2"))
     slow = load_encoder(folders("gpt2"), kind="tokenizers")
@@ -223,17 +215,13 @@ def test_half_a_surrogate_pair_is_a_bad_document(folders):
 def test_falls_back_when_real_documents_differ(folders, monkeypatch):
     encoder = load_encoder(folders("llama3"))
     assert encoder.check(_texts()) and encoder.kind == "tiktoken"
-    monkeypatch.setattr(encoder._fast, "encode", lambda texts: [numpy.zeros(1)] * len(texts))
+    monkeypatch.setattr(encoder._fast, "encode", lambda text: numpy.zeros(1))
     assert not encoder.check(["real documents"])
     assert encoder.kind == "tokenizers" and "real documents" in encoder.note
-    again = pickle.loads(pickle.dumps(encoder))
-    assert (again.kind, again.note, again.info) == ("tokenizers", encoder.note, encoder.info)
 
 
 def test_self_check_finds_a_wrong_expression(folders, monkeypatch):
-    from stageline.corpus import tokenizer_rules
-
-    monkeypatch.setattr(tokenizer_rules, "GPT2_PATTERN", r"\w+|\W+")
+    monkeypatch.setattr(fast_encoder, "GPT2_PATTERN", r"\w+|\W+")
     assert "other ids" in load_encoder(folders("gpt2")).note
     with pytest.raises(UserError, match="cannot be run by tiktoken exactly.*other ids"):
         load_encoder(folders("gpt2"), kind="tiktoken")

@@ -1,7 +1,5 @@
 """The files of a corpus: what is written is read again, and each kind of damage is named."""
 
-import functools
-import hashlib
 import json
 import os
 import pickle
@@ -9,21 +7,18 @@ import struct
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy
 import pytest
 
 from stageline.corpus.corpus_files import Corpus, open_corpus
 from stageline.corpus.header import (
-    BEGINS,
     EDGE_BYTES,
     MAGIC,
     VERSION,
     decode_header,
     dtype_for,
     edges_digest,
-    encode_header,
     framed,
     path_of,
     unframed,
@@ -199,34 +194,14 @@ def test_a_segment_too_long_is_our_mistake(tmp_path):
         writer.add(segments_of([[[3] * 9]]))
 
 
-def test_a_copy_in_a_worker_reads_the_same_or_says_that_it_cannot(tmp_path):
+def test_a_copy_in_a_worker_reads_the_same(tmp_path):
     corpus = write(tmp_path / "a", documents_of([30]))
-    sent = pickle.dumps(corpus)
-    assert pickle.loads(sent)[2].tolist() == corpus[2].tolist()
-    write(tmp_path / "a", documents_of([31]), overwrite=True)
-    with pytest.raises(DataError, match="anew meanwhile"):
-        pickle.loads(sent)
+    assert pickle.loads(pickle.dumps(corpus))[2].tolist() == corpus[2].tolist()
 
 
 def test_an_empty_corpus_can_be_opened(tmp_path):
     corpus = write(tmp_path / "a", [])
     assert len(corpus) == 0 and list(corpus.documents()) == [] and corpus.lengths().size == 0
-
-
-# the header by itself: what no file of ours can hold, others can write
-
-
-def test_numbers_that_cannot_be_are_refused(tmp_path):
-    header = write(tmp_path / "a", documents_of([3, 20])).header
-    assert decode_header(encode_header(header), Path("a.idx"))[0] == header
-    first, *others = header.types
-    for changed, told in (
-        (replace(header, bin_size=header.bin_size + 2), r"tokens in [\d,]+ bytes"),
-        (replace(header, rules=replace(header.rules, seq_length=-1)), "seq_length is -1"),
-        (replace(header, types=(replace(first, num_documents=-2), *others)), "num_documents is -2"),
-    ):
-        with pytest.raises(DataError, match=told):
-            decode_header(encode_header(changed), Path("a.idx"))
 
 
 def test_a_digest_is_of_the_content_alone(tmp_path):
@@ -335,112 +310,12 @@ def test_no_byte_of_an_index_can_change_unseen(tmp_path):
             Corpus(tmp_path / "a")
 
 
-def _forge(path, change, arrays=lambda offsets, flags: (offsets, flags)):
-    """Writes an index anew with other values and right checksums, as somebody might."""
-    content = path.read_bytes()
-    _, _, text, begin = unframed(content)
-    values = json.loads(text)
-    offsets = numpy.frombuffer(content[begin:], "<u8", sum(_sizes(values)) + 1).copy()
-    flags = numpy.frombuffer(content[begin + offsets.nbytes :], "u1").copy()
-    both = [one.tobytes() for one in arrays(offsets, flags)]
-    sums = "".join(hashlib.sha256(one).hexdigest() for one in both)
-    values["arrays_sha256"] = hashlib.sha256(sums.encode()).hexdigest()
-    values = change(values)
-    text = values if isinstance(values, str) else json.dumps(values)
-    path.write_bytes(framed(MAGIC, 1, text) + b"".join(both))
-
-
-def _sizes(values):
-    return [kind["num_segments"] for kind in values["types"]]
-
-
-def _falling(offsets, flags):
-    offsets[[1, 2]] = offsets[[2, 1]]
-    return offsets, flags
-
-
-def _huge(offsets, flags):
-    offsets[1] = 1 << 62
-    return offsets, flags
-
-
-def _later(offsets, flags):
-    offsets[0] = 1
-    return offsets, flags
-
-
-def _one_document_more(offsets, flags):
-    flags[1] |= BEGINS
-    return offsets, flags
-
-
-@pytest.mark.parametrize(
-    ("arrays", "words"),
-    [
-        (_falling, "segment 1 ends before it begins"),
-        (_huge, "segment 1 ends before it begins"),
-        (_later, "33 tokens|31 tokens|begin at 0"),
-        (_one_document_more, "tokens in 2 documents; the header says"),
-    ],
-)
-def test_offsets_that_somebody_forged_are_refused(tmp_path, arrays, words):
-    write(tmp_path / "a", documents_of([30]))
-    _forge(tmp_path / "a.idx", lambda values: values)
-    assert len(Corpus(tmp_path / "a")) == 4  # the forging itself is right
-    _forge(tmp_path / "a.idx", lambda values: values, arrays)
-    with pytest.raises(DataError, match=words):
-        Corpus(tmp_path / "a")
-
-
-def _leaves(values, path=()):
-    """Every place of a JSON value, inner ones too."""
-    items = values.items() if isinstance(values, dict) else enumerate(values)
-    for key, value in items:
-        yield (*path, key)
-        if isinstance(value, dict | list):
-            yield from _leaves(value, (*path, key))
-
-
-def _with(values, place, value):
-    values = json.loads(json.dumps(values))
-    inner = values
-    for key in place[:-1]:
-        inner = inner[key]
-    if value is ...:
-        del inner[place[-1]]
-    else:
-        inner[place[-1]] = value
-    return values
-
-
-STRANGE = (None, -1, 1.5, 0, 10**30, "x", "7", [], {}, [[]], {"a": 1}, False, ...)
-
-
-def test_a_header_that_says_anything_is_refused_or_harmless(tmp_path):
-    corpus = write(tmp_path / "a", documents_of([30]))
-    expected = [corpus[index].tolist() for index in range(len(corpus))]
-    path = tmp_path / "a.idx"
-    whole = path.read_bytes()
-    values = json.loads(unframed(whole)[2])
-    num_refused = 0
-    for place in _leaves(values):
-        for strange in STRANGE:
-            path.write_bytes(whole)
-            _forge(path, functools.partial(_with, place=place, value=strange))
-            try:
-                opened = Corpus(tmp_path / "a")
-            except DataError:
-                num_refused += 1
-                continue
-            assert [one.tolist() for one in opened.read(range(len(opened)))] == expected
-            assert str(opened.header.digest)
-    assert num_refused > 200
-
-
-@pytest.mark.parametrize("text", ["[" * 200_000, "[]", "7", "{}", "null", "{", '{"a": NaN}'])
+@pytest.mark.parametrize("text", ["[" * 200_000, "[]", "{}", "{"])
 def test_a_header_of_another_form_is_refused(tmp_path, text):
     write(tmp_path / "a", documents_of([30]))
-    _forge(tmp_path / "a.idx", lambda values: text)
+    path = tmp_path / "a.idx"
+    begin = unframed(path.read_bytes())[3]
+    path.write_bytes(framed(MAGIC, 1, text) + path.read_bytes()[begin:])
     with pytest.raises(DataError, match="does not say what a header of this version says"):
         Corpus(tmp_path / "a")
 

@@ -163,7 +163,7 @@ def test_a_flipped_bit_in_the_middle_is_found(tmp_path):
     writer.close()
     _flip(path_of(prefix, ".bin"), 100_000)
     assert len(Corpus(prefix)) == 1  # opening does not read the middle
-    with pytest.raises(DataError, match="the .bin has other bytes"):
+    with pytest.raises(DataError, match="other bytes"):
         verify(prefix)
     for place in (0, -1):
         _flip(path_of(prefix, ".bin"), place)
@@ -178,16 +178,6 @@ def test_a_flipped_bit_in_offsets_or_flags_is_found(tmp_path, place):
     _flip(path_of(tmp_path / "a", ".idx"), place)
     with pytest.raises(DataError, match="offsets or flags"):
         verify(tmp_path / "a")
-
-
-@pytest.mark.parametrize(("suffix", "content"), [(".dis", '{"counts": [7]}'), (".tmp", "x")])
-def test_small_files_that_say_something_else_are_found(tmp_path, suffix, content):
-    write(tmp_path / "a", documents_of([20]))
-    path_of(tmp_path / "a", suffix).write_text(content)
-    with pytest.raises(DataError, match=f"the {suffix} says"):
-        verify(tmp_path / "a")
-    path_of(tmp_path / "a", suffix).unlink()
-    verify(tmp_path / "a")
 
 
 # stats

@@ -1,11 +1,9 @@
 """Limits of images, and what the options about tiles make of each family's processor."""
 
-import builtins
 import dataclasses
 import math
 import re
 
-import numpy
 import pytest
 import transformers
 from PIL import Image
@@ -303,46 +301,6 @@ def test_options_that_cannot_be(words, told):
     with pytest.raises(OptionError) as caught:
         parse_evaluate_args([*keys, *words])
     assert told in str(caught.value)
-
-
-def make_pictures(folder):
-    """A photograph that is turned, a picture with alpha and one with a palette."""
-    draw = numpy.random.default_rng(0)
-
-    def noise(width, height, channels=3):
-        return Image.fromarray(draw.integers(0, 256, (height, width, channels), numpy.uint8))
-
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    noise(50, 20).save(folder / "turned.jpg", exif=exif)
-    noise(33, 30, 4).save(folder / "alpha.png")
-    noise(20, 41).convert("P").save(folder / "palette.gif")
-
-
-def test_a_process_reads_each_header_once(tmp_path, monkeypatch):
-    make_pictures(tmp_path)
-    opened, real = [], builtins.open
-    monkeypatch.setattr(
-        builtins, "open", lambda path, *a, **k: (opened.append(path), real(path, *a, **k))[1]
-    )
-    folders = ImageFolders([tmp_path])
-    sizes = [folders.open("turned.jpg", source="row").upright_size for _ in range(3)]
-    assert sizes == [(20, 50)] * 3 and len(opened) == 1
-
-
-@pytest.mark.parametrize("name", ["alpha.png", "turned.jpg", "palette.gif"])
-def test_a_picture_that_was_not_opened_is_as_one_that_was(name, tmp_path):
-    make_pictures(tmp_path)
-    folders = ImageFolders([tmp_path])
-    folders.open(name, source="row")
-    late, plain = folders.open(name, source="row"), Image.open(tmp_path / name)
-    assert (late.size, late.mode, late.format) == (plain.size, plain.mode, plain.format)
-    assert dict(late.getexif()) == dict(plain.getexif()) and late.info == plain.info
-    assert late.convert("RGB").tobytes() == plain.convert("RGB").tobytes()
-    assert getattr(late, "n_frames", 1) == getattr(plain, "n_frames", 1)
-    assert folders.open(name, source="row").rotate(90).tobytes() == plain.rotate(90).tobytes()
-    again = folders.open(name, source="row").copy()
-    assert type(again) is Image.Image and again.tobytes() == plain.tobytes()
 
 
 def test_a_limit_is_a_setting_of_the_dataset_not_of_the_process(tmp_path):

@@ -154,29 +154,12 @@ def _check_ids(batch: MicroBatch, vocab_size: int, *, samples: Sequence[Sequence
         if "sample_ids" in batch and len(names) > 1:  # a packed row: which of its samples
             own = int(batch["sample_ids"][row, place])
             names = names[own : own + 1] or names
-        token_id = int(values_BT[number, place])
-        raise _bad_id(kind, token_id, place, vocab_size, " and ".join(names) or "?")
-
-
-def check_encoded(encoded: EncodedSample, vocab_size: int | None, *, name: str) -> None:
-    """Refuses token ids of one sample, before it is cut, for which the model has no row.
-
-    Raises:
-        DataError: names sample, place, id and vocabulary.
-    """
-    if vocab_size is None:
-        return
-    for whole in encoded.whole:
-        for place, token_id in enumerate(whole.input_ids):
-            if not 0 <= token_id < vocab_size:
-                raise _bad_id("token id", token_id, place, vocab_size, name)
-
-
-def _bad_id(kind: str, value: int, place: int, vocab_size: int, name: str) -> DataError:
-    allowed = f"0 to {vocab_size - 1}" + (f", or {IGNORE} for none," if kind == "label" else "")
-    return DataError(
-        f"{name}: the {kind} at place {place} is {value}. {allowed} was expected, because the "
-        f"model's embedding has {vocab_size} rows, and looking up another one fails: use the "
-        "tokenizer that belongs to the model (`processor_path`), or correct the part that makes "
-        "the ids."
-    )
+        allowed = f"0 to {vocab_size - 1}" + (
+            f", or {IGNORE} for none," if name == "labels" else ""
+        )
+        raise DataError(
+            f"{' and '.join(names) or '?'}: the {kind} at place {place} is "
+            f"{int(values_BT[number, place])}. {allowed} was expected, because the model's "
+            f"embedding has {vocab_size} rows, and looking up another one fails: use the tokenizer "
+            "that belongs to the model (`processor_path`), or correct the part that makes the ids."
+        )

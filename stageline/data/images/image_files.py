@@ -1,15 +1,12 @@
 """Image files that rows of data name: below the folders of the dataset only, and opened late.
 
 Rows come from others. A name that leads elsewhere is refused in the same words whether or not
-there is such a file, so that no error tells what lies on this machine. A file is opened only when
-more is asked of it than its size and kind; these are kept in memory once they are known, and
-whether it decodes.
+there is such a file, so that no error tells what lies on this machine. Pixels are decoded late.
 """
 
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,121 +20,6 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_ASPECT = 200  # of the longer side to the shorter; what Qwen's processors take
 _ORIENTATION = 0x0112  # EXIF
 _HAS_ORIENTATION = ("JPEG", "MPO")
-FileKey = tuple[str, int, int, int]  # path, length and both times of change
-
-
-@dataclass(frozen=True, slots=True)
-class FileFacts:
-    """What one image file is; mode and format by Pillow's names."""
-
-    size: tuple[int, int]  # width and height as the header says them, before any turning
-    mode: str
-    format: str
-    is_turned: bool = False  # people see width and height exchanged (EXIF)
-    is_whole: bool = False  # its pixels were decoded without an error
-
-
-def file_key(path: str) -> FileKey:
-    """Tells one state of a file from others."""
-    stat = os.stat(path)
-    return path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
-
-
-class PictureFile(Image.Image):
-    """One image of a file, to be used as any image of Pillow's.
-
-    Args:
-        path: the file.
-        key: of its state, as `file_key` makes it.
-        facts: what is known of it.
-        known: facts of files by their key, of the folders that it is from.
-        opened: it, where it is open already.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        *,
-        key: FileKey,
-        facts: FileFacts,
-        known: dict[FileKey, FileFacts],
-        opened: Image.Image | None = None,
-    ) -> None:
-        super().__init__()
-        del self.info  # what the file says besides the pixels: read when it is asked for
-        self.filename = path
-        self.key = key
-        self.facts = facts
-        self.format = facts.format
-        self._mode = facts.mode
-        self._size = facts.size
-        self._known = known
-        self._opened = opened
-        self._is_loaded = False
-
-    @property
-    def is_untouched(self) -> bool:
-        """Nobody has asked for the pixels, so nobody has drawn on them."""
-        return not self._is_loaded and self._size == self.facts.size
-
-    @property
-    def upright_size(self) -> tuple[int, int]:
-        """Width and height as people see them."""
-        width, height = self.size
-        return (height, width) if self.facts.is_turned and self.is_untouched else (width, height)
-
-    def load(self) -> Any:
-        """Decodes the pixels, once."""
-        if not self._is_loaded:
-            opened = self._open()
-            opened.load()
-            self._is_loaded = True
-            self.im, self._mode, self._size = opened.im, opened.mode, opened.size
-            self.palette, self.readonly = opened.palette, opened.readonly
-            self.info = opened.info
-            self._note_whole()
-        return super().load()
-
-    def _note_whole(self) -> None:
-        """Remembers that the file decodes, if it still is what it was."""
-        try:
-            is_same = file_key(self.filename) == self.key
-        except OSError:
-            return
-        if is_same:
-            self.facts = self._known[self.key] = replace(self.facts, is_whole=True)
-
-    def getexif(self) -> Image.Exif:
-        return self._open().getexif()
-
-    def close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
-        super().close()
-
-    def __getattr__(self, name: str) -> Any:
-        # info, and what readers of one format add: n_frames, text ...
-        if name.startswith("_") or name == "map":
-            raise AttributeError(name)
-        return getattr(self._open(), name)
-
-    def __reduce__(self) -> tuple[Callable[..., Image.Image], tuple[Any, ...]]:
-        return _plain_image, (self.__getstate__(),)
-
-    def _open(self) -> Image.Image:
-        if self._opened is None:
-            opened = open_picture(self.filename)
-            if (opened.size, opened.mode) != (self.facts.size, self.facts.mode):
-                opened.close()
-                raise OSError("the file was changed while it was read")
-            self._opened = opened
-        return self._opened
-
-
-def _plain_image(state: list[Any]) -> Image.Image:
-    image = Image.Image()
-    image.__setstate__(state)
-    return image
 
 
 def open_picture(path: str | Any) -> Image.Image:
@@ -196,15 +78,13 @@ class ImageFolders:
     """The folders that image names are relative to.
 
     An absolute name, one with "..", and a link are taken when the file they lead to lies below one
-    of the folders. A folder itself may be a link. A file whose header was read once is opened again
-    only for its pixels.
+    of the folders. A folder itself may be a link.
     """
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = list(roots)
         self._real_roots = [os.path.realpath(root) for root in roots]
         self._max_pixels = current_image_settings().max_pixels
-        self._known: dict[FileKey, FileFacts] = {}
 
     def check_name(self, name: str, *, source: str) -> None:
         """Refuses a name that leads out of the folders; looks at files only where it must."""
@@ -212,13 +92,13 @@ class ImageFolders:
         if not is_plain:
             self._find(name, source)
 
-    def open(self, name: str, *, source: str) -> PictureFile:
-        """A picture that is not decoded, and not opened if it is known."""
+    def open(self, name: str, *, source: str) -> Image.Image:
+        """A picture that is not decoded."""
         path, places = self._find(name, source)
         if path is None:
             raise _missing("image", name, places, source=source)
         try:
-            picture = self._picture(path)
+            picture = open_picture(path)
         except Exception as error:  # Pillow's readers raise anything
             raise bad_image(path, _plain(error, path), name=source) from error
         try:
@@ -234,15 +114,6 @@ class ImageFolders:
         if path is None:
             raise _missing("video", name, places, source=source)
         return path
-
-    def _picture(self, path: str) -> PictureFile:
-        key = file_key(path)
-        facts, opened = self._known.get(key), None
-        if facts is None:
-            opened = open_picture(path)
-            facts = FileFacts(opened.size, opened.mode, opened.format or "", is_turned(opened))
-            self._known[key] = facts
-        return PictureFile(path, key=key, facts=facts, known=self._known, opened=opened)
 
     def _find(
         self, name: str, source: str, exists: Callable[[str], bool] = os.path.isfile

@@ -17,7 +17,6 @@ import torch
 from PIL import Image, ImageFile, ImageOps
 
 from stageline.data.images.image_files import (
-    PictureFile,
     bad_image,
     check_shape,
     file_of,
@@ -275,15 +274,13 @@ class _Recorder:
 
 def image_size(image: Image.Image) -> Size:
     """(width, height) as people see the image; reads the header only."""
-    if isinstance(image, PictureFile):
-        return image.upright_size
     width, height = image.size
     return (height, width) if is_turned(image) else (width, height)
 
 
 def decode_image(image: Image.Image, *, name: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """The pixels in RGB, upright; of an animation the first frame. Raises as `check_image`."""
-    check_image(image, name=name, max_pixels=max_pixels, decodes=True)
+    check_image(image, name=name, max_pixels=max_pixels)
     try:
         upright = ImageOps.exif_transpose(image) if has_orientation(image) else image
         if upright.mode.startswith("I;16"):  # convert() takes all above 255 for white
@@ -293,13 +290,8 @@ def decode_image(image: Image.Image, *, name: str, max_pixels: int = MAX_PIXELS)
         raise bad_image(file_of(image), error, name=name) from error
 
 
-def check_image(
-    image: Image.Image, *, name: str, max_pixels: int = MAX_PIXELS, decodes: bool = False
-) -> None:
-    """Decodes an image, so that one that cannot be is found; not a file that was once decoded.
-
-    Args:
-        decodes: in any case.
+def check_image(image: Image.Image, *, name: str, max_pixels: int = MAX_PIXELS) -> None:
+    """Decodes an image, so that one that cannot be is found.
 
     Raises:
         DataError: names row, file and reason.
@@ -311,8 +303,6 @@ def check_image(
             "16 bits were expected, because it isn't known which of its values is white: save it "
             "with 8 bits, or take the row out."
         )
-    if isinstance(image, PictureFile) and image.facts.is_whole and not decodes:
-        return
     try:
         # where a part has switched it on, missing pixels would be gray without a word
         ImageFile.LOAD_TRUNCATED_IMAGES = False

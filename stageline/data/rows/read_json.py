@@ -1,13 +1,11 @@
 """Files of rows: JSON lines and JSON lists, read strictly, each row with its place for messages.
 
-Python's reader takes NaN, keeps the last of two equal keys, and lets lone surrogates through to
-the tokenizer, which fails far from the line. What JSON does not have, or what two readers would
-read differently, is refused here.
+Python's reader takes NaN, which is not JSON, and lets lone surrogates through to the tokenizer,
+which fails far from the line. Both are refused here.
 """
 
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -19,8 +17,6 @@ from stageline.data.rows.bad_rows import current_bad_rows
 from stageline.errors import DataError, UserError
 
 MAX_LINE_BYTES = 32 << 20  # a book has 1 MiB
-MAX_DIGITS = 4300  # of an integer; Python's own limit, whose error does not say what came
-MAX_NESTING = 100  # of lists and objects; so that whatever walks through a row can
 _CHUNK = 1 << 20
 _BOM = b"\xef\xbb\xbf"
 _MAY_HOLD_BAD_CHARACTERS = re.compile(r"\\u(0000|[dD][89a-fA-F])")
@@ -43,26 +39,7 @@ class RowFile:
 
     path: Path
     size: int
-    time_ns: int
     digest: str
-
-    def check_unchanged(self) -> None:
-        """Refuses a file whose size or time of change is another one by now."""
-        why = "A run's data has to stay as it is, because else nobody could say what was trained"
-        try:
-            now = os.stat(self.path)
-        except OSError as error:
-            raise DataError(
-                f"{self.path} cannot be found any more ({error.strerror}), and its rows are in "
-                f"use. {why}: put the file back and start again."
-            ) from error
-        if (now.st_size, now.st_mtime_ns) != (self.size, self.time_ns):
-            raise DataError(
-                f"{self.path} changed while it was in use: it had {self.size} bytes, last changed "
-                f"at {self.time_ns / 1e9:.6f} s, and has {now.st_size}, changed at "
-                f"{now.st_mtime_ns / 1e9:.6f} s. {why}, and processes might read different rows: "
-                "start again with the new file, or write changes into a copy."
-            )
 
 
 def _refuse_other_kinds(path: Path, head: bytes) -> None:
@@ -128,7 +105,7 @@ class RowFileReader:
                 f"{self._size} came. A file that nobody writes was expected, because each process "
                 "has to read the same rows: wait until it is complete, and start again."
             )
-        return RowFile(self.path, before.st_size, before.st_mtime_ns, self._digest.hexdigest())
+        return RowFile(self.path, before.st_size, self._digest.hexdigest())
 
     def _open(self) -> BinaryIO:
         try:
@@ -171,12 +148,11 @@ class _BadJson(ValueError):
 
 def _parse_json(text: str) -> Any:
     """The value that a text holds."""
-    value, end = _decode_json(_strict, text, _skip_blanks(text, 0))
+    value, end = _decode_json(_STRICT, text, _skip_blanks(text, 0))
     end = _skip_blanks(text, end)
     if end < len(text):
         raise _BadJson("no JSON (something follows the value)", end)
-    may_be_deep = text.count("[") + text.count("{") > MAX_NESTING
-    if may_be_deep or _MAY_HOLD_BAD_CHARACTERS.search(text):
+    if _MAY_HOLD_BAD_CHARACTERS.search(text):
         check_value(value)
     return value
 
@@ -188,7 +164,9 @@ def _decode_json(decoder: json.JSONDecoder, text: str, start: int) -> tuple[Any,
     except json.JSONDecodeError as error:
         raise _BadJson(f"no JSON ({error.msg})", error.pos) from None
     except RecursionError:
-        raise _too_deep() from None
+        raise _BadJson("no JSON (lists or objects are nested too deeply)") from None
+    except ValueError as error:  # _constant's, or Python's of an integer of 5,000 digits
+        raise _BadJson(str(error)) from None
 
 
 def _skip_blanks(text: str, start: int) -> int:
@@ -199,21 +177,19 @@ def _skip_blanks(text: str, start: int) -> int:
 
 
 def check_value(value: Any) -> None:
-    """Refuses deep nesting, and texts with a NUL or half a surrogate pair.
+    """Refuses texts with a NUL or half a surrogate pair.
 
     Raises:
         ValueError: says where.
     """
-    waiting: list[tuple[str, Any, int]] = [("", value, 0)]
+    waiting: list[tuple[str, Any]] = [("", value)]
     while waiting:
-        field, value, depth = waiting.pop()
-        if depth > MAX_NESTING:
-            raise _too_deep()
+        field, value = waiting.pop()
         if isinstance(value, dict):
-            waiting += [(str(key), item, depth + 1) for key, item in value.items()]
-            waiting += [(key, key, depth) for key in value]
+            waiting += [(str(key), item) for key, item in value.items()]
+            waiting += [(key, key) for key in value]
         elif isinstance(value, list):
-            waiting += [(field, item, depth + 1) for item in value]
+            waiting += [(field, item) for item in value]
         elif isinstance(value, str) and (bad := re.search("[\0\ud800-\udfff]", value)):
             kind = "a NUL" if bad[0] == "\0" else "half a surrogate pair"
             raise _BadJson(
@@ -222,40 +198,12 @@ def check_value(value: Any) -> None:
             )
 
 
-def _too_deep() -> _BadJson:
-    return _BadJson(f"lists or objects are nested deeper than {MAX_NESTING}")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise _BadJson(f"the key {twice!r} comes twice in one object")
-    return found
-
-
 def _constant(name: str) -> Any:
     raise _BadJson(f"{name} is no number of JSON")
 
 
-def _float(digits: str) -> float:
-    value = float(digits)
-    if math.isinf(value):
-        raise _BadJson(f"the number {digits[:40]} is too large")
-    return value
-
-
-def _int(digits: str) -> int:
-    if len(digits) > MAX_DIGITS:
-        raise _BadJson(f"an integer of {len(digits)} digits, at most {MAX_DIGITS} are read")
-    return int(digits)
-
-
-_strict = json.JSONDecoder(
-    object_pairs_hook=_object, parse_constant=_constant, parse_float=_float, parse_int=_int
-)
-_lenient = json.JSONDecoder(parse_int=str)  # finds the end of a value that is refused
+_STRICT = json.JSONDecoder(parse_constant=_constant)
+_LENIENT = json.JSONDecoder()  # finds the end of a value that is refused
 
 
 @dataclass(frozen=True)
@@ -394,7 +342,7 @@ def _read_json(reader: RowFileReader) -> Iterator[tuple[Any, str, int]]:
         number += 1
         source = f"{path}: row {number}"
         try:
-            end = _decode_json(_lenient, text, place)[1]
+            end = _decode_json(_LENIENT, text, place)[1]
         except _BadJson as error:  # nobody knows where the next row begins
             raise _broken(path, text, error.place or place, error, number) from None
         try:

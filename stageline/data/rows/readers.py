@@ -89,7 +89,7 @@ class RowsDataset:
 
     Every row is looked at once in the beginning, so that a bad one is found before a model is
     loaded; it ends the run, unless bad rows may be left out. Images are only opened when a row is
-    asked for, and not decoded. A row of a file that has changed since is refused.
+    asked for, and not decoded.
 
     Args:
         rows: of this split.
@@ -125,8 +125,6 @@ class RowsDataset:
 
     def __getitem__(self, index: int) -> tuple[list[Image.Image] | None, dict[str, Any]]:
         row = self.rows[index]
-        if row.file is not None:
-            row.file.check_unchanged()
         names, sample = self.convert(row)
         sample["source"] = row.source
         if names is None:
