@@ -456,8 +456,8 @@ def is_complete(outcome: Outcome, rows: range, file: PredictionFile, *, engine: 
         kind = DataError if engine in ("pipeline", "vllm") else RemoteError
         raise kind(
             f"{len(outcome.failed)} of {len(rows)} samples got no answer, such as {sample_id}: "
-            f"{why.rstrip('.')}. The answers that came are in {file.path}: start again with the same options "
-            "and only the others are asked for."
+            f"{why.rstrip('.')}. The answers that came are in {file.path}: start again with the "
+            "same options and only the others are asked for."
         )
     if outcome.pending:
         print(
