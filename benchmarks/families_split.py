@@ -20,10 +20,10 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from benchmarks.families_page import FamilyResult, Said
-from stageline.checking.batches import loss_of, probe_batches, run_chain, with_facts
 from stageline.errors import UserError
 from stageline.pipeline.stage_passes import MicroBatch, model_inputs
 from stageline.shrink import layer_period, shrink_config
+from stageline.verify.batches import loss_of, probe_batches, run_chain, with_facts
 
 if TYPE_CHECKING:
     from stageline.stages.base import StageModel

@@ -143,8 +143,9 @@ def measure(name: str) -> dict[str, float]:
     import transformers
 
     from register import import_shelf, train_model_register
-    from stageline.checking.proof import SplitToProve, prove_split
     from stageline.checkpoint.layout import Ranks
+    from stageline.verify.scaled_copy import ScaledCopy, verify
+    from stageline.verify.training import TRAINING, training
 
     transformers.logging.set_verbosity_error()
     import_shelf("pp_models")
@@ -155,8 +156,8 @@ def measure(name: str) -> dict[str, float]:
         said: list[str] = []
 
         def prove() -> None:
-            split = SplitToProve(part, model, 2)
-            prove_split(split, mode="auto", ranks=Ranks.of(None), say=said.append)
+            split = ScaledCopy(part, model, 2)
+            verify(split, {TRAINING: training}, mode="auto", ranks=Ranks.of(None), say=said.append)
 
         def build(stage: int) -> None:
             part(

@@ -25,10 +25,10 @@ from stageline.errors import UserError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from stageline.checking.batches import MicroBatch, RandomPictures
-    from stageline.checking.setup import ModelSource, Preparation
     from stageline.distributed.process_group import DistributedContext
     from stageline.pipeline.schedules import Schedule
+    from stageline.verify.batches import MicroBatch, RandomPictures
+    from stageline.verify.setup import ModelSource, Preparation
 
 LEAST_MICRO_BATCHES = 4
 MOST_MICRO_BATCHES = 8  # of a dataset: a difference shows in a few
@@ -94,9 +94,9 @@ def check(arguments: CheckArguments, context: DistributedContext, schedule: Sche
     with importing():
         from commands.train_data import check_scores
         from commands.train_parts import bind_loss
-        from stageline.checking.checker import check_split
-        from stageline.checking.compare import Report
-        from stageline.checking.setup import ModelSource
+        from stageline.verify.checker import check_split
+        from stageline.verify.compare import Report
+        from stageline.verify.setup import ModelSource
 
     run, model = arguments.run, arguments.parts["train_model"]
     check_scores(arguments)
@@ -186,7 +186,7 @@ def make_batches(
 ) -> Callable[[int], list[MicroBatch]]:
     """Number of a step -> its micro-batches: of the dataset, of random pictures, or random ids."""
     from commands.train_data import Data, make_loader
-    from stageline.checking.batches import random_batches
+    from stageline.verify.batches import random_batches
 
     config, source = preparation.config, preparation.source
     has_tower = getattr(config, "vision_config", None) is not None
@@ -224,7 +224,7 @@ def make_batches(
 
 def picture_parts(arguments: CheckArguments, config: PretrainedConfig) -> dict[str, ChosenPart]:
     """Parts in place of those of a dataset: random pictures with a question and an answer."""
-    from stageline.checking.batches import RandomPictures
+    from stageline.verify.batches import RandomPictures
 
     size = getattr(config.vision_config, "image_size", None) or DEFAULT_PICTURE_SIZE
     size = max(size) if isinstance(size, list | tuple) else size

@@ -21,8 +21,8 @@ from stageline.hub import local_folder, read_name
 
 if TYPE_CHECKING:
     from parse_args import CheckArguments
-    from stageline.checking.proof import ProveMode
     from stageline.stage import Stage
+    from stageline.verify.scaled_copy import VerifyMode
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ANY_FOLDER = "any Hugging Face folder or hub name (owner/name[@revision])"
@@ -207,7 +207,7 @@ def make_stages(
     *,
     key: str | None = None,
     trust_remote_code: bool = False,
-    prove_split: "ProveMode" = "auto",
+    prove_split: "VerifyMode" = "auto",
 ) -> "list[Stage] | str":
     """The stages of a checkpoint as training builds them, or why there are none.
 
@@ -244,7 +244,7 @@ def make_stages(
         trust_remote_code=trust_remote_code,
         options={"is_piece": True},  # needs no processor
     )
-    builder.prove(prove_split, ranks=Ranks.of(None), say=print)
+    builder.verify(prove_split, ranks=Ranks.of(None), say=print)
     try:
         options = lora_options(folder, builder) if is_adapter else {}
         stages = [

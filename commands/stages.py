@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from parse_args import Arguments
-    from stageline.checking.proof import ProveMode, SplitToProve
     from stageline.checkpoint.layout import Ranks
+    from stageline.verify.scaled_copy import ScaledCopy, VerifyMode
 
 AnyArguments = TypeVar("AnyArguments", bound="Arguments")
 # what says where a tower lies: the whole model on one stage has no such choice
@@ -213,7 +213,7 @@ class StageBuilder:
         Returns:
             Whether that was possible without weights.
         """
-        from stageline.checking.outline import check_outlines
+        from stageline.verify.names import check_outlines
 
         return check_outlines(
             self.outline,
@@ -225,8 +225,8 @@ class StageBuilder:
 
     def check_fit(self) -> None:
         """Compares weights in a folder with the model of the options; reads none of them."""
-        from stageline.checking.outline import check_fit
         from stageline.model_folder import load_config
+        from stageline.verify.names import check_fit
 
         if self.checkpoint_path is None or self.config_path is None:
             return
@@ -241,20 +241,22 @@ class StageBuilder:
             checkpoint=self.checkpoint_path,
         )
 
-    def prove(
+    def verify(
         self,
-        mode: "ProveMode",
+        mode: "VerifyMode",
         *,
         ranks: "Ranks",
         say: Callable[[str], None],
         answers: bool = False,
+        packed_rows: int = 0,
     ) -> None:
-        """Compares a cut-down copy of the model, split and whole; all ranks call this.
+        """Compare a scaled-down copy of the model, split and whole; all ranks call this.
 
         Args:
             mode: auto, always or never.
             ranks: of the whole run.
-            answers: it will answer: what it says with what it remembers is compared, too.
+            answers: the stages will answer, so decoding is checked too.
+            packed_rows: rows of a micro-batch that hold several samples each; 0: none do.
         """
         is_split = self.num_stages > 1
         if mode == "never" or (mode == "auto" and os.environ.get(PROVES) == "never"):
@@ -264,29 +266,29 @@ class StageBuilder:
                     "model on this machine; if it computes something else, nothing will say so"
                 )
             return
-        if is_split:  # as the proof says itself, which takes a while to import
-            from stageline.checking.proof import prove_split
+        if not (is_split or answers or packed_rows):
+            return  # imports below take a while
+        from stageline.verify.answers import ANSWERS
+        from stageline.verify.answers import answers as check_answers
+        from stageline.verify.scaled_copy import Check, verify
+        from stageline.verify.scaled_copy import packed_rows as check_packed
+        from stageline.verify.training import TRAINING, training
 
-            prove_split(self._split(), mode=mode, ranks=ranks, say=say)
+        checks: dict[str, Check] = {}
+        if is_split:
+            checks[TRAINING] = training
+        if packed_rows:
+            checks[f"{packed_rows} packed rows"] = check_packed(packed_rows)
         if answers:
-            from stageline.checking.answers import prove_answers
+            checks[ANSWERS] = check_answers
+        verify(
+            self._copy(), checks, mode="auto" if mode == "auto" else "always", ranks=ranks, say=say
+        )
 
-            prove_answers(self._split(), mode=mode, ranks=ranks, say=say)
+    def _copy(self) -> "ScaledCopy":
+        from stageline.verify.scaled_copy import ScaledCopy, options_of_copy
 
-    def prove_packing(self, *, rows: int, ranks: "Ranks", say: Callable[[str], None]) -> None:
-        """Tries packed rows on a cut-down copy of the model; all ranks call this.
-
-        Args:
-            rows: of a micro-batch.
-        """
-        from stageline.checking.proof import prove_packing
-
-        ranks.on_first(lambda: prove_packing(self._split(), rows=rows, say=say))
-
-    def _split(self) -> "SplitToProve":
-        from stageline.checking.proof import SplitToProve, options_of_proof
-
-        return SplitToProve(
+        return ScaledCopy(
             self.part.part,
             self.config_path,
             self.num_stages,
@@ -295,7 +297,7 @@ class StageBuilder:
             vision_stages=self.options.get("vision_stages", 0),
             trust_remote_code=self.trust_remote_code,
             gives_scores=self.part.facts["gives_scores"],
-            options=options_of_proof(self.part.kwargs, self.options.get("attn_implementation")),
+            options=options_of_copy(self.part.kwargs, self.options.get("attn_implementation")),
         )
 
 

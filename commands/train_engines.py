@@ -139,8 +139,14 @@ def train(
     """
     run, schedule = plan.run, plan.topology.schedule
     account = _open_account(run, context, streams=streams)
-    answers = plan.parts["loss_fn"].facts["samples_answers"]
-    stage_builder(plan).prove(run.prove_split, ranks=Ranks.of(None), say=say, answers=answers)
+    is_packed = run.packing or getattr(data.train, "packed", None) is not None
+    stage_builder(plan).verify(
+        run.prove_split,
+        ranks=Ranks.of(None),
+        say=say,
+        answers=plan.parts["loss_fn"].facts["samples_answers"],
+        packed_rows=run.micro_batch_size if is_packed else 0,
+    )
     seed_everything(run.seed)
     models = build_stages(
         plan,
@@ -149,7 +155,7 @@ def train(
         images=data.processor,
         point=point,
         new_tokens=data.new_tokens,
-        is_packed=getattr(data.train, "packed", None) is not None,
+        is_packed=is_packed,
     )
     summaries = [summarize_stage(model, context) for model in models]
     replicas = join_replicas(models, context, shards=run.dp_shard)

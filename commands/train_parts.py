@@ -24,7 +24,6 @@ from options.parts import ChosenPart, takes
 from options.train import RunConfig
 from parse_args import TrainArguments
 from register import load_target
-from stageline.checking.outline import check_filled_stages
 from stageline.checkpoint.layout import Ranks
 from stageline.contracts import call, check_call
 from stageline.data.batches.check_batch import check_encode
@@ -56,6 +55,7 @@ from stageline.training.part_checks import (
     check_sim_fn,
 )
 from stageline.training.resume import ResumePoint
+from stageline.verify.names import check_filled_stages
 
 # of a loss, for the engine
 PLAIN_FACTS = ("is_token_sum", "is_cross_entropy", "predicts_tokens", "weighs_by_itself")
@@ -136,9 +136,7 @@ def build_stages(
             stage.loaded_from = getattr(stage, "loaded_from", None) or point.base
         if stage.stage == 0 and getattr(stage, "cast_note", None):
             say(f"{run.model_path}: {stage.cast_note}")
-    if run.packing or is_packed:
-        ranks = Ranks.of(context.pp_group)
-        builder.prove_packing(rows=run.micro_batch_size, ranks=ranks, say=say)
+    if is_packed:
         for stage in stages:
             if not getattr(stage, "is_tower", False):  # no row crosses a tower
                 check_packing(stage, rows=run.micro_batch_size, device=context.device)

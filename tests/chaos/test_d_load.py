@@ -12,7 +12,6 @@ from transformers import AutoConfig
 
 from commands import train as train_pp  # noqa: F401  now: what a test registers goes after it
 from pp_models import CausalLMStage
-from stageline.checking.setup import ModelSource, Preparation, load_whole
 from stageline.checkpoint.adapter import attach_adapter
 from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.layout import FORMAT_VERSION, MANIFEST, content_sum, read_manifest, verify
@@ -21,6 +20,7 @@ from stageline.checkpoint.plain_model import load_plain
 from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.writer import find_latest, no_checkpoint_left, skip_lines
 from stageline.modules.lora import is_lora_name
+from stageline.verify.setup import ModelSource, Preparation, load_whole
 from tests.helpers.faulty_files import edit, flip, refused, rewrite
 from tests.helpers.small_run import Job
 from tests.helpers.tiny_checkpoints import tiny_whole

@@ -1,8 +1,8 @@
-"""The chain of stages of `stageline/checking/batches.py`, by the name that tests know."""
+"""The chain of stages of `stageline/verify/batches.py`, by the name that tests know."""
 
 import torch
 
-from stageline.checking.batches import drop_pixels, run_chain
+from stageline.verify.batches import drop_pixels, run_chain
 
 __all__ = ["drop_pixels", "evaluate_chain", "run_chain"]
 evaluate_chain = torch.no_grad()(run_chain)

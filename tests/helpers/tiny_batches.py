@@ -2,7 +2,7 @@
 
 import torch
 
-from stageline.checking.batches import drop_pixels as drop_pixels
+from stageline.verify.batches import drop_pixels as drop_pixels
 from tests.helpers.tiny_models import IMAGE_TOKEN_ID, VISION_LANGUAGE, VOCAB_SIZE
 
 MicroBatch = dict[str, torch.Tensor]

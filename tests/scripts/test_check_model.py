@@ -65,7 +65,7 @@ def failed(report):
 
 def assert_passed(code, report):
     assert (code, failed(report)) == (0, {}), report
-    assert report["passed"] and len(report["checks"]) >= 12
+    assert report["passed"] and len(report["checks"]) >= 8
     assert {row["result"] for row in report["checks"]} == {"ok"}
 
 
@@ -96,10 +96,7 @@ def test_a_right_split_passes(words, llama, tmp_path):
 def test_tied_weights_pass_within_the_tolerance(tmp_path):
     tiny_whole("qwen3", tmp_path / "tied", tied=True)
     words = "--train-model qwen3 --num-stages 3 --partition 1,2,1"
-    code, report = check(tmp_path, words, model=tmp_path / "tied")
-    assert_passed(code, report)
-    keys = next(row for row in report["checks"] if row["name"] == "keys of the checkpoint")
-    assert "1 tied" in keys["figure"]
+    assert_passed(*check(tmp_path, words, model=tmp_path / "tied"))
 
 
 def test_a_vision_model_is_checked_with_random_pictures_and_fewer_layers(tmp_path):
@@ -174,11 +171,9 @@ class SeesPadding(CausalLMStage):
 @pytest.mark.parametrize(
     ("part", "row", "said"),
     [
-        (ForgetsALayer, "parameter names", "model.layers.2.mlp.up_proj.weight is on no stage"),
-        (ForgetsALayer, "keys of the checkpoint", "model.layers.2.mlp.up_proj.weight belongs to"),
         (ScalesAtTheBorder, "hidden states between stages", "stage 0 -> 1 (stage 0): "),
         (CutsTheGraph, "gradients of 1 steps", "model.embed_tokens.weight (stage 0): step 1"),
-        (FreezesByStage, "same parameters trained", "layers.3.mlp.up_proj.weight (stage 1): froz"),
+        (FreezesByStage, "gradients of 1 steps", "layers.3.mlp.up_proj.weight (on no stage)"),
         (LosesTheFirstToken, "first token changes the loss", "->"),
         (SeesPadding, "padding changes nothing", "apart"),
     ],
@@ -190,6 +185,12 @@ def test_a_wrong_part_fails_and_the_report_says_what(part, row, said, llama, tmp
     code, report = check(tmp_path, words, model=llama)
     assert code == 1 and not report["passed"]
     assert said in failed(report)[row], report
+
+
+def test_a_layer_on_no_stage_is_refused(llama, tmp_path):
+    train_model_register["wrong"] = ForgetsALayer.build
+    with pytest.raises((UserError, AssertionError), match=r"model\.layers\.2\."):
+        check(tmp_path, "--train-model wrong --num-stages 2 --check-steps 1", model=llama)
 
 
 def test_another_models_part_can_be_compared_with_itself(llama, tmp_path):
@@ -229,10 +230,6 @@ def test_the_entry_checks_the_part_of_the_guide(guide, tmp_path):
     assert "GruStage on one stage" in done.stdout and "float32" in done.stdout
     assert "passed: the split computes what the whole model computes" in done.stdout
     assert not (tmp_path / "runs").exists()
-    blind = ("--check-tolerance", "1000", "--check-steps", "1")
-    done = run_entry(tmp_path, "--num-stages", "1", *blind)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert re.search(r"a broken split is seen +FAILED", done.stdout)
 
 
 def test_a_parameter_that_nothing_uses_is_named(guide, tmp_path):
@@ -259,13 +256,6 @@ def test_a_key_too_many_fails(llama, tmp_path):
     code, report = check(tmp_path, "--train-model causal_lm", model=llama)
     assert code == 1
     assert "adapter_of_mine.weight" in failed(report)["checkpoint fits the model"]
-
-
-def test_a_check_that_sees_nothing_fails(llama, tmp_path):
-    words = "--train-model causal_lm --check-steps 1 --check-tolerance 1000"
-    code, report = check(tmp_path, words, model=llama)
-    assert code == 1 and list(failed(report)) == ["a broken split is seen"]
-    assert "cannot see a broken split" in failed(report)["a broken split is seen"]
 
 
 @pytest.mark.parametrize(

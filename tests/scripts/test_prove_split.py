@@ -9,8 +9,8 @@ import pytest
 
 from commands.export import make_stages
 from register import import_shelf, train_model_register
-from stageline.checking.proof import tiny_partition
 from stageline.errors import UserError
+from stageline.verify.scaled_copy import tiny_partition
 from tests.helpers.small_run import ForkedRun, Job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,7 +112,8 @@ def test_a_proof_is_recorded_and_not_made_again(job):
     assert "equals Llama of transformers in loss" in first.out
     (record,) = records(job)
     told = json.loads(record.read_text())
-    assert told["gradient"] <= 1e-9 and told["facts"]["partition"] == [1, 1]
+    assert told["checks"]["loss and gradients"]["gradient"] <= 1e-9
+    assert told["facts"]["partition"] == [1, 1]
     again = job.fork("two", *steps)
     assert again.code == 0 and "the split of llama" not in again.out
     for more in (("--attention", "eager"), ("--num-stages", 3)):  # another split

@@ -1,4 +1,4 @@
-"""The proof that answers of stages are the whole model's: what it says, finds and cannot know."""
+"""The check that answers of stages are the whole model's: what it says, finds, cannot know."""
 
 import pytest
 import torch
@@ -6,13 +6,13 @@ import torch
 import pp_models  # noqa: F401 (puts the parts on the shelf)
 from register import train_model_register
 from stageline.cache_trial import cache_name
-from stageline.checking.answers import TOLERANCE, prove_answers
-from stageline.checking.proof import SplitToProve
 from stageline.checkpoint.layout import Ranks
 from stageline.errors import UserError
 from stageline.family_configs import family_config
 from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.stages import causal_lm
+from stageline.verify.answers import ANSWERS, TOLERANCE, answers
+from stageline.verify.scaled_copy import ScaledCopy, verify
 from tests.helpers.tiny_checkpoints import tiny_whole
 
 PICTURES = ("qwen2_vl", "gemma3", "internvl")
@@ -26,9 +26,8 @@ def proven(tmp_path, monkeypatch):
         folder = tmp_path / family
         family_config(family).save_pretrained(folder)
         part = train_model_register["vision_language" if family in PICTURES else "causal_lm"]
-        split = SplitToProve(part, str(folder), num_stages)
-        said = []
-        prove_answers(split, mode="auto", ranks=Ranks.of(None), say=said.append)
+        copy, said = ScaledCopy(part, str(folder), num_stages), []
+        verify(copy, {ANSWERS: answers}, mode="auto", ranks=Ranks.of(None), say=said.append)
         return " ".join(said)
 
     return prove

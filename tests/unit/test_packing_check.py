@@ -1,17 +1,20 @@
 """Models that keep packed samples apart pass, all others are refused before training."""
 
+import functools
+
 import pytest
 import torch
 import transformers
 
 from pp_models import CausalLMStage, VisionLanguageStage, class_of_key
 from register import train_model_register
-from stageline.checking.proof import SplitToProve, prove_packing
 from stageline.checkpoint.init import init_split_model
+from stageline.checkpoint.layout import Ranks
 from stageline.errors import UserError
 from stageline.family_configs import family_config
 from stageline.shrink import layer_period, shrink_config
 from stageline.stages.packing import check_packing
+from stageline.verify.scaled_copy import ScaledCopy, packed_rows, verify
 from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -158,10 +161,11 @@ def test_what_only_long_rows_show_is_found_on_a_copy(name, fields, passes, tmp_p
         assert name == "llama4_text" and "comes out differently than alone" in str(error)
         return
     config.save_pretrained(tmp_path)
-    split, said = SplitToProve(train_model_register["causal_lm"], str(tmp_path), 2), []
+    copy, said = ScaledCopy(train_model_register["causal_lm"], str(tmp_path), 2), []
+    checked = functools.partial(verify, copy, {"packed": packed_rows(2)}, mode="always")
     if passes:
-        prove_packing(split, rows=2, say=said.append)
+        checked(ranks=Ranks.of(None), say=said.append)
     else:
         with pytest.raises(UserError, match="comes out differently than alone"):
-            prove_packing(split, rows=2, say=said.append)
+            checked(ranks=Ranks.of(None), say=said.append)
     assert said == []

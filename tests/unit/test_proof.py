@@ -1,4 +1,4 @@
-"""The proof at the start: what it sees, what it says, and what it leaves alone."""
+"""The check of a split at the start: what it sees, what it says, and what it leaves alone."""
 
 import json
 
@@ -7,12 +7,13 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from pp_models import CausalLMStage, VisionLanguageStage
-from stageline.checking import proof
-from stageline.checking.proof import SplitToProve, prove_split
 from stageline.checkpoint.layout import Ranks
 from stageline.errors import UserError
 from stageline.family_configs import family_config
 from stageline.modules.pass_through import PassThrough
+from stageline.verify import scaled_copy
+from stageline.verify.scaled_copy import ScaledCopy, verify
+from stageline.verify.training import TRAINING, training
 from tests.helpers.tiny_models import tiny_config
 
 ALONE = Ranks.of(None)
@@ -29,8 +30,8 @@ def prove(tmp_path, stage_class, config, num_stages=2, mode="auto", **more):
     folder = tmp_path / "model"
     config.save_pretrained(folder)
     said = []
-    split = SplitToProve(stage_class.build, str(folder), num_stages, **more)
-    prove_split(split, mode=mode, ranks=ALONE, say=said.append)
+    copy = ScaledCopy(stage_class.build, str(folder), num_stages, **more)
+    verify(copy, {TRAINING: training}, mode=mode, ranks=ALONE, say=said.append)
     return "\n".join(said)
 
 
@@ -121,9 +122,7 @@ def test_a_record_builds_nothing(tmp_path, monkeypatch):
         raise AssertionError("something was built")
 
     monkeypatch.setattr(CausalLMStage, "__init__", fail)
-    monkeypatch.setattr(proof, "_compare", fail)
     assert prove(tmp_path, CausalLMStage, tiny_config("llama")) == ""
-    assert prove(tmp_path, CausalLMStage, tiny_config("llama"), 1, "always") == ""
 
 
 def test_other_versions_code_and_settings_are_not_proven_by_a_record(tmp_path, monkeypatch):
@@ -133,12 +132,12 @@ def test_other_versions_code_and_settings_are_not_proven_by_a_record(tmp_path, m
     assert "recorded" in prove(tmp_path, CausalLMStage, config)
     assert prove(tmp_path, CausalLMStage, config) == ""
     assert "recorded" in prove(tmp_path, CausalLMStage, config, 3)
-    monkeypatch.setattr(proof, "VERSIONS", ("torch", "transformers", "tokenizers"))
+    monkeypatch.setattr(scaled_copy, "VERSIONS", ("torch", "transformers", "tokenizers"))
     assert "recorded" in prove(tmp_path, CausalLMStage, config)
-    monkeypatch.setattr(proof, "_code_of", lambda *_: "changed")
+    monkeypatch.setattr(ScaledCopy, "_hash_of_code", lambda _: "changed")
     assert "recorded" in prove(tmp_path, CausalLMStage, config)
-    records = [json.loads(file.read_text()) for file in tmp_path.glob("cache/proofs/*.json")]
-    assert len(records) == 5 and not list(tmp_path.glob("cache/proofs/*.json.*"))
+    records = [json.loads(file.read_text()) for file in tmp_path.glob("cache/verified/*.json")]
+    assert len(records) == 5 and not list(tmp_path.glob("cache/verified/*.json.*"))
 
 
 def test_what_cannot_be_tried_is_said_and_not_refused(tmp_path, monkeypatch):
@@ -147,7 +146,7 @@ def test_what_cannot_be_tried_is_said_and_not_refused(tmp_path, monkeypatch):
             raise UserError("this one is built on a full moon")
 
     said = prove(tmp_path, NoCopy, tiny_config("llama"))
-    assert said.startswith("note: this split was not compared") and "full moon" in said
+    assert said.startswith("note: loss and gradients not compared") and "full moon" in said
     monkeypatch.setenv("STAGELINE_CACHE", "/proc/no/such/folder")  # cannot be written
     assert "equals Llama" in prove(tmp_path, CausalLMStage, tiny_config("llama"))
 

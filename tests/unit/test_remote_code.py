@@ -11,8 +11,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from commands.export import make_stages
 from commands.stages import stage_key
 from pp_models import CausalLMStage
-from stageline.checking import setup
-from stageline.checking.proof import SplitToProve, prove_split
 from stageline.checkpoint import load
 from stageline.checkpoint.layout import Ranks
 from stageline.checkpoint.plain_model import load_plain, save_whole
@@ -23,6 +21,9 @@ from stageline.inference.generation import encode_prompts, generate
 from stageline.inference.meta_model import model_on_meta
 from stageline.inference.model_cutter import ModelCutter
 from stageline.model_folder import load_config
+from stageline.verify import setup
+from stageline.verify.scaled_copy import ScaledCopy, verify
+from stageline.verify.training import TRAINING, training
 from tests.helpers.exports import export_folder
 from tests.helpers.remote_model import INITS, remote_model
 
@@ -79,8 +80,8 @@ def test_stages_with_weights_are_the_whole_model_and_proved(tied, tmp_path):
             hidden = output if isinstance(output, tuple) else (output,)
     assert torch.equal(hidden[0], expected)
     said = []
-    split = SplitToProve(CausalLMStage.build, str(folder), 3, trust_remote_code=True)
-    prove_split(split, mode="always", ranks=ALONE, say=said.append)
+    split = ScaledCopy(CausalLMStage.build, str(folder), 3, trust_remote_code=True)
+    verify(split, {TRAINING: training}, mode="always", ranks=ALONE, say=said.append)
     assert "equals Parrot of transformers" in said[0]
 
 
@@ -108,8 +109,8 @@ def test_a_forward_of_few_arguments_is_called_as_others(forward, tmp_path):
         hidden = (stage.eval()(*hidden, input_ids=ids, attention_mask=torch.ones_like(ids)),)
     assert torch.equal(hidden[0], whole(ids).logits)
     said = []
-    split = SplitToProve(CausalLMStage.build, str(folder), 2, trust_remote_code=True)
-    prove_split(split, mode="always", ranks=ALONE, say=said.append)
+    split = ScaledCopy(CausalLMStage.build, str(folder), 2, trust_remote_code=True)
+    verify(split, {TRAINING: training}, mode="always", ranks=ALONE, say=said.append)
     assert "equals Parrot of transformers" in said[0]
     prompts = [Rendered((Piece(text, is_user=True),)) for text in ("ab", "a longer prompt")]
     processor = load_processor(str(usual), trust_remote_code=True)
@@ -141,14 +142,14 @@ def test_a_model_whose_passes_cannot_be_measured_is_cut_by_its_weights(tmp_path,
 
 def test_a_proof_of_other_code_is_no_proof(tmp_path):
     folder = remote_model(tmp_path / "model")
-    split = SplitToProve(CausalLMStage.build, str(folder), 2, trust_remote_code=True)
+    split = ScaledCopy(CausalLMStage.build, str(folder), 2, trust_remote_code=True)
     said = []
     for _ in range(2):
-        prove_split(split, mode="auto", ranks=ALONE, say=said.append)
+        verify(split, {TRAINING: training}, mode="auto", ranks=ALONE, say=said.append)
     assert len(said) == 1
     with (folder / "modeling_parrot.py").open("a") as file:
         file.write("\nCHANGED = True\n")
-    prove_split(split, mode="auto", ranks=ALONE, say=said.append)
+    verify(split, {TRAINING: training}, mode="auto", ranks=ALONE, say=said.append)
     assert len(said) == 2
 
 

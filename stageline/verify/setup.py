@@ -7,7 +7,6 @@ checkpoint gets random weights in a folder, so that stages load them as they loa
 import contextlib
 import copy
 import functools
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -22,15 +21,6 @@ from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-from stageline.checking.batches import MicroBatch
-from stageline.checking.compare import tied_names
-from stageline.checking.reference import (
-    Output,
-    add_plain_lora,
-    run_library_model,
-    run_stage_model,
-    train_same_parameters,
-)
 from stageline.checkpoint.adapter import base_of
 from stageline.checkpoint.files import SINGLE_FILE, find_checkpoint, weight_files
 from stageline.checkpoint.load import quiet
@@ -41,10 +31,18 @@ from stageline.model_folder import load_config, refused_build
 from stageline.modules.lora import WRAPPED
 from stageline.modules.lora_layer import LoRALayer, name_seed
 from stageline.modules.stage_names import names_on_disk
+from stageline.verify.batches import MicroBatch
+from stageline.verify.reference import (
+    Output,
+    add_plain_lora,
+    run_library_model,
+    run_stage_model,
+    train_same_parameters,
+)
 
 if TYPE_CHECKING:
-    from stageline.checking.proof import SplitToProve
     from stageline.stages.base import StageModel
+    from stageline.verify.scaled_copy import ScaledCopy
 
 Build = Callable[..., "StageModel"]
 
@@ -157,12 +155,10 @@ class Preparation:
     """What rank 0 tells the others before a stage is built.
 
     Attributes:
-        files: names on disk.
         is_library: the whole model is the library's class, not the part on one stage.
     """
 
     source: ModelSource
-    files: tuple[str, ...]
     is_library: bool
     notes: tuple[str, ...]
     trust_remote_code: bool = False
@@ -176,19 +172,10 @@ class Preparation:
 
 @dataclass
 class WholeModel:
-    """The model that a split is compared with, on rank 0.
-
-    Attributes:
-        trains: name -> whether the part trains it on one stage.
-        tied: names of weights that it uses under several names.
-        passed_over: patterns of keys on disk that the library does not read.
-    """
+    """The model that a split is compared with, on rank 0."""
 
     model: nn.Module
     forward: Callable[[nn.Module, MicroBatch], Output]
-    trains: dict[str, bool]
-    tied: set[str]
-    passed_over: Sequence[str]
 
 
 def prepare(
@@ -238,11 +225,11 @@ def prepare(
             notes.append(spelled("no `model_path`: the weights are random"))
     else:
         source = ModelSource(source.config_path, source.model_path, processor, is_own)
-    files = tuple(weight_files(_weights_folder(source), fetches=False))
-    if auto_class is not None and any(WRAPPED in name.split(".") for name in files):
+    names = weight_files(_weights_folder(source), fetches=False)
+    if auto_class is not None and any(WRAPPED in name.split(".") for name in names):
         auto_class = None
         notes.append("the checkpoint has LoRA names in it, which the library can't read")
-    return Preparation(source, files, auto_class is not None, tuple(notes), trust_remote_code)
+    return Preparation(source, auto_class is not None, tuple(notes), trust_remote_code)
 
 
 def _weights_folder(source: ModelSource) -> Path:
@@ -296,12 +283,8 @@ def load_whole(
     """
     single = build(stage=0, num_stages=1, source=preparation.source)
     start_lora(single, seed=seed)
-    trains = {name: parameter.requires_grad for name, parameter in single.named_parameters()}
-    shared = set(getattr(single, "shared_names", ()))
     if not preparation.is_library:
-        unused = getattr(single, "unused_names", ())
-        passed_over = tuple("^" + re.escape(beginning) for beginning in unused)
-        return WholeModel(single, run_stage_model, trains, tied_names(single) | shared, passed_over)
+        return WholeModel(single, run_stage_model)
     auto_class = library_class(preparation.config, trust_remote_code=trust_remote_code)
     checkpoint = _weights_folder(preparation.source)
     options: dict[str, Any] = {}
@@ -321,12 +304,10 @@ def load_whole(
         use_safetensors=True,
         **options,
     )
-    not_read = whole._keys_to_ignore_on_load_unexpected or ()
     add_plain_lora(whole, single)
     train_same_parameters(whole, single)
     whole.train()
-    tied = tied_names(whole) | shared
-    return WholeModel(whole, run_library_model, trains, tied, tuple(not_read))
+    return WholeModel(whole, run_library_model)
 
 
 @torch.no_grad()
@@ -342,12 +323,12 @@ def start_lora(model: nn.Module, *, seed: int) -> None:
 
 @contextlib.contextmanager
 def copies(
-    split: "SplitToProve",
+    split: "ScaledCopy",
     small: PretrainedConfig,
     partition: Sequence[int] | None = None,
     vision_stages: int = 0,
 ) -> Iterator[Callable[..., Any]]:
-    """While open: (stage, number of stages, dtype) -> a stage of a cut-down copy, on the CPU."""
+    """While open: (stage, number of stages, dtype) -> a stage of a scaled-down copy, on the CPU."""
     with quiet(), tempfile.TemporaryDirectory() as name, torch.random.fork_rng(devices=[]):
         save_config(small, str(split.config_path), Path(name))
 

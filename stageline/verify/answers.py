@@ -1,4 +1,4 @@
-"""Proves on a cut-down copy of a model that answers by its stages are those of the whole model.
+"""The check of decoding: answers of a scaled-down copy's stages beside those of the whole copy.
 
 What stages remember of earlier tokens is their own: keys and values of rows of unequal lengths,
 which come and go. Each token of an answer is compared with one pass of the whole model over that
@@ -7,116 +7,64 @@ row alone, which remembers nothing.
 Shapes: T tokens, V vocabulary.
 """
 
-import time
-from collections.abc import Callable, Sequence
+import copy as copies_of
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
-from stageline import progress
 from stageline.cache_trial import randomise
-from stageline.checking import proof
-from stageline.checking.batches import ordinary_ids
-from stageline.checking.proof import (
-    SplitToProve,
-    cut_down,
-    facts_of,
-    is_proven,
-    library_model,
-    record_of,
-    say_unproven,
-)
-from stageline.checking.reference import run_library_model, run_stage_model
-from stageline.checking.setup import copies, copy_weights, library_class
-from stageline.checkpoint.layout import Ranks
-from stageline.errors import UserError
 from stageline.inference.decoding.chain import LocalChain
 from stageline.inference.decoding.request import PassOrder, Sampling, error_of, together
 from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.stage import Stage
-from stageline.stages.discover import keep_record
+from stageline.verify.batches import ordinary_ids
+from stageline.verify.reference import run_library_model, run_stage_model
+from stageline.verify.scaled_copy import ScaledCopy, WrongSplit, shown
+from stageline.verify.setup import copies, copy_weights
 
-CODE = (*proof.CODE, "inference/decoding/*.py")
-UNPROVEN = "answers were not compared with those of the whole model"
+ANSWERS = "answers"  # as verify() and its record call this check
 LENGTHS = (9, 4, 7)  # tokens of prompts; the last one comes later, is read in pieces and copied
 NUM_TOKENS = 6  # of each answer; the longest go beyond the window of a copy
 NUM_CHOSEN = ("index_topk", "keep_window_size")  # keys that a query chooses
 TOLERANCE = 1e-3  # of a log-probability, in float32
 
 
-def prove_answers(
-    split: SplitToProve,
-    *,
-    mode: Literal["auto", "always"],
-    ranks: Ranks,
-    say: Callable[[str], None],
-) -> None:
-    """Compares answers of a cut-down copy, unless that was done before; all ranks call this.
-
-    Args:
-        mode: auto: where nothing is recorded; or always.
-        say: prints a line, on the first rank.
-
-    Raises:
-        UserError: they differ; says where.
-    """
-    ranks.on_first(lambda: _prove(split, mode, say))
-
-
-@progress.doing("proof of answers")
-def _prove(split: SplitToProve, mode: str, say: Callable[[str], None]) -> None:
-    try:
-        small, partition = cut_down(split)
-        _choose_all_keys(small)
-        facts = {**facts_of(split, small, partition, CODE), "answers": [*LENGTHS, NUM_TOKENS]}
-        record = record_of(facts)
-        if mode == "auto" and is_proven(record):
-            return
-        started = time.perf_counter()
-        gap, place = _compare(split, small, partition)
-    except Exception as error:  # a copy that cannot be made, or that cannot answer
-        say_unproven(error, say, UNPROVEN)
-        return
-    if not gap <= TOLERANCE:
-        raise UserError(
-            f"answers of {small.model_type} by {split.name} are not those of the whole model: on a "
-            f"cut-down copy on {len(partition)} stages the log-probability of {place} is {gap:.1e} "
-            f"off. At most {TOLERANCE:.0e} was expected, because such answers would be another "
-            "model's without a word. The usual cause: what the model remembers of earlier tokens "
-            "is more than keys and values, or depends on their positions in another way. A stage "
-            "model of your own may say `can_decode` False: each token then reads its whole row. "
-            "Or let the library answer (device_map); `prove_split` never answers as it is."
-        )
-    keep_record(record, {"model": small.model_type, "gap": gap, "facts": facts})
-    say(
-        f"answers of {small.model_type}, cut down to {sum(partition)} layers on {len(partition)} "
-        f"stages, equal the whole model's (within {gap:.0e} of a log-probability): "
-        f"{time.perf_counter() - started:.1f} s, recorded"
-    )
-
-
-def _choose_all_keys(small: PretrainedConfig) -> None:
-    """Where the best keys are chosen: a random copy has equally good ones, of which any comes."""
+def answers(
+    copy: ScaledCopy, small: PretrainedConfig, partition: list[int]
+) -> tuple[str, dict[str, Any]]:
+    """Compare answers of the stages with those of the whole copy; for `verify`."""
+    small = copies_of.deepcopy(small)
     text = small.get_text_config(decoder=True)
     for name in NUM_CHOSEN:
-        if getattr(text, name, None):
+        if getattr(text, name, None):  # a random copy has equally good keys, of which any is chosen
             setattr(text, name, max(LENGTHS) + NUM_TOKENS)
+    gap, place = _compare(copy, small, partition)
+    if not gap <= TOLERANCE:
+        raise WrongSplit(
+            f"answers of {small.model_type} by {copy.name} are not those of the whole model. On a "
+            f"scaled-down copy on {len(partition)} stages, the log-probability of {place} is "
+            f"{gap:.1e} off, and at most {TOLERANCE:.0e} is rounding. The usual cause: the model "
+            "remembers more of earlier tokens than keys and values, or uses their positions in "
+            "another way. A stage model of your own may say `can_decode` False: each token then "
+            "reads its whole row. Or let the library answer (device_map)."
+        )
+    told = f"answers of {shown(small, partition)}, equal the whole model's (within {gap:.0e} of a "
+    return f"{told}log-probability)", {"gap": gap}
 
 
 def _compare(
-    split: SplitToProve, small: PretrainedConfig, partition: Sequence[int]
+    copy: ScaledCopy, small: PretrainedConfig, partition: Sequence[int]
 ) -> tuple[float, str]:
     """The largest difference, and of what."""
-    auto_class = library_class(small, trust_remote_code=split.trust_remote_code)
-    with copies(split, small, partition) as build:
+    with copies(copy, small, partition) as build:
         torch.manual_seed(0)
-        if auto_class is None or not split.is_ours:
+        if copy.library_class(small) is None or not copy.is_ours:
             whole, forward = build(0, 1, torch.float32), run_stage_model
         else:
-            whole = library_model(split, small, auto_class, torch.float32)
-            forward = run_library_model
+            whole, forward = copy.library_model(small, torch.float32), run_library_model
         randomise(whole)
         stages = [build(stage, len(partition), torch.float32) for stage in range(len(partition))]
         copy_weights(whole, stages)

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
-from stageline.checking.compare import StageTensors
 from stageline.data.batches.batch import IGNORE
 from stageline.errors import PlanError
 from stageline.modules.lora import lora_stacks
@@ -23,6 +22,7 @@ from stageline.pipeline.stage_passes import MicroBatch, model_inputs
 from stageline.training.loss_part import LossPart, Output, logits_of
 from stageline.training.optimizers import optimizer_groups
 from stageline.training.step import StepResult, TrainStep
+from stageline.verify.compare import StageTensors
 
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 0.1
@@ -273,32 +273,6 @@ class Split:
             for model in self.models
             for name, parameter in model.named_parameters()
         ]
-
-    @torch.no_grad()
-    def break_one_number(self, stage: int) -> str | None:
-        """Changes one number of one matrix of a stage; says which, where that stage lies.
-
-        It moves by as much as the largest number of its matrix, and is the one whose move should
-        change the loss of the last step's batch most.
-        """
-        model = next((model for model in self.models if model.stage == stage), None)
-        if model is None:
-            return None
-        matrices = {name: p for name, p in model.named_parameters() if p.ndim == 2}
-        matrices = matrices or dict(model.named_parameters())
-        updated = self.train_step.weights.parameters
-
-        def pull(name: str) -> float:
-            grad = updated[name].grad if name in updated else None
-            return 0.0 if grad is None else (grad.abs().max() * matrices[name].abs().max()).item()
-
-        name = max(matrices, key=lambda name: (pull(name), matrices[name].numel()))
-        parameter = matrices[name]
-        grad = updated[name].grad if name in updated else None
-        place = 0 if grad is None else int(grad.abs().argmax())
-        index = torch.unravel_index(torch.tensor(place), parameter.shape)
-        parameter[index] += parameter.abs().max().clamp(min=1e-2)
-        return name
 
 
 def on_hidden_states(layer: nn.Module, keep: Callable[[torch.Tensor], object]) -> RemovableHandle:

@@ -1,0 +1,290 @@
+"""Checks of a split on a scaled-down copy of its model: training, packed rows, decoding.
+
+A run that starts builds a copy with the user's own multipliers, flags and kinds of layers
+(`stageline/shrink.py`) and random weights, and compares its stages with the whole copy. What was
+checked is on record in one small file for each copy. The file's name is a hash of everything the
+checks depend on: the scaled-down configuration, the layers of each stage, the `train_model` part
+and its options, the versions of torch and transformers, and the code that splits and decodes.
+A check that is on record builds nothing.
+"""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import inspect
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from stageline import progress
+from stageline.cache_trial import randomise
+from stageline.checkpoint.layout import Ranks
+from stageline.errors import UserError
+from stageline.model_folder import attention_options, called_alike, find_folder, load_config
+from stageline.pipeline.topology import stage_layers
+from stageline.shrink import layer_period, shrink_config
+from stageline.stages.discover import VERSIONS, cache_folder, keep_record
+from stageline.stages.packing import check_packing
+from stageline.verify.batches import ordinary_ids
+from stageline.verify.setup import copies, library_class
+
+VerifyMode = Literal["auto", "always", "never"]
+# what a split is made of: files of the package
+CODE = (
+    *("stages/*.py", "verify/*.py", "modules/pass_through.py", "inference/decoding/*.py"),
+    *("shrink.py", "family_configs.py", "cache_trial.py"),
+)
+MOST_STAGES = 4  # of a copy
+MOST_WEIGHTS = 20_000_000  # of a copy; a user's own configuration may not have become small
+PACKED = 19  # tokens of a sample: above each window of a copy, no multiple of one
+
+
+class WrongSplit(Exception):
+    """The stages of a copy do not compute what the whole copy computes."""
+
+
+@dataclass(frozen=True)
+class ScaledCopy:
+    """A split of a model, and the scaled-down copy that it is checked on.
+
+    Attributes:
+        part: a train_model part.
+        config_path: None: the part will say what is missing.
+        partition: layers of each stage after those of a vision tower; None: as even as possible.
+        vision_stages: stages of a vision tower.
+        gives_scores: scores in place of logits, which no class of transformers gives.
+        options: what the part is told besides where the model is and which stage it makes.
+    """
+
+    part: Callable[..., tuple[Any, Any, int]]
+    config_path: str | None
+    num_stages: int
+    partition: Sequence[int] | None = None
+    visual_gpu_ratio: float = 0.0
+    vision_stages: int = 0
+    trust_remote_code: bool = False
+    gives_scores: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the part is shipped; a user's may differ from transformers on purpose."""
+        return self.part.__module__ == "pp_models" and not hasattr(self.part, "__self__")
+
+    @property
+    def name(self) -> str:
+        owner = getattr(self.part, "__self__", self.part)
+        return getattr(owner, "__qualname__", type(owner).__name__)
+
+    def scaled_down(self) -> tuple[PretrainedConfig, list[int]]:
+        """The configuration of the copy, and the layers of its stages."""
+        config = load_config(str(self.config_path), trust_remote_code=self.trust_remote_code)
+        text = config.get_text_config(decoder=True)
+        layers = stage_layers(
+            list(self.partition) if self.partition is not None else None,
+            num_layers=text.num_hidden_layers,
+            num_stages=self.num_stages,
+            vision_stages=self.vision_stages,
+            visual_gpu_ratio=self.visual_gpu_ratio,
+        )
+        partition = tiny_partition(layers[self.vision_stages :], layer_period(config))
+        small = shrink_config(config, num_layers=sum(partition))
+        for name in ("output_router_logits", "router_aux_loss_coef"):
+            if self.options.get(name) is not None:  # the whole model must know it too
+                setattr(small.get_text_config(decoder=True), name, self.options[name])
+        return small, partition
+
+    def library_class(self, small: PretrainedConfig) -> Any:
+        """The Auto class of transformers that builds the whole copy; None: it knows none."""
+        if self.gives_scores:
+            return None
+        return library_class(small, trust_remote_code=self.trust_remote_code)
+
+    def library_model(self, small: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
+        """The whole copy as transformers has it, with the attention of the run."""
+        told = {"trust_remote_code": self.trust_remote_code, "dtype": dtype}
+        told |= attention_options(small, self.options.get("attn_implementation"))
+        model: nn.Module = called_alike(self.library_class(small).from_config(small, **told))
+        return model
+
+    def facts(self, small: PretrainedConfig, partition: Sequence[int]) -> dict[str, Any]:
+        """All that a check depends on, as JSON has it."""
+        told = small.to_dict()
+        for name in ("_name_or_path", "transformers_version"):
+            told.pop(name, None)
+        return {
+            "config": json.loads(json.dumps(told, default=str)),
+            "partition": list(partition),
+            "vision_stages": self.vision_stages,
+            "part": self.name,
+            "options": {name: str(value) for name, value in sorted(self.options.items())},
+            "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
+            "code": self._hash_of_code(),
+        }
+
+    def _hash_of_code(self) -> str:
+        """Of the code that splits and is split: of engine, part and model folder."""
+        package = Path(__file__).resolve().parents[1]
+        files = {file for pattern in CODE for file in package.glob(pattern)}
+        if self.trust_remote_code and self.config_path:
+            files |= set(find_folder(self.config_path).glob("*.py"))
+        owner = getattr(self.part, "__self__", None)
+        one: Any
+        for one in (self.part, *(owner.__mro__ if isinstance(owner, type) else ())):
+            with contextlib.suppress(TypeError):  # it has no file
+                home = Path(inspect.getsourcefile(inspect.unwrap(one)) or "")
+                if home.is_file() and "site-packages" not in home.parts:
+                    files.add(home)
+        found = hashlib.sha256()
+        for file in sorted(files):
+            found.update(file.name.encode() + b"\0" + file.read_bytes())
+        return found.hexdigest()
+
+
+def options_of_copy(kwargs: Mapping[str, Any], attention: str | None) -> dict[str, Any]:
+    """What a part is told when it builds a copy: its own options, and the run's attention.
+
+    A copy runs on the CPU, where sdpa computes what the kernels of a GPU compute.
+    """
+    options = {name: value for name, value in kwargs.items() if value is not None}
+    found = attention or options.pop("attn_implementation", None)
+    if found in ("eager", "sdpa"):
+        options["attn_implementation"] = found
+    return options
+
+
+def tiny_partition(real: Sequence[int], period: int) -> list[int]:
+    """Layers of few stages whose borders lie at the same places of the layers' pattern.
+
+    Of more stages than `MOST_STAGES` these are the first ones, and the last.
+
+    Args:
+        real: layers of each stage of the run.
+        period: after how many layers their kinds begin anew.
+    """
+    borders = [sum(real[: stage + 1]) for stage in range(len(real) - 1)]
+    if len(borders) > MOST_STAGES - 1:
+        borders = [*borders[: MOST_STAGES - 2], borders[-1]]
+    places = [number * period + ((at - 1) % period + 1) for number, at in enumerate(borders)]
+    total = (len(borders) + 1) * period
+    return [end - start for start, end in zip([0, *places], [*places, total])]
+
+
+def shown(small: PretrainedConfig, partition: Sequence[int]) -> str:
+    """The copy in words."""
+    width = getattr(small.get_text_config(decoder=True), "hidden_size", "?")
+    layers = f"{sum(partition)} layers of width {width} on {len(partition)} stages"
+    return f"{small.model_type}, scaled down to {layers}"
+
+
+def refuse_large(build: Callable[..., Any]) -> None:
+    """Raises RuntimeError where a part builds no copy, or one that is not small."""
+    try:
+        outline = build(0, 1, torch.float32, device="meta")
+    except Exception as error:
+        raise RuntimeError(f"the part builds no scaled-down model: {error}") from error
+    count = sum(parameter.numel() for parameter in outline.parameters())
+    if count > MOST_WEIGHTS:
+        raise RuntimeError(f"its scaled-down copy has {count} weights still")
+
+
+# (copy, its configuration, its partition) -> (a sentence for the log, numbers for the record)
+Check = Callable[[ScaledCopy, PretrainedConfig, list[int]], tuple[str, dict[str, Any]]]
+
+
+def packed_rows(rows: int) -> Check:
+    """A check: packed samples, longer than each window of the copy, do not see each other.
+
+    Each stage of a run checks itself on a few tokens (`check_packing`), which are fewer than a
+    window, a chunk or an index of the real model holds.
+
+    Args:
+        rows: of a micro-batch.
+    """
+
+    def check(
+        copy: ScaledCopy, small: PretrainedConfig, partition: list[int]
+    ) -> tuple[str, dict[str, Any]]:
+        with copies(copy, small) as build:
+            whole = build(0, 1, torch.float32)
+        randomise(whole)
+        ids = ordinary_ids(small)
+        drawn = torch.randint(len(ids), (2 * PACKED,), generator=torch.Generator().manual_seed(0))
+        try:
+            check_packing(whole, rows=rows, ids_N=ids[drawn])
+        except UserError as error:
+            raise WrongSplit(str(error)) from error
+        return "", {"rows": rows}
+
+    return check
+
+
+def verify(
+    copy: ScaledCopy,
+    checks: Mapping[str, Check],
+    *,
+    mode: Literal["auto", "always"],
+    ranks: Ranks,
+    say: Callable[[str], None],
+) -> None:
+    """Run the checks of a split that are not on record yet; all ranks call this.
+
+    Args:
+        checks: what is checked, in words, which are its name on record -> the check.
+        mode: auto: what is not on record; always: all of them.
+        say: prints a line, on the first rank.
+
+    Raises:
+        UserError: the stages compute something else than the whole model.
+    """
+    ranks.on_first(lambda: _verify(copy, checks, mode, say))
+
+
+def _verify(
+    copy: ScaledCopy, checks: Mapping[str, Check], mode: str, say: Callable[[str], None]
+) -> None:
+    def note(what: str, error: Exception) -> None:
+        text = " ".join(str(error).split())
+        say(f"note: {what} not compared with the whole model on a scaled-down copy: {text[:400]}")
+
+    try:
+        small, partition = copy.scaled_down()
+        facts = copy.facts(small, partition)
+    except Exception as error:
+        # what is wrong with the model's folder is reported where it is read
+        if copy.config_path and Path(copy.config_path).exists():
+            note(" and ".join(checks), error)
+        return
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    record = cache_folder() / "verified" / f"{key}.json"
+    known = _read(record)
+    for name, check in checks.items():
+        if mode == "auto" and name in known:
+            continue
+        started = time.perf_counter()
+        try:
+            with progress.doing(f"check of {name}"):
+                told, known[name] = check(copy, small, partition)
+        except WrongSplit as error:
+            raise UserError(str(error)) from error
+        except Exception as error:  # a copy that cannot be built, run, saved or read again
+            note(name, error)
+            continue
+        keep_record(record, {"copy": shown(small, partition), "facts": facts, "checks": known})
+        if told:
+            say(f"{told}: {time.perf_counter() - started:.1f} s, recorded")
+
+
+def _read(record: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(record.read_bytes())["checks"]
+        return found
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
