@@ -145,7 +145,7 @@ def measure(name: str) -> dict[str, float]:
     from register import import_shelf, train_model_register
     from stageline.checkpoint.layout import Ranks
     from stageline.verify.scaled_copy import ScaledCopy, verify
-    from stageline.verify.training import TRAINING, training
+    from stageline.verify.training import training
 
     transformers.logging.set_verbosity_error()
     import_shelf("pp_models")
@@ -157,7 +157,13 @@ def measure(name: str) -> dict[str, float]:
 
         def prove() -> None:
             split = ScaledCopy(part, model, 2)
-            verify(split, {TRAINING: training}, mode="auto", ranks=Ranks.of(None), say=said.append)
+            verify(
+                split,
+                {"loss and gradients": training},
+                mode="auto",
+                ranks=Ranks.of(None),
+                say=said.append,
+            )
 
         def build(stage: int) -> None:
             part(

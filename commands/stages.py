@@ -268,22 +268,11 @@ class StageBuilder:
             return
         if not (is_split or answers or packed_rows):
             return  # imports below take a while
-        from stageline.verify.answers import ANSWERS
-        from stageline.verify.answers import answers as check_answers
-        from stageline.verify.scaled_copy import Check, verify
-        from stageline.verify.scaled_copy import packed_rows as check_packed
-        from stageline.verify.training import TRAINING, training
+        from stageline.verify.checks import checks_of
+        from stageline.verify.scaled_copy import verify
 
-        checks: dict[str, Check] = {}
-        if is_split:
-            checks[TRAINING] = training
-        if packed_rows:
-            checks[f"{packed_rows} packed rows"] = check_packed(packed_rows)
-        if answers:
-            checks[ANSWERS] = check_answers
-        verify(
-            self._copy(), checks, mode="auto" if mode == "auto" else "always", ranks=ranks, say=say
-        )
+        checks = checks_of(is_split=is_split, answers=answers, num_packed=packed_rows)
+        verify(self._copy(), checks, mode=mode, ranks=ranks, say=say)
 
     def _copy(self) -> "ScaledCopy":
         from stageline.verify.scaled_copy import ScaledCopy, options_of_copy

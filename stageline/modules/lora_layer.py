@@ -95,15 +95,13 @@ class LoRALayer(nn.Module):
 
     def added_to(self, result: torch.Tensor, x: torch.Tensor, base: Linear) -> torch.Tensor:
         """Add the adapter's output for `x` to the output of the layer that it adapts."""
-        is_one_type = self.lora_A.weight.dtype == result.dtype
-        if self.use_dora or not (is_one_type and is_accelerator(result.device)):
-            more = self.forward_dora(x, result, base) if self.use_dora else self(x)
-            return result + more.to(result.dtype)
+        if self.use_dora:
+            return result + self.forward_dora(x, result, base).to(result.dtype)
+        if self.lora_A.weight.dtype != result.dtype or not is_accelerator(result.device):
+            return result + self(x).to(result.dtype)
         # scale and sum become part of the product: alone, each would read and write all outputs
-        low = self.lora_A(self.dropout(x)).reshape(-1, self.rank)
-        flat = result.reshape(-1, result.shape[-1])
-        total = torch.addmm(flat, low, self.lora_B.weight.T, alpha=self.scale)
-        return total.view(result.shape)
+        low, up = self.lora_A(self.dropout(x)).flatten(0, -2), self.lora_B.weight.T
+        return torch.addmm(result.flatten(0, -2), low, up, alpha=self.scale).view(result.shape)
 
     def forward_dora(self, x: torch.Tensor, result: torch.Tensor, base: Linear) -> torch.Tensor:
         """What DoRA adds to the output `result` of the layer `base`; as `peft` computes it.
@@ -151,13 +149,9 @@ def linear_sizes(module: Linear) -> tuple[int, int]:
 
 def is_quantised(module: Linear) -> bool:
     """Whether a linear layer keeps its weight as something else than plain floats."""
-    weight = module.weight
-    is_plain = _is_plain(weight) and weight.is_floating_point()
-    return getattr(module, "is_quantised", False) or not is_plain
-
-
-def _is_plain(weight: torch.Tensor) -> bool:
-    return type(weight) in (torch.Tensor, nn.Parameter)
+    is_plain = type(module.weight) in (torch.Tensor, nn.Parameter)
+    is_float = is_plain and module.weight.is_floating_point()
+    return getattr(module, "is_quantised", False) or not is_float
 
 
 def dense_weight(module: Linear) -> torch.Tensor:

@@ -481,19 +481,16 @@ def _embedded(model: Any) -> Iterator[list[torch.Tensor]]:
 
 
 def _check_apart(model: Any, rows: int, ids_N: torch.Tensor) -> torch.Tensor:
-    """Return the output of rows of both samples, of which neither depends on the other."""
-    length = len(ids_N) // 2
-    parts = (slice(0, length), slice(length, 2 * length))
+    parts = slice(0, len(ids_N) // 2), slice(len(ids_N) // 2, None)
     for own, other in (parts, parts[::-1]):
-        # a pass for each: compiled kernels of flex attention refuse a second backward pass
+        # anew for each: flex attention's compiled kernels refuse a second backward pass
         output_BTH, source_BTH = _run(model, rows, ids_N)
         weights = torch.arange(1, output_BTH.shape[-1] + 1, device=output_BTH.device).cos()
-        total = (output_BTH[:, own].float() * weights).sum()
-        (grad,) = torch.autograd.grad(total, source_BTH)
+        (grad,) = torch.autograd.grad((output_BTH[:, own].float() * weights).sum(), source_BTH)
         grad_BTH = _by_token(model, grad, output_BTH.shape[:2])
         if bool(grad_BTH[:, other].any()):
-            one_row = f" with {rows} rows a micro-batch" if rows > 1 else ""
-            raise _refusal(model, f"a token sees tokens of another sample{one_row}")
+            seen = f"a token sees tokens of another sample with {rows} rows a micro-batch"
+            raise _refusal(model, seen)
     return output_BTH.detach()
 
 

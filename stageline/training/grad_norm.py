@@ -178,11 +178,8 @@ def gather_norms(
     present = [grad.float() for grad in grads if grad is not None]
     if present:
         # one kernel for many gradients: a host that launches one for each keeps the GPU waiting
-        found = iter(torch._foreach_norm(present))
-        each = [
-            none if grad is None else next(found) for none, grad in zip(own, grads, strict=False)
-        ]
-        own[: len(grads)] = torch.stack(each)
+        found, none = iter(torch._foreach_norm(present)), own[0]
+        own[: len(grads)] = torch.stack([none if g is None else next(found) for g in grads])
     if any(name in shares for name in ownership.counted):
         counted = own[: len(ownership.counted)]
         joined = _join_norms(counted, replica_group)

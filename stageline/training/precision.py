@@ -52,14 +52,10 @@ class MasterWeights:
     @torch.no_grad()
     def write_back(self) -> None:
         """Rounds the masters into the model after an optimizer step."""
-        halves = [
-            name
-            for name, parameter in self.model_parameters.items()
-            if self.parameters[name] is not parameter and name not in self.shares
-        ]
-        if halves:
-            model = [self.model_parameters[name] for name in halves]
-            torch._foreach_copy_(model, [self.parameters[name] for name in halves])
+        own = {name: self.parameters[name] for name in self.parameters.keys() - self.shares}
+        pairs = [(self.model_parameters[name], master) for name, master in own.items()]
+        if pairs := [pair for pair in pairs if pair[0] is not pair[1]]:
+            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
     def take_shares(self) -> None:
         """Takes over the gradients of shares, once they are reduced."""

@@ -25,7 +25,6 @@ from stageline.verify.reference import run_library_model, run_stage_model
 from stageline.verify.scaled_copy import ScaledCopy, WrongSplit, shown
 from stageline.verify.setup import copies, copy_weights
 
-ANSWERS = "answers"  # as verify() and its record call this check
 LENGTHS = (9, 4, 7)  # tokens of prompts; the last one comes later, is read in pieces and copied
 NUM_TOKENS = 6  # of each answer; the longest go beyond the window of a copy
 NUM_CHOSEN = ("index_topk", "keep_window_size")  # keys that a query chooses

@@ -34,7 +34,6 @@ from stageline.verify.reference import (
 from stageline.verify.scaled_copy import ScaledCopy, WrongSplit, refuse_large, shown
 from stageline.verify.setup import copies, copy_weights, has_images
 
-TRAINING = "loss and gradients"  # as verify() and its record call this check
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 

@@ -11,7 +11,7 @@ from stageline.errors import UserError
 from stageline.family_configs import family_config
 from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.stages import causal_lm
-from stageline.verify.answers import ANSWERS, TOLERANCE, answers
+from stageline.verify.answers import TOLERANCE, answers
 from stageline.verify.scaled_copy import ScaledCopy, verify
 from tests.helpers.tiny_checkpoints import tiny_whole
 
@@ -27,7 +27,7 @@ def proven(tmp_path, monkeypatch):
         family_config(family).save_pretrained(folder)
         part = train_model_register["vision_language" if family in PICTURES else "causal_lm"]
         copy, said = ScaledCopy(part, str(folder), num_stages), []
-        verify(copy, {ANSWERS: answers}, mode="auto", ranks=Ranks.of(None), say=said.append)
+        verify(copy, {"answers": answers}, mode="auto", ranks=Ranks.of(None), say=said.append)
         return " ".join(said)
 
     return prove

@@ -338,7 +338,7 @@ BUDGET = {
     "planner": ("stageline/planner/", 1900, 1900),
     "serving": ("stageline/serving/", 2600, 2600),
     "evaluation": ("stageline/evaluation/ stageline/plotting/", 1850, 2447),
-    "verify": ("stageline/verify/", 1900, 2810),
+    "verify": ("stageline/verify/", 1900, 2600),
     "distributed": ("stageline/distributed/", 1500, 2835),
     "rest": ("stageline/", 1900, 3580),
 }

@@ -13,7 +13,7 @@ from stageline.family_configs import family_config
 from stageline.modules.pass_through import PassThrough
 from stageline.verify import scaled_copy
 from stageline.verify.scaled_copy import ScaledCopy, verify
-from stageline.verify.training import TRAINING, training
+from stageline.verify.training import training
 from tests.helpers.tiny_models import tiny_config
 
 ALONE = Ranks.of(None)
@@ -31,7 +31,7 @@ def prove(tmp_path, stage_class, config, num_stages=2, mode="auto", **more):
     config.save_pretrained(folder)
     said = []
     copy = ScaledCopy(stage_class.build, str(folder), num_stages, **more)
-    verify(copy, {TRAINING: training}, mode=mode, ranks=ALONE, say=said.append)
+    verify(copy, {"loss and gradients": training}, mode=mode, ranks=ALONE, say=said.append)
     return "\n".join(said)
 
 

@@ -23,7 +23,7 @@ from stageline.inference.model_cutter import ModelCutter
 from stageline.model_folder import load_config
 from stageline.verify import setup
 from stageline.verify.scaled_copy import ScaledCopy, verify
-from stageline.verify.training import TRAINING, training
+from stageline.verify.training import training
 from tests.helpers.exports import export_folder
 from tests.helpers.remote_model import INITS, remote_model
 
@@ -81,7 +81,7 @@ def test_stages_with_weights_are_the_whole_model_and_proved(tied, tmp_path):
     assert torch.equal(hidden[0], expected)
     said = []
     split = ScaledCopy(CausalLMStage.build, str(folder), 3, trust_remote_code=True)
-    verify(split, {TRAINING: training}, mode="always", ranks=ALONE, say=said.append)
+    verify(split, {"loss and gradients": training}, mode="always", ranks=ALONE, say=said.append)
     assert "equals Parrot of transformers" in said[0]
 
 
@@ -110,7 +110,7 @@ def test_a_forward_of_few_arguments_is_called_as_others(forward, tmp_path):
     assert torch.equal(hidden[0], whole(ids).logits)
     said = []
     split = ScaledCopy(CausalLMStage.build, str(folder), 2, trust_remote_code=True)
-    verify(split, {TRAINING: training}, mode="always", ranks=ALONE, say=said.append)
+    verify(split, {"loss and gradients": training}, mode="always", ranks=ALONE, say=said.append)
     assert "equals Parrot of transformers" in said[0]
     prompts = [Rendered((Piece(text, is_user=True),)) for text in ("ab", "a longer prompt")]
     processor = load_processor(str(usual), trust_remote_code=True)
@@ -145,11 +145,11 @@ def test_a_proof_of_other_code_is_no_proof(tmp_path):
     split = ScaledCopy(CausalLMStage.build, str(folder), 2, trust_remote_code=True)
     said = []
     for _ in range(2):
-        verify(split, {TRAINING: training}, mode="auto", ranks=ALONE, say=said.append)
+        verify(split, {"loss and gradients": training}, mode="auto", ranks=ALONE, say=said.append)
     assert len(said) == 1
     with (folder / "modeling_parrot.py").open("a") as file:
         file.write("\nCHANGED = True\n")
-    verify(split, {TRAINING: training}, mode="auto", ranks=ALONE, say=said.append)
+    verify(split, {"loss and gradients": training}, mode="auto", ranks=ALONE, say=said.append)
     assert len(said) == 2
 
 
