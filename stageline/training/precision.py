@@ -55,7 +55,7 @@ class MasterWeights:
         own = {name: self.parameters[name] for name in self.parameters.keys() - self.shares}
         pairs = [(self.model_parameters[name], master) for name, master in own.items()]
         if pairs := [pair for pair in pairs if pair[0] is not pair[1]]:
-            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+            torch._foreach_copy_([model for model, _ in pairs], [master for _, master in pairs])
 
     def take_shares(self) -> None:
         """Takes over the gradients of shares, once they are reduced."""
