@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from commands.elastic import num_wanted, settle_ranks
 from options.memory import check_memory, check_streaming_engine
 from options.model import check_vision
 from parse_args import TrainArguments
@@ -28,11 +27,9 @@ class RunPlan(TrainArguments):
 
     Attributes:
         topology: stages, ranks and replicas.
-        num_wanted: ranks that an elastic run is to have when none is lost; None: as many as come.
     """
 
     topology: Topology
-    num_wanted: int | None = None
 
     @property
     def guard_rules(self) -> GuardRules:
@@ -49,10 +46,6 @@ def make_plan(arguments: TrainArguments) -> RunPlan:
     """Settles stages, ranks and replicas; refuses what the schedule or the engine cannot do."""
     run, engine = arguments.run, arguments.parts["engine"]
     check_streaming_engine(run, engine.key)
-    wanted = num_wanted(run) if run.elastic else None
-    if run.elastic:
-        arguments = dataclasses.replace(arguments, run=settle_ranks(run, started_ranks()))
-        run = arguments.run
     changes: dict[str, Any] = {}
     if engine.facts["topology"] is not None:
         topology = load_target(engine.facts["topology"])(arguments)
@@ -64,13 +57,7 @@ def make_plan(arguments: TrainArguments) -> RunPlan:
     changes |= {"num_stages": topology.num_stages, "dp_degree": topology.dp_degree}
     run = dataclasses.replace(run, **changes)
     check_vision(run)
-    return RunPlan(run, arguments.parts, arguments.imports, topology, wanted)
-
-
-def started_ranks() -> int | None:
-    """How many processes a launcher has started; None: there was none yet."""
-    world_size = os.environ.get("WORLD_SIZE")
-    return int(world_size) if world_size else None
+    return RunPlan(run, arguments.parts, arguments.imports, topology)
 
 
 def _pipeline_topology(arguments: TrainArguments) -> Topology:
@@ -80,7 +67,7 @@ def _pipeline_topology(arguments: TrainArguments) -> Topology:
         num_stages=run.num_stages,
         stages_per_rank=run.stages_per_rank,
         dp_degree=run.dp_degree,
-        world_size=started_ranks(),
+        world_size=int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None,
     )
     topology.schedule.check(
         run.num_micro_batches,

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from commands import say
-from commands.elastic import Interruption
 from commands.train_data import READ_ANEW, START, Data, make_loader, read_anew, start_weights
 from commands.train_parts import bind_loss, make_learning_rate, make_loss, make_optimizer
 from options.fields import absolute, option_fields, spelled
@@ -293,7 +292,6 @@ class TrainingRun:
         self.held_out_rows = data_fingerprint(data.test) if data.test is not None else None
         self.start_step = point.step if point else 0
         self.is_evaluated = False  # after that step
-        self.interruption: Interruption | None = None  # of an elastic run
         self.loss_fn = make_loss(arguments, runner.local.models[-1])
         self.timeline = StepTimeline(runner, step=min(run.timeline_step, run.total_steps) - 1)
         self.train_step = TrainStep(
@@ -426,8 +424,6 @@ class TrainingRun:
             self.report.stepped(step, result, seconds, bubble=bubble(events) if events else None)
             self.tell_saved()
         if step == self.start_step + 1:
-            if self.interruption is not None:
-                self.report.say(self.interruption.told())
             self.report.transfers(self.runner.sent_bytes, self.runner.num_micro_batches)
         if step == self.timeline.step + 1:
             self.report.timeline(step, events, self.timeline.ideal(events))

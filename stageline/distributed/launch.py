@@ -5,7 +5,6 @@ adds: the exit code of the rank that failed first, one clean Ctrl-C, and no text
 """
 
 import contextlib
-import functools
 import logging
 import os
 import signal
@@ -14,7 +13,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +22,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from stageline.distributed.elastic import SECONDS_BETWEEN_LOOKS, Elastic, Ended, run_elastic
 from stageline.distributed.failure import ENDED, STAGES, TOLD
 from stageline.distributed.failure_record import (
     FailureRecord,
@@ -69,7 +67,6 @@ class SignalsForWorkers:
     patience: float
     times: dict[int, float] = field(default_factory=dict, init=False)
     code: int | None = field(default=None, init=False)
-    has_asked: bool = field(default=False, init=False)
 
     def install(self) -> None:
         """Takes over from the handlers of a worker."""
@@ -83,21 +80,6 @@ class SignalsForWorkers:
         # workers that do not handle it yet die of it
         tells_none = code in (0, 1, CRASH, PREEMPTED, KILLED)
         return self.code if self.code is not None and tells_none else code
-
-    def ask_to_save(self) -> bool:
-        """Has the workers save and end, as the early signal of Slurm does; from any thread.
-
-        Returns:
-            Whether they could be asked: those that still start, or were asked already, are not.
-        """
-        pids = self._pids()
-        if self.code is not None or len(pids) < self.num_processes:
-            return False
-        self.has_asked = True
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR1)
-        return True
 
     def _pids(self) -> list[int]:
         return [int(path.read_text()) for path in self.folder.glob("*.pid")]
@@ -215,7 +197,6 @@ def launch_if_needed(
     *,
     argv: Sequence[str] | None = None,
     rules: GuardRules = DEFAULT_RULES,
-    elastic: Elastic | None = None,
 ) -> None:
     """Returns in a worker, and where one process is enough; otherwise starts workers and exits.
 
@@ -223,16 +204,14 @@ def launch_if_needed(
         num_processes: workers, all on this machine.
         argv: what the workers run, the file first; by default what this process runs.
         rules: of the guard that each worker, or the lone process, starts.
-        elastic: starts the workers again, also a single one, where some of them are lost.
 
     Raises:
         SystemExit: when the workers have ended, with the code of the run.
     """
     if "RANK" in os.environ:
         _register_worker()
-    elif num_processes > 1 or elastic is not None:
-        argv = list(sys.argv if argv is None else argv)
-        _launch(num_processes, argv=argv, rules=rules, elastic=elastic)
+    elif num_processes > 1:
+        _launch(num_processes, argv=list(sys.argv if argv is None else argv), rules=rules)
     start_guard(rules)
 
 
@@ -260,48 +239,20 @@ def _end_with(parent: int) -> None:
     os._exit(CRASH)
 
 
-def _launch(
-    num_processes: int, *, argv: list[str], rules: GuardRules, elastic: Elastic | None = None
-) -> NoReturn:
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: processes share the cores
-    start = functools.partial(_run_workers, argv=argv, rules=rules)
-    if elastic is None:
-        sys.exit(start(num_processes).code)
-    try:
-        sys.exit(run_elastic(start, elastic))
-    except SignalException as error:  # between two starts there is nothing to save
-        sys.exit(128 + error.sigval)
-
-
-def _run_workers(
-    num_processes: int,
-    makes_room: Callable[[], bool] | None = None,
-    *,
-    argv: list[str],
-    rules: GuardRules,
-) -> Ended:
-    """Runs workers below torchrun's agent until they have ended; reports what nobody else did.
-
-    Args:
-        makes_room: asked now and then, in a thread, whether the workers are to save and end.
-    """
+def _launch(num_processes: int, *, argv: list[str], rules: GuardRules) -> NoReturn:
+    """Runs workers below torchrun's agent until they have ended; reports what nobody else did."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
     _silence("torch.distributed.elastic", "torch.distributed.launcher")
-    is_over = threading.Event()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: processes share the cores
     with tempfile.TemporaryDirectory(prefix="stageline_") as folder:
         os.environ |= {WORKERS_FOLDER: folder, LAUNCHER: str(os.getpid())}
         signals = SignalsForWorkers(
             Path(folder), num_processes=num_processes, patience=rules.stop_deadline
         )
         signals.install()
-        if makes_room is not None:
-            words = (makes_room, signals, is_over)
-            threading.Thread(target=_ask_when, args=words, daemon=True).start()
         try:
             config = _launch_config(num_processes, folder)
             elastic_launch(config, sys.executable)("-u", *argv)
@@ -312,13 +263,7 @@ def _run_workers(
             code = judge(Path(folder), codes, num_processes=num_processes)
         except SignalException as error:
             code = 128 + error.sigval
-        finally:
-            is_over.set()
-    return Ended(
-        signals.code_of(code),
-        is_asked=signals.code is not None,
-        makes_room=signals.has_asked and code == PREEMPTED,
-    )
+    sys.exit(signals.code_of(code))
 
 
 def _launch_config(num_processes: int, folder: str) -> "LaunchConfig":
@@ -337,14 +282,6 @@ def _launch_config(num_processes: int, folder: str) -> "LaunchConfig":
         logs_specs=DefaultLogsSpecs(log_dir=folder),
         signals_to_handle="SIGQUIT",
     )
-
-
-def _ask_when(
-    is_time: Callable[[], bool], signals: SignalsForWorkers, is_over: threading.Event
-) -> None:
-    while not is_over.wait(SECONDS_BETWEEN_LOOKS):
-        if is_time() and not is_over.is_set() and signals.ask_to_save():
-            return
 
 
 def _silence(*prefixes: str) -> None:
