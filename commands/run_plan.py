@@ -9,14 +9,13 @@ nothing here imports transformers.
 import dataclasses
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from options.memory import check_memory, check_streaming_engine
 from options.model import check_vision
 from parse_args import TrainArguments
 from register import load_target
-from stageline.distributed.guard import GuardRules
+from stageline.distributed.watchdog import WatchdogRules
 from stageline.errors import UserError
 from stageline.pipeline.topology import Topology, resolve_topology
 
@@ -32,14 +31,14 @@ class RunPlan(TrainArguments):
     topology: Topology
 
     @property
-    def guard_rules(self) -> GuardRules:
-        """When the guard of a rank ends the run."""
-        return GuardRules(
-            hang_timeout=self.run.hang_timeout,
-            stop_deadline=self.run.stop_deadline,
-            lost_after=self.run.lost_after,
-            folder=Path(self.run.output_dir),
-        )
+    def watchdog_rules(self) -> WatchdogRules:
+        """When the watchdog of a rank ends the run."""
+        return WatchdogRules(self.run.hang_timeout, self.run.stop_deadline)
+
+    @property
+    def exchange_timeout(self) -> float:
+        """Seconds that an exchange may take; the watchdog tells better what hangs, before."""
+        return max(600.0, self.run.hang_timeout + 180.0)
 
 
 def make_plan(arguments: TrainArguments) -> RunPlan:

@@ -51,7 +51,7 @@ def start_ranks(plan: RunPlan) -> None:
         return  # one process reads the data and tries the parts
     tell_run_folder(run.output_dir)
     terminal.begin_quietly()
-    launch_if_needed(count, rules=plan.guard_rules)
+    launch_if_needed(count, rules=plan.watchdog_rules)
 
 
 def recorded_options(run: RunConfig) -> dict[str, Any]:

@@ -78,8 +78,7 @@ def run_pipeline(
     with distributed_context(
         num_ranks=schedule.num_ranks,
         device=plan.run.device,
-        # the guard tells better what hangs than an exchange that ran out of time
-        timeout=max(600.0, plan.run.hang_timeout + 120.0),
+        timeout=plan.exchange_timeout,
         pairs=schedule.pairs,
     ) as context:
         name_stages(schedule.stages_of(context.pp_rank))

@@ -398,6 +398,7 @@ _RESTARTED = "scripts/train_elastic.sh starts a run again on the cards that are 
 # options of the release before this one, and what to do instead
 _GONE = {
     "elastic": _RESTARTED,
+    "lost_after": "A lost machine is noticed by its closed connections, or after --hang-timeout.",
     "max_restarts": _RESTARTED,
     "image_cache": _LOADED,
     "image_cache_gib": _LOADED,

@@ -60,9 +60,6 @@ class PlanOptions:
 class FaultOptions:
     """Faults"""
 
-    lost_after: float = free_option(
-        30.0, "seconds without a sign of life after which a machine is lost; 0: never", at_least=0
-    )
     hang_timeout: float = free_option(
         600.0,
         "seconds that one operation of a step may take before the run ends as hung; it must exceed "

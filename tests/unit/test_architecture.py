@@ -339,7 +339,7 @@ BUDGET = {
     "serving": ("stageline/serving/", 2600, 2600),
     "evaluation": ("stageline/evaluation/ stageline/plotting/", 1850, 2447),
     "verify": ("stageline/verify/ stageline/checking/", 1900, 2810),
-    "distributed": ("stageline/distributed/", 1500, 2549),
+    "distributed": ("stageline/distributed/", 1500, 1500),
     "rest": ("stageline/", 1900, 3580),
 }
 
