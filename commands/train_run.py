@@ -31,7 +31,7 @@ from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.rows.readers import data_fingerprint
 from stageline.distributed.process_group import DistributedContext
 from stageline.distributed.stop import stop_requested
-from stageline.errors import UserError
+from stageline.errors import NonFiniteError, UserError
 from stageline.hub import PREFIX
 from stageline.model_folder import load_config
 from stageline.pipeline.recorder import bubble
@@ -393,19 +393,23 @@ class TrainingRun:
         asked = (
             stop_requested if self.rollouts is None else self.rollouts.when_between(stop_requested)
         )
-        is_done = train(
-            self.train_step,
-            iter(self.batches),
-            total_steps=run.total_steps,
-            start_step=self.start_step,
-            is_evaluated=self.is_evaluated,
-            eval_steps=self.steps_between(run.eval_steps),
-            save_steps=self.steps_between(run.save_steps),
-            on_step=self.after_step,
-            evaluate=self.evaluate_now if self.held_out is not None else None,
-            save=self.save_now,
-            stop_requested=asked,
-        )
+        try:
+            is_done = train(
+                self.train_step,
+                iter(self.batches),
+                total_steps=run.total_steps,
+                start_step=self.start_step,
+                is_evaluated=self.is_evaluated,
+                eval_steps=self.steps_between(run.eval_steps),
+                save_steps=self.steps_between(run.save_steps),
+                on_step=self.after_step,
+                evaluate=self.evaluate_now if self.held_out is not None else None,
+                save=self.save_now,
+                stop_requested=asked,
+            )
+        except NonFiniteError:  # all ranks raise it: the last checkpoint is still to be written
+            self.writer.finish()
+            raise
         self.writer.finish()
         self.tell_saved()
         if not is_done:

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from stageline.distributed.failure import tell
 from stageline.distributed.failure_record import (
@@ -78,8 +78,20 @@ def _launch(num_processes: int, *, argv: list[str], patience: float) -> NoReturn
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
             logging.getLogger(name).disabled = True  # the line of the rank says it better
-    # the agent gives the ranks that are left 30 s after a SIGTERM, whatever shutdown_timeout says
-    PContext.close.__defaults__ = (END_SIGNAL, SECONDS_TO_END)
+    close = PContext.close
+
+    def close_in_time(self: PContext, death_sig: Any = None, timeout: float = 0) -> None:
+        """Passes a signal on with time to save; ends what is left when a rank has failed.
+
+        The agent names no signal then, and gives the others 30 s after a SIGTERM. A choice of the
+        time to save came with torch 2.13.
+        """
+        if death_sig is None:
+            close(self, END_SIGNAL, SECONDS_TO_END)
+        else:
+            close(self, death_sig, int(patience + SECONDS_TO_SAVE) if patience else 10**6)
+
+    PContext.close = close_in_time  # type: ignore[method-assign]
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: processes share the cores
     os.environ[LAUNCHER] = str(os.getpid())
     release_signals()
@@ -101,7 +113,6 @@ def _launch(num_processes: int, *, argv: list[str], patience: float) -> NoReturn
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             signals_to_handle=",".join(signum.name for signum in passed_on),
-            shutdown_timeout=int(patience + SECONDS_TO_SAVE) if patience else 10**6,
         )
         try:
             elastic_launch(config, sys.executable)("-u", *argv)

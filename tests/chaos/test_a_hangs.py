@@ -98,10 +98,14 @@ def test_a10_without_a_limit_nobody_is_blamed(job):
     assert (done.code, done.err) == (0, "")
 
 
+# long enough that the watchdog of the rank has looked before it cannot any more
+LOOKED = "at=step,rank=1,step=2,do=sleep,value=2"
+
+
 @pytest.mark.parametrize("do", ["sigstop", "hold_gil"])
 def test_a11_a12_a_rank_that_is_stopped_or_holds_the_lock_is_killed(job, do):
     """The one that waits for it reports what it waits for."""
-    done = job.fork(do, *LIMIT, chaos=f"at=forward,rank=1,step=3,do={do}")
+    done = job.fork(do, *LIMIT, chaos=f"{LOOKED};at=forward,rank=1,step=3,do={do}")
     assert done.code == 8 and done.seconds < SECONDS
     first = done.err.strip().splitlines()[0]
     assert first.startswith("error[hang] rank=0 stage=0 step=3: no progress for ")

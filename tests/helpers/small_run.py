@@ -222,15 +222,17 @@ class ForkedRanks:
             (folder / str(rank)).mkdir(parents=True)
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What the agent tells a rank; called by this process or by the rank itself."""
+        """What the agent tells a rank; called by the rank itself."""
         count = str(self.num_ranks)
-        return {
+        told = {
             **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
             **{"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count},
             **{"MASTER_ADDR": "localhost", "MASTER_PORT": str(self.port)},
-            "TORCHELASTIC_ERROR_FILE": str(self.folder / str(rank) / "error.json"),
-            failure_record.LAUNCHER: str(os.getppid()),
         }
+        if self.num_ranks > 1:  # a lone process reports by itself
+            told["TORCHELASTIC_ERROR_FILE"] = str(self.folder / str(rank) / "error.json")
+            told[failure_record.LAUNCHER] = str(os.getppid())
+        return told
 
     def is_running(self) -> bool:
         """Whether some rank has not ended."""
@@ -274,9 +276,11 @@ class ForkedRun:
         learn_plans()
         sys.stdout.flush()
         sys.stderr.flush()
-        self._run_folder = Path(words[words.index("--output-dir") + 1])
-        failure_record.tell_run_folder(self._run_folder)  # as the launcher, before it starts a rank
-        failure_record._Run.folder = None
+        self._run_folder = None
+        if "--output-dir" in words:
+            self._run_folder = Path(words[words.index("--output-dir") + 1])
+            failure_record.tell_run_folder(self._run_folder)  # as the launcher, at its start
+            failure_record._Run.folder = None
         self._ranks = ForkedRanks(folder / "agent", ranks)
         self.pids = self._ranks.pids
         for rank in range(ranks):
@@ -307,13 +311,16 @@ class ForkedRun:
         out, err = (self.text(kind) for kind in ("out", "err"))
         assert not late, f"ranks {sorted(late)} still run after {timeout} s:\n{out}\n{err}"
         failure_record._Run.folder = self._run_folder
-        first = self._ranks.first_failure()
+        first, code = None, self.codes[0]
+        if self.num_ranks > 1:
+            first = self._ranks.first_failure()
+            code = first.code if first else 0
         if first is not None:
             failure_record.write_first(first)
             err += first.report() if first.message else ""
         failure_record._Run.folder = None
         self._files.cleanup()
-        return Finished(first.code if first else 0, out, err, seconds)
+        return Finished(code, out, err, seconds)
 
     def text(self, kind: str) -> str:
         """What the ranks have written so far, in their order; of kind "out" or "err"."""
