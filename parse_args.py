@@ -77,7 +77,6 @@ from options.serve import ServeConfig, check_certificate, named_adapters
 from options.train import (
     CheckConfig,
     RunConfig,
-    check_elastic,
     check_learning_rate,
     check_partition,
     settled,
@@ -193,7 +192,7 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
     """
     arguments = read_arguments(argv, RunConfig, keys=TRAIN_KEYS)
     run = settled(arguments.run)
-    more = (check_vision, check_batches, check_learning_rate, check_images, check_elastic)
+    more = (check_vision, check_batches, check_learning_rate, check_images)
     for check in (*CHECKS_OF_SPLIT, *more):
         check(run)
     check_attention(run, arguments.parts["train_model"])

@@ -6,10 +6,9 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from commands.decode_run import open_decoding
 from commands.stages import dtype_of, texts_of
@@ -26,7 +25,7 @@ from stageline.data.images.tiling import Tiling, match_config, prepare_images
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.data.text.chat import stop_ids_with
 from stageline.device import accelerators, visible
-from stageline.distributed.launch import launchers_store
+from stageline.distributed.process_group import meet
 from stageline.errors import DataError, RemoteError, UserError
 from stageline.evaluation.predictions import (
     Asking,
@@ -90,8 +89,7 @@ def own_replica(run: Any) -> EvaluationReplicas:
 def _store(rank: int, world_size: int) -> Any:
     if world_size == 1:
         return None
-    store = launchers_store(rank, world_size, timeout=SECONDS_TO_MEET)
-    return store or next(dist.rendezvous("env://", rank, world_size))[0]
+    return meet(rank, world_size, timedelta(seconds=SECONDS_TO_MEET))
 
 
 @contextmanager

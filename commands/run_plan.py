@@ -9,15 +9,13 @@ nothing here imports transformers.
 import dataclasses
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from commands.elastic import num_wanted, settle_ranks
 from options.memory import check_memory, check_streaming_engine
 from options.model import check_vision
 from parse_args import TrainArguments
 from register import load_target
-from stageline.distributed.guard import GuardRules
+from stageline.distributed.watchdog import WatchdogRules
 from stageline.errors import UserError
 from stageline.pipeline.topology import Topology, resolve_topology
 
@@ -28,31 +26,25 @@ class RunPlan(TrainArguments):
 
     Attributes:
         topology: stages, ranks and replicas.
-        num_wanted: ranks that an elastic run is to have when none is lost; None: as many as come.
     """
 
     topology: Topology
-    num_wanted: int | None = None
 
     @property
-    def guard_rules(self) -> GuardRules:
-        """When the guard of a rank ends the run."""
-        return GuardRules(
-            hang_timeout=self.run.hang_timeout,
-            stop_deadline=self.run.stop_deadline,
-            lost_after=self.run.lost_after,
-            folder=Path(self.run.output_dir),
-        )
+    def watchdog_rules(self) -> WatchdogRules:
+        """When the watchdog of a rank ends the run."""
+        return WatchdogRules(self.run.hang_timeout, self.run.stop_deadline)
+
+    @property
+    def exchange_timeout(self) -> float:
+        """Seconds that an exchange may take; the watchdog tells better what hangs, before."""
+        return max(600.0, self.run.hang_timeout + 180.0)
 
 
 def make_plan(arguments: TrainArguments) -> RunPlan:
     """Settles stages, ranks and replicas; refuses what the schedule or the engine cannot do."""
     run, engine = arguments.run, arguments.parts["engine"]
     check_streaming_engine(run, engine.key)
-    wanted = num_wanted(run) if run.elastic else None
-    if run.elastic:
-        arguments = dataclasses.replace(arguments, run=settle_ranks(run, started_ranks()))
-        run = arguments.run
     changes: dict[str, Any] = {}
     if engine.facts["topology"] is not None:
         topology = load_target(engine.facts["topology"])(arguments)
@@ -64,13 +56,7 @@ def make_plan(arguments: TrainArguments) -> RunPlan:
     changes |= {"num_stages": topology.num_stages, "dp_degree": topology.dp_degree}
     run = dataclasses.replace(run, **changes)
     check_vision(run)
-    return RunPlan(run, arguments.parts, arguments.imports, topology, wanted)
-
-
-def started_ranks() -> int | None:
-    """How many processes a launcher has started; None: there was none yet."""
-    world_size = os.environ.get("WORLD_SIZE")
-    return int(world_size) if world_size else None
+    return RunPlan(run, arguments.parts, arguments.imports, topology)
 
 
 def _pipeline_topology(arguments: TrainArguments) -> Topology:
@@ -80,7 +66,7 @@ def _pipeline_topology(arguments: TrainArguments) -> Topology:
         num_stages=run.num_stages,
         stages_per_rank=run.stages_per_rank,
         dp_degree=run.dp_degree,
-        world_size=started_ranks(),
+        world_size=int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None,
     )
     topology.schedule.check(
         run.num_micro_batches,

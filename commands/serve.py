@@ -52,10 +52,10 @@ def main() -> int:
     api_keys = read_api_keys(run)
     gc.disable()  # until the model stands: looking for garbage is an eighth of all imports
     from commands.stages import place_stages
-    from stageline.distributed.guard import GuardRules
     from stageline.distributed.launch import launch_if_needed
+    from stageline.distributed.watchdog import WatchdogRules
 
-    rules = GuardRules(stop_deadline=run.shutdown_seconds + SECONDS_TO_END)
+    rules = WatchdogRules(stop_deadline=run.shutdown_seconds + SECONDS_TO_END)
     run, num_processes = place_stages(run)
     launch_if_needed(num_processes, rules=rules)
     import transformers  # the process that starts the others needs none of it

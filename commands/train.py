@@ -43,7 +43,6 @@ def main() -> int:
 
 def start_ranks(plan: RunPlan) -> None:
     """Starts the processes of the run, if it needs several; returns in each of them."""
-    from commands.elastic import make_elastic
     from stageline.distributed.failure_record import tell_run_folder
     from stageline.distributed.launch import launch_if_needed
 
@@ -52,8 +51,7 @@ def start_ranks(plan: RunPlan) -> None:
         return  # one process reads the data and tries the parts
     tell_run_folder(run.output_dir)
     terminal.begin_quietly()
-    elastic = make_elastic(run, count) if run.elastic else None
-    launch_if_needed(count, rules=plan.guard_rules, elastic=elastic)
+    launch_if_needed(count, rules=plan.watchdog_rules)
 
 
 def recorded_options(run: RunConfig) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from commands import is_first, say
-from commands.elastic import Interruption, ranks_in_words
 from commands.run_plan import RunPlan
 from commands.train_data import Data, check_data, settle_steps, show_samples
 from commands.train_parts import (
@@ -79,8 +78,7 @@ def run_pipeline(
     with distributed_context(
         num_ranks=schedule.num_ranks,
         device=plan.run.device,
-        # the guard tells better what hangs than an exchange that ran out of time
-        timeout=max(600.0, plan.run.hang_timeout + 120.0),
+        timeout=plan.exchange_timeout,
         pairs=schedule.pairs,
     ) as context:
         name_stages(schedule.stages_of(context.pp_rank))
@@ -162,7 +160,6 @@ def train(
     runner = make_runner(models)
     folder = Path(run.output_dir)
     start = point.step if point else 0
-    interruption = _interruption(plan, start) if context.is_main and run.elastic else None
     if context.is_main:
         save_config(plan, folder / "config.yaml")
         data.bad_rows.write(folder / "bad_rows.jsonl")
@@ -179,15 +176,8 @@ def train(
     with report:
         report.show_plan(summaries)
         training = TrainingRun(plan, data, context, runner, replicas, report, point)
-        training.interruption = interruption
         account.train_step = training.train_step
         training.run()
-
-
-def _interruption(plan: RunPlan, start_step: int) -> Interruption | None:
-    """What an earlier start of the run has lost; read before this one writes into its log."""
-    ranks = ranks_in_words(plan.run, plan.num_wanted)
-    return Interruption.read(Path(plan.run.output_dir), start_step, ranks)
 
 
 def _open_account(run: RunConfig, context: DistributedContext, *, streams: bool) -> MemoryAccount:

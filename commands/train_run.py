@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from commands import say
-from commands.elastic import Interruption
 from commands.train_data import READ_ANEW, START, Data, make_loader, read_anew, start_weights
 from commands.train_parts import bind_loss, make_learning_rate, make_loss, make_optimizer
 from options.fields import absolute, option_fields, spelled
@@ -32,7 +31,7 @@ from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.rows.readers import data_fingerprint
 from stageline.distributed.process_group import DistributedContext
 from stageline.distributed.stop import stop_requested
-from stageline.errors import UserError
+from stageline.errors import NonFiniteError, UserError
 from stageline.hub import PREFIX
 from stageline.model_folder import load_config
 from stageline.pipeline.recorder import bubble
@@ -293,7 +292,6 @@ class TrainingRun:
         self.held_out_rows = data_fingerprint(data.test) if data.test is not None else None
         self.start_step = point.step if point else 0
         self.is_evaluated = False  # after that step
-        self.interruption: Interruption | None = None  # of an elastic run
         self.loss_fn = make_loss(arguments, runner.local.models[-1])
         self.timeline = StepTimeline(runner, step=min(run.timeline_step, run.total_steps) - 1)
         self.train_step = TrainStep(
@@ -395,19 +393,23 @@ class TrainingRun:
         asked = (
             stop_requested if self.rollouts is None else self.rollouts.when_between(stop_requested)
         )
-        is_done = train(
-            self.train_step,
-            iter(self.batches),
-            total_steps=run.total_steps,
-            start_step=self.start_step,
-            is_evaluated=self.is_evaluated,
-            eval_steps=self.steps_between(run.eval_steps),
-            save_steps=self.steps_between(run.save_steps),
-            on_step=self.after_step,
-            evaluate=self.evaluate_now if self.held_out is not None else None,
-            save=self.save_now,
-            stop_requested=asked,
-        )
+        try:
+            is_done = train(
+                self.train_step,
+                iter(self.batches),
+                total_steps=run.total_steps,
+                start_step=self.start_step,
+                is_evaluated=self.is_evaluated,
+                eval_steps=self.steps_between(run.eval_steps),
+                save_steps=self.steps_between(run.save_steps),
+                on_step=self.after_step,
+                evaluate=self.evaluate_now if self.held_out is not None else None,
+                save=self.save_now,
+                stop_requested=asked,
+            )
+        except NonFiniteError:  # all ranks raise it: the last checkpoint is still to be written
+            self.writer.finish()
+            raise
         self.writer.finish()
         self.tell_saved()
         if not is_done:
@@ -426,8 +428,6 @@ class TrainingRun:
             self.report.stepped(step, result, seconds, bubble=bubble(events) if events else None)
             self.tell_saved()
         if step == self.start_step + 1:
-            if self.interruption is not None:
-                self.report.say(self.interruption.told())
             self.report.transfers(self.runner.sent_bytes, self.runner.num_micro_batches)
         if step == self.timeline.step + 1:
             self.report.timeline(step, events, self.timeline.ideal(events))

@@ -394,8 +394,12 @@ _OLD_NAMES = {
 _LOADED = (
     "Loader workers prepare rows and images while a step is computed: train with --num-workers 1."
 )
+_RESTARTED = "scripts/train_elastic.sh starts a run again on the cards that are left."
 # options of the release before this one, and what to do instead
 _GONE = {
+    "elastic": _RESTARTED,
+    "lost_after": "A lost machine is noticed by its closed connections, or after --hang-timeout.",
+    "max_restarts": _RESTARTED,
     "image_cache": _LOADED,
     "image_cache_gib": _LOADED,
     "token_cache": _LOADED,

@@ -60,9 +60,6 @@ class PlanOptions:
 class FaultOptions:
     """Faults"""
 
-    lost_after: float = free_option(
-        30.0, "seconds without a sign of life after which a machine is lost; 0: never", at_least=0
-    )
     hang_timeout: float = free_option(
         600.0,
         "seconds that one operation of a step may take before the run ends as hung; it must exceed "
@@ -73,19 +70,6 @@ class FaultOptions:
         120.0,
         "seconds between a signal to stop and the end of the step and its save; 0: any number",
         at_least=0,
-    )
-    elastic: bool = free_option(
-        False,
-        "when a rank or card is lost, start again from the newest checkpoint on those that are "
-        "left, and on more when cards return; implies --resume auto",
-        needs={"--save-steps 100": "a new start goes on from a checkpoint"},
-        not_streamed="has one process, and no others to go on with",
-    )
-    max_restarts: int = free_option(
-        10,
-        "restarts of --elastic after failures; below torchrun its own --max-restarts counts",
-        at_least=0,
-        needs={"--elastic": "it says how often that starts the run again"},
     )
 
 
@@ -525,8 +509,6 @@ def settled(run: RunConfig) -> Any:
         changes["new_tokens"] = read_tokens(run.new_tokens)
     if run.vision_partition and not run.vision_stages:
         changes["vision_stages"] = len(run.vision_partition)
-    if run.elastic and run.resume is None:
-        changes["resume"] = "auto"
     if isinstance(run.partition, list) and run.num_stages is None:
         changes["num_stages"] = changes.get("vision_stages", run.vision_stages) + len(run.partition)
     return dataclasses.replace(run, **changes)
@@ -563,29 +545,6 @@ def check_warmup(run: RunConfig) -> None:
             f"--warmup-steps {run.warmup_steps} is more than --total-steps {run.total_steps}. "
             f"Warm-up must end within the run, or the learning rate never reaches "
             f"{run.learning_rate:g}. Lower --warmup-steps or raise --total-steps."
-        )
-
-
-def check_elastic(run: RunConfig) -> None:
-    """Refuses what holds for one number of ranks alone, and another checkpoint than the newest."""
-    if not run.elastic:
-        return
-    better, why = (
-        "",
-        "a list or a file is a plan for one number of ranks, and each loss needs another",
-    )
-    if isinstance(run.partition, list):
-        name, value = "partition", ",".join(map(str, run.partition))
-        better = "uniform, parameters or measured"
-    elif run.schedule.endswith(".csv"):
-        name, value, better = "schedule", run.schedule, "1f1b or another key"
-    elif run.resume != "auto":
-        name, value, better = "resume", str(run.resume), "auto"
-        why = "each start goes on from the newest whole checkpoint of --output-dir"
-    if better:
-        raise OptionError(
-            f"{spelled(name)} {value} came with --elastic. {better} was expected, because {why}. "
-            "Change it, or leave --elastic out."
         )
 
 

@@ -2,14 +2,12 @@
 # sets TORCHRUN, the command that takes the place of "$PYTHON". Every machine gets the same values,
 # but for NODE_RANK.
 #
-# NNODES                  machines of the run; MIN:MAX for --elastic, which goes on with MIN of them
-# NODE_RANK               the number of this one, from 0; of MIN:MAX torchrun gives the numbers
+# NNODES                  machines of the run
+# NODE_RANK               the number of this one, from 0
 # MASTER_ADDR             address of machine 0, as the others see it
 # MASTER_PORT             a free port there                       (default: 29500)
 # NPROC_PER_NODE          processes here                          (default: GPUs, or else 1)
 # SHUTDOWN_TIMEOUT        seconds for a save after a signal       (default: 150)
-# MAX_RESTARTS            of MIN:MAX, after failures              (default: 10)
-# RDZV_CONF               of MIN:MAX, seconds to wait for more than MIN (default: last_call_timeout=30)
 # GLOO_SOCKET_IFNAME      network interface                       (default: the way to MASTER_ADDR)
 
 stageline_need() {
@@ -41,33 +39,13 @@ stageline_interface() {
     fi
 }
 
-# Whether this is machine 0, as far as the program ip tells.
-stageline_is_first() {
-    command -v ip >/dev/null 2>&1 || return 1
-    [ -n "$(ip -o addr show to "$(stageline_first_address)" 2>/dev/null)" ]
-}
-
-# This machine's address on that interface.
-stageline_address() {
-    [ -n "${GLOO_SOCKET_IFNAME:-}" ] || return 0
-    ip -o addr show dev "$GLOO_SOCKET_IFNAME" scope global | awk 'NR == 1 { split($4, a, "/"); print a[1] }'
-}
-
 stageline_need NNODES "the number of machines"
-MOST_NODES="${NNODES#*:}"
-if [ "$MOST_NODES" = "$NNODES" ]; then
-    stageline_need NODE_RANK "the number of this machine, from 0"
-fi
+stageline_need NODE_RANK "the number of this machine, from 0"
 stageline_need MASTER_ADDR "the address of machine 0"
 : "${MASTER_PORT:=29500}"
 : "${NPROC_PER_NODE:=$("$PYTHON" -c 'import torch; print(torch.accelerator.device_count() or 1)')}"
-if [ "$MOST_NODES" = "$NNODES" ]; then
-    stageline_need_number NNODES 1 100000 "Set it to the number of machines."
-    stageline_need_number NODE_RANK 0 "$((NNODES - 1))" "With $NNODES machines they are 0 to $((NNODES - 1))."
-elif ! [[ "$NNODES" =~ ^[1-9][0-9]{0,4}:[1-9][0-9]{0,4}$ ]] || [ "${NNODES%:*}" -gt "$MOST_NODES" ]; then
-    stageline_fail "NNODES=$NNODES does not fit: MIN:MAX was expected, as in 1:2, because torchrun" \
-        "waits for MIN machines and takes up to MAX. Set both, MIN first."
-fi
+stageline_need_number NNODES 1 100000 "Set it to the number of machines."
+stageline_need_number NODE_RANK 0 "$((NNODES - 1))" "With $NNODES machines they are 0 to $((NNODES - 1))."
 stageline_need_number MASTER_PORT 1 65535 "Any port that is free on machine 0 will do."
 stageline_need_number NPROC_PER_NODE 1 1000 "One process for each GPU of this machine is usual."
 
@@ -79,36 +57,16 @@ fi
 [ "$NPROC_PER_NODE" = 1 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # else torch's own warnings about lost connections come before the cause
 export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
-stageline_say "machine ${NODE_RANK:-?} of $NNODES, $NPROC_PER_NODE processes, machine 0 is" \
+stageline_say "machine $NODE_RANK of $NNODES, $NPROC_PER_NODE processes, machine 0 is" \
     "$MASTER_ADDR:$MASTER_PORT, gloo on ${GLOO_SOCKET_IFNAME:-the address of its own name}"
 
-if [ "$MOST_NODES" = "$NNODES" ]; then
-    # The static rendezvous: rank 0 is on machine 0, ranks follow the machines' numbers, and nothing
-    # is tried again after a failure.
-    STAGELINE_MEETING=(
-        --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC_PER_NODE"
-        --rdzv-backend static --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"
-        --max-restarts 0
-    )
-else
-    # Machines may be lost, but for the one at MASTER_ADDR, where they meet. Each start has a store of
-    # its own: torchrun would keep the addresses of ranks that ended.
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-    STAGELINE_ADDRESS="$(stageline_address || true)"
-    # torchrun would look the machine's own name up, to find out whether this is machine 0
-    if stageline_is_first; then RDZV_HOST=",is_host=1"; fi
-    STAGELINE_MEETING=(
-        --nnodes "$NNODES" --nproc-per-node "$NPROC_PER_NODE"
-        --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT"
-        --rdzv-id "${RUN_ID:-stageline}" --rdzv-conf "${RDZV_CONF:-last_call_timeout=30}${RDZV_HOST:-}"
-        --max-restarts "${MAX_RESTARTS:-10}"
-        # else torchrun takes the machine's own name, which the others may not know
-        ${STAGELINE_ADDRESS:+--local-addr "$STAGELINE_ADDRESS"}
-    )
-fi
+# The static rendezvous: rank 0 is on machine 0, ranks follow the machines' numbers, and nothing is
+# tried again after a failure.
 TORCHRUN=(
     "$PYTHON" -m torch.distributed.run
-    "${STAGELINE_MEETING[@]}"
+    --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC_PER_NODE"
+    --rdzv-backend static --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"
+    --max-restarts 0
     # Slurm's early signal is passed on, and ranks that save are not killed after 30 s
     --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
     --shutdown-timeout "${SHUTDOWN_TIMEOUT:-150}"

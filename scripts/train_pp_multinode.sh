@@ -2,12 +2,11 @@
 # Trains over several machines; start it once on each, with the same options and the same folders:
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash scripts/train_pp_multinode.sh    # on 10.0.0.1
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 bash scripts/train_pp_multinode.sh    # on the other
-# NNODES=1:2 ... --elastic --save-steps 50 goes on with one machine when the other is lost.
 # One stage per process; the job is that of train_pp.sh. See docs/multi_node.md.
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 source "$ROOT/scripts/_nodes.sh"
 
-NUM_STAGES="${NUM_STAGES:-$((MOST_NODES * NPROC_PER_NODE))}"
+NUM_STAGES="${NUM_STAGES:-$((NNODES * NPROC_PER_NODE))}"
 TRAIN_MODEL=internvl
 DATASET=digits
 PROMPT=digits

@@ -33,17 +33,6 @@ def read_log(path: str | Path) -> tuple[list[dict], list[dict]]:
     return steps, [record for record in records if _is_eval(record)]
 
 
-def last_trained(path: str | Path) -> dict | None:
-    """The training record that was written last, whatever resumed after it; None: there is none."""
-    last = None
-    if Path(path).exists():
-        with Path(path).open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if '"kind": "train"' in line and line.endswith("}\n"):  # not one that was cut off
-                    last = line
-    return None if last is None else json.loads(last)
-
-
 def _order(record: dict) -> tuple[int, bool]:
     return record["step"], _is_eval(record)  # a step's evaluation comes after the step
 

@@ -1,4 +1,4 @@
-"""What is told of one failure: the line, the file `failure.json`, what ranks tell each other."""
+"""What is told of one failure: the line, `failure.json`, and the error file for torch's agent."""
 
 import contextlib
 import errno
@@ -6,7 +6,7 @@ import faulthandler
 import json
 import os
 import re
-import threading
+import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Any
 
-from stageline.distributed.machines import this_machine
 from stageline.errors import (
     CRASH,
     MemoryFull,
@@ -24,7 +23,7 @@ from stageline.errors import (
     raised_at,
     spelled,
 )
-from stageline.progress import place
+from stageline.progress import Progress, place
 
 _LOST_CONNECTION = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket (timeout|closed)|"
@@ -99,7 +98,6 @@ class FailureRecord:
         stage, step, micro_batch, operation: what it did; see `stageline.progress.Progress`.
         is_secondary: it follows from another rank's end; told only where no rank tells more.
         log: a file that holds the traceback; "": it is told with the message.
-        attempt: which start of which run this was.
     """
 
     kind: str
@@ -112,13 +110,11 @@ class FailureRecord:
     step: int | None = None
     micro_batch: int | None = None
     operation: str = ""
-    machine: int = 0
     host: str = ""
     time_ns: int = 0
     is_secondary: bool = False
     traceback: str = ""
     log: str = ""
-    attempt: str = ""
 
     @property
     def headline(self) -> str:
@@ -170,15 +166,16 @@ def on_full_memory(describe: Callable[[], str]) -> None:
     _Run.describe_memory = describe
 
 
-def this_attempt() -> str:
-    """Which start of which run this process belongs to, as far as the environment tells."""
-    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-    return "/".join(os.environ.get(name, "") for name in names)
-
-
-def record_here(kind: str, code: int, message: str, *, is_secondary: bool = False) -> FailureRecord:
-    """A record of this rank, now."""
-    here, machine = place(), this_machine()
+def record_here(
+    kind: str,
+    code: int,
+    message: str,
+    *,
+    is_secondary: bool = False,
+    at: Progress | None = None,
+) -> FailureRecord:
+    """A record of this rank, now; `at` is what it does, by default what its main thread does."""
+    here = at or place()
     return FailureRecord(
         kind=kind,
         code=code,
@@ -190,11 +187,9 @@ def record_here(kind: str, code: int, message: str, *, is_secondary: bool = Fals
         step=here.step,
         micro_batch=here.micro_batch,
         operation=here.operation,
-        machine=machine.index,
-        host=machine.host,
+        host=socket.gethostname(),
         time_ns=time.time_ns(),
         is_secondary=is_secondary,
-        attempt=this_attempt(),
     )
 
 
@@ -240,27 +235,32 @@ def _during() -> str:
     return f" in {here.operation}{of}"
 
 
-# Files in the run folder: failure.json, failures/rank-1.json and failures/rank-1.log. The log holds
-# a rank's traceback, or what Python wrote of its threads when a signal ended it. Before a failure
-# there are only empty logs, which a good end takes away.
+# Files in the run folder: failure.json and failures/rank-1.log. The log holds a rank's traceback,
+# or what Python wrote of its threads when a signal ended it or when it hung. Before a failure there
+# are only empty logs, which a good end takes away.
 
 FILE = "failure.json"
 FOLDER = "failures"
-SECONDS_OF_A_START = 120  # ranks that were started together come up within
-_STARTED_AT = time.time_ns()
 
 
 class _Run:
     """What is known of this run.
 
     Attributes:
+        began: when this process entered its entry file.
         log: where signals write to.
         describe_memory: says, where memory is full, what fills it and what to do.
     """
 
+    began: float = 0.0
     folder: Path | None = None
     log: IO[str] | None = None
     describe_memory: Callable[[], str] | None = None
+
+
+def begin() -> None:
+    """Notes that an entry file begins."""
+    _Run.began = time.time()
 
 
 def tell_run_folder(path: str | Path) -> None:
@@ -269,25 +269,12 @@ def tell_run_folder(path: str | Path) -> None:
     rank = os.environ.get("RANK")
     if rank in (None, "0"):
         with contextlib.suppress(OSError):
-            # a rank's log before the file that tells its age
-            files = sorted((_Run.folder / FOLDER).glob("rank-*"), reverse=True)
-            for file in (_Run.folder / FILE, *files):
-                # a rank that is quicker than this one may have failed already
-                is_old = file.is_file() and (rank is None or _is_stale(file))
-                # a log of no length may be another process's, still open
-                if is_old and file.stat().st_size:
-                    file.unlink(missing_ok=True)
-
-
-def _is_stale(file: Path) -> bool:
-    if file.stat().st_mtime_ns < _STARTED_AT - SECONDS_OF_A_START * 10**9:
-        return True
-    if file.suffix == ".log":
-        return _is_stale(file.with_suffix(".json")) if file.with_suffix(".json").exists() else False
-    try:
-        return json.loads(file.read_text()).get("attempt") != this_attempt()
-    except ValueError:
-        return True
+            for file in (_Run.folder / FILE, *(_Run.folder / FOLDER).glob("rank-*")):
+                # a rank that is quicker than this one may have failed already; a log of no length
+                # may be another process's, still open
+                told = file.stat() if file.is_file() else None
+                if told and told.st_size and (rank is None or told.st_mtime < _Run.began):
+                    file.unlink()
 
 
 def open_log() -> None:
@@ -307,6 +294,7 @@ def close_log() -> None:
     if log is None:
         return
     with contextlib.suppress(OSError, ValueError):
+        faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
         log.close()
         path = Path(log.name)
@@ -315,40 +303,16 @@ def close_log() -> None:
             path.parent.rmdir()
 
 
-def write_record(record: FailureRecord) -> FailureRecord:
-    """Writes the files of a rank before anything else; the record with its log, if that stands."""
-    if _Run.folder is None or record.kind in ("", UserError.kind):
-        return record  # a wrong option is not of this folder's run
-    try:
-        log = _log_of(record.rank)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        if record.traceback:
-            with log.open("a", encoding="utf-8") as file:
-                file.write(record.traceback)
-            record = replace(record, log=str(log))
-        _write(log.with_suffix(".json"), record)
-    except OSError:
-        return replace(record, log="")
-    return record
+def write_stacks_after(seconds: float) -> None:
+    """Writes the stacks of all threads into the log, unless called again before."""
+    if _Run.log is not None and seconds > 0:
+        with contextlib.suppress(OSError, ValueError):  # it was just closed
+            faulthandler.dump_traceback_later(seconds, file=_Run.log)
 
 
-def write_first(record: FailureRecord) -> None:
-    """Writes failure.json: the failure that ended the run."""
-    if _Run.folder is not None and record.kind not in ("", UserError.kind):
-        with contextlib.suppress(OSError):
-            _Run.folder.mkdir(parents=True, exist_ok=True)
-            _write(_Run.folder / FILE, record)
-
-
-def read_first() -> FailureRecord | None:
-    """What failure.json tells of this start of the run; None if nothing was told yet."""
-    if _Run.folder is None:
-        return None
-    try:
-        told = read_record(json.loads((_Run.folder / FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return None
-    return told if told.attempt == this_attempt() else None
+def where_stacks_are() -> str:
+    """` in FOLDER`, for the end of a sentence."""
+    return f" in {_Run.folder / FOLDER}" if _Run.folder and _Run.log else ""
 
 
 def log_with_words(rank: int) -> str:
@@ -364,7 +328,84 @@ def _log_of(rank: int) -> Path:
     return _Run.folder / FOLDER / f"rank-{rank}.log"
 
 
-def _write(path: Path, record: FailureRecord) -> None:
-    draft = path.with_suffix(f".{os.getpid()}_{threading.get_ident()}")
-    draft.write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
+def keep_traceback(record: FailureRecord) -> FailureRecord:
+    """Writes the traceback into the rank's log; the record with its log, if that stands."""
+    if _Run.folder is None or not record.traceback or record.kind == UserError.kind:
+        return record  # a wrong option is not of this folder's run
+    try:
+        log = _log_of(record.rank)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a", encoding="utf-8") as file:
+            file.write(record.traceback)
+    except OSError:
+        return record
+    return replace(record, log=str(log))
+
+
+def write_first(record: FailureRecord) -> None:
+    """Writes failure.json: the failure that ended the run."""
+    if _Run.folder is not None and record.kind not in ("", UserError.kind):
+        with contextlib.suppress(OSError):
+            _Run.folder.mkdir(parents=True, exist_ok=True)
+            _write(_Run.folder / FILE, asdict(record))
+
+
+LAUNCHER = "STAGELINE_LAUNCHER"  # the process id of ours, for its workers
+
+# Files of torch's agent, below its own folder of logs: ATTEMPT/RANK/error.json in the form that its
+# `ErrorHandler` writes, with the record in it; beside it the stages of the rank.
+
+
+def _error_file() -> Path | None:
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(path) if path else None
+
+
+def leave_error_file(record: FailureRecord) -> None:
+    """Tells the agent why this rank ends."""
+    path = _error_file()
+    if path is not None:
+        extra = {"py_callstack": record.report(), "timestamp": str(record.time_ns // 10**9)}
+        told = {"message": record.headline, "extraInfo": extra}
+        with contextlib.suppress(OSError):
+            _write(path, {"message": told, "record": asdict(record)})
+
+
+def leave_stages() -> None:
+    """Tells the launcher which stages this rank runs."""
+    path = _error_file()
+    if path is not None:
+        with contextlib.suppress(OSError):
+            path.with_name("stages.json").write_text(json.dumps(stages_here))
+
+
+def is_first_to_report() -> bool:
+    """Whether this rank prints: not below our launcher, which does; else the first of a machine."""
+    path = _error_file()
+    if LAUNCHER in os.environ or path is None:
+        return path is None
+    try:
+        # other files of this attempt lie in the folders of the ranks
+        path.parents[1].joinpath("reported").touch(exist_ok=False)
+    except OSError:
+        return False
+    return True
+
+
+def read_error_files(folder: Path) -> dict[int, FailureRecord]:
+    """Rank -> what it told the agent."""
+    told = [json.loads(file.read_text()) for file in folder.rglob("error.json")]
+    records = [read_record(one["record"]) for one in told]
+    return {record.rank: record for record in records}
+
+
+def stages_of(folder: Path, rank: int) -> tuple[int, ...]:
+    """The stages that a rank of this machine runs, as far as it told."""
+    file = next(folder.rglob(f"{rank}/stages.json"), None)
+    return tuple(json.loads(file.read_text())) if file else ()
+
+
+def _write(path: Path, told: Mapping[str, Any]) -> None:
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     draft.replace(path)

@@ -1,198 +1,163 @@
-"""Starts the processes of a run from a plain `python train_pp.py`, in place of torchrun.
+"""Starts the processes of a run from a plain `python train_pp.py`, by the agent of torchrun.
 
-It starts them as torchrun does (the same environment), so an entry file works under both. What it
-adds: the exit code of the rank that failed first, one clean Ctrl-C, and no text of its own.
+The agent starts them, notices within 0.1 s that one has ended, and ends the others. What this adds:
+one line that says which rank failed first and why, and its exit code.
 """
 
-import contextlib
-import functools
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
-import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
-from torch.distributed import PrefixStore, Store, TCPStore
-
-from stageline.distributed.elastic import SECONDS_BETWEEN_LOOKS, Elastic, Ended, run_elastic
-from stageline.distributed.failure import ENDED, STAGES, TOLD
+from stageline.distributed.failure import tell
 from stageline.distributed.failure_record import (
+    LAUNCHER,
     FailureRecord,
     first_of,
     log_with_words,
-    read_record,
-    write_first,
+    read_error_files,
+    stages_of,
 )
-from stageline.distributed.guard import GuardRules, start_guard
-from stageline.distributed.machines import this_machine
-from stageline.distributed.stop import (
-    CODES,
-    MIN_SECONDS_BETWEEN,
-    WORKERS_FOLDER,
-    die_with_parent,
-    read_notes,
-    release_signals,
-)
-from stageline.errors import CRASH, PREEMPTED
+from stageline.distributed.stop import CODES, release_signals
+from stageline.distributed.watchdog import WatchdogRules, start_watchdog
+from stageline.errors import CRASH
 
-if TYPE_CHECKING:
-    from torch.distributed.launcher.api import LaunchConfig
-
-# after the deadline of the workers, who are then about to end by themselves
-SECONDS_TO_END = 30.0
-KILLED = 128 + signal.SIGKILL
-LAUNCHER = "STAGELINE_LAUNCHER"  # its process id, for its workers
-
-
-@dataclass
-class SignalsForWorkers:
-    """The launcher's handlers; the first signal is passed on, a second one of its kind ends all.
-
-    Workers have sessions of their own: no key press and no signal to a process group gets there.
-
-    Args:
-        folder: each worker leaves a file `RANK.pid` there.
-        patience: seconds that the workers may take to save; 0: for ever.
-    """
-
-    folder: Path
-    num_processes: int
-    patience: float
-    times: dict[int, float] = field(default_factory=dict, init=False)
-    code: int | None = field(default=None, init=False)
-    has_asked: bool = field(default=False, init=False)
-
-    def install(self) -> None:
-        """Takes over from the handlers of a worker."""
-        release_signals()
-        for signum in (*CODES, signal.SIGHUP):
-            signal.signal(signum, self._on_signal)
-        signal.signal(signal.SIGALRM, self._on_alarm)
-
-    def code_of(self, code: int) -> int:
-        """The exit code of the run; that of the signal where the end of the workers tells none."""
-        # workers that do not handle it yet die of it
-        tells_none = code in (0, 1, CRASH, PREEMPTED, KILLED)
-        return self.code if self.code is not None and tells_none else code
-
-    def ask_to_save(self) -> bool:
-        """Has the workers save and end, as the early signal of Slurm does; from any thread.
-
-        Returns:
-            Whether they could be asked: those that still start, or were asked already, are not.
-        """
-        pids = self._pids()
-        if self.code is not None or len(pids) < self.num_processes:
-            return False
-        self.has_asked = True
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR1)
-        return True
-
-    def _pids(self) -> list[int]:
-        return [int(path.read_text()) for path in self.folder.glob("*.pid")]
-
-    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        is_first = signum not in self.times
-        first = self.times.setdefault(signum, now)
-        if not is_first:
-            if now - first >= MIN_SECONDS_BETWEEN:
-                self._end(signal.SIGKILL, "signalled twice")
-            return
-        # workers know no SIGHUP: a terminal that is closed may send it to helpers, too
-        passed_on = signal.SIGTERM if signum == signal.SIGHUP else signal.Signals(signum)
-        if self.code is None:
-            self.code = CODES[passed_on]
-            if self.patience:
-                signal.setitimer(signal.ITIMER_REAL, self.patience + SECONDS_TO_END)
-        pids = self._pids()
-        if len(pids) < self.num_processes:  # still starting: there is nothing to save
-            self._end(signal.SIGTERM, "signalled at the start")
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
-                os.kill(pid, passed_on)
-
-    def _on_alarm(self, signum: int, frame: FrameType | None) -> None:
-        print(
-            f"error[stopped]: the workers did not end within {self.patience + SECONDS_TO_END:g} s "
-            "of a signal; they were killed. The last checkpoint is what counts.",
-            file=sys.stderr,
-        )
-        self._end(signal.SIGKILL, "too slow")
-
-    def _end(self, signum: signal.Signals, why: str) -> None:
-        from torch.distributed.elastic.multiprocessing import SignalException
-
-        raise SignalException(why, sigval=signum)
-
-
+SECONDS_TO_SAVE = 30.0  # beyond the deadline of the workers, who are then about to end
+SECONDS_TO_END = 5  # of a rank that is left, before SIGKILL
+# what ends the ranks that are left: no worker handles it, so none tries to save
+END_SIGNAL = signal.SIGUSR2
 _HINTS = {
     signal.SIGKILL: "the system may have run out of memory",
     signal.SIGBUS: "a file may have been changed while it was read",
 }
+DEFAULT_RULES = WatchdogRules()
 
 
-def judge(folder: Path, codes: Mapping[int, int], *, num_processes: int) -> int:
-    """Reports the failure if no rank did.
-
-    A rank that raised has told so. One that a signal ended, or that left in the middle, told
-    nothing: its neighbours lost a connection and keep quiet, the launcher speaks for it.
+def launch_if_needed(
+    num_processes: int,
+    *,
+    argv: Sequence[str] | None = None,
+    rules: WatchdogRules = DEFAULT_RULES,
+) -> None:
+    """Returns in a worker, and where one process is enough; otherwise starts workers and exits.
 
     Args:
-        folder: the workers' notes.
-        codes: rank -> exit code, negative for a signal, of those that ended with another than 0;
-            in the order in which they failed.
+        num_processes: workers, all on this machine.
+        argv: what the workers run, the file first; by default what this process runs.
+        rules: of the watchdog that each worker, or the lone process, starts.
 
-    Returns:
-        The exit code of the run.
+    Raises:
+        SystemExit: when the workers have ended, with the code of the run.
     """
-    told = list(map(read_record, read_notes(folder, TOLD).values()))
-    causes = [record for record in told if not record.is_secondary]
-    if causes:
-        return first_of(causes).code
-    record = _silent_end(folder, codes, num_processes)
-    if record is None and told:
-        record = first_of(told)
-    if record is None:  # all returned a code of their own
-        return next((code for code in codes.values() if code > 0), CRASH)
-    write_first(record)
-    print(record.report(), end="", file=sys.stderr, flush=True)
-    return record.code
+    if "RANK" not in os.environ and num_processes > 1:
+        _launch(num_processes, argv=list(argv or sys.argv), patience=rules.stop_deadline)
+    start_watchdog(rules)
 
 
-def _silent_end(folder: Path, codes: Mapping[int, int], num_processes: int) -> FailureRecord | None:
-    """The rank that ended without a word, if there is one."""
-    ended = read_notes(folder, ENDED)
-    silent = {rank: code for rank, code in codes.items() if rank not in ended}
-    # the launcher ends the rest by SIGTERM as soon as one is gone
-    found = [(rank, code) for rank, code in silent.items() if code != -signal.SIGTERM]
-    found += [(rank, 0) for rank in sorted(set(range(num_processes)) - set(codes) - set(ended))]
-    if not ended:
-        found += silent.items()
-    if not found:
-        return None
-    rank, code = found[0]
-    stages = read_notes(folder, STAGES).get(rank, [])
+def _launch(num_processes: int, *, argv: list[str], patience: float) -> NoReturn:
+    """Runs workers until they have ended.
+
+    Args:
+        patience: seconds that they may take to save after a signal; 0: any number.
+    """
+    from torch.distributed.elastic.multiprocessing import (
+        DefaultLogsSpecs,
+        PContext,
+        SignalException,
+    )
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
+            logging.getLogger(name).disabled = True  # the line of the rank says it better
+    close = PContext.close
+
+    def close_in_time(self: PContext, death_sig: Any = None, timeout: float = 0) -> None:
+        """Passes a signal on with time to save; ends what is left when a rank has failed.
+
+        The agent names no signal then, and gives the others 30 s after a SIGTERM. A choice of the
+        time to save came with torch 2.13.
+        """
+        if death_sig is None:
+            close(self, END_SIGNAL, SECONDS_TO_END)
+        else:
+            close(self, death_sig, int(patience + SECONDS_TO_SAVE) if patience else 10**6)
+
+    PContext.close = close_in_time  # type: ignore[method-assign]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: processes share the cores
+    os.environ[LAUNCHER] = str(os.getpid())
+    release_signals()
+    passed_on = [signum for signum in CODES if signal.getsignal(signum) != signal.SIG_IGN]
+    for signum in passed_on:
+        signal.signal(signum, signal.SIG_DFL)  # until the agent takes them
+    codes: dict[int, int] = {}
+    asked = 0
+    with tempfile.TemporaryDirectory(prefix="stageline_") as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_processes,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",  # 0: any free port
+            local_addr="localhost",  # the machine's own name need not resolve
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            signals_to_handle=",".join(signum.name for signum in passed_on),
+        )
+        try:
+            elastic_launch(config, sys.executable)("-u", *argv)
+        except ChildFailedError as error:
+            codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        except SignalException as error:
+            asked = CODES[error.sigval]
+        first = first_failure(Path(folder), codes, num_ranks=num_processes)
+    if first is not None:
+        tell(first)
+    # workers that handle no signal yet die of it, without a word
+    sys.exit(first.code if first is not None else asked)
+
+
+def first_failure(
+    folder: Path, codes: Mapping[int, int], *, num_ranks: int
+) -> FailureRecord | None:
+    """The failure that ended a run; None: there was none, or a signal ended it at its start.
+
+    Args:
+        folder: of the agent's logs, with the error files of the ranks.
+        codes: rank -> exit code, negative for a signal, of those that ended with another than 0;
+            in the order in which they ended.
+    """
+    records = read_error_files(folder)
+    first = first_of(list(records.values())) if records else None
+    if not codes or (first is not None and not first.is_secondary):
+        return first
+    # one that a signal ended, or that left in the middle: the others have only lost a connection
+    silent = [(rank, codes[rank]) for rank in codes if rank not in records]
+    silent = [item for item in silent if item[1] != -END_SIGNAL]
+    silent += [(rank, 0) for rank in range(num_ranks) if rank not in codes]
+    if not silent:
+        return first
+    rank, code = silent[0]
+    stages = stages_of(folder, rank)
     return FailureRecord(
         kind="crash",
         code=CRASH,
         message=_how(code, rank),
         rank=rank,
-        num_ranks=num_processes,
-        stages=tuple(stages),
+        num_ranks=num_ranks,
+        stages=stages,
         stage=stages[0] if len(stages) == 1 else None,
-        host=this_machine().host,
+        host=socket.gethostname(),
         time_ns=time.time_ns(),
     )
 
@@ -201,212 +166,6 @@ def _how(code: int, rank: int) -> str:
     if code >= 0:
         return f"ended with exit status {code} in the middle of the run, without a word"
     number = signal.Signals(-code)
-    more = [number.name, _HINTS.get(number, "")]
     log = log_with_words(rank)
-    more += [f"threads: {log}" if log else ""]
+    more = [number.name, _HINTS.get(number, ""), f"threads: {log}" if log else ""]
     return f"killed by signal {-code} ({'; '.join(filter(None, more))})"
-
-
-DEFAULT_RULES = GuardRules()
-
-
-def launch_if_needed(
-    num_processes: int,
-    *,
-    argv: Sequence[str] | None = None,
-    rules: GuardRules = DEFAULT_RULES,
-    elastic: Elastic | None = None,
-) -> None:
-    """Returns in a worker, and where one process is enough; otherwise starts workers and exits.
-
-    Args:
-        num_processes: workers, all on this machine.
-        argv: what the workers run, the file first; by default what this process runs.
-        rules: of the guard that each worker, or the lone process, starts.
-        elastic: starts the workers again, also a single one, where some of them are lost.
-
-    Raises:
-        SystemExit: when the workers have ended, with the code of the run.
-    """
-    if "RANK" in os.environ:
-        _register_worker()
-    elif num_processes > 1 or elastic is not None:
-        argv = list(sys.argv if argv is None else argv)
-        _launch(num_processes, argv=argv, rules=rules, elastic=elastic)
-    start_guard(rules)
-
-
-def _register_worker() -> None:
-    """Watches over the launcher; leaves the process id for ours, who passes Ctrl-C on to it."""
-    folder = os.environ.get(WORKERS_FOLDER)
-    # ours passes its number on: it may have been killed while this process was starting
-    launcher = int(os.environ.get(LAUNCHER, os.getppid()))
-    if folder is not None or "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
-    if folder is None:
-        return
-    die_with_parent()
-    if os.getppid() != launcher:
-        os._exit(CRASH)
-    draft = Path(folder, f"{os.environ['RANK']}.draft")
-    draft.write_text(str(os.getpid()))
-    draft.replace(draft.with_suffix(".pid"))
-
-
-def _end_with(parent: int) -> None:
-    """Ends this process when its launcher was killed: nobody could stop it any more."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(CRASH)
-
-
-def _launch(
-    num_processes: int, *, argv: list[str], rules: GuardRules, elastic: Elastic | None = None
-) -> NoReturn:
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: processes share the cores
-    start = functools.partial(_run_workers, argv=argv, rules=rules)
-    if elastic is None:
-        sys.exit(start(num_processes).code)
-    try:
-        sys.exit(run_elastic(start, elastic))
-    except SignalException as error:  # between two starts there is nothing to save
-        sys.exit(128 + error.sigval)
-
-
-def _run_workers(
-    num_processes: int,
-    makes_room: Callable[[], bool] | None = None,
-    *,
-    argv: list[str],
-    rules: GuardRules,
-) -> Ended:
-    """Runs workers below torchrun's agent until they have ended; reports what nobody else did.
-
-    Args:
-        makes_room: asked now and then, in a thread, whether the workers are to save and end.
-    """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
-    _silence("torch.distributed.elastic", "torch.distributed.launcher")
-    is_over = threading.Event()
-    with tempfile.TemporaryDirectory(prefix="stageline_") as folder:
-        os.environ |= {WORKERS_FOLDER: folder, LAUNCHER: str(os.getpid())}
-        signals = SignalsForWorkers(
-            Path(folder), num_processes=num_processes, patience=rules.stop_deadline
-        )
-        signals.install()
-        if makes_room is not None:
-            words = (makes_room, signals, is_over)
-            threading.Thread(target=_ask_when, args=words, daemon=True).start()
-        try:
-            config = _launch_config(num_processes, folder)
-            elastic_launch(config, sys.executable)("-u", *argv)
-            code = 0
-        except ChildFailedError as error:
-            failed = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
-            codes = {rank: failure.exitcode for rank, failure in failed}
-            code = judge(Path(folder), codes, num_processes=num_processes)
-        except SignalException as error:
-            code = 128 + error.sigval
-        finally:
-            is_over.set()
-    return Ended(
-        signals.code_of(code),
-        is_asked=signals.code is not None,
-        makes_room=signals.has_asked and code == PREEMPTED,
-    )
-
-
-def _launch_config(num_processes: int, folder: str) -> "LaunchConfig":
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig
-
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_processes,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # 0: any free port
-        local_addr="localhost",  # the machine's own name need not resolve
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=folder),
-        signals_to_handle="SIGQUIT",
-    )
-
-
-def _ask_when(
-    is_time: Callable[[], bool], signals: SignalsForWorkers, is_over: threading.Event
-) -> None:
-    while not is_over.wait(SECONDS_BETWEEN_LOOKS):
-        if is_time() and not is_over.is_set() and signals.ask_to_save():
-            return
-
-
-def _silence(*prefixes: str) -> None:
-    """Keeps torch's own account of a failure off the screen; the rank's report says it better."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith(prefixes):
-            logging.getLogger(name).disabled = True
-
-
-_SECONDS_TO_ANSWER = 0.01
-_NAME = "stageline/meeting"
-
-
-def launchers_store(rank: int, world_size: int, *, timeout: float) -> Store | None:
-    """The store for the process group of this start; None: torch finds one by itself.
-
-    torchrun keeps one store over all its restarts, and torch writes the addresses of the ranks
-    under the same names each time (pytorch issues 135712, 167288): a rank that is started anew
-    would read those of dead ones. So each start has names of its own. torchrun counts restarts, but
-    not on machines that only follow the restart of another one.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-    )
-    return PrefixStore(agree(store, rank, world_size, timeout=timeout), store)
-
-
-def agree(store: Store, rank: int, world_size: int, *, timeout: float) -> str:
-    """A name of this start, the same on all ranks and on none of an earlier start.
-
-    Each rank asks with a word of its own, the first one answers to that word: what earlier starts
-    left in the store is answered too, and nobody reads it.
-
-    Raises:
-        TimeoutError, RuntimeError: a rank did not come.
-    """
-    if rank:
-        word = uuid.uuid4().hex
-        store.set(f"{_NAME}/asks/{rank}", word)
-        name = store.get(f"{_NAME}/answer/{word}").decode()
-        store.set(f"{name}/here/{rank}", "1")
-        return name
-    name = f"{_NAME}/{uuid.uuid4().hex}"
-    deadline = time.monotonic() + timeout
-    missing = set(range(1, world_size))
-    while missing:
-        for other in sorted(missing):
-            _answer(store, other, name)
-        missing = {other for other in missing if not store.check([f"{name}/here/{other}"])}
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"ranks {sorted(missing)} did not come in {timeout:g} s")
-        time.sleep(_SECONDS_TO_ANSWER)
-    return name
-
-
-def _answer(store: Store, rank: int, name: str) -> None:
-    if store.check([f"{_NAME}/asks/{rank}"]):
-        word = store.get(f"{_NAME}/asks/{rank}").decode()
-        store.set(f"{_NAME}/answer/{word}", name)

@@ -20,9 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stageline import progress
 from stageline.device import VISIBLE, group_backend, is_accelerator, stage_devices
-from stageline.distributed.board import disown_store
-from stageline.distributed.launch import launchers_store
-from stageline.distributed.machines import this_machine, wait_tied
 from stageline.distributed.stop import settle, stop_code
 from stageline.errors import UserError
 from stageline.hub import name_of
@@ -82,9 +79,6 @@ def _warn(needless: Sequence[int], per_machine: int, num_ranks: int) -> str:
 
 def _count(number: int, word: str) -> str:
     return f"{number} {word}{'s' * (number != 1)}"
-
-
-SECONDS_FOR_THE_LIFELINE = 10.0
 
 
 @dataclass(frozen=True)
@@ -163,7 +157,7 @@ def distributed_context(
             f"must be a multiple of that, because each rank has a process of its own. "
             f"Set `num_stages` or torchrun --nproc-per-node accordingly."
         )
-    local_world_size = this_machine().num_ranks
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     chosen = choose_device(device, local_rank=local_rank, local_world_size=local_world_size)
     _init_group(rank, world_size, chosen, timeout=timeout)
     limit = timedelta(seconds=timeout)
@@ -181,7 +175,6 @@ def distributed_context(
         channels=open_channels(num_ranks, () if chosen.type == "cpu" else pairs, timeout=limit),
     )
     _tell_placement(context)
-    wait_tied(SECONDS_FOR_THE_LIFELINE)
     warm_up(context)
     try:
         yield context
@@ -245,11 +238,10 @@ def _agree_on_the_end() -> None:
 
 def _tell_placement(context: DistributedContext) -> None:
     """Prints on the main rank which borders lie between machines, if there are several."""
-    machine = this_machine()
-    if machine.count == 1:
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
         return
     machines: list[int] = [0] * context.world_size
-    dist.all_gather_object(machines, machine.index)
+    dist.all_gather_object(machines, int(os.environ["GROUP_RANK"]))
     if context.is_main:
         print(explain_placement(machines, num_ranks=context.num_ranks), flush=True)
 
@@ -327,7 +319,7 @@ def _init_group(rank: int, world_size: int, device: torch.device, *, timeout: fl
         # sends and receives are put into one order by hand; NCCL would warn of each pair
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     with _naming_the_port():
-        store = _meet(rank, world_size, timedelta(seconds=timeout))
+        store = meet(rank, world_size, timedelta(seconds=timeout))
         dist.init_process_group(
             group_backend(device),
             store=store,
@@ -338,15 +330,23 @@ def _init_group(rank: int, world_size: int, device: torch.device, *, timeout: fl
         )
 
 
-def _meet(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The store that the ranks exchange their addresses in."""
+def meet(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """The store that the ranks exchange their addresses in.
+
+    torchrun keeps one store over its restarts, and torch writes addresses under the same names each
+    time (pytorch issues 135712, 167288): each start gets names of its own.
+    """
     if world_size == 1 and "MASTER_ADDR" not in os.environ:
         return dist.HashStore()  # a lone process needs no address to meet at
-    store = launchers_store(rank, world_size, timeout=timeout.total_seconds())
-    if store is None:
-        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
-        store.set_timeout(timeout)
-    return store
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+
+
+def connect_store(timeout: timedelta) -> dist.TCPStore:
+    """A connection of its own to the store of the run: another thread may wait in the group's."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, wait_for_workers=False, timeout=timeout)
 
 
 @contextmanager
@@ -357,7 +357,6 @@ def _naming_the_port() -> Iterator[None]:
     except (RuntimeError, OSError) as error:  # torch's own error is a RuntimeError
         if not re.search("EADDRINUSE|address already in use", str(error), re.IGNORECASE):
             raise
-        disown_store()
         address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         raise UserError(
             f"port {port} of {address} (MASTER_PORT) is in use by another program; a free one was "

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from stageline.checkpoint.optimizer_state import RowRange
-from stageline.distributed.board import connect_store
+from stageline.distributed.process_group import connect_store
 from stageline.errors import UserError
 from stageline.pipeline.runner import LocalStages
 from stageline.stage import Stage
@@ -49,8 +49,7 @@ class LargestOfReplicas:
 
     def __call__(self, step: int, number: int) -> int:
         if self._store is None or self._store[0] != os.getpid():  # forked
-            own = connect_store()
-            own.set_timeout(timedelta(seconds=self._seconds))
+            own = connect_store(timedelta(seconds=self._seconds))
             self._store = os.getpid(), own
         store = self._store[1]
         store.set(self._key(step, self._rank), str(number))

@@ -82,7 +82,7 @@ def fail(batch):
 
 def fail_later(batch):
     first = Path(os.environ["FIRST"])  # what the other rank writes before anything else
-    while not first.exists():
+    while not first.exists() or not first.stat().st_size:
         time.sleep(0.01)
     raise KeyError("the second cause")
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from stageline.distributed.failure import name_stages, run_entry
-from stageline.distributed.guard import GuardRules
 from stageline.distributed.launch import launch_if_needed
 from stageline.distributed.process_group import DistributedContext, distributed_context
 from stageline.distributed.stop import stop_requested
+from stageline.distributed.watchdog import WatchdogRules
 from stageline.errors import DataError, UserError
 
 
@@ -114,8 +114,7 @@ def slow_start(context: DistributedContext, folder: Path) -> None:
 def main() -> None:
     mode, folder, num_ranks = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     num_stages = int(sys.argv[4]) if len(sys.argv) > 4 else num_ranks
-    told = {name: os.environ.get(name.upper()) for name in ("lost_after", "stop_deadline")}
-    rules = GuardRules(**{name: float(value) for name, value in told.items() if value})
+    rules = WatchdogRules(stop_deadline=float(os.environ.get("STOP_DEADLINE", "120")))
     launch_if_needed(num_ranks, rules=rules)
     with distributed_context(num_ranks=num_stages, device="cpu", timeout=600) as context:
         name_stages([context.pp_rank])

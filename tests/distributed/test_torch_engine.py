@@ -84,7 +84,7 @@ def test_a_rank_that_hangs_is_named_and_not_the_one_that_waits_for_it(job, engin
     words = ("--engine", engine, "--import", job.folder / "hanging.py", "--loss-fn", "hangs")
     finished = job.fork(f"hangs-{engine}", *words, "--hang-timeout", 3)
     first = finished.err.splitlines()[0]
-    for word in ("rank=1", "stage=1", "in loss of micro-batch", "rank 0 is waiting for"):
+    for word in ("rank=1", "stage=1", "in loss of micro-batch"):
         assert word in first, finished.err
     assert finished.code != 0
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import faults
 from tests.helpers.forked_entry import run_entry
 from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 from tests.helpers.warm_start import WarmLauncher
@@ -129,12 +128,11 @@ def said(log):
     return [line for line in lines if line.strip() and not line.startswith(plain)]
 
 
-def assert_lost(process, log, what, why):
-    """It ended, with an error, and named the machine it lost before anything else."""
+def assert_lost(process, log, rank):
+    """It ended, with an error, and its rank said that it lost a neighbour."""
     assert process.wait(SECONDS) == 1
-    lines = [line for line in said(log) if "failed" in line.lower() or "lost" in line]
-    assert lines[0].startswith(f"error[crash]: lost contact with {what}: {why}"), log.read_text()
-    assert log.read_text().count("lost contact") == 1
+    (line,) = {line for line in said(log) if line.startswith("error[crash]")}
+    assert line.startswith(f"error[crash]: rank {rank} (stage {rank}) lost a neighbour that told")
 
 
 @pytest.mark.skipif(not (ROOT / ".venv").is_dir(), reason="the scripts' environment is not there")
@@ -163,76 +161,20 @@ def test_a_host_that_is_killed_in_the_middle_ends_the_other(hosts, job, tmp_path
     log = tmp_path / "run" / "log.jsonl"
     wait_for(lambda: log.exists() and len(log.read_text().splitlines()) > 2, processes)
     hosts.kill(1)
-    assert_lost(processes[0], logs[0], "rank 1 (host b)", "its connection")
+    assert_lost(processes[0], logs[0], 0)
 
 
 def test_the_first_host_may_be_the_one_that_is_killed(hosts, tmp_path):
     processes, logs = start_entry(hosts, "never_stop_in_a_wait", tmp_path)
     wait_for(lambda: len(list(tmp_path.glob("started_*"))) == 2, processes)
     hosts.kill(0)
-    assert_lost(processes[1], logs[1], "rank 0 (host a)", "its connection")
+    assert_lost(processes[1], logs[1], 1)
 
 
-def test_a_cut_cable_ends_both_hosts(hosts, tmp_path):
-    processes, logs = start_entry(hosts, "never_stop_in_a_wait", tmp_path, LOST_AFTER="3")
-    wait_for(lambda: len(list(tmp_path.glob("started_*"))) == 2, processes)
-    hosts.cut()
-    assert_lost(processes[0], logs[0], "rank 1 (host b)", "no sign of life for 3 s")
-    assert_lost(processes[1], logs[1], "rank 0 (host a)", "no sign of life for 3 s")
-
-
-def test_both_hosts_name_the_rank_that_failed_first(hosts, tmp_path):
+def test_the_host_of_the_rank_that_failed_names_it(hosts, tmp_path):
     processes, logs = start_entry(hosts, "raise_on_1", tmp_path)
     assert [process.wait(SECONDS_TO_START) for process in processes] == [1, 1]
-    line = said(logs[1])[0]
-    assert line.startswith("error[crash] rank=1 stage=1: KeyError: 'boom on purpose' at failing_")
-    assert said(logs[0])[0] == f"{line} [told by rank 1 on b]"
+    line = "error[crash] rank=1 stage=1: KeyError: 'boom on purpose' at failing_"
+    assert said(logs[1])[0].startswith(line)
     assert "Traceback" in said(logs[1])[1] and "failing_entry.py" in logs[1].read_text()
-    assert "onnection" not in logs[0].read_text()
-
-
-def start_elastic(hosts, number, job, folder):
-    """A torchrun as scripts/_nodes.sh makes it for NNODES=1:2: three ranks on host a, one on b."""
-    words = [
-        *("-m", "torch.distributed.run", "--nnodes", "1:2"),
-        *("--nproc-per-node", "31"[number], "--rdzv-backend", "c10d"),
-        *("--rdzv-endpoint", f"{MASTER_ADDR}:29500", "--local-addr", f"10.99.0.{number + 1}"),
-        *("--rdzv-id", folder.name, "--max-restarts", "3", "--rdzv-conf"),
-        f"last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6,is_host={1 - number}",
-        *(str(ROOT / "train_pp.py"), *job, "--output-dir", str(folder / "run"), "--sync-save"),
-        *("--elastic", "--num-stages", "4", "--total-steps", "24", "--save-steps", "4"),
-    ]
-    # the first start stands still at a step, so that its host is lost before it is done
-    fault = "at=step,rank=0,step=8,restart=0,do=sleep,value=30"
-    told = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **faults.environment(fault)}
-    return fork_on(hosts, number, words, told)
-
-
-def test_an_elastic_run_goes_on_without_a_host(hosts, job, tmp_path):
-    options = [*job[: job.index("--num-stages")], *job[job.index("--num-stages") + 2 :]]
-    runs = [start_elastic(hosts, number, options, tmp_path) for number in range(2)]
-    log = tmp_path / "run" / "log.jsonl"
-
-    def has_done(step):
-        assert runs[0].poll() is None, runs[0]._told()
-        return log.exists() and f'"step": {step},' in log.read_text()
-
-    wait_for(lambda: has_done(6), [])
-    hosts.kill(1)
-    runs[1].wait()
-    done = runs[0].finish(SECONDS_TO_START)
-    assert done.code == 0, done
-    told = (tmp_path / "run" / "run.log").read_text()
-    (three,) = (line for line in told.splitlines() if "elastic: " in line)
-    assert "elastic: lost step" in three and "on 3 of 4 ranks (stages 3 x" in three
-    alone = tmp_path / "alone"
-    steps = ("--num-stages", "2", "--total-steps", "24")
-    whole = run_entry([ROOT / "train_pp.py", *options, *steps, "--output-dir", alone])
-    assert whole.returncode == 0, whole.stderr
-    assert dict(enumerate(losses(alone), 1)) == last_losses(tmp_path / "run")
-
-
-def last_losses(folder):
-    """Step -> loss, of a step that was run again the last."""
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+    assert_lost(processes[0], logs[0], 0)

@@ -8,6 +8,7 @@ signals and exit codes of killed ranks start real processes.
 import functools
 import importlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,9 +21,8 @@ import torch
 
 from tests.helpers.house import prepare_house
 from tests.helpers.plans import learn_plans
-from tests.helpers.ports import free_port
 from tests.helpers.ranks import keep_to_a_core
-from tests.helpers.small_run import run_and_exit
+from tests.helpers.small_run import ForkedRanks, run_and_exit
 
 HEAVY = (  # what entry files import; whatever else they need they import as always
     "transformers",
@@ -99,19 +99,24 @@ def _fork_instead_of_launching() -> None:
 
 
 def _fork_ranks(num_ranks: int) -> None:
-    """Returns in each rank, with torchrun's environment; ends this process when all have ended.
+    """Returns in each rank, with torchrun's environment; ends this process when all have ended."""
+    from stageline.distributed.failure import tell
 
-    The code is that of the first rank that failed.
-    """
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(free_port()))
-    os.environ.update(WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
+    folder = tempfile.mkdtemp()
+    ranks = ForkedRanks(Path(folder, "agent"), num_ranks)
     for rank in range(num_ranks):
-        if os.fork() == 0:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update(ranks.environment(rank))
             if num_ranks > 1:
                 keep_to_a_core(rank)
             torch.set_num_threads(1)  # before two threads of a loader do, whose pool is gone
             return
-    codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(num_ranks)]
-    # one that was killed because it hung tells less than the others
-    sys.exit(next((c for c in codes if c > 0), next(filter(None, codes), 0)))
+        ranks.pids[rank] = pid
+    while ranks.is_running():
+        time.sleep(0.02)
+    first = ranks.first_failure()
+    shutil.rmtree(folder)
+    if first is not None:
+        tell(first)
+    sys.exit(first.code if first else 0)

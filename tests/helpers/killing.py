@@ -5,7 +5,6 @@ its writing in the background, its publishing. What goes on is seen from outside
 """
 
 import hashlib
-import json
 import os
 import random
 import re
@@ -20,7 +19,6 @@ from typing import Protocol
 from stageline.checkpoint.layout import MANIFEST, verify
 from stageline.checkpoint.writer import step_folders, step_name
 from tests.helpers.small_run import ForkedRun
-from tests.helpers.warm_start import WarmLauncher, live_processes
 
 MOMENTS = ("start", "step", "copy", "write", "publish")
 _DRAFT = re.compile(r"step-(\d{8})\.tmp-")
@@ -300,113 +298,3 @@ def kill_below_launcher(run: LaunchedRun, killer: Killer, *, kills: int) -> None
         killer.check()
         run.wait_for_new_ranks()
     assert run.process.wait(300) == 0
-
-
-class CardsInAFile:
-    """Stands in for `elastic.Accelerators`: the cards that a file names, or all that are wanted.
-
-    Attributes:
-        file: what lies there counts when a run that has failed starts again.
-    """
-
-    file: Path
-
-    def __init__(self, device: str, *, num_ranks: int) -> None:
-        self.variable = "CUDA_VISIBLE_DEVICES"
-        self.names = [str(index) for index in range(num_ranks)]
-
-    def usable(self, *, is_sure: bool) -> list[str]:
-        if is_sure and CardsInAFile.file.exists():
-            return CardsInAFile.file.read_text().split()
-        return self.names
-
-
-@dataclass
-class Start:
-    """One start of a run that goes on by itself.
-
-    Attributes:
-        at: seconds since the epoch, when all its ranks were there.
-    """
-
-    num_ranks: int
-    at: float
-
-
-class ElasticRun:
-    """A run below our launcher with --elastic; its ranks are children of the launcher.
-
-    Attributes:
-        starts: those that were waited for.
-    """
-
-    def __init__(self, launcher: WarmLauncher, num_ranks: int) -> None:
-        self.launcher = launcher
-        self.starts: list[Start] = []
-        self.before: set[int] = set()
-        self.wait_for_new_ranks(num_ranks)
-
-    @property
-    def pids(self) -> dict[int, int]:
-        """Any number -> process, of those that run now."""
-        found = [pid for pid, parent in live_processes().items() if parent == self.launcher.pid]
-        return dict(enumerate(sorted(found)))
-
-    def is_running(self) -> bool:
-        """Whether the launcher has not ended."""
-        return self.launcher.poll() is None
-
-    def wait_for_new_ranks(self, num_ranks: int) -> None:
-        """Waits until so many ranks are there, all others than at the last call."""
-        pids: set[int] = set()
-        while len(pids) != num_ranks or pids & self.before:
-            assert self.is_running(), self.launcher.finish()
-            time.sleep(0.02)
-            pids = set(self.pids.values())
-        self.before = pids
-        self.starts.append(Start(num_ranks, time.time()))
-
-
-def kill_and_bring_back(
-    run: ElasticRun, killer: Killer, *, kills: int, all_cards: int, seed: int = 0
-) -> None:
-    """Kills ranks of a run of `all_cards`; it goes on with one card less, until that is back.
-
-    A run on fewer ranks is killed once more, or gets its card back, as drawn.
-
-    Raises:
-        AssertionError: it did not go on, or did not go on from the last checkpoint.
-        UserError: a kill left something that is called a checkpoint and is not whole.
-    """
-    drawn = random.Random(seed)
-    names = [str(card) for card in range(all_cards)]
-    for _ in range(kills):
-        CardsInAFile.file.write_text(" ".join(names[:-1]))
-        killer.kill(run)
-        while run.before & set(run.pids.values()):
-            time.sleep(0.02)
-        killer.check()
-        run.wait_for_new_ranks(all_cards - 1)
-        if drawn.random() < 0.3:
-            continue
-        _wait_for_a_step(run, killer.folder.log)
-        time.sleep(drawn.uniform(0, 1))
-        CardsInAFile.file.write_text(" ".join(names))
-        run.wait_for_new_ranks(all_cards)
-    CardsInAFile.file.write_text(" ".join(names))
-    if run.starts[-1].num_ranks < all_cards:
-        run.wait_for_new_ranks(all_cards)
-    _wait_for_a_step(run, killer.folder.log)
-
-
-def _wait_for_a_step(run: ElasticRun, log: Path) -> None:
-    since = run.starts[-1].at
-    while not any(r["kind"] == "train" and r["time"] > since for r in log_records(log)[-40:]):
-        assert run.is_running(), run.launcher.finish()
-        time.sleep(0.05)
-
-
-def log_records(log: Path) -> list[dict]:
-    """The records of log.jsonl, those of all starts; not one that was cut off."""
-    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}\n")]

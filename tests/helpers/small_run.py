@@ -25,6 +25,8 @@ from transformers import AutoModelForCausalLM
 
 from stageline import progress
 from stageline.checkpoint.layout import verify
+from stageline.distributed import failure_record
+from stageline.distributed.launch import END_SIGNAL, SECONDS_TO_END, first_failure
 from stageline.plotting import figures, pictures
 from tests.helpers import faults
 from tests.helpers.house import ROOT, enter_house, prepare_house
@@ -199,8 +201,66 @@ def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+class ForkedRanks:
+    """Does for forked ranks what torch's agent does: when one fails it ends the others.
+
+    Args:
+        folder: takes the error files of the ranks.
+
+    Attributes:
+        pids: rank -> process, of those that have not ended.
+        ended: rank -> exit code, in the order in which ranks ended; a signal is negative.
+    """
+
+    def __init__(self, folder: Path, num_ranks: int) -> None:
+        self.folder, self.num_ranks = folder, num_ranks
+        self.pids: dict[int, int] = {}
+        self.ended: dict[int, int] = {}
+        self._deadline = float("inf")
+        self.port = free_port()
+        for rank in range(num_ranks):
+            (folder / str(rank)).mkdir(parents=True)
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """What the agent tells a rank; called by the rank itself."""
+        count = str(self.num_ranks)
+        told = {
+            **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            **{"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count},
+            **{"MASTER_ADDR": "localhost", "MASTER_PORT": str(self.port)},
+        }
+        if self.num_ranks > 1:  # a lone process reports by itself
+            told["TORCHELASTIC_ERROR_FILE"] = str(self.folder / str(rank) / "error.json")
+            told[failure_record.LAUNCHER] = str(os.getppid())
+        return told
+
+    def is_running(self) -> bool:
+        """Whether some rank has not ended."""
+        for rank, pid in list(self.pids.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del self.pids[rank]
+                self.ended[rank] = os.waitstatus_to_exitcode(status)
+        if any(self.ended.values()) and self._deadline == float("inf"):
+            self._deadline = time.monotonic() + SECONDS_TO_END
+            self.kill(END_SIGNAL)
+        if time.monotonic() > self._deadline:
+            self.kill(signal.SIGKILL)
+        return bool(self.pids)
+
+    def kill(self, signum: int) -> None:
+        """Sends a signal to the ranks that are left."""
+        for pid in self.pids.values():
+            os.kill(pid, signum)
+
+    def first_failure(self) -> failure_record.FailureRecord | None:
+        """What the launcher tells."""
+        codes = {rank: code for rank, code in self.ended.items() if code}
+        return first_failure(self.folder, codes, num_ranks=self.num_ranks)
+
+
 class ForkedRun:
-    """A run in forked ranks, without a launcher.
+    """A run in forked ranks, below `ForkedRanks`.
 
     Attributes:
         pids: rank -> process, of those that have not ended.
@@ -210,26 +270,29 @@ class ForkedRun:
     def __init__(self, words: list[str], *, ranks: int, chaos: str = "") -> None:
         self.num_ranks = ranks
         self.started_at = time.monotonic()
-        self.codes: list[int] = []
         self._files = tempfile.TemporaryDirectory()
         folder = Path(self._files.name)
         prepare_house()
         learn_plans()
         sys.stdout.flush()
         sys.stderr.flush()
-        port = free_port()
-        self.pids = {
-            rank: _fork_rank(words, rank, ranks, port, chaos, folder) for rank in range(ranks)
-        }
+        self._run_folder = None
+        if "--output-dir" in words:
+            self._run_folder = Path(words[words.index("--output-dir") + 1])
+            failure_record.tell_run_folder(self._run_folder)  # as the launcher, at its start
+            failure_record._Run.folder = None
+        self._ranks = ForkedRanks(folder / "agent", ranks)
+        self.pids = self._ranks.pids
+        for rank in range(ranks):
+            self.pids[rank] = _fork_rank(words, rank, self._ranks, chaos, folder)
+
+    @property
+    def codes(self) -> list[int]:
+        return list(self._ranks.ended.values())
 
     def is_running(self) -> bool:
         """Whether some rank has not ended."""
-        for rank, pid in list(self.pids.items()):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                del self.pids[rank]
-                self.codes.append(os.waitstatus_to_exitcode(status))
-        return bool(self.pids)
+        return self._ranks.is_running()
 
     def wait(self, timeout: float = 60) -> Finished:
         """Waits until all ranks have ended; its code is that of the first that failed.
@@ -246,10 +309,17 @@ class ForkedRun:
             os.waitpid(pid, 0)
         seconds = time.monotonic() - self.started_at
         out, err = (self.text(kind) for kind in ("out", "err"))
-        self._files.cleanup()
         assert not late, f"ranks {sorted(late)} still run after {timeout} s:\n{out}\n{err}"
-        # one that was killed because it hung tells less than the others
-        code = next((c for c in self.codes if c > 0), next(filter(None, self.codes), 0))
+        failure_record._Run.folder = self._run_folder
+        first, code = None, self.codes[0]
+        if self.num_ranks > 1:
+            first = self._ranks.first_failure()
+            code = first.code if first else 0
+        if first is not None:
+            failure_record.write_first(first)
+            err += first.report() if first.message else ""
+        failure_record._Run.folder = None
+        self._files.cleanup()
         return Finished(code, out, err, seconds)
 
     def text(self, kind: str) -> str:
@@ -258,17 +328,15 @@ class ForkedRun:
         return "".join(file.read_text() for file in files if file.exists())
 
 
-def _fork_rank(words: list[str], rank: int, ranks: int, port: int, chaos: str, folder: Path) -> int:
+def _fork_rank(words: list[str], rank: int, ranks: ForkedRanks, chaos: str, folder: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
 
     def prepare() -> None:
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        os.environ.update({key: str(value) for key, value in names.items()})
-        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+        os.environ.update(ranks.environment(rank))
         os.environ.update(faults.environment(chaos))
-        if ranks > 1:
+        if ranks.num_ranks > 1:
             keep_to_a_core(rank)
         tempfile.tempdir = str(folder)  # ranks of the next run must not read what these leave
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from stageline.distributed.machines import this_machine
 from stageline.distributed.process_group import crossings, explain_placement
 
 
@@ -54,12 +53,3 @@ def test_a_long_pipeline_that_crosses_once_too_often_is_a_warning_with_a_cure():
     said = explain_placement(machines(3, 3, 3, 3, 3), num_ranks=5)
     # replica 1 holds ranks 5 to 9 on three machines, the others lie on two
     assert "warning: pipeline 1 cross" in said and "3 or 6 ranks a pipeline" in said
-
-
-def test_a_machine_is_named_by_its_ranks_and_its_host(monkeypatch):
-    monkeypatch.setattr("socket.gethostname", lambda: "b")
-    told = {"RANK": "6", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}
-    machine = this_machine({**told, "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"})
-    assert (machine.index, machine.count, str(machine)) == (1, 2, "ranks 4-7 (host b)")
-    alone = this_machine({})
-    assert (alone.index, alone.count, str(alone)) == (0, 1, "rank 0 (host b)")

@@ -7,10 +7,10 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from register import RegisterError
-from stageline.distributed import board as board_module
-from stageline.distributed import failure, failure_record
+from stageline.distributed import failure_record, launch
 from stageline.distributed import failure_record as record
 from stageline.errors import (
     CheckpointError,
@@ -117,66 +117,66 @@ def test_anything_else_is_a_cause(error):
     assert not failure_record.is_lost_connection(_raised(error))
 
 
-def test_the_file_that_stands_in_for_a_lost_store_has_one_winner(tmp_path, monkeypatch):
-    monkeypatch.setattr(board_module.tempfile, "gettempdir", lambda: str(tmp_path))
-    boards = [board_module.Board.on_file() for _ in range(3)]
-    claims = [
-        board.claim({"rank": rank, "code": rank + 5}, patience=0.0)
-        for rank, board in enumerate(boards)
-    ]
-    assert claims == [None, {"rank": 0, "code": 5}, {"rank": 0, "code": 5}]
-    boards[0].mark_reported()
-    boards[1].wait_reported(60.0)  # returns at once
+def told_by(folder, monkeypatch, rank, record):
+    """Rank leaves an error file and its stage, as below an agent."""
+    file = folder / "run" / "attempt_0" / str(rank) / "error.json"
+    file.parent.mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    monkeypatch.setattr(failure_record, "stages_here", [rank])
+    failure_record.leave_stages()
+    if record is not None:
+        failure_record.leave_error_file(dataclasses.replace(record, rank=rank))
+    return file
 
 
-def test_the_store_has_one_winner(monkeypatch):
-    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", str(server.port))
-    boards = [board_module.Board.on_store() for _ in range(2)]
-    claims = [
-        board.claim({"rank": rank, "code": rank + 5}, patience=0.0)
-        for rank, board in enumerate(boards)
-    ]
-    assert claims == [None, {"rank": 0, "code": 5}]
-    boards[0].mark_reported()
-    boards[1].wait_reported(60.0)
+CAUSE = record.record_here("crash", 9, "the cause")
+ECHO = record.record_here("crash", 9, "lost a neighbour", is_secondary=True)
+LATER = dataclasses.replace(CAUSE, message="later", time_ns=CAUSE.time_ns + 1)
+STOPPED = record.record_here("", 143, "")
 
 
-@pytest.mark.parametrize("is_echo", [False, True])
-def test_the_earliest_cause_is_told_whoever_claims_first(is_echo, monkeypatch):
-    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", str(server.port))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-
-    def claim(rank, time_ns, *, is_secondary=False):
-        monkeypatch.setenv("RANK", str(rank))
-        told = record.record_here("crash", 9, f"of rank {rank}", is_secondary=is_secondary)
-        told = dataclasses.replace(told, time_ns=time_ns)
-        board = board_module.Board.on_store()
-        return board, told, board.claim(dataclasses.asdict(told), patience=0.0)
-
-    first_board, later, held = claim(0, 5 if is_echo else 20, is_secondary=is_echo)
-    assert held is None
-    board, earlier, held = claim(1, 10)
-    assert held["rank"] == 0
-    assert failure._earliest(first_board, later) == earlier
-    assert record.read_record(board.settled(60.0)) == earlier
+@pytest.mark.parametrize(
+    ("records", "codes", "words"),
+    [
+        ([ECHO, CAUSE], {0: 9, 1: 9}, " rank=1 stage=1: the cause"),
+        ([LATER, CAUSE], {0: 9, 1: 9}, " rank=1 stage=1: the cause"),
+        ([ECHO, None], {1: -9, 0: 9}, " rank=1 stage=1: killed by signal 9 (SIGKILL;"),
+        ([None, None], {1: -11, 0: -12}, " rank=1 stage=1: killed by signal 11 (SIGSE"),
+        ([ECHO, None], {1: 3, 0: 9}, " rank=1 stage=1: ended with exit status 3 in the"),
+        ([ECHO, None], {0: 9}, " rank=1 stage=1: ended with exit status 0 in the middle"),
+        ([ECHO, ECHO], {0: 9, 1: 9}, ": lost a neighbour"),  # of another machine
+    ],
+)
+def test_the_launcher_tells_who_failed_first(tmp_path, monkeypatch, records, codes, words):
+    for rank, told in enumerate(records):
+        stages = {"stages": (rank,), "stage": rank, "num_ranks": 2}
+        told_by(tmp_path, monkeypatch, rank, told and dataclasses.replace(told, **stages))
+    first = launch.first_failure(tmp_path, codes, num_ranks=2)
+    assert first.report().startswith(f"error[crash]{words}") and first.code == 9
 
 
-def test_of_each_other_machine_one_rank_repeats_the_first_line(monkeypatch):
-    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", str(server.port))
-    monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
+def test_ranks_that_were_stopped_have_a_code_and_no_words(tmp_path, monkeypatch):
+    for rank in range(2):
+        told_by(tmp_path, monkeypatch, rank, STOPPED)
+    first = launch.first_failure(tmp_path, {1: 143, 0: -12}, num_ranks=2)
+    assert (first.code, first.message) == (143, "")
 
-    def board_on(machine):
-        monkeypatch.setenv("GROUP_RANK", str(machine))
-        return board_module.Board.on_store()
 
-    claimant, *others = [board_on(machine) for machine in (0, 1, 1, 2)]
-    assert [board.is_first_to_hear() for board in others[:2]] == [True, False]
-    claimant.wait_heard(60.0, but=2)  # returns at once: machine 2 is the one that was lost
-    assert others[2].is_first_to_hear()
-    claimant.wait_heard(60.0, but=None)
+def test_torch_reads_the_file_and_finds_the_line(tmp_path, monkeypatch):
+    file = told_by(tmp_path, monkeypatch, 1, CAUSE)
+    read = ProcessFailure(local_rank=1, pid=1, exitcode=9, error_file=str(file))
+    error = ChildFailedError("train_pp.py", {0: read})
+    assert "error[crash]: the cause" in str(error)
+    assert read.timestamp == CAUSE.time_ns // 10**9
+
+
+def test_below_torchrun_the_first_rank_of_a_machine_prints(tmp_path, monkeypatch):
+    monkeypatch.delenv(failure_record.LAUNCHER, raising=False)
+    told_by(tmp_path, monkeypatch, 0, None)
+    assert [failure_record.is_first_to_report() for _ in range(2)] == [True, False]
+    monkeypatch.setenv(failure_record.LAUNCHER, "1")
+    told_by(tmp_path / "other", monkeypatch, 0, None)
+    assert not failure_record.is_first_to_report()
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    monkeypatch.delenv(failure_record.LAUNCHER)
+    assert failure_record.is_first_to_report()
