@@ -350,8 +350,8 @@ def grpo(
 
     Args:
         loss_type: how terms are divided: dapo by all tokens of the step, grpo by the tokens of
-            each answer, dr_grpo by --max-completion-length; bnpo is dapo, for a step is one batch;
-            gspo is grpo with a ratio for each answer; cispo weighs log-probabilities.
+            each answer, dr_grpo by --rollouts.max_completion_length; bnpo is dapo, for a step is
+            one batch; gspo is grpo with a ratio for each answer; cispo weighs log-probabilities.
         importance_sampling_level: what has a ratio of its own; gspo is sequence.
         epsilon: how far a ratio may go below 1 (and above) and still be followed.
         epsilon_high: how far above 1, default epsilon; of cispo the largest ratio itself (5 is

@@ -10,7 +10,7 @@ import os
 import sys
 from argparse import SUPPRESS
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import Field, dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -40,6 +40,7 @@ from options.command_line import (
     option_types,
     read_config,
     read_words,
+    unfolded,
 )
 from options.corpus import (
     ACTIONS,
@@ -61,7 +62,9 @@ from options.fields import (
     expanded,
     option_fields,
     option_groups,
+    replaced,
     spelled,
+    value_of,
 )
 from options.memory import check_attention
 from options.model import (
@@ -85,7 +88,7 @@ from register import ALL_REGISTERS, import_parts
 
 # register -> key that is taken when none is given; None: the user has to choose
 TRAIN_KEYS: dict[str, str | None] = {
-    "train_model": None,
+    "train_model": "auto",
     "dataset": None,
     "prompt": None,
     "prompt_fn": None,
@@ -158,7 +161,7 @@ class Arguments(Generic[Run]):
         for item in option_fields(self.run).values():
             if not item.metadata["is_saved"]:
                 continue
-            config[spelled(item.name)[2:]] = absolute(item, getattr(self.run, item.name))
+            config[spelled(item.name)[2:]] = absolute(item, value_of(self.run, item.name))
         for name, chosen in self.parts.items():
             for option, value in chosen.kwargs.items():
                 config[spelled(f"{name}.{option}")[2:]] = value
@@ -207,7 +210,7 @@ def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
     """
     words = command_words(argv)
     given = by_name(with_configs(read_words(words)))
-    has_data = not {"dataset", "help"}.isdisjoint(given)
+    has_data = not {"dataset", "dataset_path", "help"}.isdisjoint(given)
     keys = {
         name: key
         for name, key in TRAIN_KEYS.items()
@@ -315,20 +318,21 @@ def read_arguments(
         action: the word behind the program's name, for its help.
         checks: each refuses options that do not go together.
     """
-    given = with_configs(read_words(command_words(argv)))
+    settable = option_fields(config_class)
+    given = unfolded(with_configs(read_words(command_words(argv))), settable)
     for item in given:
         check_words(spelled(item.name), item.values)
     imports = [spec for item in given if item.name == "import" for spec in item.values]
     import_parts(dict.fromkeys(imports))
     options = _by_register(by_name(given), keys) | gathered(given, repeated)
-    items = fields(config_class)
+    items = settable.values()
     rivals = {one.name: one.metadata["instead_of"] for one in items if one.metadata["instead_of"]}
     drop_rivals(options, rivals)
     if "list" in options:
         _print_and_stop(list_parts())
     help_words = options.pop("help", None)
     is_help = help_words is not None
-    keys = _with_suggested(options, keys)
+    keys = _with_suggested(options, _with_found(options, keys))
     chosen = _choose(options, keys, may_miss=is_help)
     owned = _owned_keys(options, chosen)
     keys = {**keys, **owned}
@@ -337,7 +341,7 @@ def read_arguments(
         shows_all = "all" in help_words.values
         groups = (option_groups if shows_all else common_options)(config_class)
         parser = _build_parser(groups, chosen, listed=listed)
-        num_left = len(fields(config_class)) - sum(len(items) for _, items in groups)
+        num_left = len(settable) - sum(len(items) for _, items in groups)
         _print_and_stop(help_text(parser, keys, chosen, action=action, num_left=num_left))
     settings = {
         name: item for name, item in options.items() if name not in keys and name not in SPECIAL
@@ -347,7 +351,8 @@ def read_arguments(
     parser = _build_parser([("", typed)], chosen, listed=listed)
     known = [*(item.name for item in items), *map(_spelled, keys), *SPECIAL]
     values = convert(parser, settings, also_known=known)
-    run = config_class(**{item.name: expanded(item, values[item.name]) for item in typed})
+    typed_values = {item.name: expanded(item, values[item.name]) for item in typed}
+    run = replaced(config_class(), typed_values)
     check_limits(run)
     check_together(run)
     parts = {name: chosen_part(name, key, values.get(name) or {}) for name, key in chosen.items()}
@@ -399,8 +404,7 @@ def _choose(
             continue
         if key is None:
             raise OptionError(
-                f"{register.option} is missing. A key of {name}_register was expected, because "
-                f"this part of the run has no default: {register.holds}. Choose one of: "
+                f"{register.option} is missing: {register.holds}. Choose one of: "
                 f"{', '.join(sorted(register)) or '(nothing is registered)'}."
             )
         if may_miss and item is None and key not in register:
@@ -413,6 +417,23 @@ def _choose(
     return chosen
 
 
+def _with_found(options: dict[str, Given], keys: Mapping[str, str | None]) -> dict[str, str | None]:
+    """The keys with those of dataset and collate_fn that follow from a file and from the loss."""
+    found = dict(keys)
+    given = {name: item.values[0] for name, item in options.items() if len(item.values) == 1}
+    if keys.get("dataset", "") is None and (path := given.get("dataset_path")):
+        is_json = (
+            path.endswith((".jsonl", ".ndjson", ".json")) or Path(path, "train.jsonl").exists()
+        )
+        is_corpus = Path(f"{path}.idx").exists()
+        found["dataset"] = "jsonl" if is_json else "corpus" if is_corpus else "sets"
+    if keys.get("collate_fn", "") is None:
+        dataset, loss = (given.get(name) or found[name] for name in ("dataset", "loss_fn"))
+        known = ALL_REGISTERS["collate_fn"]
+        found["collate_fn"] = "pt" if dataset == "corpus" else loss if loss in known else "sft"
+    return found
+
+
 def _with_suggested(
     options: dict[str, Given], keys: Mapping[str, str | None]
 ) -> dict[str, str | None]:
@@ -420,10 +441,9 @@ def _with_suggested(
     suggested: dict[str, str] = {}
     for name in SUGGESTING:
         item, register = options.get(name), ALL_REGISTERS[name]
-        if item is None or len(item.values) != 1:
-            continue
-        if name in keys and item.values[0] in register:
-            suggested |= register.entry(item.values[0]).facts["default_keys"]
+        key = (keys.get(name) if item is None else (*item.values, "")[0]) or ""
+        if name in keys and key in register:
+            suggested |= register.entry(key).facts["default_keys"]
     return {one: suggested.get(one, default) for one, default in keys.items()}
 
 

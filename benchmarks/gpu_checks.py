@@ -364,7 +364,7 @@ def default_job(machine: Machine) -> Rows:
         newest = sorted((out / "checkpoints").glob("step-*"))[-1]
         words = (
             f"{parts} --model generate --metric exact_match --device {device} --batch-size 60 "
-            "--max-new-tokens 4 --bootstrap-resamples 10"
+            "--max-new-tokens 4 --bootstrap.resamples 10"
             f"{' --limit 12' if machine['emulated'] else ''}"
         ).split()
         for engine in ("--engine device_map", "--engine pipeline --num-stages 1"):

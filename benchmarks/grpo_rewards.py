@@ -54,8 +54,10 @@ def main() -> None:
             for way, (share, key, ahead) in WAYS.items():
                 text = PARTS.format(seconds=given.judge * share, rows=ROWS)
                 (folder / "parts.py").write_text(text)
-                more = ["--reward", key, "--rollouts-ahead", str(ahead)]
-                measured([*ours(folder, given.steps), *more, "--prompts-together", str(LOT)])
+                more = ["--reward", key, "--rollouts.ahead", str(ahead)]
+                measured(
+                    [*ours(folder, given.steps), *more, "--rollouts.prompts_together", str(LOT)]
+                )
                 tell(f"{number + 1} | {way}", folder / "ours" / "log.jsonl")
                 shutil.rmtree(folder / "ours")
 

@@ -115,11 +115,12 @@ def ours(folder: Path, steps: int, beta: float = 0.0) -> list[str]:
     words = (
         f"--import {folder}/parts.py --train-model causal_lm --model-path {folder}/model "
         f"--dataset jsonl --dataset-path {folder}/rows.jsonl --prompt question --prompt-fn fill "
-        f"--image-token none --collate-fn grpo --reward letters --group-size {GROUP} "
-        f"--batch-size {ROWS} --micro-batch-size {MICRO} --max-completion-length {LONGEST} "
+        f"--image-token none --collate-fn grpo --reward letters --rollouts.group_size {GROUP} "
+        f"--batch-size {ROWS} --micro-batch-size {MICRO} --rollouts.max_completion_length "
+        f"{LONGEST} "
         f"--max-token-num 128 --learning-rate 1e-5 --lr-scheduler constant --weight-decay 0 "
         f"--total-steps {steps} --eval-samples 0 --num-stages 1 --device cpu --timeline-step 0 "
-        f"--kl-beta {beta} --prove-split never --output-dir {folder}/ours"
+        f"--rollouts.kl_beta {beta} --prove-split never --output-dir {folder}/ours"
     )
     return [sys.executable, str(ROOT / "train_pp.py"), *words.split()]
 

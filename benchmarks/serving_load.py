@@ -225,7 +225,14 @@ def server(args: argparse.Namespace):
             "--max-running",
             args.max_running,
         ),
-        *("--max-queue", args.clients, "--max-body-mib", BODY_MIB, "--max-length", 2048),
+        *(
+            "--limits.max_queue",
+            args.clients,
+            "--limits.max_body_mib",
+            BODY_MIB,
+            "--max-length",
+            2048,
+        ),
         *("--served-model-name", "loaded"),
     ]
     with tempfile.TemporaryFile("w+") as log:

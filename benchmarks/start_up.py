@@ -29,7 +29,7 @@ DIGITS = (
 SMOLLM2 = (
     "--train-model llama --dataset jsonl --prompt chat --prompt-fn chat --image-token none "
     "--collate-fn sft --num-stages 2 --partition 18,12 --device cpu --llm-lora-num 1 "
-    "--frozen-lm-head --batch-size 16 --micro-batch-size 2 --max-token-num 160 "
+    "--parts.lm_head.frozen --batch-size 16 --micro-batch-size 2 --max-token-num 160 "
     f"--dataset-path {ROOT / 'data/manpages_instruct.jsonl'} --model-path"
 )
 

@@ -53,11 +53,11 @@ def with_folders(run: Run, *, recorded: Mapping[str, Any] = {}) -> Run:
         recorded: config of an earlier start, by the names in it: of a name that is there, too, its
             commit is taken, whatever its branch has become.
     """
-    from options.fields import on_path  # which reads YAML: what only lists the commands needs none
+    from options.fields import on_path, option_fields, replaced, value_of  # it reads YAML
 
     changes: dict[str, Any] = {}
-    for item in dataclasses.fields(run):  # type: ignore[arg-type]  # each is an options class
-        value = getattr(run, item.name)
+    for item in option_fields(run).values():
+        value = value_of(run, item.name)
         if not item.metadata["takes_name"] or not value:
             continue
         find = pinned_set if item.metadata["is_pattern"] else local_folder
@@ -65,7 +65,7 @@ def with_folders(run: Run, *, recorded: Mapping[str, Any] = {}) -> Run:
         put = functools.partial(_found, find, then, option=option)
         found = [on_path(item, one, put) for one in as_list(value)]
         changes[item.name] = found if isinstance(value, list) else found[0]
-    return _with_dtype(dataclasses.replace(run, **changes))  # type: ignore[type-var]
+    return _with_dtype(replaced(run, changes))
 
 
 def _with_dtype(run: Any) -> Any:
@@ -118,15 +118,19 @@ def run_configs() -> tuple[type, ...]:
 
 
 @functools.cache
-def option_names() -> frozenset[str]:
-    """Every option of every command, as the engine calls it: `num_stages`."""
+def option_names() -> dict[str, str]:
+    """Every option of every command, as the engine calls it -> as it is typed: `num_stages`."""
     from commands.export import make_parser
+    from options.fields import argument_name, option_fields, spelled
     from register import ALL_REGISTERS
 
-    fields = {field.name for config in run_configs() for field in dataclasses.fields(config)}
-    exports = {action.dest for action in make_parser()._actions}
-    keys = {register.option[2:].replace("-", "_") for register in ALL_REGISTERS.values()}
-    return frozenset({*fields, *exports, *keys, *ALL_REGISTERS, "import"})
+    items = [item for config in run_configs() for item in option_fields(config).values()]
+    names = {name: item.name for item in items if "_" in (name := argument_name(item))}
+    names |= {item.name: item.name for item in items}
+    names |= {action.dest: action.dest for action in make_parser()._actions}
+    keys = [register.option[2:].replace("-", "_") for register in ALL_REGISTERS.values()]
+    names |= dict(zip(keys, keys, strict=True)) | {name: name for name in ALL_REGISTERS}
+    return {name: spelled(option) for name, option in (names | {"import": "import"}).items()}
 
 
 name_options(option_names)

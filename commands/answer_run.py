@@ -136,7 +136,9 @@ def placement_arguments(run: Any, builder: Any) -> dict[str, Any]:
     """What the options say of devices, for a builder part; fewer for one that counts layers."""
     if takes(builder, "placement") == "no":
         return {"visual_gpu_ratio": run.visual_gpu_ratio or 0.0}
-    load = Load(rows=getattr(run, "batch_size", 1), length=run.plan_length, images=run.plan_images)
+    load = Load(
+        rows=getattr(run, "batch_size", 1), length=run.plan_for.length, images=run.plan_for.images
+    )
     wanted = Wanted(memory=device_memory(run), load=load)
     return {"visual_gpu_ratio": run.visual_gpu_ratio, "placement": wanted}
 
@@ -163,8 +165,8 @@ def _take_own_devices(run: Any, replicas: EvaluationReplicas) -> None:
     if each * here > len(names) or each == 0:
         raise UserError(
             f"{here} replicas with {max(each, 1)} devices each, and this machine shows "
-            f"{len(names)}. As many were expected, because replicas share none: lower "
-            f"--num-replicas or --num-devices, look at {variable}, or take --device cpu."
+            f"{len(names)}. Lower --num-replicas or --num-devices, look at {variable}, or take "
+            "--device cpu."
         )
     first = int(os.environ.get("LOCAL_RANK", replicas.index)) * each
     os.environ[variable] = ",".join(names[first : first + each])
@@ -208,7 +210,7 @@ def _vllm(arguments: Arguments) -> Opened:
         num_devices=run.num_devices,
         seed=run.seed,
         max_length=run.max_length,
-        images_per_prompt=run.max_images_per_sample,
+        images_per_prompt=run.images.max_count,
         trust_remote_code=run.trust_remote_code,
     )
     config = load_config(folder, trust_remote_code=run.trust_remote_code)
@@ -274,7 +276,7 @@ def answer_samples(
         plan_model(arguments)
         return None
     replicas = EvaluationReplicas() if run.check_only else own_replica(run)
-    images = ImageSettings(**run.image_limits())
+    images = ImageSettings(**run.images.limits())
     with using_images(images), leaving_out(BadRows(run.skip_bad_rows)) as bad_rows:
         dataset = open_dataset()
     rows = range(min(len(dataset), run.limit or len(dataset)))
@@ -368,7 +370,7 @@ def ask(
     """Asks the model part for the given rows."""
     run, parts = arguments.run, arguments.parts
     processor, part = found.processor, parts["model"].part
-    tiling = Tiling(**run.tiling())
+    tiling = Tiling(**run.images.tiling())
     prepare_texts(parts["prompt_fn"], processor, found.model)
     prepare_images(processor, images, tiling)
     if tiling.is_given and found.config is not None:
@@ -410,16 +412,14 @@ def fill_function(arguments: Arguments) -> Callable:
         if takes(parts[name].part, argument) == "no":
             raise UserError(
                 f"--num-fewshot {run.num_fewshot} came with {spelled(name)} {parts[name].key}, "
-                f"which takes no {argument}. A part with it was expected, because examples are "
-                "drawn from a split and written by the prompt_fn: choose such a part, or leave "
-                "--num-fewshot out."
+                f"which takes no {argument}. Choose such a part, or leave --num-fewshot out."
             )
-    kwargs = {**parts["dataset"].kwargs, "split": run.fewshot_split}
+    kwargs = {**parts["dataset"].kwargs, "split": run.fewshot.split}
     fewshot = FewShot(
         parts["dataset"].part(dataset_path=run.dataset_path, **kwargs),
         count=run.num_fewshot,
-        seed=run.fewshot_seed,
-        per_sample=run.fewshot_per_sample,
+        seed=run.fewshot.seed,
+        per_sample=run.fewshot.per_sample,
     )
 
     def fill_with_examples(sample: Any, prompt: str, **options: Any) -> Any:

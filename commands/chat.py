@@ -88,8 +88,7 @@ def open_model(arguments: ChatArguments) -> LocalModel:
     model, processor, _ = build_model(arguments)
     if processor is None or not isinstance(model, transformers.PreTrainedModel):
         raise UserError(
-            f"--builder {arguments.parts['builder'].key} loads no model here. One with a tokenizer "
-            "was expected, because its answers are shown token by token: use --builder auto."
+            f"--builder {arguments.parts['builder'].key} loads no model here. Use --builder auto."
         )
     prepare_texts(arguments.parts["prompt_fn"], processor, model)
     render, image_token = (arguments.parts[name].bound for name in ("prompt_fn", "image_token"))

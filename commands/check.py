@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from commands import importing, open_shelf, with_folders
+from commands.stages import with_family_key
 from commands.train import SHELF  # which registers the engine that a training command names
-from options.fields import given_options, option_fields
+from options.fields import given_options, option_fields, spelled
 from options.model import check_vision
 from options.parts import ChosenPart, chosen_part
 from options.train import for_check
@@ -48,7 +49,7 @@ def main() -> int:
         return check_exported(arguments)
     from stageline.distributed.launch import launch_if_needed  # after the options: --help
 
-    arguments, schedule = resolve_schedule(arguments)
+    arguments, schedule = resolve_schedule(with_family_key(arguments))
     launch_if_needed(schedule.num_ranks)
     with importing():  # not in the process that starts the others
         import transformers
@@ -73,10 +74,10 @@ def resolve_schedule(arguments: CheckArguments) -> tuple[CheckArguments, Schedul
     if num_stages is None and not run.schedule.endswith(".csv"):
         num_stages = 2 * (run.stages_per_rank or default_stages_per_rank(run.schedule))
     check_vision(dataclasses.replace(run, num_stages=num_stages))
-    if isinstance(run.partition, list) and run.check_layers not in (None, sum(run.partition)):
+    if isinstance(run.partition, list) and run.check.layers not in (None, sum(run.partition)):
         raise UserError(
             f"--partition {','.join(map(str, run.partition))} names {sum(run.partition)} layers, "
-            f"--check-layers leaves {run.check_layers}. Both must be the same number, because "
+            f"--check.layers leaves {run.check.layers}. Both must be the same number, because "
             "every layer lies on a stage: change one of them, or leave --partition out."
         )
     topology = resolve_topology(
@@ -101,7 +102,7 @@ def check(arguments: CheckArguments, context: DistributedContext, schedule: Sche
     run, model = arguments.run, arguments.parts["train_model"]
     check_scores(arguments)
     # the library's own class would predict tokens
-    reference = "part" if model.facts["gives_scores"] else run.check_reference
+    reference = "part" if model.facts["gives_scores"] else run.check.reference
     if model.kwargs.get("output_router_logits"):
         raise UserError(
             "--train-model.output_router_logits came, which the unsplit model of the library knows "
@@ -115,9 +116,9 @@ def check(arguments: CheckArguments, context: DistributedContext, schedule: Sche
         build=functools.partial(build, arguments, context),
         make_batches=functools.partial(make_batches, arguments, context, schedule),
         loss_fn=bind_loss(arguments),
-        steps=run.check_steps,
-        tolerance=run.check_tolerance,
-        layers=run.check_layers,
+        steps=run.check.steps,
+        tolerance=run.check.tolerance,
+        layers=run.check.layers,
         reference=reference,
         seed=run.seed,
         trust_remote_code=run.trust_remote_code,
@@ -134,7 +135,7 @@ def notes_of(arguments: CheckArguments) -> list[str]:
     """What of the training command is done otherwise here."""
     run = arguments.run
     notes, fields = [], option_fields(run)
-    told = ("bf16", "fp16", "lora_dropout")
+    told = ("bf16", "fp16", "lora.dropout")
     if run.precision != "fp32":
         notes.append(
             f"compared in float32: --{run.precision} rounds more than a mistake may change"
@@ -144,14 +145,14 @@ def notes_of(arguments: CheckArguments) -> list[str]:
     if (run.dp_degree or 1) > 1:
         notes.append("--dp-degree: one replica was checked")
     notes += [
-        f"--{name.replace('_', '-')} was left out: it was checked where it is tested, not here"
+        f"{spelled(name)} was left out: it was checked where it is tested, not here"
         for name in given_options(run)
         if not fields[name].metadata["in_check"] and name not in told
     ]
     if "dataset" in arguments.parts and arguments.parts["dataset"].kwargs.get("rows") == "packed":
         notes.append("--dataset.rows packed: a segment a row was checked, as --packing would be")
-    if run.lora_dropout > 0:
-        notes.append("--lora-dropout was set to 0: random numbers can't be compared")
+    if run.lora.dropout > 0:
+        notes.append("--lora.dropout was set to 0: random numbers can't be compared")
     return notes
 
 

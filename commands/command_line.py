@@ -168,11 +168,7 @@ def rewritten(words: Sequence[str]) -> list[str]:
         elif word.endswith(CONFIG_NAMES):
             front += ["--config", word]
         else:
-            raise UserError(
-                f"{word!r} belongs to no option. Config files ({', '.join(CONFIG_NAMES)}), "
-                "NAME=VALUE or options, --name value, were expected, because every value has a "
-                "name. Put the name before it."
-            )
+            raise UserError(f"{word!r} belongs to no option. Put the name before it.")
     return front
 
 

@@ -72,11 +72,7 @@ def segment_range(corpus: Any, type_index: int | None) -> tuple[int, int]:
     if type_index is None:
         return 0, len(corpus)
     if type_index >= len(starts) - 1:
-        raise UserError(
-            f"--type {type_index}: the corpus has the types 0 to {len(starts) - 2}. The number of "
-            "one of them was expected, because each type is a range of its segments; stats lists "
-            "them."
-        )
+        raise UserError(f"--type {type_index}: the corpus has the types 0 to {len(starts) - 2}.")
     return int(starts[type_index]), int(starts[type_index + 1])
 
 
@@ -121,10 +117,7 @@ def _opened(path: str | None) -> Iterator[TextIO]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     if Path(path).exists():
-        raise UserError(
-            f"--output-path {path} is there. A new file was expected, because nothing is "
-            "overwritten unasked: give another name, or remove it."
-        )
+        raise UserError(f"--output-path {path} is there. Give another name, or remove it.")
     part = Path(path + ".part")
     part.parent.mkdir(parents=True, exist_ok=True)
     with part.open("w", encoding="utf-8", newline="\n") as file:
@@ -338,8 +331,7 @@ def read(arguments: CorpusArguments) -> None:
     if encoder is None:
         name = f"{known.name}, which lay in {known.folder or 'no known folder'}" if known else "-"
         raise UserError(
-            f"--text came without --tokenizer-path. The tokenizer of the corpus ({name}) was "
-            "expected, because a corpus holds token ids and no text: give its folder."
+            f"--text came without --tokenizer-path. Give the folder of the corpus's ({name})."
         )
     as_json = not made_of_text(corpus.header) if run.json is None else run.json
     write_documents(corpus, encoder, run.output_path, as_json=as_json, **chosen)
@@ -435,8 +427,7 @@ def convert(arguments: CorpusArguments) -> None:
         return
     if run.tokenizer_path is None:
         raise UserError(
-            f"{prefix} is Megatron-core's, and --tokenizer-path is missing. The tokenizer that "
-            "made the ids was expected, because those files do not say it: give its folder."
+            f"{prefix} is Megatron-core's, and --tokenizer-path is missing. Give its folder."
         )
     header = from_megatron(
         prefix,
@@ -486,10 +477,7 @@ def segments_seen(run: FindTrainedConfig, dataset: Any) -> numpy.ndarray:
             from no corpus.
     """
     if not hasattr(dataset, "sizes"):
-        raise UserError(
-            "the run drew from another dataset than a corpus. One with --dataset corpus was "
-            "expected, because only its segments can be found and removed: give another --run-path."
-        )
+        raise UserError("the run drew from another dataset than a corpus. Give another --run-path.")
     from stageline.corpus.mixture import Mixture
     from stageline.corpus.run_sampler import find_trained
 
@@ -517,9 +505,8 @@ def position_of(run: FindTrainedConfig) -> dict[str, int]:
         return position_in(Path(run.run_path))
     if run.steps is None or run.batch_size is None:
         raise UserError(
-            "--steps and --batch-size came neither on the command line nor from --run-path. Both "
-            "were expected, because they say how many rows the run has drawn: give them, or the "
-            "run's folder."
+            "--steps and --batch-size came neither on the command line nor from --run-path. Give "
+            "them, or the run's folder."
         )
     rows = run.batch_size * run.dp_degree
     batch = sum(run.global_batch_distributed or ()) or rows
@@ -540,14 +527,8 @@ def position_in(path: Path) -> dict[str, int]:
     if path.absolute() == run_folder(str(path)):
         folders = [folder for _, folder in step_folders(path / "checkpoints")]
     if not folders:
-        raise UserError(
-            f"--run-path {path} has no checkpoint. One was expected, because it says how far the "
-            "run came: give --steps."
-        )
+        raise UserError(f"--run-path {path} has no checkpoint. Give --steps.")
     position = SavedState(folders[0]).facts.get("position")
     if not isinstance(position, dict) or "batch_rows" not in position:
-        raise UserError(
-            f"{folders[0]} does not say which rows came. A checkpoint of a run with --dataset "
-            "corpus was expected, because other datasets are drawn in other ways."
-        )
+        raise UserError(f"{folders[0]} does not say which rows came.")
     return position

@@ -102,8 +102,7 @@ def answering_model(run: Any, model_path: str, *, beside: Sequence[str] = ()) ->
     """What the options say of the model."""
     if getattr(run, "adapter_weights", None):
         raise UserError(
-            "--adapter-weights came with pipelined decoding. Adapters at their full weight were "
-            "expected, because stages add them as they are: merge them with scripts/export.sh "
+            "--adapter-weights came with pipelined decoding. Merge them with scripts/export.sh "
             "--merge --adapter-weights first, or use --engine device_map."
         )
     return AnsweringModel(

@@ -51,7 +51,7 @@ def report_on(arguments: EvaluateArguments, answered: Answered) -> None:
     run, metric = arguments.run, arguments.parts["metric"]
     dataset, rows, file = answered.dataset, answered.rows, answered.file
     folder = file.path.parent
-    bootstrap = Bootstrap(run.bootstrap_resamples, run.bootstrap_seed)
+    bootstrap = Bootstrap(run.bootstrap.resamples, run.bootstrap.seed)
     pairs = [dataset[row] for row in rows]
     samples = [sample for _, sample in pairs]
     predictions = [file.records[str(sample["id"])] for sample in samples]

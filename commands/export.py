@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from commands import importing
 from commands.stages import StageBuilder, lora_options, stage_key
+from options.command_line import old_names
+from options.fields import spelled
 from options.parts import chosen_part
 from register import import_parts
 from stageline.errors import UserError
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ANY_FOLDER = "any Hugging Face folder or hub name (owner/name[@revision])"
 NUM_STAGES = 2  # that an export is compared with
-# options of the release before this one
-_GONE = ("--verify", "--no-verify", "--prove-split", "--train-model")
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -129,11 +129,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Exports and says what was written."""
-    if gone := [word for word in sys.argv[1:] if word.partition("=")[0] in _GONE]:
-        raise UserError(
-            f"{gone[0]}: an export is not compared with its checkpoint any more. Leave the option "
-            "out; stageline check --exported FOLDER --model-path CHECKPOINT compares them."
-        )
+    gone = {spelled(name): why for name, why in old_names("gone_from_export").items()}
+    for word in sys.argv[1:]:
+        if why := gone.get(word.partition("=")[0]):
+            raise UserError(f"{word}: there is no such option any more. {why}")
     options = make_parser().parse_args()
     with importing():  # after the options: --help answers at once
         import torch

@@ -36,7 +36,7 @@ def main() -> int:
 
     manager = None
     if is_first():  # before a model is loaded
-        manager = find_tasks(task_names(run), include_path=run.include_path)
+        manager = find_tasks(task_names(run), include_path=run.lm_eval.include_path)
     if run.check_only:
         return 0
     with open_decoding(run) as decoding:
@@ -49,12 +49,13 @@ def report(run: LmEvalConfig, engine: object, manager: object) -> None:
     """Runs the tasks and prints their figures."""
     from stageline.evaluation.lm_eval import TaskSettings, results_table, run_tasks
 
+    given = {**vars(run), **vars(run.lm_eval)}
     results = run_tasks(
         engine,
         task_names(run),
         manager=manager,
-        settings=TaskSettings(**{name: getattr(run, name) for name in vars(TaskSettings())}),
-        add_bos_token=run.add_bos_token,
+        settings=TaskSettings(**{name: given[name] for name in vars(TaskSettings())}),
+        add_bos_token=run.lm_eval.add_bos_token,
         seed=run.seed,
         described={
             "pretrained": run.model_path,

@@ -75,15 +75,11 @@ def _pipeline_topology(arguments: TrainArguments) -> Topology:
     )
     check_memory(run, splits_backward=topology.schedule.splits_backward)
     if run.dp_shard and topology.dp_degree == 1:
-        raise UserError(
-            "--dp-shard came with one replica, two or more were expected: replicas share the "
-            "weights out among them. Add --dp-degree 2, or leave --dp-shard out."
-        )
+        raise UserError("--dp-shard came with one replica. Add --dp-degree 2 or drop --dp-shard.")
     optimizer = arguments.parts["optimizer"]
     if run.dp_shard and optimizer.facts["needs_whole"]:
         raise UserError(
-            f"--optimizer {optimizer.key} came with --dp-shard. An optimizer that works element by "
-            "element was expected, because each replica updates its rows of a matrix alone and "
-            f"{optimizer.key} needs the whole one: use --optimizer adamw, or leave --dp-shard out."
+            f"--optimizer {optimizer.key} came with --dp-shard. Use --optimizer adamw, or leave "
+            "--dp-shard out."
         )
     return topology

@@ -3,7 +3,7 @@
 python serve.py --model-path my_model --num-stages 2
 
 The stages are processes of their own and decode together; the first one listens. SIGTERM and Ctrl-C
-let what is under way finish for --shutdown-seconds, a second signal ends at once.
+let what is under way finish for --http.shutdown_seconds, a second signal ends at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SHELF = ("pp_models", "prompt_fn")
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
-SECONDS_TO_END = 30.0  # beside --shutdown-seconds
+SECONDS_TO_END = 30.0  # beside --http.shutdown_seconds
 STOP_WORDS = StopWords(
     first="Nothing more is taken; answers under way may finish",
     again="ends at once",
@@ -55,7 +55,7 @@ def main() -> int:
     from stageline.distributed.launch import launch_if_needed
     from stageline.distributed.watchdog import WatchdogRules
 
-    rules = WatchdogRules(stop_deadline=run.shutdown_seconds + SECONDS_TO_END)
+    rules = WatchdogRules(stop_deadline=run.http.shutdown_seconds + SECONDS_TO_END)
     run, num_processes = place_stages(run)
     launch_if_needed(num_processes, rules=rules)
     import transformers  # the process that starts the others needs none of it
@@ -85,7 +85,7 @@ def serve(arguments: ServeArguments, decoding: Any, api_keys: tuple[str, ...]) -
     if not api_keys and not is_local(run.host):
         print(
             f"warning: --host {run.host} lets other machines ask, and no API key is asked for. "
-            "Give --api-key-env or --api-key-file.",
+            "Give --api-key-env or --http.api_key_file.",
             file=sys.stderr,
         )
     service = make_service(arguments, decoding, settings)
@@ -95,7 +95,7 @@ def serve(arguments: ServeArguments, decoding: Any, api_keys: tuple[str, ...]) -
         host=run.host,
         port=run.port,
         should_stop=stop_requested,
-        shutdown_seconds=run.shutdown_seconds,
+        shutdown_seconds=run.http.shutdown_seconds,
         tell=functools.partial(print, flush=True),
         **listening_options(run),
     )
@@ -110,9 +110,9 @@ def make_service(arguments: ServeArguments, decoding: Any, settings: ServerSetti
     from stageline.serving.service import Service
 
     run, parts = arguments.run, arguments.parts
-    tiling = Tiling(**run.tiling())
+    tiling = Tiling(**run.images.tiling())
     prepare_texts(parts["prompt_fn"], decoding.processor, decoding.engine)
-    prepare_images(decoding.processor, ImageSettings(**run.image_limits()), tiling)
+    prepare_images(decoding.processor, ImageSettings(**run.images.limits()), tiling)
     if tiling.is_given:
         match_config(decoding.config, decoding.processor)
     prompts = PromptMaker(
@@ -123,7 +123,7 @@ def make_service(arguments: ServeArguments, decoding: Any, settings: ServerSetti
         },
         max_length=decoding.engine.max_length,
         max_images=settings.max_images,
-        max_pixels=run.max_image_pixels,
+        max_pixels=run.images.pixel_limit,
     )
     prompts.warm_up()
     return Service(decoding.engine, prompts, settings)
@@ -132,10 +132,10 @@ def make_service(arguments: ServeArguments, decoding: Any, settings: ServerSetti
 def listening_options(run: ServeConfig) -> dict[str, Any]:
     """How the server listens, as uvicorn's options say it."""
     return {
-        "ssl_certfile": run.ssl_certfile,
-        "ssl_keyfile": run.ssl_keyfile,
-        "limit_concurrency": run.max_connections + 1,  # the first number that uvicorn refuses
-        "timeout_keep_alive": run.keep_alive_timeout,
+        "ssl_certfile": run.http.ssl_certfile,
+        "ssl_keyfile": run.http.ssl_keyfile,
+        "limit_concurrency": run.http.max_connections + 1,  # the first number that uvicorn refuses
+        "timeout_keep_alive": run.http.keep_alive_timeout,
     }
 
 
@@ -164,24 +164,24 @@ def make_settings(
     name = run.served_model_name or name
     if name in adapters:
         raise UserError(
-            f"an adapter has the name {name}, which the base has too. Another one was expected, "
-            "because a request chooses by it: rename the adapter, or give --served-model-name."
+            f"an adapter has the name {name}, which the base has too. Rename the adapter, or give "
+            "--served-model-name."
         )
     return ServerSettings(
         model_name=name,
         adapters=adapters,
         api_keys=api_keys,
-        max_queue=run.max_queue,
-        max_body_bytes=int(run.max_body_mib * MIB),
-        max_tokens_limit=run.max_tokens_limit,
-        max_n=run.max_n,
-        max_images=run.max_images,
-        max_echo_tokens=run.max_echo_tokens,
-        request_seconds=run.request_timeout,
-        read_seconds=run.read_timeout,
+        max_queue=run.limits.max_queue,
+        max_body_bytes=int(run.limits.max_body_mib * MIB),
+        max_tokens_limit=run.limits.max_tokens,
+        max_n=run.limits.max_n,
+        max_images=run.limits.max_images,
+        max_echo_tokens=run.limits.max_echo_tokens,
+        request_seconds=run.limits.request_timeout,
+        read_seconds=run.http.read_timeout,
         default_max_tokens=run.max_new_tokens,
         default_temperature=run.temperature,
-        cors_origins=tuple(run.cors_origins or ()),
+        cors_origins=tuple(run.http.cors_origins or ()),
         hosts=(*LOCAL_HOSTS, run.host) if not api_keys and is_local(run.host) else ("*",),
     )
 
@@ -191,7 +191,6 @@ def check_packages() -> None:
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing and is_first():
         raise UserError(
-            f"{', '.join(missing)} is not installed. fastapi, uvicorn and prometheus_client were "
-            "expected, because the server is made of them: bash scripts/setup.sh serve, or pip "
-            "install --editable '.[serve]'."
+            f"{', '.join(missing)} is not installed. Bash scripts/setup.sh serve, or pip install "
+            "--editable '.[serve]'."
         )

@@ -61,9 +61,8 @@ def place_stages(run: Any, *, num_replicas: int | None = 1) -> tuple[Any, int]:
     if started and started != wanted:
         times = f" times --num-replicas {num_replicas}" if num_replicas > 1 else ""
         raise UserError(
-            f"{started} processes were started for --num-stages {num_stages}{times}. {wanted} "
-            "were expected, because each stage has a process of its own: leave torchrun out, or "
-            "correct the numbers."
+            f"{started} processes were started for --num-stages {num_stages}{times}. Leave "
+            "torchrun out, or correct the numbers."
         )
     return dataclasses.replace(run, num_stages=num_stages), wanted
 
@@ -91,9 +90,8 @@ def start_processes(arguments: AnyArguments) -> AnyArguments:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != wanted:
         raise UserError(
-            f"{world_size} processes were started for --num-replicas {run.num_replicas}. {wanted} "
-            "were expected, because each replica has a process of its own: leave torchrun out, or "
-            "correct the numbers."
+            f"{world_size} processes were started for --num-replicas {run.num_replicas}. Leave "
+            "torchrun out, or correct the numbers."
         )
     return dataclasses.replace(arguments, run=run)
 
@@ -417,9 +415,8 @@ class AnsweringModel:
         for path in map(Path, self.beside):
             if processor_folder(path, self.base) == path and not _reads_alike(load(path), found):
                 raise UserError(
-                    f"{path} has another tokenizer or chat template than {folder}. The same was "
-                    "expected, because models of several adapters share it: serve that adapter by "
-                    "itself, or take its tokenizer files away if the base's are right."
+                    f"{path} has another tokenizer or chat template than {folder}. Serve that "
+                    "adapter by itself, or take its tokenizer files away if the base's are right."
                 )
         return found
 
@@ -462,6 +459,36 @@ def stage_key(config: "PretrainedConfig") -> str | None:
         # idefics3 serves smolvlm too, which has a key of its own
         return config.model_type if config.model_type in families else next(iter(families), generic)
     return None
+
+
+def family_key(folder: str, *, trust_remote_code: bool = False) -> str:
+    """The key of the train_model part for the architecture that a folder's config.json names."""
+    from stageline.checkpoint.adapter import config_folder
+    from stageline.model_folder import load_config
+
+    if not folder:
+        raise UserError("--train-model auto requires a config.json. Add --model-path FOLDER.")
+    config = load_config(config_folder(Path(folder)), trust_remote_code=trust_remote_code)
+    key = stage_key(config)
+    if key is None:
+        raise UserError(
+            f"--train-model auto: no part is made for {(config.architectures or ['it'])[0]}. "
+            "Choose a part; `stageline list` shows them all."
+        )
+    return key
+
+
+def with_family_key(arguments: AnyArguments) -> AnyArguments:
+    """The arguments with the part that --train-model auto stands for."""
+    run, parts = arguments.run, arguments.parts
+    chosen = parts.get("train_model")
+    if chosen is None or chosen.key != "auto":
+        return arguments
+    key = "reward"  # for a loss over scores, whatever head the model has
+    if parts["loss_fn"].facts["predicts_tokens"]:
+        key = family_key(run.config_folder, trust_remote_code=run.trust_remote_code)
+    part = chosen_part("train_model", key, chosen.kwargs)
+    return dataclasses.replace(arguments, parts={**parts, "train_model": part})
 
 
 def lora_options(folder: Path, builder: StageBuilder) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from commands import importing, open_shelf, with_folders
+from commands.stages import family_key, with_family_key
 from parse_args import parse_train_args
-from register import engine_register, freeze_registers
+from register import engine_register, freeze_registers, train_model_register
 from stageline.terminal import terminal
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def main() -> int:
     with importing():  # after the options: it imports torch
         from commands.run_plan import make_plan
 
-        plan = make_plan(replace(arguments, run=run))
+        plan = make_plan(with_family_key(replace(arguments, run=run)))
     start_ranks(plan)
     with importing():  # not in the process that starts the others
         from commands.train_engines import run_training
@@ -64,6 +65,13 @@ def recorded_options(run: RunConfig) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError):
         return {}  # whether the run can be gone on with is found out later
     return told if isinstance(told, dict) else {}
+
+
+@train_model_register("auto")
+def auto(*, config_path: str, **kwargs: Any) -> tuple[Any, Any, int]:
+    """The part that is made for the architecture in config.json."""
+    key = family_key(config_path, trust_remote_code=kwargs.get("trust_remote_code", False))
+    return train_model_register[key](config_path=config_path, **kwargs)
 
 
 @engine_register("pipeline")

@@ -65,9 +65,8 @@ def mixture_of(run: RunConfig, part: ChosenPart) -> dict[str, Any]:
     for name in given:
         if takes(part.part, name) == "no":
             raise UserError(
-                f"{spelled(name)} came with --dataset {part.key}. --dataset corpus was "
-                "expected, because rows of other datasets have no types to choose from: leave "
-                f"{spelled(name)} out; --dataset sets has ways of its own to mix (--dataset.mix)."
+                f"{spelled(name)} came with --dataset {part.key}. Leave {spelled(name)} out; "
+                "--dataset sets has ways of its own to mix (--dataset.mix)."
             )
     return given
 
@@ -85,22 +84,15 @@ def check_tokens_taken(arguments: TrainArguments, dataset: Dataset) -> None:
     run, parts = arguments.run, arguments.parts
     collate, came = parts["collate_fn"], f"came with --dataset {parts['dataset'].key}"
     if not collate.facts["takes_tokens"]:
-        raise UserError(
-            f"--collate-fn {collate.key} {came}, whose samples are token ids. A collate_fn part "
-            "that takes them was expected, because there is no text to fill a template with: use "
-            "--collate-fn pt."
-        )
+        raise UserError(f"--collate-fn {collate.key} {came}, whose samples are token ids. Use pt.")
     if run.packing and getattr(dataset, "packed", None) is not None:
-        raise UserError(
-            f"--packing {came} and --dataset.rows packed. One of them was expected, because such "
-            "rows are full already: leave --packing out."
-        )
+        raise UserError(f"--packing {came} and --dataset.rows packed. Leave --packing out.")
 
 
 def answers_of(arguments: TrainArguments) -> int:
     """Answers that a row of the dataset gets in a step; 1 where it has its own."""
     is_answered = arguments.parts["loss_fn"].facts["samples_answers"]
-    return arguments.run.group_size if is_answered else 1
+    return arguments.run.rollouts.group_size if is_answered else 1
 
 
 def epoch_sampler(run: RunConfig, dataset: Any, *, answers: int = 1) -> Any:
@@ -117,7 +109,7 @@ def epoch_sampler(run: RunConfig, dataset: Any, *, answers: int = 1) -> Any:
     if has_sampler(dataset):
         place = {"dp_rank": 0, "shuffle": True, "start_step": 0, "position": None}
         return dataset.make_sampler(batch_size=run.batch_size, **place, **common)
-    common |= {"pads": run.last_rows == "pad", "group_size": group_size_of(dataset)}
+    common |= {"pads": run.rows.last == "pad", "group_size": group_size_of(dataset)}
     return StepSampler(len(dataset), **common)
 
 
@@ -134,13 +126,11 @@ def epoch_steps(run: RunConfig, dataset: Any, *, answers: int = 1) -> int:
         UserError: the rows are a stream, which has no epochs.
     """
     if not is_stream(dataset):
-        return max(1, len(epoch_sampler(run, dataset, answers=answers))) * run.inner_steps
+        return max(1, len(epoch_sampler(run, dataset, answers=answers))) * run.rollouts.inner_steps
     asked = "--num-train-epochs" if run.num_train_epochs is not None else "epoch"
     raise UserError(
-        f"{asked} came with a dataset that is streamed. Rows of a known number were expected, "
-        "because an epoch is one pass over all of them and a stream has no end: give "
-        "--total-steps (and numbers of steps for --save-steps and --eval-steps), or read the set "
-        "without streaming."
+        f"{asked} came with a dataset that is streamed. Give --total-steps (and numbers of steps "
+        "for --save-steps and --eval-steps), or read the set without streaming."
     )
 
 
@@ -161,8 +151,8 @@ class Data:
         prompt_fn = parts["prompt_fn"]
         if prompt_fn.facts["prepare"] is not None:
             load_target(prompt_fn.facts["prepare"])(self.processor, **prompt_fn.kwargs)
-        images = ImageSettings(**run.image_limits())
-        prepare_images(self.processor, images, Tiling(**run.tiling()))
+        images = ImageSettings(**run.images.limits())
+        prepare_images(self.processor, images, Tiling(**run.images.tiling()))
         self.pad_token_id = get_pad_token_id(self.processor)
         mixture = mixture_of(run, parts["dataset"])
         part = functools.partial(parts["dataset"].bound, **mixture)
@@ -183,7 +173,7 @@ class Data:
             "pad_token_id": self.pad_token_id,
             "max_token_num": run.max_token_num,
             "num_stages": run.num_stages,
-            **padding_argument(collate.part, run.pad_to_multiple_of),
+            **padding_argument(collate.part, run.rows.pad_to_multiple_of),
             **(handed_to("collate_fn", run) if collate.facts["gives_prompts"] else {}),
             **collate.kwargs,
         }
@@ -239,9 +229,8 @@ def check_groups(arguments: TrainArguments, *datasets: Dataset | None) -> None:
         if size == 1 and parts["collate_fn"].facts["needs_groups"]:
             raise UserError(
                 f"--collate-fn {parts['collate_fn'].key} came with --dataset "
-                f"{parts['dataset'].key}, which has no groups. A dataset with group_size was "
-                "expected, because the samples of a group are compared: use --dataset groups, a "
-                "dataset of your own with groups (docs/add_a_part.md), or --collate-fn sft."
+                f"{parts['dataset'].key}, which has no groups. Use --dataset groups, a dataset of "
+                "your own with groups (docs/add_a_part.md), or --collate-fn sft."
             )
 
 
@@ -253,10 +242,10 @@ def check_data(arguments: TrainArguments) -> Data:
     check_scores(arguments)
     data = Data(arguments)
     check_tokens_taken(arguments, data.train)
-    if run.last_rows == "pad" and (is_stream(data.train) or has_sampler(data.train)):
+    if run.rows.last == "pad" and (is_stream(data.train) or has_sampler(data.train)):
         raise UserError(
-            f"--last-rows pad has no effect on --dataset {arguments.parts['dataset'].key}, whose "
-            "rows are a stream or are drawn by types. Drop --last-rows; types are filled up with "
+            f"--rows.last pad has no effect on --dataset {arguments.parts['dataset'].key}, whose "
+            "rows are a stream or are drawn by types. Drop --rows.last; types are filled up with "
             "--drop-mode first_ends_fill or last_ends_fill."
         )
     config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
@@ -293,8 +282,8 @@ def settle_steps(plan: RunPlan, data: Data) -> RunPlan:
         told.append(f"an epoch is {epoch:,} steps")
         if run.num_train_epochs is not None:
             # 0.1 x 30 is a little more than 3; answers that some steps share are used up
-            turns = math.ceil(round(run.num_train_epochs * epoch / run.inner_steps, 6))
-            found["total_steps"] = turns * run.inner_steps
+            turns = math.ceil(round(run.num_train_epochs * epoch / run.rollouts.inner_steps, 6))
+            found["total_steps"] = turns * run.rollouts.inner_steps
             one = "epoch" if run.num_train_epochs == 1 else "epochs"
             told.append(f"{run.num_train_epochs:g} {one} = {found['total_steps']:,} steps")
     if run.warmup_ratio is not None:
@@ -336,15 +325,13 @@ def check_scores(arguments: TrainArguments) -> None:
     if loss.facts["predicts_tokens"]:
         if model.facts["gives_scores"]:
             raise UserError(
-                f"--loss-fn {loss.key} came with --train-model {model.key}, which gives a score "
-                "for each token and no logits. A loss over scores was expected: use --collate-fn "
-                "rm with --loss-fn rm, or --train-model causal_lm."
+                f"--loss-fn {loss.key} came with --train-model {model.key}, which gives "
+                "scores and no logits. Use --loss-fn rm, or --train-model causal_lm."
             )
     elif arguments.run.save_best == "token_accuracy":
         raise UserError(
             f"--save-best token_accuracy came with --loss-fn {loss.key}, which predicts no tokens. "
-            "Another figure was expected, because there is no such accuracy: use --save-best "
-            "loss or reward_accuracy."
+            "Use --save-best loss or reward_accuracy."
         )
 
 
@@ -479,8 +466,8 @@ def make_loader(
         position=position,
         shuffle=not is_evaluation,
         eval=is_evaluation,
-        pads=run.last_rows == "pad",
-        order=run.micro_batch_order,
+        pads=run.rows.last == "pad",
+        order=run.rows.order,
         packing=run.max_token_num if run.packing and not is_evaluation else None,
         legal_counts=schedule.legal_micro_batches,
         agree=largest_of_replicas(run, context) if run.packing and not is_evaluation else None,

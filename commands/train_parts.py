@@ -82,7 +82,7 @@ def stage_builder(arguments: TrainArguments, *, images: Any = None) -> StageBuil
         partition=run.partition if isinstance(run.partition, list) else None,
         trust_remote_code=run.trust_remote_code,
         options=options,
-        images=images if Tiling(**run.tiling()).is_given else None,
+        images=images if Tiling(**run.images.tiling()).is_given else None,
     )
 
 
@@ -195,7 +195,7 @@ def check_parts(arguments: TrainArguments, data: Data) -> None:
 
 def taken_option(run: RunConfig, point: ResumePoint | None) -> dict[str, Any]:
     """The checkpoint that knows what PiSSA took out of the weights, of a run that goes on."""
-    if point is None or point.base is None or not run.lora_init.startswith(PISSA):
+    if point is None or point.base is None or not run.lora.init.startswith(PISSA):
         return {}
     return {"lora_taken_from": str(point.folder)}
 

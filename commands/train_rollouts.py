@@ -69,7 +69,7 @@ def make_prompts(
         position=position,
         shuffle=not is_evaluation,
         eval=is_evaluation,
-        pads=run.last_rows == "pad",
+        pads=run.rows.last == "pad",
         order="given",
         maker=PromptMaker,
     )
@@ -93,11 +93,11 @@ def make_rollouts(
         context,
         data.train,
         is_evaluation=False,
-        start_step=start_step // run.inner_steps,
+        start_step=start_step // run.rollouts.inner_steps,
         position=point.state.facts.get("position") if point else None,
     )
     samples = None
-    if context.is_main and run.keep_samples:
+    if context.is_main and run.rollouts.keep_samples:
         samples = SampleFile(Path(run.output_dir).absolute(), start_step=start_step)
     return Rollouts(
         _make_answers(run, data, context, runner),
@@ -123,20 +123,20 @@ def weigh_answers(run: RunConfig, num_ranks: int, row_tokens: int) -> Callable[[
     Args:
         row_tokens: of the longest row, with a stand-in for the longest answer.
     """
-    answer_tokens = min(run.max_completion_length, row_tokens - 1)
+    answer_tokens = min(run.rollouts.max_completion_length, row_tokens - 1)
     step = AnswerLoad(
-        num_prompts=run.batch_size * run.accumulate_steps // run.group_size,
-        copies=run.group_size,
-        lot_size=run.prompts_together,
+        num_prompts=run.batch_size * run.accumulate_steps // run.rollouts.group_size,
+        copies=run.rollouts.group_size,
+        lot_size=run.rollouts.prompts_together,
         lots_at_once=num_ranks,
         prompt_tokens=row_tokens - answer_tokens,
         answer_tokens=answer_tokens,
     )
     held_out = dataclasses.replace(
         step,
-        num_prompts=max(1, run.batch_size // run.group_size),
+        num_prompts=max(1, run.batch_size // run.rollouts.group_size),
         copies=1,
-        lot_size=run.prompts_together * run.group_size,
+        lot_size=run.rollouts.prompts_together * run.rollouts.group_size,
     )
     loads = [step, held_out] if run.eval_samples else [step]
     return functools.partial(answer_cost, loads=loads)
@@ -145,12 +145,12 @@ def weigh_answers(run: RunConfig, num_ranks: int, row_tokens: int) -> Callable[[
 def make_rewards(arguments: TrainArguments) -> Rewards:
     """The reward parts with their weights."""
     run, chosen = arguments.run, arguments.parts["reward"].part
-    weights = run.reward_weights or [1.0] * len(chosen)
+    weights = run.rollouts.reward_weights or [1.0] * len(chosen)
     parts = [
         Reward(one.key, one.bound, weight, **one.facts)
         for one, weight in zip(chosen, weights, strict=True)
     ]
-    return Rewards(parts, timeout=run.reward_timeout)
+    return Rewards(parts, timeout=run.rollouts.reward_timeout)
 
 
 def check_rewards(arguments: TrainArguments, data: Data) -> None:
@@ -169,7 +169,8 @@ def check_rewards(arguments: TrainArguments, data: Data) -> None:
     )
     say(
         f"the first {count} prompts have at most {max(map(len, prompts))} tokens; with "
-        f"--max-completion-length {run.max_completion_length} a row may have --max-token-num "
+        f"--rollouts.max_completion_length {run.rollouts.max_completion_length} a row may have "
+        "--max-token-num "
         f"{run.max_token_num}\n" + "\n".join(told)
     )
 
@@ -178,22 +179,22 @@ def rollout_options(run: RunConfig) -> RolloutOptions:
     """The options of the run, as the engine calls them."""
     return RolloutOptions(
         seed=run.seed,
-        group_size=run.group_size,
-        inner_steps=run.inner_steps,
-        advantage=run.advantage,
-        temperature=run.sampling_temperature,
-        max_completion_length=run.max_completion_length,
-        stop=tuple(run.stop_strings or ()),
-        kl_beta=run.kl_beta,
+        group_size=run.rollouts.group_size,
+        inner_steps=run.rollouts.inner_steps,
+        advantage=run.rollouts.advantage,
+        temperature=run.rollouts.sampling_temperature,
+        max_completion_length=run.rollouts.max_completion_length,
+        stop=tuple(run.rollouts.stop_strings or ()),
+        kl_beta=run.rollouts.kl_beta,
         reference=run.reference,
-        masks_cut=run.mask_truncated_completions,
-        drops_equal=run.drop_equal_groups,
-        prompts_together=run.prompts_together,
-        is_ahead=run.rollouts_ahead > 0,
+        masks_cut=run.rollouts.mask_truncated_completions,
+        drops_equal=run.rollouts.drop_equal_groups,
+        prompts_together=run.rollouts.prompts_together,
+        is_ahead=run.rollouts.ahead > 0,
         micro_batch_size=run.micro_batch_size,
-        is_sorted=run.micro_batch_order == "sorted",
+        is_sorted=run.rows.order == "sorted",
         row_capacity=run.max_token_num if run.packing else None,
-        keep_samples=run.keep_samples,
+        keep_samples=run.rollouts.keep_samples,
     )
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from commands import say
 from commands.train_data import READ_ANEW, START, Data, make_loader, read_anew, start_weights
 from commands.train_parts import bind_loss, make_learning_rate, make_loss, make_optimizer
+from options.command_line import with_new_names
 from options.fields import absolute, option_fields, spelled
 from options.memory import check_streaming
 from options.train import RunConfig, on_resume
@@ -91,7 +92,7 @@ def open_run_folder(
     point = find_resume_point(run.resume, folder / "checkpoints", ranks=ranks, say=say)
     if point is None:
         return None
-    saved = point.state.facts["settings"]
+    saved = with_new_names(point.state.facts["settings"])
     is_longer, why = rates_stay(arguments, saved, point.step)
     free = {"free", "length"} if is_longer else {"free"}
     now = settings(arguments, data)
@@ -306,9 +307,9 @@ class TrainingRun:
             timeline=self.timeline,
             replicas=replicas,
             skips=Skips(
-                max_in_a_row=run.max_skipped_steps,
-                spike_sigma=run.spike_sigma,
-                spike_action=run.spike_action,
+                max_in_a_row=run.bad_steps.max_skipped,
+                spike_sigma=run.bad_steps.spike_sigma,
+                spike_action=run.bad_steps.spike_action,
             ),
             make_weights=getattr(runner, "make_weights", MasterWeights),
         )
@@ -367,7 +368,7 @@ class TrainingRun:
         )
         facts: Mapping[str, Any] = point.state.facts if point else {}
         is_known = facts.get("held_out", self.held_out_rows) == self.held_out_rows
-        if not is_known and (run.early_stop or run.save_best != "none"):
+        if not is_known and (run.early_stop.patience or run.save_best != "none"):
             self.report.say("other held-out rows than before: the best figure is looked for anew")
         self.best = BestCheckpoint(
             self.checkpoints,
@@ -376,7 +377,7 @@ class TrainingRun:
             start_step=self.start_step if is_known else 0,
         )
         self.early_stop = EarlyStop(
-            run.early_stop, metric=run.early_stop_metric, delta=run.early_stop_delta
+            run.early_stop.patience, metric=run.early_stop.metric, delta=run.early_stop.delta
         )
         if point is not None and is_known:  # it may be of a run in another folder
             earlier = self.report.evaluations(point.folder.parent.parent)
@@ -449,7 +450,7 @@ class TrainingRun:
         )
         if kept:
             self.report.say(kept)
-        if self.options.early_stop:
+        if self.options.early_stop.patience:
             self.early_stop.see(step, figure_of(result, self.early_stop.metric))
             if self.early_stop.is_over:
                 self.report.say(str(self.early_stop))
@@ -510,10 +511,10 @@ def make_streaming_runner(
 ) -> StreamingRunner:
     """The runner over the stages; says what they take."""
     run = arguments.run
-    lanes = make_lanes(context.devices, budget=run.streaming_budget)
+    lanes = make_lanes(context.devices, budget=run.streaming.budget)
     plan = None
-    if run.streaming_stages:
-        plan = even_plan(len(models), min(run.streaming_stages, len(models)))
+    if run.streaming.stages:
+        plan = even_plan(len(models), min(run.streaming.stages, len(models)))
     runner = StreamingRunner(
         models,
         lanes=lanes,
@@ -545,7 +546,7 @@ def _check_budget(runner: StreamingRunner, num_micro_batches: int) -> None:
         runner.check_plan(num_micro_batches)
     except ValueError as error:
         raise UserError(
-            f"the budget of a device (--streaming-budget) is too small: {error}. Raise it, or "
+            f"the budget of a device (--streaming.budget) is too small: {error}. Raise it, or "
             "cut the model into more stages (--num-stages), a large tower into some of its own "
             "(--vision-stages)."
         ) from None

@@ -29,12 +29,12 @@ def add_tokens(arguments: TrainArguments, processor: Any, path: str) -> NewToken
     """Adds the run's new tokens to its processor, which came from `path`.
 
     Returns:
-        Them and, with --resize-vocab, all tokens that the weights have no row for, or one that
+        Them and, with --vocab.resize, all tokens that the weights have no row for, or one that
         their own tokenizer has no token for.
     """
     run = arguments.run
     is_other = run.model_path is not None and Path(run.model_path) != Path(path)
-    if not (run.new_tokens or run.resize_vocab or is_other):
+    if not (run.vocab.new_tokens or run.vocab.resize or is_other):
         return None
     config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
     num_rows = num_rows_of(run, config)
@@ -42,21 +42,21 @@ def add_tokens(arguments: TrainArguments, processor: Any, path: str) -> NewToken
         run.model_path if is_other else None, trust_remote_code=run.trust_remote_code
     )
     tokens = None
-    if run.new_tokens:
-        # tokens that others forgot to make room for have no start, unless --resize-vocab gives one
-        if num_rows is not None and not run.resize_vocab:
+    if run.vocab.new_tokens:
+        # tokens that others forgot to make room for have no start, unless --vocab.resize gives one
+        if num_rows is not None and not run.vocab.resize:
             check_vocabulary(processor, num_rows)
-        tokens = add_new_tokens(processor, run.new_tokens, weights_processor=other)
+        tokens = add_new_tokens(processor, run.vocab.new_tokens, weights_processor=other)
     if num_rows is None:
         return tokens
     more = with_rowless(processor, tokens, num_rows, weights_processor=other)
-    if run.resize_vocab or more is None or not more.rowless:
+    if run.vocab.resize or more is None or not more.rowless:
         return more
     if max(more.rowless) < num_rows:  # else `check_vocabulary` refuses them
         say(
             f"{len(more.rowless)} tokens of {path} are not in the tokenizer of {run.model_path}: "
-            "their rows start as they are there, and LoRA and --frozen-llm leave them so. "
-            "--resize-vocab starts these rows near the mean and trains them."
+            "their rows start as they are there, and LoRA and --parts.llm.frozen leave them so. "
+            "--vocab.resize starts these rows near the mean and trains them."
         )
     return tokens
 
@@ -83,14 +83,14 @@ def check_tied_head(run: RunConfig, config: PretrainedConfig) -> None:
     if not getattr(config, "tie_word_embeddings", False):
         return
     why = "the head shares the weight of the embedding, which is of the language model"
-    if run.lm_head_learning_rate is not None:
+    if run.parts.lm_head.lr is not None:
         raise UserError(
-            f"--lm-head-learning-rate {run.lm_head_learning_rate:g} came, and {why}; a head of its "
-            "own was expected: one weight has one rate. Use --llm-learning-rate."
+            f"--parts.lm_head.lr {run.parts.lm_head.lr:g} came, and {why}; a head of its "
+            "own was expected: one weight has one rate. Use --parts.llm.lr."
         )
-    trains = not (run.frozen_llm or run.llm_lora_num or run.train_new_tokens)
-    if run.frozen_lm_head and trains:
-        say(f"--frozen-lm-head freezes nothing: {why}. --frozen-llm does.")
+    trains = not (run.parts.llm.frozen or run.llm_lora_num or run.vocab.train_new)
+    if run.parts.lm_head.frozen and trains:
+        say(f"--parts.lm_head.frozen freezes nothing: {why}. --parts.llm.frozen does.")
 
 
 def rows_option(
@@ -108,9 +108,9 @@ def rows_option(
         new_tokens.ids,
         new_tokens.pieces,
         fresh,
-        train_alone=run.train_new_tokens,
+        train_alone=run.vocab.train_new,
         noisy=new_tokens.rowless,
         seed=run.seed,
-        multiple=run.vocab_multiple if run.resize_vocab else 1,
+        multiple=run.vocab.multiple if run.vocab.resize else 1,
     )
     return {"new_rows": rows}

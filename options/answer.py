@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from options.data import FewshotOptions, ImageOptions, ReportOptions
-from options.fields import OptionError, option, side_option, spelled
+from options.fields import OptionError, mapping, option, side_option, spelled
 from options.train import DEVICE_HELP, DTYPE_HELP, DeviceKind, SharedOptions, precision_of
 
 # options that several commands have
@@ -73,9 +73,7 @@ class DecodeOptions:
         at_least=1,
     )
     max_length: int | None = option(
-        None,
-        "longest prompt with its answer, in tokens; default: the model's positions",
-        at_least=2,
+        None, "tokens of the longest prompt with its answer; default: the model's", at_least=2
     )
     cache_gib: float | None = side_option(
         None,
@@ -131,19 +129,26 @@ def check_engine(run: EngineOptions) -> None:
         engines = SHARED.get(item.name, ("pipeline",))
         if value != item.default and run.engine not in engines:
             raise OptionError(
-                f"{spelled(item.name)} {value} came with --engine {run.engine}. It was expected "
-                f"with --engine {' or '.join(engines)}, because no other has a use for it: leave "
-                "it out, or choose that engine (--num-devices spreads a model without a pipeline)."
+                f"{spelled(item.name)} {value} came with --engine {run.engine}. Choose "
+                f"--engine {' or '.join(engines)}, or leave it out (--num-devices spreads a model "
+                "without a pipeline)."
             )
     if (run.num_replicas or 1) > 1 and run.engine not in WITH_REPLICAS:
         raise OptionError(
-            f"--num-replicas {run.num_replicas} came with --engine {run.engine}. It was expected "
-            f"with {' or '.join(WITH_REPLICAS)}, because {run.engine} has many requests on their "
-            "way by itself: leave it out."
+            f"--num-replicas {run.num_replicas} came with --engine {run.engine}. Leave "
+            f"it out: {run.engine} has many requests on their way by itself."
         )
 
 
 _UNITS = {"": 1024**3, "g": 1024**3, "gib": 1024**3, "gb": 10**9, "mib": 1024**2, "mb": 10**6}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSize:
+    """A row, for --plan and the cut"""
+
+    length: int = side_option(2048, "tokens of the longest prompt with its answer", at_least=2)
+    images: int = side_option(1, "images of it (tiles count each)", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,12 +171,7 @@ class PlacementOptions:
         "free memory of each device, 24GiB,48GiB, or of all of them, 24GiB; default: they are "
         "asked. With --plan they need not exist",
     )
-    plan_length: int = side_option(
-        2048, "tokens of the longest prompt with its answer, for --plan and the cut", at_least=2
-    )
-    plan_images: int = side_option(
-        1, "images of a row (tiles count each) for --plan and the cut", at_least=0
-    )
+    plan_for: RowSize = mapping(RowSize)
 
 
 def device_memory(run: Any) -> tuple[int, ...] | None:
@@ -183,8 +183,7 @@ def device_memory(run: Any) -> tuple[int, ...] | None:
     if len(sizes) not in (1, count):
         raise OptionError(
             f"--device-memory {','.join(run.device_memory)} names {len(sizes)} devices, and "
-            f"--num-devices {count} came. One size for all or one for each was expected, because "
-            "layers are dealt out by them: change one of the two."
+            f"--num-devices {count} came. Give one size for all, or one for each."
         )
     return sizes if len(sizes) == count else sizes * count
 
@@ -194,8 +193,7 @@ def _bytes(text: str) -> int:
     unit = _UNITS.get(match[2]) if match else None
     if match is None or unit is None or float(match[1]) <= 0:
         raise OptionError(
-            f"--device-memory {text} cannot be read. A size such as 24GiB, 80GB or 24 (GiB) was "
-            "expected, because layers are dealt out by it: write a number above 0 and its unit."
+            f"--device-memory {text} cannot be read. Write a size such as 24GiB, 80GB or 24 (GiB)."
         )
     return int(float(match[1]) * unit)
 
@@ -213,12 +211,7 @@ class ModelOptions:
     )
     adapter_path: list[str] | None = _adapter_paths()
     device: DeviceKind = option("auto", DEVICE_HELP, to="builder")
-    bf16: bool = option(
-        False,
-        "compute in bfloat16",
-        is_common=True,
-        excludes={"--fp16": "a run computes in one type (bf16 needs no loss scaling)"},
-    )
+    bf16: bool = option(False, "compute in bfloat16", is_common=True, excludes=("--fp16",))
     fp16: bool = option(False, "compute in float16")
     dtype: Literal["auto"] | None = option(None, DTYPE_HELP)
     trust_remote_code: bool = option(
@@ -232,8 +225,7 @@ def check_has_model(config: ModelOptions) -> None:
     """Refuses options that name no model."""
     if config.model_path is None:
         raise OptionError(
-            "--model-path is missing. A folder with config.json and weights, or an adapter folder, "
-            "was expected, because it is what answers: give the checkpoint of a run, such as "
+            "--model-path is missing. Give the checkpoint of a run, such as "
             "runs/digits/checkpoints/step-00000400."
         )
 
@@ -315,8 +307,8 @@ def check_prompts(run: InferConfig, *, has_dataset: bool) -> None:
     given = [option for option, value in asked.items() if value]
     if len(given) != 1:
         raise OptionError(
-            f"{' and '.join(given) or 'nothing to ask'} came. One of --prompts FILE, --text '...' "
-            "and --dataset KEY was expected, because each says what is asked: give one of them."
+            f"{' and '.join(given) or 'nothing to ask'} came. Give one of --prompts FILE, --text "
+            "'...' and --dataset KEY."
         )
 
 
@@ -328,12 +320,10 @@ class ChatServerOptions:
         None,
         "address of a server with OpenAI's API, such as http://127.0.0.1:8000",
         is_common=True,
-        excludes={"--model-path": "a model answers either there or here"},
+        excludes=("--model-path",),
     )
     server_model: str | None = option(
-        None,
-        "the model's name there; default: the first that the server names",
-        needs={"--server URL": "the name belongs to a model of a server"},
+        None, "the model's name there; default: the first that it names", needs=("--server URL",)
     )
     api_key_env: str = option(
         "OPENAI_API_KEY", "environment variable that holds the key, if the server wants one"
@@ -365,29 +355,15 @@ class ChatConfig(ChatSettings, ChatServerOptions, PlacementOptions, ModelOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskOptions:
-    """Tasks of lm_eval"""
+class HarnessSettings:
+    """What lm_eval gets as it is"""
 
-    tasks: str | None = option(
-        None, "names of tasks, groups or tags, between commas", is_common=True
-    )
     include_path: str | None = option(
         None,
         "folder with tasks of your own (YAML), which come before those of lm_eval",
         is_path=True,
     )
-    num_fewshot: int | None = option(
-        None, "examples before each question; default: as the task says", at_least=0, is_common=True
-    )
-    limit: float | None = option(
-        None,
-        "only so many questions of each task; below 1: such a share of them",
-        at_least=0,
-        is_common=True,
-    )
-    apply_chat_template: bool = option(
-        False, "ask in the chat template of the model", is_common=True
-    )
+    apply_chat_template: bool = option(False, "ask in the chat template of the model")
     system_instruction: str | None = option(None, "what the model is told first")
     fewshot_as_multiturn: bool = option(
         True, "with the chat template: examples as earlier turns, not as one text"
@@ -399,13 +375,30 @@ class TaskOptions:
         None, "begin each text with that token; default: as the tokenizer does"
     )
     confirm_run_unsafe_code: bool = option(False, "run tasks that execute what the model wrote")
+    log_samples: bool = option(
+        False, "write each question with its answer there as well", needs=("--output-path FOLDER",)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions:
+    """Tasks of lm_eval"""
+
+    tasks: str | None = option(
+        None, "names of tasks, groups or tags, between commas", is_common=True
+    )
+    num_fewshot: int | None = option(
+        None, "examples before each question; default: as the task says", at_least=0, is_common=True
+    )
+    limit: float | None = option(
+        None,
+        "only so many questions of each task; below 1: such a share of them",
+        at_least=0,
+        is_common=True,
+    )
+    lm_eval: HarnessSettings = mapping(HarnessSettings)
     output_path: str | None = option(
         None, "folder of results_DATE.json, as lm_eval writes it", is_output=True, is_common=True
-    )
-    log_samples: bool = option(
-        False,
-        "write each question with its answer there as well",
-        needs={"--output-path FOLDER": "the samples are written there"},
     )
 
 
@@ -423,8 +416,8 @@ def check_tasks(run: LmEvalConfig) -> None:
     """Refuses options that name no model or no task."""
     if not task_names(run):
         raise OptionError(
-            "--tasks is missing. Names between commas were expected, such as --tasks arc_easy,"
-            "hellaswag, because they say what is asked: `lm_eval ls tasks` lists them."
+            "--tasks is missing. Give names, --tasks arc_easy,hellaswag; `lm_eval ls tasks` lists "
+            "them."
         )
 
 

@@ -4,6 +4,7 @@ Knows how options are spelled, not which options there are: that is parse_args.p
 """
 
 import difflib
+import functools
 import json
 import re
 import sys
@@ -162,8 +163,8 @@ def read_words(words: Sequence[str]) -> list[Given]:
             given[-1].values.append(word)
         else:
             raise OptionError(
-                f"{shortened(word)!r} belongs to no option. Options were expected, --name value, "
-                f"because every value of a run has a name. Put the name before it, or see --help."
+                f"{shortened(word)!r} belongs to no option. Put the name before it, --name "
+                f"value, or see --help."
             )
     return given
 
@@ -181,17 +182,15 @@ def read_config(path: str | Path) -> list[Given]:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
             raise OptionError(
-                f"--config {path} has {size} bytes. At most {MAX_FILE_BYTES} were expected, "
-                f"because it holds options and no data. {HOW}"
+                f"--config {path} has {size} bytes. At most {MAX_FILE_BYTES} are read. {HOW}"
             )
         text = path.read_text(encoding="utf-8")
         is_json = path.suffix == ".json"
         content, lines = (read_json_options(text), {}) if is_json else read_options(text)
     except OSError as error:
         raise OptionError(
-            f"--config {path} can't be read: {error.strerror}. A YAML file with options was "
-            f"expected, such as the config.yaml of a run folder. Check the path; it is relative to "
-            f"the directory you are in ({Path.cwd()})."
+            f"--config {path} can't be read: {error.strerror}. Check the path; it is relative "
+            f"to the directory you are in ({Path.cwd()})."
         ) from error
     except (yaml.YAMLError, ValueError) as error:
         if isinstance(error, OptionError):
@@ -201,10 +200,7 @@ def read_config(path: str | Path) -> list[Given]:
             f"--config {path} is not plain {kind}, so no option can be read: {error}\n  {HOW}"
         ) from error
     if content is not None and not isinstance(content, dict):
-        raise OptionError(
-            f"--config {path} holds a {type(content).__name__}. A mapping of options to values was "
-            f"expected, because each value needs its option's name. {HOW}"
-        )
+        raise OptionError(f"--config {path} holds a {type(content).__name__}. {HOW}")
     return _given_once(content or {}, lines, path)
 
 
@@ -217,8 +213,7 @@ def _given_once(content: dict[Any, Any], lines: Mapping[str, int], path: Path) -
         check_value(value, spelled(name), place)
         if name in found:
             raise OptionError(
-                f"{spelled(name)} came twice, in {found[name].origin} and {place}. It was expected "
-                "once, because nobody could see which of the two counts: take one out."
+                f"{spelled(name)} came twice, in {found[name].origin} and {place}. Take one out."
             )
         if name == "config":
             raise OptionError(
@@ -247,6 +242,42 @@ def by_name(given: Iterable[Given]) -> dict[str, Given]:
     return {item.name: item for item in given}
 
 
+def unfolded(given: Sequence[Given], names: Iterable[str]) -> list[Given]:
+    """The options with those of a mapping, `lora: {rank: 8}`, by their own names, `lora.rank`.
+
+    Args:
+        names: every option of the command.
+
+    Raises:
+        OptionError: a mapping has another value.
+    """
+    heads = {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
+    found: list[Given] = []
+    for item in given:
+        if item.name not in heads:
+            found.append(item)
+            continue
+        content = item.content
+        if item.origin == COMMAND_LINE and len(item.values) == 1:
+            try:
+                content = read_options(item.values[0])[0]
+            except yaml.YAMLError:
+                content = None
+        if not isinstance(content, dict):
+            keys = dict.fromkeys(name.removeprefix(f"{item.name}.").partition(".")[0]
+                                 for name in names if name.startswith(f"{item.name}."))  # fmt: skip
+            raise OptionError(
+                f"{item} is not a mapping of {', '.join(keys)}. Give one of them with its value: "
+                f"{spelled(item.name)}.{next(iter(keys))} VALUE."
+            )
+        inner = [
+            Given(f"{item.name}.{_plain_name(str(key))}", _as_words(value, ""), item.origin, value)
+            for key, value in content.items()
+        ]
+        found += unfolded(inner, names)
+    return found
+
+
 def drop_rivals(options: dict[str, Given], rivals: Mapping[str, str]) -> None:
     """Of two options of which one follows from the other, takes the one out that was not typed.
 
@@ -260,10 +291,7 @@ def drop_rivals(options: dict[str, Given], rivals: Mapping[str, str]) -> None:
         items = [options[name] for name in pair if name in options]
         typed = [item for item in items if item.origin == COMMAND_LINE]
         if len(typed) == 2:
-            raise OptionError(
-                f"{items[0]} and {items[1]} were both given. One of them was expected, because "
-                f"{spelled(pair[1])} follows from {spelled(pair[0])}. Leave one out."
-            )
+            raise OptionError(f"{items[0]} and {items[1]} were both given. Leave one out.")
         for item in items if typed else []:
             if item not in typed:
                 del options[item.name]
@@ -294,8 +322,8 @@ def _texts(item: Given) -> list[str]:
         return [str(text) for text in content if text is not None]
     if len(item.values) != 1:
         raise OptionError(
-            f"{item} has {len(item.values)} words. One text was expected, because each "
-            f"{spelled(item.name)} is one: put it in quotes, and repeat the option for more."
+            f"{item} has {len(item.values)} words. Put it in quotes, and repeat the option for "
+            "more."
         )
     return item.values
 
@@ -314,11 +342,24 @@ def convert(
 ) -> Namespace:
     """Text -> typed values; every error names the option, its value and the type."""
     hints = option_types(parser)
-    if gone := [name for name in settings if name in _GONE and name not in hints]:
-        raise OptionError(
-            f"{', '.join(str(settings[name]) for name in gone)}: there is no such option any more. "
-            f"{' '.join(dict.fromkeys(_GONE[name] for name in gone))}"
-        )
+    typed_as = {
+        action.dest: action.option_strings[-1]
+        for action in parser._actions
+        if action.option_strings
+    }
+    if old := [name for name in settings if name not in hints]:
+        known, moved = {*hints, *also_known}, old_names("moved")
+        told = {name: why for name, why in old_names("gone").items() if name in old}
+        told |= {
+            name: f"{spelled(name)} is {spelled(moved[name])} now."
+            for name in old
+            if moved.get(name) in known
+        }
+        if told:
+            raise OptionError(
+                f"{', '.join(str(settings[name]) for name in told)}: there is no such option any "
+                f"more. {' '.join(dict.fromkeys(told.values()))}"
+            )
     words = []
     for name, item in settings.items():
         if name not in hints:
@@ -328,16 +369,11 @@ def convert(
             r"((?!str|Any).)*(int|float).*", str(hints[name])
         ):
             raise OptionError(_explain(f'Parser key "{name}"', settings, hints))  # YAML: 1:30 is 90
-        words.append(f"--{_dashed(name)}={word}")
+        words.append(f"{typed_as[name]}={word}")
     try:
         return parser.parse_args(words)
     except ArgumentError as error:
         raise OptionError(_explain(str(error), settings, hints)) from error
-
-
-def _dashed(name: str) -> str:
-    # part options keep the underscores of the signature; see add_part_options
-    return name if "." in name else name.replace("_", "-")
 
 
 def _one_word(item: Given, hint: Any) -> str:
@@ -376,36 +412,25 @@ def needs_value(item: Given, wanted: str) -> str:
     )
 
 
-# of older scripts and of Llama-X; what Hugging Face's Trainer has is in the table below, too
-_OLD_NAMES = {
-    "accumulation_steps": "accumulate-steps",
-    "data_path": "dataset-path",
-    "epochs": "num-train-epochs",
-    "evaluation_strategy": "eval-steps",
-    "grad_clip": "max-grad-norm",
-    "max_length": "max-token-num",
-    "max_seq_len": "max-token-num",
-    "max_seq_length": "max-token-num",
-    "model_max_length": "max-token-num",
-    "tokenizer_name": "processor-path",
-    "torch_dtype": "dtype",
-    "use_lora": "llm-lora-num",
-}
-_LOADED = (
-    "Loader workers prepare rows and images while a step is computed: train with --num-workers 1."
-)
-_RESTARTED = "scripts/train_elastic.sh starts a run again on the cards that are left."
-# options of the release before this one, and what to do instead
-_GONE = {
-    "elastic": _RESTARTED,
-    "lost_after": "A lost machine is noticed by its closed connections, or after --hang-timeout.",
-    "max_restarts": _RESTARTED,
-    "image_cache": _LOADED,
-    "image_cache_gib": _LOADED,
-    "token_cache": _LOADED,
-    "token_cache_workers": _LOADED,
-    "pieces": "Documents are cut greedily, into the fewest and longest segments: leave it out.",
-}
+@functools.cache
+def old_names(section: str) -> dict[str, str]:
+    """A section of old_names.yaml: moved, gone, gone_from_export or elsewhere."""
+    path = Path(__file__).with_name("old_names.yaml")
+    rows = yaml.safe_load(path.read_text(encoding="utf-8"))[section]
+    return {name: told for names, told in rows.items() for name in names.split()}
+
+
+def with_new_names(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved options of a run of the release before this one, by their names now."""
+    moved, gone = old_names("moved"), old_names("gone")
+    plain = {_plain_name(name): value for name, value in saved.items()}
+    return {
+        spelled(moved[name])[2:] if name in moved else given: value
+        for given, (name, value) in zip(saved, plain.items(), strict=True)
+        if name not in gone
+    }
+
+
 _TABLE = Path(__file__).with_name("llamafactory_keys.yaml")
 
 
@@ -414,7 +439,7 @@ def _new_name(name: str, known: Sequence[str]) -> str:
     groups = yaml.safe_load(_TABLE.read_text(encoding="utf-8"))
     rows = {key: row for group in groups.values() for keys, row in group.items()
             for key in str(keys).split()}  # fmt: skip
-    row = rows.get(name) or {"to": _OLD_NAMES.get(name, "")}
+    row = rows.get(name) or {"to": old_names("elsewhere").get(name, "")}
     found = str(row.get("to") or "").split(", ")
     if found[0] and found[0].partition(".")[0].replace("-", "_") in known:
         note = f" ({row['note']})" if row.get("note") else ""

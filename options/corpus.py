@@ -294,9 +294,8 @@ def check_needed(run: Any) -> None:
     ]
     if missing:
         raise OptionError(
-            f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing. A value was "
-            "expected, because there is nothing to take in its place: give it on the command line "
-            "or in --config; --help says what it means."
+            f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing. Give it on "
+            "the command line or in --config; --help says what it means."
         )
 
 
@@ -308,9 +307,8 @@ def with_run(words: list[str]) -> list[str]:
     path = run_folder(given.values[0]) / "config.yaml"
     if not path.is_file():
         raise OptionError(
-            f"{given}: {path} is not there. The folder of a run was expected, or one checkpoint "
-            "in it, because its options say which rows were drawn: correct the path, or give the "
-            "options themselves."
+            f"{given}: {path} is not there. Correct the path of the run, or give its options "
+            "themselves."
         )
     return [*run_words(path), *words]
 

@@ -3,11 +3,13 @@
 Knows no option by name: those are in train.py and its neighbours.
 """
 
+import copy
 import dataclasses
 import functools
 import math
+import operator
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
@@ -43,11 +45,12 @@ def option(
     is_common: bool = False,
     is_needed: bool = False,
     is_saved: bool = True,
-    needs: Mapping[str, str] = {},
-    excludes: Mapping[str, str] = {},
+    needs: Sequence[str] = (),
+    excludes: Sequence[str] = (),
     instead_of: str = "",
     not_streamed: str = "",
     to: str = "",
+    argument: str = "",
     resume: Literal["course", "steps", "length", "free"] = "course",
     shapes_answers: bool = True,
     in_check: bool = True,
@@ -64,15 +67,17 @@ def option(
         is_common: most people need it: `--help` shows it, and not in `--help all` alone.
         is_needed: a value has to be given.
         is_saved: the saved config has it; a repeated run then does the same.
-        needs: other options as they are typed -> why this one is of no use without them; one of
-            several, "--bf16 or --fp16". A lower-case word behind is the value that is meant, as in
+        needs: options, as they are typed, without which this one has no effect; one of several,
+            "--bf16 or --fp16". A lower-case word behind is the value that is meant, as in
             "--quantization nf4"; another one is an example.
-        excludes: other options as they are typed, with a value or any -> why both cannot be given.
+        excludes: options, as they are typed, with a value or any, that cannot be given as well.
         instead_of: the option whose value follows from this one. A typed one of the two holds; in a
             file, where both stand in each saved config, this one.
         not_streamed: why `--engine streaming` cannot follow it.
         to: registers whose parts get it by its name; with a ? behind, only if it is not the
             default, so that parts need not know it.
+        argument: the name that parts get it by, where it is another one; {} stands for the name of
+            the mapping, as in "{}_lora_rank" of `parts.vit.lora_rank`.
         resume: course: it decides what is trained and stays as it is; steps: so it does, but not
             what the start model says of a row; length: the same, and a resumed run may have
             another value where the learning rates of the steps done stay; free: a resumed run may
@@ -92,9 +97,51 @@ free_option = functools.partial(option, resume="free")
 side_option = functools.partial(option, shapes_answers=False)
 
 
+def mapping(kind: Any) -> Any:
+    """A field that holds several settings: `lora: {rank: 8}` in a file, or `--lora.rank 8`.
+
+    Args:
+        kind: the options class of these settings.
+    """
+    return field(default=kind(), metadata={"holds": kind})
+
+
 def option_fields(config: Any) -> dict[str, dataclasses.Field]:
-    """The fields of an options class or of an instance, by name."""
-    return {item.name: item for item in dataclasses.fields(config)}
+    """The fields of an options class or of an instance, by name; `lora.rank` in a mapping."""
+    found = {}
+    for item in dataclasses.fields(config):
+        held = item.metadata.get("holds")
+        if held is None:
+            found[item.name] = item
+            continue
+        for name, inner in option_fields(held).items():
+            inner = found[f"{item.name}.{name}"] = copy.copy(inner)
+            inner.name = f"{item.name}.{name}"
+    return found
+
+
+def value_of(config: Any, name: str) -> Any:
+    """The value of an option, by its name in `option_fields`."""
+    return operator.attrgetter(name)(config)
+
+
+def replaced(config: Any, values: Mapping[str, Any]) -> Any:
+    """The options with other values, by their names in `option_fields`."""
+    own = {name: value for name, value in values.items() if "." not in name}
+    for head in {name.partition(".")[0] for name in values} - own.keys():
+        inner = {
+            name.partition(".")[2]: value
+            for name, value in values.items()
+            if name.startswith(f"{head}.")
+        }
+        own[head] = replaced(getattr(config, head), inner)
+    return dataclasses.replace(config, **own)
+
+
+def argument_name(item: dataclasses.Field) -> str:
+    """The name of the keyword argument that gets an option."""
+    *parents, name = item.name.split(".")
+    return (item.metadata["argument"] or name).format(*parents[-1:])
 
 
 def given_options(config: Any, *, of: type | None = None) -> dict[str, Any]:
@@ -103,7 +150,7 @@ def given_options(config: Any, *, of: type | None = None) -> dict[str, Any]:
     Args:
         of: a class that declares some of them; None: all.
     """
-    found = {name: getattr(config, name) for name in option_fields(of or config)}
+    found = {name: value_of(config, name) for name in option_fields(of or config)}
     fields = option_fields(config)
     return {name: value for name, value in found.items() if value != fields[name].default}
 
@@ -111,11 +158,11 @@ def given_options(config: Any, *, of: type | None = None) -> dict[str, Any]:
 def handed_to(register: str, config: Any) -> dict[str, Any]:
     """The options that a part of a register gets, by name."""
     found = {}
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
+    for name, item in option_fields(config).items():
+        value = value_of(config, name)
         targets = item.metadata["to"].split()
         if register in targets or (f"{register}?" in targets and value != item.default):
-            found[item.name] = value
+            found[argument_name(item)] = value
     return found
 
 
@@ -123,33 +170,29 @@ def check_together(config: Any) -> None:
     """Refuses options without one that they need, and two that exclude each other.
 
     Raises:
-        OptionError: names both, says why, and what to do.
+        OptionError: names both.
     """
     fields = option_fields(config)
     for name, value in given_options(config).items():
         facts = fields[name].metadata
         shown = _shown(name, value)
-        for needed, why in facts["needs"].items():
+        for needed in facts["needs"]:
             choices = needed.split(" or ")
             if not any(_is_given(config, one, exactly=_is_value(one)) for one in choices):
                 told = [one if _is_value(one) else one.split()[0] for one in choices]
-                wanted = "It was" if len(choices) == 1 else "One of them was"
                 raise OptionError(
-                    f"{shown} came without {' or '.join(told)}. {wanted} expected, because {why}. "
-                    f"Add {choices[0]}, or leave {spelled(name)} out."
+                    f"{shown} requires {' or '.join(told)}. Add {choices[0]} or drop "
+                    f"{spelled(name)}."
                 )
-        for other, why in facts["excludes"].items():
+        for other in facts["excludes"]:
             if _is_given(config, other, exactly=" " in other):
-                raise OptionError(
-                    f"{shown} and {other} were both given. One of them was expected, because "
-                    f"{why}. Leave one out."
-                )
+                raise OptionError(f"{shown} and {other} exclude each other. Drop one of them.")
 
 
 def _is_given(config: Any, text: str, *, exactly: bool) -> bool:
     """Whether an option was given, and with the value behind it if it counts exactly."""
     name, _, wanted = text[2:].replace("-", "_").partition(" ")
-    value = getattr(config, name)
+    value = value_of(config, name)
     return str(value) == wanted if exactly else value != option_fields(config)[name].default
 
 
@@ -174,8 +217,14 @@ def option_groups(config_class: type) -> list[tuple[str, list[dataclasses.Field]
     for declaring in filter(dataclasses.is_dataclass, reversed(config_class.__mro__)):
         own = [item.name for item in dataclasses.fields(declaring) if item.name not in seen]
         seen.update(own)
-        if own:
-            groups.append(((declaring.__doc__ or "").strip(), [by_name[name] for name in own]))
+        plain = [by_name[name] for name in own if "holds" not in by_name[name].metadata]
+        if plain:
+            groups.append(((declaring.__doc__ or "").strip(), plain))
+    for name, item in by_name.items():
+        if held := item.metadata.get("holds"):
+            inner = [one for path, one in option_fields(config_class).items()
+                     if path.startswith(f"{name}.")]  # fmt: skip
+            groups.append((f"{(held.__doc__ or '').strip()} (a mapping)", inner))
     return groups
 
 
@@ -222,8 +271,8 @@ def check_limits(config: Any) -> None:
     Raises:
         OptionError: names the option, its value and the limit.
     """
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
+    for name, item in option_fields(config).items():
+        value = value_of(config, name)
         if value is None:
             continue
         paths = value if isinstance(value, list) else [value]
@@ -236,9 +285,8 @@ def check_limits(config: Any) -> None:
         if missing:
             raise OptionError(
                 f"{spelled(item.name)} {missing[0]}: there is no such file or folder. "
-                f"Expected: {item.metadata['help']}. Nothing can be read from it otherwise. Check "
-                f"the path; it is relative to the directory you are in ({Path.cwd()})."
-                f"{_name_hint(item, missing[0])}"
+                f"Expected: {item.metadata['help']}. Check the path; it is relative to "
+                f"the directory you are in ({Path.cwd()}).{_name_hint(item, missing[0])}"
             )
         if isinstance(value, int | float) and not isinstance(value, bool):
             _check_number(item, value)
@@ -373,9 +421,8 @@ def check_entries(name: str, entries: list[str]) -> None:
         raise OptionError(_too_large(name, f"has {len(entries)} entries"))
     if "" in entries:
         raise OptionError(
-            f"{name} {','.join(entries)} has nothing in place {entries.index('') + 1}. A value "
-            "was expected on both sides of each comma, because a missing one may be a slip. Fill "
-            "it in, or take the comma out."
+            f"{name} {','.join(entries)} has nothing in place {entries.index('') + 1}. Fill it "
+            "in, or take the comma out."
         )
 
 

@@ -4,32 +4,49 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from options.fields import OptionError, free_option, given_options, option, option_fields, spelled
+from options.fields import (
+    OptionError,
+    free_option,
+    given_options,
+    mapping,
+    option,
+    option_fields,
+    spelled,
+)
 
 if TYPE_CHECKING:
     from options.train import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecomputeSettings:
+    """What --gradient-checkpointing recomputes"""
+
+    every: int = free_option(
+        1,
+        "of the layers of the whole model, every n-th is recomputed",
+        at_least=1,
+        needs=("--gradient-checkpointing",),
+        to="train_model",
+        argument="checkpoint_every",
+    )
+    mode: Literal["full", "operators"] = free_option(
+        "full",
+        "operators keeps the outputs of matrix products and attention",
+        needs=("--gradient-checkpointing",),
+        to="train_model",
+        argument="checkpoint_mode",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryOptions:
-    """Memory"""
+    """Memory and attention"""
 
     gradient_checkpointing: bool = free_option(
         False, "recompute activations in the backward pass", to="train_model"
     )
-    checkpoint_every: int = free_option(
-        1,
-        "of the layers of the whole model, every n-th is recomputed",
-        at_least=1,
-        needs={"--gradient-checkpointing": "it says which activations are recomputed"},
-        to="train_model",
-    )
-    checkpoint_mode: Literal["full", "operators"] = free_option(
-        "full",
-        "operators keeps the outputs of matrix products and attention",
-        needs={"--gradient-checkpointing": "it says which activations are recomputed"},
-        to="train_model",
-    )
+    recompute: RecomputeSettings = mapping(RecomputeSettings)
     offload_activations: bool = free_option(
         False,
         "keep saved activations in pinned host memory until the backward pass",
@@ -47,10 +64,15 @@ class MemoryOptions:
     compile_layers: bool = free_option(
         False,
         "torch.compile each decoder layer",
-        excludes={"--checkpoint-mode operators": "a compiled layer hides its operators"},
+        excludes=("--recompute.mode operators",),
         not_streamed="gives layers other weights for each pass, and cannot reach into this one",
         to="train_model",
         in_check=False,
+    )
+    attention: Literal["auto", "eager", "sdpa", "flex", "flash"] = option(
+        "auto",
+        "kernel of attention; auto: what the model has by default (sdpa, eager where it has none); "
+        "flex needs CUDA or XPU, flash CUDA, the package flash-attn and --bf16 or --fp16",
     )
 
 
@@ -64,8 +86,7 @@ def check_memory(run: MemoryOptions, *, splits_backward: bool) -> None:
     if run.compile_layers and splits_backward:
         raise OptionError(
             "--compile-layers was given with a schedule that makes the gradients of weights later "
-            "than those of inputs. A compiled layer makes both at once. Use --schedule 1f1b, or "
-            "leave --compile-layers out."
+            "than those of inputs. Use --schedule 1f1b or drop --compile-layers."
         )
 
 
@@ -75,14 +96,14 @@ def memory_remedies(run: "RunConfig", *, has_gpu: bool, streams: bool = False) -
     Args:
         streams: with the streaming engine, which recomputes anyhow.
     """
-    is_of_every = run.gradient_checkpointing and run.checkpoint_every == 1
+    is_of_every = run.gradient_checkpointing and run.recompute.every == 1
     candidates = {
         f"a smaller --micro-batch-size (now {run.micro_batch_size})": run.micro_batch_size > 1,
         "--recompute-grain layer": streams and run.recompute_grain != "layer",
-        "a smaller --streaming-budget": streams and has_gpu,
+        "a smaller --streaming.budget": streams and has_gpu,
         "--gradient-checkpointing": not (run.gradient_checkpointing or streams),
-        "--checkpoint-every 1": run.gradient_checkpointing and not is_of_every,
-        "--checkpoint-mode full": run.checkpoint_mode != "full",
+        "--recompute.every 1": run.gradient_checkpointing and not is_of_every,
+        "--recompute.mode full": run.recompute.mode != "full",
         "--dp-shard": (run.dp_degree or 1) > 1 and not run.dp_shard,
         "--logits-chunk 1024": not (run.logits_chunk or streams),
         "--offload-activations": has_gpu and not (run.offload_activations or streams),
@@ -95,33 +116,19 @@ def memory_remedies(run: "RunConfig", *, has_gpu: bool, streams: bool = False) -
 
 def answering_remedies(run: "RunConfig") -> list[str]:
     """What a run that has no memory for the answers of its own model can change, likewise."""
+    own = run.rollouts
     candidates = {
-        f"a smaller --prompts-together (now {run.prompts_together})": run.prompts_together > 1,
-        f"a smaller --max-completion-length (now {run.max_completion_length})": True,
-        f"a smaller --group-size (now {run.group_size})": run.group_size > 2,
+        f"a smaller --rollouts.prompts_together (now {own.prompts_together})": own.prompts_together
+        > 1,
+        f"a smaller --rollouts.max_completion_length (now {own.max_completion_length})": True,
+        f"a smaller --rollouts.group_size (now {own.group_size})": own.group_size > 2,
         f"more --num-stages (now {run.num_stages})": True,
     }
     return [what for what, is_open in candidates.items() if is_open]
 
 
 # as typed here -> as transformers calls it
-KERNELS = {
-    "eager": "eager",
-    "sdpa": "sdpa",
-    "flex": "flex_attention",
-    "flash": "flash_attention_2",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionOptions:
-    """Attention"""
-
-    attention: Literal["auto", "eager", "sdpa", "flex", "flash"] = option(
-        "auto",
-        "kernel of attention; auto: what the model has by default (sdpa, eager where it has none); "
-        "flex needs CUDA or XPU, flash CUDA, the package flash-attn and --bf16 or --fp16",
-    )
+KERNELS = {"eager": "eager", "sdpa": "sdpa", "flex": "flex_attention", "flash": "flash_attention_2"}
 
 
 # where a kernel trains; the package flash-attn has none but for CUDA
@@ -145,17 +152,15 @@ def check_attention(run: Any, part: Any = None) -> None:
     own = None if part is None else part.kwargs.get("attn_implementation")
     if own not in (None, KERNELS[run.attention]):
         raise OptionError(
-            f"{given} came with --train-model.attn_implementation {own}. One of the two was "
-            "expected, because both choose the kernel of attention. Leave one out."
+            f"{given} came with --train-model.attn_implementation {own}. Leave one out."
         )
     check_attention_device(run, run.device)
     if run.attention != "flash":
         return
     if importlib.util.find_spec("flash_attn") is None:
         raise OptionError(
-            f"{given} came, and the package flash_attn is not installed. It was expected, because "
-            "it has the kernel. Install it (pip install flash-attn --no-build-isolation), or use "
-            "--attention sdpa."
+            f"{given} came, and the package flash_attn is not installed. Install it (pip install "
+            "flash-attn --no-build-isolation), or use --attention sdpa."
         )
 
 
@@ -168,30 +173,35 @@ def check_attention_device(run: Any, device: str) -> None:
     where = WHERE.get(run.attention, (device,))
     if device not in where:
         raise OptionError(
-            f"--attention {run.attention} came for a run on {device}. {' or '.join(where[1:])} was "
-            "expected, because this kernel has a backward pass nowhere else. Use --attention sdpa, "
-            "or --device cuda."
+            f"--attention {run.attention} came for a run on {device}. Use --attention sdpa, or "
+            "--device cuda."
         )
     if run.attention == "flash" and not (run.bf16 or run.fp16 or run.dtype):
         raise OptionError(
-            "--attention flash came with float32. A half type was expected, because its kernel "
-            "computes in no other. Add --bf16 (or --fp16), or use --attention sdpa."
+            "--attention flash came with float32. Add --bf16 (or --fp16), or use --attention sdpa."
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingSettings:
+    """Memory of --engine streaming"""
+
+    budget: float | None = free_option(
+        None,
+        "GiB of each device for weights and gradients; default: half of its free memory, "
+        "no limit on the CPU",
+        at_least=0,
+    )
+    stages: int = free_option(
+        0, "stages on a device together; 0: as many as the budget allows", at_least=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingOptions:
     """Streaming (--engine streaming)"""
 
-    streaming_budget: float | None = free_option(
-        None,
-        "GiB of each device for weights and gradients; default: half of its free memory, "
-        "no limit on the CPU",
-        at_least=0,
-    )
-    streaming_stages: int = free_option(
-        0, "stages on a device together; 0: as many as the budget allows", at_least=0
-    )
+    streaming: StreamingSettings = mapping(StreamingSettings)
     recompute_grain: Literal["stage", "layer"] = free_option(
         "stage",
         "what is recomputed at once: all stages on a device together (stage), or one after the "
@@ -214,9 +224,8 @@ def check_streaming(run: "RunConfig", *, world_size: int) -> None:
     """
     if world_size > 1:
         raise OptionError(
-            f"{world_size} processes were started with --engine streaming, one was expected: it "
-            "streams through all GPUs of this machine from one process. Start train_pp.py with "
-            "python, or torchrun --nproc-per-node 1."
+            f"{world_size} processes were started with --engine streaming, which takes one. "
+            "Start train_pp.py with python, or torchrun --nproc-per-node 1."
         )
     fields = option_fields(run)
     for name, value in given_options(run).items():
@@ -236,6 +245,6 @@ def check_streaming_engine(run: "StreamingOptions", engine: str) -> None:
         return
     for name, value in given_options(run, of=StreamingOptions).items():
         raise OptionError(
-            f"{spelled(name)} {value} came with --engine {engine}, --engine streaming was "
-            "expected: the option says how stages stream. Add --engine streaming, or leave it out."
+            f"{spelled(name)} {value} came with --engine {engine}, Add --engine "
+            "streaming, or leave it out."
         )

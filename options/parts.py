@@ -5,7 +5,6 @@ contract of each register (which arguments come from the run), never a key.
 """
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import re
@@ -20,6 +19,7 @@ from jsonargparse import ArgumentParser
 
 from options.answer import EvaluateConfig
 from options.command_line import program_name
+from options.fields import argument_name, option_fields
 from options.train import RunConfig
 from register import ALL_REGISTERS, ROOT, Register
 
@@ -54,9 +54,9 @@ CONTRACTS: dict[str, tuple[int, str]] = {
 @functools.cache
 def _handed_names(register: str) -> frozenset[str]:
     """The keyword arguments that a run hands to the parts of a register, its options among them."""
-    items = [*dataclasses.fields(RunConfig), *dataclasses.fields(EvaluateConfig)]
+    items = [*option_fields(RunConfig).values(), *option_fields(EvaluateConfig).values()]
     targets = {register, f"{register}?"}
-    names = {item.name for item in items if targets & set(item.metadata["to"].split())}
+    names = {argument_name(item) for item in items if targets & set(item.metadata["to"].split())}
     return frozenset(names.union(CONTRACTS[register][1].split()))
 
 

@@ -40,7 +40,7 @@ class RolloutOptions:
     )
     stop_strings: list[str] | None = option(None, "texts that end an answer, besides end tokens")
     mask_truncated_completions: bool = option(
-        False, "answers that were cut at --max-completion-length are not learnt"
+        False, "answers that were cut at --rollouts.max_completion_length are not learnt"
     )
     drop_equal_groups: bool = option(
         False, "groups whose answers all have one reward do not count in the loss's mean"
@@ -51,7 +51,7 @@ class RolloutOptions:
         "depend on it",
         at_least=1,
     )
-    rollouts_ahead: int = option(
+    ahead: int = option(
         0,
         "1: the answers of the next step are drawn before this one, by weights a step older, and "
         "rewards judge them while it trains",
@@ -69,56 +69,52 @@ def check_rollouts(run: Any, parts: Any) -> None:
     if not loss.facts["samples_answers"]:
         if run.reference == "frozen_copy":
             raise OptionError(
-                f"--reference frozen_copy came with --loss-fn {loss.key}. It was expected with "
-                "--loss-fn grpo alone, because a table of the rows, made once, needs no copy: use "
-                "--reference precompute."
+                f"--reference frozen_copy came with --loss-fn {loss.key}. Use --reference "
+                "precompute: its rows need no copy."
             )
-        given = given_options(run, of=RolloutOptions)
+        given = given_options(run.rollouts)
         if given:
-            name = spelled(next(iter(given)))
+            name = f"--rollouts.{next(iter(given))}"
             raise OptionError(
-                f"{name} came with --loss-fn {loss.key}. It was expected with --loss-fn grpo, "
-                f"because no other loss has the model answer: leave {name} out, or choose that."
+                f"{name} came with --loss-fn {loss.key}. Choose --loss-fn grpo or drop {name}."
             )
         if collate is not None and collate.facts["gives_prompts"]:
             raise OptionError(
-                f"--collate-fn {collate.key} came with --loss-fn {loss.key}. --loss-fn grpo was "
-                "expected, because its rows are prompts without answers: choose it, or "
-                "--collate-fn sft."
+                f"--collate-fn {collate.key} came with --loss-fn {loss.key}. Use "
+                "--loss-fn grpo or --collate-fn sft."
             )
         return
     if collate is not None and not collate.facts["gives_prompts"]:
         raise OptionError(
-            f"--loss-fn {loss.key} came with --collate-fn {collate.key}. --collate-fn grpo was "
-            "expected, because the model's own answers are learnt, not those of the rows: use it."
+            f"--loss-fn {loss.key} came with --collate-fn {collate.key}. Use --collate-fn grpo."
         )
     _check_numbers(run, parts)
     _check_not_built(run, parts)
 
 
 def _check_numbers(run: Any, parts: Any) -> None:
-    size = run.group_size
+    own = run.rollouts
+    size = own.group_size
     if run.batch_size * run.accumulate_steps % size:
         raise OptionError(
             f"--batch-size {run.batch_size} x --accumulate-steps {run.accumulate_steps} is not "
-            f"divisible by --group-size {size}. Whole groups were expected, because a batch counts "
-            f"answers, and those to one prompt are compared: make it a multiple of {size}."
+            f"divisible by --rollouts.group_size {size}: a batch counts answers. Make it a "
+            f"multiple of {size}."
         )
     num_rewards = len(parts["reward"].part)
-    if run.reward_weights is not None and len(run.reward_weights) != num_rewards:
+    if own.reward_weights is not None and len(own.reward_weights) != num_rewards:
         raise OptionError(
-            f"--reward-weights has {len(run.reward_weights)} numbers, --reward names {num_rewards} "
-            "rewards. One for each was expected, in their order: correct one of the two."
+            f"--rollouts.reward_weights has {len(own.reward_weights)} numbers, --reward names "
+            f"{num_rewards} rewards. Give one for each, in their order."
         )
     for name in ("total_steps", "save_steps", "eval_steps"):
         value = getattr(run, name)
         if name == "total_steps" and run.num_train_epochs is not None:
             continue  # which come later, and are rounded up
-        if run.inner_steps > 1 and (value == "epoch" or value % run.inner_steps):
+        if own.inner_steps > 1 and (value == "epoch" or value % own.inner_steps):
             raise OptionError(
-                f"{spelled(name)} {value} is no multiple of --inner-steps {run.inner_steps}. One "
-                "was expected, because the answers that some steps share are not saved: a run is "
-                "saved, and ends, where new ones are drawn. Change one of the two."
+                f"{spelled(name)} {value} is no multiple of --rollouts.inner_steps "
+                f"{own.inner_steps}: a run is saved where answers are drawn. Change one of them."
             )
 
 
@@ -128,13 +124,13 @@ def check_prompts(run: Any, group_size: int) -> None:
     Args:
         group_size: rows of a group of the dataset, such as the views of a scene.
     """
-    num_prompts = run.batch_size * run.accumulate_steps // run.group_size
+    size = run.rollouts.group_size
+    num_prompts = run.batch_size * run.accumulate_steps // size
     if num_prompts % group_size:
         raise OptionError(
             f"--batch-size {run.batch_size} x --accumulate-steps {run.accumulate_steps} with "
-            f"--group-size {run.group_size} is {num_prompts} prompts a step, and the dataset has "
-            f"groups of {group_size} rows. Whole groups were expected, because their answers are "
-            f"judged together: make --batch-size a multiple of {group_size * run.group_size}."
+            f"--rollouts.group_size {size} is {num_prompts} prompts a step, and the dataset has "
+            f"groups of {group_size} rows. Make --batch-size a multiple of {group_size * size}."
         )
 
 
@@ -146,7 +142,7 @@ def _check_not_built(run: Any, parts: Any) -> None:
         "--neftune-alpha": run.neftune_alpha > 0,
         "--reference precompute": run.reference == "precompute",
         "--reference columns": run.reference == "columns",
-        "--early-stop-metric loss": run.early_stop > 0 and run.early_stop_metric == "loss",
+        "--early-stop.metric loss": run.early_stop.patience > 0 and run.early_stop.metric == "loss",
         "--save-best loss": run.save_best in ("loss", "token_accuracy"),
     }
     reasons = {
@@ -155,7 +151,7 @@ def _check_not_built(run: Any, parts: Any) -> None:
         "--reference columns": "a column knows no answers that are drawn later",
         "--vision-stages": "stages of a tower do not answer",
         "--neftune-alpha": "answers come from the model without noise, and ratios compare with it",
-        "--early-stop-metric loss": "held-out prompts have rewards and no loss (use reward)",
+        "--early-stop.metric loss": "held-out prompts have rewards and no loss (use reward)",
         "--save-best loss": "held-out prompts have rewards and no loss (use reward)",
     }
     for name, is_given in refused.items():

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from options.answer import DecodeOptions, ModelOptions
 from options.data import ImageOptions
-from options.fields import OptionError, option, option_fields, split_name
+from options.fields import OptionError, mapping, option, option_fields, split_name
 
 
 @dataclass(frozen=True, kw_only=True)
-class HttpOptions:
+class HttpSettings:
     """Connections"""
 
     ssl_certfile: str | None = option(
@@ -21,7 +21,7 @@ class HttpOptions:
         None,
         "private key (PEM), where the certificate's file does not hold it",
         is_path=True,
-        needs={"--ssl-certfile FILE": "clients trust a certificate and not its key"},
+        needs=("--http.ssl_certfile FILE",),
     )
     max_connections: int = option(
         512, "open connections; requests of further ones are refused (503)", at_least=1
@@ -29,23 +29,34 @@ class HttpOptions:
     keep_alive_timeout: float = option(
         5.0, "seconds that a connection is kept for the next request", at_least=0.01
     )
+    read_timeout: float = option(60.0, "seconds for a body to arrive", at_least=0.1)
+    shutdown_seconds: float = option(
+        30.0, "after a signal, what is under way may take so long to finish", at_least=0
+    )
+    cors_origins: list[str] | None = option(
+        None, "pages elsewhere that may ask, https://page.example; default: none"
+    )
+    api_key_file: str | None = option(
+        None, "file of API keys, one a line; each of them lets a request in", is_path=True
+    )
 
 
-def check_certificate(run: HttpOptions) -> None:
+def check_certificate(run: "ServeConfig") -> None:
     """Refuses a certificate that no server could show, before a model is loaded."""
-    if run.ssl_certfile is None:
+    if run.http.ssl_certfile is None:
         return
-    files = f"--ssl-certfile {run.ssl_certfile}"
-    if run.ssl_keyfile is not None:
-        files += f" --ssl-keyfile {run.ssl_keyfile}"
+    files = f"--http.ssl_certfile {run.http.ssl_certfile}"
+    if run.http.ssl_keyfile is not None:
+        files += f" --http.ssl_keyfile {run.http.ssl_keyfile}"
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(run.ssl_certfile, run.ssl_keyfile, password=_refuse_password)
+        context.load_cert_chain(
+            run.http.ssl_certfile, run.http.ssl_keyfile, password=_refuse_password
+        )
     except (OSError, ValueError) as error:  # an SSLError is an OSError
         raise OptionError(
-            f"{files} can't be used ({error}). A certificate and its private key in PEM form were "
-            "expected, the key without a password, because the server shows the one and proves it "
-            "with the other: look whether they belong together, and which file holds which."
+            f"{files} can't be used ({error}). Give a certificate and its private "
+            "key in PEM form, the key without a password."
         ) from error
 
 
@@ -68,29 +79,17 @@ class ListenOptions:
     api_key_env: str | None = option(
         None, "environment variable that holds an API key", is_common=True
     )
-    api_key_file: str | None = option(
-        None,
-        "file of API keys, one a line; each of them lets a request in",
-        is_path=True,
-        is_common=True,
-    )
-    cors_origins: list[str] | None = option(
-        None, "pages elsewhere that may ask, https://page.example; default: none"
-    )
-    shutdown_seconds: float = option(
-        30.0, "after a signal, what is under way may take so long to finish", at_least=0
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestOptions:
-    """Limits and defaults of requests"""
+class RequestLimits:
+    """Limits of requests"""
 
     max_queue: int = option(256, "answers that may wait; more are refused (429)", at_least=0)
     max_body_mib: float = option(
         20.0, "largest body of a request, pictures included", at_least=0.001, at_most=4096
     )
-    max_tokens_limit: int = option(8192, "longest answer that may be asked for", at_least=1)
+    max_tokens: int = option(8192, "longest answer that may be asked for", at_least=1)
     max_n: int = option(8, "most answers of one request", at_least=1, at_most=128)
     max_echo_tokens: int = option(
         8192, "longest prompt whose log-probabilities may be asked for", at_least=1
@@ -99,21 +98,20 @@ class RequestOptions:
     request_timeout: float = option(
         600.0, "seconds from a request to the end of its answer", at_least=0.1
     )
-    read_timeout: float = option(60.0, "seconds for a body to arrive", at_least=0.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(ListenOptions, ImageOptions, DecodeOptions, ModelOptions):
+    """Every option of serve.py."""
+
+    http: HttpSettings = mapping(HttpSettings)
+    limits: RequestLimits = mapping(RequestLimits)
     max_new_tokens: int = option(
         512, "longest answer of a chat that names no length, in tokens", at_least=1
     )
     temperature: float = option(
         1.0, "of a request that names none; 0 takes the likeliest token", at_least=0, at_most=2
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeConfig(
-    ListenOptions, HttpOptions, RequestOptions, ImageOptions, DecodeOptions, ModelOptions
-):
-    """Every option of serve.py."""
-
     adapter_path: list[str] | None = option(
         None,
         "LoRA adapter in peft's format, folder or hub name; several are merged one after the "
@@ -137,9 +135,8 @@ def named_adapters(run: ServeConfig) -> dict[str, str]:
     if named and (len(named) < len(pairs) or run.merge_adapters):
         merges = " with --merge-adapters" * run.merge_adapters
         raise OptionError(
-            f"--adapter-path {','.join(run.adapter_path or ())} came{merges}. A name of its own "
-            "for each, and none merged, was expected, or no names, because a request chooses by "
-            "them: write NAME=FOLDER,NAME=FOLDER and leave --merge-adapters out."
+            f"--adapter-path {','.join(run.adapter_path or ())} came{merges}. Name each of "
+            "them, NAME=FOLDER,NAME=FOLDER, without --merge-adapters, or none."
         )
     return named
 
@@ -152,9 +149,9 @@ def read_api_keys(run: ServeConfig) -> tuple[str, ...]:
     keys: list[str] = []
     if run.api_key_env is not None:
         keys += _of(os.environ.get(run.api_key_env, ""), f"--api-key-env {run.api_key_env}")
-    if run.api_key_file is not None:
-        text = Path(run.api_key_file).read_text(encoding="utf-8")
-        keys += _of(text, f"--api-key-file {run.api_key_file}")
+    if run.http.api_key_file is not None:
+        text = Path(run.http.api_key_file).read_text(encoding="utf-8")
+        keys += _of(text, f"--http.api_key_file {run.http.api_key_file}")
     return tuple(dict.fromkeys(keys))
 
 
@@ -162,14 +159,12 @@ def _of(text: str, source: str) -> list[str]:
     keys = [line.strip() for line in text.splitlines() if line.strip()]
     if not keys:
         raise OptionError(
-            f"{source} holds no key. At least one was expected, because without one everybody "
-            "could ask: set it, or leave the option out if that is meant."
+            f"{source} holds no key. Set it, or leave the option out if that is meant."
         )
     for number, key in enumerate(keys):
         if len(key) < LEAST_LETTERS or not key.isascii() or not key.isprintable() or " " in key:
             raise OptionError(
                 f"{source}: key {number + 1} has {len(key)} letters. At least {LEAST_LETTERS} of "
-                "ASCII without spaces were expected, because it is sent in a header and must not "
-                "be guessed: make one with `openssl rand -hex 24`."
+                "ASCII without spaces are needed: make one with `openssl rand -hex 24`."
             )
     return keys

@@ -8,21 +8,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from options.data import (
-    BatchOptions,
-    CorpusRunOptions,
-    DataOptions,
-    ImageOptions,
-    PreviewOptions,
-    ShapeOptions,
+from options.data import BatchOptions, CorpusRunOptions, ImageOptions
+from options.fields import (
+    OptionError,
+    free_option,
+    mapping,
+    option,
+    option_fields,
+    replaced,
+    spelled,
 )
-from options.fields import OptionError, free_option, option, option_fields, spelled
-from options.memory import AttentionOptions, MemoryOptions, StreamingOptions
+from options.memory import MemoryOptions, StreamingOptions
 from options.model import (
-    AdapterOptions,
-    LoRAOptions,
-    MethodOptions,
-    PartTrainingOptions,
+    TrainedOptions,
     VisionOptions,
     check_counts,
     read_tokens,
@@ -39,21 +37,6 @@ DTYPE_HELP = "auto = the dtype in config.json, or without one what --bf16 and --
 def precision_of(config: Any) -> Literal["fp32", "bf16", "fp16"]:
     """The compute type that the options bf16 and fp16 say."""
     return "bf16" if config.bf16 else "fp16" if config.fp16 else "fp32"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """Planning"""
-
-    plan: bool = option(
-        False,
-        "print layers, times and memory of each stage, and advice, then stop; loads nothing",
-        not_streamed="chooses its plan by what is on the device, not by this table",
-        is_saved=False,
-    )
-    device_memory: float | None = free_option(
-        None, "GiB that each rank may fill; default: what its device has", at_least=0
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +57,10 @@ class FaultOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NumberOptions:
-    """Numbers that go wrong"""
+class BadStepSettings:
+    """Losses and gradients that go wrong"""
 
-    max_skipped_steps: int = free_option(
+    max_skipped: int = free_option(
         20, "stop after so many skipped steps in a row; 1: at the first", at_least=1
     )
     spike_sigma: float = option(
@@ -86,33 +69,41 @@ class NumberOptions:
         at_least=0,
     )
     spike_action: Literal["warn", "skip"] = option(
-        "warn",
-        "what is done about a loss spike",
-        needs={"--spike-sigma 6": "it says what is done about a spike"},
+        "warn", "what is done about a loss spike", needs=("--bad-steps.spike_sigma 6",)
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopOptions:
+class StopSettings:
     """Early stopping"""
 
-    early_stop: int = free_option(
+    patience: int = free_option(
         0,
         "evaluations in a row without a better figure that end the run; 0: never",
         at_least=0,
-        needs={"--eval-steps 100": "evaluations during training decide when it stops"},
-        excludes={"--eval-samples 0": "evaluations during training decide when it stops"},
+        needs=("--eval-steps 100",),
+        excludes=("--eval-samples 0",),
     )
-    early_stop_metric: str = free_option(
-        "loss", "held-out figure that has to improve, by its name in the log"
-    )
-    early_stop_delta: float = free_option(0.0, "an improvement is more than this", at_least=0)
+    metric: str = free_option("loss", "held-out figure that has to improve, by its name in the log")
+    delta: float = free_option(0.0, "an improvement is more than this", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """Checkpoints"""
+    """Progress and checkpoints"""
 
+    log_steps: int = free_option(1, "optimizer steps between log lines", at_least=1)
+    eval_steps: Literal["epoch"] | int = free_option(
+        0,
+        "optimizer steps between evaluations; epoch: as many as an epoch has; 0: at the end",
+        at_least=0,
+    )
+    eval_samples: Literal["all"] | int = free_option(
+        "all", "held-out samples of an evaluation, spread evenly; 0: no evaluation", at_least=0
+    )
+    timeline_step: int = free_option(
+        3, "optimizer step whose passes are timed and drawn (timeline.png); 0: none", at_least=0
+    )
     save_steps: Literal["epoch"] | int = free_option(
         0,
         "optimizer steps between checkpoints; epoch: as many as an epoch has; 0: at the end",
@@ -123,7 +114,7 @@ class CheckpointOptions:
         "none",
         "keep the weights with the best held-out figure as checkpoints/best: loss, token_accuracy, "
         "or another of the log",
-        excludes={"--eval-samples 0": "the best weights have the best held-out figure"},
+        excludes=("--eval-samples 0",),
     )
     keep_last: int = free_option(
         0, "how many checkpoints stay, besides the best; 0: all", at_least=0
@@ -154,27 +145,13 @@ def on_resume(name: str, parts: Mapping[str, Any] = {}) -> str:
         name: as a config file spells it: `batch-size`, `dataset`, `dataset.cache`.
         parts: register -> the chosen part, whose facts name options that change no row.
     """
-    head, _, tail = name.replace("-", "_").partition(".")
-    item = option_fields(RunConfig).get(head)
-    if item is not None and not tail:
+    name = name.replace("-", "_")
+    head, _, tail = name.partition(".")
+    if item := option_fields(RunConfig).get(name):
         return item.metadata["resume"]
     if head in parts and tail in parts[head].facts.get("without_effect", ()):
         return "free"
     return KEYS_ON_RESUME.get(head, "course")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReferenceOptions:
-    """Reference of preferences"""
-
-    reference: Literal["auto", "adapters_off", "precompute", "columns", "frozen_copy"] = option(
-        "auto",
-        "log-probabilities of the start model: adapters_off runs the stages without LoRA before "
-        "each step; precompute: once, before the first one; columns: the rows bring them; auto: "
-        "columns where they are, adapters_off where adapters alone are trained, else precompute, "
-        "or with --loss-fn grpo frozen_copy: the start weights of what is trained, on the host",
-        resume="steps",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,11 +183,7 @@ class SharedOptions:
     )
     device: DeviceKind = free_option("auto", DEVICE_HELP, to="train_model builder")
     bf16: bool = option(
-        False,
-        "compute in bfloat16",
-        is_common=True,
-        excludes={"--fp16": "a run computes in one type (bf16 needs no loss scaling)"},
-        in_check=False,
+        False, "compute in bfloat16", is_common=True, excludes=("--fp16",), in_check=False
     )
     fp16: bool = option(False, "compute in float16", in_check=False)
     dtype: Literal["auto"] | None = option(None, DTYPE_HELP, in_check=False)
@@ -237,61 +210,6 @@ class SharedOptions:
     )
 
     precision = property(precision_of)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainPathOptions:
-    """Model files"""
-
-    config_path: str | None = free_option(
-        None,
-        "config.json, its folder or hub name; default: --model-path",
-        is_path=True,
-        takes_name=True,
-        to="train_model",
-    )
-    processor_path: str | None = free_option(
-        None,
-        "folder or hub name of tokenizer or processor; default: --model-path",
-        is_path=True,
-        takes_name=True,
-        to="train_model",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class FreezeOptions:
-    """What is trained"""
-
-    frozen_vit: bool = option(False, "keep the vision tower as it is", to="train_model")
-    frozen_mlp: bool = option(False, "keep the projector as it is", to="train_model")
-    frozen_llm: bool = option(False, "keep the language model as it is", to="train_model")
-    frozen_lm_head: bool = option(False, "keep the output layer as it is", to="train_model")
-    vit_lora_num: int = option(
-        0, "LoRA adapters stacked on the vision tower", at_least=0, to="train_model"
-    )
-    mlp_lora_num: int = option(
-        0, "LoRA adapters stacked on the projector", at_least=0, to="train_model"
-    )
-    llm_lora_num: int = option(
-        0,
-        "LoRA adapters stacked on the language model",
-        at_least=0,
-        is_common=True,
-        to="train_model",
-    )
-    lora_rank: int = option(8, "rank of an adapter", at_least=1, to="train_model")
-    lora_alpha: float = option(
-        16.0, "an adapter's output is scaled by alpha / rank", at_least=0, to="train_model"
-    )
-    lora_dropout: float = option(
-        0.0, "dropout before an adapter", at_least=0, below=1, to="train_model", in_check=False
-    )
-    lora_target: list[str] | None = option(
-        None,
-        "last names of the wrapped linear layers, q_proj,v_proj; default: all",
-        to="train_model",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,7 +273,7 @@ class OptimizerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """Pipeline"""
+    """Pipeline and plan"""
 
     schedule: str = free_option(
         "1f1b",
@@ -399,57 +317,51 @@ class PipelineOptions:
         "compare the stages with the whole model first, on a cut-down copy; auto: unless that is "
         "recorded of this model, these versions and options",
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProgressOptions:
-    """Progress"""
-
-    log_steps: int = free_option(1, "optimizer steps between log lines", at_least=1)
-    eval_steps: Literal["epoch"] | int = free_option(
-        0,
-        "optimizer steps between evaluations; epoch: as many as an epoch has; 0: at the end",
-        at_least=0,
+    plan: bool = option(
+        False,
+        "print layers, times and memory of each stage, and advice, then stop; loads nothing",
+        not_streamed="chooses its plan by what is on the device, not by this table",
+        is_saved=False,
     )
-    eval_samples: Literal["all"] | int = free_option(
-        "all", "held-out samples of an evaluation, spread evenly; 0: no evaluation", at_least=0
-    )
-    timeline_step: int = free_option(
-        3, "optimizer step whose passes are timed and drawn (timeline.png); 0: none", at_least=0
+    device_memory: float | None = free_option(
+        None, "GiB that each rank may fill; default: what its device has", at_least=0
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(
     CorpusRunOptions,
-    PreviewOptions,
-    AttentionOptions,
-    DataOptions,
     ImageOptions,
     FaultOptions,
     CheckpointOptions,
-    ProgressOptions,
-    StopOptions,
     MemoryOptions,
-    NumberOptions,
-    PlanOptions,
     StreamingOptions,
     VisionOptions,
     PipelineOptions,
     OptimizerOptions,
-    MethodOptions,
-    PartTrainingOptions,
-    ReferenceOptions,
-    RolloutOptions,
-    AdapterOptions,
-    LoRAOptions,
-    FreezeOptions,
-    ShapeOptions,
+    TrainedOptions,
     BatchOptions,
-    TrainPathOptions,
     SharedOptions,
 ):
     """Every option of a training run that belongs to no part."""
+
+    config_path: str | None = free_option(
+        None,
+        "config.json, its folder or hub name; default: --model-path",
+        is_path=True,
+        takes_name=True,
+        to="train_model",
+    )
+    processor_path: str | None = free_option(
+        None,
+        "folder or hub name of tokenizer or processor; default: --model-path",
+        is_path=True,
+        takes_name=True,
+        to="train_model",
+    )
+    rollouts: RolloutOptions = mapping(RolloutOptions)
+    early_stop: StopSettings = mapping(StopSettings)
+    bad_steps: BadStepSettings = mapping(BadStepSettings)
 
     @property
     def config_folder(self) -> str:
@@ -463,24 +375,30 @@ class RunConfig(
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckOptions:
+class CheckSettings:
     """Check of a split"""
 
-    check_steps: int = option(3, "optimizer steps that are compared", at_least=1)
-    check_tolerance: float | None = option(
+    steps: int = option(3, "optimizer steps that are compared", at_least=1)
+    tolerance: float | None = option(
         None,
         "largest difference, absolute and relative; default: 0, or 1e-6 where stages share a "
         "weight, whose gradient is then a sum in another order",
         at_least=0,
     )
-    check_layers: int | None = option(
+    layers: int | None = option(
         None, "cut the model to its first layers, with random weights", at_least=1
     )
-    check_reference: Literal["auto", "transformers", "part"] = option(
+    reference: Literal["auto", "transformers", "part"] = option(
         "auto",
         "what the split is compared with: the library's whole model, or the part on one stage; "
         "auto: the library's where it has one",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportCheckOptions:
+    """Check of an export"""
+
     exported: str | None = option(
         None,
         "exported folder: compare it with the checkpoint at --model-path, and check no split",
@@ -489,14 +407,15 @@ class CheckOptions:
     adapter_weights: list[float] | None = option(
         None,
         "how much of each adapter was added to the exported model; default: all of it",
-        needs={"--exported FOLDER": "it says how that was made"},
+        needs=("--exported FOLDER",),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckConfig(CheckOptions, RunConfig):
+class CheckConfig(ExportCheckOptions, RunConfig):
     """Every option of a check; those of a training run mean the same."""
 
+    check: CheckSettings = mapping(CheckSettings)
     output_dir: str | None = option(  # type: ignore[assignment]  # a check may write nothing
         None, "folder for check.json; default: none", is_output=True
     )
@@ -505,13 +424,13 @@ class CheckConfig(CheckOptions, RunConfig):
 def settled(run: RunConfig) -> Any:
     """The options with what others say of those that were left open."""
     changes: dict[str, Any] = {}
-    if run.new_tokens is not None:
-        changes["new_tokens"] = read_tokens(run.new_tokens)
+    if run.vocab.new_tokens is not None:
+        changes["vocab.new_tokens"] = read_tokens(run.vocab.new_tokens)
     if run.vision_partition and not run.vision_stages:
         changes["vision_stages"] = len(run.vision_partition)
     if isinstance(run.partition, list) and run.num_stages is None:
         changes["num_stages"] = changes.get("vision_stages", run.vision_stages) + len(run.partition)
-    return dataclasses.replace(run, **changes)
+    return replaced(run, changes)
 
 
 def for_check(run: Any, **changes: Any) -> Any:
@@ -521,7 +440,7 @@ def for_check(run: Any, **changes: Any) -> Any:
         for name, item in option_fields(run).items()
         if not item.metadata["in_check"]
     }
-    return dataclasses.replace(run, **plain, **changes)
+    return dataclasses.replace(replaced(run, plain), **changes)
 
 
 def check_learning_rate(run: RunConfig) -> None:
@@ -532,8 +451,8 @@ def check_learning_rate(run: RunConfig) -> None:
         value = getattr(run, name)
         if value > run.learning_rate:
             raise OptionError(
-                f"{spelled(name)} {value:g} is above --learning-rate {run.learning_rate:g}. It "
-                f"must not be, because --learning-rate is the highest one. Lower {spelled(name)} "
+                f"{spelled(name)} {value:g} is above --learning-rate {run.learning_rate:g}. "
+                f"Lower {spelled(name)} "
                 f"or raise --learning-rate."
             )
 
@@ -543,8 +462,7 @@ def check_warmup(run: RunConfig) -> None:
     if run.warmup_steps > run.total_steps:
         raise OptionError(
             f"--warmup-steps {run.warmup_steps} is more than --total-steps {run.total_steps}. "
-            f"Warm-up must end within the run, or the learning rate never reaches "
-            f"{run.learning_rate:g}. Lower --warmup-steps or raise --total-steps."
+            "Lower --warmup-steps or raise --total-steps."
         )
 
 
@@ -558,8 +476,7 @@ def check_partition(run: RunConfig) -> None:
     if run.vision_stages + len(counts) != run.num_stages:
         tower = f" with --vision-stages {run.vision_stages}" if run.vision_stages else ""
         raise OptionError(
-            f"--partition {shown} names {len(counts)} stages, --num-stages is {run.num_stages}"
-            f"{tower}. "
-            f"One count a stage was expected, because it says how many layers each stage gets. "
-            f"Change one of them; without --num-stages it follows from --partition."
+            f"--partition {shown} names {len(counts)} stages, --num-stages is "
+            f"{run.num_stages}{tower}. Change one of them; without --num-stages it follows from "
+            "--partition."
         )

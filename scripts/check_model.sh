@@ -2,7 +2,7 @@
 # Checks a split on the CPU: stages on gloo against the whole model in one process. Takes the
 # options of a training command as they are. Exit code 0: equal, 1: a difference, 2: a wrong option.
 #   bash scripts/check_model.sh --import my_parts.py --train-model mine --model-path my_model
-#   bash scripts/check_model.sh --train-model llama --config-path 7b --check-layers 4 --num-stages 4
+#   bash scripts/check_model.sh --train-model llama --config-path 7b --check.layers 4 --num-stages 4
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 NUM_STAGES=2

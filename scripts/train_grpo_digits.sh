@@ -3,7 +3,7 @@
 # digits for 60 steps, until it is right half of the time, and goes on by answering: a reward says
 # whether the digit was right. Held-out accuracy is `reward` of the evaluations; docs/grpo.md.
 # Pictures are read in tiles here: that learns more slowly, and leaves something to the rewards.
-# Change a key below, or append options: bash scripts/train_grpo_digits.sh --kl-beta 0.02
+# Change a key below, or append options: bash scripts/train_grpo_digits.sh --rollouts.kl_beta 0.02
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 NUM_STAGES=2
@@ -15,7 +15,7 @@ SFT_DIR="$OUTPUT_DIR/sft"
 
 DEVICE="$(stageline_device "$NUM_STAGES")"
 bash "$ROOT/scripts/train_pp.sh" --num-stages "$NUM_STAGES" --total-steps 60 --eval-samples 0 \
-    --max-tiles 12 --output-dir "$SFT_DIR"
+    --images.max_tiles 12 --output-dir "$SFT_DIR"
 
 exec "$PYTHON" "$ROOT/train_pp.py" \
     --num-stages "$NUM_STAGES" \
@@ -30,11 +30,11 @@ exec "$PYTHON" "$ROOT/train_pp.py" \
     --collate-fn "$COLLATE_FN" \
     --loss-fn "$LOSS_FN" \
     --reward "$REWARD" \
-    --group-size 8 \
+    --rollouts.group_size 8 \
     --batch-size 128 \
     --micro-batch-size 32 \
-    --prompts-together 16 \
-    --max-completion-length 4 \
+    --rollouts.prompts_together 16 \
+    --rollouts.max_completion_length 4 \
     --max-token-num 64 \
     --learning-rate 2e-4 \
     --lr-scheduler constant \

@@ -31,9 +31,9 @@ RUN_DIR="${RUN_DIR:-$ROOT/runs/smollm2-lora-$(date +%Y%m%d-%H%M%S)}"
     --image-token none \
     --collate-fn sft \
     --llm-lora-num 1 \
-    --lora-rank "$LORA_RANK" \
-    --lora-alpha 32 \
-    --frozen-lm-head \
+    --lora.rank "$LORA_RANK" \
+    --lora.alpha 32 \
+    --parts.lm_head.frozen \
     --batch-size 16 \
     --micro-batch-size 2 \
     --max-token-num 160 \

@@ -20,7 +20,7 @@ RUN_DIR="${RUN_DIR:-$ROOT/runs/streaming-$(date +%Y%m%d-%H%M%S)}"
 
 "$PYTHON" "$ROOT/train_pp.py" \
     --engine "$ENGINE" \
-    --streaming-stages "$LAYERS_AT_ONCE" \
+    --streaming.stages "$LAYERS_AT_ONCE" \
     --train-model "$TRAIN_MODEL" \
     --model-path "$MODEL_PATH" \
     --dataset "$DATASET" \
@@ -30,9 +30,9 @@ RUN_DIR="${RUN_DIR:-$ROOT/runs/streaming-$(date +%Y%m%d-%H%M%S)}"
     --image-token none \
     --collate-fn sft \
     --llm-lora-num 1 \
-    --lora-rank "$LORA_RANK" \
-    --lora-alpha 32 \
-    --frozen-lm-head \
+    --lora.rank "$LORA_RANK" \
+    --lora.alpha 32 \
+    --parts.lm_head.frozen \
     --batch-size 16 \
     --micro-batch-size 2 \
     --max-token-num 160 \

@@ -12,7 +12,7 @@ import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 
 CRASH = 9
 INTERRUPTED = 130
@@ -20,17 +20,17 @@ PREEMPTED = 143
 
 
 _FIELD = re.compile(r"`([a-z][a-z0-9_]*)((?:\.[a-z0-9_]+)?)`")
-_option_names: Callable[[], Iterable[str]] = tuple
+_option_names: Callable[[], Mapping[str, str]] = dict
 
 
-def name_options(names: Callable[[], Iterable[str]]) -> None:
+def name_options(names: Callable[[], Mapping[str, str]]) -> None:
     """Tells which words are options of the command that runs.
 
     The engine knows no option: its messages write `num_stages`, as its arguments are called, and
     `dataset.val_size` for an option of a part. Somebody at a command line reads `num_stages`.
 
     Args:
-        names: gives the names; called when a message is written.
+        names: gives argument -> option as it is typed; called when a message is written.
     """
     global _option_names
     _option_names = names
@@ -38,11 +38,12 @@ def name_options(names: Callable[[], Iterable[str]]) -> None:
 
 def spelled(text: str) -> str:
     """A message with the options of the command as one types them."""
-    names = frozenset(_option_names()) if "`" in text else frozenset()
+    names = _option_names() if "`" in text else {}
 
     def spell(match: re.Match) -> str:
         name, rest = match.groups()
-        return f"--{name.replace('_', '-')}{rest}" if name in names else match.group()
+        of_mapping = names.get(name + rest)
+        return of_mapping or (names[name] + rest if name in names else match.group())
 
     return _FIELD.sub(spell, text)
 

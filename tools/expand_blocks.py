@@ -3,7 +3,8 @@
 `python tools/expand_blocks.py SmolLM2-135M SmolLM2-135M-pro --num-expand 6`.
 Behind each group of layers comes a copy of its last one, whose output matrices are zero: what it
 adds to the hidden states is zero, and the model computes what it did. Trained alone
-(`--use-llama-pro`), the copies learn while all that was there stays. File by file, without a model.
+(`--freeze.llama_pro`), the copies learn while all that was there stays. File by file, without a
+model.
 """
 
 import argparse
@@ -177,7 +178,7 @@ def main() -> None:
     made = expand_blocks(old, options.new, num_expand=options.num_expand)
     print(
         f"expanded {options.old} to {made}; train its new layers alone with "
-        f"--use-llama-pro --freeze-trainable-layers {options.num_expand}"
+        f"--freeze.llama_pro --freeze.layers {options.num_expand}"
     )
 
 

@@ -114,19 +114,19 @@ def _stage(value: str, theirs: Theirs, row: Row) -> Ours | str:
 
 def _tuning(value: str, theirs: Theirs, row: Row) -> Ours:
     if value == "freeze":
-        return {"freeze-trainable-layers": theirs.get("freeze_trainable_layers", 2)}
+        return {"freeze.layers": theirs.get("freeze_trainable_layers", 2)}
     if value == "full":
         return {}
-    parts = {"frozen-mlp": True} if _has_pictures(theirs) else {}
+    parts = {"parts.mlp.frozen": True} if _has_pictures(theirs) else {}
     if "lm_head" not in str(theirs.get("additional_target")):
-        parts["frozen-lm-head"] = True
+        parts["parts.lm_head.frozen"] = True
     return {"llm-lora-num": 1, **parts}
 
 
 def _tower(value: Any, theirs: Theirs, row: Row) -> Ours:
     if not _has_pictures(theirs) or not (value or _is_lora(theirs)):
         return {}
-    return {"frozen-vit": True} if value else {"vit-lora-num": 1}
+    return {"parts.vit.frozen": True} if value else {"vit-lora-num": 1}
 
 
 def _pref_loss(value: str, theirs: Theirs, row: Row) -> Ours | str:
@@ -175,7 +175,7 @@ def _attention(value: Any, theirs: Theirs, row: Row) -> Ours | str:
 def _pixels(value: Any, theirs: Theirs, row: Row) -> Ours | str:
     if "qwen" in f"{theirs.get('template')} {theirs.get('model_name_or_path')}".lower():
         return {row["to"]: value}
-    return "Only processors of Qwen-VL scale to pixels. Give max-tiles (docs/images.md)."
+    return "Only processors of Qwen-VL scale to pixels. Give images.max_tiles (docs/images.md)."
 
 
 def _for(*stages: str) -> Callable[[Any, Theirs, Row], Ours]:

@@ -49,7 +49,7 @@ train() { # arm, seed: both arms see the same pictures in the same order, from t
         --collate-fn "$1" \
         --loss-fn "$1" \
         ${compared[@]+"${compared[@]}"} \
-        --micro-batch-order given \
+        --rows.order given \
         "${TRAIN[@]}" \
         --min-lr 1e-4 \
         --warmup-steps 20 \

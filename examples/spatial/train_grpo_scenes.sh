@@ -32,9 +32,9 @@ earn() { # run folder, weights to start from, seed, options: rewards for answers
         --collate-fn grpo \
         --loss-fn grpo \
         --reward "$REWARD" \
-        --group-size "$GROUP_SIZE" \
-        --prompts-together "$ROWS" \
-        --max-completion-length 3 \
+        --rollouts.group_size "$GROUP_SIZE" \
+        --rollouts.prompts_together "$ROWS" \
+        --rollouts.max_completion_length 3 \
         --loss-fn.entropy_coef 0.01 \
         --batch-size $((ROWS * GROUP_SIZE)) \
         --micro-batch-size 128 \

@@ -318,8 +318,8 @@ class RunFacts:
                 continue
             rank, alpha, target = (
                 own
-                if (own := self.options.get(f"{part}-lora-{name}")) is not None
-                else self.options.get(f"lora-{name}")
+                if (own := self.options.get(f"parts.{part}.lora_{name}")) is not None
+                else self.options.get(f"lora.{name}")
                 for name in ("rank", "alpha", "target")
             )
             layers = ", ".join(map(str, target)) if isinstance(target, list) else "all"

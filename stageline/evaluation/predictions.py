@@ -453,7 +453,7 @@ class FewShot:
             raise UserError(
                 f"`num_fewshot` {self.count} came, and {len(found)} samples can stand before "
                 f"sample {sample.get('id')}. As many were expected, because each prompt shows as "
-                "many: lower it, or choose another `fewshot_split`."
+                "many: lower it, or choose another `fewshot.split`."
             )
         return found
 

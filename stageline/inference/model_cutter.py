@@ -186,9 +186,9 @@ def _advice(found: Sequence[DeviceBytes], over: Sequence[tuple[int, int]]) -> st
     if any(item.total < item.memory * (1 - HEADROOM) for item in found) or len(worst.layers) > 2:
         helpful.append("more or larger devices (`num_devices`)")
     if worst.cache + worst.workspace > lacking:
-        helpful.append("fewer rows (`batch_size`) or a shorter `plan_length`")
+        helpful.append("fewer rows (`batch_size`) or a shorter `plan_for.length`")
     if worst.vision and worst.workspace > lacking:
-        helpful.append("fewer `plan_images`")
+        helpful.append("fewer `plan_for.images`")
     helpful.append("a quantised base (`builder.quantization` nf4)")
     return f"What helps: {', '.join(helpful)}."
 

@@ -51,14 +51,14 @@ class FreezeRule:
         wanted = abs(self.num_layers)
         if wanted > total:
             raise UserError(
-                f"`freeze_trainable_layers` {self.num_layers} came for a model of {total} layers; "
+                f"`freeze.layers` {self.num_layers} came for a model of {total} layers; "
                 f"{total} at most can train. Give a smaller number, or leave it out to train all."
             )
         if not self.spreads:
             return range(total - wanted, total) if self.num_layers > 0 else range(wanted)
         if total % wanted:
             raise UserError(
-                f"`use_llama_pro` with `freeze_trainable_layers` {wanted} came for a model of "
+                f"`freeze.llama_pro` with `freeze.layers` {wanted} came for a model of "
                 f"{total} layers; a number that divides {total} was expected: the last layer of "
                 "each group of equal size trains. Give as many as blocks were added by "
                 "tools/expand_blocks.py."
@@ -82,7 +82,7 @@ class FreezeRule:
         inside, outside = _sort(names, layers)
         chosen = set(self.layers(total))
         known = {ALL, *_inner_names(inside.values())}
-        _check("`freeze_trainable_modules`", self.modules, known, "a layer")
+        _check("`freeze.modules`", self.modules, known, "a layer")
         found = {
             name
             for name, (index, path) in inside.items()
@@ -93,7 +93,7 @@ class FreezeRule:
         if is_tied:  # one weight, whichever of its names is said
             leaves[head.rpartition(".")[2]] = embedding
         where = "what is outside the layers"
-        _check("`freeze_extra_modules`", self.extra, leaves, where)
+        _check("`freeze.extra`", self.extra, leaves, where)
         paths = {leaves[name] for name in self.extra}
         return frozenset(found | {name for name, path in outside.items() if path in paths})
 

@@ -105,7 +105,7 @@ def _check_stack(part: str, lora: PartLoRA) -> None:
     if lora.num > 1 and (lora.use_dora or is_pissa):
         option = "`use_dora`" if lora.use_dora else f"`lora_init` {lora.start}"
         raise UserError(
-            f"{option} came with --{part}-lora-num {lora.num}, 1 was expected: it is about the "
+            f"{option} came with `{part}_lora_num` {lora.num}, 1 was expected: it is about the "
             "weight below, which is one adapter's alone. To build on an earlier adapter merge it: "
             "`adapter_path` FOLDER `create_new_adapter`."
         )
@@ -189,9 +189,9 @@ def _prefixes(part: str, parts: Mapping[str, Iterable[str]]) -> Iterator[tuple[s
 def _no_match(part: str, lora: PartLoRA, names: list[str]) -> UserError:
     if not names:
         return UserError(
-            f"--{part}-lora-num {lora.num} came, and the model has no linear layer in its "
+            f"`{part}_lora_num` {lora.num} came, and the model has no linear layer in its "
             f"{LORA_PARTS[part]}; one at least was expected: LoRA goes on linear layers. Leave "
-            f"--{part}-lora-num out for this model."
+            f"`{part}_lora_num` out for this model."
         )
     target = lora.target if isinstance(lora.target, str) else ",".join(lora.target or ())
     endings = sorted({name.rpartition(".")[2] for name in names})
@@ -203,7 +203,7 @@ def _no_match(part: str, lora: PartLoRA, names: list[str]) -> UserError:
             f"fewer of {', '.join(endings[:MAX_NAMES_SHOWN])}."
         )
     return UserError(
-        f"--{part}-lora-target (or `lora_target`) {target} matches none of the {len(names)} linear "
+        f"`{part}_lora_target` (or `lora_target`) {target} matches none of the {len(names)} linear "
         f"layers in the {LORA_PARTS[part]}, at least one was expected: LoRA goes on linear layers. "
-        f"Name some of {', '.join(endings[:MAX_NAMES_SHOWN])}, or give --{part}-lora-target all."
+        f"Name some of {', '.join(endings[:MAX_NAMES_SHOWN])}, or give `{part}_lora_target` all."
     )

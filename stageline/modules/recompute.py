@@ -146,9 +146,9 @@ class _Frame:
 
 
 _CHANGED = (
-    "`checkpoint_mode` operators came with a model whose layers change the output of a matrix "
+    "`recompute.mode` operators came with a model whose layers change the output of a matrix "
     "product in place, as experts with biases do. Outputs that stay as they are were expected, "
-    "because the second run reads them: choose `checkpoint_mode` full."
+    "because the second run reads them: choose `recompute.mode` full."
 )
 _MISMATCH = (
     "a checkpointed layer saved {} in its second run where the first one saved {}: its forward "

@@ -270,7 +270,7 @@ class PromptMaker:
                 check_shape(picture, name=name, max_pixels=self.max_pixels)
                 return decode_image(picture, name=name, max_pixels=self.max_pixels)
             except DataError as error:
-                message = str(error).partition(" (`max_image_pixels`)")[0].partition(". ")[0]
+                message = str(error).partition(" (`images.pixel_limit`)")[0].partition(". ")[0]
                 raise refuse(f"{message.replace(' in memory', '')}.") from None
 
     def _refused(self, error: UserError) -> ApiError:

@@ -203,7 +203,7 @@ def figure_of(result: EvalResult, name: str) -> float:
         raise UserError(
             f"the held-out figure {name!r} was asked for, and an evaluation of this run has "
             f"{', '.join(figures)}. One of these was expected, because the best weights and early "
-            "stopping go by it: name it with `save_best` or `early_stop_metric`."
+            "stopping go by it: name it with `save_best` or `early_stop.metric`."
         )
     return figures[name]
 
@@ -367,5 +367,5 @@ class EarlyStop:
         best = "none" if self.best is None else f"{self.best:.4f} at step {self.best_step}"
         return spelled(
             f"{self.count} evaluations without a better {self.metric} (best: {best}): the run ends "
-            "here (`early_stop`)"
+            "here (`early_stop.patience`)"
         )

@@ -298,7 +298,7 @@ class Skips:
         raise NonFiniteError(
             f"{which} because {problem}. Finite numbers were expected: no weight has changed, and "
             "checkpoints are as they were. Look at these rows, lower `learning_rate`, use `bf16` "
-            "instead of `fp16`, or allow more skipped steps with `max_skipped_steps` (now "
+            "instead of `fp16`, or allow more skipped steps with `bad_steps.max_skipped` (now "
             f"{self.max_in_a_row})."
         )
 

@@ -46,7 +46,7 @@ def check_optimizer(
             f"leaves out {len(missing)} of {len(parameters)} parameters: {', '.join(missing[:6])}"
             f"{', ...' if len(missing) > 6 else ''}",
             why="What it does not get is never trained",
-            cure="hand all of param_groups to it, or freeze these parts of the model (--frozen-*)",
+            cure="hand all of param_groups to it, or freeze these parts (`frozen_llm` and its kin)",
         )
 
 

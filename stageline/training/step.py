@@ -286,8 +286,8 @@ class TrainStep:
         )
         if not any(self.ownership.names_by_rank):
             raise UserError(
-                "every parameter of every stage is frozen, so nothing can be trained: drop a "
-                "--frozen-* option or add LoRA (`llm_lora_num` 1)."
+                "every parameter of every stage is frozen, so nothing can be trained: drop one "
+                "of `frozen_vit`, `frozen_llm` and their kin, or add LoRA (`llm_lora_num` 1)."
             )
         stage_of = {
             name: model.stage

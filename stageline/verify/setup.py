@@ -70,7 +70,7 @@ def cut_layers(config: PretrainedConfig, layers: int) -> int:
     before = text.num_hidden_layers
     if layers > before:
         raise UserError(
-            f"`check_layers` {layers} is more than the {before} layers of the model: it cuts a "
+            f"`check.layers` {layers} is more than the {before} layers of the model: it cuts a "
             f"model, it can't lengthen one. Give {before} or less."
         )
     for name, value in list(vars(text).items()):
@@ -210,7 +210,7 @@ def prepare(
     is_own = not notes
     if layers is not None:
         before = cut_layers(config, layers)
-        cut = f"the model was cut from {before} to {layers} layers (`check_layers`)"
+        cut = f"the model was cut from {before} to {layers} layers (`check.layers`)"
         notes.append(spelled(f"{cut}; its weights are random, a checkpoint was not read"))
     is_random = layers is not None or source.model_path is None
     if is_random:
@@ -266,7 +266,7 @@ def _choose_class(
     auto_class = library_class(config, trust_remote_code=trust_remote_code)
     if auto_class is None and reference == "transformers":
         raise UserError(
-            f"`check_reference` transformers: the library has no model for "
+            f"`check.reference` transformers: the library has no model for "
             f"{config.model_type!r}. One was expected, to compare the split with: leave the option "
             "out, and the part on one stage is taken."
         )

@@ -129,8 +129,9 @@ def test_replicas_and_accumulation_share_an_epoch(job):
 
 
 def test_epochs_of_answers_that_some_steps_share_end_with_whole_ones(job):
-    grpo = "--collate-fn grpo --loss-fn grpo --reward length --group-size 4"
-    more = "--max-completion-length 8 --inner-steps 3 --save-steps 3 --num-train-epochs 0.12"
+    grpo = "--collate-fn grpo --loss-fn grpo --reward length --rollouts.group_size 4"
+    more = "--rollouts.max_completion_length 8 --rollouts.inner_steps 3 --save-steps 3 "
+    more += "--num-train-epochs 0.12"
     done = job.fork("grpo", *grpo.split(), *more.split(), "--check-only", ranks=1)
     assert "an epoch is 54 steps, 0.12 epochs = 9 steps" in done.out, done.err
 

@@ -19,7 +19,10 @@ CHANGES = {
     "rate": (("--learning-rate", 0.02), ["learning-rate: 0.01 then, 0.02 now"]),
     "seed": (("--seed", 3), ["seed: 0 then, 3 now"]),
     "batch": (("--batch-size", 4), ["samples of a step: 8 then, 4 now"]),
-    "trained": (("--frozen-lm-head", "--llm-lora-num", 1), ["frozen-lm-head", "llm-lora-num"]),
+    "trained": (
+        ("--parts.lm_head.frozen", "--llm-lora-num", 1),
+        ["parts.lm_head.frozen", "llm-lora-num"],
+    ),
 }
 
 
@@ -101,7 +104,7 @@ def test_d09_state_of_another_optimizer_or_of_other_weights(job):
     more = ("--total-steps", 6, "--allow-changes", *RESUME)
     done = job.fork(copy(job, "sgd"), *more, "--optimizer", "sgd", ranks=1)
     assert_refused(done, 4, "the state of AdamW", "that of SGD")
-    done = job.fork(copy(job, "frozen"), *more, "--frozen-lm-head", ranks=1)
+    done = job.fork(copy(job, "frozen"), *more, "--parts.lm_head.frozen", ranks=1)
     assert_refused(done, 4, "that do not", "lm_head.weight")
 
 

@@ -84,7 +84,7 @@ def test_e12_a_frozen_tower(tmp_path):
     config = tiny_config("internvl", vocab_size=len(processor.tokenizer))
     config.save_pretrained(folder)
     options = (
-        *("--model-path", "", "--config-path", folder, "--dataset", "digits", "--frozen-vit"),
+        *("--model-path", "", "--config-path", folder, "--dataset", "digits", "--parts.vit.frozen"),
         *("--prompt", "digits", "--image-token", "auto", "--dataset-path", "", "--batch-size", 8),
         *("--max-token-num", 96, "--total-steps", 4, "--save-steps", 2),
     )

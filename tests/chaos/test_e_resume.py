@@ -63,12 +63,12 @@ OPTIONS = {
     "e04_data_workers": ("--num-workers", 2),
     "e05_accumulation": ("--accumulate-steps", 2, "--batch-size", 4),
     "e06_warm_up_and_decay": ("--warmup-steps", 5, "--weight-decay", 0.3, "--max-grad-norm", 0.5),
-    "e07_dropout": ("--llm-lora-num", 1, "--lora-dropout", 0.3),
+    "e07_dropout": ("--llm-lora-num", 1, "--lora.dropout", 0.3),
     "e13_bf16_masters": ("--bf16",),
     "e13_fp16_scale": ("--fp16",),
     "packed": ("--packing",),
     "recomputed": ("--gradient-checkpointing",),
-    "frozen": ("--frozen-lm-head",),
+    "frozen": ("--parts.lm_head.frozen",),
     "lora": ("--llm-lora-num", 1),
     "waits": ("--sync-save",),
     "muon": ("--optimizer", "muon"),
@@ -198,7 +198,7 @@ def assert_close(ours: Path, theirs: Path, rtol: float) -> None:
 @pytest.mark.parametrize("shards", [False, True], ids=["replicated", "sharded"])
 def test_d12_replicas_come_and_go(shards, job):
     """One process, then two replicas, then one: the same samples, losses equal but for rounding."""
-    order = ("--micro-batch-order", "given")
+    order = ("--rows.order", "given")
     assert job.fork(f"alone-{shards}", *order, ranks=1).code == 0
     name = f"replicas-{shards}"
     two = ("--num-stages", 1, "--dp-degree", 2, "--batch-size", 4, *["--dp-shard"][: int(shards)])

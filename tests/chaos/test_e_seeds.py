@@ -114,7 +114,7 @@ def test_e04_loading_shifts_nothing_in_its_own_process():
 
 # -- dropout -----------------------------------------------------------------------------------
 
-LORA = ("--llm-lora-num", 1, "--lora-rank", 4, "--lora-dropout", 0.3, "--frozen-lm-head")
+LORA = ("--llm-lora-num", 1, "--lora.rank", 4, "--lora.dropout", 0.3, "--parts.lm_head.frozen")
 
 
 def test_e04_e07_the_entry_file_draws_the_same_on_any_ranks_and_workers(tmp_path):
@@ -125,7 +125,7 @@ def test_e04_e07_the_entry_file_draws_the_same_on_any_ranks_and_workers(tmp_path
         "two": (2, ("--num-workers", 2)),
         "recomputed": (2, ("--num-stages", 4, "--schedule", "zbv", "--gradient-checkpointing")),
         "seed": (1, ("--seed", 1)),
-        "without": (1, ("--lora-dropout", 0)),
+        "without": (1, ("--lora.dropout", 0)),
     }
     losses = {}
     for name, (ranks, options) in runs.items():

@@ -67,10 +67,10 @@ FAULTS = {
 @pytest.mark.parametrize("case", FAULTS)
 def test_stops_at_the_first_before_the_update(job, case):
     chaos, words = FAULTS[case]
-    options = ("--max-skipped-steps", 1, "--total-steps", 6, "--save-steps", 1)
+    options = ("--bad-steps.max_skipped", 1, "--total-steps", 6, "--save-steps", 1)
     ended = job.fork(case, *options, chaos=chaos)
     assert ended.code == 6 and ended.seconds < 30
-    for word in [*words, "checkpoints are as they were", "--max-skipped-steps"]:
+    for word in [*words, "checkpoints are as they were", "--bad-steps.max_skipped"]:
         assert word in ended.err
     assert job.checkpoints(case) == [f"step-0000000{step}" for step in (1, 2, 3)]
     for name in job.checkpoints(case):
@@ -85,7 +85,7 @@ def test_stops_at_the_first_before_the_update(job, case):
 
 
 def test_f01_on_one_of_two_replicas(job):
-    options = ("--num-stages", 1, "--dp-degree", 2, "--max-skipped-steps", 1)
+    options = ("--num-stages", 1, "--dp-degree", 2, "--bad-steps.max_skipped", 1)
     ended = job.fork("replica", *options, chaos="at=loss,rank=1,step=1,do=value")
     assert ended.code == 6
     assert "the loss is nan in micro-batch 0" in ended.err and "of replica 1" in ended.err
@@ -116,7 +116,7 @@ def test_f03_a_skipped_step_is_counted_and_changes_nothing(job):
 
 def test_f03_too_many_in_a_row(job):
     faults = [f"at=gradient,rank=1,step={step},do=value" for step in (1, 3, 4, 5)]
-    options = ("--total-steps", 9, "--save-steps", 2, "--max-skipped-steps", 3)
+    options = ("--total-steps", 9, "--save-steps", 2, "--bad-steps.max_skipped", 3)
     ended = job.fork("row", *options, chaos=";".join(faults))
     assert ended.code == 6
     assert "3 steps in a row up to step 6 were skipped" in ended.err
@@ -152,7 +152,16 @@ def test_f05_nan_is_not_hidden(job):
 @pytest.mark.parametrize("action", ["warn", "skip"])
 def test_f06_a_spike(job, action):
     name = f"spike-{action}"
-    options = ("--total-steps", 20, "--save-steps", 1, "--spike-sigma", 6, "--spike-action", action)
+    options = (
+        "--total-steps",
+        20,
+        "--save-steps",
+        1,
+        "--bad-steps.spike_sigma",
+        6,
+        "--bad-steps.spike_action",
+        action,
+    )
     ended = job.fork(name, *options, chaos="at=spike,rank=1,step=17,do=value")
     assert ended.code == 0, ended.err
     told = records(job, name)

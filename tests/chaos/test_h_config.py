@@ -67,8 +67,8 @@ def test_h01_an_expression_is_not_evaluated(parts, tmp_path, option, form):
 
 def test_h01_an_expression_among_names_stays_text(parts, tmp_path):
     code = f"__import__('os').system('touch {tmp_path / 'X'}')"
-    run = parse_train_args([*TRAIN, "--lora-target", code]).run
-    assert run.lora_target == [code] and not (tmp_path / "X").exists()
+    run = parse_train_args([*TRAIN, "--lora.target", code]).run
+    assert run.lora.target == [code] and not (tmp_path / "X").exists()
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_h02_a_malformed_or_huge_list(parts, value, wanted):
 
 def test_h02_huge_values_of_other_types(parts):
     assert_in(error_of("--batch-size", "[" * 90_000), "--batch-size", "more than 20 deep")
-    assert_in(error_of("--lora-target", "x" * 10_000_000), "--lora-target", "characters")
+    assert_in(error_of("--lora.target", "x" * 10_000_000), "--lora.target", "characters")
     assert_in(error_of("--dataset.table", "{a: " * 30 + "1" + "}" * 30), "more than 20 deep")
     assert_in(error_of("--dataset", "x" * 10_000_000), "--dataset")
     assert_in(error_of("--learning-rate", "1" * 10_000), "--learning-rate")
@@ -307,7 +307,7 @@ def test_h11_paths_are_text(tmp_path, monkeypatch):
     folder = tmp_path / NASTY
     folder.mkdir()
     job = Job(folder)
-    options = ("--total-steps", 1, "--save-steps", 1, "--lora-target", "q_proj")
+    options = ("--total-steps", 1, "--save-steps", 1, "--lora.target", "q_proj")
     finished = job.fork(NASTY, *options, ranks=1)
     assert finished.code == 0, finished.err
     assert job.checkpoints(NASTY) == ["step-00000001"]

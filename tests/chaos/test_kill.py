@@ -99,7 +99,8 @@ def test_kills_between_answers_and_updates_leave_the_same_run(tmp_path, monkeypa
     job = Job(tmp_path)
     words = (
         "--collate-fn grpo --reward length --reward.length.longest 8 --reward.length.margin 8 "
-        "--group-size 4 --max-completion-length 8 --inner-steps 2 --sampling-temperature 2 "
+        "--rollouts.group_size 4 --rollouts.max_completion_length 8 --rollouts.inner_steps 2 "
+        "--rollouts.sampling_temperature 2 "
     ).split()
     options = (*OPTIONS, *words, "--total-steps", ANSWERING_STEPS)
     whole = job.fork("whole", *options)

@@ -36,7 +36,7 @@ def evaluate(job, name, *options, engine="device_map", stages=1, replicas=1):
         ROOT / "evaluate.py", "--engine", engine, "--model-path", job.model, "--dataset", "jsonl",
         "--dataset-path", job.rows, "--dataset.test_size", "1.0", "--image-token", "none",
         "--device", "cpu", "--output-dir", job.folder / name, "--max-new-tokens", 6,
-        "--batch-size", 4, "--bootstrap-resamples", 10, "--num-replicas", replicas, *options,
+        "--batch-size", 4, "--bootstrap.resamples", 10, "--num-replicas", replicas, *options,
     ]  # fmt: skip
     if engine == "pipeline":
         words += ["--num-stages", stages, "--num-groups", 2]

@@ -258,7 +258,7 @@ def test_a_stale_update_is_the_one_written_out(job, tmp_path, monkeypatch):
     monkeypatch.setattr(Rollouts, "_make", noted)
     rate, options = 0.3, ("--optimizer", "sgd", "--lr-scheduler", "constant", "--max-grad-norm", 0)
     numbers = ("--learning-rate", rate, "--weight-decay", 0, "--loss-fn.epsilon", 0.01)
-    done = run(job, "stale", "--rollouts-ahead", 1, *options, *numbers, ranks=1)
+    done = run(job, "stale", "--rollouts.ahead", 1, *options, *numbers, ranks=1)
     assert done.code == 0, done.err
     now, before = (AutoModelForCausalLM.from_pretrained(job.model) for _ in range(2))
     clipped = 0
@@ -298,7 +298,16 @@ def test_a_stale_update_is_the_one_written_out(job, tmp_path, monkeypatch):
 
 
 def test_full_weights_and_held_out_prompts(job):
-    options = ("--eval-samples", 4, "--eval-steps", 2, "--save-best", "reward", "--keep-samples", 2)
+    options = (
+        "--eval-samples",
+        4,
+        "--eval-steps",
+        2,
+        "--save-best",
+        "reward",
+        "--rollouts.keep_samples",
+        2,
+    )
     done = run(job, "full", *options, "--loss-fn.loss-type", "dr_grpo", ranks=2)
     assert done.code == 0, done.err
     held_out = records(job, "full", "eval")
@@ -331,11 +340,16 @@ def test_views_of_a_scene_are_judged_together(job):
     write_lines(job.folder / "views.jsonl", views)
     options = ("--dataset", "groups", "--dataset-path", job.folder / "views.jsonl")
     options += ("--import", "examples.spatial.parts")
-    options += ("--reward", "spatial_consistency,letters,length", "--reward-weights", "1,1,0.1")
-    options += ("--group-size", 2, "--eval-samples", 3)
+    options += (
+        "--reward",
+        "spatial_consistency,letters,length",
+        "--rollouts.reward_weights",
+        "1,1,0.1",
+    )
+    options += ("--rollouts.group_size", 2, "--eval-samples", 3)
     done = run(job, "cut views", *options, ranks=1)
     assert done.code == 2 and "8 prompts a step, and the dataset has groups of 3 rows" in done.err
-    assert "make --batch-size a multiple of 6." in done.err
+    assert "Make --batch-size a multiple of 6." in done.err
     drawn = []
     for name, more in (("views", ()), ("packed views", ("--packing", "--max-token-num", 96))):
         done = run(job, name, *options, "--batch-size", 12, *more, ranks=2)
@@ -387,16 +401,25 @@ def test_a_reward_that_raises_ends_all_ranks_and_is_told_first(job, options, ran
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        (("--kl-beta", 0.1, "--reference", "adapters_off"), "or use --reference frozen_copy"),
-        (("--kl-beta", 0.1, "--reference", "precompute"), "a table knows no answers"),
-        (("--group-size", 3), "--group-size 3. Whole groups"),
-        (("--reward-weights", "1"), "--reward-weights has 1 numbers"),
-        (("--inner-steps", 3), "--total-steps 4 is no multiple of --inner-steps 3"),
+        (
+            ("--rollouts.kl_beta", 0.1, "--reference", "adapters_off"),
+            "or use --reference frozen_copy",
+        ),
+        (("--rollouts.kl_beta", 0.1, "--reference", "precompute"), "a table knows no answers"),
+        (("--rollouts.group_size", 3), "--rollouts.group_size 3: a batch counts answers"),
+        (("--rollouts.reward_weights", "1"), "--rollouts.reward_weights has 1 numbers"),
+        (
+            ("--rollouts.inner_steps", 3),
+            "--total-steps 4 is no multiple of --rollouts.inner_steps 3",
+        ),
         (("--engine", "streaming"), "--engine streaming came with --loss-fn grpo"),
         (("--neftune-alpha", 5), "--neftune-alpha came with --loss-fn grpo"),
         (("--loss-fn", "sft"), "--reward letters,length came with --loss-fn sft"),
-        (("--collate-fn", "dpo", "--loss-fn", "grpo"), "--collate-fn grpo was expected"),
-        (("--max-completion-length", 60), "60 of them the answer, do not fit --max-token-num 64"),
+        (("--collate-fn", "dpo", "--loss-fn", "grpo"), "Use --collate-fn grpo"),
+        (
+            ("--rollouts.max_completion_length", 60),
+            "60 of them the answer, do not fit --max-token-num 64",
+        ),
         (("--reward", "letters,none"), "reward_register has no key 'none'"),
     ],
 )
@@ -428,10 +451,25 @@ def test_pictures_are_asked_about(family, tmp_path, monkeypatch):
         return batches
 
     monkeypatch.setattr(Rollouts, "_batches", noted)
-    options = ("--micro-batch-size", 4, "--max-completion-length", 24, "--total-steps", 2, *TWICE)
+    options = (
+        "--micro-batch-size",
+        4,
+        "--rollouts.max_completion_length",
+        24,
+        "--total-steps",
+        2,
+        *TWICE,
+    )
     for name, ranks in (("one", 1), ("two", 2)):
         done = run(
-            pictured, name, *options, "--inner-steps", 2, "--loss-fn", "watched", ranks=ranks
+            pictured,
+            name,
+            *options,
+            "--rollouts.inner_steps",
+            2,
+            "--loss-fn",
+            "watched",
+            ranks=ranks,
         )
         assert done.code == 0, done.err
     assert samples(pictured, "one") == samples(pictured, "two")
@@ -460,7 +498,7 @@ def test_replicas_with_shares_ask_about_pictures(tmp_path):
     (tmp_path / "parts.py").write_text(PARTS)
     pictured = VisionJob(tmp_path)
     for name, shares in (("whole", ()), ("shares", ("--dp-shard",))):
-        frozen = ("--frozen-vit", "--frozen-mlp", *shares)
+        frozen = ("--parts.vit.frozen", "--parts.mlp.frozen", *shares)
         done = run(pictured, name, *REPLICAS, *frozen, "--micro-batch-size", 4, ranks=2)
         assert done.code == 0, done.err
     assert_same_but_for_sums(pictured, "shares", "whole")

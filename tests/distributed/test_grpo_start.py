@@ -25,9 +25,13 @@ from tests.helpers.grpo_runs import (
 )
 from tests.helpers.small_run import Job
 
-FROZEN = (*TWICE, "--kl-beta", 0.1)
+FROZEN = (*TWICE, "--rollouts.kl_beta", 0.1)
 MIXED = ("--llm-lora-num", 1)  # and the head
-BESIDE = {"full": FROZEN, "mixed": (*FROZEN, *MIXED), "ahead": (*AHEAD[:6], "--kl-beta", 0.1)}
+BESIDE = {
+    "full": FROZEN,
+    "mixed": (*FROZEN, *MIXED),
+    "ahead": (*AHEAD[:6], "--rollouts.kl_beta", 0.1),
+}
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +131,8 @@ def test_a_copy_of_adapters_is_as_good_as_none(job):
 ODD = {
     "tied": ("--schedule", "zbv", "--num-stages", 4),
     "random": ("--num-stages", 2),
-    "rows": ("--new-tokens", "<yes>,<no>", "--train-new-tokens", "--num-stages", 2),
-    "begun": ("--llm-lora-num", 1, "--frozen-lm-head"),
+    "rows": ("--vocab.new_tokens", "<yes>,<no>", "--vocab.train_new", "--num-stages", 2),
+    "begun": ("--llm-lora-num", 1, "--parts.lm_head.frozen"),
     "bf16": ("--bf16",),
     "shares": ("--bf16", *REPLICAS, "--dp-shard"),
 }

@@ -63,7 +63,7 @@ def test_four_stages_fetch_each_file_once_and_train_as_from_a_folder(job, hub):
 
 
 def test_a_run_goes_on_with_the_commit_that_it_began_with(job, hub, tmp_path):
-    lora = ("--llm-lora-num", 1, "--frozen-llm", "--frozen-lm-head")
+    lora = ("--llm-lora-num", 1, "--parts.llm.frozen", "--parts.lm_head.frozen")
     whole = train(job, tmp_path / "whole", *lora)
     half = train(job, tmp_path / "half", *lora, "--sync-save", chaos=BREAK)
     assert whole.code == 0, whole.err
@@ -93,7 +93,7 @@ def evaluate(job, folder, model, *options):
         ROOT / "evaluate.py", "--engine", "device_map", "--model-path", model, "--dataset", "jsonl",
         "--dataset-path", job.rows, "--dataset.test_size", "4", "--prompt", "question",
         "--prompt-fn", "fill", "--image-token", "none", "--metric", "exact_match", "--device",
-        "cpu", "--output-dir", folder, "--max-new-tokens", 4, "--bootstrap-resamples", 10, *options,
+        "cpu", "--output-dir", folder, "--max-new-tokens", 4, "--bootstrap.resamples", 10, *options,
     ]  # fmt: skip
     done = ForkedRun(list(map(str, words)), ranks=1).wait(120)
     assert done.code == 0, done.err
@@ -102,7 +102,14 @@ def evaluate(job, folder, model, *options):
 
 
 def test_an_evaluation_and_its_adapter_by_name(job, hub, tmp_path):
-    lora = ("--llm-lora-num", 1, "--frozen-llm", "--frozen-lm-head", "--learning-rate", 0.3)
+    lora = (
+        "--llm-lora-num",
+        1,
+        "--parts.llm.frozen",
+        "--parts.lm_head.frozen",
+        "--learning-rate",
+        0.3,
+    )
     done = train(job, tmp_path / "run", *lora, model=job.model)
     assert done.code == 0, done.err
     adapter = max((tmp_path / "run" / "checkpoints").glob("step-*"))

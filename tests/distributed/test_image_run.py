@@ -14,7 +14,7 @@ from tests.helpers.tiny_models import tiny_config, tiny_processor
 
 OPTIONS = (
     "--image-token auto --prompt vqa --total-steps 5 --max-token-num 256 --eval-samples 3 "
-    "--eval-steps 2 --save-steps 5 --frozen-vit"
+    "--eval-steps 2 --save-steps 5 --parts.vit.frozen"
 ).split()
 
 
@@ -77,7 +77,7 @@ def test_the_log_has_the_time_that_data_took(job):
 
 
 def test_tiles_of_the_options_are_in_the_saved_processor(job):
-    done = job.fork("tiles", *OPTIONS, "--max-tiles", 2, "--eval-samples", 0)
+    done = job.fork("tiles", *OPTIONS, "--images.max_tiles", 2, "--eval-samples", 0)
     assert done.code == 0, done.err
     folder = job.folder / "tiles/checkpoints/step-00000005"
     texts = [path.read_text() for path in folder.glob("*processor*.json")]
@@ -85,6 +85,6 @@ def test_tiles_of_the_options_are_in_the_saved_processor(job):
 
 
 def test_an_image_above_the_limit_ends_the_run_before_the_model(job):
-    done = job.fork("limit", *OPTIONS, "--max-image-pixels", 500)
-    assert done.code == 3 and "at most 500 are decoded (--max-image-pixels)" in done.err
+    done = job.fork("limit", *OPTIONS, "--images.pixel_limit", 500)
+    assert done.code == 3 and "at most 500 are decoded (--images.pixel_limit)" in done.err
     assert "sample" in done.err and ".jpg" in done.err

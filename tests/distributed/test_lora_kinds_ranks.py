@@ -11,9 +11,10 @@ from stageline.checkpoint.plain_model import load_plain
 from tests.helpers.small_run import Job, saved_tensors
 
 KINDS = (
-    "--llm-lora-num 1 --lora-rank 2 --lora-init pissa --use-rslora --use-dora --lora-dropout 0.1 "
-    "--lora-exclude o_proj --modules-to-save embed_tokens --frozen-lm-head --neftune-alpha 5 "
-    "--total-steps 4 --save-steps 2"
+    "--llm-lora-num 1 --lora.rank 2 --lora.init pissa --lora.use_rslora --lora.use_dora "
+    "--lora.dropout 0.1 "
+    "--lora.exclude o_proj --lora.modules_to_save embed_tokens --parts.lm_head.frozen "
+    "--neftune-alpha 5 --total-steps 4 --save-steps 2"
 ).split()
 IDS = torch.arange(12).reshape(2, 6) + 3
 
@@ -71,7 +72,7 @@ def test_peft_puts_it_on_the_first_base(job):
 def test_a_run_on_adapters_merges_goes_on_and_resumes(job):
     first = checkpoint(job, "on2")
     words = ["--adapter-path", f"{checkpoint(job, 'on1', step=2)},{first}"]
-    words += "--frozen-lm-head --total-steps 4 --save-steps 2".split()
+    words += "--parts.lm_head.frozen --total-steps 4 --save-steps 2".split()
     done = job.fork("next", *words)
     assert done.code == 0, done.err
     assert "merged " in done.out

@@ -21,10 +21,10 @@ from tests.helpers.tiny_models import tiny_config, tiny_processor
 TOKENS = ("<left>", "<right>")
 OPTIONS = (
     "--image-token auto --prompt vqa --batch-size 4 --total-steps 4 --save-steps 2 "
-    "--vit-lora-num 1 --vit-lora-rank 4 --mlp-lora-num 1 --mlp-lora-rank 2 --llm-lora-num 1 "
-    "--lora-rank 8 --llm-lora-target q_proj,v_proj --vit-learning-rate 1e-3 "
-    "--llm-learning-rate 2e-2 --lm-head-learning-rate 3e-2 --new-tokens <left>,<right> "
-    "--train-new-tokens"
+    "--vit-lora-num 1 --parts.vit.lora_rank 4 --mlp-lora-num 1 --parts.mlp.lora_rank 2 "
+    "--llm-lora-num 1 --lora.rank 8 --parts.llm.lora_target q_proj,v_proj --parts.vit.lr 1e-3 "
+    "--parts.llm.lr 2e-2 --parts.lm_head.lr 3e-2 --vocab.new_tokens <left>,<right> "
+    "--vocab.train_new"
 ).split()
 
 
@@ -87,11 +87,11 @@ def test_resumed_it_ends_the_same(job):
 
 
 def test_another_rate_at_resume_counts(job):
-    assert on_resume("vit-learning-rate") == "steps" and on_resume("new-tokens") == "course"
-    other = [*OPTIONS, "--vit-learning-rate", "0", "--resume", checkpoint(job, step=2)]
+    assert on_resume("parts.vit.lr") == "steps" and on_resume("vocab.new_tokens") == "course"
+    other = [*OPTIONS, "--parts.vit.lr", "0", "--resume", checkpoint(job, step=2)]
     done = job.fork("changed", *other, "--allow-changes")
     assert done.code == 0, done.err
-    assert "vit-learning-rate: 0.001 then, 0.0 now" in done.out
+    assert "parts.vit.lr: 0.001 then, 0.0 now" in done.out
     before, after = (
         load_file(folder / "adapter_model.safetensors")
         for folder in (checkpoint(job, step=2), checkpoint(job, "changed"))
@@ -130,7 +130,14 @@ def test_rows_alone_in_a_model_that_started_at_random(tmp_path):
     """Resumed on another number of stages; the folder is a model with its tokenizer."""
     job = Job(tmp_path, tied=True)
     start = ("--model-path", "", "--config-path", job.model, "--processor-path", job.model)
-    options = (*start, "--total-steps", 4, "--new-tokens", ",".join(TOKENS), "--train-new-tokens")
+    options = (
+        *start,
+        "--total-steps",
+        4,
+        "--vocab.new_tokens",
+        ",".join(TOKENS),
+        "--vocab.train_new",
+    )
     assert job.fork("one", *options).code == 0
     before = checkpoint(job, "one", step=2)
     options = (*options, "--num-stages", 1, "--resume", before)

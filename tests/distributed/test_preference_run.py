@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.small_run import Job
 from tests.helpers.tiny_datasets import write_lines
 
-LORA = ("--llm-lora-num", 1, "--frozen-lm-head", "--lora-dropout", 0.2)
+LORA = ("--llm-lora-num", 1, "--parts.lm_head.frozen", "--lora.dropout", 0.2)
 DPO = "--collate-fn dpo --loss-fn dpo --total-steps 5 --save-steps 3".split()
 TWO = ("--dp-degree", 2, "--dp-shard", "--num-stages", 1)
 KTO = "--collate-fn kto --loss-fn kto --prompt-fn chat --total-steps 2".split()
@@ -55,7 +55,7 @@ def test_the_reference_is_that_of_the_start_in_a_resumed_run(job, name, options,
         first = ("--learning-rate", 0.05, "--total-steps", 2)
         assert (done := run(job, "first", DPO, *LORA, *first, ranks=1)).code == 0, done.err
         checkpoint = job.folder / "first" / "checkpoints" / "step-00000002"
-        options = (*options, "--adapter-path", checkpoint, "--lora-dropout", 0)
+        options = (*options, "--adapter-path", checkpoint, "--lora.dropout", 0)
     held_out = ("--eval-samples", 4, "--save-best", "loss", *options)
     assert (done := run(job, whole, DPO, *held_out, ranks=1)).code == 0, done.err
     assert f"reference of the loss: {mode}" in done.out

@@ -215,7 +215,7 @@ def test_two_ranks_train_resume_and_give_a_classifier(job):
 
 def test_lora_trains_the_score_whole_and_peft_reads_it(job):
     peft = pytest.importorskip("peft")
-    run = job.fork("lora", *OPTIONS, "--llm-lora-num", 1, "--frozen-llm", "True", ranks=2)
+    run = job.fork("lora", *OPTIONS, "--llm-lora-num", 1, "--parts.llm.frozen", "True", ranks=2)
     assert run.code == 0, run.err
     saved = job.folder / "lora/checkpoints/step-00000006"
     config = json.loads((saved / "adapter_config.json").read_text())

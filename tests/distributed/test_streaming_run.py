@@ -9,7 +9,7 @@ from tests.helpers.small_run import Job, saved_tensors
 STEPS = 4
 OPTIONS = ("--total-steps", STEPS, "--save-steps", 2)
 STREAMING = ("--engine", "streaming", "--num-stages", 4, *OPTIONS)
-ADAPTERS = ("--llm-lora-num", 1, "--lora-dropout", 0.1, "--frozen-lm-head")
+ADAPTERS = ("--llm-lora-num", 1, "--lora.dropout", 0.1, "--parts.lm_head.frozen")
 KILL = "at=step,step=3,do=sigkill"
 
 
@@ -34,7 +34,7 @@ def test_a_run_equals_that_of_a_pipeline(job, options):
     name = f"{len(options)}"
     done = job.fork(f"pipeline-{name}", *OPTIONS, *options, "--eval-samples", 8, ranks=2)
     assert done.code == 0, done.err
-    more = ("--streaming-stages", 1, "--eval-samples", 8)
+    more = ("--streaming.stages", 1, "--eval-samples", 8)
     done = job.fork(f"streaming-{name}", *STREAMING, *options, *more, ranks=1)
     assert done.code == 0, done.err
     assert "streaming: 4 stages in host memory through cpu" in done.out
@@ -63,7 +63,7 @@ REFUSED = {
     "--dp-degree 2": "has no replicas",
     "--logits-chunk 8": "streams the head",
     "--compile-layers": "other weights for each pass",
-    "--streaming-budget 0.00001": "layer 0 needs",
+    "--streaming.budget 0.00001": "layer 0 needs",
 }
 
 

@@ -303,7 +303,8 @@ def test_a_wrong_border_is_noticed(tmp_path, monkeypatch):
 
 # -- whole runs ------------------------------------------------------------------------------
 
-LORA = "--vit-lora-num 1 --lora-rank 2 --lora-dropout 0.3 --frozen-llm --frozen-lm-head".split()
+LORA = "--vit-lora-num 1 --lora.rank 2 --lora.dropout 0.3".split()
+LORA += "--parts.llm.frozen --parts.lm_head.frozen".split()
 
 
 def run(job, name, *options, ranks):

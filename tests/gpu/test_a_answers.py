@@ -41,7 +41,7 @@ def answers(job, name, engine, *, ranks, device=KIND):
         *("evaluate.py", *engine.split(), "--model-path", job.model),
         *("--dataset", "jsonl", "--dataset-path", job.rows, "--dataset.test_size", "1.0"),
         *("--image-token", "none", "--device", device, "--max-new-tokens", 6),
-        *("--output-dir", folder, "--batch-size", 4, "--limit", 4, "--bootstrap-resamples", 10),
+        *("--output-dir", folder, "--batch-size", 4, "--limit", 4, "--bootstrap.resamples", 10),
         *"--model generate --metric exact_match --prompt question --prompt-fn fill".split(),
     ]
     done = ForkedRun(list(map(str, words)), ranks=ranks).wait(200)
@@ -85,7 +85,7 @@ def test_a_server_over_two_cards_answers_as_transformers_does(tmp_path, cards, s
     words = [
         *("serve.py", "--model-path", model.folder, "--device", KIND, "--port", 0),
         *("--num-stages", 2, "--temperature", 0, "--max-new-tokens", NUM_TOKENS),
-        *("--num-groups", 1, "--shutdown-seconds", 20),
+        *("--num-groups", 1, "--http.shutdown_seconds", 20),
     ]
     run = ForkedRun(list(map(str, words)), ranks=2)
     url = f"{wait_for_url(run)}/v1/chat/completions"

@@ -28,15 +28,15 @@ from tests.helpers.tiny_datasets import write_lines
 
 pytestmark = pytest.mark.usefixtures("cards")
 TWO_STEPS = ("--total-steps", 2, "--save-steps", 0, "--batch-size", 4)
-LORA = "--llm-lora-num 1 --lora-rank 4 --frozen-lm-head"
-DROPOUT = f"{LORA} --lora-dropout 0.5 --neftune-alpha 5"
+LORA = "--llm-lora-num 1 --lora.rank 4 --parts.lm_head.frozen"
+DROPOUT = f"{LORA} --lora.dropout 0.5 --neftune-alpha 5"
 STREAMING = "--engine streaming --num-stages 4"
 REGISTER = "--pin-model register" if KIND == "cuda" else ""  # it is CUDA's alone
 ZBV = "--schedule zbv --num-stages 2"
 # sdpa has other kernels there, and in half types other bits
 BF16 = "--bf16 --attention eager"
-METHODS = "--norms-fp32 --upcast-lm-head --rope-scaling dynamic --max-token-num 300"
-NEW_TOKENS = "--new-tokens <a>,<b> --train-new-tokens --llm-lora-num 1 --frozen-lm-head"
+METHODS = "--fp32.norms --fp32.logits --rope-scaling dynamic --max-token-num 300"
+NEW_TOKENS = "--vocab.new_tokens <a>,<b> --vocab.train_new --llm-lora-num 1 --parts.lm_head.frozen"
 
 
 class Case(NamedTuple):
@@ -70,7 +70,7 @@ CASES = {
     ),
     "offload operators": Case(
         words="--schedule interleaved_1f1b --num-stages 2 --stages-per-rank 2 "
-        "--offload-activations --gradient-checkpointing --checkpoint-mode operators"
+        "--offload-activations --gradient-checkpointing --recompute.mode operators"
     ),
     "stages": Case(words="--num-stages 2 --eval-samples 4 --partition measured", ranks=2, cards=2),
     "shares": Case(
@@ -87,7 +87,7 @@ CASES = {
     "bf16": Case(BF16, f"{ZBV} --eval-samples 4 --save-steps 1 --offload-activations"),
     "bf16 operators chunk": Case(
         BF16,
-        f"{ZBV} --gradient-checkpointing --checkpoint-mode operators --logits-chunk 5 "
+        f"{ZBV} --gradient-checkpointing --recompute.mode operators --logits-chunk 5 "
         "--offload-activations",
     ),
     "bf16 shares": Case(
@@ -98,9 +98,9 @@ CASES = {
     ),
     "fp16 scaler": Case("--fp16", ZBV),
     "lora dropout": Case(DROPOUT, f"--gradient-checkpointing {ZBV}"),
-    "dora rslora": Case(f"{BF16} {LORA} --use-dora --use-rslora", "--save-steps 1"),
-    "pissa": Case(f"{LORA} --lora-init pissa", ZBV),
-    "pissa fast": Case(f"{BF16} {LORA} --lora-init pissa_niter_2"),
+    "dora rslora": Case(f"{BF16} {LORA} --lora.use_dora --lora.use_rslora", "--save-steps 1"),
+    "pissa": Case(f"{LORA} --lora.init pissa", ZBV),
+    "pissa fast": Case(f"{BF16} {LORA} --lora.init pissa_niter_2"),
     "new tokens": Case(NEW_TOKENS, f"{ZBV} --save-steps 1"),
     "packing": Case("--packing", ZBV),
     "packing replicas": Case(
@@ -127,12 +127,12 @@ CASES = {
         "--train-model reward --collate-fn rm --loss-fn rm --prompt-fn chat", ZBV, rows="dpo"
     ),
     "streaming": Case(
-        words=f"{STREAMING} --recompute-grain layer --streaming-stages 1 --save-steps 1 "
+        words=f"{STREAMING} --recompute-grain layer --streaming.stages 1 --save-steps 1 "
         "--eval-samples 4 --micro-batch-size 1",
         cards=4,
         waits=ARRIVALS,
     ),
-    "streaming one card": Case(words=f"{STREAMING} --streaming-stages 1", waits=ARRIVALS),
+    "streaming one card": Case(words=f"{STREAMING} --streaming.stages 1", waits=ARRIVALS),
     "streaming bf16": Case(BF16, f"{STREAMING} {REGISTER}", cards=3, waits=ARRIVALS),
     "streaming lora dropout": Case(DROPOUT, f"{STREAMING} {REGISTER}", cards=2, waits=ARRIVALS),
     "streaming stale": Case(BF16, f"{STREAMING} --stale-step", cards=2, waits=ARRIVALS),
@@ -231,7 +231,8 @@ def test_a_run_has_the_losses_of_one_stage_on_the_cpu(jobs, name, cards, seen):
 def test_a_projector_alone_trains_over_two_cards(tmp_path, cards, seen):
     """The last stage trains nothing, and takes part in the norm all the same."""
     job = VisionJob(tmp_path, family="qwen2_5_vl")
-    words = "--frozen-vit --frozen-llm --frozen-lm-head --batch-size 4 --micro-batch-size 1"
+    words = "--parts.vit.frozen --parts.llm.frozen --parts.lm_head.frozen "
+    words += "--batch-size 4 --micro-batch-size 1"
     cards.count = 2
     losses = train(job, "projector", *words.split(), ranks=2)
     assert len(losses) == 2
@@ -302,8 +303,9 @@ def test_start_weights_on_the_host_are_exchanged_with_those_on_the_card(jobs, ca
     job = jobs.job("llama")
     words = (
         "--collate-fn grpo --loss-fn grpo --reward length --reward.length.longest 8 "
-        "--reward.length.margin 6 --group-size 4 --batch-size 8 --max-completion-length 8 "
-        "--kl-beta 0.1 --loss-fn.entropy_coef 0.1 --learning-rate 3e-3 --num-stages 2"
+        "--reward.length.margin 6 --rollouts.group_size 4 --batch-size 8 "
+        "--rollouts.max_completion_length 8 "
+        "--rollouts.kl_beta 0.1 --loss-fn.entropy_coef 0.1 --learning-rate 3e-3 --num-stages 2"
     ).split()
     cpu = job.fork("start cpu", *TWO_STEPS, *words, ranks=2)
     assert cpu.code == 0, cpu.err

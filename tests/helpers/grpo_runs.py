@@ -69,11 +69,19 @@ def watched(
 '''
 GRPO = (
     "--collate-fn grpo --reward letters,length --reward.length.longest 8 --reward.length.margin 6 "
-    "--reward-weights 1,0.1 --group-size 4 --batch-size 16 --prompts-together 2 "
-    "--max-completion-length 8 --total-steps 4 --save-steps 2 --learning-rate 3e-3"
+    "--rollouts.reward_weights 1,0.1 --rollouts.group_size 4 --batch-size 16 "
+    "--rollouts.prompts_together 2 "
+    "--rollouts.max_completion_length 8 --total-steps 4 --save-steps 2 --learning-rate 3e-3"
 ).split()
-TWICE = ("--inner-steps", 2, "--sampling-temperature", 0.7, "--loss-fn", "watched")
-LORA = ("--llm-lora-num", 1, "--frozen-lm-head", "--kl-beta", 0.1)
+TWICE = (
+    "--rollouts.inner_steps",
+    2,
+    "--rollouts.sampling_temperature",
+    0.7,
+    "--loss-fn",
+    "watched",
+)
+LORA = ("--llm-lora-num", 1, "--parts.lm_head.frozen", "--rollouts.kl_beta", 0.1)
 SPLITS = [
     ((), 2),
     (("--schedule", "gpipe"), 4),
@@ -81,7 +89,15 @@ SPLITS = [
     (("--schedule", "interleaved_1f1b", "--num-stages", 4), 2),
 ]
 REPLICAS = ("--dp-degree", 2, "--num-stages", 1, "--batch-size", 8)
-AHEAD = ("--rollouts-ahead", 1, "--sampling-temperature", 0.7, "--loss-fn", "watched", *LORA)
+AHEAD = (
+    "--rollouts.ahead",
+    1,
+    "--rollouts.sampling_temperature",
+    0.7,
+    "--loss-fn",
+    "watched",
+    *LORA,
+)
 
 
 def run(job, name, *options, **more):

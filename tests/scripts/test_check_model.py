@@ -81,7 +81,7 @@ def llama(tmp_path):
         "--num-stages 2",
         "--num-stages 4 --schedule zbv --gradient-checkpointing",
         # one norm over adapters and a head, with several stages a rank
-        "--num-stages 4 --schedule interleaved_1f1b --llm-lora-num 1 --lora-dropout 0.1",
+        "--num-stages 4 --schedule interleaved_1f1b --llm-lora-num 1 --lora.dropout 0.1",
     ],
 )
 def test_a_right_split_passes(words, llama, tmp_path):
@@ -104,7 +104,7 @@ def test_a_vision_model_is_checked_with_random_pictures_and_fewer_layers(tmp_pat
     save_processor(processor, tmp_path / "model")
     sizes = {"vocab_size": len(processor.tokenizer), "max_position_embeddings": 512}
     tiny_config("internvl", **sizes).save_pretrained(tmp_path / "model")
-    words = f"--train-model internvl --config-path {tmp_path / 'model'} --check-layers 2"
+    words = f"--train-model internvl --config-path {tmp_path / 'model'} --check.layers 2"
     code, report = check(tmp_path, words)
     assert_passed(code, report)
     assert "image changes the loss" in [row["name"] for row in report["checks"]]
@@ -181,7 +181,7 @@ class SeesPadding(CausalLMStage):
 )
 def test_a_wrong_part_fails_and_the_report_says_what(part, row, said, llama, tmp_path):
     train_model_register["wrong"] = part.build
-    words = "--train-model wrong --num-stages 2 --check-steps 1"
+    words = "--train-model wrong --num-stages 2 --check.steps 1"
     code, report = check(tmp_path, words, model=llama)
     assert code == 1 and not report["passed"]
     assert said in failed(report)[row], report
@@ -194,9 +194,9 @@ def test_a_layer_on_no_stage_is_refused(llama, tmp_path):
 
 
 def test_another_models_part_can_be_compared_with_itself(llama, tmp_path):
-    """A part that is meant to differ from the library's model: --check-reference part."""
+    """A part that is meant to differ from the library's model: --check.reference part."""
     train_model_register["other"] = LosesTheFirstToken.build
-    words = "--train-model other --check-steps 1 --check-reference part"
+    words = "--train-model other --check.steps 1 --check.reference part"
     code, report = check(tmp_path, words, model=llama)
     assert code == 1 and list(failed(report)) == ["first token changes the loss"]
 
@@ -261,10 +261,10 @@ def test_a_key_too_many_fails(llama, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--partition 1,3 --check-layers 3", "--check-layers leaves 3"),
-        ("--check-layers 9", "more than the 4 layers"),
+        ("--partition 1,3 --check.layers 3", "--check.layers leaves 3"),
+        ("--check.layers 9", "more than the 4 layers"),
         ("--num-stages 3 --schedule zbv", "--num-stages 3"),
-        ("--dataset jsonl", "--prompt is missing"),
+        ("--dataset jsonl", "(not given)"),
     ],
 )
 def test_mistakes_of_the_user_are_no_difference(words, said, llama, tmp_path):

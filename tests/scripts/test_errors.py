@@ -117,7 +117,7 @@ def test_wrong_architecture_for_the_key(model, rows):
 
 
 def test_everything_frozen(model, rows):
-    done = train(model, rows, "--frozen-llm", "--frozen-lm-head")
+    done = train(model, rows, "--parts.llm.frozen", "--parts.lm_head.frozen")
     assert_refused(done, 2, "frozen", "--llm-lora-num")
 
 

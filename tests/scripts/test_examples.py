@@ -37,7 +37,7 @@ PARSERS = {
 TRAIN = "--total-steps 2 --warmup-steps 0 --eval-samples 2 --max-token-num 2000 --timeline-step 0"
 SMALLER = {
     "train": f"{TRAIN} --batch-size 4 --micro-batch-size 2 --partition uniform".split(),
-    "eval": "--limit 2 --bootstrap-resamples 20".split(),
+    "eval": "--limit 2 --bootstrap.resamples 20".split(),
     "infer": "--limit 2 --max-new-tokens 3".split(),
 }
 _done: dict[str, Path] = {}  # example -> the folder of its run
@@ -105,8 +105,8 @@ def words_of(path, models, folder):
     smaller = list(SMALLER[command_of(path)])
     if int(options_of(path).get("num-stages", 1)) > 2:  # a micro-batch for each stage at least
         smaller += ["--batch-size", "8"]
-    if "group-size" in options_of(path):  # whole groups in a batch
-        smaller += ["--group-size", "2"]
+    if "rollouts.group_size" in options_of(path):  # whole groups in a batch
+        smaller += ["--rollouts.group_size", "2"]
     return rewritten([*words, *smaller])
 
 

@@ -79,7 +79,7 @@ def folders(tmp_path_factory):
 @pytest.mark.parametrize("family", [*TEXT, *VISION])
 def test_three_steps_equal_plain_transformers(family, way, folders, tmp_path):
     key = "causal_lm" if family in TEXT else "vision_language"
-    words = f"--train-model {key} {WAYS[way]} --check-steps 3"
+    words = f"--train-model {key} {WAYS[way]} --check.steps 3"
     code, report = check(tmp_path, words, model=folders[family])
     assert (code, failed(report)) == (0, {}), report
     names = [row["name"] for row in report["checks"]]

@@ -308,7 +308,7 @@ def test_a_run_on_a_card_is_compared_with_the_cpus(capsys):
     assert compared("close") == (True, "5e-04 apart")
     assert compared("far") == (False, "1e-02 apart")
     assert compared("far", "--bf16") == (True, "1e-02 apart")
-    assert compared("far", words="--lora-dropout 0.5")[0], "random numbers differ"
+    assert compared("far", words="--lora.dropout 0.5")[0], "random numbers differ"
     for ends in ({"end": broken}, {"cpu": broken}):
         met, came = compared("close", **ends)
         assert not met and "exit code 9: error[crash]: the driver" in came

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-OPTION = re.compile(r"^  (--[a-z0-9-]+) ", re.MULTILINE)
+OPTION = re.compile(r"^  (--[a-z0-9._-]+) ", re.MULTILINE)
 HEAVY = re.compile(r"\| +(torch|transformers|huggingface_hub)$", re.MULTILINE)
 TRAIN = (
     "train_pp.py --train-model llama --dataset jsonl --prompt vqa --prompt-fn chat "
@@ -100,7 +100,7 @@ def test_options_of_every_dataset_and_collate_part_are_read_without_torch():
 def test_help_shows_a_dozen_options_and_all_the_others_by_group(command):
     short, whole = (start(f"{command} {words}", code=0) for words in ("--help", "--help all"))
     few, many = (
-        set(re.findall(r"^  (--[a-z0-9-]+) ", text, re.MULTILINE)) for text in (short, whole)
+        set(re.findall(r"^  (--[a-z0-9._-]+) ", text, re.MULTILINE)) for text in (short, whole)
     )
     assert "--model-path" in few and "--visual-gpu-ratio" in many - few
     section = short.partition("Options that most runs need:")[2].partition("\n\n")[0]

@@ -42,8 +42,10 @@ def figures(folder):
 
 
 def test_two_stages_give_the_figures_of_lm_evals_own_model(folder, tmp_path, monkeypatch):
-    tasks = ["--tasks", "commands_choice", "--include-path", TASKS, "--num-fewshot", 1]
-    done = run(folder, *tasks, "--num-stages", 2, "--output-path", tmp_path, "--log-samples")
+    tasks = ["--tasks", "commands_choice", "--lm-eval.include_path", TASKS, "--num-fewshot", 1]
+    done = run(
+        folder, *tasks, "--num-stages", 2, "--output-path", tmp_path, "--lm-eval.log_samples"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "|commands_choice|" in done.stdout
     assert f"the results are in {tmp_path}" in done.stdout
@@ -69,7 +71,7 @@ def test_two_stages_give_the_figures_of_lm_evals_own_model(folder, tmp_path, mon
     [
         ([], "--tasks is missing"),
         (["--tasks", "x", "--num-replicas", "2"], "--num-replicas 2 is an unknown option"),
-        (["--tasks", "x", "--log-samples"], "--log-samples came without --output-path"),
+        (["--tasks", "x", "--lm-eval.log_samples"], "--lm-eval.log_samples requires --output-path"),
         (["--tasks", "x", "--limit", "-1"], "--limit"),
     ],
 )
@@ -87,5 +89,5 @@ def test_a_missing_package_is_named_with_its_cure(folder, monkeypatch):
 
 
 def test_checking_alone_loads_no_model(folder):
-    done = run(folder, "--tasks", "commands_name", "--include-path", TASKS, "--check-only")
+    done = run(folder, "--tasks", "commands_name", "--lm-eval.include_path", TASKS, "--check-only")
     assert (done.returncode, done.stdout) == (0, ""), done.stderr

@@ -51,7 +51,14 @@ def test_plan_prints_and_stops_without_weights(model):
 
 GRPO = (
     *("--collate-fn", "grpo", "--loss-fn", "grpo", "--reward", "contains"),
-    *("--group-size", "4", "--max-completion-length", "16", "--max-token-num", "64"),
+    *(
+        "--rollouts.group_size",
+        "4",
+        "--rollouts.max_completion_length",
+        "16",
+        "--max-token-num",
+        "64",
+    ),
 )
 
 
@@ -66,8 +73,11 @@ def test_a_run_that_answers_is_planned_with_its_keys_and_values(model):
     ranks = [line.split() for line in done.stdout.partition(head)[2].splitlines()[2:4]]
     assert all("96.0 KiB" in " ".join(line) for line in ranks), done.stdout
     # weights and state leave a little; answering needs the most
-    done = train(model, *GRPO, "--prompts-together", "1", "--device-memory", "0.00004")
-    assert done.returncode == 2 and "--prompts-together, --group-size or" in done.stderr
+    done = train(model, *GRPO, "--rollouts.prompts_together", "1", "--device-memory", "0.00004")
+    assert (
+        done.returncode == 2
+        and "--rollouts.prompts_together, --rollouts.group_size or" in done.stderr
+    )
 
 
 def test_a_check_tries_the_rewards_and_names_a_row_without_an_answer(model):

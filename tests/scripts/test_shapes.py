@@ -90,7 +90,7 @@ def first_loss(folder):
 
 
 def test_packing_trains_on_the_same_batch(folder):
-    options = ["--packing", "--pad-to-multiple-of", "8", "--num-workers", "1"]
+    options = ["--packing", "--rows.pad_to_multiple_of", "8", "--num-workers", "1"]
     result, records = train(folder, "packed", *options)
     assert result.returncode == 0, result.stdout + result.stderr
     loss, num_tokens = first_loss(folder)

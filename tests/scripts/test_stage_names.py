@@ -121,7 +121,7 @@ def test_a_tie_has_to_be_declared(folder):
 def test_a_declared_tie_passes_a_check(folder):
     declared = '    shared_names = frozenset({"embed.weight"})\n\n'
     change(folder, *TIE, ("    def parts(self)", declared + "    def parts(self)"))
-    words = "--import my_parts.py --train-model gru_lm --config-path my_model --check-steps 1"
+    words = "--import my_parts.py --train-model gru_lm --config-path my_model --check.steps 1"
     done = run_entry(["-m", "stageline", "check", *words.split()], cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 on several stages" in done.stdout

@@ -157,5 +157,5 @@ def test_an_unknown_task_is_named(monkeypatch):
     # lm_eval's own tasks, thousands of files, left out
     own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", own)
-    with pytest.raises(UserError, match="has no task no_such_task.*--include-path"):
+    with pytest.raises(UserError, match="has no task no_such_task.*--lm-eval.include_path"):
         find_tasks(["commands_choice", "no_such_task"], include_path=TASKS)

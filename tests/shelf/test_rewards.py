@@ -219,8 +219,9 @@ def test_every_shipped_reward_is_seen_here():
 
 def test_several_rewards_with_options_are_read_and_read_again(tmp_path):
     words = (
-        "--train-model llama --config-path . --dataset digits --collate-fn grpo --group-size 4 "
-        "--reward number,format --reward.number.tolerance 0.5 --reward-weights 1,0.2"
+        "--train-model llama --config-path . --dataset digits --collate-fn grpo "
+        "--rollouts.group_size 4 "
+        "--reward number,format --reward.number.tolerance 0.5 --rollouts.reward_weights 1,0.2"
     ).split()
     given = parse_train_args(words)
     save_config(given, tmp_path / "config.yaml")

@@ -335,7 +335,7 @@ def test_the_arms_of_the_rewarded_study_have_one_start_and_the_same_rows(tmp_pat
     assert sft["--save-steps"] == "5" and sft["--keep-last"] == "2", "half of it is kept"
     steps = [int(one["--total-steps"]) for one in (sft, grpo, both)]
     assert steps == [10, 10, 5], "as many rows, of which half were learnt by both"
-    rows = int(grpo["--batch-size"]) / int(grpo["--group-size"])
+    rows = int(grpo["--batch-size"]) / int(grpo["--rollouts.group_size"])
     assert rows == int(sft["--batch-size"]), "a batch of grpo counts answers"
     same = {"--seed", "--lr-scheduler", "--weight-decay", "--prompt", *DRAWN}
     for name in same:

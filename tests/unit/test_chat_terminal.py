@@ -260,9 +260,9 @@ def test_addresses_and_options(monkeypatch):
     assert server_url("https://a/api/v3") == "https://a/api/v3"
     with pytest.raises(UserError, match="is no address"):
         server_url("a:8000")
-    with pytest.raises(OptionError, match="were both given"):
+    with pytest.raises(OptionError, match="exclude each other"):
         parse_chat_args(["--server", "http://a", "--model-path", str(ROOT)])
-    with pytest.raises(OptionError, match="without --server"):
+    with pytest.raises(OptionError, match="requires --server"):
         parse_chat_args(["--server-model", "m"])
 
 

@@ -25,10 +25,9 @@ def test_data_may_be_left_out_but_belongs_together():
     assert "dataset" not in parse_check_args(["--train-model", "llama"]).parts
     chosen = parse_check_args("--train-model llama --image-token internvl".split())
     assert chosen.parts["image_token"].key == "internvl"
-    with pytest.raises(ValueError, match="--prompt is missing"):
-        parse_check_args("--train-model llama --dataset jsonl".split())
-    with pytest.raises(ValueError, match="--train-model is missing"):
-        parse_check_args([])
+    with pytest.raises(ValueError, match="--dataset is missing"):
+        parse_check_args("--train-model llama --prompt chat --dataset-path".split() + [""])
+    assert parse_check_args([]).parts["train_model"].key == "auto"
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ def stageline(*words, cwd, **options):
         (["model_path=/a b/x=y.yaml"], ["--model-path=/a b/x=y.yaml"]),
         (["dataset.fields={\"a\": 'b=c'}"], ["--dataset.fields={\"a\": 'b=c'}"]),
         (["text=two\nlines"], ["--text=two\nlines"]),
-        (["frozen_vit=true", "model_path="], ["--frozen-vit=true", "--model-path="]),
-        (["--lora-target", "a=b", "c.yaml"], ["--lora-target", "a=b", "c.yaml"]),
+        (["parts.vit.frozen=true", "model_path="], ["--parts.vit.frozen=true", "--model-path="]),
+        (["--lora.target", "a=b", "c.yaml"], ["--lora.target", "a=b", "c.yaml"]),
         (["-h"], ["-h"]),
     ],
 )
@@ -54,7 +54,7 @@ def test_words_in_front_become_options(words, wanted):
 
 @pytest.mark.parametrize("words", [["run.txt"], ["=1"], ["r.yaml", "5"], ["1x=2"]])
 def test_a_word_that_is_neither_file_nor_assignment_is_refused(words):
-    with pytest.raises(UserError, match="belongs to no option. Config files"):
+    with pytest.raises(UserError, match="belongs to no option. Put"):
         rewritten(words)
 
 

@@ -86,7 +86,7 @@ def test_through_evaluate(tmp_path):
             ROOT / "evaluate.py", "--engine", "device_map", "--model-path", job.model, "--dataset",
             "jsonl", "--dataset-path", job.rows, "--dataset.test_size", "4", "--prompt", "question",
             "--prompt-fn", "fill", "--image-token", "none", "--metric", "exact_match", "--device",
-            "cpu", "--output-dir", tmp_path / "out", "--max-new-tokens", 2, "--bootstrap-resamples",
+            "cpu", "--output-dir", tmp_path / "out", "--max-new-tokens", 2, "--bootstrap.resamples",
             10, *options,
         ]  # fmt: skip
         done = ForkedRun(list(map(str, words)), ranks=1).wait(60)

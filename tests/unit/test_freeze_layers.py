@@ -164,10 +164,10 @@ def test_a_frozen_stage_that_recomputes_passes_gradients_back(llama, mode):
 @pytest.mark.parametrize(
     ("rule", "wanted"),
     [
-        (FreezeRule(5), ["--freeze-trainable-layers 5", "4 at most"]),
+        (FreezeRule(5), ["--freeze.layers 5", "4 at most"]),
         (FreezeRule(3, spreads=True), ["divides 4", "expand_blocks"]),
         (FreezeRule(1, ("mpl",)), ["has mpl", "all, ", "mlp, ", "self_attn"]),
-        (FreezeRule(1, extra=("all",)), ["--freeze-extra-modules has all", "embed_tokens", "norm"]),
+        (FreezeRule(1, extra=("all",)), ["--freeze.extra has all", "embed_tokens", "norm"]),
     ],
 )
 def test_what_the_model_has_not_is_told_with_what_it_has(llama, rule, wanted):
@@ -211,10 +211,10 @@ def run_of(words):
 
 def test_options_become_methods(parts):
     assert method_arguments(run_of("")) == {}
-    words = "--freeze-trainable-layers -2 --freeze-trainable-modules mlp,q_proj"
+    words = "--freeze.layers -2 --freeze.modules mlp,q_proj"
     told = method_arguments(run_of(words))["methods"]
     assert Methods.of(told) == Methods(freeze=FreezeRule(-2, ("mlp", "q_proj")))
-    words = "--bf16 --norms-fp32 --rope-scaling yarn --max-token-num 100"
+    words = "--bf16 --fp32.norms --rope-scaling yarn --max-token-num 100"
     made = Methods.of(method_arguments(run_of(words))["methods"])
     assert made.norms_fp32 and made.rope_scaling.max_token_num == 100 and made.freeze is None
 
@@ -222,15 +222,15 @@ def test_options_become_methods(parts):
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        ("--use-llama-pro", "--use-llama-pro came without --freeze-trainable-layers"),
-        ("--freeze-extra-modules norm", "--freeze-extra-modules norm came without"),
-        ("--freeze-trainable-layers 0", "--freeze-trainable-layers 0 came"),
-        ("--freeze-trainable-layers -2 --use-llama-pro", "how many blocks"),
-        ("--freeze-trainable-layers 2 --llm-lora-num 1", "--llm-lora-num were both given"),
-        ("--norms-fp32", "--norms-fp32 came without --bf16 or --fp16"),
-        ("--quantization nf4", "came without --llm-lora-num"),
-        ("--quantization int8 --llm-lora-num 1", "came without --model-path"),
-        ("--double-quantization", "came without --quantization nf4"),
+        ("--freeze.llama_pro", "--freeze.llama_pro requires --freeze.layers"),
+        ("--freeze.extra norm", "--freeze.extra norm requires"),
+        ("--freeze.layers 0", "--freeze.layers 0 came"),
+        ("--freeze.layers -2 --freeze.llama_pro", "how many blocks"),
+        ("--freeze.layers 2 --llm-lora-num 1", "--llm-lora-num exclude each other"),
+        ("--fp32.norms", "--fp32.norms requires --bf16 or --fp16"),
+        ("--quantization nf4", "requires --llm-lora-num"),
+        ("--quantization int8 --llm-lora-num 1", "requires --model-path"),
+        ("--double-quantization", "requires --quantization nf4"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(parts, words, wanted):

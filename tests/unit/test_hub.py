@@ -1,6 +1,5 @@
 """Names on a hub: what is one, what is fetched for it, and what is said where it cannot be."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -18,7 +17,7 @@ from safetensors.torch import load_file
 from commands import with_folders
 from commands.train_run import check_same_commits
 from options.answer import ChatConfig, InferConfig
-from options.fields import OptionError, absolute, check_limits, option_fields
+from options.fields import OptionError, absolute, check_limits, option_fields, value_of
 from options.train import RunConfig
 from pp_models import CausalLMStage
 from stageline.checkpoint.adapter import find_base
@@ -186,7 +185,7 @@ def test_the_config_has_the_commit_and_a_resumed_run_takes_it(here, tmp_path, mo
     rows = here.add("org/rows", {"train.jsonl": b"{}\n"}, kind="datasets")
     run = with_folders(RunConfig(model_path="org/model", dataset_path="org/rows"))
     saved = {
-        name.replace("_", "-"): absolute(item, getattr(run, name))
+        name.replace("_", "-"): absolute(item, value_of(run, name))
         for name, item in option_fields(run).items()
     }
     assert saved["model-path"] == f"hub:org/model@{old}"
@@ -397,7 +396,7 @@ def test_modelscope_if_it_is_asked_for(here, tmp_path, monkeypatch):
 def test_every_option_that_names_a_model_takes_a_name():
     from commands import run_configs
 
-    fields = [item for config in run_configs() for item in dataclasses.fields(config)]
+    fields = [item for config in run_configs() for item in option_fields(config).values()]
     named = {item.name for item in fields if item.metadata["takes_name"]}
     assert named == {
         *("model_path", "config_path", "processor_path", "adapter_path", "tokenizer_path"),

@@ -1,6 +1,5 @@
 """Limits of images, and what the options about tiles make of each family's processor."""
 
-import dataclasses
 import math
 import re
 
@@ -9,7 +8,7 @@ import transformers
 from PIL import Image
 
 from options.answer import EvaluateConfig
-from options.fields import OptionError
+from options.fields import OptionError, replaced
 from options.train import RunConfig
 from parse_args import parse_evaluate_args
 from register import import_shelf
@@ -164,12 +163,12 @@ def test_pixels_of_qwen(options, tmp_path):
     [
         ("llava", {"max_tiles": 2}, "same number of tiles"),
         ("gemma3_vl", {"max_tiles": 2}, "same number of tiles"),
-        ("qwen2_5_vl", {"max_tiles": 2}, "--max-pixels"),
-        ("internvl", {"max_pixels": 9999}, "use --max-tiles"),
+        ("qwen2_5_vl", {"max_tiles": 2}, "--images.max_pixels"),
+        ("internvl", {"max_pixels": 9999}, "use --images.max_tiles"),
         ("internvl", {"min_tiles": 5}, "from 1 to 4"),
         ("idefics3", {"min_tiles": 2}, "no least number"),
         ("llava_next", {"min_tiles": 3, "max_tiles": 3}, "grids of 2, 4 tiles"),
-        ("qwen2_5_vl", {"max_pixels": 9}, "--min-pixels and --max-pixels"),
+        ("qwen2_5_vl", {"max_pixels": 9}, "--images.min_pixels and --images.max_pixels"),
         ("qwen2_5_vl", {"min_pixels": 1, "max_pixels": 9}, "one token of 64 pixels"),
     ],
 )
@@ -192,7 +191,7 @@ def test_mllama_refuses_and_so_does_a_tokenizer():
         image_processor = images
 
     for processor in (Processor(), tiny_tokenizer()):
-        with pytest.raises(UserError, match="--max-tiles 2"):
+        with pytest.raises(UserError, match="--images.max_tiles 2"):
             apply_tiling(processor, Tiling(max_tiles=2))
 
 
@@ -216,7 +215,7 @@ def test_an_image_above_the_limit_is_refused_with_row_file_and_size(tmp_path):
         folders = ImageFolders([tmp_path])
     with pytest.raises(DataError, match=r"rows:7: .*a\.png of 40 x 30 .*1200 pixels") as caught:
         folders.open("a.png", source="rows:7")
-    assert "at most 1199" in str(caught.value) and "--max-image-pixels" in str(caught.value)
+    assert "at most 1199" in str(caught.value) and "--images.pixel_limit" in str(caught.value)
     with using_images(ImageSettings(max_pixels=1200)):
         assert ImageFolders([tmp_path]).open("a.png", source="row").size == (40, 30)
 
@@ -245,7 +244,7 @@ def test_too_many_images_of_a_sample():
     rendered = Rendered(tuple(Piece("<image>", is_image=True) for _ in images), is_chat=True)
     with pytest.raises(DataError, match="row 4: it came with 3 images; at most 2") as caught:
         encode_sample(rendered, images, processor=processor, name="row 4")
-    assert "--max-images-per-sample" in str(caught.value)
+    assert "--images.max_count" in str(caught.value)
 
 
 def test_preflight_finds_them_before_a_model_is_loaded():
@@ -270,27 +269,28 @@ def test_preflight_finds_them_before_a_model_is_loaded():
 
 
 def test_training_and_evaluation_have_the_same_options():
-    own = {
-        *("max_image_pixels", "max_images_per_sample"),
-        *("min_tiles", "max_tiles", "min_pixels", "max_pixels"),
-    }
-    for config in (RunConfig, EvaluateConfig):
-        assert own <= {item.name for item in dataclasses.fields(config)}
-    assert RunConfig().image_limits()["max_pixels"] == ImageSettings().max_pixels
-    run = RunConfig(min_tiles=2, max_tiles=6, max_images_per_sample=3)
-    assert Tiling(**run.tiling()) == Tiling(min_tiles=2, max_tiles=6)
+    assert RunConfig().images == EvaluateConfig().images
+    assert RunConfig().images.limits()["max_pixels"] == ImageSettings().max_pixels
+    run = replaced(RunConfig(), {"images.min_tiles": 2, "images.max_tiles": 6})
+    assert Tiling(**run.images.tiling()) == Tiling(min_tiles=2, max_tiles=6)
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--min-tiles", "3", "--max-tiles", "2"), "--min-tiles 3 is more than --max-tiles 2"),
-        (("--min-pixels", "9", "--max-pixels", "8"), "--min-pixels 9 is more than --max-pixels 8"),
+        (
+            ("--images.min_tiles", "3", "--images.max_tiles", "2"),
+            "--images.min_tiles 3 is more than --images.max_tiles 2",
+        ),
+        (
+            ("--images.min_pixels", "9", "--images.max_pixels", "8"),
+            "--images.min_pixels 9 is more than --images.max_pixels 8",
+        ),
         (("--image-cache", "a", "--token-cache", "b"), "a, --token-cache b: there is no such"),
         (("--image-cache-gib", "3"), "train with --num-workers 1"),
-        (("--max-image-pixels", "0"), "--max-image-pixels 0 is out of range"),
-        (("--max-image-pixels", "200000000"), "at most 178000000"),
-        (("--max-tiles", "0"), "--max-tiles 0 is out of range"),
+        (("--images.pixel_limit", "0"), "--images.pixel_limit 0 is out of range"),
+        (("--images.pixel_limit", "200000000"), "at most 178000000"),
+        (("--images.max_tiles", "0"), "--images.max_tiles 0 is out of range"),
     ],
 )
 def test_options_that_cannot_be(words, told):

@@ -158,8 +158,8 @@ def test_a_whole_job_of_lora(tmp_path):
     assert [text.splitlines()[0] for text in made.left()] == ["data/dataset_info.json"]
     got = parsed(made, tmp_path)
     run, parts = got.run, got.parts
-    assert (run.lora_rank, run.lora_alpha, run.lora_target) == (16, 32, ["q_proj", "v_proj"])
-    assert run.llm_lora_num == 1 and run.frozen_lm_head and not run.frozen_vit
+    assert (run.lora.rank, run.lora.alpha, run.lora.target) == (16, 32, ["q_proj", "v_proj"])
+    assert run.llm_lora_num == 1 and run.parts.lm_head.frozen and not run.parts.vit.frozen
     assert (run.batch_size, run.micro_batch_size, run.num_stages) == (2 * 8 * 2, 2, 2)
     assert (run.learning_rate, run.total_steps, run.warmup_steps) == (1e-4, 90, 9)
     assert (run.seed, run.weight_decay) == (42, 0.0), "what holds there without the key"
@@ -174,22 +174,28 @@ def test_a_whole_job_of_lora(tmp_path):
 @pytest.mark.parametrize(
     ("theirs", "wanted"),
     [
-        ({"finetuning_type": "full"}, {"frozen-vit": True, "frozen-mlp": True}),
-        ({"finetuning_type": "full", "freeze_vision_tower": False}, {"frozen-mlp": True}),
-        ({"finetuning_type": "lora"}, {"frozen-vit": True, "frozen-mlp": True}),
-        ({"freeze_vision_tower": False}, {"vit-lora-num": 1, "frozen-mlp": True}),
-        ({"freeze_language_model": True, "finetuning_type": "full"}, {"frozen-llm": True}),
+        ({"finetuning_type": "full"}, {"parts.vit.frozen": True, "parts.mlp.frozen": True}),
+        ({"finetuning_type": "full", "freeze_vision_tower": False}, {"parts.mlp.frozen": True}),
+        ({"finetuning_type": "lora"}, {"parts.vit.frozen": True, "parts.mlp.frozen": True}),
+        ({"freeze_vision_tower": False}, {"vit-lora-num": 1, "parts.mlp.frozen": True}),
+        ({"freeze_language_model": True, "finetuning_type": "full"}, {"parts.llm.frozen": True}),
     ],
 )
 def test_what_is_frozen_of_a_model_that_sees(theirs, wanted, tmp_path):
     model = {"model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct", "template": "qwen2_vl"}
     made = convert({**JOB, **model, "image_max_pixels": 262144, **theirs})
-    got = {name: made.options.get(name) for name in ("frozen-vit", "frozen-mlp", "vit-lora-num")}
-    got["frozen-llm"] = made.options.get("frozen-llm")
+    got = {
+        name: made.options.get(name)
+        for name in ("parts.vit.frozen", "parts.mlp.frozen", "vit-lora-num")
+    }
+    got["parts.llm.frozen"] = made.options.get("parts.llm.frozen")
     assert wanted.items() <= got.items()
     if "freeze_vision_tower" in theirs:
-        assert got["frozen-vit"] is None
-    assert made.options["train-model"] == "vision_language" and made.options["max-pixels"] == 262144
+        assert got["parts.vit.frozen"] is None
+    assert (
+        made.options["train-model"] == "vision_language"
+        and made.options["images.max_pixels"] == 262144
+    )
     assert parsed(made, tmp_path).parts["image_token"].key == "auto"
 
 

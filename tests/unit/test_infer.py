@@ -98,9 +98,9 @@ def test_rows_without_answers_are_answered_by_template_or_messages(model, tmp_pa
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        ((), "nothing to ask came. One of --prompts FILE, --text"),
-        (("--text", "a", "--dataset", "digits"), "--text and --dataset came. One of"),
-        (("--text", "a", "b"), "--text a b has 2 words. One text was expected"),
+        ((), "nothing to ask came. Give one of --prompts FILE, --text"),
+        (("--text", "a", "--dataset", "digits"), "--text and --dataset came. Give one of"),
+        (("--text", "a", "b"), "--text a b has 2 words. Put it in quotes"),
     ],
 )
 def test_one_source_of_prompts_is_wanted(model, tmp_path, options, wanted):

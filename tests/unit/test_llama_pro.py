@@ -79,7 +79,7 @@ def test_the_script_expands_and_says_how_to_train(tmp_path, monkeypatch, capsys)
     words = [str(tmp_path / "old"), str(tmp_path / "new"), "--num-expand", "4"]
     monkeypatch.setattr(sys, "argv", ["expand_blocks.py", *words])
     runpy.run_path(str(ROOT / "tools" / "expand_blocks.py"))["main"]()
-    assert "--use-llama-pro --freeze-trainable-layers 4" in capsys.readouterr().out
+    assert "--freeze.llama_pro --freeze.layers 4" in capsys.readouterr().out
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "new")
     assert made.config.num_hidden_layers == 8
 

@@ -8,6 +8,7 @@ import torch
 
 from commands.train_data import epoch_steps, left_over_rows
 from dataset import sft
+from options.data import RowSettings
 from options.train import RunConfig
 from prompt_fn import fill, none
 from stageline.data.batches.collate_part import CollatePart, as_collate_part
@@ -110,7 +111,7 @@ def test_last_rows_of_an_epoch_are_dropped_or_padded(tokenizer):
     dataset = Sentences(19)
     for last_rows, num_steps, told in (("drop", 2, "3 of 19 rows are left over"),
                                        ("pad", 3, "5 of 19 rows are repeated")):  # fmt: skip
-        run = RunConfig(batch_size=8, last_rows=last_rows)
+        run = RunConfig(batch_size=8, rows=RowSettings(last=last_rows))
         assert epoch_steps(run, dataset) == num_steps
         assert left_over_rows(run, dataset).startswith(told)
         loader = make_loader(tokenizer, dataset=dataset, pads=last_rows == "pad")
@@ -188,7 +189,7 @@ def test_a_part_that_cannot_round_is_refused():
     assert padding_argument(sft, 8) == {"pad_to_multiple_of": 8}
     assert padding_argument(lambda samples: samples, 1) == {}
     assert padding_argument(lambda samples, **common: samples, 8) == {"pad_to_multiple_of": 8}
-    with pytest.raises(UserError, match="--pad-to-multiple-of 8"):
+    with pytest.raises(UserError, match="--rows.pad_to_multiple_of 8"):
         padding_argument(lambda samples, *, stage: samples, 8)
 
 

@@ -163,7 +163,9 @@ def test_root_linear_is_wrapped_and_merged():
     "module", [nn.Embedding(4, 3), nn.Conv2d(3, 4, 1), nn.Bilinear(2, 2, 2), Tower()]
 )
 def test_what_is_not_a_linear_layer_is_refused_by_name(module):
-    with pytest.raises(UserError, match=rf"{type(module).__name__} is not one.*--modules-to-save"):
+    with pytest.raises(
+        UserError, match=rf"{type(module).__name__} is not one.*--lora.modules_to_save"
+    ):
         LoRAWrapper(module, rank=2, alpha=4.0)
 
 

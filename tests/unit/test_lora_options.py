@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from options.fields import OptionError, given_options
-from options.model import AdapterOptions, LoRAOptions, adapter_arguments
+from options.model import TrainedOptions, adapter_arguments
 from parse_args import parse_evaluate_args, parse_train_args
 from register import ALL_REGISTERS
 
@@ -37,20 +37,21 @@ def run_of(words):
 
 
 def given(run):
-    return given_options(run, of=LoRAOptions) | given_options(run, of=AdapterOptions)
+    return given_options(run, of=TrainedOptions)
 
 
 def test_what_was_given_is_handed_on_and_nothing_else(tmp_path):
-    assert given(run_of("--llm-lora-num 1").run) == {}
+    assert given(run_of("--llm-lora-num 1").run) == {"llm_lora_num": 1}
     words = (
-        "--llm-lora-num 1 --use-rslora --use-dora --lora-init pissa_niter_4 --model-path base "
-        "--lora-exclude o_proj,down_proj --modules-to-save embed_tokens --adapter-path a,b "
-        "--create-new-adapter --neftune-alpha 5"
+        "--llm-lora-num 1 --lora.use_rslora --lora.use_dora --lora.init pissa_niter_4 "
+        "--model-path base --lora.exclude o_proj,down_proj --lora.modules_to_save embed_tokens "
+        "--adapter-path a,b --create-new-adapter --neftune-alpha 5"
     )
     arguments = run_of(words)
     assert given(arguments.run) == {
-        **{"use_rslora": True, "use_dora": True, "lora_init": "pissa_niter_4"},
-        **{"lora_exclude": ["o_proj", "down_proj"], "modules_to_save": ["embed_tokens"]},
+        "llm_lora_num": 1,
+        **{"lora.use_rslora": True, "lora.use_dora": True, "lora.init": "pissa_niter_4"},
+        **{"lora.exclude": ["o_proj", "down_proj"], "lora.modules_to_save": ["embed_tokens"]},
         **{"adapter_path": ["a", "b"], "create_new_adapter": True, "neftune_alpha": 5.0},
     }
     saved = arguments.as_config()
@@ -60,19 +61,25 @@ def test_what_was_given_is_handed_on_and_nothing_else(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--use-dora", "--use-dora came without --llm-lora-num or --vit-lora-num or"),
-        ("--modules-to-save embed_tokens", "--modules-to-save embed_tokens came without --llm"),
-        ("--use-rslora --model-path base --adapter-path a", "--use-rslora came without --llm"),
-        ("--llm-lora-num 1 --lora-init pisa", "--lora-init pisa is no start of an adapter"),
-        ("--llm-lora-num 1 --lora-init pissa_niter_0", "pissa_niter_0 is no start"),
-        ("--llm-lora-num 1 --lora-init pissa", "--lora-init pissa came without --model-path"),
-        ("--create-new-adapter", "--create-new-adapter came without --adapter-path"),
-        ("--adapter-path a", "--adapter-path a came without --model-path"),
+        ("--lora.use_dora", "--lora.use_dora requires --llm-lora-num or --vit-lora-num or"),
+        (
+            "--lora.modules_to_save embed_tokens",
+            "--lora.modules_to_save embed_tokens requires --llm",
+        ),
+        (
+            "--lora.use_rslora --model-path base --adapter-path a",
+            "--lora.use_rslora requires --llm",
+        ),
+        ("--llm-lora-num 1 --lora.init pisa", "--lora.init pisa is no start of an adapter"),
+        ("--llm-lora-num 1 --lora.init pissa_niter_0", "pissa_niter_0 is no start"),
+        ("--llm-lora-num 1 --lora.init pissa", "--lora.init pissa came without --model-path"),
+        ("--create-new-adapter", "--create-new-adapter requires --adapter-path"),
+        ("--adapter-path a", "--adapter-path a requires --model-path"),
         ("--model-path base --adapter-path a,c", "--adapter-path c: there is no such file"),
         ("--model-path base --adapter-path a --llm-lora-num 2", "--llm-lora-num above 1"),
-        ("--model-path base --adapter-path a --create-new-adapter", "came without --llm"),
+        ("--model-path base --adapter-path a --create-new-adapter", "requires --llm"),
         (
-            "--model-path base --adapter-path a --llm-lora-num 1 --lora-init gaussian",
+            "--model-path base --adapter-path a --llm-lora-num 1 --lora.init gaussian",
             "came with an adapter that is trained on",
         ),
         ("--neftune-alpha -1", "--neftune-alpha -1 is out of range"),

@@ -41,7 +41,7 @@ OPTIONS = {
     "dataset-path": "/home/someone/secret/data/rows.jsonl",
     "output-dir": "/home/someone/secret/runs/x",
     "learning-rate": 0.002,
-    "lora-target": ["q_proj", "v_proj"],
+    "lora.target": ["q_proj", "v_proj"],
     "llm-lora-num": 1,
     "config-path": None,
     "bf16": False,
@@ -145,7 +145,7 @@ def test_the_command_is_that_of_the_run(tmp_path, monkeypatch):
     assert command.startswith("python train_pp.py --train-model llama")
     run = parse_train_args(shlex.split(command)[2:]).run
     assert run.learning_rate == 0.002
-    assert run.lora_target == ["q_proj", "v_proj"]
+    assert run.lora.target == ["q_proj", "v_proj"]
     assert run.dataset_path.endswith("data/rows.jsonl")
     assert run.bf16 is False
 

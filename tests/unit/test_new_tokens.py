@@ -65,5 +65,5 @@ def test_special_text_of_the_data_stays_plain_beside_a_new_token():
 
 @pytest.mark.parametrize("text", ["<|im_end|>", "a"])
 def test_what_the_tokenizer_has_is_refused(text):
-    with pytest.raises(UserError, match="--new-tokens has .* which the tokenizer has as"):
+    with pytest.raises(UserError, match="--vocab.new_tokens has .* which the tokenizer has as"):
         add_new_tokens(tiny_tokenizer(), ["<left>", text])

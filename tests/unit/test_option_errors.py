@@ -1,10 +1,10 @@
 """Each wrong option or combination is one message with its cure, before anything is loaded."""
 
-import dataclasses
-
 import pytest
 
-from options.command_line import _OLD_NAMES
+from commands import run_configs
+from options.command_line import old_names, with_new_names
+from options.fields import option_fields
 from options.memory import check_memory
 from options.train import RunConfig
 from parse_args import parse_evaluate_args, parse_train_args
@@ -47,7 +47,7 @@ def _error_of(words: list[str]) -> str:
     [
         ("--batch-size 7 --micro-batch-size 2", ["--batch-size 7", "not divisible", "6 or 8"]),
         ("--batch-size 2 --micro-batch-size 4", ["not divisible", "Set --batch-size to 4,"]),
-        ("--bf16 --fp16", ["--bf16 and --fp16", "bf16 needs no loss scaling"]),
+        ("--bf16 --fp16", ["--bf16 and --fp16", "Drop one"]),
         ("--batch-size 0", ["--batch-size 0 is out of range", "at least 1"]),
         ("--learning-rate -1e-4", ["--learning-rate -0.0001", "at least 0"]),
         ("--learning-rate 1:30", ["--learning-rate 1:30 has a wrong value", "float"]),
@@ -57,38 +57,50 @@ def _error_of(words: list[str]) -> str:
         ("--learning-rate nan", ["--learning-rate nan has a wrong value", "float"]),
         ("--warmup-steps -1", ["--warmup-steps -1 is out of range"]),
         ("--visual-gpu-ratio -0.5", ["--visual-gpu-ratio -0.5 is out of range", "at least 0"]),
-        ("--lora-dropout 1", ["at least 0 and below 1"]),
+        ("--lora.dropout 1", ["at least 0 and below 1"]),
         ("--warmup-steps 200 --total-steps 100", ["more than --total-steps 100"]),
         ("--min-lr 1 --learning-rate 0.1", ["--min-lr 1 is above --learning-rate 0.1"]),
-        ("--save-best loss --eval-samples 0", ["--save-best loss and --eval-samples 0", "Leave"]),
-        ("--early-stop 2", ["--early-stop 2 came without --eval-steps", "Add --eval-steps 100"]),
-        ("--early-stop 2 --eval-steps 5 --eval-samples 0", ["2 and --eval-samples 0 were both"]),
+        ("--save-best loss --eval-samples 0", ["--save-best loss and --eval-samples 0", "Drop"]),
+        (
+            "--early-stop.patience 2",
+            ["--early-stop.patience 2 requires --eval-steps", "Add --eval-steps 100"],
+        ),
+        (
+            "--early-stop.patience 2 --eval-steps 5 --eval-samples 0",
+            ["2 and --eval-samples 0 exclude"],
+        ),
         ("--eval-samples -1", ["--eval-samples -1 is out of range", "at least 0"]),
         ("--eval-samples most", ["--eval-samples most has a wrong value", "'all'"]),
-        ("--max-skipped-steps 0", ["--max-skipped-steps 0 is out of range", "at least 1"]),
-        ("--spike-sigma -1", ["--spike-sigma -1 is out of range"]),
-        ("--spike-action skip", ["--spike-action skip came without --spike-sigma", "Add"]),
-        ("--spike-sigma 6 --spike-action stop", ["--spike-action stop has a wrong", "'skip'"]),
-        ("--checkpoint-every 0", ["--checkpoint-every 0 is out of range", "at least 1"]),
-        ("--checkpoint-every 2", ["--checkpoint-every 2 came without --gradient-checkpointing"]),
+        ("--bad-steps.max_skipped 0", ["--bad-steps.max_skipped 0 is out of range", "at least 1"]),
+        ("--bad-steps.spike_sigma -1", ["--bad-steps.spike_sigma -1 is out of range"]),
         (
-            "--checkpoint-mode operators",
-            ["--checkpoint-mode operators came without --gradient-checkpointing"],
+            "--bad-steps.spike_action skip",
+            ["--bad-steps.spike_action skip requires --bad-steps.spike_sigma", "Add"],
         ),
-        ("--checkpoint-mode some", ["--checkpoint-mode some has a wrong value", "'operators'"]),
         (
-            "--compile-layers --gradient-checkpointing --checkpoint-mode operators",
-            ["--compile-layers and --checkpoint-mode operators", "hides its operators"],
+            "--bad-steps.spike_sigma 6 --bad-steps.spike_action stop",
+            ["--bad-steps.spike_action stop has a wrong", "'skip'"],
+        ),
+        ("--recompute.every 0", ["--recompute.every 0 is out of range", "at least 1"]),
+        ("--recompute.every 2", ["--recompute.every 2 requires --gradient-checkpointing"]),
+        (
+            "--recompute.mode operators",
+            ["--recompute.mode operators requires --gradient-checkpointing"],
+        ),
+        ("--recompute.mode some", ["--recompute.mode some has a wrong value", "'operators'"]),
+        (
+            "--compile-layers --gradient-checkpointing --recompute.mode operators",
+            ["--compile-layers and --recompute.mode operators", "Drop one"],
         ),
         ("--logits-chunk -1", ["--logits-chunk -1 is out of range"]),
         ("--partition 3,0", ["a stage without a layer"]),
         ("--partition 3,4 --num-stages 3", ["names 2 stages, --num-stages is 3"]),
         ("--vision-stages -1", ["--vision-stages -1 is out of range"]),
         ("--vision-stages 2 --num-stages 2", ["leaves no stage", "--num-stages 3 or more"]),
-        ("--vision-stages 1 --visual-gpu-ratio 0.5", ["were both given", "Leave one out"]),
+        ("--vision-stages 1 --visual-gpu-ratio 0.5", ["exclude each other", "Drop one"]),
         ("--vision-stages 1 --partition measured", ["--partition measured", "as numbers"]),
         ("--vision-stages 1 --partition parameters", ["--partition parameters", "as numbers"]),
-        ("--vision-stages 1 --plan", ["--vision-stages 1 and --plan", "Leave one out"]),
+        ("--vision-stages 1 --plan", ["--vision-stages 1 and --plan", "Drop one"]),
         ("--vision-partition 2,0", ["--vision-partition 2,0 has a stage without a block"]),
         ("--vision-partition 2,1 --vision-stages 3", ["names 2 stages, --vision-stages is 3"]),
         (
@@ -104,7 +116,7 @@ def _error_of(words: list[str]) -> str:
         ("--batch-size 1.5", ["--batch-size 1.5 has a wrong value", "int"]),
         ("--batch-size", ["--batch-size has no value", "int"]),
         ("--batch-size 4 5", ["--batch-size 4 5 has 2 values"]),
-        ("--frozen-vit maybe", ["--frozen-vit maybe has a wrong value", "bool"]),
+        ("--parts.vit.frozen maybe", ["--parts.vit.frozen maybe has a wrong value", "bool"]),
         ("--batch-siez 4", ["--batch-siez 4 is an unknown option", "Did you mean --batch-size"]),
         ("--metric exact", ["--metric exact is an unknown option"]),
         ("--dataset.limits 4", ["--dataset.limits 4 is an unknown", "mean --dataset.limit"]),
@@ -145,9 +157,29 @@ def test_an_option_of_another_trainer_is_told_its_new_name(old, new):
 
 
 def test_old_names_lead_to_options_that_there_are():
-    known = {item.name for item in dataclasses.fields(RunConfig)}
-    assert {name.replace("-", "_") for name in _OLD_NAMES.values()} <= known
-    assert not known & _OLD_NAMES.keys()
+    known = option_fields(RunConfig).keys()
+    elsewhere = old_names("elsewhere")
+    assert {name.replace("-", "_") for name in elsewhere.values()} <= known
+    assert not known & elsewhere.keys()
+    everywhere = {name for config in run_configs() for name in option_fields(config)}
+    assert set(old_names("moved").values()) <= everywhere
+    assert everywhere.isdisjoint(old_names("moved")) and everywhere.isdisjoint(old_names("gone"))
+
+
+def test_an_option_of_the_release_before_is_told_its_name_now(tmp_path):
+    file = tmp_path / "old.yaml"
+    file.write_text("frozen-vit: false\nllm_learning_rate: null\n")
+    message = _error_of(["--config", str(file), "--group-size", "4", *TRAIN])
+    for name in ("--parts.vit.frozen", "--parts.llm.lr", "--rollouts.group_size"):
+        assert f"is {name} now." in message, message
+    saved = {"frozen-vit": True, "batch-size": 4, "pieces": "even", "dataset.rows": "packed"}
+    now = {"parts.vit.frozen": True, "batch-size": 4, "dataset.rows": "packed"}
+    assert with_new_names(saved) == now
+
+
+@pytest.mark.parametrize("words", ["--parts.vit 3", "--parts.vit.lora_num 1"])
+def test_a_mapping_has_keys(words):
+    assert "frozen" in _error_of([*TRAIN, *words.split()])
 
 
 def test_a_word_without_an_option():
@@ -156,7 +188,7 @@ def test_a_word_without_an_option():
 
 def test_a_missing_key_lists_what_there_is():
     message = _error_of(TRAIN[2:])
-    assert message.startswith("--dataset is missing.")
+    assert message.startswith("--dataset is missing: ")
     assert "Choose one of: needs_one, rows" in message
 
 
@@ -207,7 +239,7 @@ def test_an_empty_config_file_changes_nothing(tmp_path):
 
 def test_compiled_layers_have_no_split_backward_pass():
     run = parse_train_args([*TRAIN, "--compile-layers"]).run
-    with pytest.raises(ValueError, match="makes both at once. Use --schedule 1f1b"):
+    with pytest.raises(ValueError, match="Use --schedule 1f1b or drop --compile-layers"):
         check_memory(run, splits_backward=True)
     run = parse_train_args([*TRAIN, "--gradient-checkpointing", "--offload-activations"]).run
     check_memory(run, splits_backward=True)

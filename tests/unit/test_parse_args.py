@@ -1,6 +1,5 @@
 """Options: keys, the options of parts, YAML, round trips. Errors are in test_option_errors.py."""
 
-import dataclasses
 import functools
 import json
 from typing import Literal
@@ -12,7 +11,8 @@ import parse_args
 from commands import run_configs
 from commands.train_run import newer_options
 from options.command_line import read_config
-from options.fields import option_groups
+from options.fields import handed_to, option_fields, option_groups, value_of
+from options.model import PartTraining
 from options.train import RunConfig
 from parse_args import parse_evaluate_args, parse_train_args, save_config
 from register import ALL_REGISTERS, UnknownKeyError
@@ -21,8 +21,8 @@ from stageline.training.resume import check_same_run
 
 NAMES_OF_THE_FOUNDING_NOTES = """
 --model-path --config-path --processor-path --dataset --dataset-path --prompt --prompt-fn
---image-token --collate-fn --loss-fn --batch-size --micro-batch-size --max-token-num --frozen-vit
---frozen-mlp --frozen-llm --frozen-lm-head --vit-lora-num --mlp-lora-num --llm-lora-num --bf16
+--image-token --collate-fn --loss-fn --batch-size --micro-batch-size --max-token-num
+--vit-lora-num --mlp-lora-num --llm-lora-num --bf16
 --fp16 --learning-rate --weight-decay --min-lr --warmup-steps --warmup-start-lr --total-steps
 --accumulate-steps --eval-steps --save-steps --seed --visual-gpu-ratio
 """.split()
@@ -186,15 +186,15 @@ def test_what_a_partial_binds_is_no_option():
         ("--batch_size 8", "batch_size", 8),
         ("--batch-size=8", "batch_size", 8),
         ("--batch-size 4 --batch-size 8", "batch_size", 8),
-        ("--frozen-vit", "frozen_vit", True),
-        ("--frozen-vit true", "frozen_vit", True),
-        ("--frozen_vit=false", "frozen_vit", False),
-        ("--frozen-vit --seed 3", "seed", 3),
+        ("--parts.vit.frozen", "parts.vit.frozen", True),
+        ("--parts.vit.frozen true", "parts.vit.frozen", True),
+        ("--parts.vit.frozen=false", "parts.vit.frozen", False),
+        ("--parts.vit.frozen --seed 3", "seed", 3),
         ("--learning-rate 3e-5", "learning_rate", 3e-5),
         ("--learning-rate 1", "learning_rate", 1.0),
-        ("--lora-target q_proj,v_proj", "lora_target", ["q_proj", "v_proj"]),
-        ("--lora-target q_proj v_proj", "lora_target", ["q_proj", "v_proj"]),
-        ("--lora-target q_proj", "lora_target", ["q_proj"]),
+        ("--lora.target q_proj,v_proj", "lora.target", ["q_proj", "v_proj"]),
+        ("--lora.target q_proj v_proj", "lora.target", ["q_proj", "v_proj"]),
+        ("--lora.target q_proj", "lora.target", ["q_proj"]),
         ("--partition 3,4", "partition", [3, 4]),
         ("--partition 7", "partition", [7]),
         ("--partition uniform", "partition", "uniform"),
@@ -211,7 +211,7 @@ def test_what_a_partial_binds_is_no_option():
     ],
 )
 def test_spellings_and_types(words, name, value):
-    assert getattr(train(*words.split()).run, name) == value
+    assert value_of(train(*words.split()).run, name) == value
 
 
 def test_paths_are_expanded_and_an_empty_one_is_none(tmp_path, monkeypatch):
@@ -234,15 +234,30 @@ def test_config_file_gives_options_and_the_command_line_wins(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(
         "dataset: pictures\ndataset.split_type: zeroshot\nbatch-size: 8\nmicro_batch_size: 4\n"
-        "frozen-vit: true\nlearning-rate: 1e-3\nlora-target: [a, b]\nloss-fn: sft\n"
+        "parts: {vit: {frozen: true, lr: 1e-5}}\nlora.target: [a, b]\nloss-fn: sft\n"
+        "parts.lm_head.frozen: true\nvit-lora-num: 1\nlearning-rate: 1e-3\n"
     )
     arguments = train("--config", str(file), "--batch-size", "12")
     run = arguments.run
-    assert (run.batch_size, run.micro_batch_size, run.frozen_vit) == (12, 4, True)
-    assert (run.learning_rate, run.lora_target) == (1e-3, ["a", "b"])
+    assert (run.batch_size, run.micro_batch_size, run.parts.vit.frozen) == (12, 4, True)
+    assert run.parts.lm_head.frozen and run.parts.vit.lr == 1e-5
+    assert (run.learning_rate, run.lora.target) == (1e-3, ["a", "b"])
     assert arguments.parts["dataset"].kwargs["split_type"] == "zeroshot"
     # also when it comes first on the command line
     assert parse_train_args(["--batch-size", "12", "--config", str(file), *TRAIN]).run == run
+
+
+def test_a_mapping_is_read_on_the_command_line_and_in_a_saved_config(tmp_path):
+    words = ("--parts", "{vit: {frozen: true, lr: 1e-5}, llm: {lora_rank: 4}}", "--lora.rank", "2")
+    arguments = train(*words, "--vit-lora-num", "1", "--llm-lora-num", "1")
+    run = arguments.run
+    assert run.parts.vit == PartTraining(frozen=True, lr=1e-5) and run.lora.rank == 2
+    handed = handed_to("train_model", run)
+    assert (handed["frozen_vit"], handed["lora_rank"], handed["llm_lora_rank"]) == (True, 2, 4)
+    assert "vit_lora_rank" not in handed
+    save_config(arguments, tmp_path / "config.yaml")
+    again = parse_train_args(["--config", str(tmp_path / "config.yaml")]).run
+    assert (again.parts, again.lora) == (run.parts, run.lora)
 
 
 def test_numbers_in_lists_of_a_config_file_are_numbers(tmp_path):
@@ -276,11 +291,11 @@ def test_a_value_of_a_config_file_is_what_stands_there(tmp_path):
 def test_a_json_file_is_read_as_well(tmp_path):
     file = tmp_path / "run.json"
     file.write_text(
-        '{\n\t"learning-rate": 1e-3,\n\t"lora-target": ["a", "b"],\n\t"frozen-vit": true,'
+        '{\n\t"learning-rate": 1e-3,\n\t"lora.target": ["a", "b"],\n\t"parts.vit.frozen": true,'
         '\n\t"model-path": null\n}\n'
     )
     run = train("--config", str(file)).run
-    assert (run.learning_rate, run.lora_target, run.frozen_vit) == (1e-3, ["a", "b"], True)
+    assert (run.learning_rate, run.lora.target, run.parts.vit.frozen) == (1e-3, ["a", "b"], True)
     assert run.model_path is None
 
 
@@ -300,7 +315,7 @@ def test_a_saved_config_repeats_the_run_from_another_directory(tmp_path, monkeyp
     first = train(
         *"--dataset-path rows.jsonl --output-dir out --partition 2,3 --learning-rate 3e-5".split(),
         *"--dataset.names x y --dataset.split_type zeroshot --optimizer.betas 0.5,0.6".split(),
-        *"--bf16 --lora-target q --loss-fn.smoothing 1e-7 --check-only".split(),
+        *"--bf16 --lora.target q --loss-fn.smoothing 1e-7 --check-only".split(),
     )
     save_config(first, tmp_path / "out" / "config.yaml")
     config = first.as_config()
@@ -406,7 +421,7 @@ def test_a_default_that_nobody_gives_is_what_reading_it_would_make(config_class)
     """Only given options are read: jsonargparse would change no default and refuse none."""
     parser = parse_args._build_parser(option_groups(config_class), {}, listed={})
     made = parser.parse_args([])
-    for item in dataclasses.fields(config_class):
+    for item in option_fields(config_class).values():
         assert (made[item.name], type(made[item.name])) == (item.default, type(item.default))
 
 
@@ -414,13 +429,13 @@ def test_a_checkpoint_that_is_older_than_an_option_had_its_default():
     saved, told = {"batch-size": 32}, []
 
     def check(group_size):
-        now = {"batch-size": 32, "group-size": group_size}
+        now = {"batch-size": 32, "rollouts.group_size": group_size}
         earlier = {**newer_options(RunConfig(), now), **saved}
         check_same_run(
             earlier, now, may_change=lambda name: False, allows_changes=False, say=told.append
         )
 
-    check(RunConfig.group_size)
-    with pytest.raises(CheckpointError, match="group-size: 8 then, 4 now"):
+    check(RunConfig().rollouts.group_size)
+    with pytest.raises(CheckpointError, match="rollouts.group_size: 8 then, 4 now"):
         check(4)
     assert not told

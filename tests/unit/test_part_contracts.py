@@ -66,7 +66,7 @@ PAIR_KINDS = "sigmoid robust hinge ipo apo_zero apo_down sppo_hard nca_pair simp
 OPTIONS = {
     "dpo": [f"--loss-fn.loss_type {kind} --loss-fn.sft_weight 0.5" for kind in PAIR_KINDS],
     "kto": ["", "--loss-fn.use_kl false"],
-    "grpo": [f"--loss-fn.loss_type {kind} --kl-beta 0.1" for kind in POLICY_KINDS],
+    "grpo": [f"--loss-fn.loss_type {kind} --rollouts.kl_beta 0.1" for kind in POLICY_KINDS],
     "rm": ["", "--loss-fn.center_coefficient 0.1"],
     "contrastive": ["--sim-fn js", "--sim-fn cos --loss-fn.temperature 0.5"],
     "sft": ["", "--logits-chunk 4"],
@@ -111,7 +111,7 @@ def test_shipped_losses_and_collate_parts_pass(job, key):
     if key == "pt":
         words += ["--prompt", "text"]
     if key == "grpo":
-        words += ["--reward", "contains,format", "--max-completion-length", 8]
+        words += ["--reward", "contains,format", "--rollouts.max_completion_length", 8]
     if key == "rm":
         words += ["--train-model", "reward"]
     for options in OPTIONS.get(key, [""]):

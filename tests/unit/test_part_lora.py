@@ -118,7 +118,7 @@ def test_peft_computes_the_same(family, tmp_path):
 def test_a_target_that_is_nowhere_is_told_on_every_stage(stage):
     options = {"stage": stage, "num_stages": 4}
     with pytest.raises(
-        UserError, match=r"--vit-lora-target .* nothing matches none .*fc1"
+        UserError, match=r"--parts.vit.lora_target .* nothing matches none .*fc1"
     ) as error:
         VisionLanguageStage(
             tiny_config("llava"),

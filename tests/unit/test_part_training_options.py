@@ -1,12 +1,11 @@
 """Options of single parts: what would do nothing is refused, files of tokens are read."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from commands.train_vocabulary import check_tied_head
-from options.fields import handed_to
+from options.fields import handed_to, replaced
 from options.model import learning_rate_scales
+from options.train import RunConfig
 from parse_args import parse_train_args
 from register import ALL_REGISTERS
 from stageline.errors import UserError
@@ -35,25 +34,28 @@ def run_of(words):
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        ("--vit-lora-rank 4", ["--vit-lora-rank 4 came without --vit-lora-num", "Add"]),
-        ("--llm-lora-target all", ["--llm-lora-target all came without --llm-lora-num"]),
-        ("--vit-lora-num 1 --vit-lora-rank 0", ["--vit-lora-rank 0 is out of range"]),
+        ("--parts.vit.lora_rank 4", ["--parts.vit.lora_rank is about", "Add --vit-lora-num 1"]),
         (
-            "--frozen-vit --vit-learning-rate 1e-5",
-            ["--vit-learning-rate 1e-05 came with --frozen-vit", "Leave one"],
+            "--parts.llm.lora_target all",
+            ["--parts.llm.lora_target is about", "Add --llm-lora-num 1"],
+        ),
+        ("--vit-lora-num 1 --parts.vit.lora_rank 0", ["--parts.vit.lora_rank 0 is out of range"]),
+        (
+            "--parts.vit.frozen --parts.vit.lr 1e-5",
+            ["--parts.vit.lr 1e-05 came with --parts.vit.frozen", "Leave one"],
         ),
         (
-            "--frozen-lm-head --lm-head-learning-rate 1e-5",
-            ["--lm-head-learning-rate 1e-05 came with --frozen-lm-head"],
+            "--parts.lm_head.frozen --parts.lm_head.lr 1e-5",
+            ["--parts.lm_head.lr 1e-05 came with --parts.lm_head.frozen"],
         ),
         (
-            "--learning-rate 0 --vit-learning-rate 1e-5",
-            ["came with --learning-rate 0", "A rate above 0"],
+            "--learning-rate 0 --parts.vit.lr 1e-5",
+            ["came with --learning-rate 0", "a rate of 0 each"],
         ),
-        ("--mlp-learning-rate -1", ["--mlp-learning-rate -1 is out of range", "at least 0"]),
-        ("--train-new-tokens", ["--train-new-tokens came without --new-tokens"]),
-        ("--new-tokens <a>,<a>", ["'<a>' in place 2: it is there twice"]),
-        ("--new-tokens @no-such-file", ["--new-tokens @no-such-file can't be read"]),
+        ("--parts.mlp.lr -1", ["--parts.mlp.lr -1 is out of range", "at least 0"]),
+        ("--vocab.train_new", ["--vocab.train_new requires --vocab.new_tokens"]),
+        ("--vocab.new_tokens <a>,<a>", ["'<a>' in place 2: it is there twice"]),
+        ("--vocab.new_tokens @no-such-file", ["--vocab.new_tokens @no-such-file can't be read"]),
     ],
 )
 def test_what_would_do_nothing_is_refused(words, wanted):
@@ -64,41 +66,41 @@ def test_what_would_do_nothing_is_refused(words, wanted):
 
 
 def test_options_that_belong_together_are_taken():
-    run = run_of("--vit-lora-num 1 --vit-lora-rank 4 --vit-lora-target all --vit-learning-rate 0")
+    run = run_of(
+        "--vit-lora-num 1 --parts.vit.lora_rank 4 --parts.vit.lora_target all --parts.vit.lr 0"
+    )
     handed = handed_to("train_model", run)
     assert (handed["vit_lora_rank"], handed["vit_lora_target"]) == (4, ["all"])
     assert "llm_lora_rank" not in handed, "parts need not know what was not given"
     assert learning_rate_scales(run) == {"vit": 0.0}
-    run = run_of("--frozen-vit --vit-lora-num 1 --vit-learning-rate 1e-5 --learning-rate 1e-4")
+    run = run_of("--parts.vit.frozen --vit-lora-num 1 --parts.vit.lr 1e-5 --learning-rate 1e-4")
     assert learning_rate_scales(run) == {"vit": pytest.approx(0.1)}
-    words = "--frozen-llm --train-new-tokens --new-tokens <a>,<b> --llm-learning-rate 1e-3"
-    assert run_of(words).new_tokens == ["<a>", "<b>"]
+    words = "--parts.llm.frozen --vocab.train_new --vocab.new_tokens <a>,<b> --parts.llm.lr 1e-3"
+    assert run_of(words).vocab.new_tokens == ["<a>", "<b>"]
 
 
 def test_tokens_come_from_a_file_and_are_saved_one_by_one(tmp_path):
     file = tmp_path / "tokens.txt"
     file.write_text("<3 o'clock>\n\n<left, right>\n")
-    arguments = parse_train_args([*TRAIN, "--new-tokens", f"<a>,@{file}"])
+    arguments = parse_train_args([*TRAIN, "--vocab.new_tokens", f"<a>,@{file}"])
     wanted = ["<a>", "<3 o'clock>", "<left, right>"]
-    assert arguments.as_config()["new-tokens"] == wanted
+    assert arguments.as_config()["vocab.new_tokens"] == wanted
     file.write_text(f"@{file}\n")
     with pytest.raises(ValueError, match="it begins with @"):
-        parse_train_args([*TRAIN, "--new-tokens", f"@{file}"])
+        parse_train_args([*TRAIN, "--vocab.new_tokens", f"@{file}"])
 
 
 def test_a_tied_head_has_no_rate_and_is_not_frozen_alone(capsys):
     tied, untied = tiny_config("llama", tied=True), tiny_config("llama")
-    plain = {"lm_head_learning_rate": None, "frozen_lm_head": False, "frozen_llm": False}
-    plain |= {"llm_lora_num": 0, "train_new_tokens": False}
-    rate = SimpleNamespace(**{**plain, "lm_head_learning_rate": 1e-4})
+    rate = replaced(RunConfig(), {"parts.lm_head.lr": 1e-4})
     check_tied_head(rate, untied)
-    with pytest.raises(UserError, match="--lm-head-learning-rate 0.0001 came, and the head shares"):
+    with pytest.raises(UserError, match="--parts.lm_head.lr 0.0001 came, and the head shares"):
         check_tied_head(rate, tied)
-    frozen = SimpleNamespace(**{**plain, "frozen_lm_head": True})
+    frozen = replaced(RunConfig(), {"parts.lm_head.frozen": True})
     check_tied_head(frozen, untied)
     assert capsys.readouterr().out == ""
     check_tied_head(frozen, tied)
-    assert "--frozen-lm-head freezes nothing" in capsys.readouterr().out
-    frozen.frozen_llm = True
+    assert "--parts.lm_head.frozen freezes nothing" in capsys.readouterr().out
+    frozen = replaced(frozen, {"parts.llm.frozen": True})
     check_tied_head(frozen, tied)
     assert capsys.readouterr().out == ""

@@ -13,7 +13,7 @@ import prompt_fn  # noqa: F401
 from commands.answer_run import placement_arguments
 from models import builders
 from models.devices import make_device_map, plan
-from options.answer import device_memory
+from options.answer import RowSize, device_memory
 from options.fields import OptionError
 from parse_args import parse_chat_args, parse_infer_args
 from stageline.errors import UserError
@@ -68,7 +68,7 @@ def test_a_plan_needs_neither_devices_nor_weights(name, options, rows, folder):
 
 
 def test_what_is_too_large_ends_with_the_usage_code_and_the_table(folder):
-    done = entry("chat", folder, "--device-memory", "0.001GiB,1GiB", "--plan-length", "60000")
+    done = entry("chat", folder, "--device-memory", "0.001GiB,1GiB", "--plan-for.length", "60000")
     assert done.returncode == 2 and "on device 0 is missing" in done.stderr
     assert "workspace" in done.stderr and "1 row of 60000 tokens" in done.stderr
 
@@ -128,7 +128,7 @@ def test_a_part_that_counts_layers_gets_what_it_always_got():
         """A part of a user."""
 
     assert placement_arguments(run, load) == {"visual_gpu_ratio": 0.0}
-    run.batch_size, run.plan_length, run.plan_images = 4, 99, 2
+    run.batch_size, run.plan_for = 4, RowSize(length=99, images=2)
     found = placement_arguments(run, builders.auto)
     assert found == {"visual_gpu_ratio": None, "placement": Wanted(None, Load(4, 99, 2))}
 

@@ -7,6 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from commands.train_vocabulary import add_tokens, rows_option
+from options.fields import replaced
+from options.train import RunConfig
 from pp_models import CausalLMStage
 from stageline.checkpoint.save import save_split_model
 from stageline.data.text.tokenizers import NewTokens, with_rowless
@@ -89,10 +91,9 @@ def test_a_run_finds_them_by_its_config(tmp_path):
     size = max(tokenizer.get_vocab().values()) + 1
     config = AutoConfig.for_model("llama", vocab_size=size - 1, num_hidden_layers=1)
     config.save_pretrained(tmp_path)
-    run = {"new_tokens": None, "config_path": str(tmp_path), "model_path": None}
-    run |= {"trust_remote_code": False, "adapter_path": None, "config_folder": str(tmp_path)}
+    run = RunConfig(config_path=str(tmp_path))
     for asked, wanted in ((False, None), (True, (size - 1,))):
-        arguments = SimpleNamespace(run=SimpleNamespace(**run, resize_vocab=asked))
+        arguments = SimpleNamespace(run=replaced(run, {"vocab.resize": asked}))
         found = add_tokens(arguments, tokenizer, str(tmp_path))
         assert (found and found.ids) == wanted
 
@@ -114,11 +115,9 @@ def test_tokens_in_spare_rows_are_new(tmp_path, capsys):
     tokenizer.add_tokens(["<left>", "<right>"])
     ids = (size, size + 1)
     base = str(tmp_path / "base")
-    run = {"new_tokens": None, "config_path": None, "model_path": base, "adapter_path": None}
-    run |= {"trust_remote_code": False, "config_folder": base, "train_new_tokens": False}
-    run |= {"seed": 0, "vocab_multiple": 64}
+    run = RunConfig(model_path=base)
     for asked, path, wanted in ((0, base, None), (0, "other", None), (1, "other", ids)):
-        arguments = SimpleNamespace(run=SimpleNamespace(**run, resize_vocab=bool(asked)))
+        arguments = SimpleNamespace(run=replaced(run, {"vocab.resize": bool(asked)}))
         found = add_tokens(arguments, tokenizer, path)
         assert (found and found.ids) == wanted
         said = "2 tokens of other are not in the tokenizer of" in capsys.readouterr().out

@@ -266,7 +266,7 @@ def test_keys_that_suit_the_rm_collate_part_need_not_be_given(tmp_path):
     ("words", "match"),
     [
         (("--train-model", "reward", "--loss-fn", "sft"), "gives a score for each token"),
-        (("--train-model", "reward", "--save-best", "token_accuracy"), "use --save-best loss"),
+        (("--train-model", "reward", "--save-best", "token_accuracy"), "Use --save-best loss"),
     ],
 )
 def test_what_does_not_go_with_scores_is_refused_before_anything_is_read(words, match):

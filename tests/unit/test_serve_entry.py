@@ -35,7 +35,7 @@ def test_a_server_answers_and_ends_in_order(model, tmp_path, ranks):
     words = [
         ROOT / "serve.py", "--model-path", model.folder, "--device", "cpu", "--port", 0,
         "--num-stages", ranks, "--temperature", 0, "--max-new-tokens", NUM_TOKENS,
-        "--num-groups", 1, "--api-key-file", keys, "--shutdown-seconds", 20,
+        "--num-groups", 1, "--http.api_key_file", keys, "--http.shutdown_seconds", 20,
     ]  # fmt: skip
     run = ForkedRun([str(word) for word in words], ranks=ranks)
     url = f"{wait_for_url(run)}/v1"
@@ -87,9 +87,10 @@ def test_a_killed_stage_ends_what_is_under_way_with_an_error(model):
 
 def test_options_reach_the_server(tmp_path):
     words = (
-        "--max-queue 3 --max-body-mib 0.5 --max-tokens-limit 99 --max-n 2 --max-images 1 "
-        "--request-timeout 7 --read-timeout 5 --max-new-tokens 11 --temperature 0.5 "
-        "--cors-origins [https://a.example]"
+        "--limits.max_queue 3 --limits.max_body_mib 0.5 --limits.max_tokens 99 --limits.max_n 2 "
+        "--limits.max_images 1 "
+        "--limits.request_timeout 7 --http.read_timeout 5 --max-new-tokens 11 --temperature 0.5 "
+        "--http.cors_origins [https://a.example]"
     ).split()
     run = parse_serve_args(["--model-path", str(tmp_path), *words]).run
     settings = serve.make_settings(run, (KEY,), name="folder")
@@ -119,7 +120,7 @@ def test_options_reach_the_server(tmp_path):
 WRONG = {
     "--model-path is missing": [],
     "--port 70000 is out of range": ["--port", "70000"],
-    "--max-body-mib 0 is out of range": ["--max-body-mib", "0"],
+    "--limits.max_body_mib 0 is out of range": ["--limits.max_body_mib", "0"],
 }
 
 
@@ -133,7 +134,14 @@ def test_wrong_options_are_told(wanted, tmp_path):
 def test_keys_come_from_a_file_and_the_environment(tmp_path, monkeypatch):
     file = tmp_path / "keys"
     file.write_text("first-long-key\n\nsecond-long-key\n")
-    words = ["--model-path", str(tmp_path), "--api-key-file", str(file), "--api-key-env", "MY_KEY"]
+    words = [
+        "--model-path",
+        str(tmp_path),
+        "--http.api_key_file",
+        str(file),
+        "--api-key-env",
+        "MY_KEY",
+    ]
     run = parse_serve_args(words).run
     with pytest.raises(ValueError, match="--api-key-env MY_KEY holds no key"):
         read_api_keys(run)

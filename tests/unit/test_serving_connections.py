@@ -136,7 +136,7 @@ def test_an_encrypted_server_is_asked_with_a_private_authority(files, monkeypatc
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"keyfile": "cert.key"}, "without --ssl-certfile"),
+        ({"keyfile": "cert.key"}, "requires --http.ssl_certfile"),
         ({"certfile": "cert.pem"}, "can't be used"),
         ({"certfile": "cert.pem", "keyfile": "other.key"}, "KEY_VALUES_MISMATCH"),
         ({"certfile": "cert.key", "keyfile": "cert.key"}, "can't be used"),
@@ -147,15 +147,15 @@ def test_an_encrypted_server_is_asked_with_a_private_authority(files, monkeypatc
 def test_a_wrong_certificate_is_told_before_anything_is_loaded(files, options, told):
     words = ["--model-path", str(files)]
     for name, file in options.items():
-        words += [f"--ssl-{name}", str(files / file)]
+        words += [f"--http.ssl_{name}", str(files / file)]
     with pytest.raises(OptionError, match=told):
         parse_serve_args(words)
 
 
 def test_options_reach_the_server(files):
-    words = ["--model-path", str(files), "--ssl-certfile", str(files / "cert.pem")]
-    words += ["--ssl-keyfile", str(files / "cert.key"), "--max-connections", "7"]
-    words += ["--keep-alive-timeout", "3"]
+    words = ["--model-path", str(files), "--http.ssl_certfile", str(files / "cert.pem")]
+    words += ["--http.ssl_keyfile", str(files / "cert.key"), "--http.max_connections", "7"]
+    words += ["--http.keep_alive_timeout", "3"]
     assert listening_options(parse_serve_args(words).run) == {
         "ssl_certfile": str(files / "cert.pem"),
         "ssl_keyfile": str(files / "cert.key"),

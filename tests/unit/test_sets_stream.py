@@ -226,5 +226,5 @@ def test_a_stream_has_no_last_rows_to_pad(tmp_path):
     words = job.command("a", "--dataset", "sets", "--dataset.cache", tmp_path / "cache")
     words += ["--prompt-fn", "chat", "--dataset.streaming", "--eval-samples", "0"]
     words = words[words.index("--train-model") :]
-    with pytest.raises(UserError, match="--last-rows pad has no effect on --dataset sets"):
-        check_data(parse_train_args([*words, "--last-rows", "pad"]))
+    with pytest.raises(UserError, match="--rows.last pad has no effect on --dataset sets"):
+        check_data(parse_train_args([*words, "--rows.last", "pad"]))

@@ -191,7 +191,7 @@ def start(job, name, *options, ranks=1, seconds=0.0):
         "--image-token", "none", "--metric", "exact_match", "--device", "cpu", "--output-dir",
         job.folder / name, "--import", job.folder / "slow_parts.py", "--model", "slow", "--builder",
         "auto", "--max-new-tokens", 4, "--batch-size", 2, "--model.seconds", seconds,
-        "--num-replicas", ranks, "--bootstrap-resamples", 10, *options,
+        "--num-replicas", ranks, "--bootstrap.resamples", 10, *options,
     ]  # fmt: skip
     return ForkedRun(list(map(str, words)), ranks=ranks)
 

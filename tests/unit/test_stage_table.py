@@ -11,6 +11,7 @@ import transformers
 
 from commands import train_engines
 from options.memory import answering_remedies, memory_remedies
+from options.rollouts import RolloutOptions
 from options.train import RunConfig
 from pp_models import CausalLMStage
 from stageline import progress
@@ -141,21 +142,21 @@ def test_streaming_tells_the_memory_of_its_gpus_and_not_the_hosts(monkeypatch):
 
 def test_what_helps_a_streaming_run_is_what_it_has():
     found = " ".join(memory_remedies(RunConfig(), has_gpu=True, streams=True))
-    assert "--recompute-grain layer" in found and "--streaming-budget" in found
+    assert "--recompute-grain layer" in found and "--streaming.budget" in found
     assert (
         "--logits-chunk" not in found and "--offload" not in found and "checkpointing" not in found
     )
-    assert "--streaming-budget" not in " ".join(memory_remedies(RunConfig(), has_gpu=True))
+    assert "--streaming.budget" not in " ".join(memory_remedies(RunConfig(), has_gpu=True))
 
 
 def test_what_helps_a_run_that_answers_is_said_while_it_does():
-    run = RunConfig(prompts_together=1)
+    run = RunConfig(rollouts=RolloutOptions(prompts_together=1))
     account = MemoryAccount(
         [torch.device("cpu")], memory_remedies(run, has_gpu=False), answering_remedies(run)
     )
     assert "--gradient-checkpointing" in account.describe()
     with progress.doing("decoding"):
-        assert "helps: a smaller --max-completion-length (now 512);" in account.describe()
+        assert "helps: a smaller --rollouts.max_completion_length (now 512);" in account.describe()
 
 
 def test_the_peak_is_read_from_the_kernel(tmp_path):

@@ -127,7 +127,7 @@ def check_vocabulary(processor: Any, vocab_size: int) -> None:
             f"the tokenizer has {len(vocabulary)} tokens with ids up to {largest} ({token!r}), the "
             f"model's embedding has {vocab_size} rows. Each id needs a row, because looking it up "
             "fails otherwise: use the tokenizer that belongs to the model (`processor_path`), a "
-            "config whose vocab_size is large enough, or `resize_vocab`, which adds rows (as "
+            "config whose vocab_size is large enough, or `vocab.resize`, which adds rows (as "
             f"resize_token_embeddings({largest + 1}) of the library does)."
         )
 

@@ -86,7 +86,7 @@ class StepSampler:
                 f"the dataset has {num_samples} rows, one optimizer step takes "
                 f"{self._global_samples} (`batch_size` x `accumulate_steps` x {dp_degree} data "
                 "parallel replicas). At least one step was expected, because training uses whole "
-                "steps only: lower `batch_size`, give more rows, or use `last_rows` pad."
+                "steps only: lower `batch_size`, give more rows, or use `rows.last` pad."
             )
 
     @property

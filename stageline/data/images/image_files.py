@@ -48,7 +48,7 @@ def check_shape(image: Image.Image, *, name: str, max_pixels: int = MAX_PIXELS) 
         why = "no pixels; at least one was expected"
     elif width * height > max_pixels:
         why = (
-            f"{width * height} pixels; at most {max_pixels} are decoded (`max_image_pixels`), "
+            f"{width * height} pixels; at most {max_pixels} are decoded (`images.pixel_limit`), "
             "because a small file may unpack to all the memory of the machine"
         )
     elif max(width, height) > MAX_ASPECT * min(width, height):

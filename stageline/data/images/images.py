@@ -329,7 +329,7 @@ def expand_images(
     if most is not None and len(sizes) > most:
         raise DataError(
             f"{name}: it came with {len(sizes)} images; at most {most} were expected "
-            "(`max_images_per_sample`), because all of them are processed together. Take some "
+            "(`images.max_count`), because all of them are processed together. Take some "
             "out, split the row, or raise the limit."
         )
     if rendered.num_images != len(sizes):

@@ -256,7 +256,7 @@ def use_template(processor: Any, *, template: str | None = None, **others: Any) 
             f"`prompt_fn.template` {template} came, and the tokenizer has no {' '.join(lacks)}. "
             "Tokens of their own were expected, because the template marks turns with them: choose "
             f"one that fits ({', '.join(fitting_templates(tokenizer))}), or add them to the "
-            "tokenizer as special tokens (its add_special_tokens) and give `resize_vocab`."
+            "tokenizer as special tokens (its add_special_tokens) and give `vocab.resize`."
         )
     tokenizer.chat_template = processor.chat_template = text
 
