@@ -343,9 +343,7 @@ def convert(
     """Text -> typed values; every error names the option, its value and the type."""
     hints = option_types(parser)
     typed_as = {
-        action.dest: action.option_strings[-1]
-        for action in parser._actions
-        if action.option_strings
+        action.dest: action.option_strings[0] for action in parser._actions if action.option_strings
     }
     if old := [name for name in settings if name not in hints]:
         known, moved = {*hints, *also_known}, old_names("moved")

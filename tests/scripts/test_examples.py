@@ -105,7 +105,7 @@ def words_of(path, models, folder):
     smaller = list(SMALLER[command_of(path)])
     if int(options_of(path).get("num-stages", 1)) > 2:  # a micro-batch for each stage at least
         smaller += ["--batch-size", "8"]
-    if "rollouts.group_size" in options_of(path):  # whole groups in a batch
+    if "rollouts" in options_of(path):  # whole groups in a batch
         smaller += ["--rollouts.group_size", "2"]
     return rewritten([*words, *smaller])
 

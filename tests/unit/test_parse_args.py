@@ -113,6 +113,16 @@ def _parts():
         ALL_REGISTERS[name].update(parts)
 
 
+def test_a_list_takes_the_place_of_a_default_list():
+    def tasks(predictions, samples, *, names: list[str] = ["a", "b"]):  # noqa: B006
+        """Named tasks."""
+
+    ALL_REGISTERS["metric"]["tasks"] = tasks
+    words = [*SHARED, "--model", "generate", "--builder", "load", "--metric", "tasks"]
+    chosen = parse_evaluate_args([*words, "--metric.names", "[c]"]).parts["metric"]
+    assert chosen.kwargs == {"names": ["c"]}
+
+
 SHARED = "--dataset pictures --prompt vqa --prompt-fn fill --image-token none".split()
 TRAIN = [*SHARED, *"--train-model tiny --collate-fn pack --tracker nowhere".split()]
 EVALUATE = [*SHARED, *"--model generate --builder load --metric exact".split()]
