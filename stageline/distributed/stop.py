@@ -1,6 +1,7 @@
 """Signals that ask for a stop: SIGINT (Ctrl-C), SIGTERM, and SIGUSR1, the early one of Slurm.
 
-The first asks the run to save after the step that goes on; a second of its kind ends it at once.
+The first asks the run to save after the step that goes on; a second one, which is not the early
+one, ends it at once. SIGHUP of a closed terminal is as SIGTERM.
 Python runs handlers between bytecodes, and none runs while the main thread waits inside gloo. So
 the system's part of a handler writes a byte into a socket, and a thread of its own reads it.
 """
@@ -56,7 +57,7 @@ class _Stop:
     Attributes:
         is_read: somebody looks at the flag after each step.
         signum, asked_at: the first signal, of this rank or another, and when it was heard of.
-        times: when a signal first came to this process: False; the early one: True.
+        times: of the early signal (True) and all others (False): when the first came, its name.
         is_raised: the main thread was interrupted, or is not to be.
         code: the exit code that all ranks have agreed on.
     """
@@ -64,7 +65,7 @@ class _Stop:
     is_read: bool = False
     signum: int | None = None
     asked_at: float = 0.0
-    times: dict[bool, float] = field(default_factory=dict)
+    times: dict[bool, tuple[float, str]] = field(default_factory=dict)
     is_raised: bool = False
     code: int | None = None
 
@@ -199,7 +200,7 @@ def _listen(receiver: socket.socket, leave: Leave) -> None:
 def _heed(signum: signal.Signals, leave: Leave) -> None:
     now = time.monotonic()
     # SIGUSR1 is an early warning, behind which Slurm sends SIGTERM; all others are of one kind
-    first = _stop.times.setdefault(signum == signal.SIGUSR1, now)
+    first, name = _stop.times.setdefault(signum == signal.SIGUSR1, (now, signum.name))
     if not _stop.is_read:
         ask(signum)
         time.sleep(SECONDS_TO_UNWIND)
@@ -208,7 +209,6 @@ def _heed(signum: signal.Signals, leave: Leave) -> None:
     elif first == now:
         ask(signum)
     elif now - first >= MIN_SECONDS_BETWEEN:
-        name = name_of(signum if _stop.signum is None else _stop.signum)
         leave(f"Ended at once by a second {name}{_words.at_once}.", stop_code())
 
 

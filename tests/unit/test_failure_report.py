@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import os
+import signal
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from register import RegisterError
-from stageline.distributed import failure_record, launch
+from stageline.distributed import failure_record, launch, stop
 from stageline.distributed import failure_record as record
 from stageline.errors import (
     CheckpointError,
@@ -180,3 +181,13 @@ def test_below_torchrun_the_first_rank_of_a_machine_prints(tmp_path, monkeypatch
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
     monkeypatch.delenv(failure_record.LAUNCHER)
     assert failure_record.is_first_to_report()
+
+
+def test_a_sigterm_behind_the_early_signal_of_slurm_is_the_first_of_its_kind(monkeypatch):
+    monkeypatch.setattr(stop, "_stop", stop._Stop(is_read=True))
+    monkeypatch.setattr(stop, "MIN_SECONDS_BETWEEN", 0.0)
+    left = []
+    for signum in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP):
+        assert left == []
+        stop._heed(signum, lambda *told: left.append(told))
+    assert left == [(f"Ended at once by a second SIGTERM{stop._words.at_once}.", 143)]
