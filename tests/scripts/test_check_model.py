@@ -190,7 +190,7 @@ def test_a_wrong_part_fails_and_the_report_says_what(part, row, said, llama, tmp
 def test_a_layer_on_no_stage_is_refused(llama, tmp_path):
     train_model_register["wrong"] = ForgetsALayer.build
     with pytest.raises((UserError, AssertionError), match=r"model\.layers\.2\."):
-        check(tmp_path, "--train-model wrong --num-stages 2 --check-steps 1", model=llama)
+        check(tmp_path, "--train-model wrong --num-stages 2 --check.steps 1", model=llama)
 
 
 def test_another_models_part_can_be_compared_with_itself(llama, tmp_path):
