@@ -133,7 +133,7 @@ def test_documents_come_back_to_the_byte(inside, tmp_path, prefix, options, want
     assert capsys.readouterr().out == wanted
     do(f"{words} --output-path {tmp_path}/out")
     assert (tmp_path / "out").read_text() == wanted
-    with pytest.raises(UserError, match="is there. A new file was expected"):
+    with pytest.raises(UserError, match="is there. Give another name"):
         do(f"{words} --output-path {tmp_path}/out")
 
 
@@ -276,10 +276,10 @@ def test_find_trained_needs_to_know_how_far_a_run_came(inside, tmp_path):
     words = f"find-trained --read-path-prefix data/b --save-path {tmp_path}/s"
     with pytest.raises(UserError, match="--steps and --batch-size came neither"):
         do(words)
-    with pytest.raises(OptionError, match="config.yaml is not there. The folder of a run"):
+    with pytest.raises(OptionError, match="config.yaml is not there. Correct the path"):
         do(f"{words} --run-path {tmp_path}")
     (tmp_path / "config.yaml").write_text("dataset: corpus\nbatch-size: 2\n")
-    with pytest.raises(UserError, match="has no checkpoint. One was expected"):
+    with pytest.raises(UserError, match="has no checkpoint. Give --steps"):
         do(f"{words} --run-path {tmp_path}")
 
 

@@ -208,10 +208,10 @@ def test_names_of_adapters(adapted):
 @pytest.mark.parametrize(
     ("value", "words", "wanted"),
     [
-        ("a={0},{0}", [], "A name of its own for each"),
-        ("a={0},a={0}", [], "A name of its own for each"),
+        ("a={0},{0}", [], "Name each of them"),
+        ("a={0},a={0}", [], "Name each of them"),
         ("a=/nowhere/at/all", [], "no such file or folder"),
-        ("a={0}", ["--merge-adapters", "true"], "leave --merge-adapters out"),
+        ("a={0}", ["--merge-adapters", "true"], "without --merge-adapters"),
     ],
 )
 def test_adapters_that_cannot_be_told_apart(adapted, value, words, wanted):
