@@ -249,12 +249,14 @@ class _Run:
     Attributes:
         began: when this process entered its entry file.
         log: where signals write to.
+        armed_by: the process whose timer writes stacks.
         describe_memory: says, where memory is full, what fills it and what to do.
     """
 
     began: float = 0.0
     folder: Path | None = None
     log: IO[str] | None = None
+    armed_by: int | None = None
     describe_memory: Callable[[], str] | None = None
 
 
@@ -294,7 +296,8 @@ def close_log() -> None:
     if log is None:
         return
     with contextlib.suppress(OSError, ValueError):
-        faulthandler.cancel_dump_traceback_later()
+        if _Run.armed_by == os.getpid():  # a forked process would wait for its parent's timer
+            faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
         log.close()
         path = Path(log.name)
@@ -308,6 +311,7 @@ def write_stacks_after(seconds: float) -> None:
     if _Run.log is not None and seconds > 0:
         with contextlib.suppress(OSError, ValueError):  # it was just closed
             faulthandler.dump_traceback_later(seconds, file=_Run.log)
+            _Run.armed_by = os.getpid()
 
 
 def where_stacks_are() -> str:
