@@ -6,6 +6,7 @@ import importlib.util
 import multiprocessing
 import os
 import threading
+import time
 
 # before torch is imported: forked ranks must not inherit a pool of threads
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -52,21 +53,43 @@ def pytest_runtest_logreport(report):
 
 
 class _HungTests:
-    """A test of a worker that hangs shows all threads and ends the run: others would hang, too."""
+    """A test of a worker that hangs shows all threads and ends the run: others would hang, too.
+
+    The timer pauses while a process is forked: one that has it would wait for the timer's thread,
+    which it does not have, as soon as it set or cancelled a timer of its own.
+    """
 
     def __init__(self) -> None:
         self._stderr = os.dup(2)
+        self._until: float | None = None
+        os.register_at_fork(
+            before=self._pause, after_in_parent=self._set, after_in_child=self._forget
+        )
 
     @pytest.hookimpl(optionalhook=True, tryfirst=True)
     def pytest_timeout_set_timer(self, settings):
         if "PYTEST_XDIST_WORKER" not in os.environ:
             return None  # a single process goes on
-        faulthandler.dump_traceback_later(settings.timeout, exit=True, file=self._stderr)
+        self._until = time.monotonic() + settings.timeout
+        self._set()
         return True
 
     @pytest.hookimpl(optionalhook=True, tryfirst=True)
     def pytest_timeout_cancel_timer(self):
-        faulthandler.cancel_dump_traceback_later()
+        self._pause()
+        self._forget()
+
+    def _set(self) -> None:
+        if self._until is not None:
+            left = max(self._until - time.monotonic(), 1.0)
+            faulthandler.dump_traceback_later(left, exit=True, file=self._stderr)
+
+    def _pause(self) -> None:
+        if self._until is not None:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _forget(self) -> None:
+        self._until = None
 
 
 def pytest_configure(config):
