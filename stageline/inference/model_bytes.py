@@ -507,7 +507,8 @@ def answer_cost(stage: Stage, loads: Sequence[AnswerLoad]) -> Cost:
     num_cells = steps.window.row_capacity * steps.window.column_capacity
     buffers = steps.buffer_bytes()
     if stage.is_last:  # tokens are chosen when all between what came and the logits is gone
-        came = tensor_bytes(stage.get_example_input(rows, 1))
+        # with ids and positions of this step and the next, which the group keeps
+        came = tensor_bytes(stage.get_example_input(rows, 1)) + 4 * 8 * rows
         step = max(step, came + output.nbytes + choice_bytes(rows, output.shape[-1]))
     moved = max(buffers, default=0) // num_cells * max(load.moved_cells for load in loads)
     return Cost(

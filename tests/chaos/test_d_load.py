@@ -215,7 +215,7 @@ def test_d06_a_file_beside_the_weights_of_its_folder(whole):
     rewrite(whole / "other.safetensors", lambda state: state["lm_head.weight"].add_(1))
     source = ModelSource(str(whole), str(file), None)
     found = load_whole(
-        Preparation(source, AutoConfig.from_pretrained(whole), (), True, ()),
+        Preparation(source, True, ()),
         build=lambda **_: load(whole, file, stage=0, num_stages=1),
         seed=0,
         trust_remote_code=False,

@@ -408,7 +408,7 @@ def test_settings_are_checked_before_they_are_sent(page, engine):
         "top_p": ("0", "0 is too small: it must be above 0"),
         "max_tokens": ("2049", "2049 is too large: at most 2048"),
         "seed": ("1.5", "A whole number is needed"),
-        "rollouts.stop_strings": ("a\n" * 17, "17 stop strings: at most 16 are taken"),
+        "stop-strings": ("a\n" * 17, "17 stop strings: at most 16 are taken"),
         "key": ("a b\u4f60", "A key has only plain letters, digits and signs, no spaces"),
     }
     for field, (value, reason) in wrong.items():

@@ -291,5 +291,5 @@ def test_mixtures_are_options_of_a_corpus_alone():
     assert mixture_of(run, chosen_part("dataset", "corpus")) == given
     assert mixture_of(RunConfig(), chosen_part("dataset", "jsonl")) == {}
     run = CorpusRunOptions(global_batch_distributed=[2, 2], mixture_weights=[0.5, 0.5])
-    with pytest.raises(OptionError, match="both given"):
+    with pytest.raises(OptionError, match="exclude each other"):
         check_together(run)
