@@ -17,6 +17,7 @@ from stageline.device import generators_kept, is_accelerator
 from stageline.errors import UserError
 
 MAGNITUDE = "lora_magnitude_vector"
+PLAIN: tuple[type, ...] = (torch.Tensor, nn.Parameter)  # of a weight that is not quantised
 Linear = nn.Linear | Conv1D  # or of another class with the same attributes: a quantised layer
 
 
@@ -149,8 +150,7 @@ def linear_sizes(module: Linear) -> tuple[int, int]:
 
 def is_quantised(module: Linear) -> bool:
     """Whether a linear layer keeps its weight as something else than plain floats."""
-    is_plain = type(module.weight) in (torch.Tensor, nn.Parameter)
-    is_float = is_plain and module.weight.is_floating_point()
+    is_float = type(module.weight) in PLAIN and module.weight.is_floating_point()
     return getattr(module, "is_quantised", False) or not is_float
 
 

@@ -171,15 +171,7 @@ def replacements(cards: "Cards") -> Iterator[tuple[Any, str, Any]]:
     )  # late: what it imports reads tests/conftest.py's wishes
 
     # these tensors are plain ones that a card would hold, no quantised kind
-    is_quantised = lora_layer.is_quantised
-
-    def is_quantised_on_card(module):
-        weight = module.weight
-        if not isinstance(weight, CardTensor):
-            return is_quantised(module)
-        return getattr(module, "is_quantised", False) or not weight.is_floating_point()
-
-    yield lora_layer, "is_quantised", is_quantised_on_card
+    yield lora_layer, "PLAIN", (*lora_layer.PLAIN, CardTensor)
     yield dist.Backend, "default_device_backend_map", {KIND: "nccl", "cpu": "gloo"}
     begin = dist.init_process_group
 
