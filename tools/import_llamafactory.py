@@ -178,6 +178,12 @@ def _pixels(value: Any, theirs: Theirs, row: Row) -> Ours | str:
     return "Only processors of Qwen-VL scale to pixels. Give images.max_tiles (docs/images.md)."
 
 
+def _ftx(value: float, theirs: Theirs, row: Row) -> Ours | str:
+    if theirs.get("stage") == "kto" and value:
+        return "The loss kto has no term of the good answers' next tokens. Leave it out."
+    return {row["to"]: value} if theirs.get("stage") == "dpo" else {}
+
+
 def _for(*stages: str) -> Callable[[Any, Theirs, Row], Ours]:
     """An option of the losses of some stages."""
     return lambda value, theirs, row: {row["to"]: value} if theirs.get("stage") in stages else {}
@@ -228,6 +234,7 @@ BY: dict[str, Callable[[Any, Theirs, Row], Ours | str]] = {
     "pissa": _if(_pissa),
     "double": _if(lambda value, all: value if all.get("quantization_bit") == 4 else None),
     "pref_loss": _pref_loss,
+    "ftx": _ftx,
     "of_dpo": _for("dpo"),
     "of_kto": _for("kto"),
     "of_dpo_kto": _for("dpo", "kto"),
@@ -321,15 +328,20 @@ def convert(given: Theirs, *, cards: int = 1, info: Path | None = None) -> Impor
     keys = dict(flat(given))
     theirs = {row_of(key)[0]: value for key, value in keys.items()} | {"cards": cards}
     made = Imported(_command(theirs))
-    is_run = made.command == "train" and "model_name_or_path" in theirs
-    usual = ("v1" if "model" in keys else "default") if is_run else "none"
+    usual = "v1" if "model" in keys else "default"
+    if made.command != "train":
+        usual = "answers"
+    elif "model_name_or_path" not in theirs:
+        usual = "none"
     rest = {name: row[usual] for name, row in ROWS.values() if usual in row and name not in theirs}
     for key, value in keys.items():
         made.add(f"{key}: {_written(value)}", what_becomes(key, value, rest | theirs))
     for key, value in rest.items():
         got = what_becomes(key, value, rest | theirs)
         assert isinstance(got, dict), got  # a default of theirs is here, too
-        new = {name: one for name, one in got.items() if name not in made.options}
+        taken = _taken(got, made.command)
+        new = {} if isinstance(taken, str) else taken
+        new = {name: one for name, one in new.items() if name not in made.options}
         if new:
             made.add(f"{key}: {_written(value)} is what holds there without it", new)
     if made.command in ("train", "eval") and "model_name_or_path" in theirs:

@@ -205,8 +205,10 @@ def test_losses_of_preferences(tmp_path):
     assert orpo["loss_type"] == "orpo" and orpo["sft_weight"] == 1.0 and orpo["beta"] == 0.2
     simpo = parsed(convert({**dpo, "pref_loss": "simpo"}), tmp_path).parts["loss_fn"].kwargs
     assert simpo["margin"] == 0.5, "their default of simpo_gamma"
-    kto = convert({**JOB, "stage": "kto", "kto_chosen_weight": 2.0, "pref_loss": "sigmoid"})
+    kto_job = {**JOB, "stage": "kto", "kto_chosen_weight": 2.0, "pref_loss": "sigmoid"}
+    kto = convert(kto_job)
     assert parsed(kto, tmp_path).parts["loss_fn"].kwargs["desirable_weight"] == 2.0
+    assert any("good answers" in text for text in convert({**kto_job, "pref_ftx": 0.1}).left())
     assert any("PPO is not here" in text for text in convert({**JOB, "stage": "ppo"}).left())
 
 
@@ -250,17 +252,23 @@ def test_keys_that_change_what_is_learnt_or_said_are_not_passed_over(tmp_path):
     judged = {**JOB, "do_predict": True, "do_sample": False, "temperature": 0.9}
     for keys in (judged, dict(reversed(judged.items()))):
         assert convert(keys).options["temperature"] == 0
-    assert any("max-new-tokens" in text for text in convert({**judged, "max_length": 9}).left())
+    # theirs: max_new_tokens, 1024 where it is not given, overrides max_length unless it is 0
+    assert convert({**judged, "max_length": 9}).options["max-new-tokens"] == 1024
+    counted = convert({**judged, "max_length": 9, "max_new_tokens": 0})
+    assert any("max-new-tokens" in text for text in counted.left())
 
 
 def test_other_commands():
     chat = convert({"model_name_or_path": "a", "adapter_name_or_path": "b", "template": "qwen3"})
-    assert (chat.command, chat.options) == ("chat", {"model-path": "a", "adapter-path": ["b"]})
+    sampled = {"temperature": 0.95, "top-p": 0.7, "max-new-tokens": 1024}
+    named = {"model-path": "a", "adapter-path": ["b"]}
+    assert (chat.command, chat.options) == ("chat", named | sampled), "with their defaults"
     export = convert({"model_name_or_path": "a", "export_dir": "c", "export_size": 5})
     text = config_text(export, source="a.yaml", output="b.yaml")
     assert text.splitlines()[0].endswith("--model-path a --output-path c --max-shard-size 5GB")
     judged = convert({**JOB, "do_predict": True, "eval_dataset": "a", "max_new_tokens": 9})
     assert judged.command == "eval" and judged.options["max-new-tokens"] == 9
+    assert judged.options["temperature"] == 0.95, "predict draws there, too"
 
 
 def test_values_that_ask_for_nothing_or_for_a_share():
