@@ -1,4 +1,4 @@
-"""Trains a hand-split model, its stages on several processes; every part is chosen by its key."""
+"""Train a model that is split into pipeline stages; every component is chosen by its key."""
 
 from commands.train import main
 from stageline.distributed.failure import run_entry
