@@ -75,10 +75,12 @@ class _Rows:
         mask_BT: of rows that are padded on the right, as the model gets it.
         seen: what the library made of just this mask.
         is_packed: borders are there to be found.
+        looks: the library may ask the device whether a mask can be left out.
     """
 
     mask_BT: torch.Tensor | None = None
     is_packed: bool = False
+    looks: bool = True
     seen: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -86,10 +88,10 @@ _ROWS: ContextVar[_Rows | None] = ContextVar("what is known of the rows of a pas
 
 
 @contextlib.contextmanager
-def known_rows(batch: Batch) -> Iterator[None]:
+def known_rows(batch: Batch, *, looks: bool = True) -> Iterator[None]:
     """While open, the library's mask functions need not ask the device what the host knows."""
     padded = batch.get("attention_mask") if ROW_LENGTHS in batch else None
-    token = _ROWS.set(_Rows(padded, is_packed(batch)))
+    token = _ROWS.set(_Rows(padded, is_packed(batch), looks))
     try:
         yield
     finally:
@@ -115,7 +117,8 @@ def _mask_of_kernel(name: str, *args: Any, **kwargs: Any) -> Any:
         kwargs["attention_mask"] = None
     # a step of decoding has a mask where rows begin behind others: nobody need look at it
     is_step = kwargs.get("q_length") == 1 < (kwargs.get("kv_length") or 0)
-    if rows is not None and mask is not None and is_step:
+    is_asked = rows is not None and kwargs.get("attention_mask") is not None
+    if is_asked and (is_step or not rows.looks):
         kwargs["allow_is_causal_skip"] = False
     kernels: Any = masking_utils.AttentionMaskInterface._global_mapping
     return kernels[name](*args, **kwargs)
