@@ -10,6 +10,7 @@ Border k lies before layer k; border n behind the last layer, before the head.
 Shapes: B rows, T tokens, N image tokens of the micro-batch.
 """
 
+import bisect
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -129,7 +130,7 @@ class _Watched:
         calls = _layer_calls(whole, log, layers)
         return cls(log, calls, frozenset(map(storage_of, batch.values())))
 
-    @property
+    @functools.cached_property
     def starts(self) -> list[int]:
         """When each layer begins; one that is passed over begins with the next."""
         found: list[int] = []
@@ -137,15 +138,20 @@ class _Watched:
             found.append(call.start if call else (found[-1] if found else self.end))
         return found[::-1]
 
-    @property
+    @functools.cached_property
     def end(self) -> int:
         return max(call.end for call in self.layers if call)
+
+    @functools.cached_property
+    def given_to(self) -> list[set[int]]:
+        """Storages among the arguments of each layer."""
+        return [{leaf.identity[0] for leaf in _leaves(call)} for call in self.layers]
 
     def place(self, time: int) -> int:
         """-1, a layer or n."""
         if time > self.end:
             return len(self.layers)
-        return max((i for i, start in enumerate(self.starts) if start <= time), default=-1)
+        return bisect.bisect_right(self.starts, time) - 1
 
 
 def make_plan(
@@ -375,14 +381,13 @@ def _outside_reads(watched: _Watched, border: int) -> dict[int, tuple[int, str]]
     Outside of a layer that has them as an argument, that is: the code around the layers holds them.
     """
     log, start = watched.log, watched.starts[border]
-    given = [{leaf.identity[0] for leaf in _leaves(call)} for call in watched.layers]
     found: dict[int, tuple[int, str]] = {}
     for time, storage, operator in log.reads:
         if time < start or log.born.get(storage, 0) >= start:
             continue
         layer = watched.place(time)
         call = watched.layers[layer] if 0 <= layer < len(watched.layers) else None
-        if not (call and time < call.end and storage in given[layer]):
+        if not (call and time < call.end and storage in watched.given_to[layer]):
             found.setdefault(storage, (time, operator))
     return found
 
