@@ -19,25 +19,8 @@ STAGE_CLASSES = {
     "Gemma3VisionStage": "stageline.stages.vision_language",
     "CrossAttentionStage": "stageline.stages.vision_language",
 }
-# key -> the model type that it serves; all others are refused
-DECODERS = {key: key for key in ("llama", "mistral", "qwen2", "qwen3", "gemma2")}
-DECODERS |= {"gemma3": "gemma3_text"}
-DECODERS |= {key: key for key in ("phi3", "gpt2", "gpt_neox", "mixtral", "qwen3_moe")}
-MIXTURES = ("mixtral", "qwen3_moe", "causal_lm", "reward")  # keys with options for routers
 # key -> name of the stage class, model types that it serves
-VISION_LANGUAGE_MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
-    key: ("VisionLanguageStage", (key,))
-    for key in (
-        *("internvl", "llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-        *("qwen3_5", "aya_vision", "gemma4", "glm4v", "idefics2", "llava_onevision", "mistral3"),
-        *("paligemma", "smolvlm"),
-    )
-}
-VISION_LANGUAGE_MODELS |= {  # behind smolvlm: export.py takes the first key that serves a folder
-    "idefics3": ("VisionLanguageStage", ("idefics3", "smolvlm")),
-    "gemma3_vl": ("Gemma3VisionStage", ("gemma3",)),
-    "mllama": ("CrossAttentionStage", ("mllama",)),
-}
+VISION_LANGUAGE_MODELS: dict[str, tuple[str, tuple[str, ...]]] = {}
 ROUTER_OPTIONS = """
     output_router_logits: train the load-balancing loss of a mixture of experts too; default: what
         config.json says under this name.
@@ -66,16 +49,22 @@ def stage_class_of(model_type: str) -> type:
 
 
 def add_part(
-    key: str, stage_class: str, text: str, *, model_types: tuple[str, ...] = (), **facts: Any
+    key: str,
+    stage_class: str,
+    text: str,
+    *,
+    model_types: tuple[str, ...] = (),
+    has_experts: bool = False,
+    **facts: Any,
 ) -> None:
     """Registers a stage class under `key`.
 
     Args:
         model_types: of the configurations that it serves; none: any.
+        has_experts: options for the loss of the routers come on top.
         facts: what the register keeps beside the part.
     """
     limits = {"model_types": model_types} if model_types else {}
-    has_experts = key in MIXTURES
 
     def dense(*, attn_implementation: str | None = None, **kwargs: Any) -> tuple[Any, Any, int]:
         return _stage_class(stage_class).build(
@@ -89,11 +78,12 @@ def add_part(
         router_aux_loss_coef: float | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Any, int]:
-        routers = {
-            "output_router_logits": output_router_logits,
-            "router_aux_loss_coef": router_aux_loss_coef,
-        }
-        return dense(attn_implementation=attn_implementation, **routers, **kwargs)
+        return dense(
+            attn_implementation=attn_implementation,
+            output_router_logits=output_router_logits,
+            router_aux_loss_coef=router_aux_loss_coef,
+            **kwargs,
+        )
 
     part = mixture if has_experts else dense
     arguments = "attn_implementation: eager, sdpa or another of the library's."
@@ -102,6 +92,21 @@ def add_part(
     part.__module__ = __name__
     # export.py looks for the key that serves a folder
     train_model_register.register(key, part, **limits, **facts)
+
+
+def add_decoder(key: str, model_type: str | None = None, *, has_experts: bool = False) -> None:
+    """A decoder-only model of one architecture."""
+    text = f"The {key} decoder; refuses any other architecture."
+    types = (model_type or key,)
+    add_part(key, "CausalLMStage", text, model_types=types, has_experts=has_experts)
+
+
+def add_vision(key: str, *model_types: str, stage_class: str = "VisionLanguageStage") -> None:
+    """A vision-language model of one architecture."""
+    types = model_types or (key,)
+    VISION_LANGUAGE_MODELS[key] = (stage_class, types)
+    text = f"The vision-language model {key}; refuses any other architecture."
+    add_part(key, stage_class, text, model_types=types)
 
 
 @train_model_register("vision_language")
@@ -125,12 +130,38 @@ def vision_language(
     return stage_class.build(attn_implementation=attn_implementation, **kwargs)
 
 
+ANY_DECODER = "Any decoder-only model of transformers, split by layers."
 ANY_REWARD = "A reward model on any decoder of transformers: scores in the place of logits."
-add_part("causal_lm", "CausalLMStage", "Any decoder-only model of transformers, split by layers.")
-add_part("reward", "RewardStage", ANY_REWARD, gives_scores=True)
-for name, model_type in DECODERS.items():
-    told = f"The {name} decoder; refuses any other architecture."
-    add_part(name, "CausalLMStage", told, model_types=(model_type,))
-for name, (stages, model_types) in VISION_LANGUAGE_MODELS.items():
-    told = f"The vision-language model {name}; refuses any other architecture."
-    add_part(name, stages, told, model_types=model_types)
+add_part("causal_lm", "CausalLMStage", ANY_DECODER, has_experts=True)
+add_part("reward", "RewardStage", ANY_REWARD, has_experts=True, gives_scores=True)
+add_decoder("llama")
+add_decoder("mistral")
+add_decoder("qwen2")
+add_decoder("qwen3")
+add_decoder("gemma2")
+add_decoder("gemma3", "gemma3_text")
+add_decoder("phi3")
+add_decoder("gpt2")
+add_decoder("gpt_neox")
+add_decoder("mixtral", has_experts=True)
+add_decoder("qwen3_moe", has_experts=True)
+add_vision("internvl")
+add_vision("llava")
+add_vision("llava_next")
+add_vision("qwen2_vl")
+add_vision("qwen2_5_vl")
+add_vision("qwen3_vl")
+add_vision("qwen3_vl_moe")
+add_vision("qwen3_5")
+add_vision("aya_vision")
+add_vision("gemma4")
+add_vision("glm4v")
+add_vision("idefics2")
+add_vision("llava_onevision")
+add_vision("mistral3")
+add_vision("paligemma")
+# first: export.py takes the first key that serves a folder
+add_vision("smolvlm")
+add_vision("idefics3", "idefics3", "smolvlm")
+add_vision("gemma3_vl", "gemma3", stage_class="Gemma3VisionStage")
+add_vision("mllama", stage_class="CrossAttentionStage")

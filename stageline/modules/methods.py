@@ -49,15 +49,15 @@ class FreezeRule:
         wanted = abs(self.num_layers)
         if wanted > total:
             raise UserError(
-                f"`freeze.layers` {self.num_layers} exceeds the {total} layers of the model. Give "
-                "a smaller number, or leave it out to train all."
+                f"`freeze.layers` {self.num_layers} of a model of {total} layers: {total} at most "
+                "can train. Give a smaller number, or leave it out to train all."
             )
         if not self.spreads:
             return range(total - wanted, total) if self.num_layers > 0 else range(wanted)
         if total % wanted:
             raise UserError(
-                f"`freeze.layers` {wanted} does not divide the {total} layers of the model, as "
-                "`freeze.llama_pro` requires. Give the number of blocks that "
+                f"`freeze.llama_pro` requires a `freeze.layers` that divides {total}, the layers "
+                f"of the model, and it is {wanted}. Give the number of blocks that "
                 "tools/expand_blocks.py added."
             )
         stride = total // wanted

@@ -108,8 +108,8 @@ def read_config(
     """
     if path is None:
         raise UserError(
-            "neither `model_path` nor `config_path` came: the model's config.json must lie in "
-            "one of them; `model_path` continues from weights, `config_path` starts at random."
+            "neither `model_path` nor `config_path` came. Give the folder with config.json: "
+            "`model_path` continues from weights, `config_path` starts at random."
         )
     config = load_config(path, trust_remote_code=trust_remote_code)
     if model_types is not None and config.model_type not in model_types:
@@ -245,8 +245,6 @@ class StageModel(Stage):
         self, micro_batch_size: int, max_token_num: int | None = None
     ) -> tuple[torch.Tensor, ...]:
         """Return what this stage receives, as tensors on the meta device with their true dtypes.
-
-        The shapes of every micro-batch follow from this, so nothing is asked over the network.
 
         Args:
             max_token_num: tokens of a row; None: the context length of the configuration.

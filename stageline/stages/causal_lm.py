@@ -84,19 +84,15 @@ def refuse_both_ways(whole: PreTrainedModel, layers: str) -> None:
     if found and is_of_library(whole):
         raise UserError(
             f"{found[0]} is {str(told[found[0]]).lower()} in the configuration of "
-            f"{config.model_type}: each token sees those behind it. A decoder was expected, "
-            "because a token that sees the next one learns nothing by predicting it. Choose a "
-            "decoder, or set the field in config.json (true; attn_type uni) if it was trained so."
+            f"{config.model_type}: each token sees those behind it, and learns nothing by "
+            "predicting the next one. Choose a decoder, or set the field in config.json (true; "
+            "attn_type uni) if it was trained so."
         )
 
 
-# -- which models answer on a cache, and which may read a prompt of text in pieces ----------------
-# Pieces are each read on the keys and values of those before.
-#
-# The list names what the tests compare with the library, piece by piece. Any other decoder reads
-# its prompts whole: a class may keep more than keys and values between passes, or look ahead, and
-# nothing in its configuration need say so.
-
+# Models that may read a prompt of text in pieces, each on the keys and values of those before: what
+# the tests compare with transformers, piece by piece. Any other decoder reads its prompts whole: a
+# class may keep more than keys and values between passes, or look ahead.
 READ_IN_PIECES = frozenset(
     {
         *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"),
@@ -187,7 +183,6 @@ class CausalLMStage(Spliced, StageModel):
         return plan_of(whole, run_whole, kind="logits", sizes=self.sizes)
 
     def find_paths(self, whole: PreTrainedModel) -> ModelPaths:
-        """Where the parts of the whole model lie."""
         return find_paths(whole, self.plan)
 
     def num_layers(self) -> int:
@@ -408,9 +403,8 @@ class RewardStage(CausalLMStage):
     def find_paths(self, whole: PreTrainedModel) -> ModelPaths:
         if not isinstance(getattr(whole, SCORE, None), torch.nn.Linear):
             raise UserError(
-                f"{type(whole).__name__} has no linear layer {SCORE!r}. One was expected behind "
-                "the decoder, as the library's classifiers of decoders have it: choose a decoder "
-                "of which it has one."
+                f"{type(whole).__name__} has no linear layer {SCORE!r} behind its decoder. Choose "
+                "a decoder whose classifier in transformers has one."
             )
         return replace(super().find_paths(whole), head=SCORE, behind=())
 
@@ -444,14 +438,12 @@ def _with_one_score(config: PretrainedConfig, is_classifier: bool) -> Pretrained
     if type(config) not in AutoModelForSequenceClassification._model_mapping:
         raise UserError(
             f"`train_model` reward came with a {config.model_type} model, of which the library "
-            "has no sequence classifier. One was expected, because a reward model is saved as one: "
-            "choose another architecture."
+            "has no sequence classifier to save it as. Choose another architecture."
         )
     if is_classifier and config.num_labels != 1:
         raise UserError(
-            f"the model has {config.num_labels} labels, a reward model with one was expected: a "
-            "reward is one number. Start from a language model, or from a classifier with "
-            "num_labels 1."
+            f"the model has {config.num_labels} labels, and a reward is one number. Start from a "
+            "language model, or from a classifier with num_labels 1."
         )
     config.num_labels = 1
     return config

@@ -560,8 +560,6 @@ def _refusal(whole: nn.Module, reason: str) -> UserError:
     config = getattr(whole, "config", None)
     return UserError(
         f"{type(whole).__name__} ({getattr(config, 'model_type', 'no model type')}) cannot be "
-        f"split over stages: {reason}. Layers that are called one after the other, each once, were "
-        "expected, and nothing beside their arguments that crosses a border, because a split must "
-        "compute what the whole model does. Train it on one GPU or with `dp_shard`, or write a "
-        "subclass of StageModel (docs/add_a_model.md)."
+        f"split over stages: {reason}. Train it on one GPU or with `dp_shard`, or write a subclass "
+        "of StageModel (docs/add_a_model.md)."
     )

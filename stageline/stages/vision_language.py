@@ -53,7 +53,13 @@ class VisionLanguageStage(VisionStages):
 
     def model_inputs(self, batch: Batch) -> dict[str, Any]:
         inputs = super().model_inputs(batch)
-        self._check_prefix(batch)
+        is_asked = getattr(self.text_config, "use_bidirectional_attention", None) is True
+        if is_asked and "token_type_ids" not in batch:  # it would read answers so, too
+            raise UserError(
+                f"{type(self.whole).__name__} reads a prompt in both directions, and the "
+                "micro-batch has no token_type_ids, which tell where the answer begins. Add them "
+                "in a collate_fn of your own (0 = prompt, 1 = answer), or train another model."
+            )
         if is_packed(batch) and self.has_axes and batch["position_ids"].ndim == 2:
             inputs["position_ids"] = multimodal_positions(
                 batch, self.whole.base_model.get_rope_index
@@ -61,17 +67,6 @@ class VisionLanguageStage(VisionStages):
         if self.is_first:
             return inputs
         return {name: value for name, value in inputs.items() if not is_pixel(name)}
-
-    def _check_prefix(self, batch: Batch) -> None:
-        """Refuses what the library would read in both directions, answers too, without padding."""
-        is_asked = getattr(self.text_config, "use_bidirectional_attention", None) is True
-        if is_asked and "token_type_ids" not in batch:
-            raise UserError(
-                f"a micro-batch came for {type(self.whole).__name__} without token_type_ids. They "
-                "were expected, because the model reads a prompt in both directions, and only they "
-                "tell where the answer begins: train another architecture, or use a collate_fn "
-                "part of your own that adds them (0: prompt, 1: answer)."
-            )
 
     @property
     def has_axes(self) -> bool:
@@ -118,15 +113,10 @@ def run_placeholder(
 ) -> None:
     """Runs the tower on a small picture, in a micro-batch without one.
 
-    Where tower or projector are trained, or the tower's weights are shared out over replicas on
-    their own, all replicas must do the same work in each micro-batch. So the tower runs forward,
-    without a graph, and what it says is thrown away: nothing is multiplied by zero, and inf or nan
-    reach no loss. Its weights get nothing, as in plain transformers: a gradient of zeros would let
-    AdamW move them. Where another replica has a picture, zeros are filled in when gradients are
-    added up. Random numbers are drawn as if it had not run.
-
-    A frozen tower whose weights are not sent on their own has nothing to do: `dp_shard` sends them
-    when the forward pass of the stage begins, picture or not.
+    Where tower or projector are trained, or the tower's weights are sharded on their own, all
+    replicas must do the same work in each micro-batch. The output is dropped, and the weights get
+    no gradient, as in plain transformers: zeros would let AdamW move them. Random numbers are drawn
+    as if it had not run.
 
     Args:
         weights: of tower and projector.
@@ -163,9 +153,8 @@ class Gemma3VisionStage(VisionLanguageStage):
         types_BT = inputs["token_type_ids"]
         if self.text_config._attn_implementation == "flex_attention":
             raise UserError(
-                f"`packing` came for {type(self.whole).__name__} with the attention flex. A kernel "
-                "that takes a mask of numbers was expected, because the mask of the sliding window "
-                "is cut out of that of whole rows: choose `attention` sdpa, or leave `packing` out."
+                f"`packing` came for {type(self.whole).__name__} with the attention flex, which "
+                "takes no mask of numbers. Choose `attention` sdpa, or leave `packing` out."
             )
         full_B1TT = create_causal_mask(
             self.text_config,
@@ -256,9 +245,8 @@ class CrossAttentionStage(VisionLanguageStage):
         if is_packed(batch):
             raise UserError(
                 "`packing` came for a model whose layers attend to images by cross-attention "
-                f"({self.config.model_type}). One sample in each row was expected, because a "
-                "token before the first image of its sample attends to all images of its row: "
-                "leave `packing` out (samples of similar length travel together anyway)."
+                f"({self.config.model_type}), to all images of a row. Leave `packing` out (samples "
+                "of similar length travel together anyway)."
             )
         return super().model_inputs(batch)
 

@@ -165,9 +165,8 @@ class LlavaImages(TowerImages):
         super().__init__(config)
         if self.vision.model_type not in FIXED_TOWERS:
             raise UserError(
-                f"`vision_stages` came with a tower of type {self.vision.model_type!r}; one of "
-                f"{', '.join(FIXED_TOWERS)} was expected, because stages must know the shapes of "
-                "images without their pixels. Use `visual_gpu_ratio` or `partition` instead."
+                f"`vision_stages` came with a tower of type {self.vision.model_type!r}; it serves "
+                f"{', '.join(FIXED_TOWERS)}. Use `visual_gpu_ratio` or `partition` instead."
             )
 
     def tile_tokens(self) -> int:
@@ -242,9 +241,8 @@ def tower_images(config: PretrainedConfig) -> TowerImages:
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise UserError(
-            f"`vision_stages` came with a model of type {config.model_type!r}; one of "
-            f"{', '.join(FAMILIES)} was expected, because every stage must know the shapes of a "
-            "tower's hidden states. Use `visual_gpu_ratio` or `partition` to place the tower."
+            f"`vision_stages` came with a model of type {config.model_type!r}; it serves "
+            f"{', '.join(FAMILIES)}. Use `visual_gpu_ratio` or `partition` to place the tower."
         )
     return family(config)
 
@@ -375,7 +373,7 @@ class VisionStages(CausalLMStage):
         super().prune(whole)
         if self.is_first:
             for path in reversed(front):
-                _replace(whole, path)
+                _drop(whole, path)
         elif self.is_tower:
             tower = kept[paths.vision_tower]
             _put(whole, paths.vision_tower, tower)
@@ -383,7 +381,7 @@ class VisionStages(CausalLMStage):
                 stays = self.is_last_of_tower or path.endswith(DEEPSTACK)
                 is_inside = path.startswith(paths.vision_tower + ".")
                 if is_inside and not stays:
-                    _replace(whole, path)
+                    _drop(whole, path)
                 elif stays and not is_inside:
                     _put(whole, path, kept[path])
             self._prune_tower(whole.get_submodule(paths.vision_tower))
@@ -401,7 +399,10 @@ class VisionStages(CausalLMStage):
             if name == path.partition(".")[0]:
                 is_behind = True
             elif name == DEEPSTACK:
-                self._prune_branches(cast(nn.ModuleList, child))
+                mergers = cast(nn.ModuleList, child)
+                for place, block in enumerate(self.images.deepstack):
+                    if block not in own:
+                        mergers[place] = Arrival() if block < own.start else PassThrough()
             elif next(child.parameters(), None) is None:
                 continue  # rotary tables: every stage computes them
             elif is_behind and not self.is_last_of_tower:
@@ -409,12 +410,6 @@ class VisionStages(CausalLMStage):
             elif not is_behind and self.stage > 0:
                 is_table = isinstance(child, nn.Embedding)
                 tower.set_submodule(name, ZeroEmbedding() if is_table else Arrival())
-
-    def _prune_branches(self, mergers: nn.ModuleList) -> None:
-        own = self.tower_layers
-        for place, index in enumerate(self.images.deepstack):
-            if index not in own:
-                mergers[place] = Arrival() if index < own.start else PassThrough()
 
     def forward(
         self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor
@@ -431,21 +426,19 @@ class VisionStages(CausalLMStage):
         keeps_graph = torch.is_grad_enabled() and has_images
         with self._arriving(ids_or_hidden, branches) as made, torch.set_grad_enabled(keeps_graph):
             try:
-                inputs = self._image_inputs(ids_or_hidden, batch)
+                if self.stage > 0:
+                    inputs = self.images.refill(ids_or_hidden, batch)
+                elif "pixel_values" in batch:
+                    names = ("pixel_values", "pixel_attention_mask", *self.images.integers)
+                    inputs = {name: batch[name] for name in names if name in batch}
+                else:
+                    inputs = self.images.blank(ids_or_hidden, self.dtype)
                 features = self.whole.base_model.get_image_features(**inputs).pooler_output
             except Departed as border:
                 return border.hidden, *made
             features = torch.cat([each.reshape(-1, each.shape[-1]) for each in features])
         # of a blank image one row, so that all know how many
         return features if has_images else features[:1], *made
-
-    def _image_inputs(self, ids_or_hidden: torch.Tensor, batch: Batch) -> Batch:
-        if self.stage > 0:
-            return self.images.refill(ids_or_hidden, batch)
-        if "pixel_values" not in batch:
-            return self.images.blank(ids_or_hidden, self.dtype)
-        names = ("pixel_values", "pixel_attention_mask", *self.images.integers)
-        return {name: batch[name] for name in names if name in batch}
 
     @contextmanager
     def _arriving(self, came: torch.Tensor, branches: Tensors) -> Iterator[list[torch.Tensor]]:
@@ -510,17 +503,16 @@ def split_tower(images: TowerImages, num_stages: int, counts: list[int] | None) 
     if len(counts) != num_stages or min(counts) < 1 or sum(counts) != num_blocks:
         raise UserError(
             f"`vision_partition` {shown} came for {num_stages} stages of a tower of {num_blocks} "
-            "blocks. One count a stage was expected, each at least 1, with that sum: every block "
-            "lies on one stage. Change the counts, or leave them out for an even split."
+            "blocks. Give one count a stage, each at least 1, with that sum, or leave them out for "
+            "an even split."
         )
     earliest = images.earliest_state()
     if earliest < num_blocks - counts[-1]:
         raise UserError(
             f"`vision_stages`: the last of {num_stages} stages holds blocks from "
-            f"{num_blocks - counts[-1]} on, the projector takes what comes before block "
-            f"{earliest} (vision_feature_layer of the model). It must come from the last stage, "
-            f"because one tensor crosses a border: give it {num_blocks - earliest} blocks or more "
-            "by `vision_partition`."
+            f"{num_blocks - counts[-1]} on, and the projector takes what comes before block "
+            f"{earliest} (vision_feature_layer of the model): give it {num_blocks - earliest} "
+            "blocks or more by `vision_partition`."
         )
     return counts
 
@@ -539,7 +531,7 @@ def _with_nothing_of(inputs: Tensors, output: torch.Tensor | Tensors) -> torch.T
     return (first, *others) if others else first
 
 
-def _replace(whole: PreTrainedModel, path: str) -> None:
+def _drop(whole: PreTrainedModel, path: str) -> None:
     parent, _, name = path.rpartition(".")
     try:
         module = whole.get_submodule(parent)

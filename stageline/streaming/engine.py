@@ -331,15 +331,6 @@ def _input_gradients(part: PassPart) -> list[torch.Tensor | None]:
     ]
 
 
-def _to_inputs(parts: Sequence[PassPart]) -> None:
-    """Hands gradients on to where the call's inputs come from."""
-    leaves = [leaf for part in parts for leaf in tensors_of(part.inputs.value)]
-    found = [gradient for part in parts for gradient in _input_gradients(part)]
-    pairs = [pair for pair in zip(leaves, found, strict=True) if pair[1] is not None]
-    if pairs:
-        torch.autograd.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
-
-
 def _brought(flow: Flow | None, settings: RoundPipeRunConfig) -> Any:
     """The value where the caller wants it."""
     device = torch.device(settings.output_device or "cpu")
@@ -443,8 +434,13 @@ class RoundPipe(StreamedModel):
         with _generators_kept(run):
             run.forward_backward(plan)
         losses = [_brought(part.loss, settings) for part in run.parts]
-        if run.input_gradients:
-            _to_inputs(run.parts)
+        if run.input_gradients:  # hand them on to where the call's inputs come from
+            leaves = [leaf for part in run.parts for leaf in tensors_of(part.inputs.value)]
+            found = [gradient for part in run.parts for gradient in _input_gradients(part)]
+            pairs = [pair for pair in zip(leaves, found, strict=True) if pair[1] is not None]
+            if pairs:
+                tensors, gradients = zip(*pairs, strict=True)
+                torch.autograd.backward(tensors, gradients)
         outputs = [_brought(part.output, settings) for part in run.parts] if return_outputs else []
         self._settle(run)
         total = _summed(losses)
