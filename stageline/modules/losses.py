@@ -254,9 +254,8 @@ def count_pairs(batch: MicroBatch) -> int:
     """
     if PAIRS not in batch or IS_CHOSEN not in batch:
         raise UserError(
-            "the loss dpo got a micro-batch without pairs. Rows in the order chosen, rejected were "
-            "expected, with their numbers in loss_pairs, because they are compared with each "
-            "other: use `collate_fn` dpo."
+            "the loss dpo got a micro-batch without pairs: rows in the order chosen, rejected, and "
+            "their numbers in loss_pairs. Use `collate_fn` dpo."
         )
     pairs, is_chosen = batch[PAIRS], batch[IS_CHOSEN]
     is_there = row_lengths(batch["labels"]) > 0
@@ -273,9 +272,8 @@ def count_pairs(batch: MicroBatch) -> int:
     if not is_whole:
         raise DataError(
             f"a micro-batch has the pairs {pairs.tolist()} (chosen: {is_chosen.int().tolist()}, "
-            f"with an answer: {is_there.int().tolist()}). Each chosen row with its rejected one "
-            "right behind it was expected, both with an answer or both without, because the two "
-            "are compared: correct the collate part that made or cut it."
+            f"with an answer: {is_there.int().tolist()}). Let each chosen row have its rejected "
+            "one right behind it in the collate part, both with an answer or both without."
         )
     return int(is_there[::2].sum())
 
@@ -457,9 +455,8 @@ def count_unwanted(batch: MicroBatch) -> int:
 def _is_there(batch: MicroBatch) -> torch.Tensor:
     if IS_WANTED not in batch:
         raise UserError(
-            f"the loss kto got a micro-batch without {IS_WANTED}. Whether each answer is wanted "
-            "was expected, because the two kinds are pushed in opposite directions: use "
-            "`collate_fn` kto."
+            f"the loss kto got a micro-batch without {IS_WANTED}, whether each answer is wanted. "
+            "Use `collate_fn` kto."
         )
     return row_lengths(batch["labels"]) > 0
 

@@ -76,9 +76,8 @@ class PolicyOptions:
             raise UserError(
                 f"the loss grpo has epsilon {self.epsilon:g}, epsilon_high {self.high:g}, delta "
                 f"{self.delta}, kl_beta {self.kl_beta:g}, entropy_coef {self.entropy_coef:g}, "
-                f"temperature {self.temperature:g}, importance_cap {self.importance_cap:g}. "
-                "Nothing below 0, and a temperature, a delta and a cap above 0 were expected: "
-                "correct the options of the loss."
+                f"temperature {self.temperature:g}, importance_cap {self.importance_cap:g}. Give "
+                "nothing below 0, and temperature, delta and cap above 0."
             )
 
 

@@ -7,7 +7,7 @@ vision tower stay as they are.
 """
 
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal
@@ -63,7 +63,13 @@ def quantise_layers(
     device = torch.device(device)
     count = 0
     for layer in layers:
-        for parent, leaf, linear in _linears(layer):
+        linears = [  # below adapters, which train
+            (parent, leaf, child)
+            for name, parent in layer.named_modules()
+            for leaf, child in parent.named_children()
+            if type(child) is nn.Linear and {"lora", *_ROUTERS}.isdisjoint({*name.split("."), leaf})
+        ]
+        for parent, leaf, linear in linears:
             if linear.weight.is_meta:
                 made: nn.Module = _Outline(linear, quantization)
             elif quantization.kind == "nf4":
@@ -79,22 +85,6 @@ def quantise_layers(
 def num_weights(parameter: torch.Tensor) -> int:
     """The numbers that a parameter stands for: of a quantised weight those that it was made of."""
     return getattr(parameter, "num_weights", parameter.numel())
-
-
-def _linears(layer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """(parent, name in it, linear layer), below adapters; the list is made first."""
-    found = [
-        (parent, leaf, child)
-        for name, parent in layer.named_modules()
-        for leaf, child in parent.named_children()
-        if type(child) is nn.Linear and _is_base(name, leaf)
-    ]
-    yield from found
-
-
-def _is_base(parent: str, leaf: str) -> bool:
-    path = {*parent.split("."), leaf}
-    return "lora" not in path and not path.intersection(_ROUTERS)  # adapters train
 
 
 def base_bytes(layers: Iterable[nn.Module]) -> int:

@@ -147,8 +147,7 @@ class _Frame:
 
 _CHANGED = (
     "`recompute.mode` operators came with a model whose layers change the output of a matrix "
-    "product in place, as experts with biases do. Outputs that stay as they are were expected, "
-    "because the second run reads them: choose `recompute.mode` full."
+    "product in place, as experts with biases do. Choose `recompute.mode` full."
 )
 _MISMATCH = (
     "a checkpointed layer saved {} in its second run where the first one saved {}: its forward "
@@ -300,7 +299,9 @@ def offloaded(
     handles = [cast(nn.Module, each).register_forward_pre_hook(hold) for each in shared_out]
     waiting_room = _WaitingRoom(held, moves)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(waiting_room.pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(
+            waiting_room.pack, lambda saved: saved.take() if isinstance(saved, _Moved) else saved
+        ):
             yield
     finally:
         for handle in handles:
@@ -353,10 +354,6 @@ class _WaitingRoom:
             self.seen[key] = (alive, weakref.ref(moved))
             self.last = weakref.ref(moved)
         return moved
-
-
-def _unpack(saved: "torch.Tensor | _Moved") -> torch.Tensor:
-    return saved.take() if isinstance(saved, _Moved) else saved
 
 
 class _Moved:
