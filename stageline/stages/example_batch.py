@@ -11,7 +11,7 @@ Shapes: N pictures, R rows of a micro-batch, T tokens, P patches, C channels, H 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,7 +69,9 @@ class PictureOrder:
 def picture_layouts(order: PictureOrder, names: frozenset[str]) -> Iterator[Batch]:
     """Layouts of pictures that fit the names of what a tower takes, the likeliest first."""
     vision = order.vision
-    merge = _merge(vision)
+    # patches of a side that become one token
+    sides = ("spatial_merge_size", "merge_size", "merge_kernel_size")
+    merge = side_of(next((getattr(vision, name) for name in sides if hasattr(vision, name)), 1))
     has_grid = hasattr(vision, "spatial_merge_size") and hasattr(vision, "temporal_patch_size")
     if "image_grid_thw" in names or (has_grid and not names):
         yield from _patches_by_grid(order, merge, names)
@@ -90,13 +92,6 @@ def picture_layouts(order: PictureOrder, names: frozenset[str]) -> Iterator[Batc
     elif "image_sizes" in names and getattr(vision, "model_type", "") == "pixtral":
         yield _pictures_of_sizes(order)
     yield from _whole_pictures(order, names)
-
-
-def _merge(vision: PretrainedConfig) -> int:
-    """Patches of a side that become one token."""
-    names = ("spatial_merge_size", "merge_size", "merge_kernel_size")
-    found = next((getattr(vision, name) for name in names if hasattr(vision, name)), 1)
-    return side_of(found)
 
 
 def _patches_by_grid(order: PictureOrder, merge: int, names: frozenset[str]) -> Iterator[Batch]:
@@ -345,23 +340,57 @@ def picture_batch(
             raise UserError(
                 f"No pictures could be made for {config.model_type}: its tower takes "
                 f"{', '.join(sorted(_parameters(config, whole))) or 'nothing that has a name'}. "
-                "One of the layouts in stageline/stages/example_batch.py was expected: add it."
+                "Add a layout to stageline/stages/example_batch.py."
             )
         pictures, counts = found, image_tokens(whole, found, rows)
         if image_token(config) is None:
             raise UserError(
-                f"The configuration of {config.model_type} names no token for a picture; one was "
-                "expected in image_token_id, because the text must say where pictures are. Set it."
+                f"The configuration of {config.model_type} names no token for a picture. Set "
+                "image_token_id."
             )
-    writer = _Writer(config, generator)
-    left = iter(counts)
-    lines = [writer.row([next(left) for _ in range(count)], longer) for count in rows]
-    pad = getattr(config.get_text_config(decoder=True), "pad_token_id", None) or 0
-    ids = pad_sequence(lines, batch_first=True, padding_value=pad)
+    text = config.get_text_config(decoder=True)
+    known = getattr(text, "unpadded_vocab_size", None) or text.vocab_size
+    offset = getattr(getattr(config, "vision_config", None), "vocab_offset", None)
+    special, most = special_tokens(config), min(offset or known, known, TEXT_IDS)
+    letters = torch.tensor([one for one in range(3, most) if one not in special])
+
+    def written(length: int) -> torch.Tensor:
+        return letters[torch.randint(len(letters), (length,), generator=generator)]
+
+    start, end = (
+        next((o for n in names if isinstance(o := getattr(config, n, None), int)), None)
+        for names in (STARTS, ENDS)
+    )
+    if max(start or 0, end or 0) >= text.vocab_size:
+        start = end = None  # left over from a larger vocabulary
+    token, left, lines = image_token(config), iter(counts), []
+    for count in rows:  # text, and after it each picture with text behind
+        pieces = [written(TOKENS_BETWEEN + longer)]
+        for _ in range(count):
+            shown = [one for one in (start, *[token] * next(left), end) if one is not None]
+            pieces += [torch.tensor(shown), written(TOKENS_BETWEEN)]
+        lines.append(torch.cat(pieces))
+    ids = pad_sequence(lines, batch_first=True, padding_value=getattr(text, "pad_token_id", 0) or 0)
     mask = pad_sequence([torch.ones_like(line) for line in lines], batch_first=True)
-    batch = {"input_ids": ids, "attention_mask": mask, **_token_types(config, whole, ids, mask)}
-    batch = {name: value.to(device) for name, value in batch.items()}
-    return batch | pictures | _by_token(whole, pictures, batch, rows)
+    batch = {"input_ids": ids, "attention_mask": mask}
+    # which tokens are pictures, under the names that the model's forward takes
+    names = inspect.signature(type(whole).forward).parameters
+    is_picture = torch.zeros_like(ids) if token is None else (ids == token).long()
+    for name in ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids"):
+        if name in names:
+            batch[name] = is_picture
+    if "token_type_ids" in batch and getattr(text, "use_bidirectional_attention", None) is True:
+        batch["token_type_ids"] = (1 - is_picture) * mask  # ones stand for the answer behind
+    if "cross_attention_mask" in names and "aspect_ratio_mask" in pictures:
+        # which pictures each token sees, in models whose layers attend to them
+        tiles = pictures["aspect_ratio_mask"].cpu()
+        seen = torch.zeros(*ids.shape, *tiles.shape[1:], dtype=torch.long)
+        for row, count in enumerate(rows):
+            places = (ids[row] == token).nonzero().flatten().tolist()
+            for picture, place in zip(range(count), places):
+                seen[row, place:, picture] = tiles[row, picture]
+        pictures = {**pictures, "cross_attention_mask": seen.to(device)}
+    return {name: value.to(device) for name, value in batch.items()} | pictures
 
 
 def _features_reader(whole: nn.Module) -> Callable[..., Any] | None:
@@ -418,73 +447,8 @@ def image_tokens(whole: nn.Module, pictures: Batch, rows: Sequence[int]) -> list
     return [total // num_images] * num_images
 
 
-class _Writer:
-    """Writes rows of random text with places for pictures."""
-
-    def __init__(self, config: PretrainedConfig, generator: torch.Generator) -> None:
-        text = config.get_text_config(decoder=True)
-        special = special_tokens(config)
-        offset = getattr(getattr(config, "vision_config", None), "vocab_offset", None)
-        known = getattr(text, "unpadded_vocab_size", None) or text.vocab_size
-        most = min(offset or known, known, TEXT_IDS)
-        self.letters = torch.tensor([one for one in range(3, most) if one not in special])
-        self.generator = generator
-        self.image = image_token(config)
-        self.start, self.end = (
-            next((o for n in names if isinstance(o := getattr(config, n, None), int)), None)
-            for names in (STARTS, ENDS)
-        )
-        if max(self.start or 0, self.end or 0) >= text.vocab_size:
-            self.start = self.end = None  # left over from a larger vocabulary
-
-    def row(self, pictures: Sequence[int], longer: int) -> torch.Tensor:
-        """[T]: text, and after it each picture with text behind."""
-        pieces = [self.text(TOKENS_BETWEEN + longer)]
-        for count in pictures:
-            ids = [self.image] * count
-            ids = [one for one in (self.start, *ids, self.end) if one is not None]
-            pieces += [torch.tensor(ids), self.text(TOKENS_BETWEEN)]
-        return torch.cat(pieces)
-
-    def text(self, length: int) -> torch.Tensor:
-        places = torch.randint(len(self.letters), (length,), generator=self.generator)
-        return self.letters[places]
-
-
 def image_token(config: PretrainedConfig) -> int | None:
     """The token that stands where features of a picture go; None: the model has none."""
     names = ("image_token_id", "image_token_index", "image_patch_id", "im_patch_id")
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), None)
-
-
-def _token_types(
-    config: PretrainedConfig, whole: nn.Module, ids: torch.Tensor, mask: torch.Tensor
-) -> Batch:
-    """Which tokens are pictures, under the names that the model's forward takes."""
-    names = inspect.signature(type(whole).forward).parameters
-    token = image_token(config)
-    is_picture = torch.zeros_like(ids) if token is None else (ids == token).long()
-    types = {n: is_picture for n in ("mm_token_type_ids", "moe_mm_token_type_ids") if n in names}
-    if "token_type_ids" in names:
-        text = config.get_text_config(decoder=True)
-        # where a prefix is read in both directions, ones stand for the answer after it
-        reads_both_ways = getattr(text, "use_bidirectional_attention", None) is True
-        types["token_type_ids"] = (1 - is_picture) * mask if reads_both_ways else is_picture
-    return types
-
-
-def _by_token(whole: nn.Module, pictures: Batch, batch: Batch, rows: Sequence[int]) -> Batch:
-    """What says for each token which pictures it sees, in models whose layers attend to them."""
-    names = inspect.signature(type(whole).forward).parameters
-    if "cross_attention_mask" not in names or "aspect_ratio_mask" not in pictures:
-        return {}
-    ids, tiles = batch["input_ids"], pictures["aspect_ratio_mask"]
-    seen = torch.zeros(*ids.shape, *tiles.shape[1:], dtype=torch.long, device=ids.device)
-    token = image_token(cast(PretrainedConfig, whole.config))
-    assert token is not None  # `rows` came of a batch with it
-    for row, count in enumerate(rows):
-        places = (ids[row] == token).nonzero().flatten().tolist()
-        for picture, place in zip(range(count), places):
-            seen[row, place:, picture] = tiles[row, picture]
-    return {"cross_attention_mask": seen}

@@ -25,7 +25,7 @@ from stageline.stages.split_plan import SplitPlan
 from stageline.streaming.host_weights import shell_of
 from stageline.streaming.passes import Fixed
 
-ASKS_ROUTERS = f"output_{ROUTER_LOGITS}"
+ASKS = f"output_{ROUTER_LOGITS}"
 
 
 class NoPresetError(NotImplementedError):
@@ -68,27 +68,24 @@ class Piece(Spliced, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The first piece takes what the model takes, the others what the one before returns."""
-        plain = {k: v for k, v in vars(self.original).items() if not isinstance(v, dict)}
-        vars(self.whole).update({k: v for k, v in plain.items() if k != "forward"})
-        if self.training != self.original.training:
-            self.train(self.original.training)
-        came, routers, has_pictures = (), (), False
+        model = self.original
+        set_later = {k: v for k, v in vars(model).items() if not isinstance(v, dict)}
+        vars(self.whole).update({k: v for k, v in set_later.items() if k != "forward"})
+        if self.training != model.training:
+            self.train(model.training)
         if self.is_first:
-            inputs = self._inputs(args, kwargs)
+            came, routers, inputs = (), (), self._inputs(args, kwargs)
             has_pictures = any(is_pixel(name) for name in inputs)
         else:
             came, routers, has_pictures, fixed = args[0]
-            inputs = fixed.tensors[0]
+            (inputs,) = fixed.tensors
         own = {name: value for name, value in inputs.items() if name != ROW_LENGTHS}
-        asks = own.get(ASKS_ROUTERS)
-        if asks is None:
-            asks = getattr(self.original.config, ASKS_ROUTERS, False)
-        asks = bool(asks) and self._can_record
+        asks = self._can_record and own.get(ASKS, getattr(model.config, ASKS, False))
         if self._can_record:
-            own[ASKS_ROUTERS] = asks and self.is_last
+            own[ASKS] = bool(asks) and self.is_last
         self._routers = routers if asks and self.is_last else None
         anywhere = next(v for v in (*came, *inputs.values()) if isinstance(v, torch.Tensor))
-        with known_rows(inputs, looks=False), recording_routers(asks) as found:
+        with known_rows(inputs, looks=False), recording_routers(bool(asks)) as found:
             run = functools.partial(self.whole, **own)
             made = self.run_spliced(run, came, has_pictures=has_pictures, ids=anywhere)
         if self.is_last:
