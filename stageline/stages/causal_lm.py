@@ -395,7 +395,7 @@ class RewardStage(CausalLMStage):
     unused_names = ("lm_head.", "embed_out.")
 
     def __init__(self, config: PretrainedConfig, **stage_kwargs: Any) -> None:
-        is_classifier = has_scores(config)
+        is_classifier = any(name.endswith(CLASSIFIER) for name in config.architectures or ())
         super().__init__(_with_one_score(config, is_classifier), **stage_kwargs)
         if not is_classifier:
             self.fresh_names = frozenset({f"{SCORE}.weight"})
@@ -409,7 +409,11 @@ class RewardStage(CausalLMStage):
         return replace(super().find_paths(whole), head=SCORE, behind=())
 
     def find_plan(self, whole: PreTrainedModel) -> SplitPlan:
-        return plan_of(whole, _run_scores, kind="scores", sizes=self.sizes)
+        def run(whole: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> object:
+            hidden = whole.base_model(**batch, use_cache=False).last_hidden_state
+            return whole.get_submodule(SCORE)(hidden)
+
+        return plan_of(whole, run, kind="scores", sizes=self.sizes)
 
     def finish(self, hidden_BTH: torch.Tensor) -> torch.Tensor:
         return self.whole.score(hidden_BTH)
@@ -422,16 +426,6 @@ class RewardStage(CausalLMStage):
             assert model.whole is not None  # it is a transformers model
             model.config.pad_token_id = model.whole.config.pad_token_id = pad_token_id
         return model, processor, pad_token_id
-
-
-def _run_scores(whole: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> object:
-    hidden = whole.base_model(**batch, use_cache=False).last_hidden_state
-    return whole.get_submodule(SCORE)(hidden)
-
-
-def has_scores(config: PretrainedConfig) -> bool:
-    """Whether a configuration is of a sequence classifier."""
-    return any(name.endswith(CLASSIFIER) for name in config.architectures or ())
 
 
 def _with_one_score(config: PretrainedConfig, is_classifier: bool) -> PretrainedConfig:

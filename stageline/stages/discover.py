@@ -202,7 +202,22 @@ def find_paths(whole: PreTrainedModel, plan: SplitPlan) -> ModelPaths:
     """The parts of a model, by its plan and by what the library says of heads and towers."""
     names = {id(module): name for name, module in whole.named_modules()}
     head = names.get(id(whole.get_output_embeddings()), "")
-    tower = _find_tower(whole)
+    vision = getattr(whole.config, "vision_config", None)
+    models = [
+        (name, module)
+        for name, module in whole.named_modules()
+        if isinstance(module, PreTrainedModel) and module is not whole
+    ]
+    # the outermost model inside whose configuration is that of the vision tower
+    is_vision = (name for name, one in models if type(one.config) is type(vision))
+    tower = next(is_vision, "") if vision is not None else ""
+    beside_tower: list[str] = []
+    kinds = {
+        type(getattr(whole.config, n, None)) for n in whole.config.sub_configs if "vision" in n
+    }
+    for name, one in models if tower else ():
+        if type(one.config) in kinds and not any(_is_in(name, o) for o in (tower, *beside_tower)):
+            beside_tower.append(name)
     steps = plan.layers.split(".")
     ancestors = [".".join(steps[:count]) for count in range(1, len(steps))]
     # the outermost that holds the layers, and neither head nor what makes embeddings of pictures
@@ -212,7 +227,13 @@ def find_paths(whole: PreTrainedModel, plan: SplitPlan) -> ModelPaths:
     )
     known = (text_model, tower, head, names.get(id(whole.get_input_embeddings()), ""))
     rest = [path for path in _outermost(whole, known) if path]
-    behind = tuple(path for path in rest if _places(plan, path) == {plan.size})
+    places = {
+        path: set[int]().union(
+            *(where for name, where in plan.owners.items() if _is_in(name, path))
+        )
+        for path in rest
+    }
+    behind = tuple(path for path in rest if places[path] == {plan.size})
     projectors = [path for path in rest if path not in behind] if tower else []
     if tower:
         projectors += _mergers(whole, plan, tower)
@@ -224,36 +245,13 @@ def find_paths(whole: PreTrainedModel, plan: SplitPlan) -> ModelPaths:
         projector=next(iter(projectors), ""),
         beside_projector=tuple(projectors[1:]),
         behind=behind,
-        beside_tower=_other_towers(whole, tower) if tower else (),
+        beside_tower=tuple(beside_tower),
         beside_text=() if _is_in(known[-1], text_model) else known[-1:],
     )
 
 
 def _is_in(path: str, parent: str) -> bool:
     return path == parent or path.startswith(parent + ".")
-
-
-def _find_tower(whole: PreTrainedModel) -> str:
-    """The outermost model inside whose configuration is that of the vision tower."""
-    vision = getattr(whole.config, "vision_config", None)
-    for name, module in whole.named_modules():
-        is_model = isinstance(module, PreTrainedModel) and module is not whole
-        if vision is not None and is_model and type(module.config) is type(vision):
-            return name
-    return ""
-
-
-def _other_towers(whole: PreTrainedModel, tower: str) -> tuple[str, ...]:
-    """Models beside the tower whose configuration is one of those for pictures."""
-    config, found = whole.config, [tower]
-    parts = [getattr(config, name, None) for name in config.sub_configs if "vision" in name]
-    for name, module in whole.named_modules():
-        is_tower = isinstance(module, PreTrainedModel) and any(
-            type(module.config) is type(part) for part in parts
-        )
-        if is_tower and not any(_is_in(name, one) for one in found):
-            found.append(name)
-    return tuple(found[1:])
 
 
 def _outermost(whole: nn.Module, known: tuple[str, ...]) -> list[str]:
@@ -276,11 +274,6 @@ def _outermost(whole: nn.Module, known: tuple[str, ...]) -> list[str]:
 
     visit(whole, "")
     return found
-
-
-def _places(plan: SplitPlan, path: str) -> set[int]:
-    owned = [places for name, places in plan.owners.items() if _is_in(name, path)]
-    return set().union(*owned)
 
 
 def _mergers(whole: PreTrainedModel, plan: SplitPlan, tower: str) -> list[str]:

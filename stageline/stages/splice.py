@@ -141,18 +141,14 @@ class Spliced(_Mixed):
     _pass: _Pass | None = None
     _hollow: tuple[_Hollow, ...] = ()
 
-    def own_places(self) -> frozenset[int]:
-        """Places of the plan on this stage."""
+    def owns(self, name: str) -> bool:
+        """Whether a parameter of the whole model is read on this stage."""
         places = {*self.layers}
         if self.is_first:
             places.add(-1)
         if self.is_last:
             places.add(self.plan.size)
-        return frozenset(places)
-
-    def owns(self, name: str) -> bool:
-        """Whether a parameter of the whole model is read on this stage."""
-        return not self.plan.owners[name].isdisjoint(self.own_places())
+        return not self.plan.owners[name].isdisjoint(places)
 
     def splice(self, whole: nn.Module) -> None:
         """Drops from a whole model, in place, what this stage never reads."""
@@ -179,18 +175,15 @@ class Spliced(_Mixed):
                 continue
             here = prefix + leaf
             is_around = self.plan.layers == here or self.plan.layers.startswith(here + ".")
-            is_run = not self.is_first and self._is_called(here)
+            # it, or a module below it, is called before the own layers, outside of layers
+            is_run = not self.is_first and any(
+                place < self.layers.start and (name == here or name.startswith(here + "."))
+                for name, place in self.plan.called.items()
+            )
             if is_around or is_run or _is_below(own, here):
                 self._keep(child, here, own)
             else:
                 module._modules[leaf] = Absent(child, kept={})
-
-    def _is_called(self, path: str) -> bool:
-        """Whether a module or one below it is called before the own layers, outside of layers."""
-        return any(
-            place < self.layers.start and (name == path or name.startswith(path + "."))
-            for name, place in self.plan.called.items()
-        )
 
     def _foreign(self, layer: nn.Module, path: str, own: set[str], index: int) -> nn.Module:
         kept = {}

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from stageline.errors import UserError
 from stageline.stages.rehearsal import (
@@ -201,7 +202,10 @@ def make_plan(
         full = watch(pictures)
         blind = watch({key: value for key, value in pictures.items() if not is_pixel(key)})
         _check_same_positions(whole, full, blind)
-        seen = _seen(full.log, log)
+        for module, calls in full.log.calls.items():
+            if module not in log.calls:
+                output = calls[-1].output
+                seen[module] = output.shape[-1] if isinstance(output, torch.Tensor) else 0
         owners |= _owners(whole, name, full, only_read=True)
         picture_borders = tuple(
             _slots(whole, full, k, around, sizes(pictures), without=blind) for k in range(size + 1)
@@ -245,15 +249,6 @@ def _layer_calls(whole: nn.Module, log: ForwardTrace, name: str) -> list[TracedC
     return layers
 
 
-def _seen(full: ForwardTrace, text: ForwardTrace) -> dict[str, int]:
-    found = {}
-    for name, calls in full.calls.items():
-        if name not in text.calls:
-            output = calls[-1].output
-            found[name] = output.shape[-1] if isinstance(output, torch.Tensor) else 0
-    return found
-
-
 def _called(watched: _Watched) -> dict[str, int]:
     layers = [call for call in watched.layers if call]
     found: dict[str, int] = {}
@@ -292,13 +287,10 @@ def _owners(
             if alias in given:
                 found[alias] = found[aliases[0]]
                 continue
-            inside = [t for t in times if _is_inside(t, log.calls.get(alias.rpartition(".")[0]))]
+            calls = log.calls.get(alias.rpartition(".")[0], [])
+            inside = [t for t in times if any(one.start <= t <= one.end for one in calls)]
             found[alias] = frozenset(map(watched.place, inside or times))
     return found
-
-
-def _is_inside(time: int, calls: Sequence[TracedCall] | None) -> bool:
-    return any(call.start <= time <= call.end for call in calls or ())
 
 
 def _unread_place(whole: nn.Module, layers: str, watched: _Watched, name: str) -> int:
@@ -347,13 +339,27 @@ def _slots(
     carried = {identity[0] for identity in found}
     for storage, (time, operator) in outside.items():
         if storage not in carried:
-            raise _closure(whole, watched, border, time, operator)
+            inside = [
+                name
+                for name, calls in watched.log.calls.items()
+                if any(call.start < time < call.end for call in calls)
+            ]
+            raise _refusal(
+                whole,
+                f"behind layer {border - 1}, {operator} in "
+                f"{max(inside, key=len, default='the model')} reads a tensor from before it that "
+                "no layer is given",
+            )
     slots = [
         _slot(places, sizes, is_filled=identity[0] in outside) for identity, places in found.items()
     ]
-    passed_over = _passed_over(watched, border)
+    # layers right behind the border that were not called: the first one that is works on the slot
+    behind = (i for i in range(border, len(watched.layers)) if watched.layers[i])
+    first = next(behind, border)
     slots = [
-        replace(slot, instead=passed_over) if _is_first(slot, watched, border) else slot
+        replace(slot, instead=tuple(range(border, first)))
+        if slot.places[0] == (first, ("a", 0))
+        else slot
         for slot in slots
     ]
     return tuple(sorted(slots, key=lambda slot: not slot.dtype.is_floating_point))
@@ -361,18 +367,6 @@ def _slots(
 
 def _leaves(call: TracedCall | None) -> list[Leaf]:
     return call.leaves if call else []
-
-
-def _passed_over(watched: _Watched, border: int) -> tuple[int, ...]:
-    """Layers right behind the border that were not called."""
-    called = (i for i in range(border, len(watched.layers)) if watched.layers[i])
-    return tuple(range(border, next(called, border)))
-
-
-def _is_first(slot: Slot, watched: _Watched, border: int) -> bool:
-    """Whether the slot is what the first layer behind the border works on."""
-    where, path = slot.places[0]
-    return where == border + len(_passed_over(watched, border)) and path == ("a", 0)
 
 
 def _outside_reads(watched: _Watched, border: int) -> dict[int, tuple[int, str]]:
@@ -461,19 +455,18 @@ def _slots_of_any_length(
     found, num_tokens = [], sizes(batch)["T"]
     others = _slots(whole, again(), border, around, sizes(longer(batch)))
     for slot, other in zip(slots, others, strict=True):
-        pairs = zip(slot.dims, other.dims, strict=True)
-        found.append(replace(slot, dims=tuple(_dim_of(whole, num_tokens, *pair) for pair in pairs)))
+        dims: list[Dim] = []
+        for one, two in zip(slot.dims, other.dims, strict=True):
+            is_length = isinstance(one, int) and isinstance(two, int) and two == one + 1
+            if one != two and not is_length:
+                raise _refusal(
+                    whole,
+                    f"a tensor between its layers is {one} wide for one length and {two} for the "
+                    "next",
+                )
+            dims.append(("T", one - num_tokens) if is_length and isinstance(one, int) else one)
+        found.append(replace(slot, dims=tuple(dims)))
     return tuple(found)
-
-
-def _dim_of(whole: nn.Module, num_tokens: int, one: Dim, other: Dim) -> Dim:
-    if one == other:
-        return one
-    if isinstance(one, int) and isinstance(other, int) and other == one + 1:
-        return ("T", one - num_tokens)
-    raise _refusal(
-        whole, f"a tensor between its layers is {one} wide for one length and {other} for the next"
-    )
 
 
 def _check_same_positions(whole: nn.Module, full: _Watched, blind: _Watched) -> None:
@@ -484,22 +477,17 @@ def _check_same_positions(whole: nn.Module, full: _Watched, blind: _Watched) -> 
             twin = others.get(leaf.path)
             if leaf.is_tainted or twin is None or twin.is_tainted or other is None:
                 continue
-            if not _has_equal_value(leaf.value, twin.value):
+            is_fake = isinstance(leaf.value, FakeTensor) or isinstance(twin.value, FakeTensor)
+            is_same = leaf.value.shape == twin.value.shape and (
+                is_fake or torch.equal(leaf.value.nan_to_num(), twin.value.nan_to_num())
+            )
+            if not is_same:
                 path = ".".join(map(str, leaf.path[1:]))
                 raise _refusal(
                     whole,
                     f"layer {index} is given {path}, which follows from pixels that only the first "
                     "stage has",
                 )
-
-
-def _has_equal_value(one: torch.Tensor, other: torch.Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    if one.shape != other.shape:
-        return False
-    is_fake = isinstance(one, FakeTensor) or isinstance(other, FakeTensor)
-    return is_fake or torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def _structure_of(call: TracedCall | None) -> Any:
@@ -539,21 +527,6 @@ def rebuild(structure: Any, get: Callable[[Path, Path], Any], path: Path = ("o",
         return structure[1]
     items = [rebuild(one, get, (*path, index)) for index, one in enumerate(structure[2])]
     return structure[1](*items) if hasattr(structure[1], "_fields") else structure[1](items)
-
-
-def _closure(
-    whole: nn.Module, watched: _Watched, border: int, time: int, operator: str
-) -> UserError:
-    inside = [
-        name
-        for name, calls in watched.log.calls.items()
-        if any(call.start < time < call.end for call in calls)
-    ]
-    return _refusal(
-        whole,
-        f"behind layer {border - 1}, {operator} in {max(inside, key=len, default='the model')} "
-        "reads a tensor from before it that no layer is given",
-    )
 
 
 def _refusal(whole: nn.Module, reason: str) -> UserError:
