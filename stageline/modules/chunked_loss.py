@@ -12,7 +12,7 @@ import copy
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -80,16 +80,13 @@ def slices(hidden_BTH: torch.Tensor, micro_batch: MicroBatch, chunk: int) -> Ite
     num_tokens = hidden_BTH.shape[1]
     for start in range(0, max(num_tokens - 1, 1), chunk):
         where = slice(start, min(start + chunk + 1, num_tokens))
-        part = {
-            name: value[:, where] if _is_per_token(name, value, hidden_BTH) else value
-            for name, value in micro_batch.items()
-        }
+        part = dict(micro_batch)
+        for name, value in micro_batch.items():
+            is_known = name in ("input_ids", "attention_mask", "labels")
+            is_by_token = value.shape[:2] == hidden_BTH.shape[:2]
+            if is_by_token and (is_known or name.startswith("loss_")):
+                part[name] = value[:, where]
         yield hidden_BTH[:, where], part
-
-
-def _is_per_token(name: str, value: torch.Tensor, hidden_BTH: torch.Tensor) -> bool:
-    is_for_loss = name in ("input_ids", "attention_mask", "labels") or name.startswith("loss_")
-    return is_for_loss and value.shape[:2] == hidden_BTH.shape[:2]
 
 
 class ChunkedLogits:
@@ -307,26 +304,22 @@ class _Work:
                 found = torch.autograd.grad(made, sources, next(grads), allow_unused=True)
                 if hidden_grad is not None and found[0] is not None:
                     hidden_grad[:, start : start + hidden.shape[1]] += found[0]
-                _add(sums, found[len(sources) - len(weights) :])
+                # in float32 at least, so that many chunks lose no small contributions
+                for index, one in enumerate(found[len(sources) - len(weights) :]):
+                    if one is None:
+                        continue
+                    total = sums[index]
+                    if total is None:
+                        dtype = torch.promote_types(one.dtype, torch.float32)
+                        # not the gradient itself: autograd may have given one to two weights
+                        total = sums[index] = torch.zeros_like(one, dtype=dtype)
+                    total.add_(one)
                 start += self.chunk
         rounded = [
             None if total is None else total.to(weight.dtype)
             for total, weight in zip(sums, weights, strict=True)
         ]
         return hidden_grad, rounded
-
-
-def _add(sums: list[torch.Tensor | None], found: Sequence[torch.Tensor | None]) -> None:
-    """Adds in place; in float32 at least, so that many chunks lose no small contributions."""
-    for index, grad in enumerate(found):
-        if grad is None:
-            continue
-        total = sums[index]
-        if total is None:
-            dtype = torch.promote_types(grad.dtype, torch.float32)
-            # not the gradient itself: autograd may have given one tensor to two weights
-            total = sums[index] = torch.zeros_like(grad, dtype=dtype)
-        total.add_(grad)
 
 
 class _HiddenGradients(torch.autograd.Function):

@@ -200,17 +200,13 @@ def keep_products(
     Attention with dropout is made anew too: skipping it would shift the random numbers of what
     comes after it.
     """
-    if operator in _SAVED and not _has_dropout(operator, args, kwargs):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _has_dropout(operator: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> bool:
+    dropout: Any = 0.0
     for index, argument in enumerate(operator._schema.arguments):
         if argument.name == "dropout_p":
             given = args[index] if index < len(args) else argument.default_value
-            return float(kwargs.get("dropout_p", given) or 0.0) > 0.0
-    return False
+            dropout = kwargs.get("dropout_p", given) or 0.0
+    is_kept = operator in _SAVED and not float(dropout) > 0.0
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 CONTEXTS: dict[str, Contexts | None] = {

@@ -107,14 +107,12 @@ class Sends:
 
 
 class StagelineStage(PipelineStage):
-    """A `PipelineStage` around a stage model.
+    """A `PipelineStage` around a stage model, for every schedule of PyTorch.
 
-    Every schedule of PyTorch accepts it. `step_micro_batches` gives a schedule and its stages the
-    micro-batches of a step; the stage ignores arguments that the schedule passes in addition.
-
-    A stage before the first trainable parameter has no backward pass, whatever the schedule says,
-    and the first stage that trains runs its backward pass in one piece. Frozen stages therefore
-    get correct gradients under zero-bubble schedules, where torch 2.13 omits some.
+    `step_micro_batches` gives a schedule and its stages the micro-batches of a step. A stage before
+    the first trainable parameter has no backward pass, whatever the schedule says, and the first
+    stage that trains runs its backward pass in one piece: torch 2.13 omits gradients of frozen
+    stages under zero-bubble schedules.
 
     Args:
         model: on `device`.
