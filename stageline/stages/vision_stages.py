@@ -1,19 +1,14 @@
 """A vision tower on stages of its own, before those of the decoder: `vision_stages n`.
 
 Stages 0 to n - 1 hold the tower's blocks, stage 0 also what comes before them and stage n - 1 what
-comes behind, with the projector. Stage n is the first of the decoder: it embeds the token ids and
-scatters the image features in that came over the border. All of it is the library's own forward:
+comes behind, with the projector. Stage n is the first of the decoder. All run the model's own
+forward: on a stage of the tower the blocks of earlier stages give what came over the border (an
+`Arrival`), and the first of a later stage ends the forward (a `Departure`); on stage n
+`get_image_features` gives what came.
 
-- on a stage of the tower the blocks of earlier stages are an `Arrival`, which gives what came over
-  the border, and those of later stages a `Departure`, which ends the forward with what goes on;
-- on stage n `get_image_features` gives what came.
-
-A micro-batch without an image sends one blank image through the tower, so that every stage has
-something to send and every replica does the same work. Stage n leaves its features out, and it goes
-without a graph: the tower's weights get nothing from it, as in plain transformers.
-
-Every rank knows the shapes from small integers alone (token ids, grids, sizes): only the first
-stage has pixels.
+A micro-batch without an image sends one blank image through the tower without a graph, so that
+every stage has something to send and every replica does the same work. Shapes follow from small
+integers (token ids, grids, sizes): only the first stage has pixels.
 
 Shapes: N image tokens of a micro-batch, H hidden size.
 """
@@ -32,7 +27,8 @@ from stageline.modules.pass_through import PassThrough, ZeroEmbedding
 from stageline.pipeline.topology import layer_range, uniform_partition
 from stageline.stages.causal_lm import CausalLMStage
 from stageline.stages.discover import tower_blocks
-from stageline.stages.example_batch import example_pictures, side_of
+from stageline.stages.example_batch import example_pictures, image_token, side_of
+from stageline.stages.splice import Cut
 
 Batch = dict[str, torch.Tensor]
 WITH_CLASS_TOKEN = ("clip_vision_model", "internvl_vision")
@@ -60,16 +56,9 @@ class TowerImages:
         self.num_blocks: int = getattr(vision, "num_hidden_layers", None) or vision.depth
         self.deepstack: list[int] = list(getattr(vision, "deepstack_visual_indexes", None) or ())
 
-    def has_images(self, batch: Batch) -> bool:
-        """Whether there is an image; by the token ids, which all stages have."""
-        return self.num_tokens(batch) > 0
-
     def num_tokens(self, batch: Batch) -> int:
         """Image tokens, one for each row of the projected features."""
-        image_token = getattr(self.config, "image_token_id", None)
-        if image_token is None:
-            image_token = self.config.image_token_index
-        return int((batch["input_ids"] == image_token).sum())
+        return int((batch["input_ids"] == image_token(self.config)).sum())
 
     def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
         """Of the tower's hidden states; without an image, of those of a blank one."""
@@ -116,7 +105,7 @@ class TowerImages:
     def blank(self, like: torch.Tensor, dtype: torch.dtype = torch.float32) -> Batch:
         """All image inputs of one small image, where a micro-batch has none."""
         inputs = example_pictures(self.config, dtype=dtype, device=like.device)
-        assert inputs is not None  # tower_images() has families with a known layout only
+        assert inputs is not None  # families here have a known layout
         return inputs
 
     def pooled(self, features_NH: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
@@ -232,21 +221,6 @@ FAMILIES: dict[str, type[TowerImages]] = {
 }
 
 
-def tower_images(config: PretrainedConfig) -> TowerImages:
-    """The images of the family of `config`.
-
-    Raises:
-        UserError: there is no tower, or none whose stages would know shapes without pixels.
-    """
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        raise UserError(
-            f"`vision_stages` came with a model of type {config.model_type!r}; it serves "
-            f"{', '.join(FAMILIES)}. Use `visual_gpu_ratio` or `partition` to place the tower."
-        )
-    return family(config)
-
-
 DEEPSTACK = "deepstack_merger_list"
 Tensors = tuple[torch.Tensor, ...]
 
@@ -265,19 +239,11 @@ class Arrival(PassThrough):
         return self.came
 
 
-class Departed(Exception):
-    """Ends the forward of a stage of the tower; no error."""
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
-
-
 class Departure(PassThrough):
     """Stands for the first block of the next stage."""
 
     def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        raise Departed(super().forward(*args, **kwargs))
+        raise Cut(super().forward(*args, **kwargs))
 
 
 class VisionStages(CausalLMStage):
@@ -302,7 +268,13 @@ class VisionStages(CausalLMStage):
     ) -> None:
         self.tower_partition = []
         if vision_stages:
-            self.images = tower_images(config)
+            if config.model_type not in FAMILIES:
+                raise UserError(
+                    f"`vision_stages` came with a model of type {config.model_type!r}; it serves "
+                    f"{', '.join(FAMILIES)}. Use `visual_gpu_ratio` or `partition` to place the "
+                    "tower."
+                )
+            self.images = FAMILIES[config.model_type](config)
             self.tower_partition = split_tower(self.images, vision_stages, vision_partition)
         super().__init__(config, stage=stage, vision_stages=vision_stages, **kwargs)
 
@@ -391,7 +363,9 @@ class VisionStages(CausalLMStage):
         blocks = cast(nn.ModuleList, tower.get_submodule(path))
         for index, block in enumerate(blocks):
             if index < own.start:
-                blocks[index] = _arrival(block)
+                # of a class that counts as a block, where transformers records what blocks give
+                kind = type(block)
+                blocks[index] = type(kind.__name__, (Arrival, kind), {})()
             elif index >= own.stop:
                 blocks[index] = Departure()
         is_behind = False
@@ -422,7 +396,7 @@ class VisionStages(CausalLMStage):
 
     def _look(self, ids_or_hidden: torch.Tensor, branches: Tensors, batch: Batch) -> Tensors:
         """Runs the tower's blocks of this stage; on its last stage, the projector too."""
-        has_images = self.images.has_images(batch)
+        has_images = self.images.num_tokens(batch) > 0
         keeps_graph = torch.is_grad_enabled() and has_images
         with self._arriving(ids_or_hidden, branches) as made, torch.set_grad_enabled(keeps_graph):
             try:
@@ -434,8 +408,8 @@ class VisionStages(CausalLMStage):
                 else:
                     inputs = self.images.blank(ids_or_hidden, self.dtype)
                 features = self.whole.base_model.get_image_features(**inputs).pooler_output
-            except Departed as border:
-                return border.hidden, *made
+            except Cut as border:
+                return border.args[0], *made
             features = torch.cat([each.reshape(-1, each.shape[-1]) for each in features])
         # of a blank image one row, so that all know how many
         return features if has_images else features[:1], *made
@@ -470,7 +444,7 @@ class VisionStages(CausalLMStage):
         """Runs the decoder's first layers, on embeddings with the features in their places."""
         batch = {name: value for name, value in batch.items() if not name.startswith("pixel")}
         # token ids come where text alone is tried: the check of packed rows
-        if not (features.is_floating_point() and self.images.has_images(batch)):
+        if not (features.is_floating_point() and self.images.num_tokens(batch)):
             output = super().forward(batch["input_ids"], **batch)
             return _with_nothing_of((features, *branches), output)
         batch["pixel_values"] = features
@@ -515,11 +489,6 @@ def split_tower(images: TowerImages, num_stages: int, counts: list[int] | None) 
             "blocks or more by `vision_partition`."
         )
     return counts
-
-
-def _arrival(block: nn.Module) -> Arrival:
-    """An `Arrival` that the library counts as a block, where it records what blocks give."""
-    return type(type(block).__name__, (Arrival, type(block)), {})()
 
 
 def _with_nothing_of(inputs: Tensors, output: torch.Tensor | Tensors) -> torch.Tensor | Tensors:
