@@ -12,7 +12,7 @@ import copy
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -304,22 +304,26 @@ class _Work:
                 found = torch.autograd.grad(made, sources, next(grads), allow_unused=True)
                 if hidden_grad is not None and found[0] is not None:
                     hidden_grad[:, start : start + hidden.shape[1]] += found[0]
-                # in float32 at least, so that many chunks lose no small contributions
-                for index, one in enumerate(found[len(sources) - len(weights) :]):
-                    if one is None:
-                        continue
-                    total = sums[index]
-                    if total is None:
-                        dtype = torch.promote_types(one.dtype, torch.float32)
-                        # not the gradient itself: autograd may have given one to two weights
-                        total = sums[index] = torch.zeros_like(one, dtype=dtype)
-                    total.add_(one)
+                _add(sums, found[len(sources) - len(weights) :])
                 start += self.chunk
         rounded = [
             None if total is None else total.to(weight.dtype)
             for total, weight in zip(sums, weights, strict=True)
         ]
         return hidden_grad, rounded
+
+
+def _add(sums: list[torch.Tensor | None], found: Sequence[torch.Tensor | None]) -> None:
+    """Adds in place; in float32 at least, so that many chunks lose no small contributions."""
+    for index, grad in enumerate(found):
+        if grad is None:
+            continue
+        total = sums[index]
+        if total is None:
+            dtype = torch.promote_types(grad.dtype, torch.float32)
+            # not the gradient itself: autograd may have given one tensor to two weights
+            total = sums[index] = torch.zeros_like(grad, dtype=dtype)
+        total.add_(grad)
 
 
 class _HiddenGradients(torch.autograd.Function):

@@ -25,6 +25,7 @@ from stageline.modules.lora_layer import PISSA
 LORA_PARTS = {"vit": "vision tower", "mlp": "projector", "llm": "language model"}
 EVERYTHING = ("all", ["all"], ALL_LINEAR, [ALL_LINEAR])
 SETTINGS = ("num", "rank", "alpha", "target")
+LAYER_OPTIONS = ("rank", "alpha", "dropout", "use_rslora", "use_dora", "start")
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,6 @@ class PartLoRA:
     use_rslora: bool = False
     use_dora: bool = False
     start: str = "default"
-
-    @property
-    def layer_options(self) -> dict[str, Any]:
-        """What `wrap_linear` takes of it."""
-        names = ("rank", "alpha", "dropout", "use_rslora", "use_dora", "start")
-        return {name: getattr(self, name) for name in names}
 
 
 def lora_of_parts(
@@ -161,9 +156,8 @@ def wrap_parts(
                 module = _module_at(model, prefix)
                 if module is None:
                     continue  # another stage owns this part
-                wrapped = wrap_linear(
-                    module, prefix=prefix, skip=skip, target=one.target, **one.layer_options
-                )
+                kind = {name: getattr(one, name) for name in LAYER_OPTIONS}
+                wrapped = wrap_linear(module, prefix=prefix, skip=skip, target=one.target, **kind)
                 if wrapped is not module:  # the part is a linear layer itself
                     model.set_submodule(prefix, wrapped)
 

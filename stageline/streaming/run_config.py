@@ -179,7 +179,15 @@ def merge_outputs(outputs: Sequence[Any], spec: Any) -> Any:
     else:
         rules = _leaf_rules(outputs[0], spec)
         pairs = zip(zip(*columns, strict=True), rules, strict=True)
-        merged = [_merged_by(rule, values) for values, rule in pairs]
+        merged = []
+        for values, rule in pairs:
+            if isinstance(rule, TensorChunkSpec):
+                merged.append(torch.cat(values, dim=rule.split_dim))
+            elif isinstance(rule, _CustomReducer):
+                merged.append(functools.reduce(rule.reduce_fn, values, rule.init_value))
+            else:
+                is_tensor = isinstance(values[0], torch.Tensor)
+                merged.append(values[0] if is_tensor else _equal(values))
     return pytree.tree_unflatten(merged, structure)
 
 
@@ -188,14 +196,6 @@ def _joined(values: tuple[Any, ...]) -> Any:
     if not isinstance(first, torch.Tensor) or (first.ndim == 0 and not first.is_floating_point()):
         return _equal(values)
     return torch.stack(values).mean(0) if first.ndim == 0 else torch.cat(values, dim=0)
-
-
-def _merged_by(rule: Any, values: tuple[Any, ...]) -> Any:
-    if isinstance(rule, TensorChunkSpec):
-        return torch.cat(values, dim=rule.split_dim)
-    if isinstance(rule, _CustomReducer):
-        return functools.reduce(rule.reduce_fn, values, rule.init_value)
-    return values[0] if isinstance(values[0], torch.Tensor) else _equal(values)
 
 
 def _equal(values: tuple[Any, ...]) -> Any:
