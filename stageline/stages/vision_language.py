@@ -196,10 +196,6 @@ class CrossAttentionStage(VisionLanguageStage):
         vision = self.config.vision_config
         return (vision.image_size // vision.patch_size) ** 2 + 1
 
-    def looks_at_images(self, layers: range) -> bool:
-        """Whether one of these layers attends to images."""
-        return any(index in layers for index in self.text_config.cross_attention_layers)
-
     def modules_to_shard(self) -> list[torch.nn.Module]:
         """Not those that attend to images: a replica without images passes them by.
 
@@ -255,7 +251,7 @@ class CrossAttentionStage(VisionLanguageStage):
 
     def kept_inputs(self, batch: Batch) -> Batch:
         """What the last token of each prompt sees [B, M, S]: its answer sees the same."""
-        if CROSS_MASK not in batch or not self.looks_at_images(self.layers):
+        if CROSS_MASK not in batch or not self.fixed_layers().intersection(self.layers):
             return {}
         return {CROSS_MASK: batch[CROSS_MASK][:, -1]}
 
