@@ -49,24 +49,6 @@ from stageline.stages.splice import Spliced
 from stageline.stages.split_plan import SplitPlan
 
 
-def cache_off(config: PretrainedConfig) -> tuple[str, ...]:
-    """Turns the cache off in a model's configuration and in those of its parts.
-
-    With a cache the library takes a packed row for one sample, and keeps keys and values that
-    training has no use for.
-
-    Returns:
-        Which had it on, "" for the configuration itself: a saved model is to have it again.
-    """
-    found = []
-    for name in ("", *config.sub_configs):
-        one = getattr(config, name, None) if name else config
-        if one is not None and getattr(one, "use_cache", None):
-            one.use_cache = False
-            found.append(name)
-    return tuple(found)
-
-
 def refuse_both_ways(whole: PreTrainedModel, layers: str) -> None:
     """Refuses models of BERT's kind whose tokens see those that they are to predict.
 
@@ -151,7 +133,14 @@ class CausalLMStage(Spliced, StageModel):
             raise no_tower("visual_gpu_ratio", ratio, config.model_type)
         self.__dict__["config"] = config  # asked before the base class sets it
         whole = self.build_whole(config, dtype=dtype, attn_implementation=attn_implementation)
-        self.cached_configs = cache_off(whole.config)
+        parts = {name: getattr(whole.config, name, None) for name in whole.config.sub_configs}
+        configs: dict[str, Any] = {"": whole.config, **parts}
+        # with a cache transformers takes a packed row for one sample, and keeps keys and values
+        self.cached_configs = tuple(
+            name for name, one in configs.items() if getattr(one, "use_cache", None)
+        )
+        for name in self.cached_configs:
+            configs[name].use_cache = False
         self.plan = self.find_plan(whole)
         if self.auto_class is AutoModelForCausalLM:
             refuse_both_ways(whole, self.plan.layers)
