@@ -8,8 +8,8 @@ its own length, without a message and without an extra pass.
 import inspect
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -413,13 +413,15 @@ def run_step(
     batches = DeviceBatches(micro_batches, stages[0].device, len(stages))
     for stage in stages:
         stage.begin(batches, recorder, loss_of=loss_of, sends=sends)
+    # PyTorch logs the schedule before an error, and the first line must name the cause
+    _LOG.addFilter(_is_no_error)
     try:
-        with _without_schedule_in_log():
-            _run_schedule(schedule, stages, len(micro_batches))
+        _run_schedule(schedule, stages, len(micro_batches))
         if sends is not None:
             sends.wait()
         return [loss for stage in stages for loss in stage.losses]
     finally:
+        _LOG.removeFilter(_is_no_error)
         for stage in stages:
             stage.clear_runtime_states()
 
@@ -429,18 +431,8 @@ _LOG = logging.getLogger(schedules.__name__)
 _TAKES_MICRO_BATCHES = "arg_mbs" in inspect.signature(PipelineScheduleMulti.step).parameters
 
 
-@contextmanager
-def _without_schedule_in_log() -> Iterator[None]:
-    """Drop the schedule that PyTorch logs before an error: the first line must name the cause."""
-
-    def is_no_error(record: logging.LogRecord) -> bool:
-        return record.levelno < logging.ERROR
-
-    _LOG.addFilter(is_no_error)
-    try:
-        yield
-    finally:
-        _LOG.removeFilter(is_no_error)
+def _is_no_error(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR
 
 
 def _run_schedule(
