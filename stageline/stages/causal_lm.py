@@ -43,7 +43,6 @@ from stageline.stages.packing import (
     is_packed,
     known_rows,
     row_lengths,
-    without_masks,
 )
 from stageline.stages.splice import Spliced
 from stageline.stages.split_plan import SplitPlan
@@ -222,9 +221,10 @@ class CausalLMStage(Spliced, StageModel):
 
     def model_inputs(self, batch: Batch) -> dict[str, Any]:
         """What of the micro-batch the model's forward takes, besides its token ids."""
-        others = ("input_ids", ROW_LENGTHS)
-        inputs = {name: value for name, value in batch.items() if name not in others}
-        return without_masks(inputs) if is_packed(batch) else inputs
+        # of packed rows no mask, which would hide the borders
+        masks = ("attention_mask", "sample_ids") if is_packed(batch) else ()
+        others = ("input_ids", ROW_LENGTHS, *masks)
+        return {name: value for name, value in batch.items() if name not in others}
 
     def host_facts(self, batch: Batch) -> Batch:
         return row_lengths(batch)

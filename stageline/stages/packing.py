@@ -27,17 +27,11 @@ from stageline.errors import UserError
 from stageline.modules.router_records import ROUTER_LOGITS
 
 Batch = dict[str, torch.Tensor]
-_PACKED_INPUTS = ("attention_mask", "sample_ids")
 
 
 def is_packed(batch: Batch) -> bool:
     """Whether rows hold several samples."""
     return "sample_ids" in batch
-
-
-def without_masks(batch: Batch) -> Batch:
-    """The inputs without the mask that would hide the borders."""
-    return {name: value for name, value in batch.items() if name not in _PACKED_INPUTS}
 
 
 # -- what the host knows of rows, which the library's mask functions would ask the device for
