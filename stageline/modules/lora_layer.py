@@ -266,7 +266,23 @@ def _start_pissa(
         )
     weight = dense_weight(base)
     exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    pair = taken or _principal(exact, layer, generator)
+    rank, pair = layer.rank, taken
+    if rank > min(weight.shape):
+        raise UserError(
+            f"`lora_init` {layer.start} came with rank {rank} for a weight {list(weight.shape)}. "
+            f"Lower `lora_rank` to {min(weight.shape)} at most."
+        )
+    if pair is None:
+        if rounds := layer.start.removeprefix(PISSA).removeprefix("_niter_"):
+            with generators_kept([weight.device]):
+                torch.manual_seed(generator.initial_seed())
+                left, values, right = torch.svd_lowrank(exact, rank, niter=int(rounds))
+            right = right.T
+        else:
+            left, values, right = torch.linalg.svd(exact, full_matrices=False)
+            left, values, right = left[:, :rank], values[:rank], right[:rank]
+        root = (values / layer.scale).sqrt()
+        pair = root.unsqueeze(1) * right, left * root
     for linear, value in zip((layer.lora_A, layer.lora_B), pair, strict=True):
         linear.weight.copy_(value)
     # what A and B hold after rounding to their dtype is what is taken out
@@ -275,26 +291,6 @@ def _start_pissa(
         layer.lora_A.weight.detach().to("cpu", copy=True),
         layer.lora_B.weight.detach().to("cpu", copy=True),
     )
-
-
-def _principal(weight: torch.Tensor, layer: LoRALayer, generator: torch.Generator) -> Pair:
-    rank = layer.rank
-    if rank > min(weight.shape):
-        raise UserError(
-            f"`lora_init` {layer.start} came with rank {rank} for a weight {list(weight.shape)}. "
-            f"Lower `lora_rank` to {min(weight.shape)} at most."
-        )
-    rounds = layer.start.removeprefix(PISSA).removeprefix("_niter_")
-    if rounds:
-        with generators_kept([weight.device]):
-            torch.manual_seed(generator.initial_seed())
-            left, values, right = torch.svd_lowrank(weight, rank, niter=int(rounds))
-        right = right.T
-    else:
-        left, values, right = torch.linalg.svd(weight, full_matrices=False)
-        left, values, right = left[:, :rank], values[:rank], right[:rank]
-    root = (values / layer.scale).sqrt()
-    return root.unsqueeze(1) * right, left * root
 
 
 def restored_weight(layer: LoRALayer, base: Linear) -> torch.Tensor:

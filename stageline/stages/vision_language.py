@@ -145,11 +145,8 @@ class Gemma3VisionStage(VisionLanguageStage):
 
     def model_inputs(self, batch: Batch) -> dict[str, Any]:
         inputs = super().model_inputs(batch)
-        if is_packed(batch) and "token_type_ids" in inputs:
-            inputs["attention_mask"] = self._packed_masks(inputs)
-        return inputs
-
-    def _packed_masks(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+        if not (is_packed(batch) and "token_type_ids" in inputs):
+            return inputs
         types_BT = inputs["token_type_ids"]
         if self.text_config._attn_implementation == "flex_attention":
             raise UserError(
@@ -165,13 +162,15 @@ class Gemma3VisionStage(VisionLanguageStage):
             block_sequence_ids=get_block_sequence_ids_for_mask(types_BT),
         )
         if full_B1TT is None:  # an attention kernel that takes no mask
-            return {"full_attention": None, "sliding_attention": None}
+            inputs["attention_mask"] = {"full_attention": None, "sliding_attention": None}
+            return inputs
         assert isinstance(full_B1TT, torch.Tensor), "flex, with its own masks, was refused"
         place_T = torch.arange(types_BT.shape[1], device=types_BT.device)
         is_near_TT = place_T[None, :] > place_T[:, None] - self.text_config.sliding_window
         hidden = False if full_B1TT.dtype == torch.bool else torch.finfo(full_B1TT.dtype).min
         near_B1TT = full_B1TT.masked_fill(~is_near_TT, hidden)
-        return {"full_attention": full_B1TT, "sliding_attention": near_B1TT}
+        inputs["attention_mask"] = {"full_attention": full_B1TT, "sliding_attention": near_B1TT}
+        return inputs
 
 
 class CrossAttentionStage(VisionLanguageStage):
