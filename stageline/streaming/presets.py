@@ -106,7 +106,8 @@ class Piece(Spliced, nn.Module):
                     "out; for generation use the original model."
                 )
         inputs["use_cache"] = False
-        if "position_ids" not in inputs and "input_ids" in inputs:
+        has_ids = "input_ids" in inputs and "position_ids" not in inputs
+        if has_ids and "attention_mask" in names:
             mask = inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
             if isinstance(mask, torch.Tensor) and mask.ndim == 2 and bool(mask.all()):
                 inputs[ROW_LENGTHS] = mask.sum(dim=1)
