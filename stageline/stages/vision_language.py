@@ -240,8 +240,9 @@ class CrossAttentionStage(VisionLanguageStage):
         if is_packed(batch):
             raise UserError(
                 "`packing` came for a model whose layers attend to images by cross-attention "
-                f"({self.config.model_type}), to all images of a row. Leave `packing` out (samples "
-                "of similar length travel together anyway)."
+                f"({self.config.model_type}): a token before the first image of its sample attends "
+                "to all images of its row. Leave `packing` out (samples of similar length travel "
+                "together anyway)."
             )
         return super().model_inputs(batch)
 
