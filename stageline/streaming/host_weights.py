@@ -263,8 +263,8 @@ def make_pages(
     if pin_model == "register":
         if device.type != "cuda":
             raise UserError(
-                f"`pin_model` register needs a GPU of CUDA, and the device is {device}. Use "
-                "`pin_model` alloc or off."
+                f"`pin_model` register came for {device}; memory is pinned in place by "
+                "cudaHostRegister, on a GPU of CUDA. Use `pin_model` alloc or off."
             )
         values = [home.parameter.detach() for home in all_homes(hosted_layers)]
         runs = _register([each for each in values if not each.is_pinned()])
