@@ -95,7 +95,7 @@ def check_stage(made: object, *, part: Callable[..., Any]) -> Any:
             why="A checkpoint is saved with its processor",
             cure="return (model, processor, pad_token_id), as MyStage.build(**kwargs) does",
         )
-    model = made[0]
+    model: Any = made[0]
     lacks = [name for name in _METHODS if not callable(getattr(model, name, None))]
     lacks += [name for name in _ATTRIBUTES if not hasattr(model, name)]
     if lacks:

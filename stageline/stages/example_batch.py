@@ -94,18 +94,18 @@ def picture_layouts(order: PictureOrder, names: frozenset[str]) -> Iterator[Batc
             yield {"pixel_values": fill(num_patches, *shape), **rest}
         # the grid counts merged patches
         pixels = fill(sum(wide), side * merge, side * merge, channels)
-        grid = integers([[1, 1, width] for width in wide])
-        yield {"pixel_values": pixels, "image_grid_thw": grid}
+        merged = integers([[1, 1, width] for width in wide])
+        yield {"pixel_values": pixels, "image_grid_thw": merged}
     elif "spatial_shapes" in names:
         # patches of each picture in a row of their own, padded: [N, P, numbers of a patch]
         factor = getattr(config, "downsample_factor", 2)
         shapes = [[factor, factor * width] for width in wide]
         longest = max(height * width for height, width in shapes)
-        mask = [[int(at < height * width) for at in range(longest)] for height, width in shapes]
+        real = [[int(at < height * width) for at in range(longest)] for height, width in shapes]
         yield {
             "pixel_values": fill(count, longest, channels * side**2),
             "spatial_shapes": integers(shapes),
-            "pixel_attention_mask": integers(mask),
+            "pixel_attention_mask": integers(real),
         }
     elif "image_position_ids" in names:
         # patches with their places: [N, P, numbers of a patch] and [N, P, 2]
@@ -159,9 +159,9 @@ def picture_layouts(order: PictureOrder, names: frozenset[str]) -> Iterator[Batc
         # pictures padded to the largest, and their sizes: [N, C, H, W]
         side *= getattr(config, "spatial_merge_size", 1) or 1
         # the first one has two tokens: one token alone the library squeezes away
-        sizes = [[side, side * (3 - factor)] for factor in wide]
-        pixels = fill(count, channels, side, max(width for _, width in sizes))
-        yield {"pixel_values": pixels, "image_sizes": integers(sizes)}
+        widths = [side * (3 - factor) for factor in wide]
+        pixels = fill(count, channels, side, max(widths))
+        yield {"pixel_values": pixels, "image_sizes": integers([[side, w] for w in widths])}
     yield from _whole_pictures(order, names)
 
 
@@ -327,7 +327,7 @@ def picture_batch(
         tiles = pictures["aspect_ratio_mask"].cpu()
         seen = torch.zeros(*ids.shape, *tiles.shape[1:], dtype=torch.long)
         for row, count in enumerate(rows):
-            places = (ids[row] == token).nonzero().flatten().tolist()
+            places = is_picture[row].nonzero().flatten().tolist()
             for picture, place in zip(range(count), places):
                 seen[row, place:, picture] = tiles[row, picture]
         pictures = {**pictures, "cross_attention_mask": seen.to(device)}

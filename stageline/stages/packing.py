@@ -106,16 +106,16 @@ def _mask_arguments(plain: Callable[..., tuple], *args: Any, **kwargs: Any) -> t
 def _mask_of_kernel(name: str, *args: Any, **kwargs: Any) -> Any:
     """The library's mask for a kernel, without padding where only the future is hidden besides."""
     rows, mask = _ROWS.get(), kwargs.get("attention_mask")
-    is_own = rows is not None and mask is not None and any(mask is one for one in rows.seen)
-    # the library asks for it where a mask is causal, or that and a window, and nothing else
-    sizes = (kwargs.get("q_length"), kwargs.get("kv_length"))
-    if is_own and kwargs.get("allow_is_causal_skip") and sizes == (mask.shape[1],) * 2:
-        kwargs["attention_mask"] = None
-    # a step of decoding has a mask where rows begin behind others: nobody need look at it
-    is_step = kwargs.get("q_length") == 1 < (kwargs.get("kv_length") or 0)
-    is_asked = rows is not None and kwargs.get("attention_mask") is not None
-    if is_asked and (is_step or not rows.looks):
-        kwargs["allow_is_causal_skip"] = False
+    if rows is not None and mask is not None:
+        # a step of decoding has a mask where rows begin behind others: nobody need look at it
+        is_step = kwargs.get("q_length") == 1 < (kwargs.get("kv_length") or 0)
+        is_square = kwargs.get("q_length") == kwargs.get("kv_length") == mask.shape[1]
+        # the library asks for it where a mask is causal, or that and a window, and nothing else
+        asks = kwargs.get("allow_is_causal_skip")
+        if asks and is_square and any(mask is one for one in rows.seen):
+            kwargs["attention_mask"] = None
+        elif is_step or not rows.looks:
+            kwargs["allow_is_causal_skip"] = False
     kernels: Any = masking_utils.AttentionMaskInterface._global_mapping
     return kernels[name](*args, **kwargs)
 

@@ -58,7 +58,9 @@ class TowerImages:
 
     def num_tokens(self, batch: Batch) -> int:
         """Image tokens, one for each row of the projected features."""
-        return int((batch["input_ids"] == image_token(self.config)).sum())
+        token = image_token(self.config)
+        assert token is not None  # families here have one
+        return int((batch["input_ids"] == token).sum())
 
     def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
         """Of the tower's hidden states; without an image, of those of a blank one."""
@@ -374,9 +376,9 @@ class VisionStages(CausalLMStage):
                 is_behind = True
             elif name == DEEPSTACK:
                 mergers = cast(nn.ModuleList, child)
-                for place, block in enumerate(self.images.deepstack):
-                    if block not in own:
-                        mergers[place] = Arrival() if block < own.start else PassThrough()
+                for place, index in enumerate(self.images.deepstack):
+                    if index not in own:
+                        mergers[place] = Arrival() if index < own.start else PassThrough()
             elif next(child.parameters(), None) is None:
                 continue  # rotary tables: every stage computes them
             elif is_behind and not self.is_last_of_tower:

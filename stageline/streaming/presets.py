@@ -50,7 +50,7 @@ class Piece(Spliced, nn.Module):
         self.whole = shell_of(model, {})
         self.splice(self.whole)
         self.intercept()
-        base = model.base_model
+        base: Any = model.base_model
         self._can_record = ROUTER_LOGITS in (getattr(base, "_can_record_outputs", None) or {})
         self._routers: tuple[torch.Tensor, ...] | None = None
         if self._can_record:
