@@ -80,16 +80,13 @@ def slices(hidden_BTH: torch.Tensor, micro_batch: MicroBatch, chunk: int) -> Ite
     num_tokens = hidden_BTH.shape[1]
     for start in range(0, max(num_tokens - 1, 1), chunk):
         where = slice(start, min(start + chunk + 1, num_tokens))
-        part = {
-            name: value[:, where] if _is_per_token(name, value, hidden_BTH) else value
-            for name, value in micro_batch.items()
-        }
+        part = dict(micro_batch)
+        for name, value in micro_batch.items():
+            is_known = name in ("input_ids", "attention_mask", "labels")
+            is_by_token = value.shape[:2] == hidden_BTH.shape[:2]
+            if is_by_token and (is_known or name.startswith("loss_")):
+                part[name] = value[:, where]
         yield hidden_BTH[:, where], part
-
-
-def _is_per_token(name: str, value: torch.Tensor, hidden_BTH: torch.Tensor) -> bool:
-    is_for_loss = name in ("input_ids", "attention_mask", "labels") or name.startswith("loss_")
-    return is_for_loss and value.shape[:2] == hidden_BTH.shape[:2]
 
 
 class ChunkedLogits:

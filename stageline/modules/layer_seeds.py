@@ -10,7 +10,6 @@ import functools
 from collections.abc import Iterable
 
 import torch
-from torch import nn
 
 from stageline.device import generators_of
 from stageline.errors import UserError
@@ -96,7 +95,11 @@ class LayerSeeds:
             self._seed_all(mix_seed(self._base, _LOSS))
 
     def _put_hooks(self, model: Stage) -> None:
-        own = [(0, index, layer) for index, layer in _layers(model) if index in model.layers]
+        try:
+            layers = model.layer_list()
+        except UserError:  # a model of the user's own: only the start of each stage is settled
+            layers = []
+        own = [(0, index, layer) for index, layer in layers if index in model.layers]
         tower_list = getattr(model, "tower_list", list)
         own += [(_TOWER, index, block) for index, block in tower_list()]
         for embedding in noisy_modules(model):
@@ -120,10 +123,3 @@ class LayerSeeds:
 
 
 NO_SEEDS = LayerSeeds()
-
-
-def _layers(model: Stage) -> list[tuple[int, nn.Module]]:
-    try:
-        return model.layer_list()
-    except UserError:  # a stage model of the user's own: only the start of each stage is settled
-        return []

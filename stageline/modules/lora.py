@@ -68,7 +68,7 @@ class LoRAWrapper(nn.Module):
         if not is_linear(module):
             raise UserError(
                 f"LoRAWrapper takes a linear layer; {type(module).__name__} is not one. Wrap an "
-                "nn.Linear or Conv1D, or train the module as a whole with `modules_to_save`."
+                "nn.Linear or Conv1D, or train the module whole with `modules_to_save`."
             )
         self.lora_module = module
         self.in_features, self.out_features = linear_sizes(innermost(module))
@@ -229,11 +229,27 @@ def wrap_linear(
     Raises:
         UserError: no layer has such a name, or there is no linear layer at all.
     """
-    _check_options(rank, dropout)
+    if rank < 1:
+        raise UserError(f"`lora_rank` {rank} is below 1. Set it to 1 or more; 8 or 16 is usual.")
+    if not 0.0 <= dropout < 1.0:
+        raise UserError(
+            f"`lora_dropout` {dropout} is not a share of the adapter's inputs. Set it to 0 or "
+            "more, and below 1."
+        )
     found = list(_candidates(module, prefix, tuple(skip)))
     chosen = [place for place in found if is_target(place[2], target)]
     if not chosen and not isinstance(target, frozenset):
-        _refuse_no_match(module, [name for _, _, name in found], target, prefix)
+        names = [name for _, _, name in found]
+        is_elsewhere = not names and next(module.parameters(), None) is None
+        # or the target names layers of another stage
+        others = (other for name in names for other in _other_layers(name))
+        if not is_elsewhere and not any(is_target(other, target) for other in others):
+            raise UserError(
+                f"`lora_target` {target} matches none of the {len(names)} linear layers in "
+                f"{prefix or 'the model'}. Name some of "
+                f"{', '.join(endings_of(names)) or 'another part'}, or leave `lora_target` out for "
+                "all."
+            )
     root = module
     for parent, leaf, name in chosen:
         inner = module if parent is None else parent._modules[leaf]
@@ -246,19 +262,6 @@ def wrap_linear(
         else:
             parent._modules[leaf] = wrapper
     return root
-
-
-def _check_options(rank: int, dropout: float) -> None:
-    if rank < 1:
-        raise UserError(
-            f"`lora_rank` {rank} came, 1 or more was expected: it is the inner width of the "
-            "adapter; 8 or 16 is usual."
-        )
-    if not 0.0 <= dropout < 1.0:
-        raise UserError(
-            f"`lora_dropout` {dropout} came, a share of at least 0 and below 1 was expected: it "
-            "is the share of the adapter's inputs set to zero."
-        )
 
 
 def _candidates(
@@ -299,18 +302,9 @@ def is_target(name: str, target: Target) -> bool:
     )
 
 
-def _refuse_no_match(module: nn.Module, names: list[str], target: Target, prefix: str) -> None:
-    if not names and next(module.parameters(), None) is None:
-        return  # another stage has this part
-    if any(is_target(other, target) for name in names for other in _other_layers(name)):
-        return  # the target names layers of another stage
-    endings = sorted({name.rpartition(".")[2] for name in names})
-    raise UserError(
-        f"`lora_target` {target} matches none of the {len(names)} linear layers in "
-        f"{prefix or 'the model'}, at least one was expected: LoRA goes on linear layers. Name "
-        f"some of {', '.join(endings[:MAX_NAMES_SHOWN]) or 'another part'}, or leave `lora_target` "
-        "out for all."
-    )
+def endings_of(names: Iterable[str]) -> list[str]:
+    """Last parts of names, as many as an error shows."""
+    return sorted({name.rpartition(".")[2] for name in names})[:MAX_NAMES_SHOWN]
 
 
 def _other_layers(name: str) -> Iterator[str]:

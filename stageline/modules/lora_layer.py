@@ -181,8 +181,8 @@ def put_weight(module: Linear, weight: torch.Tensor, *, why: str) -> None:
     """
     if is_quantised(module):
         raise UserError(
-            f"{why} came with a quantised base, plain weights were expected: it changes them, and "
-            "a quantised weight that changes is rounded anew. Leave the quantisation out, or this."
+            f"{why} came with a quantised base, whose weights cannot change without another "
+            "rounding. Leave the quantisation out, or this."
         )
     old = module.weight
     value = weight.T if isinstance(module, Conv1D) else weight
@@ -246,8 +246,8 @@ def _start_orthogonal(layer: LoRALayer, generator: torch.Generator) -> None:
     rank = layer.rank
     if rank % 2:
         raise UserError(
-            f"`lora_init` orthogonal came with rank {rank}, an even one was expected: A takes half "
-            f"of the directions and B the other half. Set `lora_rank` {rank + 1}."
+            f"`lora_init` orthogonal came with rank {rank}, an even one is needed. Set "
+            f"`lora_rank` {rank + 1}."
         )
     rows = torch.linalg.qr(torch.randn(rank, rank, generator=generator))[0]
     down = torch.randn(layer.lora_A.in_features, rank // 2, generator=generator) @ rows[0::2]
@@ -261,13 +261,28 @@ def _start_pissa(
 ) -> None:
     if base is None or is_quantised(base):
         raise UserError(
-            f"`lora_init` {layer.start} came with a quantised base, plain weights were expected: "
-            "what is taken out of a weight must be exact, or the outputs change. Use `lora_init` "
-            "default."
+            f"`lora_init` {layer.start} came with a quantised base; it takes a part out of plain "
+            "weights. Use `lora_init` default."
         )
     weight = dense_weight(base)
     exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    pair = taken or _principal(exact, layer, generator)
+    rank, pair = layer.rank, taken
+    if rank > min(weight.shape):
+        raise UserError(
+            f"`lora_init` {layer.start} came with rank {rank} for a weight {list(weight.shape)}. "
+            f"Lower `lora_rank` to {min(weight.shape)} at most."
+        )
+    if pair is None:
+        if rounds := layer.start.removeprefix(PISSA).removeprefix("_niter_"):
+            with generators_kept([weight.device]):
+                torch.manual_seed(generator.initial_seed())
+                left, values, right = torch.svd_lowrank(exact, rank, niter=int(rounds))
+            right = right.T
+        else:
+            left, values, right = torch.linalg.svd(exact, full_matrices=False)
+            left, values, right = left[:, :rank], values[:rank], right[:rank]
+        root = (values / layer.scale).sqrt()
+        pair = root.unsqueeze(1) * right, left * root
     for linear, value in zip((layer.lora_A, layer.lora_B), pair, strict=True):
         linear.weight.copy_(value)
     # what A and B hold after rounding to their dtype is what is taken out
@@ -276,27 +291,6 @@ def _start_pissa(
         layer.lora_A.weight.detach().to("cpu", copy=True),
         layer.lora_B.weight.detach().to("cpu", copy=True),
     )
-
-
-def _principal(weight: torch.Tensor, layer: LoRALayer, generator: torch.Generator) -> Pair:
-    rank = layer.rank
-    if rank > min(weight.shape):
-        raise UserError(
-            f"`lora_init` {layer.start} came with rank {rank} for a weight "
-            f"{list(weight.shape)}, at most {min(weight.shape)} was expected: it has no more "
-            f"singular values. Lower `lora_rank`."
-        )
-    rounds = layer.start.removeprefix(PISSA).removeprefix("_niter_")
-    if rounds:
-        with generators_kept([weight.device]):
-            torch.manual_seed(generator.initial_seed())
-            left, values, right = torch.svd_lowrank(weight, rank, niter=int(rounds))
-        right = right.T
-    else:
-        left, values, right = torch.linalg.svd(weight, full_matrices=False)
-        left, values, right = left[:, :rank], values[:rank], right[:rank]
-    root = (values / layer.scale).sqrt()
-    return root.unsqueeze(1) * right, left * root
 
 
 def restored_weight(layer: LoRALayer, base: Linear) -> torch.Tensor:

@@ -254,9 +254,8 @@ def count_pairs(batch: MicroBatch) -> int:
     """
     if PAIRS not in batch or IS_CHOSEN not in batch:
         raise UserError(
-            "the loss dpo got a micro-batch without pairs. Rows in the order chosen, rejected were "
-            "expected, with their numbers in loss_pairs, because they are compared with each "
-            "other: use `collate_fn` dpo."
+            "the loss dpo got a micro-batch without pairs: rows in the order chosen, rejected, and "
+            "their numbers in loss_pairs. Use `collate_fn` dpo."
         )
     pairs, is_chosen = batch[PAIRS], batch[IS_CHOSEN]
     is_there = row_lengths(batch["labels"]) > 0
@@ -273,9 +272,8 @@ def count_pairs(batch: MicroBatch) -> int:
     if not is_whole:
         raise DataError(
             f"a micro-batch has the pairs {pairs.tolist()} (chosen: {is_chosen.int().tolist()}, "
-            f"with an answer: {is_there.int().tolist()}). Each chosen row with its rejected one "
-            "right behind it was expected, both with an answer or both without, because the two "
-            "are compared: correct the collate part that made or cut it."
+            f"with an answer: {is_there.int().tolist()}). Let each chosen row have its rejected "
+            "one right behind it in the collate part, both with an answer or both without."
         )
     return int(is_there[::2].sum())
 
@@ -322,85 +320,38 @@ class PairOptions:
     margin: float
 
 
-_log_sigmoid = functional.logsigmoid
-
-
-def _sigmoid(pairs: Pairs, told: PairOptions) -> torch.Tensor:
-    """Rafailov et al. 2023; smoothed as in Mitchell's note on conservative DPO."""
-    return _smoothed(told.beta * (pairs.chosen - pairs.rejected), told.label_smoothing)
-
-
-def _smoothed(scores: torch.Tensor, share: float) -> torch.Tensor:
-    return -(1 - share) * _log_sigmoid(scores) - share * _log_sigmoid(-scores)
-
-
-def _robust(pairs: Pairs, told: PairOptions) -> torch.Tensor:
-    """Chowdhury et al. 2024: unbiased where a known share of the pairs is the wrong way round."""
-    scores, share = told.beta * (pairs.chosen - pairs.rejected), told.label_smoothing
-    flipped = share * _log_sigmoid(-scores) - (1 - share) * _log_sigmoid(scores)
-    return flipped / (1 - 2 * share)
-
-
-def _hinge(pairs: Pairs, told: PairOptions) -> torch.Tensor:
-    """Zhao et al. 2023 (SLiC)."""
-    return torch.relu(1 - told.beta * (pairs.chosen - pairs.rejected))
-
-
-def _ipo(pairs: Pairs, told: PairOptions) -> torch.Tensor:
-    """Azar et al. 2023, by token, as their authors ran it."""
-    return (pairs.chosen_mean - pairs.rejected_mean - 1 / (2 * told.beta)) ** 2
-
-
-def _apo_zero(pairs: Pairs, told: PairOptions) -> torch.Tensor:
-    """D'Oosterlinck et al. 2024: chosen answers up, rejected ones down."""
-    chosen, rejected = told.beta * pairs.chosen, told.beta * pairs.rejected
-    return 1 - torch.sigmoid(chosen) + torch.sigmoid(rejected)
-
-
-def _apo_down(pairs: Pairs, told: PairOptions) -> torch.Tensor:
-    """The same paper: both down, rejected answers further."""
-    chosen, scores = told.beta * pairs.chosen, told.beta * (pairs.chosen - pairs.rejected)
-    return torch.sigmoid(chosen) + 1 - torch.sigmoid(scores)
-
-
-def _sppo_hard(pairs: Pairs, told: PairOptions) -> torch.Tensor:
-    """Wu et al. 2024, with a chosen answer that always wins."""
-    half = 0.5 / told.beta
-    return (pairs.chosen - half) ** 2 + (pairs.rejected + half) ** 2
-
-
-def _nca_pair(pairs: Pairs, told: PairOptions) -> torch.Tensor:
-    """Chen et al. 2024."""
-    chosen, rejected = told.beta * pairs.chosen, told.beta * pairs.rejected
-    return -_log_sigmoid(chosen) - 0.5 * (_log_sigmoid(-chosen) + _log_sigmoid(-rejected))
-
-
-def _simpo(pairs: Pairs, told: PairOptions) -> torch.Tensor:
-    """Meng et al. 2024: by token, no reference, a margin."""
-    scores = told.beta * (pairs.chosen_plain_mean - pairs.rejected_plain_mean) - told.margin
-    return _smoothed(scores, told.label_smoothing)
-
-
-def _orpo(pairs: Pairs, told: PairOptions) -> torch.Tensor:
-    """Hong et al. 2024, their odds-ratio term alone; `sft_weight` 1 adds the other."""
-    chosen, rejected = pairs.chosen_plain_mean, pairs.rejected_plain_mean
-    odds = [mean - torch.log1p(-mean.exp()) for mean in (chosen, rejected)]
-    return -told.beta * _log_sigmoid(odds[0] - odds[1])
-
-
-PAIR_LOSSES: dict[str, Callable[[Pairs, PairOptions], torch.Tensor]] = {
-    "sigmoid": _sigmoid,
-    "robust": _robust,
-    "hinge": _hinge,
-    "ipo": _ipo,
-    "apo_zero": _apo_zero,
-    "apo_down": _apo_down,
-    "sppo_hard": _sppo_hard,
-    "nca_pair": _nca_pair,
-    "simpo": _simpo,
-    "orpo": _orpo,
-}
 WITHOUT_REFERENCE = ("simpo", "orpo")
+
+
+def _pair_loss(kind: str, pairs: Pairs, told: PairOptions) -> torch.Tensor:
+    chosen, rejected = told.beta * pairs.chosen, told.beta * pairs.rejected
+    scores, share = told.beta * (pairs.chosen - pairs.rejected), told.label_smoothing
+    log_sigmoid = functional.logsigmoid
+    if kind == "sigmoid":  # Rafailov et al. 2023; smoothed as in Mitchell's conservative DPO
+        return -(1 - share) * log_sigmoid(scores) - share * log_sigmoid(-scores)
+    if kind == "robust":  # Chowdhury et al. 2024: unbiased where that share is the wrong way round
+        flipped = share * log_sigmoid(-scores) - (1 - share) * log_sigmoid(scores)
+        return flipped / (1 - 2 * share)
+    if kind == "hinge":  # Zhao et al. 2023 (SLiC)
+        return torch.relu(1 - scores)
+    if kind == "ipo":  # Azar et al. 2023, by token, as their authors ran it
+        return (pairs.chosen_mean - pairs.rejected_mean - 1 / (2 * told.beta)) ** 2
+    if kind == "apo_zero":  # D'Oosterlinck et al. 2024: chosen answers up, rejected ones down
+        return 1 - torch.sigmoid(chosen) + torch.sigmoid(rejected)
+    if kind == "apo_down":  # the same paper: both down, rejected answers further
+        return torch.sigmoid(chosen) + 1 - torch.sigmoid(scores)
+    if kind == "sppo_hard":  # Wu et al. 2024, with a chosen answer that always wins
+        half = 0.5 / told.beta
+        return (pairs.chosen - half) ** 2 + (pairs.rejected + half) ** 2
+    if kind == "nca_pair":  # Chen et al. 2024
+        return -log_sigmoid(chosen) - 0.5 * (log_sigmoid(-chosen) + log_sigmoid(-rejected))
+    chosen, rejected = pairs.chosen_plain_mean, pairs.rejected_plain_mean
+    if kind == "simpo":  # Meng et al. 2024: by token, no reference, a margin
+        scores = told.beta * (chosen - rejected) - told.margin
+        return -(1 - share) * log_sigmoid(scores) - share * log_sigmoid(-scores)
+    assert kind == "orpo"  # Hong et al. 2024, their odds-ratio term; `sft_weight` 1 adds the other
+    odds = [mean - torch.log1p(-mean.exp()) for mean in (chosen, rejected)]
+    return -told.beta * log_sigmoid(odds[0] - odds[1])
 
 
 def pair_losses(
@@ -422,7 +373,7 @@ def pair_losses(
     reference = given(batch, REFERENCE).to(safe.dtype) if has_reference else None
     pairs = Pairs.of(safe, reference, batch["labels"])
     kept = is_there[::2]
-    losses = torch.where(kept, PAIR_LOSSES[loss_type](pairs, options), 0)
+    losses = torch.where(kept, _pair_loss(loss_type, pairs, options), 0)
     by_token = loss_type in WITHOUT_REFERENCE
     chosen = options.beta * (pairs.chosen_plain_mean if by_token else pairs.chosen).detach()
     rejected = options.beta * (pairs.rejected_plain_mean if by_token else pairs.rejected).detach()
@@ -457,9 +408,8 @@ def count_unwanted(batch: MicroBatch) -> int:
 def _is_there(batch: MicroBatch) -> torch.Tensor:
     if IS_WANTED not in batch:
         raise UserError(
-            f"the loss kto got a micro-batch without {IS_WANTED}. Whether each answer is wanted "
-            "was expected, because the two kinds are pushed in opposite directions: use "
-            "`collate_fn` kto."
+            f"the loss kto got a micro-batch without {IS_WANTED}, whether each answer is wanted. "
+            "Use `collate_fn` kto."
         )
     return row_lengths(batch["labels"]) > 0
 

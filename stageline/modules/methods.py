@@ -18,16 +18,14 @@ from stageline.modules.lora import MAX_NAMES_SHOWN, is_target, strip_lora
 from stageline.modules.pass_through import DONE, PassThrough
 from stageline.modules.quantised import Quantization, base_bytes, quantise_layers
 
-# Which parameters of a language model train when only some of its layers are to.
-# Rules are about the names and layer numbers of the whole model, so that each stage answers alike
-# for its share. Not here: towers and projectors, which have options of their own.
-
 ALL = "all"
 
 
 @dataclass(frozen=True)
 class FreezeRule:
     """What trains of a language model; all else of it, and of its head, is frozen.
+
+    By names and layer numbers of the whole model, so that each stage answers alike for its share.
 
     Attributes:
         num_layers: above 0 the last so many layers, below 0 the first.
@@ -51,17 +49,16 @@ class FreezeRule:
         wanted = abs(self.num_layers)
         if wanted > total:
             raise UserError(
-                f"`freeze.layers` {self.num_layers} came for a model of {total} layers; "
-                f"{total} at most can train. Give a smaller number, or leave it out to train all."
+                f"`freeze.layers` {self.num_layers} of a model of {total} layers: {total} at most "
+                "can train. Give a smaller number, or leave it out to train all."
             )
         if not self.spreads:
             return range(total - wanted, total) if self.num_layers > 0 else range(wanted)
         if total % wanted:
             raise UserError(
-                f"`freeze.llama_pro` with `freeze.layers` {wanted} came for a model of "
-                f"{total} layers; a number that divides {total} was expected: the last layer of "
-                "each group of equal size trains. Give as many as blocks were added by "
-                "tools/expand_blocks.py."
+                f"`freeze.llama_pro` requires a `freeze.layers` that divides {total}, the layers "
+                f"of the model, and it is {wanted}. Give the number of blocks that "
+                "tools/expand_blocks.py added."
             )
         stride = total // wanted
         return range(stride - 1, total + stride - 1, stride)
@@ -79,50 +76,35 @@ class FreezeRule:
         Raises:
             UserError: a module that the model has not.
         """
-        inside, outside = _sort(names, layers)
+        inside: dict[str, tuple[int, list[str]]] = {}  # -> (layer, modules on the way)
+        outside: dict[str, str] = {}  # -> path of its module
+        for name in names:
+            if name.startswith(layers + "."):
+                index, *path, _ = name.removeprefix(layers + ".").split(".")
+                inside[name] = int(index), path
+            else:
+                outside[name] = name.rpartition(".")[0]
+        leaves = {path.rpartition(".")[2]: path for path in outside.values()}
+        if head and f"{head}.weight" not in outside:  # tied: one weight under either name
+            leaves[head.rpartition(".")[2]] = embedding
+        inner = {part for _, path in inside.values() for part in path if not part.isdigit()}
+        for option, given, known in (
+            ("freeze.modules", self.modules, {ALL, *inner}),
+            ("freeze.extra", self.extra, set(leaves)),
+        ):
+            if unknown := [name for name in given if name not in known]:
+                raise UserError(
+                    f"`{option}` has {', '.join(unknown)}, which the model lacks there. Choose "
+                    f"from {', '.join(sorted(known))}."
+                )
         chosen = set(self.layers(total))
-        known = {ALL, *_inner_names(inside.values())}
-        _check("`freeze.modules`", self.modules, known, "a layer")
         found = {
             name
             for name, (index, path) in inside.items()
             if index in chosen and (ALL in self.modules or set(self.modules) & set(path))
         }
-        leaves = {path.rpartition(".")[2]: path for path in outside.values()}
-        is_tied = bool(head) and f"{head}.weight" not in outside
-        if is_tied:  # one weight, whichever of its names is said
-            leaves[head.rpartition(".")[2]] = embedding
-        where = "what is outside the layers"
-        _check("`freeze.extra`", self.extra, leaves, where)
         paths = {leaves[name] for name in self.extra}
         return frozenset(found | {name for name, path in outside.items() if path in paths})
-
-
-def _check(option: str, given: Iterable[str], known: Iterable[str], where: str) -> None:
-    unknown = [name for name in given if name not in known]
-    if unknown:
-        raise UserError(
-            f"{option} has {', '.join(unknown)}, a module of {where} was expected: its parameters "
-            f"train. Choose from {', '.join(sorted(known))}."
-        )
-
-
-def _sort(
-    names: Iterable[str], layers: str
-) -> tuple[dict[str, tuple[int, list[str]]], dict[str, str]]:
-    """Parameters in layers -> (layer, modules on the way); others -> path of their module."""
-    inside, outside = {}, {}
-    for name in names:
-        rest = name.removeprefix(layers + ".").split(".")
-        if name.startswith(layers + "."):
-            inside[name] = int(rest[0]), rest[1:-1]
-        else:
-            outside[name] = name.rpartition(".")[0]
-    return inside, outside
-
-
-def _inner_names(inside: Iterable[tuple[int, list[str]]]) -> set[str]:
-    return {part for _, path in inside for part in path if not part.isdigit()}
 
 
 # Parts of a half-precision model that compute in float32: its norms, and what its head gives.
@@ -137,33 +119,22 @@ def norms_to_float32(model: nn.Module) -> list[str]:
     Returns:
         The paths of the norms.
     """
-    found = [(name, module) for name, module in model.named_modules() if _is_norm(module)]
-    for _, module in found:
-        for parameter in module.parameters(recurse=False):
-            parameter.data = parameter.data.float()
-        module.forward = functools.partial(_in_float32, module.forward)
-    return [name for name, _ in found]
-
-
-def _is_norm(module: nn.Module) -> bool:
-    """LayerNorm, RMSNorm and those that are named after them, with weights in half precision."""
-    own = list(module.parameters(recurse=False))
-    return (
-        "norm" in type(module).__name__.lower()
-        and bool(own)
-        and all(one.ndim == 1 and one.dtype in HALF_TYPES for one in own)
-    )
+    found = []
+    for name, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        is_half = own and all(one.ndim == 1 and one.dtype in HALF_TYPES for one in own)
+        if "norm" in type(module).__name__.lower() and is_half:
+            for parameter in own:
+                parameter.data = parameter.data.float()
+            module.forward = functools.partial(_in_float32, module.forward)
+            found.append(name)
+    return found
 
 
 def _in_float32(
     forward: Callable[..., torch.Tensor], hidden: torch.Tensor, *args: object, **kwargs: object
 ) -> torch.Tensor:
     return forward(hidden.float(), *args, **kwargs).to(hidden.dtype)
-
-
-def upcast_output(head: nn.Module) -> None:
-    """Gives logits in float32, so that capping, scaling and the loss do not round them again."""
-    head.register_forward_hook(_to_float32)
 
 
 def _to_float32(module: nn.Module, args: tuple, logits: torch.Tensor) -> torch.Tensor:
@@ -205,9 +176,9 @@ def scale_rope(config: PretrainedConfig, scaling: RopeScaling) -> str:
     parameters = getattr(text, "rope_parameters", None)
     if not parameters or not old:
         raise UserError(
-            f"`rope_scaling` {scaling.kind} came with a {config.model_type} model, whose "
-            "configuration has no rotary positions (rope_parameters): nothing else can be scaled. "
-            "Leave it out, and keep `max_token_num` within what the model has."
+            f"`rope_scaling` {scaling.kind} requires rotary positions, and the configuration of "
+            f"{config.model_type} has no rotary positions (rope_parameters). Leave it out, and "
+            "keep `max_token_num` within the model's length."
         )
     if scaling.max_token_num <= old:
         return spelled(
@@ -215,7 +186,7 @@ def scale_rope(config: PretrainedConfig, scaling: RopeScaling) -> str:
             f"{scaling.max_token_num} is within the {old} positions of the model"
         )
     factor = math.ceil(scaling.max_token_num / old)
-    if _is_nested(parameters):
+    if all(isinstance(one, dict) for one in parameters.values()):  # one for each kind of layer
         text.rope_parameters = {
             kind: one if kind.startswith(_WINDOWED) else _scaled(one, scaling, factor, old)
             for kind, one in parameters.items()
@@ -234,20 +205,14 @@ def scale_rope(config: PretrainedConfig, scaling: RopeScaling) -> str:
     return f"{note}, for up to {old * factor} tokens instead of {old}"
 
 
-def _is_nested(parameters: dict[str, object]) -> bool:
-    """Whether there is an entry for each kind of layer."""
-    return all(isinstance(one, dict) for one in parameters.values())
-
-
 def _scaled(
     parameters: dict[str, object], scaling: RopeScaling, factor: int, old: int
 ) -> dict[str, object]:
     kind = parameters.get("rope_type", PLAIN)
     if kind not in (PLAIN, "mrope") and not kind == scaling.kind == "dynamic":
         raise UserError(
-            f"`rope_scaling` {scaling.kind} came with a model whose positions are scaled already "
-            f"(rope_type {kind!r}, for {old} tokens); plain ones were expected: two scalings on "
-            "top of each other are neither. Leave it out and keep `max_token_num` within "
+            f"`rope_scaling` {scaling.kind}: the positions of the model are scaled already "
+            f"(rope_type {kind!r}, for {old} tokens). Leave it out and keep `max_token_num` within "
             f"{old}, or start from the model before it was scaled."
         )
     # what else is there stays: rope_theta, mrope_section, partial_rotary_factor
@@ -310,11 +275,8 @@ class Methods:
         if isinstance(given, Methods):
             return given
         values = dict(given or {})
-        for name, kind in (
-            ("freeze", FreezeRule),
-            ("rope_scaling", RopeScaling),
-            ("quantization", Quantization),
-        ):
+        kinds = {"freeze": FreezeRule, "rope_scaling": RopeScaling, "quantization": Quantization}
+        for name, kind in kinds.items():
             if isinstance(values.get(name), Mapping):
                 values[name] = kind(**values[name])
         return cls(**values)
@@ -340,20 +302,24 @@ class Methods:
             return
         layers = [layer for _, layer in model.layer_list() if not isinstance(layer, PassThrough)]
         before = base_bytes(layers)
-        where = {"dtype": model.dtype, "device": device}
-        count = quantise_layers(layers, self.quantization, **where)
+        count = quantise_layers(layers, self.quantization, dtype=model.dtype, device=device)
         if layers and not count:
             raise UserError(
-                f"`quantization` {self.quantization.kind} came with a {model.config.model_type} "
-                "model, whose layers hold no plain linear layer; one at least was expected, as "
-                "those are what is quantised. Leave it out for this model."
+                f"`quantization` {self.quantization.kind}: the layers of {model.config.model_type} "
+                "hold no plain linear layer to quantise. Leave it out for this model."
             )
         after = base_bytes(layers)
         model.notes += (
             f"stage {model.stage}: {count} linear layers are kept as {self.quantization.kind}, "
             f"{after / 2**20:.3g} MiB instead of {before / 2**20:.3g}",
         )
-        move_others(model, torch.device(device))
+        for module in model.modules():  # what is not quantised; what is tied stays tied
+            if not getattr(module, "is_quantised", False):
+                module._apply(lambda tensor: tensor.to(device), recurse=False)
+                for name, value in vars(module).items():
+                    # zeros in the place of others' weights take no memory where they are
+                    if isinstance(value, torch.Tensor) and not hasattr(value, DONE):
+                        module.__dict__[name] = value.to(device)
 
     def finish(self, model: Any, facts: dict[str, Any]) -> None:
         """Changes what a filled stage computes in, and tells it what `prepare` found."""
@@ -362,7 +328,8 @@ class Methods:
         if self.norms_fp32:
             norms_to_float32(model)
         if self.upcast_lm_head and model.is_last and model.whole is not None:
-            upcast_output(model.whole.get_output_embeddings())
+            # so that capping, scaling and the loss do not round logits again
+            model.whole.get_output_embeddings().register_forward_hook(_to_float32)
 
     def trained_names(self, model: Any) -> frozenset[str] | None:
         """Parameters of language model and head that train, of all stages; None: no rule."""
@@ -377,17 +344,6 @@ class Methods:
             embedding=embedding,
             head=head,
         )
-
-
-def move_others(model: nn.Module, device: torch.device) -> None:
-    """Moves what is not quantised; what is tied stays tied."""
-    for module in model.modules():
-        if not getattr(module, "is_quantised", False):
-            module._apply(lambda tensor: tensor.to(device), recurse=False)
-            for name, value in vars(module).items():
-                # zeros in the place of others' weights take no memory where they are
-                if isinstance(value, torch.Tensor) and not hasattr(value, DONE):
-                    module.__dict__[name] = value.to(device)
 
 
 # Modules that are trained whole beside LoRA: `modules_to_save` of `peft`, told by name.
@@ -412,24 +368,14 @@ def find_whole_modules(whole: nn.Module, wanted: Iterable[str]) -> frozenset[str
             endings = sorted({name.rpartition(".")[2] for name in filled})
             names = [name for name in endings if not name.isdecimal()][:MAX_NAMES_SHOWN]
             raise UserError(
-                f"`modules_to_save` {one} is no module with weights of {type(whole).__name__}, one "
-                f"was expected: it is trained whole beside LoRA. Name one of {', '.join(names)}."
+                f"`modules_to_save` {one} is no module with weights of {type(whole).__name__}. "
+                f"Name one of {', '.join(names)}."
             )
         chosen |= found
-    return frozenset(chosen | _tied_to(whole, chosen))
-
-
-def _tied_to(whole: nn.Module, chosen: set[str]) -> set[str]:
-    shared = {
-        id(parameter)
-        for name, parameter in whole.named_parameters(remove_duplicate=False)
-        if is_inside(name, chosen)
-    }
-    return {
-        name.rpartition(".")[0]
-        for name, parameter in whole.named_parameters(remove_duplicate=False)
-        if id(parameter) in shared and not is_inside(name, chosen)
-    }
+    named = list(whole.named_parameters(remove_duplicate=False))
+    shared = {id(parameter) for name, parameter in named if is_inside(name, chosen)}
+    tied = {name.rpartition(".")[0] for name, parameter in named if id(parameter) in shared}
+    return frozenset(chosen | {path for path in tied if not is_inside(f"{path}.", chosen)})
 
 
 def is_inside(parameter: str, modules: Iterable[str]) -> bool:

@@ -145,8 +145,7 @@ def put_new_rows(model: Stage, rows: NewRows) -> None:
     if not paths:
         raise UserError(
             f"`new_tokens` came with {type(model).__name__}, which has no `vocabulary`, the paths "
-            "of its embedding and head: their rows are enlarged. Set it in the stage model, or "
-            "leave the option out."
+            "of its embedding and head. Set it in the stage model, or leave the option out."
         )
     before = vocab_size_of(model.config)
     assert before is not None  # a model with an embedding says its rows
@@ -172,16 +171,12 @@ def _start(tensor: torch.Tensor, rows: NewRows, before: int, *, name: str) -> No
             source = tensor[list(pieces)] if pieces else tensor[:before]
             means[token] = source.to(dtype).mean(0)
             if token in rows.noisy and tensor.ndim == 2:
-                means[token] += _noise(tensor, name_seed(rows.seed, f"{name}.{token}"))
+                # else rows would be equal, and stay so if tied
+                seed, width = name_seed(rows.seed, f"{name}.{token}"), tensor.shape[1]
+                noise = torch.randn(width, generator=torch.Generator().manual_seed(seed))
+                means[token] += noise.to(tensor.device) / width**0.5
     for token, mean in means.items():
         tensor[token] = mean.to(tensor.dtype)
-
-
-def _noise(tensor: torch.Tensor, seed: int) -> torch.Tensor:
-    """Of 1 / sqrt(width), as wide as a row: without it rows would be equal, and stay so if tied."""
-    generator = torch.Generator().manual_seed(seed)
-    width = tensor.shape[1]
-    return torch.randn(width, generator=generator).to(tensor.device) / width**0.5
 
 
 class TokenRows(nn.Module):

@@ -14,8 +14,8 @@ from torch import nn
 from stageline.errors import UserError
 from stageline.modules.lora import (
     ALL_LINEAR,
-    MAX_NAMES_SHOWN,
     Target,
+    endings_of,
     is_target,
     linear_names,
     wrap_linear,
@@ -25,6 +25,7 @@ from stageline.modules.lora_layer import PISSA
 LORA_PARTS = {"vit": "vision tower", "mlp": "projector", "llm": "language model"}
 EVERYTHING = ("all", ["all"], ALL_LINEAR, [ALL_LINEAR])
 SETTINGS = ("num", "rank", "alpha", "target")
+LAYER_OPTIONS = ("rank", "alpha", "dropout", "use_rslora", "use_dora", "start")
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,6 @@ class PartLoRA:
     use_rslora: bool = False
     use_dora: bool = False
     start: str = "default"
-
-    @property
-    def layer_options(self) -> dict[str, Any]:
-        """What `wrap_linear` takes of it."""
-        names = ("rank", "alpha", "dropout", "use_rslora", "use_dora", "start")
-        return {name: getattr(self, name) for name in names}
 
 
 def lora_of_parts(
@@ -93,22 +88,16 @@ def lora_of_parts(
         chosen = {**everywhere, **given}
         chosen["target"] = None if chosen["target"] in EVERYTHING else chosen["target"]
         found[part] = PartLoRA(dropout=lora_dropout, exclude=lora_exclude, **kind, **chosen)
-        _check_stack(part, found[part])
+        is_pissa = found[part].start.startswith(PISSA)
+        if found[part].num > 1 and (use_dora or is_pissa):  # both are about the one weight below
+            option = "`use_dora`" if use_dora else f"`lora_init` {lora_init}"
+            raise UserError(
+                f"{option} came with `{part}_lora_num` {found[part].num}; it allows 1 adapter. To "
+                "build on an earlier one merge it: `adapter_path` FOLDER `create_new_adapter`."
+            )
     if of_parts:
         raise TypeError(f"a stage model takes no argument {', '.join(map(repr, sorted(of_parts)))}")
     return found
-
-
-def _check_stack(part: str, lora: PartLoRA) -> None:
-    """Refuses on several adapters what is about the one weight below."""
-    is_pissa = lora.start.startswith(PISSA)
-    if lora.num > 1 and (lora.use_dora or is_pissa):
-        option = "`use_dora`" if lora.use_dora else f"`lora_init` {lora.start}"
-        raise UserError(
-            f"{option} came with `{part}_lora_num` {lora.num}, 1 was expected: it is about the "
-            "weight below, which is one adapter's alone. To build on an earlier adapter merge it: "
-            "`adapter_path` FOLDER `create_new_adapter`."
-        )
 
 
 def find_targets(
@@ -135,7 +124,8 @@ def find_targets(
         names = [
             name
             for prefix, skip in _prefixes(part, parts)
-            for name in _linear_names_below(whole, prefix, skip=[*skip, *kept])
+            if (module := _module_at(whole, prefix)) is not None
+            for name in linear_names(module, prefix=prefix, skip=[*skip, *kept])
         ]
         chosen = frozenset(
             name
@@ -149,12 +139,11 @@ def find_targets(
     return found
 
 
-def _linear_names_below(whole: nn.Module, prefix: str, *, skip: list[str]) -> list[str]:
+def _module_at(model: nn.Module, path: str) -> nn.Module | None:
     try:
-        module = whole.get_submodule(prefix)
-    except AttributeError:
-        return []  # a parameter by itself: the line end of LLaVA-NeXT
-    return linear_names(module, prefix=prefix, skip=skip)
+        return model.get_submodule(path)
+    except AttributeError:  # of another stage, or a parameter by itself: LLaVA-NeXT's line end
+        return None
 
 
 def wrap_parts(
@@ -164,19 +153,13 @@ def wrap_parts(
     for part, one in lora.items():
         for prefix, skip in _prefixes(part, parts):
             for _ in range(one.num):
-                _wrap(model, prefix, skip, one)
-
-
-def _wrap(model: nn.Module, prefix: str, skip: list[str], lora: PartLoRA) -> None:
-    try:
-        module = model.get_submodule(prefix)
-    except AttributeError:
-        return  # another stage owns this part
-    wrapped = wrap_linear(
-        module, prefix=prefix, skip=skip, target=lora.target, **lora.layer_options
-    )
-    if wrapped is not module:  # the part is a linear layer itself
-        model.set_submodule(prefix, wrapped)
+                module = _module_at(model, prefix)
+                if module is None:
+                    continue  # another stage owns this part
+                kind = {name: getattr(one, name) for name in LAYER_OPTIONS}
+                wrapped = wrap_linear(module, prefix=prefix, skip=skip, target=one.target, **kind)
+                if wrapped is not module:  # the part is a linear layer itself
+                    model.set_submodule(prefix, wrapped)
 
 
 def _prefixes(part: str, parts: Mapping[str, Iterable[str]]) -> Iterator[tuple[str, list[str]]]:
@@ -190,20 +173,18 @@ def _no_match(part: str, lora: PartLoRA, names: list[str]) -> UserError:
     if not names:
         return UserError(
             f"`{part}_lora_num` {lora.num} came, and the model has no linear layer in its "
-            f"{LORA_PARTS[part]}; one at least was expected: LoRA goes on linear layers. Leave "
-            f"`{part}_lora_num` out for this model."
+            f"{LORA_PARTS[part]}. Leave `{part}_lora_num` out for this model."
         )
     target = lora.target if isinstance(lora.target, str) else ",".join(lora.target or ())
-    endings = sorted({name.rpartition(".")[2] for name in names})
+    endings = ", ".join(endings_of(names))
     if lora.exclude is not None and any(is_target(name, lora.target) for name in names):
         left_out = lora.exclude if isinstance(lora.exclude, str) else ",".join(lora.exclude)
         return UserError(
             f"`lora_exclude` {left_out} leaves none of the {len(names)} linear layers in the "
-            f"{LORA_PARTS[part]}, one at least was expected: LoRA goes on what is left. Exclude "
-            f"fewer of {', '.join(endings[:MAX_NAMES_SHOWN])}."
+            f"{LORA_PARTS[part]}. Exclude fewer of {endings}."
         )
     return UserError(
         f"`{part}_lora_target` (or `lora_target`) {target} matches none of the {len(names)} linear "
-        f"layers in the {LORA_PARTS[part]}, at least one was expected: LoRA goes on linear layers. "
-        f"Name some of {', '.join(endings[:MAX_NAMES_SHOWN])}, or give `{part}_lora_target` all."
+        f"layers in the {LORA_PARTS[part]}. Name some of {endings}, or give `{part}_lora_target` "
+        "all."
     )

@@ -7,7 +7,6 @@ Shapes: A answers, B rows, T tokens, V vocabulary. An answer is a row, or rows a
 answers in one.
 """
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -76,9 +75,8 @@ class PolicyOptions:
             raise UserError(
                 f"the loss grpo has epsilon {self.epsilon:g}, epsilon_high {self.high:g}, delta "
                 f"{self.delta}, kl_beta {self.kl_beta:g}, entropy_coef {self.entropy_coef:g}, "
-                f"temperature {self.temperature:g}, importance_cap {self.importance_cap:g}. "
-                "Nothing below 0, and a temperature, a delta and a cap above 0 were expected: "
-                "correct the options of the loss."
+                f"temperature {self.temperature:g}, importance_cap {self.importance_cap:g}. Give "
+                "nothing below 0, and temperature, delta and cap above 0."
             )
 
 
@@ -162,7 +160,14 @@ def _log_probs_and_entropies(
     learns = options.entropy_coef > 0
     is_learnt_BT = learnt_tokens(batch).to(logits_BTV.device)
     if isinstance(logits_BTV, ChunkedLogits):
-        function = functools.partial(_of_tokens, temperature=options.temperature, learns=learns)
+
+        def function(logits_CV: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
+            """Log-probability and entropy of each, [C, 2]."""
+            log_probs_CV = (at_least_float32(logits_CV) / options.temperature).log_softmax(-1)
+            log_probs_C = log_probs_CV.gather(-1, labels_C[:, None])[:, 0]
+            own_CV = log_probs_CV if learns else log_probs_CV.detach()
+            return torch.stack([log_probs_C, -(own_CV.exp() * own_CV).sum(-1)], dim=-1)
+
         labels_BT = next_labels(batch).to(logits_BTV.device)
         found_BT2 = logits_BTV.by_token(function, labels_BT, is_learnt_BT)
         log_probs_BT, entropies_BT = found_BT2.unbind(-1)
@@ -171,16 +176,6 @@ def _log_probs_and_entropies(
     with torch.set_grad_enabled(torch.is_grad_enabled() and learns):
         entropies_BT = entropies(logits_BTV, is_learnt_BT, temperature=options.temperature)
     return log_probs_BT, entropies_BT
-
-
-def _of_tokens(
-    logits_CV: torch.Tensor, labels_C: torch.Tensor, *, temperature: float, learns: bool
-) -> torch.Tensor:
-    """Log-probability and entropy of each, [C, 2]."""
-    log_probs_CV = (at_least_float32(logits_CV) / temperature).log_softmax(-1)
-    log_probs_C = log_probs_CV.gather(-1, labels_C[:, None])[:, 0]
-    own_CV = log_probs_CV if learns else log_probs_CV.detach()
-    return torch.stack([log_probs_C, -(own_CV.exp() * own_CV).sum(-1)], dim=-1)
 
 
 def policy_loss(

@@ -7,10 +7,9 @@ vision tower stay as they are.
 """
 
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -63,13 +62,17 @@ def quantise_layers(
     device = torch.device(device)
     count = 0
     for layer in layers:
-        for parent, leaf, linear in _linears(layer):
+        linears = [  # below adapters, which train
+            (parent, leaf, child)
+            for name, parent in layer.named_modules()
+            for leaf, child in parent.named_children()
+            if type(child) is nn.Linear and {"lora", *_ROUTERS}.isdisjoint({*name.split("."), leaf})
+        ]
+        for parent, leaf, linear in linears:
             if linear.weight.is_meta:
                 made: nn.Module = _Outline(linear, quantization)
-            elif quantization.kind == "nf4":
-                made = _nf4(linear, quantization, dtype=dtype, device=device)
             else:
-                made = _int8(linear, device=device)
+                made = _quantised(linear, quantization, dtype=dtype, device=device)
             made.weight.num_weights = linear.weight.numel()  # type: ignore[union-attr]
             parent._modules[leaf] = made
             count += 1
@@ -79,22 +82,6 @@ def quantise_layers(
 def num_weights(parameter: torch.Tensor) -> int:
     """The numbers that a parameter stands for: of a quantised weight those that it was made of."""
     return getattr(parameter, "num_weights", parameter.numel())
-
-
-def _linears(layer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """(parent, name in it, linear layer), below adapters; the list is made first."""
-    found = [
-        (parent, leaf, child)
-        for name, parent in layer.named_modules()
-        for leaf, child in parent.named_children()
-        if type(child) is nn.Linear and _is_base(name, leaf)
-    ]
-    yield from found
-
-
-def _is_base(parent: str, leaf: str) -> bool:
-    path = {*parent.split("."), leaf}
-    return "lora" not in path and not path.intersection(_ROUTERS)  # adapters train
 
 
 def base_bytes(layers: Iterable[nn.Module]) -> int:
@@ -121,47 +108,38 @@ def _stored(module: nn.Module) -> list[torch.Tensor]:
     return tensors if scale is None else [*tensors, scale]
 
 
-def _nf4(
+def _quantised(
     linear: nn.Linear, quantization: Quantization, *, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    library = _bitsandbytes(quantization.kind)
-    made = library.nn.Linear4bit(
-        linear.in_features,
-        linear.out_features,
-        bias=linear.bias is not None,
-        compute_dtype=quantization.compute_dtype or dtype,
-        compress_statistics=quantization.double,
-        quant_type="nf4",
-        device="meta",
-    )
-    # else an evaluation on such a CPU packs the weight anew, for kernels without a backward pass
-    made.support_avx512bf16_for_cpu = False
-    made.weight = library.nn.Params4bit(
-        linear.weight.detach(),
-        requires_grad=False,
-        quant_type="nf4",
-        compress_statistics=quantization.double,
-    ).to(device)
-    return _finish(made, linear, device)
-
-
-def _int8(linear: nn.Linear, *, device: torch.device) -> nn.Module:
-    library = _bitsandbytes("int8")
-    made = library.nn.Linear8bitLt(
-        linear.in_features,
-        linear.out_features,
-        bias=linear.bias is not None,
-        has_fp16_weights=False,
-        threshold=OUTLIERS,
-        device="meta",
-    )
-    made.weight = library.nn.Int8Params(
-        linear.weight.detach(), requires_grad=False, has_fp16_weights=False
-    ).to(device)
-    return _finish(made, linear, device)
-
-
-def _finish(made: nn.Module, linear: nn.Linear, device: torch.device) -> nn.Module:
+    try:
+        library = importlib.import_module("bitsandbytes")
+    except ImportError as error:
+        raise UserError(
+            f"`quantization` {quantization.kind} requires bitsandbytes, which cannot be imported "
+            f"({error}). Install it (bash scripts/setup.sh quantization, or pip install "
+            "bitsandbytes), or drop `quantization`."
+        ) from error
+    sizes, weight = (linear.in_features, linear.out_features), linear.weight.detach()
+    plain: dict[str, Any] = {"bias": linear.bias is not None, "device": "meta"}
+    if quantization.kind == "nf4":
+        double = quantization.double
+        made = library.nn.Linear4bit(
+            *sizes,
+            compute_dtype=quantization.compute_dtype or dtype,
+            compress_statistics=double,
+            quant_type="nf4",
+            **plain,
+        )
+        # else an evaluation on such a CPU packs the weight anew, for kernels without a backward
+        made.support_avx512bf16_for_cpu = False
+        made.weight = library.nn.Params4bit(
+            weight, requires_grad=False, quant_type="nf4", compress_statistics=double
+        ).to(device)
+    else:
+        made = library.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=OUTLIERS, **plain)
+        made.weight = library.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False).to(
+            device
+        )
     if linear.bias is not None:
         made.bias = nn.Parameter(linear.bias.detach().to(device), requires_grad=False)
     made.__dict__["is_quantised"] = True
@@ -188,14 +166,3 @@ class _Outline(nn.Module):
             torch.empty(num_bytes, dtype=torch.uint8, device="meta"), requires_grad=False
         )
         self.bias = linear.bias
-
-
-def _bitsandbytes(kind: str) -> ModuleType:
-    try:
-        return importlib.import_module("bitsandbytes")
-    except ImportError as error:
-        raise UserError(
-            f"`quantization` {kind} requires bitsandbytes, which cannot be imported ({error}). "
-            "Install it (bash scripts/setup.sh quantization, or pip install bitsandbytes), or drop "
-            "`quantization`."
-        ) from error

@@ -147,8 +147,7 @@ class _Frame:
 
 _CHANGED = (
     "`recompute.mode` operators came with a model whose layers change the output of a matrix "
-    "product in place, as experts with biases do. Outputs that stay as they are were expected, "
-    "because the second run reads them: choose `recompute.mode` full."
+    "product in place, as experts with biases do. Choose `recompute.mode` full."
 )
 _MISMATCH = (
     "a checkpointed layer saved {} in its second run where the first one saved {}: its forward "
@@ -201,17 +200,13 @@ def keep_products(
     Attention with dropout is made anew too: skipping it would shift the random numbers of what
     comes after it.
     """
-    if operator in _SAVED and not _has_dropout(operator, args, kwargs):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _has_dropout(operator: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> bool:
+    dropout: Any = 0.0
     for index, argument in enumerate(operator._schema.arguments):
         if argument.name == "dropout_p":
             given = args[index] if index < len(args) else argument.default_value
-            return float(kwargs.get("dropout_p", given) or 0.0) > 0.0
-    return False
+            dropout = kwargs.get("dropout_p", given) or 0.0
+    is_kept = operator in _SAVED and not float(dropout) > 0.0
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 CONTEXTS: dict[str, Contexts | None] = {
@@ -300,7 +295,9 @@ def offloaded(
     handles = [cast(nn.Module, each).register_forward_pre_hook(hold) for each in shared_out]
     waiting_room = _WaitingRoom(held, moves)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(waiting_room.pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(
+            waiting_room.pack, lambda saved: saved.take() if isinstance(saved, _Moved) else saved
+        ):
             yield
     finally:
         for handle in handles:
@@ -353,10 +350,6 @@ class _WaitingRoom:
             self.seen[key] = (alive, weakref.ref(moved))
             self.last = weakref.ref(moved)
         return moved
-
-
-def _unpack(saved: "torch.Tensor | _Moved") -> torch.Tensor:
-    return saved.take() if isinstance(saved, _Moved) else saved
 
 
 class _Moved:

@@ -5,7 +5,7 @@ resumed. Two stages that call different weights by one name train, and one of th
 first checkpoint. Names and shapes only: knows neither values nor ranks.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,7 +72,9 @@ def names_in(model: nn.Module) -> Names:
             if known != name:
                 aliases[name] = known
                 continue
-            shapes[name] = None if _is_quantised(model, name) else tuple(tensor.shape)
+            holder = model.get_submodule(name.rpartition(".")[0])
+            is_quantised = getattr(holder, "is_quantised", False)
+            shapes[name] = None if is_quantised else tuple(tensor.shape)
             if is_buffer:
                 buffers.add(name)
     return Names(shapes, aliases, frozenset(buffers))
@@ -88,10 +90,6 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
         for leaf, buffer in module._buffers.items():
             if buffer is not None and leaf not in module._non_persistent_buffers_set:
                 yield f"{path}.{leaf}" if path else leaf, buffer, True
-
-
-def _is_quantised(model: nn.Module, name: str) -> bool:
-    return getattr(model.get_submodule(name.rpartition(".")[0]), "is_quantised", False)
 
 
 def names_on_disk(model: Any) -> dict[str, str]:
@@ -110,27 +108,22 @@ def names_on_disk(model: Any) -> dict[str, str]:
 def names_of_stage(model: Any) -> StageNames:
     """What a stage model says."""
     has_map = hasattr(model, "get_key_map_without_last_lora")
+    whole: Names | None = getattr(model, "whole_names", None)
+    if whole is not None:
+        shapes = {  # new tokens add rows to embedding and head
+            name: None if name.rpartition(".")[0] in model.vocabulary else shape
+            for name, shape in whole.shapes.items()
+        }
+        whole = replace(whole, shapes=shapes)
     return StageNames(
         stage=model.stage,
         model=type(model).__name__,
         held=names_in(model),
         shared=frozenset(getattr(model, "shared_names", ())),
-        whole=_whole_names(model),
+        whole=whole,
         on_disk=frozenset(names_on_disk(model).values() if has_map else ()),
         unread=tuple(getattr(model, "unused_names", ())),
     )
-
-
-def _whole_names(model: Any) -> Names | None:
-    whole: Names | None = getattr(model, "whole_names", None)
-    if whole is None:
-        return None
-    grows = model.vocabulary  # new tokens add rows to embedding and head
-    shapes = {
-        name: None if name.rpartition(".")[0] in grows else shape
-        for name, shape in whole.shapes.items()
-    }
-    return replace(whole, shapes=shapes)
 
 
 def check_names(stages: Sequence[StageNames], whole: Names | None = None) -> None:
@@ -144,33 +137,48 @@ def check_names(stages: Sequence[StageNames], whole: Names | None = None) -> Non
             another shape; all kinds of it are told, with examples.
     """
     whole = whole or next((one.whole for one in stages if one.whole is not None), None)
-    faults = [
-        *_twice(stages, whole),
-        *([] if whole is None else _missing_and_unknown(stages, whole)),
-        *_other_shapes(stages, whole),
-    ]
-    if not faults:
-        return
-    each = "every weight" if whole is None else f"each of the {len(whole.shapes)} of the whole one"
-    raise UserError(
-        f"the weights of {stages[0].model} on {len(stages)} stages do not add up to one model: "
-        f"{'; '.join(faults)}. They were expected to hold {each} once, because weights are saved, "
-        "resumed and exported by name: of two that share a name one would be lost. The usual "
-        "cause: a ModuleList without the places of other stages' layers (layers.7 must be "
-        "layers.7 on every stage: put a PassThrough where a layer of another stage was), or stages "
-        "that build the same layers. Name a weight that several stages share on purpose in "
-        "shared_names of the stage model; see docs/add_a_model.md."
-    )
-
-
-def _holders(stages: Sequence[StageNames], whole: Names | None) -> dict[str, list[int]]:
-    """Name -> the stages that hold it; the name is that which the whole model has first."""
     aliases = {} if whole is None else whole.aliases
-    found: dict[str, list[int]] = {}
+    held: dict[str, list[int]] = {}  # first name of the whole model -> the stages that hold it
     for one in stages:
         for name in dict.fromkeys(aliases.get(name, name) for name in one.held.shapes):
-            found.setdefault(name, []).append(one.stage)
-    return found
+            held.setdefault(name, []).append(one.stage)
+    may = shared_names(stages, whole)
+    faults: dict[str, list[str]] = {
+        "names on several stages": [
+            f"{name} on stages {', '.join(map(str, places))}"
+            for name, places in held.items()
+            if len(places) > 1 and name not in may
+        ]
+    }
+    expected: dict[str, tuple[int, ...]] = {}
+    if whole is not None:
+        faults["tied under another name"] = [  # gradients are summed by name
+            f"{name} on stage {one.stage} is {whole.aliases[name]}"
+            for one in stages
+            for name in one.held.shapes
+            if name in whole.aliases
+        ]
+        faults["on no stage"] = [name for name in whole.shapes if name not in held]
+        faults["in no whole model"] = [
+            f"{name} on stage {places[0]}"
+            for name, places in held.items()
+            if name not in whole.shapes
+        ]
+        expected = {name: shape for name, shape in whole.shapes.items() if shape is not None}
+    others = faults["of another shape"] = []
+    for one in stages:
+        for name, shape in one.held.shapes.items():
+            if shape is not None and shape != (other := expected.setdefault(name, shape)):
+                others.append(f"{name} {list(shape)} on stage {one.stage}, else {list(other)}")
+    told = [f"{len(ones)} {kind} ({_examples(ones)})" for kind, ones in faults.items() if ones]
+    if told:
+        raise UserError(
+            f"the weights of {stages[0].model} on {len(stages)} stages do not add up to one model: "
+            f"{'; '.join(told)}. Weights are saved, resumed and exported by name. Keep the places "
+            "of other stages' layers in a ModuleList (layers.7 is layers.7 on every stage: put a "
+            "PassThrough there), build each layer on one stage, and name a weight that several "
+            "stages share on purpose in shared_names of the stage model; see docs/add_a_model.md."
+        )
 
 
 def shared_names(stages: Sequence[StageNames], whole: Names | None = None) -> frozenset[str]:
@@ -179,59 +187,6 @@ def shared_names(stages: Sequence[StageNames], whole: Names | None = None) -> fr
     return tied.union(*(one.shared for one in stages))
 
 
-def _twice(stages: Sequence[StageNames], whole: Names | None) -> list[str]:
-    may = shared_names(stages, whole)
-    twice = {
-        name: held
-        for name, held in _holders(stages, whole).items()
-        if len(held) > 1 and name not in may
-    }
-    faults = []
-    if twice:
-        where = [f"{name} on stages {', '.join(map(str, held))}" for name, held in twice.items()]
-        faults.append(f"{len(twice)} names on several stages ({_examples(where)})")
-    if whole is None:
-        return faults
-    renamed = [
-        f"{name} on stage {one.stage} is {whole.aliases[name]}"
-        for one in stages
-        for name in one.held.shapes
-        if name in whole.aliases
-    ]
-    if renamed:  # gradients are summed by name
-        faults.append(f"{len(renamed)} tied under another name ({_examples(renamed)})")
-    return faults
-
-
-def _missing_and_unknown(stages: Sequence[StageNames], whole: Names) -> list[str]:
-    holders = _holders(stages, whole)
-    faults = []
-    missing = [name for name in whole.shapes if name not in holders]
-    if missing:
-        faults.append(f"{len(missing)} on no stage ({_examples(missing)})")
-    unknown = [
-        f"{name} on stage {held[0]}" for name, held in holders.items() if name not in whole.shapes
-    ]
-    if unknown:
-        faults.append(f"{len(unknown)} in no whole model ({_examples(unknown)})")
-    return faults
-
-
-def _other_shapes(stages: Sequence[StageNames], whole: Names | None) -> list[str]:
-    told = {} if whole is None else whole.shapes
-    expected = {name: shape for name, shape in told.items() if shape is not None}
-    faults = []
-    for one in stages:
-        for name, shape in one.held.shapes.items():
-            if shape is None:
-                continue
-            other = expected.setdefault(name, shape)
-            if shape != other:
-                faults.append(f"{name} {list(shape)} on stage {one.stage}, else {list(other)}")
-    return [f"{len(faults)} of another shape ({_examples(faults)})"] if faults else []
-
-
-def _examples(items: Iterable[str]) -> str:
-    shown = list(items)
+def _examples(shown: list[str]) -> str:
     more = len(shown) - NUM_SHOWN
     return ", ".join(shown[:NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -89,20 +89,18 @@ def drop_dead_backward(orders: Sequence[Sequence[Action]], flow: GradFlow) -> li
     A stage that sends no gradient has no input gradient to compute first: its backward pass is
     done in one piece, where the schedule has its weight gradient.
     """
-    return [
-        [kept for action in order if (kept := _keep(action, flow)) is not None] for order in orders
-    ]
-
-
-def _keep(action: Action, flow: GradFlow) -> Action | None:
-    if action.kind == Kind.FORWARD:
-        return action
-    if not flow.computes[action.stage]:
-        return None
-    if flow.sends[action.stage] or action.kind == Kind.BACKWARD:
-        return action
-    is_whole = action.kind == Kind.WEIGHT_GRAD
-    return action._replace(kind=Kind.BACKWARD) if is_whole else None
+    kept: list[list[Action]] = []
+    for order in orders:
+        kept.append([])
+        for action in order:
+            if action.kind != Kind.FORWARD and not flow.computes[action.stage]:
+                continue
+            if action.kind in (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD) and not flow.sends[action.stage]:
+                if action.kind == Kind.INPUT_GRAD:
+                    continue
+                action = action._replace(kind=Kind.BACKWARD)
+            kept[-1].append(action)
+    return kept
 
 
 def forward_orders(rank_of_stage: Sequence[int], num_micro_batches: int) -> list[list[Action]]:
@@ -159,7 +157,8 @@ def add_transfers(
         started = [
             (rank, order[places[rank]])
             for rank, order in enumerate(orders)
-            if places[rank] < len(order) and _is_ready(order[places[rank]], done, num_stages)
+            if places[rank] < len(order)
+            and all(done & {*ways} for ways in needs(order[places[rank]], num_stages))
         ]
         if not started:
             waiting = [str(o[places[r]]) for r, o in enumerate(orders) if places[r] < len(o)]
@@ -183,10 +182,6 @@ def add_transfers(
         for rank, send in sends:
             plans[rank].append(send)
     return plans
-
-
-def _is_ready(action: Action, done: set[Action], num_stages: int) -> bool:
-    return all(any(one in done for one in ways) for ways in needs(action, num_stages))
 
 
 def _send_of(

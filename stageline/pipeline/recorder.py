@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -93,9 +93,9 @@ def bubble(events: Sequence[TimelineEvent]) -> float:
     """The share of all ranks' time, from first start to last end, in which nothing was computed."""
     if not events:
         return 0.0
-    ranks, span = {event.rank for event in events}, _span(events)
+    ranks, (start, end) = {event.rank for event in events}, extent(events)
     busy = sum(busy_seconds(events, rank) for rank in ranks)
-    return 1.0 - busy / (len(ranks) * span) if span > 0 else 0.0
+    return 1.0 - busy / (len(ranks) * (end - start)) if end > start else 0.0
 
 
 def describe_timeline(
@@ -106,11 +106,11 @@ def describe_timeline(
     Args:
         ideal: the same passes with nothing to wait for but each other; None: not known.
     """
-    text = f"bubble {100 * bubble(measured):.1f} % of {_span(measured):.3f} s"
-    if ideal:
-        best = f"{100 * bubble(ideal):.1f} % of {_span(ideal):.3f} s"
-        text += f"; ideal with these pass times: {best}"
-    lines = [text]
+    told = [measured, ideal] if ideal else [measured]
+    shares = [
+        f"{100 * bubble(one):.1f} % of {extent(one)[1] - extent(one)[0]:.3f} s" for one in told
+    ]
+    lines = [f"bubble {'; ideal with these pass times: '.join(shares)}"]
     for rank in sorted({event.rank for event in measured}):
         own = [event for event in measured if event.rank == rank]
         stages = sorted({event.stage for event in own})
@@ -140,10 +140,6 @@ def _advise(events: Sequence[TimelineEvent]) -> list[str]:
     return [f"stage {slowest} is the slowest, {100 * excess:.0f} % above the mean: {advice}"]
 
 
-def _span(events: Sequence[TimelineEvent]) -> float:
-    return max((e.end for e in events), default=0.0) - min((e.start for e in events), default=0.0)
-
-
 Mark = float | torch.Event
 
 
@@ -164,17 +160,13 @@ class Recorder:
         self._spans.clear()
         self._zero = self._mark()
 
-    @contextmanager
-    def span(self, action: Action) -> Iterator[None]:
+    def span(self, action: Action) -> AbstractContextManager[None]:
         """The time of a pass."""
-        with self._during(action, action.kind.value):
-            yield
+        return self._during(action, action.kind.value)
 
-    @contextmanager
-    def wait(self, action: Action) -> Iterator[None]:
+    def wait(self, action: Action) -> AbstractContextManager[None]:
         """The time that a pass waits for a tensor of another rank."""
-        with self._during(action, WAIT):
-            yield
+        return self._during(action, WAIT)
 
     def events(self) -> list[TimelineEvent]:
         """All spans since `start`."""

@@ -45,7 +45,18 @@ class LocalStages:
         self.models: list[Stage] = list(models) if isinstance(models, Sequence) else [models]
         self.num_stages: int = self.models[0].num_stages
         self.parameter_order: list[str] = self.models[0].parameter_order
-        _share_equal_names(self.models)
+        first: dict[str, nn.Parameter] = {}
+        for model in self.models:
+            replaced: dict[int, nn.Parameter] = {}
+            for name, parameter in model.named_parameters():
+                kept = first.setdefault(name, parameter)
+                if kept is not parameter:
+                    assert kept.shape == parameter.shape and torch.equal(kept, parameter), name
+                    replaced[id(parameter)] = kept
+            for module in model.modules() if replaced else ():
+                for name, held in module._parameters.items():
+                    if held is not None and id(held) in replaced:
+                        module._parameters[name] = replaced[id(held)]
 
     def __iter__(self) -> Iterator[Stage]:
         return iter(self.models)
@@ -73,21 +84,6 @@ class LocalStages:
     def train(self, mode: bool = True) -> None:
         for model in self.models:
             model.train(mode)
-
-
-def _share_equal_names(models: Sequence[nn.Module]) -> None:
-    first: dict[str, nn.Parameter] = {}
-    for model in models:
-        replaced: dict[int, nn.Parameter] = {}
-        for name, parameter in model.named_parameters():
-            kept = first.setdefault(name, parameter)
-            if kept is not parameter:
-                assert kept.shape == parameter.shape and torch.equal(kept, parameter), name
-                replaced[id(parameter)] = kept
-        for module in model.modules() if replaced else ():
-            for name, held in module._parameters.items():
-                if held is not None and id(held) in replaced:
-                    module._parameters[name] = replaced[id(held)]
 
 
 Output = torch.Tensor | Tensors
@@ -133,7 +129,11 @@ class PipelineRunner:
             num_ranks = dist.get_world_size(group)
             schedule = make_schedule(schedule, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
         self.schedule = schedule
-        self._check_placement()
+        if self.local.indices != (placed := schedule.stages_of(self.pp_rank)):
+            raise UserError(
+                f"rank {self.pp_rank} was given stages {self.local.indices}, `schedule` "
+                f"{schedule.name} places {placed} there: build those."
+            )
         self.seeds = LayerSeeds(self.local, seed=seed, devices=[device])
         pairs = [pair for pair in self.schedule.pairs if self.pp_rank in pair]
         assert device.type == "cpu" or set(pairs) <= set(channels or ()), pairs
@@ -249,14 +249,6 @@ class PipelineRunner:
         orders = drop_dead_backward(self.schedule.orders(num_micro_batches), self.flow)
         return add_transfers(orders, self.schedule.rank_of_stage, self.flow)[self.pp_rank]
 
-    def _check_placement(self) -> None:
-        expected = self.schedule.stages_of(self.pp_rank)
-        if self.local.indices != expected:
-            raise UserError(
-                f"rank {self.pp_rank} was given stages {self.local.indices}, `schedule` "
-                f"{self.schedule.name} places {expected} there: build those."
-            )
-
 
 class TorchPipelineRunner(PipelineRunner):
     """Runs training steps with PyTorch's schedule class: its order, transfers and communicator.
@@ -274,14 +266,12 @@ class TorchPipelineRunner(PipelineRunner):
     def _run_step(
         self, micro_batches: Sequence[MicroBatch], loss_fn: LossFn, recorder: Recorder
     ) -> list[torch.Tensor]:
-        schedule = self._torch_schedule(len(micro_batches))
+        count = len(micro_batches)
+        if count not in self._schedules:
+            self.schedule.check(count)
+            self._schedules[count] = torch_schedule(self.schedule, self.stages, count)
         # between passes a rank waits in PyTorch's loop for a transfer
         with progress.doing("a transfer of torch's schedule", is_waiting=True):
-            return run_step(schedule, self.stages, micro_batches, loss_fn, recorder=recorder)
-
-    def _torch_schedule(self, num_micro_batches: int) -> TorchSchedule:
-        if num_micro_batches not in self._schedules:
-            self.schedule.check(num_micro_batches)
-            made = torch_schedule(self.schedule, self.stages, num_micro_batches)
-            self._schedules[num_micro_batches] = made
-        return self._schedules[num_micro_batches]
+            return run_step(
+                self._schedules[count], self.stages, micro_batches, loss_fn, recorder=recorder
+            )

@@ -177,14 +177,16 @@ class Schedule:
         if self.written is not None:
             return [list(order) for order in self.written]
         if self.kind.warm_up is not None:
-            warm_ups = [
-                self.kind.warm_up(self.num_ranks, rank, num_micro_batches)
-                for rank in range(self.num_ranks)
-            ]
-            return [
-                _one_stage_order(rank, warm_up, num_micro_batches)
-                for rank, warm_up in enumerate(warm_ups)
-            ]
+            made: Orders = []
+            for rank in range(self.num_ranks):
+                # the warm-up, then a backward and a forward pass in turn
+                warm_up = self.kind.warm_up(self.num_ranks, rank, num_micro_batches)
+                forwards = [Action(rank, Kind.FORWARD, i) for i in range(num_micro_batches)]
+                made.append(forwards[:warm_up])
+                for index in range(num_micro_batches):
+                    made[-1].append(Action(rank, Kind.BACKWARD, index))
+                    made[-1] += forwards[warm_up + index : warm_up + index + 1]
+            return made
         assert self.kind.torch_name is not None
         stages_per_rank = self.num_stages // self.num_ranks
         orders = _torch_orders(
@@ -212,7 +214,13 @@ def make_schedule(name: str, *, num_ranks: int, stages_per_rank: int | None = No
             ".csv file with a row of actions (0F0, 0B0, ...) for each rank."
         )
     stages_per_rank = stages_per_rank or default_stages_per_rank(name)
-    _check_stages_per_rank(name, kind, stages_per_rank)
+    least, most = (2, 2 if kind.is_v else None) if kind.is_multi else (1, 1)
+    if stages_per_rank < least or (most and stages_per_rank > most):
+        raise UserError(
+            f"`schedule` {name} has {f'exactly {most}' if most else '2 or more'} stages on each "
+            f"rank, `stages_per_rank` {stages_per_rank} came: change one of them (several stages: "
+            f"{', '.join(key for key, other in SCHEDULES.items() if other.is_multi)})."
+        )
     placement = [stage % num_ranks for stage in range(num_ranks * stages_per_rank)]
     if kind.is_v:
         placement = [*range(num_ranks), *reversed(range(num_ranks))]
@@ -223,21 +231,6 @@ def default_stages_per_rank(name: str) -> int:
     """How many stages a rank holds unless the user says so."""
     kind = SCHEDULES.get(name)
     return 2 if kind is not None and kind.is_multi else 1
-
-
-def _check_stages_per_rank(name: str, kind: ScheduleKind, stages_per_rank: int) -> None:
-    if kind.is_v:
-        is_right, expected = stages_per_rank == 2, "exactly 2"
-    elif kind.is_multi:
-        is_right, expected = stages_per_rank >= 2, "2 or more"
-    else:
-        is_right, expected = stages_per_rank == 1, "exactly 1"
-    if not is_right:
-        raise UserError(
-            f"`schedule` {name} has {expected} stages on each rank, `stages_per_rank` "
-            f"{stages_per_rank} came: change one of them (several stages: "
-            f"{', '.join(key for key, other in SCHEDULES.items() if other.is_multi)})."
-        )
 
 
 def read_schedule(
@@ -268,11 +261,19 @@ def read_schedule(
     splits_backward = any(a.kind == Kind.WEIGHT_GRAD for order in orders for a in order)
     kind = ScheduleKind(splits_backward=splits_backward)
     schedule = Schedule(name, _find_ranks(orders, path), kind, orders)
-    _check_complete(orders, path, schedule.num_stages, schedule.legal_micro_batches(1))
+    counts = Counter(action for order in orders for action in order)
+    for stage in range(schedule.num_stages):
+        for micro_batch in range(schedule.legal_micro_batches(1)):
+            found = "".join(kind.value * counts[Action(stage, kind, micro_batch)] for kind in Kind)
+            if found not in ("FB", "FIW"):
+                raise UserError(
+                    f"{path}: stage {stage} does {found or 'nothing'} with micro-batch "
+                    f"{micro_batch}. Expected F and B, or F, I and W, once each."
+                )
     if num_ranks not in (None, len(orders)):
         raise UserError(
-            f"`schedule` {name} has rows for {len(orders)} ranks, the run has {num_ranks}: "
-            "one row for each rank was expected. Change `num_stages` or the file."
+            f"`schedule` {name} has rows for {len(orders)} ranks, the run has {num_ranks}. Change "
+            "`num_stages` or the file."
         )
     wanted = None if stages_per_rank is None else stages_per_rank * len(orders)
     if wanted not in (None, schedule.num_stages):
@@ -315,31 +316,6 @@ def _find_ranks(orders: list[list[Action]], path: Path) -> tuple[int, ...]:
     if missing:
         raise UserError(f"{path}: no action of stage {min(missing)} stands in it: add its passes.")
     return tuple(rank_of_stage[stage] for stage in sorted(rank_of_stage))
-
-
-def _check_complete(
-    orders: list[list[Action]], path: Path, num_stages: int, num_micro_batches: int
-) -> None:
-    """Every stage passes every micro-batch forward once, and backward once or in its two halves."""
-    counts = Counter(action for order in orders for action in order)
-    for stage in range(num_stages):
-        for micro_batch in range(num_micro_batches):
-            found = "".join(kind.value * counts[Action(stage, kind, micro_batch)] for kind in Kind)
-            if found not in ("FB", "FIW"):
-                raise UserError(
-                    f"{path}: stage {stage} does {found or 'nothing'} with micro-batch "
-                    f"{micro_batch}. Expected F and B, or F, I and W, once each."
-                )
-
-
-def _one_stage_order(stage: int, warm_up: int, num_micro_batches: int) -> list[Action]:
-    """`warm_up` forward passes, then a backward and a forward pass in turn."""
-    forwards = [Action(stage, Kind.FORWARD, index) for index in range(num_micro_batches)]
-    order = forwards[:warm_up]
-    for index in range(num_micro_batches):
-        order.append(Action(stage, Kind.BACKWARD, index))
-        order += forwards[warm_up + index : warm_up + index + 1]
-    return order
 
 
 @cache

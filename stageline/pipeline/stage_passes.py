@@ -87,32 +87,20 @@ def check_stage(made: object, *, part: Callable[..., Any]) -> Any:
             usable of its input.
     """
     if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module)):
+        came = shown(made) if not isinstance(made, nn.Module) else "a model alone"
         raise broken(
             "train_model",
             part,
-            f"returned {shown(made) if not isinstance(made, nn.Module) else 'a model alone'}",
-            why="A stage model, its processor and the id of the padding token were expected, "
-            "because a checkpoint is saved with its processor",
+            f"returned {came}",
+            why="A checkpoint is saved with its processor",
             cure="return (model, processor, pad_token_id), as MyStage.build(**kwargs) does",
         )
-    model = made[0]
+    model: Any = made[0]
     lacks = [name for name in _METHODS if not callable(getattr(model, name, None))]
     lacks += [name for name in _ATTRIBUTES if not hasattr(model, name)]
     if lacks:
-        raise _of_stage(
-            model,
-            f"has no {', '.join(lacks)}",
-            why="A StageModel was expected, because ranks compute from these what travels between "
-            "stages, without asking each other",
-            cure="subclass StageModel of pp_models (docs/add_a_model.md)",
-        )
-    ids = torch.zeros(1, 1, dtype=torch.long)
-    _check_call(model, _check_example(model), {"input_ids": ids, "attention_mask": ids})
-    return model
-
-
-def _check_example(model: Any) -> Sequence[torch.Tensor]:
-    """Refuses a wrong `get_example_input`, of this stage and of the next one; returns the first."""
+        cure = "subclass StageModel of pp_models (docs/add_a_model.md)"
+        raise _of_stage(model, f"has no {', '.join(lacks)}", cure)
     try:
         examples = [(model.stage, model.get_example_input(*PROBE))]
         if not model.is_last:
@@ -121,10 +109,7 @@ def _check_example(model: Any) -> Sequence[torch.Tensor]:
         raise _of_stage(
             model,
             f"cannot say what it receives ({type(error).__name__}: {error})",
-            why="The shapes of its input were expected, because each rank takes the shapes of what "
-            "travels from there; without one of its own a class has that of StageModel, which "
-            "reads hidden_size of the config",
-            cure="define get_example_input",
+            "define get_example_input, which StageModel reads from hidden_size of the config",
             contract="get_example_input",
         ) from error
     for stage, tensors in examples:
@@ -133,12 +118,12 @@ def _check_example(model: Any) -> Sequence[torch.Tensor]:
             raise _of_stage(
                 model,
                 f"said of the input of stage {stage}: {problem}",
-                why=f"A tuple of tensors for {PROBE[0]} rows of {PROBE[1]} tokens was expected, "
-                "because the shapes of what travels follow from it",
-                cure="correct get_example_input",
+                f"return tensors for {PROBE[0]} rows of {PROBE[1]} tokens from get_example_input",
                 contract="get_example_input",
             )
-    return examples[0][1]
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    _check_call(model, examples[0][1], {"input_ids": ids, "attention_mask": ids})
+    return model
 
 
 def _problem_of(tensors: object, *, is_first: bool) -> str | None:
@@ -146,15 +131,11 @@ def _problem_of(tensors: object, *, is_first: bool) -> str | None:
         return shown(tensors)
     if not all(isinstance(value, torch.Tensor) for value in tensors):
         return shown(tensors)
-    first = tensors[0]
     if is_first:
-        is_right = tuple(first.shape) == PROBE and not first.is_floating_point()
-        return None if is_right else f"{shown(first)}, which are no token ids"
-    floats = [value.is_floating_point() for value in tensors]
-    if not all(floats):
-        place = floats.index(False)
-        return f"{shown(tensors[place])} at place {place}, and floats alone travel"
-    return None
+        is_right = tuple(tensors[0].shape) == PROBE and not tensors[0].is_floating_point()
+        return None if is_right else f"{shown(tensors[0])}, which are no token ids"
+    others = [value for value in tensors if not value.is_floating_point()]
+    return f"{shown(others[0])}, and only floats travel" if others else None
 
 
 def check_values_kept(stages: Sequence[Stage]) -> None:
@@ -172,16 +153,13 @@ def check_values_kept(stages: Sequence[Stage]) -> None:
             for name, value in vars(module).items()
             if _is_lost(value)
         ]
-        if not lost:
-            continue
-        raise _of_stage(
-            stage,
-            f"has {len(lost)} tensors without values: {', '.join(lost[:6])}",
-            why="Values were expected: what is made inside `with torch.device('meta')` has a shape "
-            "alone, and only parameters and buffers are filled afterwards",
-            cure="make it a parameter, or a buffer that a module's reset_parameters() fills, or "
-            "make it outside of that block (device='cpu')",
-        )
+        if lost:
+            raise _of_stage(
+                stage,
+                f"has {len(lost)} tensors without values: {', '.join(lost[:6])}",
+                "make it a parameter, or a buffer that reset_parameters() fills, or make it on "
+                "device='cpu': inside `with torch.device('meta')` tensors have shapes only",
+            )
 
 
 def _is_lost(value: object) -> bool:
@@ -204,7 +182,17 @@ def run_stage(
     except TypeError:
         _check_call(model, inputs, batch)
         raise  # a mistake inside, which its traceback tells
-    _check_output(model, output, batch)
+    values = output if isinstance(output, tuple) else (output,)
+    is_last = getattr(model, "is_last", False)
+    most = 2 if is_last else len(values)
+    if not (0 < len(values) <= most and all(isinstance(value, torch.Tensor) for value in values)):
+        wanted = "logits, or (logits, extra loss)" if is_last else "hidden states, or a tuple"
+        cure = f"return {wanted}: take output.logits or output.last_hidden_state"
+        raise _of_stage(model, f"returned {shown(output)} from forward", cure)
+    ids = batch.get("input_ids")
+    if is_last and ids is not None and values[0].shape[:2] != ids.shape:
+        came = f"{shown(values[0])} as logits of {len(ids)} rows of {ids.shape[1]} tokens"
+        raise _of_stage(model, f"returned {came}", "return [rows, tokens, vocabulary]")
     return output
 
 
@@ -217,33 +205,7 @@ def _check_call(
         raise _of_stage(
             model,
             f"cannot be called with {len(inputs)} tensors and {', '.join(batch)} ({problem})",
-            why="It was expected to take what the stage before sends, and the whole micro-batch",
-            cure="define forward(self, hidden_or_ids, *extras, **batch)",
-        )
-
-
-def _check_output(model: Any, output: object, batch: Mapping[str, torch.Tensor]) -> None:
-    """Refuses what is no tensor and no tuple of them, and logits of other rows or tokens."""
-    values = output if isinstance(output, tuple) else (output,)
-    is_last = getattr(model, "is_last", False)
-    most = 2 if is_last else len(values)
-    if not (0 < len(values) <= most and all(isinstance(value, torch.Tensor) for value in values)):
-        raise _of_stage(
-            model,
-            f"returned {shown(output)} from forward",
-            why="Logits, or (logits, extra loss), were expected, because the loss takes them"
-            if is_last
-            else "Hidden states, or a tuple with them, were expected, because tensors travel on",
-            cure="take them out of the library's output: output.logits, output.last_hidden_state",
-        )
-    ids = batch.get("input_ids")
-    if is_last and ids is not None and values[0].shape[:2] != ids.shape:
-        raise _of_stage(
-            model,
-            f"returned {shown(values[0])} as logits of {len(ids)} rows of {ids.shape[1]} tokens",
-            why="Numbers for each token of each row were expected, because the logits of token t "
-            "predict label t + 1",
-            cure="return [rows, tokens, vocabulary]",
+            "define forward(self, hidden_or_ids, *extras, **batch)",
         )
 
 
@@ -261,23 +223,19 @@ def check_border(
     """
     found = [(tuple(value.shape), value.dtype) for value in came]
     wanted = [(tuple(value.shape), value.dtype) for value in expected]
-    if found == wanted:
-        return
-    differs = "number" if len(found) != len(wanted) else "shape or dtype"
-    raise _of_stage(
-        model,
-        f"made {found} of micro-batch {index}, stage {model.stage + 1} expects {wanted}",
-        why=f"The same {differs} was expected, because the next rank waits for exactly that",
-        cure="get_example_input has to give the true shape and dtype of what the stage before "
-        "returns, extras included; in half precision self.dtype",
-        contract="get_example_input",
-    )
+    if found != wanted:
+        raise _of_stage(
+            model,
+            f"made {found} of micro-batch {index}, stage {model.stage + 1} expects {wanted}",
+            "get_example_input has to give the true shape and dtype of what the stage before "
+            "returns, extras included; in half precision self.dtype",
+            contract="get_example_input",
+        )
 
 
-def _of_stage(
-    model: Any, came: str, *, why: str, cure: str, contract: str = "stage model"
-) -> UserError:
+def _of_stage(model: Any, came: str, cure: str, *, contract: str = "stage model") -> UserError:
     came = f"of stage {getattr(model, 'stage', '?')} {came}"
+    why = "Ranks compute what travels between stages from the contract"
     return broken("stage model", type(model), came, why=why, cure=cure, contract=contract)
 
 
@@ -387,13 +345,19 @@ class StagePasses:
         if kind == Kind.WEIGHT_GRAD:
             weights = list(self._weights())
             stage_backward_weight(iter(weights), self._weight_work.pop(index))
-            _run_grad_hooks(weights)
+            # as autograd does: half-precision training collects its float32 sums in these hooks
+            for weight in weights:
+                if weight.grad is not None:
+                    for hook in list((weight._post_accumulate_grad_hooks or {}).values()):
+                        hook(weight)
             if self.after_weights is not None:
                 self.after_weights(self.model)
             return ()
         inputs, outputs = self._kept.pop(index)
         outputs = outputs if loss is None else (loss,)
-        roots, root_grads = _with_graph(outputs, grads)
+        places = [place for place, output in enumerate(outputs) if output.requires_grad]
+        roots = [outputs[place] for place in places]
+        root_grads = None if grads is None else [grads[place] for place in places]
         if kind == Kind.BACKWARD:
             if roots:
                 torch.autograd.backward(roots, root_grads)
@@ -445,26 +409,6 @@ def torch_splits_backward() -> bool:
             return run(split) == run(lambda outputs, *_: torch.autograd.backward(outputs))
         except RuntimeError:
             return False
-
-
-def _with_graph(
-    outputs: Tensors, grads: Tensors | None
-) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
-    """The outputs that something trainable had a part in, with their gradients."""
-    places = [place for place, output in enumerate(outputs) if output.requires_grad]
-    roots = [outputs[place] for place in places]
-    return roots, None if grads is None else [grads[place] for place in places]
-
-
-def _run_grad_hooks(weights: Sequence[nn.Parameter]) -> None:
-    """Does for weights' gradients what autograd does, and torch's split backward pass leaves out.
-
-    Half-precision training collects its float32 sums in these hooks.
-    """
-    for weight in weights:
-        if weight.grad is not None:
-            for hook in list((weight._post_accumulate_grad_hooks or {}).values()):
-                hook(weight)
 
 
 def model_inputs(batch: Mapping[str, torch.Tensor]) -> MicroBatch:

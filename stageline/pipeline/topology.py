@@ -82,8 +82,8 @@ def _with_replicas(schedule: Schedule, dp_degree: int | None, world_size: int | 
         raise UserError(
             f"{world_size} processes were started, the run has {num_ranks * dp_degree}: "
             f"{num_ranks} ranks ({schedule.num_stages} stages, `num_stages`, by `schedule` "
-            f"{schedule.name}) x {dp_degree} replicas (`dp_degree`). Each rank has a process of "
-            "its own: set `num_stages`, `dp_degree` or torchrun --nproc-per-node accordingly."
+            f"{schedule.name}) x {dp_degree} replicas (`dp_degree`). Set `num_stages`, `dp_degree` "
+            "or torchrun --nproc-per-node accordingly."
         )
     return Topology(schedule, dp_degree)
 
@@ -105,8 +105,8 @@ def uniform_partition(
     """
     if num_stages > num_layers:
         raise UserError(
-            f"{num_layers} layers can't fill {num_stages} stages: each stage needs at least one "
-            f"layer; set `num_stages` to {num_layers} or less."
+            f"{num_layers} layers can't fill {num_stages} stages. Set `num_stages` to {num_layers} "
+            "or less."
         )
     if visual_gpu_ratio < 0:
         raise UserError(
@@ -114,9 +114,23 @@ def uniform_partition(
             "the vision tower takes, or 0 for a language model."
         )
     capacities = [max(0.0, 1.0 - visual_gpu_ratio)] + [1.0] * (num_stages - 1)
-    if sum(capacities) == 0:  # one stage that holds everything
+    total = sum(capacities)
+    if total == 0:  # one stage that holds everything
         return [num_layers]
-    return _largest_remainder(num_layers, capacities)
+    ideal = [num_layers * capacity / total for capacity in capacities]
+    counts = [max(1, int(share)) for share in ideal]
+    # the first stage also embeds and the last one has the head: ties go to the middle
+    middle = (num_stages - 1) / 2
+
+    def gain(stage: int) -> tuple[float, float]:
+        return (round(ideal[stage] - counts[stage], 9), -abs(stage - middle))
+
+    while sum(counts) < num_layers:
+        counts[max(range(num_stages), key=gain)] += 1
+    while sum(counts) > num_layers:  # the guaranteed layer of a small stage came from a large one
+        shrinkable = [stage for stage, count in enumerate(counts) if count > 1]
+        counts[min(shrinkable, key=gain)] -= 1
+    return counts
 
 
 def no_tower(option: str, value: object, model_type: str) -> UserError:
@@ -171,9 +185,8 @@ def stage_layers(
     rest = num_stages - vision_stages
     if rest < 1:
         raise UserError(
-            f"`vision_stages` {vision_stages} of {num_stages} stages leaves none for the decoder: "
-            f"its layers need at least one. Use `num_stages` {vision_stages + 1} or more, or fewer "
-            "`vision_stages`."
+            f"`vision_stages` {vision_stages} of {num_stages} stages leaves none for the decoder. "
+            f"Use `num_stages` {vision_stages + 1} or more, or fewer `vision_stages`."
         )
     if counts is None:
         counts = uniform_partition(num_layers, rest, visual_gpu_ratio=visual_gpu_ratio)
@@ -185,25 +198,3 @@ def layer_range(partition: list[int], stage: int) -> range:
     """The global indices of the layers that `stage` owns."""
     start = sum(partition[:stage])
     return range(start, start + partition[stage])
-
-
-def _largest_remainder(num_layers: int, capacities: list[float]) -> list[int]:
-    """Apportions layers to capacities, one each first; ties go to the middle of the pipeline.
-
-    The first stage also embeds and the last one has the head, so a layer too many is best placed
-    between them.
-    """
-    total = sum(capacities)
-    ideal = [num_layers * capacity / total for capacity in capacities]
-    counts = [max(1, int(share)) for share in ideal]
-    middle = (len(capacities) - 1) / 2
-
-    def gain(stage: int) -> tuple[float, float]:
-        return (round(ideal[stage] - counts[stage], 9), -abs(stage - middle))
-
-    while sum(counts) < num_layers:
-        counts[max(range(len(counts)), key=gain)] += 1
-    while sum(counts) > num_layers:  # the guaranteed layer of a small stage came from a large one
-        shrinkable = [stage for stage, count in enumerate(counts) if count > 1]
-        counts[min(shrinkable, key=gain)] -= 1
-    return counts

@@ -8,8 +8,8 @@ its own length, without a message and without an extra pass.
 import inspect
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -107,14 +107,12 @@ class Sends:
 
 
 class StagelineStage(PipelineStage):
-    """A `PipelineStage` around a stage model.
+    """A `PipelineStage` around a stage model, for every schedule of PyTorch.
 
-    Every schedule of PyTorch accepts it. `step_micro_batches` gives a schedule and its stages the
-    micro-batches of a step; the stage ignores arguments that the schedule passes in addition.
-
-    A stage before the first trainable parameter has no backward pass, whatever the schedule says,
-    and the first stage that trains runs its backward pass in one piece. Frozen stages therefore
-    get correct gradients under zero-bubble schedules, where torch 2.13 omits some.
+    `step_micro_batches` gives a schedule and its stages the micro-batches of a step. A stage before
+    the first trainable parameter has no backward pass, whatever the schedule says, and the first
+    stage that trains runs its backward pass in one piece: torch 2.13 omits gradients of frozen
+    stages under zero-bubble schedules.
 
     Args:
         model: on `device`.
@@ -415,13 +413,15 @@ def run_step(
     batches = DeviceBatches(micro_batches, stages[0].device, len(stages))
     for stage in stages:
         stage.begin(batches, recorder, loss_of=loss_of, sends=sends)
+    # PyTorch logs the schedule before an error, and the first line must name the cause
+    _LOG.addFilter(_is_no_error)
     try:
-        with _without_schedule_in_log():
-            _run_schedule(schedule, stages, len(micro_batches))
+        _run_schedule(schedule, stages, len(micro_batches))
         if sends is not None:
             sends.wait()
         return [loss for stage in stages for loss in stage.losses]
     finally:
+        _LOG.removeFilter(_is_no_error)
         for stage in stages:
             stage.clear_runtime_states()
 
@@ -431,18 +431,8 @@ _LOG = logging.getLogger(schedules.__name__)
 _TAKES_MICRO_BATCHES = "arg_mbs" in inspect.signature(PipelineScheduleMulti.step).parameters
 
 
-@contextmanager
-def _without_schedule_in_log() -> Iterator[None]:
-    """Drop the schedule that PyTorch logs before an error: the first line must name the cause."""
-
-    def is_no_error(record: logging.LogRecord) -> bool:
-        return record.levelno < logging.ERROR
-
-    _LOG.addFilter(is_no_error)
-    try:
-        yield
-    finally:
-        _LOG.removeFilter(is_no_error)
+def _is_no_error(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR
 
 
 def _run_schedule(

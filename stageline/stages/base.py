@@ -23,7 +23,6 @@ from stageline.data.text.processor import get_pad_token_id, load_processor
 from stageline.errors import PlanError, UserError
 from stageline.model_folder import load_config
 from stageline.modules import recompute
-from stageline.modules import recompute as offload
 from stageline.modules.lora import key_map_without_last_lora
 from stageline.modules.methods import (
     LANGUAGE,
@@ -88,49 +87,6 @@ def fill_stage(
     if neftune_alpha:  # behind the rows of new tokens, which take the places of what was looked up
         add_noise(model, model.vocabulary, neftune_alpha)
     model.train()
-
-
-def read_config(
-    path: str | None,
-    model_types: tuple[str, ...] | None,
-    *,
-    weights: str | None,
-    trust_remote_code: bool,
-) -> PretrainedConfig:
-    """The config of the model.
-
-    Args:
-        model_types: the architectures that the chosen key serves; None: any.
-        weights: a checkpoint that may have more rows than the config that its run began with.
-
-    Raises:
-        UserError: no path, no config there, or one of another architecture.
-    """
-    if path is None:
-        raise UserError(
-            "neither `model_path` nor `config_path` came: the model's config.json must lie in "
-            "one of them; `model_path` continues from weights, `config_path` starts at random."
-        )
-    config = load_config(path, trust_remote_code=trust_remote_code)
-    if model_types is not None and config.model_type not in model_types:
-        raise UserError(
-            f"{path} holds a model of type {config.model_type!r}, the chosen "
-            f"`train_model` serves {' or '.join(model_types)}: choose the key of that "
-            "architecture, or a generic one (causal_lm, vision_language)."
-        )
-    if weights is not None:
-        saved = num_rows_on_disk(Path(weights), of_base=True, trust_remote_code=trust_remote_code)
-        if saved:
-            set_vocab_size(config, saved)
-    return config
-
-
-def processor_of(path: str | None, *, trust_remote_code: bool) -> tuple[Any, int]:
-    """A processor and the id of its padding token."""
-    if path is None:
-        return None, 0
-    processor = load_processor(path, trust_remote_code=trust_remote_code)
-    return processor, get_pad_token_id(processor)
 
 
 PARTS = ("vit", "mlp", "llm", "lm_head")
@@ -245,8 +201,6 @@ class StageModel(Stage):
         self, micro_batch_size: int, max_token_num: int | None = None
     ) -> tuple[torch.Tensor, ...]:
         """Return what this stage receives, as tensors on the meta device with their true dtypes.
-
-        The shapes of every micro-batch follow from this, so nothing is asked over the network.
 
         Args:
             max_token_num: tokens of a row; None: the context length of the configuration.
@@ -493,10 +447,27 @@ class StageModel(Stage):
         Returns:
             The stage on `device`, the processor, and the id of the padding token.
         """
-        config_path, code = config_path or checkpoint_path, trust_remote_code
-        weights = None if new_rows is None else checkpoint_path
-        config = read_config(config_path, model_types, weights=weights, trust_remote_code=code)
+        # the configuration
+        config_path = config_path or checkpoint_path
+        if config_path is None:
+            raise UserError(
+                "neither `model_path` nor `config_path` came. Give the folder with config.json: "
+                "`model_path` continues from weights, `config_path` starts at random."
+            )
+        config = load_config(config_path, trust_remote_code=trust_remote_code)
+        if model_types is not None and config.model_type not in model_types:
+            raise UserError(
+                f"{config_path} holds a model of type {config.model_type!r}, the chosen "
+                f"`train_model` serves {' or '.join(model_types)}: choose the key of that "
+                "architecture, or a generic one (causal_lm, vision_language)."
+            )
+        if new_rows is not None and checkpoint_path is not None:
+            # it may have more rows than the configuration that its run began with
+            folder, code = Path(checkpoint_path), trust_remote_code
+            if saved := num_rows_on_disk(folder, of_base=True, trust_remote_code=code):
+                set_vocab_size(config, saved)
         facts = (methods := Methods.of(methods)).prepare(config)
+        # the stage and its weights
         asked = {"is_piece": is_piece, "methods": methods.is_asked and methods}
         model_kwargs |= {name: value for name, value in asked.items() if value}
         model = cls(config, stage=stage, num_stages=num_stages, dtype=dtype, **model_kwargs)
@@ -511,6 +482,9 @@ class StageModel(Stage):
         if gradient_checkpointing:
             model.enable_gradient_checkpointing(every=checkpoint_every, mode=checkpoint_mode)
         if offload_activations:
-            offload.offload_activations(model)
-        path = None if is_piece else processor_path or checkpoint_path or config_path
-        return model, *processor_of(path, trust_remote_code=code)
+            recompute.offload_activations(model)
+        if is_piece:
+            return model, None, 0
+        path = processor_path or checkpoint_path or config_path
+        processor = load_processor(path, trust_remote_code=trust_remote_code)
+        return model, processor, get_pad_token_id(processor)

@@ -43,28 +43,9 @@ from stageline.stages.packing import (
     is_packed,
     known_rows,
     row_lengths,
-    without_masks,
 )
 from stageline.stages.splice import Spliced
 from stageline.stages.split_plan import SplitPlan
-
-
-def cache_off(config: PretrainedConfig) -> tuple[str, ...]:
-    """Turns the cache off in a model's configuration and in those of its parts.
-
-    With a cache the library takes a packed row for one sample, and keeps keys and values that
-    training has no use for.
-
-    Returns:
-        Which had it on, "" for the configuration itself: a saved model is to have it again.
-    """
-    found = []
-    for name in ("", *config.sub_configs):
-        one = getattr(config, name, None) if name else config
-        if one is not None and getattr(one, "use_cache", None):
-            one.use_cache = False
-            found.append(name)
-    return tuple(found)
 
 
 def refuse_both_ways(whole: PreTrainedModel, layers: str) -> None:
@@ -84,19 +65,15 @@ def refuse_both_ways(whole: PreTrainedModel, layers: str) -> None:
     if found and is_of_library(whole):
         raise UserError(
             f"{found[0]} is {str(told[found[0]]).lower()} in the configuration of "
-            f"{config.model_type}: each token sees those behind it. A decoder was expected, "
-            "because a token that sees the next one learns nothing by predicting it. Choose a "
-            "decoder, or set the field in config.json (true; attn_type uni) if it was trained so."
+            f"{config.model_type}: each token sees those behind it, and learns nothing by "
+            "predicting the next one. Choose a decoder, or set the field in config.json (true; "
+            "attn_type uni) if it was trained so."
         )
 
 
-# -- which models answer on a cache, and which may read a prompt of text in pieces ----------------
-# Pieces are each read on the keys and values of those before.
-#
-# The list names what the tests compare with the library, piece by piece. Any other decoder reads
-# its prompts whole: a class may keep more than keys and values between passes, or look ahead, and
-# nothing in its configuration need say so.
-
+# Models that may read a prompt of text in pieces, each on the keys and values of those before: what
+# the tests compare with transformers, piece by piece. Any other decoder reads its prompts whole: a
+# class may keep more than keys and values between passes, or look ahead.
 READ_IN_PIECES = frozenset(
     {
         *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"),
@@ -155,7 +132,14 @@ class CausalLMStage(Spliced, StageModel):
             raise no_tower("visual_gpu_ratio", ratio, config.model_type)
         self.__dict__["config"] = config  # asked before the base class sets it
         whole = self.build_whole(config, dtype=dtype, attn_implementation=attn_implementation)
-        self.cached_configs = cache_off(whole.config)
+        parts = {name: getattr(whole.config, name, None) for name in whole.config.sub_configs}
+        configs: dict[str, Any] = {"": whole.config, **parts}
+        # with a cache transformers takes a packed row for one sample, and keeps keys and values
+        self.cached_configs = tuple(
+            name for name, one in configs.items() if getattr(one, "use_cache", None)
+        )
+        for name in self.cached_configs:
+            configs[name].use_cache = False
         self.plan = self.find_plan(whole)
         if self.auto_class is AutoModelForCausalLM:
             refuse_both_ways(whole, self.plan.layers)
@@ -187,7 +171,6 @@ class CausalLMStage(Spliced, StageModel):
         return plan_of(whole, run_whole, kind="logits", sizes=self.sizes)
 
     def find_paths(self, whole: PreTrainedModel) -> ModelPaths:
-        """Where the parts of the whole model lie."""
         return find_paths(whole, self.plan)
 
     def num_layers(self) -> int:
@@ -238,9 +221,10 @@ class CausalLMStage(Spliced, StageModel):
 
     def model_inputs(self, batch: Batch) -> dict[str, Any]:
         """What of the micro-batch the model's forward takes, besides its token ids."""
-        others = ("input_ids", ROW_LENGTHS)
-        inputs = {name: value for name, value in batch.items() if name not in others}
-        return without_masks(inputs) if is_packed(batch) else inputs
+        # of packed rows no mask, which would hide the borders
+        masks = ("attention_mask", "sample_ids") if is_packed(batch) else ()
+        others = ("input_ids", ROW_LENGTHS, *masks)
+        return {name: value for name, value in batch.items() if name not in others}
 
     def host_facts(self, batch: Batch) -> Batch:
         return row_lengths(batch)
@@ -400,7 +384,7 @@ class RewardStage(CausalLMStage):
     unused_names = ("lm_head.", "embed_out.")
 
     def __init__(self, config: PretrainedConfig, **stage_kwargs: Any) -> None:
-        is_classifier = has_scores(config)
+        is_classifier = any(name.endswith(CLASSIFIER) for name in config.architectures or ())
         super().__init__(_with_one_score(config, is_classifier), **stage_kwargs)
         if not is_classifier:
             self.fresh_names = frozenset({f"{SCORE}.weight"})
@@ -408,14 +392,17 @@ class RewardStage(CausalLMStage):
     def find_paths(self, whole: PreTrainedModel) -> ModelPaths:
         if not isinstance(getattr(whole, SCORE, None), torch.nn.Linear):
             raise UserError(
-                f"{type(whole).__name__} has no linear layer {SCORE!r}. One was expected behind "
-                "the decoder, as the library's classifiers of decoders have it: choose a decoder "
-                "of which it has one."
+                f"{type(whole).__name__} has no linear layer {SCORE!r} behind its decoder. Choose "
+                "a decoder whose classifier in transformers has one."
             )
         return replace(super().find_paths(whole), head=SCORE, behind=())
 
     def find_plan(self, whole: PreTrainedModel) -> SplitPlan:
-        return plan_of(whole, _run_scores, kind="scores", sizes=self.sizes)
+        def run(whole: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> object:
+            hidden = whole.base_model(**batch, use_cache=False).last_hidden_state
+            return whole.get_submodule(SCORE)(hidden)
+
+        return plan_of(whole, run, kind="scores", sizes=self.sizes)
 
     def finish(self, hidden_BTH: torch.Tensor) -> torch.Tensor:
         return self.whole.score(hidden_BTH)
@@ -430,28 +417,16 @@ class RewardStage(CausalLMStage):
         return model, processor, pad_token_id
 
 
-def _run_scores(whole: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> object:
-    hidden = whole.base_model(**batch, use_cache=False).last_hidden_state
-    return whole.get_submodule(SCORE)(hidden)
-
-
-def has_scores(config: PretrainedConfig) -> bool:
-    """Whether a configuration is of a sequence classifier."""
-    return any(name.endswith(CLASSIFIER) for name in config.architectures or ())
-
-
 def _with_one_score(config: PretrainedConfig, is_classifier: bool) -> PretrainedConfig:
     if type(config) not in AutoModelForSequenceClassification._model_mapping:
         raise UserError(
             f"`train_model` reward came with a {config.model_type} model, of which the library "
-            "has no sequence classifier. One was expected, because a reward model is saved as one: "
-            "choose another architecture."
+            "has no sequence classifier to save it as. Choose another architecture."
         )
     if is_classifier and config.num_labels != 1:
         raise UserError(
-            f"the model has {config.num_labels} labels, a reward model with one was expected: a "
-            "reward is one number. Start from a language model, or from a classifier with "
-            "num_labels 1."
+            f"the model has {config.num_labels} labels, and a reward is one number. Start from a "
+            "language model, or from a classifier with num_labels 1."
         )
     config.num_labels = 1
     return config

@@ -3,24 +3,17 @@
 The names that people speak of (vision tower, projector, language model, head) are made of the split
 plan: what is read for pictures alone is tower and projector. Works for every model of transformers
 whose layers are called in a row.
-
-The plan of a large model takes a second to find, in each process of each run. It is kept in one
-small file, whose name is made of all that it depends on, as records of proofs are.
 """
 
 import contextlib
 import functools
-import hashlib
-import importlib.metadata
-import inspect
 import json
 import os
 import re
 import secrets
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +23,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from stageline.errors import UserError
 from stageline.stages.example_batch import image_token, picture_batch
-from stageline.stages.rehearsal import Key, is_small, stand_ins
-from stageline.stages.split_plan import Slot, SplitPlan, longer, make_plan
+from stageline.stages.rehearsal import stand_ins
+from stageline.stages.split_plan import SplitPlan, longer, make_plan
 
 
 @dataclass(frozen=True)
@@ -88,15 +81,14 @@ def plan_of(
     facts = [kind, model.__module__, model.__qualname__, str(whole.dtype), takes_pictures]
     key = json.dumps(facts) + _PATH.sub("", whole.config.to_json_string(use_diff=False))
     if key not in _PLANS:
-        record = None if is_small(whole) else _record_of(whole, key)
-        kept = record and _read_plan(record)
-        _PLANS[key] = plan = kept or _rehearsed(whole, run, sizes, takes_pictures)
-        if record and not kept:
-            _keep_plan(record, plan)
+        _PLANS[key] = rehearsed_plan(whole, run, sizes=sizes, takes_pictures=takes_pictures)
     return _PLANS[key]
 
 
-def _rehearsed(whole: PreTrainedModel, run: Run, sizes: Sizes, takes_pictures: bool) -> SplitPlan:
+def rehearsed_plan(
+    whole: PreTrainedModel, run: Run, *, sizes: Sizes, takes_pictures: bool
+) -> SplitPlan:
+    """The split plan of a model on meta, found anew; arguments and errors as of `plan_of`."""
     dtype = whole.dtype
     try:
         with stand_ins(whole, dtype=dtype) as used, _plain_attention(whole):
@@ -115,12 +107,11 @@ def _rehearsed(whole: PreTrainedModel, run: Run, sizes: Sizes, takes_pictures: b
     except UserError:
         raise
     except Exception as error:
+        told = str(error).partition("\n")[0]
         raise UserError(
             f"{type(whole).__name__} ({whole.config.model_type}) cannot be split over stages: "
-            f"a forward pass without weights ended in {type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}. One was expected to run, "
-            "because by it layers and what crosses borders are found. Train it on one GPU, or "
-            "write a subclass of StageModel (docs/add_a_model.md)."
+            f"the tracing pass without weights ended in {type(error).__name__}: {told}. Train it "
+            "on one GPU, or write a subclass of StageModel (docs/add_a_model.md)."
         ) from error
     return plan.in_dtype(dtype, used)
 
@@ -191,10 +182,9 @@ def pictured_batch(whole: PreTrainedModel, sizes: Sizes) -> Batch:
                 return batch
             batch = longer(batch)
     raise UserError(
-        f"{type(whole).__name__} ({whole.config.model_type}) cannot be split over stages: every "
-        "number of image tokens that a small micro-batch can have stands in its configuration, "
-        "too. Another one was expected, because by it the sizes of what crosses borders are told "
-        "apart. Train it on one GPU, or write a subclass of StageModel (docs/add_a_model.md)."
+        f"{type(whole).__name__} ({whole.config.model_type}) cannot be split over stages: its "
+        "configuration contains every number of image tokens that a small micro-batch can have. "
+        "Train it on one GPU, or write a subclass of StageModel (docs/add_a_model.md)."
     )
 
 
@@ -212,7 +202,22 @@ def find_paths(whole: PreTrainedModel, plan: SplitPlan) -> ModelPaths:
     """The parts of a model, by its plan and by what the library says of heads and towers."""
     names = {id(module): name for name, module in whole.named_modules()}
     head = names.get(id(whole.get_output_embeddings()), "")
-    tower = _find_tower(whole)
+    vision = getattr(whole.config, "vision_config", None)
+    models = [
+        (name, module)
+        for name, module in whole.named_modules()
+        if isinstance(module, PreTrainedModel) and module is not whole
+    ]
+    # the outermost model inside whose configuration is that of the vision tower
+    is_vision = (name for name, one in models if type(one.config) is type(vision))
+    tower = next(is_vision, "") if vision is not None else ""
+    beside_tower: list[str] = []
+    kinds = {
+        type(getattr(whole.config, n, None)) for n in whole.config.sub_configs if "vision" in n
+    }
+    for name, one in models if tower else ():
+        if type(one.config) in kinds and not any(_is_in(name, o) for o in (tower, *beside_tower)):
+            beside_tower.append(name)
     steps = plan.layers.split(".")
     ancestors = [".".join(steps[:count]) for count in range(1, len(steps))]
     # the outermost that holds the layers, and neither head nor what makes embeddings of pictures
@@ -222,7 +227,13 @@ def find_paths(whole: PreTrainedModel, plan: SplitPlan) -> ModelPaths:
     )
     known = (text_model, tower, head, names.get(id(whole.get_input_embeddings()), ""))
     rest = [path for path in _outermost(whole, known) if path]
-    behind = tuple(path for path in rest if _places(plan, path) == {plan.size})
+    places = {
+        path: set[int]().union(
+            *(where for name, where in plan.owners.items() if _is_in(name, path))
+        )
+        for path in rest
+    }
+    behind = tuple(path for path in rest if places[path] == {plan.size})
     projectors = [path for path in rest if path not in behind] if tower else []
     if tower:
         projectors += _mergers(whole, plan, tower)
@@ -234,36 +245,13 @@ def find_paths(whole: PreTrainedModel, plan: SplitPlan) -> ModelPaths:
         projector=next(iter(projectors), ""),
         beside_projector=tuple(projectors[1:]),
         behind=behind,
-        beside_tower=_other_towers(whole, tower) if tower else (),
+        beside_tower=tuple(beside_tower),
         beside_text=() if _is_in(known[-1], text_model) else known[-1:],
     )
 
 
 def _is_in(path: str, parent: str) -> bool:
     return path == parent or path.startswith(parent + ".")
-
-
-def _find_tower(whole: PreTrainedModel) -> str:
-    """The outermost model inside whose configuration is that of the vision tower."""
-    vision = getattr(whole.config, "vision_config", None)
-    for name, module in whole.named_modules():
-        is_model = isinstance(module, PreTrainedModel) and module is not whole
-        if vision is not None and is_model and type(module.config) is type(vision):
-            return name
-    return ""
-
-
-def _other_towers(whole: PreTrainedModel, tower: str) -> tuple[str, ...]:
-    """Models beside the tower whose configuration is one of those for pictures."""
-    config, found = whole.config, [tower]
-    parts = [getattr(config, name, None) for name in config.sub_configs if "vision" in name]
-    for name, module in whole.named_modules():
-        is_tower = isinstance(module, PreTrainedModel) and any(
-            type(module.config) is type(part) for part in parts
-        )
-        if is_tower and not any(_is_in(name, one) for one in found):
-            found.append(name)
-    return tuple(found[1:])
 
 
 def _outermost(whole: nn.Module, known: tuple[str, ...]) -> list[str]:
@@ -286,11 +274,6 @@ def _outermost(whole: nn.Module, known: tuple[str, ...]) -> list[str]:
 
     visit(whole, "")
     return found
-
-
-def _places(plan: SplitPlan, path: str) -> set[int]:
-    owned = [places for name, places in plan.owners.items() if _is_in(name, path)]
-    return set().union(*owned)
 
 
 def _mergers(whole: PreTrainedModel, plan: SplitPlan, tower: str) -> list[str]:
@@ -327,7 +310,7 @@ def tower_blocks(tower: nn.Module, config: PretrainedConfig) -> str:
     return next(lists, "")
 
 
-# -- plans that earlier runs have found ------------------------------------------------------------
+# -- files that can be made again, for other runs on this machine ----------------------------------
 
 
 def cache_folder() -> Path:
@@ -349,94 +332,3 @@ def keep_record(record: Path, content: object) -> None:
     except OSError:
         with contextlib.suppress(OSError):
             draft.unlink()
-
-
-def _record_of(whole: PreTrainedModel, key: str) -> Path | None:
-    """The file of a plan, named by all that it depends on; None: not all of that can be told.
-
-    What runs is told by the files of the model's classes and, as any of it may have been changed
-    since by who imported them, by the code that stands there now.
-    """
-    found = hashlib.sha256(key.encode())
-    classes = {type(module) for module in whole.modules()}
-    if any("forward" in vars(module) for module in whole.modules()):
-        return None
-    try:
-        homes = {one.__module__: inspect.getfile(one) for one in classes}
-        for name, home in sorted(homes.items()):
-            found.update(f"{name}\n".encode() + Path(home).read_bytes())
-            for told in sorted(_codes(vars(sys.modules[name]), classes)):
-                found.update(told)
-        for file in sorted(Path(__file__).parent.glob("*.py")):
-            found.update(file.read_bytes())
-    except (TypeError, AttributeError, LookupError, OSError):  # of no file, or of no Python
-        return None
-    for name in VERSIONS:
-        found.update(f"{name} {importlib.metadata.version(name)}\n".encode())
-    return cache_folder() / "plans" / f"{found.hexdigest()[:32]}.json"
-
-
-def _codes(names: Mapping[str, Any], classes: set[type]) -> Iterator[bytes]:
-    """The code of a module's functions and of the forward of each of the given classes in it."""
-    for name, value in names.items():
-        is_class = isinstance(value, type)
-        if not callable(value) or (is_class and value not in classes):
-            continue
-        function = inspect.unwrap(value.forward if is_class else value)
-        if code := getattr(function, "__code__", None):
-            yield f"{name} {code.co_filename} {code.co_firstlineno}\n".encode() + code.co_code
-
-
-def _keep_plan(record: Path, plan: SplitPlan) -> None:
-    try:
-        written = _written(plan)
-        if _read(json.loads(json.dumps(written))) == plan:
-            keep_record(record, written)
-    except (TypeError, ValueError, LookupError):  # a layer returns a class of its own
-        return
-
-
-def _read_plan(record: Path) -> SplitPlan | None:
-    try:
-        found = _read(json.loads(record.read_bytes()))
-    except (OSError, ValueError, TypeError, LookupError, RecursionError):
-        return None
-    return found if isinstance(found, SplitPlan) else None
-
-
-_CLASSES: dict[str, Any] = {one.__name__: one for one in (SplitPlan, Slot, Key)}
-_DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
-_KINDS: dict[str, Any] = {"tuple": tuple, "list": list, "frozenset": frozenset}
-
-
-def _written(value: Any) -> Any:
-    """As JSON: what is no number, text or None is a list whose first item says what it is."""
-    if value is None or isinstance(value, int | float | str):
-        return value
-    if type(value) in _CLASSES.values():
-        return [type(value).__name__, *(_written(getattr(value, f.name)) for f in fields(value))]
-    if isinstance(value, dict):
-        return ["dict", *([_written(key), _written(one)] for key, one in value.items())]
-    if isinstance(value, torch.dtype):
-        return ["dtype", str(value)]
-    if isinstance(value, type):
-        return ["type", _name_of(value)]
-    return [_name_of(type(value)), *map(_written, value)]
-
-
-def _name_of(kind: type) -> str:
-    return {one: name for name, one in _KINDS.items()}[kind]
-
-
-def _read(written: Any) -> Any:
-    if not isinstance(written, list):
-        return written
-    kind, *rest = written
-    if kind == "dtype":
-        return _DTYPES[rest[0]]
-    if kind == "type":
-        return _KINDS[rest[0]]
-    if kind == "dict":
-        return {_read(key): _read(one) for key, one in rest}
-    items = map(_read, rest)
-    return _CLASSES[kind](*items) if kind in _CLASSES else _KINDS[kind](items)

@@ -11,7 +11,7 @@ Shapes: N pictures, R rows of a micro-batch, T tokens, P patches, C channels, H 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,192 +68,128 @@ class PictureOrder:
 
 def picture_layouts(order: PictureOrder, names: frozenset[str]) -> Iterator[Batch]:
     """Layouts of pictures that fit the names of what a tower takes, the likeliest first."""
-    vision = order.vision
-    merge = _merge(vision)
+    config, vision, fill, count = order.config, order.vision, order.fill, order.num_images
+    channels, integers, in_rows = order.channels, order.integers, order.in_rows
+    wide = [1 + index % 2 for index in range(count)]  # every second picture is twice as wide
+    side = side_of(getattr(vision, "patch_size", None) or 0)
+    # patches of a side that become one token
+    sides = ("spatial_merge_size", "merge_size", "merge_kernel_size")
+    merge = side_of(next((getattr(vision, name) for name in sides if hasattr(vision, name)), 1))
     has_grid = hasattr(vision, "spatial_merge_size") and hasattr(vision, "temporal_patch_size")
     if "image_grid_thw" in names or (has_grid and not names):
-        yield from _patches_by_grid(order, merge, names)
+        # all patches of all pictures in one row: [P, numbers of a patch]
+        frames = getattr(vision, "temporal_patch_size", 1) or 1
+        frames = getattr(vision, "patch_temporal", frames) or 1
+        grid = [[1, merge, merge * width] for width in wide]
+        num_patches = sum(height * width for _, height, width in grid)
+        rest = {"image_grid_thw": integers(grid)}
+        if "image_merge_sizes" in names:
+            rest["image_merge_sizes"] = integers([merge] * count)
+        for shape in (
+            (channels * frames * side**2,),
+            (channels, side, side),
+            (channels, frames, side, side),
+            (channels * side**2,),
+        ):
+            yield {"pixel_values": fill(num_patches, *shape), **rest}
+        # the grid counts merged patches
+        pixels = fill(sum(wide), side * merge, side * merge, channels)
+        merged = integers([[1, 1, width] for width in wide])
+        yield {"pixel_values": pixels, "image_grid_thw": merged}
     elif "spatial_shapes" in names:
-        yield _patches_by_shape(order)
-    elif "image_position_ids" in names:
-        yield from _patches_by_position(order)
-    elif "target_sizes" in names:
-        yield from _strips(order)
-    elif "image_grid_hw" in names:
-        yield from _patches_by_sides(order)
-    elif "pixel_attention_mask" in names:
-        yield from _pictures_in_rows(order)
-    elif "aspect_ratio_ids" in names:
-        yield _tiles_in_rows(order)
-    elif getattr(order.config, "image_grid_pinpoints", None):
-        yield _tiles_by_size(order)
-    elif "image_sizes" in names and getattr(vision, "model_type", "") == "pixtral":
-        yield _pictures_of_sizes(order)
-    yield from _whole_pictures(order, names)
-
-
-def _merge(vision: PretrainedConfig) -> int:
-    """Patches of a side that become one token."""
-    names = ("spatial_merge_size", "merge_size", "merge_kernel_size")
-    found = next((getattr(vision, name) for name in names if hasattr(vision, name)), 1)
-    return side_of(found)
-
-
-def _patches_by_grid(order: PictureOrder, merge: int, names: frozenset[str]) -> Iterator[Batch]:
-    """All patches of all pictures in one row: [P, numbers of a patch]."""
-    vision = order.vision
-    side, frames = side_of(vision.patch_size), getattr(vision, "temporal_patch_size", 1) or 1
-    frames = getattr(vision, "patch_temporal", frames) or 1
-    # 1 x 1 tokens, then 1 x 2, and so on
-    grid = [[1, merge, merge * (1 + index % 2)] for index in range(order.num_images)]
-    num_patches = sum(height * width for _, height, width in grid)
-    rest = {"image_grid_thw": order.integers(grid)}
-    if "image_merge_sizes" in names:
-        rest["image_merge_sizes"] = order.integers([merge] * order.num_images)
-    shapes = (
-        (order.channels * frames * side**2,),
-        (order.channels, side, side),
-        (order.channels, frames, side, side),
-        (order.channels * side**2,),
-    )
-    for shape in shapes:
-        yield {"pixel_values": order.fill(num_patches, *shape), **rest}
-    # the grid counts merged patches
-    grid = [[1, 1, 1 + index % 2] for index in range(order.num_images)]
-    pixels = order.fill(sum(one[2] for one in grid), side * merge, side * merge, order.channels)
-    yield {"pixel_values": pixels, "image_grid_thw": order.integers(grid)}
-
-
-def _patches_by_shape(order: PictureOrder) -> Batch:
-    """Patches of each picture in a row of their own, padded: [N, P, numbers of a patch]."""
-    side = side_of(order.vision.patch_size)
-    factor = getattr(order.config, "downsample_factor", 2)
-    shapes = [[factor, factor * (1 + index % 2)] for index in range(order.num_images)]
-    longest = max(height * width for height, width in shapes)
-    pixels = order.fill(order.num_images, longest, order.channels * side**2)
-    mask = [[int(at < height * width) for at in range(longest)] for height, width in shapes]
-    return {
-        "pixel_values": pixels,
-        "spatial_shapes": order.integers(shapes),
-        "pixel_attention_mask": order.integers(mask),
-    }
-
-
-def _patches_by_position(order: PictureOrder) -> Iterator[Batch]:
-    """Patches with their places: [N, P, numbers of a patch] and [N, P, 2]."""
-    vision = order.vision
-    side, pool = side_of(vision.patch_size), getattr(vision, "pooling_kernel_size", 1) or 1
-    places = [[column, row] for row in range(pool) for column in range(pool * 2)]
-    positions = order.integers([places] * order.num_images)
-    for numbers in (3 * side**2, 3 * (side * pool) ** 2):
-        pixels = order.fill(order.num_images, len(places), numbers)
-        yield {"pixel_values": pixels, "image_position_ids": positions}
-
-
-def _strips(order: PictureOrder) -> Iterator[Batch]:
-    """Patches of a picture side by side: [1, C, side of a patch, P times that]."""
-    side = side_of(order.vision.patch_size)
-    for factor in (4, 8, 16):
-        sizes = [[factor, factor * (1 + index % 2)] for index in range(order.num_images)]
-        longest = sum(height * width for height, width in sizes)
-        pixels = order.fill(1, order.channels, side, longest * side)
-        yield {"pixel_values": pixels, "target_sizes": order.integers(sizes)}
-
-
-def _patches_by_sides(order: PictureOrder) -> Iterator[Batch]:
-    side = side_of(order.vision.patch_size)
-    grid = [[2, 2 * (1 + index % 2)] for index in range(order.num_images)]
-    num_patches = sum(height * width for height, width in grid)
-    for shape in ((order.channels * side**2,), (order.channels, side, side)):
-        sizes = order.integers(grid)
-        yield {"pixel_values": order.fill(num_patches, *shape), "image_grid_hw": sizes}
-        yield {"pixel_values": order.fill(1, num_patches, *shape), "image_grid_hw": sizes}
-
-
-def _pictures_in_rows(order: PictureOrder) -> Iterator[Batch]:
-    """Pictures by row, padded with pictures of zeros: [R, pictures of a row, C, H, W]."""
-    vision = order.vision
-    factor = getattr(order.config, "scale_factor", None) or getattr(vision, "scale_factor", None)
-    sides = [side_of(vision.patch_size) * factor] if isinstance(factor, int) else []
-    for side in (*sides, side_of(vision.image_size)):
-        pixels = order.fill(order.num_images, order.channels, side, side)
-        mask = torch.ones(pixels.shape[0], side, side, dtype=torch.bool, device=order.device)
+        # patches of each picture in a row of their own, padded: [N, P, numbers of a patch]
+        factor = getattr(config, "downsample_factor", 2)
+        shapes = [[factor, factor * width] for width in wide]
+        longest = max(height * width for height, width in shapes)
+        real = [[int(at < height * width) for at in range(longest)] for height, width in shapes]
         yield {
-            "pixel_values": order.in_rows(pixels),
-            "pixel_attention_mask": order.in_rows(mask),
+            "pixel_values": fill(count, longest, channels * side**2),
+            "spatial_shapes": integers(shapes),
+            "pixel_attention_mask": integers(real),
         }
-    # the last size again, and a mask of whole pictures
-    yield {
-        "pixel_values": order.in_rows(pixels),
-        "pixel_attention_mask": order.in_rows(mask[:, 0, 0]),
-    }
-
-
-def _tiles_in_rows(order: PictureOrder) -> Batch:
-    """Mllama: pictures of one tile by row: [R, pictures of a row, tiles, C, H, W]."""
-    height, width = _size(order.vision.image_size)
-    num_tiles = order.vision.max_num_tiles
-    pixels = order.fill(order.num_images, num_tiles, order.channels, height, width)
-    ones = torch.ones(order.num_images, dtype=torch.long, device=order.device)
-    first = torch.eye(1, num_tiles, device=order.device).long().expand(order.num_images, -1)
-    return {
-        "pixel_values": order.in_rows(pixels),
-        "aspect_ratio_ids": order.in_rows(ones),
-        "aspect_ratio_mask": order.in_rows(first),
-    }
-
-
-def _tiles_by_size(order: PictureOrder) -> Batch:
-    """LLaVA-NeXT: tiles of each picture, as many as its size asks for: [N, tiles, C, H, W]."""
-    height, width = _size(order.vision.image_size)
-    tiles = [1 + (h // height) * (w // width) for h, w in order.config.image_grid_pinpoints]
-    sizes = [[height, width * (1 + index % 2)] for index in range(order.num_images)]
-    # more tiles than are taken do no harm
-    pixels = order.fill(order.num_images, max(tiles), order.channels, height, width)
-    return {"pixel_values": pixels, "image_sizes": order.integers(sizes)}
-
-
-def _pictures_of_sizes(order: PictureOrder) -> Batch:
-    """Pixtral: pictures padded to the largest, and their sizes: [N, C, H, W]."""
-    side = side_of(order.vision.patch_size) * (getattr(order.config, "spatial_merge_size", 1) or 1)
-    # the first one has two tokens: one token alone the library squeezes away
-    sizes = [[side, side * (2 - index % 2)] for index in range(order.num_images)]
-    widest = max(width for _, width in sizes)
-    pixels = order.fill(order.num_images, order.channels, side, widest)
-    return {"pixel_values": pixels, "image_sizes": order.integers(sizes)}
+    elif "image_position_ids" in names:
+        # patches with their places: [N, P, numbers of a patch] and [N, P, 2]
+        pool = getattr(vision, "pooling_kernel_size", 1) or 1
+        places = [[column, row] for row in range(pool) for column in range(pool * 2)]
+        positions = integers([places] * count)
+        for numbers in (3 * side**2, 3 * (side * pool) ** 2):
+            pixels = fill(count, len(places), numbers)
+            yield {"pixel_values": pixels, "image_position_ids": positions}
+    elif "target_sizes" in names:
+        # patches of a picture side by side: [1, C, side of a patch, P times that]
+        for factor in (4, 8, 16):
+            longest = sum(factor * factor * width for width in wide)
+            pixels = fill(1, channels, side, longest * side)
+            sizes = integers([[factor, factor * width] for width in wide])
+            yield {"pixel_values": pixels, "target_sizes": sizes}
+    elif "image_grid_hw" in names:
+        num_patches, sizes = sum(4 * width for width in wide), integers([[2, 2 * w] for w in wide])
+        for shape in ((channels * side**2,), (channels, side, side)):
+            yield {"pixel_values": fill(num_patches, *shape), "image_grid_hw": sizes}
+            yield {"pixel_values": fill(1, num_patches, *shape), "image_grid_hw": sizes}
+    elif "pixel_attention_mask" in names:
+        # by row, padded with pictures of zeros: [R, pictures of a row, C, H, W]
+        factor = getattr(config, "scale_factor", None) or getattr(vision, "scale_factor", None)
+        for size in (*([side * factor] if isinstance(factor, int) else []), None):
+            size = size or side_of(vision.image_size)
+            pixels = fill(count, channels, size, size)
+            mask = torch.ones(count, size, size, dtype=torch.bool, device=order.device)
+            yield {"pixel_values": in_rows(pixels), "pixel_attention_mask": in_rows(mask)}
+        # the last size again, and a mask of whole pictures
+        yield {"pixel_values": in_rows(pixels), "pixel_attention_mask": in_rows(mask[:, 0, 0])}
+    elif "aspect_ratio_ids" in names:
+        # Mllama: pictures of one tile by row: [R, pictures of a row, tiles, C, H, W]
+        tiles, (height, width) = vision.max_num_tiles, _size(vision.image_size)
+        ones = torch.ones(count, dtype=torch.long, device=order.device)
+        first = torch.eye(1, tiles, device=order.device).long().expand(count, -1)
+        yield {
+            "pixel_values": in_rows(fill(count, tiles, channels, height, width)),
+            "aspect_ratio_ids": in_rows(ones),
+            "aspect_ratio_mask": in_rows(first),
+        }
+    elif getattr(config, "image_grid_pinpoints", None):
+        # LLaVA-NeXT: tiles of each picture, as many as its size asks for: [N, tiles, C, H, W]
+        height, width = _size(vision.image_size)
+        # more tiles than are taken do no harm
+        most = max(1 + (h // height) * (w // width) for h, w in config.image_grid_pinpoints)
+        pixels = fill(count, most, channels, height, width)
+        sizes = integers([[height, width * factor] for factor in wide])
+        yield {"pixel_values": pixels, "image_sizes": sizes}
+    elif "image_sizes" in names and getattr(vision, "model_type", "") == "pixtral":
+        # pictures padded to the largest, and their sizes: [N, C, H, W]
+        side *= getattr(config, "spatial_merge_size", 1) or 1
+        # the first one has two tokens: one token alone the library squeezes away
+        widths = [side * (3 - factor) for factor in wide]
+        pixels = fill(count, channels, side, max(widths))
+        yield {"pixel_values": pixels, "image_sizes": integers([[side, w] for w in widths])}
+    yield from _whole_pictures(order, names)
 
 
 def _whole_pictures(order: PictureOrder, names: frozenset[str]) -> Iterator[Batch]:
     """Pictures of the one size that the tower takes: [N, C, H, W]."""
-    vision = order.vision
+    vision, fill, count = order.vision, order.fill, order.num_images
     places = (vision, getattr(vision, "sam_config", None), order.config)
     size = next((o for one in places if (o := getattr(one, "image_size", None))), None)
     if size is None or not (hasattr(vision, "hidden_size") or hasattr(vision, "sam_config")):
-        yield from _bare_patches(order)
+        # patches for a tower that is one projection, or that folds each patch into one token
+        tokens = getattr(order.config, "vision_soft_tokens_per_image", None)
+        if tokens is not None:  # the size is the other library's: 48 pixels a token each way
+            side = 48 * int(tokens**0.5)
+            yield {"pixel_values": fill(count, 3, side, side)}
+        if hasattr(vision, "patch_size"):
+            side, frames = side_of(vision.patch_size), getattr(vision, "temporal_patch_size", 1)
+            yield {"pixel_values": fill(count, 4, order.channels * side**2)}
+            yield {"pixel_values": fill(count, frames, side, side, order.channels)}
         return
     height, width = _size(size)
-    pictures = {"pixel_values": order.fill(order.num_images, order.channels, height, width)}
+    pictures = {"pixel_values": fill(count, order.channels, height, width)}
     high = getattr(order.config, "high_res_vision_config", None)
     if "high_res_pixel_values" in names and high is not None:
         sides = _size(high.image_size)
-        pictures["high_res_pixel_values"] = order.fill(order.num_images, order.channels, *sides)
+        pictures["high_res_pixel_values"] = fill(count, order.channels, *sides)
     if "image_sizes" in names:
-        yield pictures | {"image_sizes": order.integers([[height, width]] * order.num_images)}
+        yield pictures | {"image_sizes": order.integers([[height, width]] * count)}
     yield pictures
-
-
-def _bare_patches(order: PictureOrder) -> Iterator[Batch]:
-    """Patches for a tower that is one projection, or that folds each patch into one token."""
-    vision = order.vision
-    tokens = getattr(order.config, "vision_soft_tokens_per_image", None)
-    if tokens is not None:  # the size is the other library's: 48 pixels a token in each direction
-        side = 48 * int(tokens**0.5)
-        yield {"pixel_values": order.fill(order.num_images, 3, side, side)}
-    if not hasattr(vision, "patch_size"):
-        return
-    side, frames = side_of(vision.patch_size), getattr(vision, "temporal_patch_size", 1)
-    yield {"pixel_values": order.fill(order.num_images, 4, order.channels * side**2)}
-    yield {"pixel_values": order.fill(order.num_images, frames, side, side, order.channels)}
 
 
 def side_of(size: int | Sequence[int]) -> int:
@@ -345,23 +281,57 @@ def picture_batch(
             raise UserError(
                 f"No pictures could be made for {config.model_type}: its tower takes "
                 f"{', '.join(sorted(_parameters(config, whole))) or 'nothing that has a name'}. "
-                "One of the layouts in stageline/stages/example_batch.py was expected: add it."
+                "Add a layout to stageline/stages/example_batch.py."
             )
         pictures, counts = found, image_tokens(whole, found, rows)
         if image_token(config) is None:
             raise UserError(
-                f"The configuration of {config.model_type} names no token for a picture; one was "
-                "expected in image_token_id, because the text must say where pictures are. Set it."
+                f"The configuration of {config.model_type} names no token for a picture. Set "
+                "image_token_id."
             )
-    writer = _Writer(config, generator)
-    left = iter(counts)
-    lines = [writer.row([next(left) for _ in range(count)], longer) for count in rows]
-    pad = getattr(config.get_text_config(decoder=True), "pad_token_id", None) or 0
-    ids = pad_sequence(lines, batch_first=True, padding_value=pad)
+    text = config.get_text_config(decoder=True)
+    known = getattr(text, "unpadded_vocab_size", None) or text.vocab_size
+    offset = getattr(getattr(config, "vision_config", None), "vocab_offset", None)
+    special, most = special_tokens(config), min(offset or known, known, TEXT_IDS)
+    letters = torch.tensor([one for one in range(3, most) if one not in special])
+
+    def written(length: int) -> torch.Tensor:
+        return letters[torch.randint(len(letters), (length,), generator=generator)]
+
+    start, end = (
+        next((o for n in names if isinstance(o := getattr(config, n, None), int)), None)
+        for names in (STARTS, ENDS)
+    )
+    if max(start or 0, end or 0) >= text.vocab_size:
+        start = end = None  # left over from a larger vocabulary
+    token, left, lines = image_token(config), iter(counts), []
+    for count in rows:  # text, and after it each picture with text behind
+        pieces = [written(TOKENS_BETWEEN + longer)]
+        for _ in range(count):
+            shown = [one for one in (start, *[token] * next(left), end) if one is not None]
+            pieces += [torch.tensor(shown), written(TOKENS_BETWEEN)]
+        lines.append(torch.cat(pieces))
+    ids = pad_sequence(lines, batch_first=True, padding_value=getattr(text, "pad_token_id", 0) or 0)
     mask = pad_sequence([torch.ones_like(line) for line in lines], batch_first=True)
-    batch = {"input_ids": ids, "attention_mask": mask, **_token_types(config, whole, ids, mask)}
-    batch = {name: value.to(device) for name, value in batch.items()}
-    return batch | pictures | _by_token(whole, pictures, batch, rows)
+    batch = {"input_ids": ids, "attention_mask": mask}
+    # which tokens are pictures, under the names that the model's forward takes
+    names = inspect.signature(type(whole).forward).parameters
+    is_picture = torch.zeros_like(ids) if token is None else (ids == token).long()
+    for name in ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids"):
+        if name in names:
+            batch[name] = is_picture
+    if "token_type_ids" in batch and getattr(text, "use_bidirectional_attention", None) is True:
+        batch["token_type_ids"] = (1 - is_picture) * mask  # ones stand for the answer behind
+    if "cross_attention_mask" in names and "aspect_ratio_mask" in pictures:
+        # which pictures each token sees, in models whose layers attend to them
+        tiles = pictures["aspect_ratio_mask"].cpu()
+        seen = torch.zeros(*ids.shape, *tiles.shape[1:], dtype=torch.long)
+        for row, count in enumerate(rows):
+            places = is_picture[row].nonzero().flatten().tolist()
+            for picture, place in zip(range(count), places):
+                seen[row, place:, picture] = tiles[row, picture]
+        pictures = {**pictures, "cross_attention_mask": seen.to(device)}
+    return {name: value.to(device) for name, value in batch.items()} | pictures
 
 
 def _features_reader(whole: nn.Module) -> Callable[..., Any] | None:
@@ -418,73 +388,8 @@ def image_tokens(whole: nn.Module, pictures: Batch, rows: Sequence[int]) -> list
     return [total // num_images] * num_images
 
 
-class _Writer:
-    """Writes rows of random text with places for pictures."""
-
-    def __init__(self, config: PretrainedConfig, generator: torch.Generator) -> None:
-        text = config.get_text_config(decoder=True)
-        special = special_tokens(config)
-        offset = getattr(getattr(config, "vision_config", None), "vocab_offset", None)
-        known = getattr(text, "unpadded_vocab_size", None) or text.vocab_size
-        most = min(offset or known, known, TEXT_IDS)
-        self.letters = torch.tensor([one for one in range(3, most) if one not in special])
-        self.generator = generator
-        self.image = image_token(config)
-        self.start, self.end = (
-            next((o for n in names if isinstance(o := getattr(config, n, None), int)), None)
-            for names in (STARTS, ENDS)
-        )
-        if max(self.start or 0, self.end or 0) >= text.vocab_size:
-            self.start = self.end = None  # left over from a larger vocabulary
-
-    def row(self, pictures: Sequence[int], longer: int) -> torch.Tensor:
-        """[T]: text, and after it each picture with text behind."""
-        pieces = [self.text(TOKENS_BETWEEN + longer)]
-        for count in pictures:
-            ids = [self.image] * count
-            ids = [one for one in (self.start, *ids, self.end) if one is not None]
-            pieces += [torch.tensor(ids), self.text(TOKENS_BETWEEN)]
-        return torch.cat(pieces)
-
-    def text(self, length: int) -> torch.Tensor:
-        places = torch.randint(len(self.letters), (length,), generator=self.generator)
-        return self.letters[places]
-
-
 def image_token(config: PretrainedConfig) -> int | None:
     """The token that stands where features of a picture go; None: the model has none."""
     names = ("image_token_id", "image_token_index", "image_patch_id", "im_patch_id")
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), None)
-
-
-def _token_types(
-    config: PretrainedConfig, whole: nn.Module, ids: torch.Tensor, mask: torch.Tensor
-) -> Batch:
-    """Which tokens are pictures, under the names that the model's forward takes."""
-    names = inspect.signature(type(whole).forward).parameters
-    token = image_token(config)
-    is_picture = torch.zeros_like(ids) if token is None else (ids == token).long()
-    types = {n: is_picture for n in ("mm_token_type_ids", "moe_mm_token_type_ids") if n in names}
-    if "token_type_ids" in names:
-        text = config.get_text_config(decoder=True)
-        # where a prefix is read in both directions, ones stand for the answer after it
-        reads_both_ways = getattr(text, "use_bidirectional_attention", None) is True
-        types["token_type_ids"] = (1 - is_picture) * mask if reads_both_ways else is_picture
-    return types
-
-
-def _by_token(whole: nn.Module, pictures: Batch, batch: Batch, rows: Sequence[int]) -> Batch:
-    """What says for each token which pictures it sees, in models whose layers attend to them."""
-    names = inspect.signature(type(whole).forward).parameters
-    if "cross_attention_mask" not in names or "aspect_ratio_mask" not in pictures:
-        return {}
-    ids, tiles = batch["input_ids"], pictures["aspect_ratio_mask"]
-    seen = torch.zeros(*ids.shape, *tiles.shape[1:], dtype=torch.long, device=ids.device)
-    token = image_token(cast(PretrainedConfig, whole.config))
-    assert token is not None  # `rows` came of a batch with it
-    for row, count in enumerate(rows):
-        places = (ids[row] == token).nonzero().flatten().tolist()
-        for picture, place in zip(range(count), places):
-            seen[row, place:, picture] = tiles[row, picture]
-    return {"cross_attention_mask": seen}

@@ -24,19 +24,14 @@ from transformers import PreTrainedModel, masking_utils
 
 from stageline.data.batches.batch import IGNORE, ROW_LENGTHS
 from stageline.errors import UserError
+from stageline.modules.router_records import ROUTER_LOGITS
 
 Batch = dict[str, torch.Tensor]
-_PACKED_INPUTS = ("attention_mask", "sample_ids")
 
 
 def is_packed(batch: Batch) -> bool:
     """Whether rows hold several samples."""
     return "sample_ids" in batch
-
-
-def without_masks(batch: Batch) -> Batch:
-    """The inputs without the mask that would hide the borders."""
-    return {name: value for name, value in batch.items() if name not in _PACKED_INPUTS}
 
 
 # -- what the host knows of rows, which the library's mask functions would ask the device for
@@ -75,10 +70,12 @@ class _Rows:
         mask_BT: of rows that are padded on the right, as the model gets it.
         seen: what the library made of just this mask.
         is_packed: borders are there to be found.
+        looks: the library may ask the device whether a mask can be left out.
     """
 
     mask_BT: torch.Tensor | None = None
     is_packed: bool = False
+    looks: bool = True
     seen: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -86,10 +83,10 @@ _ROWS: ContextVar[_Rows | None] = ContextVar("what is known of the rows of a pas
 
 
 @contextlib.contextmanager
-def known_rows(batch: Batch) -> Iterator[None]:
+def known_rows(batch: Batch, *, looks: bool = True) -> Iterator[None]:
     """While open, the library's mask functions need not ask the device what the host knows."""
     padded = batch.get("attention_mask") if ROW_LENGTHS in batch else None
-    token = _ROWS.set(_Rows(padded, is_packed(batch)))
+    token = _ROWS.set(_Rows(padded, is_packed(batch), looks))
     try:
         yield
     finally:
@@ -109,21 +106,18 @@ def _mask_arguments(plain: Callable[..., tuple], *args: Any, **kwargs: Any) -> t
 def _mask_of_kernel(name: str, *args: Any, **kwargs: Any) -> Any:
     """The library's mask for a kernel, without padding where only the future is hidden besides."""
     rows, mask = _ROWS.get(), kwargs.get("attention_mask")
-    is_own = rows is not None and mask is not None and any(mask is one for one in rows.seen)
-    # the library asks for it where a mask is causal, or that and a window, and nothing else
-    if is_own and kwargs.get("allow_is_causal_skip") and _is_square(mask, kwargs):
-        kwargs["attention_mask"] = None
-    # a step of decoding has a mask where rows begin behind others: nobody need look at it
-    is_step = kwargs.get("q_length") == 1 < (kwargs.get("kv_length") or 0)
-    if rows is not None and mask is not None and is_step:
-        kwargs["allow_is_causal_skip"] = False
+    if rows is not None and mask is not None:
+        # a step of decoding has a mask where rows begin behind others: nobody need look at it
+        is_step = kwargs.get("q_length") == 1 < (kwargs.get("kv_length") or 0)
+        is_square = kwargs.get("q_length") == kwargs.get("kv_length") == mask.shape[1]
+        # the library asks for it where a mask is causal, or that and a window, and nothing else
+        asks = kwargs.get("allow_is_causal_skip")
+        if asks and is_square and any(mask is one for one in rows.seen):
+            kwargs["attention_mask"] = None
+        elif is_step or not rows.looks:
+            kwargs["allow_is_causal_skip"] = False
     kernels: Any = masking_utils.AttentionMaskInterface._global_mapping
     return kernels[name](*args, **kwargs)
-
-
-def _is_square(mask_BT: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the tokens of a pass are those that they see: there are none of a cache."""
-    return [kwargs.get(name) for name in ("q_length", "kv_length")] == [mask_BT.shape[1]] * 2
 
 
 def _packed_borders(plain: Callable[..., Any], position_ids: torch.Tensor) -> Any:
@@ -218,9 +212,8 @@ def multimodal_positions(
         )
         if len(alone_3SL) != 3:
             raise UserError(
-                f"`packing`: positions of {len(alone_3SL)} axes came from the model's "
-                "get_rope_index, 3 were expected, because stages know no other packed rows of "
-                "pictures: leave `packing` out."
+                f"`packing`: the model's get_rope_index gives positions of {len(alone_3SL)} axes; "
+                "packed rows of pictures need 3. Leave `packing` out."
             )
         axes_3BT[:, is_real_BT] = alone_3SL[:, sample_N, place_N].to(axes_3BT)
     return torch.cat((text_BT[None], axes_3BT))
@@ -282,7 +275,10 @@ class RouterLoss:
         for logits_NE in router_logits:
             weights_NE = functional.softmax(logits_NE, dim=-1)
             chosen_NK = torch.topk(weights_NE, self.top_k, dim=-1).indices
-            is_real = _is_real(attention_mask_BT, logits_NE)
+            if attention_mask_BT is None:
+                is_real = torch.ones(logits_NE.shape[0], device=logits_NE.device)
+            else:
+                is_real = attention_mask_BT.reshape(-1).to(logits_NE.device, torch.float32)
             counts = counts + torch.zeros_like(counts).scatter_add_(
                 0, chosen_NK.reshape(-1), is_real.repeat_interleave(self.top_k)
             )
@@ -306,13 +302,6 @@ class RouterLoss:
         return counts.detach(), probabilities, num_rows.detach()
 
 
-def _is_real(attention_mask_BT: torch.Tensor | None, logits_NE: torch.Tensor) -> torch.Tensor:
-    """1.0 for rows that count, 0.0 for padding, [N]."""
-    if attention_mask_BT is None:
-        return torch.ones(logits_NE.shape[0], device=logits_NE.device)
-    return attention_mask_BT.reshape(-1).to(device=logits_NE.device, dtype=torch.float32)
-
-
 def find_router_loss(whole: PreTrainedModel, *, coefficient: float | None = None) -> RouterLoss:
     """The router loss of a whole model, read from the model and checked against its own function.
 
@@ -323,14 +312,15 @@ def find_router_loss(whole: PreTrainedModel, *, coefficient: float | None = None
         UserError: the model has no such loss, or one of another form.
     """
     library = getattr(sys.modules[type(whole).__module__], LIBRARY_NAME, None)
+    records = ROUTER_LOGITS in (getattr(whole.base_model, "_can_record_outputs", None) or {})
     names = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
     values = [getattr(whole, name, None) for name in names]
     is_text_model = whole.config.get_text_config(decoder=True) is whole.config
-    if library is None or None in values or not is_text_model or not _router_types(whole):
+    if library is None or None in values or not is_text_model or not records:
         raise UserError(
-            f"{FLAG} is true for {type(whole).__name__} ({whole.config.model_type}), a text "
-            f"decoder with experts and transformers' {LIBRARY_NAME} was expected: other models "
-            f"have no router loss, or one that stages cannot carry yet. Set {FLAG} to false."
+            f"{FLAG} is true for {type(whole).__name__} ({whole.config.model_type}), which has no "
+            f"router loss that stages can carry, {LIBRARY_NAME} of a text decoder with experts. "
+            f"Set {FLAG} to false."
         )
     num_experts, top_k, default = (value for value in values if value is not None)
     if not _agrees(RouterLoss(num_experts, top_k, coefficient=1.0), library):
@@ -339,15 +329,6 @@ def find_router_loss(whole: PreTrainedModel, *, coefficient: float | None = None
             f"f_e x P_e over all layers, which is what stages can carry: set {FLAG} to false."
         )
     return RouterLoss(num_experts, top_k, default if coefficient is None else coefficient)
-
-
-def _router_types(whole: PreTrainedModel) -> tuple[type[nn.Module], ...]:
-    """The classes whose outputs the library records as router logits."""
-    known = getattr(whole.base_model, "_can_record_outputs", None) or {}
-    recorders = known.get("router_logits", [])
-    recorders = recorders if isinstance(recorders, list) else [recorders]
-    classes = [getattr(recorder, "target_class", recorder) for recorder in recorders]
-    return tuple(item for item in classes if isinstance(item, type))
 
 
 def _agrees(router_loss: RouterLoss, library: Callable[..., torch.Tensor]) -> bool:
@@ -398,10 +379,23 @@ def check_packing(
     model.eval()
     try:
         ids_N, length = ids_N.to(device), len(ids_N) // 2
-        packed_BTH = _check_apart(model, rows, ids_N)
-        for own in (slice(0, length), slice(length, 2 * length)):
+        halves = slice(0, length), slice(length, 2 * length)
+        for own, other in (halves, halves[::-1]):
+            # once for each: flex attention's compiled kernels refuse a second backward pass
+            packed_BTH, source_BTH = _run(model, rows, ids_N)
+            weights = torch.arange(1, packed_BTH.shape[-1] + 1, device=packed_BTH.device).cos()
+            (grad,) = torch.autograd.grad((packed_BTH[:, own].float() * weights).sum(), source_BTH)
+            if bool(_by_token(model, grad, packed_BTH.shape[:2])[:, other].any()):
+                seen = f"a token sees tokens of another sample with {rows} rows a micro-batch"
+                raise _refusal(model, seen)
+        for own in halves:
             alone_BTH, _ = _run(model, rows, ids_N, own)
-            _check_equal(model, packed_BTH[:, own], alone_BTH)
+            packed, alone = packed_BTH[:, own].detach().float(), alone_BTH.float()
+            apart = ((packed - alone).norm() / alone.norm()).item()
+            if not apart <= _TOLERANCE.get(packed_BTH.dtype, 0.05):
+                raise _refusal(
+                    model, f"a packed sample comes out differently than alone (by {apart:.1e})"
+                )
     except TypeError as error:
         raise _refusal(model, f"its forward does not take position ids ({error})") from error
     finally:
@@ -480,38 +474,14 @@ def _embedded(model: Any) -> Iterator[list[torch.Tensor]]:
         handle.remove()
 
 
-def _check_apart(model: Any, rows: int, ids_N: torch.Tensor) -> torch.Tensor:
-    parts = slice(0, len(ids_N) // 2), slice(len(ids_N) // 2, None)
-    for own, other in (parts, parts[::-1]):
-        # anew for each: flex attention's compiled kernels refuse a second backward pass
-        output_BTH, source_BTH = _run(model, rows, ids_N)
-        weights = torch.arange(1, output_BTH.shape[-1] + 1, device=output_BTH.device).cos()
-        (grad,) = torch.autograd.grad((output_BTH[:, own].float() * weights).sum(), source_BTH)
-        grad_BTH = _by_token(model, grad, output_BTH.shape[:2])
-        if bool(grad_BTH[:, other].any()):
-            seen = f"a token sees tokens of another sample with {rows} rows a micro-batch"
-            raise _refusal(model, seen)
-    return output_BTH.detach()
-
-
-def _check_equal(model: Any, packed_BTH: torch.Tensor, alone_BTH: torch.Tensor) -> None:
-    packed, alone = packed_BTH.float(), alone_BTH.float()
-    difference = ((packed - alone).norm() / alone.norm()).item()
-    if not difference <= _TOLERANCE.get(packed_BTH.dtype, 0.05):
-        raise _refusal(
-            model, f"a packed sample comes out differently than alone (by {difference:.1e})"
-        )
-
-
 def _refusal(model: Any, reason: str) -> UserError:
     inner = getattr(model, "whole", None)
     config = getattr(inner, "config", None)
     kernel = getattr(config, "_attn_implementation", None)
     return UserError(
         f"`packing`: stage {model.stage} of {type(inner or model).__name__} (attention {kernel}) "
-        f"cannot hold several samples in one row: {reason}. Each sample was expected to come out "
-        "as it does alone, because packing must not change what is learnt: leave `packing` out "
-        "(samples of similar length travel together anyway)"
+        f"cannot hold several samples in one row: {reason}. Leave `packing` out (samples of "
+        "similar length travel together anyway)"
         + (
             ", set `micro_batch_size` 1, or choose `train_model.attn_implementation` sdpa."
             if "flash" in str(kernel)

@@ -8,6 +8,7 @@ A tensor that depends on a weight is called tainted. What is not tainted follows
 alone, and every stage makes it itself.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -94,30 +96,14 @@ class ForwardTrace(TorchDispatchMode):
         outputs = _tensors(output)
         is_mutable = func._schema.is_mutable
         is_view = not is_mutable and bool(outputs) and {*map(storage_of, outputs)} <= inputs
-        if not is_view and not any(part in func.name() for part in _SHAPE_ONLY):
-            self._note_reads(inputs, func.name())
-            is_tainted = not inputs.isdisjoint(self._tainted)
-        else:
-            is_tainted = is_view and not inputs.isdisjoint(self._tainted)
-        self._note_writes(inputs, outputs, is_tainted=is_tainted, is_mutable=is_mutable)
-        return output
-
-    def _note_reads(self, inputs: set[int], name: str) -> None:
-        for storage in inputs:
+        reads = not is_view and not any(part in func.name() for part in _SHAPE_ONLY)
+        for storage in inputs if reads else ():
             self.last_read[storage] = self.now
             if storage in self._weights:
                 self.weight_reads.setdefault(storage, []).append(self.now)
             elif storage in self._tainted:
-                self.reads.append((self.now, storage, name))
-
-    def _note_writes(
-        self,
-        inputs: set[int],
-        outputs: list[torch.Tensor],
-        *,
-        is_tainted: bool,
-        is_mutable: bool,
-    ) -> None:
+                self.reads.append((self.now, storage, func.name()))
+        is_tainted = (reads or is_view) and not inputs.isdisjoint(self._tainted)
         for value in outputs:
             storage = storage_of(value)
             if storage not in inputs:
@@ -128,6 +114,7 @@ class ForwardTrace(TorchDispatchMode):
                 self.born[storage] = self.now
             if is_tainted:
                 self._tainted.add(storage)
+        return output
 
     def enter(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
         """A module is called."""
@@ -160,9 +147,18 @@ def rehearse(whole: nn.Module, run: Callable[[], object], batch: Mapping[str, An
     watched = ForwardTrace(whole)
     watched._kept += _tensors(dict(batch))
     handles: list[RemovableHandle] = []
+
+    def enter(name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        watched.enter(name, args, kwargs)
+
+    def leave(name: str, module: nn.Module, args: tuple, output: Any) -> None:
+        watched.leave(name, output)
+
     for name, module in whole.named_modules():
         if name:
-            handles += _watch(module, name, watched)
+            before = functools.partial(enter, name)
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_hook(functools.partial(leave, name)))
     try:
         # no stand-in asks for a gradient; where the mode is off, the model has turned it off
         with torch.enable_grad(), torch.random.fork_rng(devices=[]), watched:
@@ -171,22 +167,6 @@ def rehearse(whole: nn.Module, run: Callable[[], object], batch: Mapping[str, An
         for handle in handles:
             handle.remove()
     return watched
-
-
-def _watch(module: nn.Module, name: str, watched: ForwardTrace) -> tuple[Any, Any]:
-    def enter(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        watched.enter(name, args, kwargs)
-
-    def leave(_: nn.Module, args: tuple, output: Any) -> None:
-        watched.leave(name, output)
-
-    before = module.register_forward_pre_hook(enter, with_kwargs=True)
-    return before, module.register_forward_hook(leave)
-
-
-def is_small(whole: nn.Module) -> bool:
-    """Whether a model is rehearsed for real, which takes no time."""
-    return sum(weight.numel() for weight in whole.parameters()) <= _SMALL
 
 
 @contextmanager
@@ -202,8 +182,18 @@ def stand_ins(
         dtype: of the model; fake weights have FAKE_DTYPE in its place, which all kernels know.
         is_fake: whether they have shapes only; None: those of a large model.
     """
-    is_fake = not is_small(whole) if is_fake is None else is_fake
-    make = _fake_maker(dtype) if is_fake else _make_real
+    if is_fake is None:
+        is_fake = sum(weight.numel() for weight in whole.parameters()) > _SMALL
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def make(meta: torch.Tensor) -> torch.Tensor:
+        if not is_fake:  # not zero: a norm of zeros, divided by, is no number
+            value = 1e-2 if meta.is_floating_point() else 0
+            return torch.full(meta.shape, value, dtype=meta.dtype, device="cpu")
+        with fake_mode:
+            of = FAKE_DTYPE if meta.dtype == dtype else meta.dtype
+            return torch.empty(meta.shape, dtype=of, device="cpu")
+
     made: dict[int, torch.Tensor] = {}
     put: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for module in whole.modules():
@@ -224,25 +214,6 @@ def stand_ins(
         log.setLevel(level)
         for holder, name, value in put:
             holder[name] = value
-
-
-def _make_real(meta: torch.Tensor) -> torch.Tensor:
-    # not zero: a norm of zeros, divided by, is no number
-    value = 1e-2 if meta.is_floating_point() else 0
-    return torch.full(meta.shape, value, dtype=meta.dtype, device="cpu")
-
-
-def _fake_maker(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def make(meta: torch.Tensor) -> torch.Tensor:
-        with mode:
-            of = FAKE_DTYPE if meta.dtype == dtype else meta.dtype
-            return torch.empty(meta.shape, dtype=of, device="cpu")
-
-    return make
 
 
 @dataclass(frozen=True)

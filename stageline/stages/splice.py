@@ -30,6 +30,10 @@ else:
 
 Tensors = tuple[torch.Tensor, ...]
 Arguments = dict[str, Any]  # "a": positional ones, "k": by name
+OTHER_WAY = (
+    "This micro-batch runs the model in another way than it was rehearsed in: set layerdrop to 0, "
+    "train it on one GPU, or write a subclass of StageModel."
+)
 
 
 class Cut(BaseException):
@@ -59,7 +63,7 @@ class Absent(PassThrough):
             return getattr(self.__dict__["original"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError(f"{type(self.original).__name__} lies on another stage")
+        raise UserError(f"{type(self.original).__name__} lies on another stage. {OTHER_WAY}")
 
 
 class ForeignLayer(Absent):
@@ -93,6 +97,7 @@ class _Pass:
 
     Attributes:
         came, sent: slot -> its tensor.
+        taken: slots whose tensor a layer has taken in.
         incoming, outgoing: the slots of both borders.
         taken_instead: slots that a layer took in the place of the one that was meant.
     """
@@ -101,6 +106,7 @@ class _Pass:
     incoming: tuple[Slot, ...]
     outgoing: tuple[Slot, ...]
     sent: dict[int, torch.Tensor] = field(default_factory=dict)
+    taken: set[int] = field(default_factory=set)
     taken_instead: set[int] = field(default_factory=set)
 
     @functools.cached_property
@@ -135,18 +141,14 @@ class Spliced(_Mixed):
     _pass: _Pass | None = None
     _hollow: tuple[_Hollow, ...] = ()
 
-    def own_places(self) -> frozenset[int]:
-        """Places of the plan on this stage."""
+    def owns(self, name: str) -> bool:
+        """Whether a parameter of the whole model is read on this stage."""
         places = {*self.layers}
         if self.is_first:
             places.add(-1)
         if self.is_last:
             places.add(self.plan.size)
-        return frozenset(places)
-
-    def owns(self, name: str) -> bool:
-        """Whether a parameter of the whole model is read on this stage."""
-        return not self.plan.owners[name].isdisjoint(self.own_places())
+        return not self.plan.owners[name].isdisjoint(places)
 
     def splice(self, whole: nn.Module) -> None:
         """Drops from a whole model, in place, what this stage never reads."""
@@ -173,18 +175,15 @@ class Spliced(_Mixed):
                 continue
             here = prefix + leaf
             is_around = self.plan.layers == here or self.plan.layers.startswith(here + ".")
-            is_run = not self.is_first and self._is_called(here)
+            # it, or a module below it, is called before the own layers, outside of layers
+            is_run = not self.is_first and any(
+                place < self.layers.start and (name == here or name.startswith(here + "."))
+                for name, place in self.plan.called.items()
+            )
             if is_around or is_run or _is_below(own, here):
                 self._keep(child, here, own)
             else:
                 module._modules[leaf] = Absent(child, kept={})
-
-    def _is_called(self, path: str) -> bool:
-        """Whether a module or one below it is called before the own layers, outside of layers."""
-        return any(
-            place < self.layers.start and (name == path or name.startswith(path + "."))
-            for name, place in self.plan.called.items()
-        )
 
     def _foreign(self, layer: nn.Module, path: str, own: set[str], index: int) -> nn.Module:
         kept = {}
@@ -214,16 +213,16 @@ class Spliced(_Mixed):
 
     def intercept(self) -> None:
         """Puts hooks where tensors of the borders are arguments; once, on the stage's modules."""
-        for index, leaf in enumerate(self.get_submodule(self.plan.layers)._modules):
+        for index, leaf in enumerate(self.whole.get_submodule(self.plan.layers)._modules):
             if index in self.layers:
-                layer = self.get_submodule(f"{self.plan.layers}.{leaf}")
+                layer = self.whole.get_submodule(f"{self.plan.layers}.{leaf}")
                 hook = functools.partial(self._exchange, index)
-                layer.register_forward_pre_hook(hook, with_kwargs=True)
+                layer.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
                 if index == self.plan.size - 1 and not self.is_last:
                     layer.register_forward_hook(self._leave)  # the head lies alone behind it
         for name in self.plan.around:
             hook = functools.partial(self._exchange, name)
-            self.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+            self.whole.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
 
     def run_spliced(
         self, run: Callable[[], Any], came: Tensors, *, has_pictures: bool, ids: torch.Tensor
@@ -244,20 +243,19 @@ class Spliced(_Mixed):
         if len(came) != len(incoming):
             raise AssertionError(f"{len(came)} tensors came, {len(incoming)} were expected")
         self._pass = _Pass(came, incoming, outgoing)
+        output, is_cut = None, False
         try:
             with self._filled(ids.device):
                 output = run()
         except Cut:
-            return self._sent()
+            is_cut, output = True, self._sent()
         finally:
-            self._pass = None
-        if self.is_last:
+            current, self._pass = self._pass, None
+        if (is_cut or self.is_last) and (0 in current.taken or not came):
             return output
         raise UserError(
-            f"stage {self.stage} of {type(self.whole).__name__} came to the end of the model's "
-            "forward pass before all was there that the next stage needs. The layers of the next "
-            "stage were expected to be called: this micro-batch runs the model in another way than "
-            "it was rehearsed in. Train it on one GPU, or write a subclass of StageModel."
+            f"Stage {self.stage} of {type(self.whole).__name__} ran without a call of its first "
+            f"layer or of the next stage's. {OTHER_WAY}"
         )
 
     def _sent(self) -> Tensors:
@@ -313,6 +311,7 @@ class Spliced(_Mixed):
             raise Cut
         is_end = index == self.plan.size - 1 and self.layers.start == self.plan.size
         if is_end:  # a stage of the head alone begins behind the last layer
+            current.taken.add(0)
             outputs = {
                 slot.places[0][1]: tensor
                 for slot, tensor in zip(current.incoming, current.came, strict=True)
@@ -334,6 +333,7 @@ class Spliced(_Mixed):
                     # the code around the layers holds the model's own tensor: that one is filled
                     tensor = reach(arguments, path).copy_(tensor)
                 arguments = put(arguments, path, tensor)
+                current.taken.add(number)
         for path, number in current.capture.get(where, ()):
             if number not in current.sent:
                 current.sent[number] = reach(arguments, path)

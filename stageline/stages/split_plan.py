@@ -10,6 +10,7 @@ Border k lies before layer k; border n behind the last layer, before the head.
 Shapes: B rows, T tokens, N image tokens of the micro-batch.
 """
 
+import bisect
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from stageline.errors import UserError
 from stageline.stages.rehearsal import (
@@ -129,7 +131,7 @@ class _Watched:
         calls = _layer_calls(whole, log, layers)
         return cls(log, calls, frozenset(map(storage_of, batch.values())))
 
-    @property
+    @functools.cached_property
     def starts(self) -> list[int]:
         """When each layer begins; one that is passed over begins with the next."""
         found: list[int] = []
@@ -137,15 +139,20 @@ class _Watched:
             found.append(call.start if call else (found[-1] if found else self.end))
         return found[::-1]
 
-    @property
+    @functools.cached_property
     def end(self) -> int:
         return max(call.end for call in self.layers if call)
+
+    @functools.cached_property
+    def given_to(self) -> list[set[int]]:
+        """Storages among the arguments of each layer."""
+        return [{leaf.identity[0] for leaf in _leaves(call)} for call in self.layers]
 
     def place(self, time: int) -> int:
         """-1, a layer or n."""
         if time > self.end:
             return len(self.layers)
-        return max((i for i, start in enumerate(self.starts) if start <= time), default=-1)
+        return bisect.bisect_right(self.starts, time) - 1
 
 
 def make_plan(
@@ -195,7 +202,10 @@ def make_plan(
         full = watch(pictures)
         blind = watch({key: value for key, value in pictures.items() if not is_pixel(key)})
         _check_same_positions(whole, full, blind)
-        seen = _seen(full.log, log)
+        for module, calls in full.log.calls.items():
+            if module not in log.calls:
+                output = calls[-1].output
+                seen[module] = output.shape[-1] if isinstance(output, torch.Tensor) else 0
         owners |= _owners(whole, name, full, only_read=True)
         picture_borders = tuple(
             _slots(whole, full, k, around, sizes(pictures), without=blind) for k in range(size + 1)
@@ -239,15 +249,6 @@ def _layer_calls(whole: nn.Module, log: ForwardTrace, name: str) -> list[TracedC
     return layers
 
 
-def _seen(full: ForwardTrace, text: ForwardTrace) -> dict[str, int]:
-    found = {}
-    for name, calls in full.calls.items():
-        if name not in text.calls:
-            output = calls[-1].output
-            found[name] = output.shape[-1] if isinstance(output, torch.Tensor) else 0
-    return found
-
-
 def _called(watched: _Watched) -> dict[str, int]:
     layers = [call for call in watched.layers if call]
     found: dict[str, int] = {}
@@ -286,13 +287,10 @@ def _owners(
             if alias in given:
                 found[alias] = found[aliases[0]]
                 continue
-            inside = [t for t in times if _is_inside(t, log.calls.get(alias.rpartition(".")[0]))]
+            calls = log.calls.get(alias.rpartition(".")[0], [])
+            inside = [t for t in times if any(one.start <= t <= one.end for one in calls)]
             found[alias] = frozenset(map(watched.place, inside or times))
     return found
-
-
-def _is_inside(time: int, calls: Sequence[TracedCall] | None) -> bool:
-    return any(call.start <= time <= call.end for call in calls or ())
 
 
 def _unread_place(whole: nn.Module, layers: str, watched: _Watched, name: str) -> int:
@@ -341,13 +339,27 @@ def _slots(
     carried = {identity[0] for identity in found}
     for storage, (time, operator) in outside.items():
         if storage not in carried:
-            raise _closure(whole, watched, border, time, operator)
+            inside = [
+                name
+                for name, calls in watched.log.calls.items()
+                if any(call.start < time < call.end for call in calls)
+            ]
+            raise _refusal(
+                whole,
+                f"behind layer {border - 1}, {operator} in "
+                f"{max(inside, key=len, default='the model')} reads a tensor from before it that "
+                "no layer is given",
+            )
     slots = [
         _slot(places, sizes, is_filled=identity[0] in outside) for identity, places in found.items()
     ]
-    passed_over = _passed_over(watched, border)
+    # layers right behind the border that were not called: the first one that is works on the slot
+    behind = (i for i in range(border, len(watched.layers)) if watched.layers[i])
+    first = next(behind, border)
     slots = [
-        replace(slot, instead=passed_over) if _is_first(slot, watched, border) else slot
+        replace(slot, instead=tuple(range(border, first)))
+        if slot.places[0] == (first, ("a", 0))
+        else slot
         for slot in slots
     ]
     return tuple(sorted(slots, key=lambda slot: not slot.dtype.is_floating_point))
@@ -357,32 +369,19 @@ def _leaves(call: TracedCall | None) -> list[Leaf]:
     return call.leaves if call else []
 
 
-def _passed_over(watched: _Watched, border: int) -> tuple[int, ...]:
-    """Layers right behind the border that were not called."""
-    called = (i for i in range(border, len(watched.layers)) if watched.layers[i])
-    return tuple(range(border, next(called, border)))
-
-
-def _is_first(slot: Slot, watched: _Watched, border: int) -> bool:
-    """Whether the slot is what the first layer behind the border works on."""
-    where, path = slot.places[0]
-    return where == border + len(_passed_over(watched, border)) and path == ("a", 0)
-
-
 def _outside_reads(watched: _Watched, border: int) -> dict[int, tuple[int, str]]:
     """Tainted tensors made before the border that are read behind it outside of their layers.
 
     Outside of a layer that has them as an argument, that is: the code around the layers holds them.
     """
     log, start = watched.log, watched.starts[border]
-    given = [{leaf.identity[0] for leaf in _leaves(call)} for call in watched.layers]
     found: dict[int, tuple[int, str]] = {}
     for time, storage, operator in log.reads:
         if time < start or log.born.get(storage, 0) >= start:
             continue
         layer = watched.place(time)
         call = watched.layers[layer] if 0 <= layer < len(watched.layers) else None
-        if not (call and time < call.end and storage in given[layer]):
+        if not (call and time < call.end and storage in watched.given_to[layer]):
             found.setdefault(storage, (time, operator))
     return found
 
@@ -456,19 +455,18 @@ def _slots_of_any_length(
     found, num_tokens = [], sizes(batch)["T"]
     others = _slots(whole, again(), border, around, sizes(longer(batch)))
     for slot, other in zip(slots, others, strict=True):
-        pairs = zip(slot.dims, other.dims, strict=True)
-        found.append(replace(slot, dims=tuple(_dim_of(whole, num_tokens, *pair) for pair in pairs)))
+        dims: list[Dim] = []
+        for one, two in zip(slot.dims, other.dims, strict=True):
+            is_length = isinstance(one, int) and isinstance(two, int) and two == one + 1
+            if one != two and not is_length:
+                raise _refusal(
+                    whole,
+                    f"a tensor between its layers is {one} wide for one length and {two} for the "
+                    "next",
+                )
+            dims.append(("T", one - num_tokens) if is_length and isinstance(one, int) else one)
+        found.append(replace(slot, dims=tuple(dims)))
     return tuple(found)
-
-
-def _dim_of(whole: nn.Module, num_tokens: int, one: Dim, other: Dim) -> Dim:
-    if one == other:
-        return one
-    if isinstance(one, int) and isinstance(other, int) and other == one + 1:
-        return ("T", one - num_tokens)
-    raise _refusal(
-        whole, f"a tensor between its layers is {one} wide for one length and {other} for the next"
-    )
 
 
 def _check_same_positions(whole: nn.Module, full: _Watched, blind: _Watched) -> None:
@@ -479,22 +477,17 @@ def _check_same_positions(whole: nn.Module, full: _Watched, blind: _Watched) -> 
             twin = others.get(leaf.path)
             if leaf.is_tainted or twin is None or twin.is_tainted or other is None:
                 continue
-            if not _has_equal_value(leaf.value, twin.value):
+            is_fake = isinstance(leaf.value, FakeTensor) or isinstance(twin.value, FakeTensor)
+            is_same = leaf.value.shape == twin.value.shape and (
+                is_fake or torch.equal(leaf.value.nan_to_num(), twin.value.nan_to_num())
+            )
+            if not is_same:
                 path = ".".join(map(str, leaf.path[1:]))
                 raise _refusal(
                     whole,
                     f"layer {index} is given {path}, which follows from pixels that only the first "
                     "stage has",
                 )
-
-
-def _has_equal_value(one: torch.Tensor, other: torch.Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    if one.shape != other.shape:
-        return False
-    is_fake = isinstance(one, FakeTensor) or isinstance(other, FakeTensor)
-    return is_fake or torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def _structure_of(call: TracedCall | None) -> Any:
@@ -536,27 +529,10 @@ def rebuild(structure: Any, get: Callable[[Path, Path], Any], path: Path = ("o",
     return structure[1](*items) if hasattr(structure[1], "_fields") else structure[1](items)
 
 
-def _closure(
-    whole: nn.Module, watched: _Watched, border: int, time: int, operator: str
-) -> UserError:
-    inside = [
-        name
-        for name, calls in watched.log.calls.items()
-        if any(call.start < time < call.end for call in calls)
-    ]
-    return _refusal(
-        whole,
-        f"behind layer {border - 1}, {operator} in {max(inside, key=len, default='the model')} "
-        "reads a tensor from before it that no layer is given",
-    )
-
-
 def _refusal(whole: nn.Module, reason: str) -> UserError:
     config = getattr(whole, "config", None)
     return UserError(
         f"{type(whole).__name__} ({getattr(config, 'model_type', 'no model type')}) cannot be "
-        f"split over stages: {reason}. Layers that are called one after the other, each once, were "
-        "expected, and nothing beside their arguments that crosses a border, because a split must "
-        "compute what the whole model does. Train it on one GPU or with `dp_shard`, or write a "
-        "subclass of StageModel (docs/add_a_model.md)."
+        f"split over stages: {reason}. Train it on one GPU or with `dp_shard`, or write a subclass "
+        "of StageModel (docs/add_a_model.md)."
     )

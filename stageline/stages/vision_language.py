@@ -53,7 +53,13 @@ class VisionLanguageStage(VisionStages):
 
     def model_inputs(self, batch: Batch) -> dict[str, Any]:
         inputs = super().model_inputs(batch)
-        self._check_prefix(batch)
+        is_asked = getattr(self.text_config, "use_bidirectional_attention", None) is True
+        if is_asked and "token_type_ids" not in batch:  # it would read answers so, too
+            raise UserError(
+                f"{type(self.whole).__name__} reads a prompt in both directions, and the "
+                "micro-batch has no token_type_ids, which tell where the answer begins. Add them "
+                "in a collate_fn of your own (0 = prompt, 1 = answer), or train another model."
+            )
         if is_packed(batch) and self.has_axes and batch["position_ids"].ndim == 2:
             inputs["position_ids"] = multimodal_positions(
                 batch, self.whole.base_model.get_rope_index
@@ -61,17 +67,6 @@ class VisionLanguageStage(VisionStages):
         if self.is_first:
             return inputs
         return {name: value for name, value in inputs.items() if not is_pixel(name)}
-
-    def _check_prefix(self, batch: Batch) -> None:
-        """Refuses what the library would read in both directions, answers too, without padding."""
-        is_asked = getattr(self.text_config, "use_bidirectional_attention", None) is True
-        if is_asked and "token_type_ids" not in batch:
-            raise UserError(
-                f"a micro-batch came for {type(self.whole).__name__} without token_type_ids. They "
-                "were expected, because the model reads a prompt in both directions, and only they "
-                "tell where the answer begins: train another architecture, or use a collate_fn "
-                "part of your own that adds them (0: prompt, 1: answer)."
-            )
 
     @property
     def has_axes(self) -> bool:
@@ -118,15 +113,10 @@ def run_placeholder(
 ) -> None:
     """Runs the tower on a small picture, in a micro-batch without one.
 
-    Where tower or projector are trained, or the tower's weights are shared out over replicas on
-    their own, all replicas must do the same work in each micro-batch. So the tower runs forward,
-    without a graph, and what it says is thrown away: nothing is multiplied by zero, and inf or nan
-    reach no loss. Its weights get nothing, as in plain transformers: a gradient of zeros would let
-    AdamW move them. Where another replica has a picture, zeros are filled in when gradients are
-    added up. Random numbers are drawn as if it had not run.
-
-    A frozen tower whose weights are not sent on their own has nothing to do: `dp_shard` sends them
-    when the forward pass of the stage begins, picture or not.
+    Where tower or projector are trained, or the tower's weights are sharded on their own, all
+    replicas must do the same work in each micro-batch. The output is dropped, and the weights get
+    no gradient, as in plain transformers: zeros would let AdamW move them. Random numbers are drawn
+    as if it had not run.
 
     Args:
         weights: of tower and projector.
@@ -155,17 +145,13 @@ class Gemma3VisionStage(VisionLanguageStage):
 
     def model_inputs(self, batch: Batch) -> dict[str, Any]:
         inputs = super().model_inputs(batch)
-        if is_packed(batch) and "token_type_ids" in inputs:
-            inputs["attention_mask"] = self._packed_masks(inputs)
-        return inputs
-
-    def _packed_masks(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+        if not (is_packed(batch) and "token_type_ids" in inputs):
+            return inputs
         types_BT = inputs["token_type_ids"]
         if self.text_config._attn_implementation == "flex_attention":
             raise UserError(
-                f"`packing` came for {type(self.whole).__name__} with the attention flex. A kernel "
-                "that takes a mask of numbers was expected, because the mask of the sliding window "
-                "is cut out of that of whole rows: choose `attention` sdpa, or leave `packing` out."
+                f"`packing` came for {type(self.whole).__name__} with the attention flex, which "
+                "takes no mask of numbers. Choose `attention` sdpa, or leave `packing` out."
             )
         full_B1TT = create_causal_mask(
             self.text_config,
@@ -176,13 +162,15 @@ class Gemma3VisionStage(VisionLanguageStage):
             block_sequence_ids=get_block_sequence_ids_for_mask(types_BT),
         )
         if full_B1TT is None:  # an attention kernel that takes no mask
-            return {"full_attention": None, "sliding_attention": None}
+            inputs["attention_mask"] = {"full_attention": None, "sliding_attention": None}
+            return inputs
         assert isinstance(full_B1TT, torch.Tensor), "flex, with its own masks, was refused"
         place_T = torch.arange(types_BT.shape[1], device=types_BT.device)
         is_near_TT = place_T[None, :] > place_T[:, None] - self.text_config.sliding_window
         hidden = False if full_B1TT.dtype == torch.bool else torch.finfo(full_B1TT.dtype).min
         near_B1TT = full_B1TT.masked_fill(~is_near_TT, hidden)
-        return {"full_attention": full_B1TT, "sliding_attention": near_B1TT}
+        inputs["attention_mask"] = {"full_attention": full_B1TT, "sliding_attention": near_B1TT}
+        return inputs
 
 
 class CrossAttentionStage(VisionLanguageStage):
@@ -206,10 +194,6 @@ class CrossAttentionStage(VisionLanguageStage):
         """States of one tile: its patches and one for the whole."""
         vision = self.config.vision_config
         return (vision.image_size // vision.patch_size) ** 2 + 1
-
-    def looks_at_images(self, layers: range) -> bool:
-        """Whether one of these layers attends to images."""
-        return any(index in layers for index in self.text_config.cross_attention_layers)
 
     def modules_to_shard(self) -> list[torch.nn.Module]:
         """Not those that attend to images: a replica without images passes them by.
@@ -256,9 +240,9 @@ class CrossAttentionStage(VisionLanguageStage):
         if is_packed(batch):
             raise UserError(
                 "`packing` came for a model whose layers attend to images by cross-attention "
-                f"({self.config.model_type}). One sample in each row was expected, because a "
-                "token before the first image of its sample attends to all images of its row: "
-                "leave `packing` out (samples of similar length travel together anyway)."
+                f"({self.config.model_type}): a token before the first image of its sample attends "
+                "to all images of its row. Leave `packing` out (samples of similar length travel "
+                "together anyway)."
             )
         return super().model_inputs(batch)
 
@@ -267,7 +251,7 @@ class CrossAttentionStage(VisionLanguageStage):
 
     def kept_inputs(self, batch: Batch) -> Batch:
         """What the last token of each prompt sees [B, M, S]: its answer sees the same."""
-        if CROSS_MASK not in batch or not self.looks_at_images(self.layers):
+        if CROSS_MASK not in batch or not self.fixed_layers().intersection(self.layers):
             return {}
         return {CROSS_MASK: batch[CROSS_MASK][:, -1]}
 

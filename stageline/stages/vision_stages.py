@@ -1,19 +1,14 @@
 """A vision tower on stages of its own, before those of the decoder: `vision_stages n`.
 
 Stages 0 to n - 1 hold the tower's blocks, stage 0 also what comes before them and stage n - 1 what
-comes behind, with the projector. Stage n is the first of the decoder: it embeds the token ids and
-scatters the image features in that came over the border. All of it is the library's own forward:
+comes behind, with the projector. Stage n is the first of the decoder. All run the model's own
+forward: on a stage of the tower the blocks of earlier stages give what came over the border (an
+`Arrival`), and the first of a later stage ends the forward (a `Departure`); on stage n
+`get_image_features` gives what came.
 
-- on a stage of the tower the blocks of earlier stages are an `Arrival`, which gives what came over
-  the border, and those of later stages a `Departure`, which ends the forward with what goes on;
-- on stage n `get_image_features` gives what came.
-
-A micro-batch without an image sends one blank image through the tower, so that every stage has
-something to send and every replica does the same work. Stage n leaves its features out, and it goes
-without a graph: the tower's weights get nothing from it, as in plain transformers.
-
-Every rank knows the shapes from small integers alone (token ids, grids, sizes): only the first
-stage has pixels.
+A micro-batch without an image sends one blank image through the tower without a graph, so that
+every stage has something to send and every replica does the same work. Shapes follow from small
+integers (token ids, grids, sizes): only the first stage has pixels.
 
 Shapes: N image tokens of a micro-batch, H hidden size.
 """
@@ -32,7 +27,8 @@ from stageline.modules.pass_through import PassThrough, ZeroEmbedding
 from stageline.pipeline.topology import layer_range, uniform_partition
 from stageline.stages.causal_lm import CausalLMStage
 from stageline.stages.discover import tower_blocks
-from stageline.stages.example_batch import example_pictures, side_of
+from stageline.stages.example_batch import example_pictures, image_token, side_of
+from stageline.stages.splice import Cut
 
 Batch = dict[str, torch.Tensor]
 WITH_CLASS_TOKEN = ("clip_vision_model", "internvl_vision")
@@ -60,16 +56,11 @@ class TowerImages:
         self.num_blocks: int = getattr(vision, "num_hidden_layers", None) or vision.depth
         self.deepstack: list[int] = list(getattr(vision, "deepstack_visual_indexes", None) or ())
 
-    def has_images(self, batch: Batch) -> bool:
-        """Whether there is an image; by the token ids, which all stages have."""
-        return self.num_tokens(batch) > 0
-
     def num_tokens(self, batch: Batch) -> int:
         """Image tokens, one for each row of the projected features."""
-        image_token = getattr(self.config, "image_token_id", None)
-        if image_token is None:
-            image_token = self.config.image_token_index
-        return int((batch["input_ids"] == image_token).sum())
+        token = image_token(self.config)
+        assert token is not None  # families here have one
+        return int((batch["input_ids"] == token).sum())
 
     def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
         """Of the tower's hidden states; without an image, of those of a blank one."""
@@ -116,7 +107,7 @@ class TowerImages:
     def blank(self, like: torch.Tensor, dtype: torch.dtype = torch.float32) -> Batch:
         """All image inputs of one small image, where a micro-batch has none."""
         inputs = example_pictures(self.config, dtype=dtype, device=like.device)
-        assert inputs is not None  # tower_images() has families with a known layout only
+        assert inputs is not None  # families here have a known layout
         return inputs
 
     def pooled(self, features_NH: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
@@ -165,9 +156,8 @@ class LlavaImages(TowerImages):
         super().__init__(config)
         if self.vision.model_type not in FIXED_TOWERS:
             raise UserError(
-                f"`vision_stages` came with a tower of type {self.vision.model_type!r}; one of "
-                f"{', '.join(FIXED_TOWERS)} was expected, because stages must know the shapes of "
-                "images without their pixels. Use `visual_gpu_ratio` or `partition` instead."
+                f"`vision_stages` came with a tower of type {self.vision.model_type!r}; it serves "
+                f"{', '.join(FIXED_TOWERS)}. Use `visual_gpu_ratio` or `partition` instead."
             )
 
     def tile_tokens(self) -> int:
@@ -233,22 +223,6 @@ FAMILIES: dict[str, type[TowerImages]] = {
 }
 
 
-def tower_images(config: PretrainedConfig) -> TowerImages:
-    """The images of the family of `config`.
-
-    Raises:
-        UserError: there is no tower, or none whose stages would know shapes without pixels.
-    """
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        raise UserError(
-            f"`vision_stages` came with a model of type {config.model_type!r}; one of "
-            f"{', '.join(FAMILIES)} was expected, because every stage must know the shapes of a "
-            "tower's hidden states. Use `visual_gpu_ratio` or `partition` to place the tower."
-        )
-    return family(config)
-
-
 DEEPSTACK = "deepstack_merger_list"
 Tensors = tuple[torch.Tensor, ...]
 
@@ -267,19 +241,11 @@ class Arrival(PassThrough):
         return self.came
 
 
-class Departed(Exception):
-    """Ends the forward of a stage of the tower; no error."""
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
-
-
 class Departure(PassThrough):
     """Stands for the first block of the next stage."""
 
     def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        raise Departed(super().forward(*args, **kwargs))
+        raise Cut(super().forward(*args, **kwargs))
 
 
 class VisionStages(CausalLMStage):
@@ -304,7 +270,13 @@ class VisionStages(CausalLMStage):
     ) -> None:
         self.tower_partition = []
         if vision_stages:
-            self.images = tower_images(config)
+            if config.model_type not in FAMILIES:
+                raise UserError(
+                    f"`vision_stages` came with a model of type {config.model_type!r}; it serves "
+                    f"{', '.join(FAMILIES)}. Use `visual_gpu_ratio` or `partition` to place the "
+                    "tower."
+                )
+            self.images = FAMILIES[config.model_type](config)
             self.tower_partition = split_tower(self.images, vision_stages, vision_partition)
         super().__init__(config, stage=stage, vision_stages=vision_stages, **kwargs)
 
@@ -375,7 +347,7 @@ class VisionStages(CausalLMStage):
         super().prune(whole)
         if self.is_first:
             for path in reversed(front):
-                _replace(whole, path)
+                _drop(whole, path)
         elif self.is_tower:
             tower = kept[paths.vision_tower]
             _put(whole, paths.vision_tower, tower)
@@ -383,7 +355,7 @@ class VisionStages(CausalLMStage):
                 stays = self.is_last_of_tower or path.endswith(DEEPSTACK)
                 is_inside = path.startswith(paths.vision_tower + ".")
                 if is_inside and not stays:
-                    _replace(whole, path)
+                    _drop(whole, path)
                 elif stays and not is_inside:
                     _put(whole, path, kept[path])
             self._prune_tower(whole.get_submodule(paths.vision_tower))
@@ -393,7 +365,9 @@ class VisionStages(CausalLMStage):
         blocks = cast(nn.ModuleList, tower.get_submodule(path))
         for index, block in enumerate(blocks):
             if index < own.start:
-                blocks[index] = _arrival(block)
+                # of a class that counts as a block, where transformers records what blocks give
+                kind = type(block)
+                blocks[index] = type(kind.__name__, (Arrival, kind), {})()
             elif index >= own.stop:
                 blocks[index] = Departure()
         is_behind = False
@@ -401,7 +375,10 @@ class VisionStages(CausalLMStage):
             if name == path.partition(".")[0]:
                 is_behind = True
             elif name == DEEPSTACK:
-                self._prune_branches(cast(nn.ModuleList, child))
+                mergers = cast(nn.ModuleList, child)
+                for place, index in enumerate(self.images.deepstack):
+                    if index not in own:
+                        mergers[place] = Arrival() if index < own.start else PassThrough()
             elif next(child.parameters(), None) is None:
                 continue  # rotary tables: every stage computes them
             elif is_behind and not self.is_last_of_tower:
@@ -409,12 +386,6 @@ class VisionStages(CausalLMStage):
             elif not is_behind and self.stage > 0:
                 is_table = isinstance(child, nn.Embedding)
                 tower.set_submodule(name, ZeroEmbedding() if is_table else Arrival())
-
-    def _prune_branches(self, mergers: nn.ModuleList) -> None:
-        own = self.tower_layers
-        for place, index in enumerate(self.images.deepstack):
-            if index not in own:
-                mergers[place] = Arrival() if index < own.start else PassThrough()
 
     def forward(
         self, hidden_or_ids: torch.Tensor, *extras: torch.Tensor, **batch: torch.Tensor
@@ -427,25 +398,23 @@ class VisionStages(CausalLMStage):
 
     def _look(self, ids_or_hidden: torch.Tensor, branches: Tensors, batch: Batch) -> Tensors:
         """Runs the tower's blocks of this stage; on its last stage, the projector too."""
-        has_images = self.images.has_images(batch)
+        has_images = self.images.num_tokens(batch) > 0
         keeps_graph = torch.is_grad_enabled() and has_images
         with self._arriving(ids_or_hidden, branches) as made, torch.set_grad_enabled(keeps_graph):
             try:
-                inputs = self._image_inputs(ids_or_hidden, batch)
+                if self.stage > 0:
+                    inputs = self.images.refill(ids_or_hidden, batch)
+                elif "pixel_values" in batch:
+                    names = ("pixel_values", "pixel_attention_mask", *self.images.integers)
+                    inputs = {name: batch[name] for name in names if name in batch}
+                else:
+                    inputs = self.images.blank(ids_or_hidden, self.dtype)
                 features = self.whole.base_model.get_image_features(**inputs).pooler_output
-            except Departed as border:
-                return border.hidden, *made
+            except Cut as border:
+                return border.args[0], *made
             features = torch.cat([each.reshape(-1, each.shape[-1]) for each in features])
         # of a blank image one row, so that all know how many
         return features if has_images else features[:1], *made
-
-    def _image_inputs(self, ids_or_hidden: torch.Tensor, batch: Batch) -> Batch:
-        if self.stage > 0:
-            return self.images.refill(ids_or_hidden, batch)
-        if "pixel_values" not in batch:
-            return self.images.blank(ids_or_hidden, self.dtype)
-        names = ("pixel_values", "pixel_attention_mask", *self.images.integers)
-        return {name: batch[name] for name in names if name in batch}
 
     @contextmanager
     def _arriving(self, came: torch.Tensor, branches: Tensors) -> Iterator[list[torch.Tensor]]:
@@ -477,7 +446,7 @@ class VisionStages(CausalLMStage):
         """Runs the decoder's first layers, on embeddings with the features in their places."""
         batch = {name: value for name, value in batch.items() if not name.startswith("pixel")}
         # token ids come where text alone is tried: the check of packed rows
-        if not (features.is_floating_point() and self.images.has_images(batch)):
+        if not (features.is_floating_point() and self.images.num_tokens(batch)):
             output = super().forward(batch["input_ids"], **batch)
             return _with_nothing_of((features, *branches), output)
         batch["pixel_values"] = features
@@ -510,24 +479,18 @@ def split_tower(images: TowerImages, num_stages: int, counts: list[int] | None) 
     if len(counts) != num_stages or min(counts) < 1 or sum(counts) != num_blocks:
         raise UserError(
             f"`vision_partition` {shown} came for {num_stages} stages of a tower of {num_blocks} "
-            "blocks. One count a stage was expected, each at least 1, with that sum: every block "
-            "lies on one stage. Change the counts, or leave them out for an even split."
+            "blocks. Give one count a stage, each at least 1, with that sum, or leave them out for "
+            "an even split."
         )
     earliest = images.earliest_state()
     if earliest < num_blocks - counts[-1]:
         raise UserError(
             f"`vision_stages`: the last of {num_stages} stages holds blocks from "
-            f"{num_blocks - counts[-1]} on, the projector takes what comes before block "
-            f"{earliest} (vision_feature_layer of the model). It must come from the last stage, "
-            f"because one tensor crosses a border: give it {num_blocks - earliest} blocks or more "
-            "by `vision_partition`."
+            f"{num_blocks - counts[-1]} on, and the projector takes what comes before block "
+            f"{earliest} (vision_feature_layer of the model): give it {num_blocks - earliest} "
+            "blocks or more by `vision_partition`."
         )
     return counts
-
-
-def _arrival(block: nn.Module) -> Arrival:
-    """An `Arrival` that the library counts as a block, where it records what blocks give."""
-    return type(type(block).__name__, (Arrival, type(block)), {})()
 
 
 def _with_nothing_of(inputs: Tensors, output: torch.Tensor | Tensors) -> torch.Tensor | Tensors:
@@ -539,7 +502,7 @@ def _with_nothing_of(inputs: Tensors, output: torch.Tensor | Tensors) -> torch.T
     return (first, *others) if others else first
 
 
-def _replace(whole: PreTrainedModel, path: str) -> None:
+def _drop(whole: PreTrainedModel, path: str) -> None:
     parent, _, name = path.rpartition(".")
     try:
         module = whole.get_submodule(parent)

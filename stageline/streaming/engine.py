@@ -272,31 +272,6 @@ class Detour(torch.autograd.Function):
         return (None, None, None, *ctx.run_backward(gradients))
 
 
-def through_detour(
-    run_forward: Callable[[], Any], run_backward: Callable[[list[Any]], list[Any]], inputs: Any
-) -> Any:
-    """The value of `run_forward()`, whose tensors lead back to `run_backward`.
-
-    Args:
-        run_forward: gives nested tuples, lists and dicts with tensors.
-        run_backward: gets a gradient or None for each tensor of them, gives one for each of
-            `inputs`.
-        inputs: the tensors of the call, in order.
-    """
-    kept: dict[str, Any] = {}
-
-    def run() -> list[Any]:
-        leaves, kept["structure"] = pytree.tree_flatten(run_forward())
-        kept["leaves"] = leaves
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-    anchor = torch.zeros((), requires_grad=True)  # inputs alone need not want gradients
-    tensors = Detour.apply(run, lambda each: run_backward(list(each)), anchor, *inputs)
-    made = iter(tensors)
-    leaves = [next(made) if isinstance(leaf, torch.Tensor) else leaf for leaf in kept["leaves"]]
-    return pytree.tree_unflatten(leaves, kept["structure"])
-
-
 @contextlib.contextmanager
 def _generators_kept(run: Pass) -> Iterator[None]:
     """Leaves the caller's generators as they are, where layers get seeds of their own."""
@@ -329,15 +304,6 @@ def _input_gradients(part: PassPart) -> list[torch.Tensor | None]:
         gradient if leaf.requires_grad else None
         for leaf, gradient in zip(tensors, found, strict=True)
     ]
-
-
-def _to_inputs(parts: Sequence[PassPart]) -> None:
-    """Hands gradients on to where the call's inputs come from."""
-    leaves = [leaf for part in parts for leaf in tensors_of(part.inputs.value)]
-    found = [gradient for part in parts for gradient in _input_gradients(part)]
-    pairs = [pair for pair in zip(leaves, found, strict=True) if pair[1] is not None]
-    if pairs:
-        torch.autograd.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
 
 
 def _brought(flow: Flow | None, settings: RoundPipeRunConfig) -> Any:
@@ -443,8 +409,13 @@ class RoundPipe(StreamedModel):
         with _generators_kept(run):
             run.forward_backward(plan)
         losses = [_brought(part.loss, settings) for part in run.parts]
-        if run.input_gradients:
-            _to_inputs(run.parts)
+        if run.input_gradients:  # hand them on to where the call's inputs come from
+            leaves = [leaf for part in run.parts for leaf in tensors_of(part.inputs.value)]
+            found = [gradient for part in run.parts for gradient in _input_gradients(part)]
+            pairs = [pair for pair in zip(leaves, found, strict=True) if pair[1] is not None]
+            if pairs:
+                tensors, gradients = zip(*pairs, strict=True)
+                torch.autograd.backward(tensors, gradients)
         outputs = [_brought(part.output, settings) for part in run.parts] if return_outputs else []
         self._settle(run)
         total = _summed(losses)
@@ -503,12 +474,16 @@ class RoundPipe(StreamedModel):
 
     def _outputs_with_graph(self, run: Pass, plan: Plan, settings: RoundPipeRunConfig) -> list[Any]:
         """The same, joined to autograd."""
+        kept: dict[str, Any] = {}
 
         def forward() -> list[Any]:
             stages = (*plan.forward, plan.backward[0])
-            return self._outputs(run, stages, run.segments(plan.backward), settings)
+            outputs = self._outputs(run, stages, run.segments(plan.backward), settings)
+            leaves, kept["structure"] = pytree.tree_flatten(outputs)
+            kept["leaves"] = leaves
+            return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
-        def backward(gradients: list[Any]) -> list[Any]:
+        def backward(gradients: tuple) -> list[Any]:
             self._worker.check()
             rest = iter(gradients)
             for part in run.parts:
@@ -522,7 +497,10 @@ class RoundPipe(StreamedModel):
             return found
 
         inputs = [leaf for part in run.parts for leaf in tensors_of(part.inputs.value)]
-        return through_detour(forward, backward, inputs)
+        anchor = torch.zeros((), requires_grad=True)  # inputs alone need not want gradients
+        made = iter(Detour.apply(forward, backward, anchor, *inputs))
+        leaves = [next(made) if isinstance(leaf, torch.Tensor) else leaf for leaf in kept["leaves"]]
+        return pytree.tree_unflatten(leaves, kept["structure"])
 
     def _plan(self, settings: RoundPipeRunConfig, num_parts: int, *, with_graph: bool) -> Plan:
         plan = settings.execute_plan

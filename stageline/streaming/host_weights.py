@@ -252,7 +252,7 @@ def make_pages(
         RuntimeError: the driver refuses to pin.
     """
     if pin_model not in ("alloc", "register", "off"):
-        raise ValueError(f"pin_model {pin_model!r} came: 'alloc', 'register' or 'off' was expected")
+        raise ValueError(f"pin_model {pin_model!r} is unknown. Use 'alloc', 'register' or 'off'.")
     if not is_accelerator(device) or pin_model == "off":
         return
     for hosted in hosted_layers:
@@ -263,8 +263,8 @@ def make_pages(
     if pin_model == "register":
         if device.type != "cuda":
             raise UserError(
-                f"`pin_model` register came for {device}. A GPU of CUDA was expected, because "
-                "memory is pinned in place by cudaHostRegister. Take `pin_model` alloc or off."
+                f"`pin_model` register came for {device}; memory is pinned in place by "
+                "cudaHostRegister, on a GPU of CUDA. Use `pin_model` alloc or off."
             )
         values = [home.parameter.detach() for home in all_homes(hosted_layers)]
         runs = _register([each for each in values if not each.is_pinned()])
@@ -287,8 +287,8 @@ def _register(values: Sequence[torch.Tensor]) -> list[Run]:
         if code != 0:
             _unregister(done)
             raise RuntimeError(
-                f"cudaHostRegister returned {code} for {run[1] - run[0]:,} bytes; 0 was expected: "
-                "raise the limit of locked memory (ulimit -l), or use pin_model='alloc' or 'off'"
+                f"cudaHostRegister returned {code} for {run[1] - run[0]:,} bytes. Raise the limit "
+                "of locked memory (ulimit -l), or use pin_model='alloc' or 'off'."
             )
         done.append(run)
     return done
@@ -345,8 +345,11 @@ def _twin(module: nn.Module, tensors: Mapping[int, torch.Tensor], made: dict[int
         own["_flat_weights"] = [own["_parameters"].get(name) for name in names]
     twin.__dict__.update({name: _rebound(value, made) for name, value in own.items()})
     for name, value in own.items():
+        # another module over the same children: a stage model keeps the whole model it came from
         if isinstance(value, nn.Module) and value._modules is module._modules:
-            twin.__dict__[name] = _facade(value, twin)
+            facade = twin.__dict__[name] = value.__class__.__new__(value.__class__)
+            kinds = ("_parameters", "_buffers", "_modules")
+            facade.__dict__.update({**value.__dict__, **{k: twin.__dict__[k] for k in kinds}})
     return twin
 
 
@@ -364,11 +367,3 @@ def _rebound(value: Any, made: Mapping[int, Any]) -> Any:
     if isinstance(value, OrderedDict):  # of hooks: those that a shell gets are its own
         return OrderedDict((key, _rebound(each, made)) for key, each in value.items())
     return value
-
-
-def _facade(other: nn.Module, twin: nn.Module) -> nn.Module:
-    """Another module over the same children: a stage model keeps the whole model it came from."""
-    facade = other.__class__.__new__(other.__class__)
-    shared = {name: twin.__dict__[name] for name in ("_parameters", "_buffers", "_modules")}
-    facade.__dict__.update({**other.__dict__, **shared})
-    return facade

@@ -431,48 +431,38 @@ class Pass:
     def _go(self, slots: Sequence[Slot], *, keeps: set[int]) -> None:
         num_lanes = len(self.lanes)
         seats = [
-            self._seat(kind, stage, self.lanes[number % num_lanes])
+            StagePass(
+                self.lanes[number % num_lanes],
+                [self.hosted_layers[layer] for layer in stage],
+                makes_gradients=kind != FORWARD,
+                is_recomputed=kind == BACKWARD,
+                snapshots=self._snapshots,
+            )
             for number, (kind, stage, _) in enumerate(slots)
         ]
         try:
             for number, place in wavefront(len(slots), num_lanes, len(self.parts)):
-                following = seats[number + num_lanes] if number + num_lanes < len(seats) else None
-                self._one(seats[number], slots[number], place, keeps, following)
+                (kind, stage, segments), seat = slots[number], seats[number]
+                if place == 0:
+                    seat.open()
+                name = f"{self.name} {kind} of layers {stage.start}-{stage[-1]}"
+                with torch.profiler.record_function(f"{name}, micro-batch {place}"):
+                    if kind == FORWARD:
+                        self._forward(seat, stage, place, keeps)
+                    elif kind == TURN:
+                        self._turn(seat, stage, place)
+                    else:
+                        for segment in reversed(segments):
+                            self._backward(seat, stage, segment, place)
+                if number + num_lanes < len(seats):  # meanwhile the lane's next weights come
+                    seats[number + num_lanes].upload((place + 1) / len(self.parts))
+                if place == len(self.parts) - 1:
+                    self.landed.append((seat, seat.close()))
         except BaseException:
             for seat in seats:
                 seat.abandon()
             self.landed.clear()
             raise
-
-    def _one(
-        self, seat: StagePass, slot: Slot, place: int, keeps: set[int], following: StagePass | None
-    ) -> None:
-        """One micro-batch of a slot; meanwhile a share of the lane's next weights comes."""
-        kind, stage, segments = slot
-        if place == 0:
-            seat.open()
-        shown = f"{self.name} {kind} of layers {stage.start}-{stage[-1]}, micro-batch {place}"
-        with torch.profiler.record_function(shown):
-            if kind == FORWARD:
-                self._forward(seat, stage, place, keeps)
-            elif kind == TURN:
-                self._turn(seat, stage, place)
-            else:
-                for segment in reversed(segments):
-                    self._backward(seat, stage, segment, place)
-        if following is not None:
-            following.upload((place + 1) / len(self.parts))
-        if place == len(self.parts) - 1:
-            self.landed.append((seat, seat.close()))
-
-    def _seat(self, kind: str, stage: range, lane: Lane) -> StagePass:
-        return StagePass(
-            lane,
-            [self.hosted_layers[layer] for layer in stage],
-            makes_gradients=kind != FORWARD,
-            is_recomputed=kind == BACKWARD,
-            snapshots=self._snapshots,
-        )
 
     def _forward(self, seat: StagePass, stage: range, place: int, keeps: set[int]) -> None:
         part, lane = self.parts[place], seat.lane
@@ -485,15 +475,12 @@ class Pass:
         ended.mark = lane.compute.record()
         for layer, flow in saved.items():
             flow.mark = ended.mark
-            part.saved[layer] = self._put_aside(flow)
+            # one lane keeps what it will need, if it may; of several another one may need it
+            limit = lane.inputs_budget
+            self._aside_bytes += sum(each.nbytes for each in tensors_of(flow.value))
+            stays = len(self.lanes) == 1 and (limit is None or self._aside_bytes <= limit)
+            part.saved[layer] = flow if stays else bring(flow, None)
         part.flow = ended
-
-    def _put_aside(self, flow: Flow) -> Flow:
-        """One lane keeps what it will need, if it may; of several another one may need it."""
-        limit = self.lanes[0].inputs_budget
-        self._aside_bytes += sum(each.nbytes for each in tensors_of(flow.value))
-        stays = len(self.lanes) == 1 and (limit is None or self._aside_bytes <= limit)
-        return flow if stays else bring(flow, None)
 
     def _turn(self, seat: StagePass, stage: range, place: int) -> None:
         """Forward, loss and backward of the deepest layers."""

@@ -131,7 +131,14 @@ def choose(
         ValueError: one layer alone does not fit.
     """
     room = None if budget is None else budget // 2
-    _check_room(costs, room)
+    for number, cost in enumerate(costs):
+        if room is not None and cost.backward_bytes > room:
+            raise ValueError(
+                f"layer {number} needs {cost.backward_bytes:,} bytes on the device (weights, "
+                f"gradients, activations of a micro-batch) and at most {room:,} are free, half of "
+                "the budget: the next stage is fetched while one runs. Allow more memory, or use "
+                "smaller micro-batches."
+            )
     if num_lanes == 1:
         return _cut(costs, room, limit=float("inf"), is_even=False)
 
@@ -141,7 +148,13 @@ def choose(
         end = max(own[-1] + time for own, time in zip(starts, times, strict=True))
         return end, plan.num_slots
 
-    plans = [_cut(costs, room, limit=limit, is_even=True) for limit in _limits(costs, num_lanes)]
+    # candidates for the longest slot: shares of the whole, at least its longest layer
+    both = [cost.forward + cost.backward for cost in costs]
+    whole, longest = sum(both) + sum(cost.forward for cost in costs), max(both)
+    most = max(num_lanes, min(int(whole / longest) if longest else 1, 4 * len(costs)))
+    step = max(1, -(-(most - num_lanes + 1) // MOST_CANDIDATES))
+    limits = {max(longest, whole / slots) for slots in range(num_lanes, most + 1, step)}
+    plans = [_cut(costs, room, limit=limit, is_even=True) for limit in sorted(limits | {longest})]
     return min(plans, key=takes)
 
 
@@ -150,28 +163,6 @@ def slot_times(plan: Plan, costs: Sequence[LayerCost]) -> list[float]:
     both = [cost.forward + cost.backward for cost in costs]
     forward = [sum(costs[layer].forward for layer in stage) for stage in plan.forward]
     return forward + [sum(both[layer] for layer in stage) for stage in plan.backward]
-
-
-def _check_room(costs: Sequence[LayerCost], room: int | None) -> None:
-    for number, cost in enumerate(costs):
-        if room is not None and cost.backward_bytes > room:
-            raise ValueError(
-                f"layer {number} needs {cost.backward_bytes:,} bytes on the device (weights, "
-                f"gradients, activations of a micro-batch); at most {room:,} were expected, half "
-                "of the budget, because the next stage is fetched while one runs: allow more "
-                "memory, or use smaller micro-batches"
-            )
-
-
-def _limits(costs: Sequence[LayerCost], num_lanes: int) -> list[float]:
-    """Candidates for the longest slot: shares of the whole, at least its longest layer."""
-    both = [cost.forward + cost.backward for cost in costs]
-    whole = sum(both) + sum(cost.forward for cost in costs)
-    longest = max(both)
-    most = max(num_lanes, min(int(whole / longest) if longest else 1, 4 * len(costs)))
-    step = max(1, -(-(most - num_lanes + 1) // MOST_CANDIDATES))
-    limits = {max(longest, whole / slots) for slots in range(num_lanes, most + 1, step)}
-    return sorted(limits | {longest})
 
 
 def _cut(costs: Sequence[LayerCost], room: int | None, *, limit: float, is_even: bool) -> Plan:

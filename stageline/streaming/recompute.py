@@ -69,9 +69,8 @@ def save_for_recompute(*data: Any) -> None:
     if now.is_recomputed or now.key in now.kept:
         when = "in a recomputation" if now.is_recomputed else "twice by one layer"
         raise RuntimeError(
-            f"save_for_recompute was called {when}. Once, in the first run, was expected, because "
-            "get_recompute_data gives all of it and nothing runs a third time: ask "
-            "doing_recompute() first, and save everything in one call."
+            f"save_for_recompute was called {when}. Ask doing_recompute() first, and save "
+            "everything in one call."
         )
     now.kept[now.key] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, data)
 
@@ -85,7 +84,7 @@ def get_recompute_data() -> tuple:
     now = _running.get()
     if now is None or not now.is_recomputed or now.key not in now.kept:
         raise RuntimeError(
-            "get_recompute_data was called where nothing is kept. It was expected in a "
-            "recomputation (doing_recompute()) of a layer that called save_for_recompute."
+            "get_recompute_data was called where nothing is kept. Call it in a recomputation "
+            "(doing_recompute()) of a layer that called save_for_recompute."
         )
     return now.kept[now.key]

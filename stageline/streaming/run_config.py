@@ -75,14 +75,11 @@ class RoundPipeRunConfig:
         filled = self.over(defaults)
         if filled.recompute_grain not in ("stage", "layer"):
             raise ValueError(
-                f"recompute_grain {filled.recompute_grain!r} came, 'stage' or 'layer' was expected"
+                f"recompute_grain {filled.recompute_grain!r} is unknown. Use 'stage' or 'layer'."
             )
         assert filled.num_microbatch is not None and filled.output_device is not None
         if filled.num_microbatch < 1:
-            raise ValueError(
-                f"num_microbatch {filled.num_microbatch} came, 1 or more was expected: each call "
-                "has at least one micro-batch"
-            )
+            raise ValueError(f"num_microbatch {filled.num_microbatch} is below 1. Use 1 or more.")
         return replace(filled, output_device=torch.device(filled.output_device))
 
 
@@ -121,11 +118,23 @@ def split_inputs(
         ValueError: a function or a spec that does not fit.
     """
     if callable(spec):
-        return _from_function(spec, args, kwargs, num_microbatch)
+        of_args, of_kwargs = spec(args, kwargs, num_microbatch)
+        if len(of_args) != len(of_kwargs) or not of_args:
+            raise ValueError(
+                f"split_input made {len(of_args)} args and {len(of_kwargs)} kwargs. Return equally "
+                "many, at least one."
+            )
+        return [(tuple(one), dict(other)) for one, other in zip(of_args, of_kwargs, strict=True)]
     args_spec, kwargs_spec = spec if spec is not None else (None, None)
     values = [value for value, its in ((args, args_spec), (kwargs, kwargs_spec)) if its is None]
     size = _batch_size(values)
-    num_parts = _number_of_parts((args, kwargs), size, num_microbatch)
+    packed = {len(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Packed)}
+    if len(packed) > 1:
+        raise ValueError(
+            f"packed inputs hold {sorted(packed)} micro-batches. Pass equally many of each."
+        )
+    num_parts = num_microbatch if size is None else max(1, min(size, num_microbatch))
+    num_parts = next(iter(packed), num_parts)
     all_args = _split(args, args_spec, num_parts, size)
     all_kwargs = _split(kwargs, kwargs_spec, num_parts, size)
     return list(zip(all_args, all_kwargs, strict=True))
@@ -140,7 +149,7 @@ def split_label(label: Any, spec: Any, num_parts: int) -> list[Any]:
     if callable(spec):
         made = list(spec(label, num_parts))
         if len(made) != num_parts:
-            raise ValueError(f"split_label made {len(made)} labels, {num_parts} were expected")
+            raise ValueError(f"split_label made {len(made)} labels. Return {num_parts} of them.")
         return made
     return _split(label, spec, num_parts, _batch_size(label))
 
@@ -161,8 +170,8 @@ def merge_outputs(outputs: Sequence[Any], spec: Any) -> Any:
         leaves, other = pytree.tree_flatten(output)
         if other != structure:
             raise ValueError(
-                f"micro-batches gave {structure} and {other}; one structure was expected, because "
-                "they are joined leaf by leaf: give merge_output a function"
+                f"micro-batches gave {structure} and {other}, which cannot be joined leaf by leaf. "
+                "Give merge_output a function."
             )
         columns.append(leaves)
     if spec in (None, True):
@@ -170,7 +179,15 @@ def merge_outputs(outputs: Sequence[Any], spec: Any) -> Any:
     else:
         rules = _leaf_rules(outputs[0], spec)
         pairs = zip(zip(*columns, strict=True), rules, strict=True)
-        merged = [_merged_by(rule, values) for values, rule in pairs]
+        merged = []
+        for values, rule in pairs:
+            if isinstance(rule, TensorChunkSpec):
+                merged.append(torch.cat(values, dim=rule.split_dim))
+            elif isinstance(rule, _CustomReducer):
+                merged.append(functools.reduce(rule.reduce_fn, values, rule.init_value))
+            else:
+                is_tensor = isinstance(values[0], torch.Tensor)
+                merged.append(values[0] if is_tensor else _equal(values))
     return pytree.tree_unflatten(merged, structure)
 
 
@@ -181,14 +198,6 @@ def _joined(values: tuple[Any, ...]) -> Any:
     return torch.stack(values).mean(0) if first.ndim == 0 else torch.cat(values, dim=0)
 
 
-def _merged_by(rule: Any, values: tuple[Any, ...]) -> Any:
-    if isinstance(rule, TensorChunkSpec):
-        return torch.cat(values, dim=rule.split_dim)
-    if isinstance(rule, _CustomReducer):
-        return functools.reduce(rule.reduce_fn, values, rule.init_value)
-    return values[0] if isinstance(values[0], torch.Tensor) else _equal(values)
-
-
 def _equal(values: tuple[Any, ...]) -> Any:
     if any(value != values[0] for value in values):
         raise ValueError(
@@ -196,18 +205,6 @@ def _equal(values: tuple[Any, ...]) -> Any:
             "merge_output a function."
         )
     return values[0]
-
-
-def _from_function(
-    function: Callable[..., tuple[list, list]], args: tuple, kwargs: dict, num_microbatch: int
-) -> list[Inputs]:
-    all_args, all_kwargs = function(args, kwargs, num_microbatch)
-    if len(all_args) != len(all_kwargs) or not all_args:
-        raise ValueError(
-            f"split_input made {len(all_args)} args and {len(all_kwargs)} kwargs; equally many and "
-            "at least one were expected"
-        )
-    return [(tuple(one), dict(other)) for one, other in zip(all_args, all_kwargs, strict=True)]
 
 
 def _batch_size(value: Any) -> int | None:
@@ -221,18 +218,6 @@ def _batch_size(value: Any) -> int | None:
         elif isinstance(leaf, torch.Tensor) and leaf.ndim > 0:
             return leaf.shape[0]
     return None
-
-
-def _number_of_parts(value: Any, size: int | None, num_microbatch: int) -> int:
-    packed = {len(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Packed)}
-    if len(packed) > 1:
-        raise ValueError(
-            f"packed inputs of {sorted(packed)} micro-batches came together; equally many were "
-            "expected"
-        )
-    if packed:
-        return packed.pop()
-    return num_microbatch if size is None else max(1, min(size, num_microbatch))
 
 
 def _split(value: Any, spec: Any, num_parts: int, size: int | None) -> list[Any]:

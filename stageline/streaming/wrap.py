@@ -164,8 +164,21 @@ def wrap_model_to_roundpipe(
     kwargs = {**roundpipe_kwargs, "lanes": roundpipe_kwargs.get("lanes") or default_lanes()}
     overrides = dict(override_config or {})
     if use_sequential_preset is not False:
-        found = _from_preset(model, asked=bool(use_sequential_preset), name=name)
-        if found is not None:
+        try:
+            found = sequential_of(model)
+        except NoPresetError as error:
+            if use_sequential_preset:
+                raise NotImplementedError(
+                    f"use_sequential_preset=True came, but there is no preset: {error}. Leave it "
+                    "out to have the model wrapped module by module."
+                ) from error
+        else:
+            if not use_sequential_preset:
+                print(
+                    f"{name}: {type(model).__name__} streams as {len(found)} layers; "
+                    "use_sequential_preset=False wraps it module by module, True drops this notice",
+                    file=sys.stderr,
+                )
             config = overrides.get(model, _INHERIT).over(model_run_config)
             engine = RoundPipe(found, name=name, model_run_config=config, **kwargs)
             engine.set_original_model(model)
@@ -206,53 +219,44 @@ class _Rules:
             return module
         if isinstance(module, nn.Sequential):
             return self._engine(module, name)
-        if self._is_one_layer(module):
+        own = _num_bytes(module, recurse=False)
+        fits = own >= self.lower or _num_bytes(module) <= self.upper
+        if fits and _has_forward(module):
             is_tiny = _num_bytes(module) < self.lower and module not in self.overrides
             return self._engine(
                 module, name, RoundPipeRunConfig(num_microbatch=1 if is_tiny else None)
             )
         if isinstance(module, nn.ModuleList):
-            self._wrap_elements(module, name)
+            elements = _children(module)
+            for key, element in elements:
+                path = f"{name}.{key}"
+                if self._is_left(element) or id(element) in self.done or not _has_forward(element):
+                    module._modules[key] = self.wrapped(element, path)
+                    continue
+                is_last = element is elements[-1][1]
+                config = RoundPipeRunConfig(merge_output=None if is_last else False)
+                module._modules[key] = self.done[id(element)] = self._engine(element, path, config)
             return module
         for key, child in _children(module):
             module._modules[key] = self.wrapped(child, f"{name}.{key}")
-        if _has_loss(module):
-            self._wrap_loss(module, name)
+        if isinstance(module, PreTrainedModel) and module.base_model is not module:  # it has a loss
+            # as one micro-batch: the mean of micro-batches' means is another loss
+            config = RoundPipeRunConfig(
+                requires_grad=self.run_config.requires_grad,
+                output_device=self.run_config.output_device,
+                num_microbatch=1,
+            )
+            engine = RoundPipe(
+                _Function(module.loss_function),
+                name=f"{name}.loss_function",
+                model_run_config=config,
+                **self.kwargs,
+            )
+            cast(Any, module).loss_function = functools.partial(engine)
         return module
 
     def _is_left(self, module: nn.Module) -> bool:
         return module in self.skip or isinstance(module, (RoundPipe, AutoRoundPipe))
-
-    def _is_one_layer(self, module: nn.Module) -> bool:
-        own = _num_bytes(module, recurse=False)
-        fits = own >= self.lower or _num_bytes(module) <= self.upper
-        return fits and _has_forward(module)
-
-    def _wrap_elements(self, modules: nn.ModuleList, name: str) -> None:
-        elements = _children(modules)
-        for key, element in elements:
-            path = f"{name}.{key}"
-            if self._is_left(element) or id(element) in self.done or not _has_forward(element):
-                modules._modules[key] = self.wrapped(element, path)
-                continue
-            is_last = element is elements[-1][1]
-            config = RoundPipeRunConfig(merge_output=None if is_last else False)
-            modules._modules[key] = self.done[id(element)] = self._engine(element, path, config)
-
-    def _wrap_loss(self, model: nn.Module, name: str) -> None:
-        # as one micro-batch: the mean of micro-batches' means is another loss
-        config = RoundPipeRunConfig(
-            requires_grad=self.run_config.requires_grad,
-            output_device=self.run_config.output_device,
-            num_microbatch=1,
-        )
-        engine = RoundPipe(
-            _Function(model.loss_function),
-            name=f"{name}.loss_function",
-            model_run_config=config,
-            **self.kwargs,
-        )
-        cast(Any, model).loss_function = functools.partial(engine)
 
     def _engine(
         self, module: nn.Module, name: str, config: RoundPipeRunConfig = _INHERIT
@@ -274,33 +278,9 @@ class _Function(nn.Module):
         return self._function(*args, **kwargs)
 
 
-def _from_preset(model: nn.Module, *, asked: bool, name: str) -> nn.Sequential | None:
-    try:
-        row = sequential_of(model)
-    except NoPresetError as error:
-        if asked:
-            raise NotImplementedError(
-                f"use_sequential_preset=True came, but there is no preset: {error}. Leave it out "
-                "to have the model wrapped module by module."
-            ) from error
-        return None
-    if not asked:
-        print(
-            f"{name}: {type(model).__name__} streams as {len(row)} layers (intro, blocks, outro); "
-            "use_sequential_preset=False wraps it module by module, True asks for this silently",
-            file=sys.stderr,
-        )
-    return row
-
-
 def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """With those that come twice: each place needs what is to stand there."""
     return [(key, child) for key, child in module._modules.items() if child is not None]
-
-
-def _has_loss(module: nn.Module) -> bool:
-    # a base model has no head, and no loss
-    return isinstance(module, PreTrainedModel) and module.base_model is not module
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -149,7 +149,7 @@ STAGES = [  # key, stage model, rank, words
     ("stage_last_dict", "LastDictStage", 1, "of stage 1 returned a dict with 'logits'"),
     ("stage_wrong_shape", "WrongShape", 0, "stage 1 expects [((2, 15, 8), torch.float32)]"),
     ("stage_wrong_dtype", "WrongDtype", 0, "stage 1 expects [((2, 15, 16), torch.float64)]"),
-    ("stage_wrong_count", "WrongCount", 0, "The same number was expected"),
+    ("stage_wrong_count", "WrongCount", 0, "of micro-batch 0, stage 1 expects"),
     ("stage_lost_tensor", "LostTensor", None, "has 1 tensors without values: bias_table"),
     ("stage_last_token", "LastToken", 1, "a tensor of shape [2, 1, "),
 ]

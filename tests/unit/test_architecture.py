@@ -62,7 +62,7 @@ ROOM_ARROWS = {
     "inference": {"pipeline", "planner", *LOW},
     "training": {*MIDDLE, *LOW, "planner", "plotting", "inference"},
     "planner": {"pipeline", *LOW},
-    "streaming": {*MIDDLE, *LOW},
+    "streaming": {"stages", *MIDDLE, *LOW},
     "verify": {"training", "stages", "inference", *MIDDLE, *LOW},
     "pipeline": {*LOW},
     "stages": {"pipeline", "checkpoint", *LOW},

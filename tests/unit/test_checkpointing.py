@@ -343,5 +343,5 @@ def test_products_that_are_changed_in_place_are_refused_by_name():
     layer.forward = lambda x: plain(x).add_(1).square()  # as experts add their biases
     checkpoint_layers([(0, layer)], mode="operators")
     loss = layer(torch.randn(3, 4, requires_grad=True)).sum()
-    with pytest.raises(UserError, match="choose --recompute.mode full"):
+    with pytest.raises(UserError, match="Choose --recompute.mode full"):
         loss.backward()

@@ -59,7 +59,7 @@ def test_models_that_mix_samples_are_refused(config, number):
     if config.model_type == "lfm2":
         config.layer_types = ["conv", "full_attention"]
     model = stage(config, 0 if config.model_type == "lfm2" else number)
-    with pytest.raises(UserError, match="a token sees tokens of another sample.*leave --packing"):
+    with pytest.raises(UserError, match="a token sees tokens of another sample.*Leave --packing"):
         check_packing(model, rows=1)
     assert model.training
 

@@ -141,7 +141,7 @@ def test_a_broken_pair_is_noticed(change):
         batch["labels"][3] = -100
     else:
         batch.update(change)
-    with pytest.raises(DataError, match="right behind it was expected"):
+    with pytest.raises(DataError, match="right behind it"):
         shelf_loss("dpo").count([batch])
 
 

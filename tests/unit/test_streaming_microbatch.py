@@ -91,7 +91,7 @@ def test_functions_split_and_merge():
     parts = split_inputs((torch.eye(3),), {"k": 1}, split, 2)
     assert len(parts) == 3 and parts[2][0][0].tolist() == [0, 0, 1] and parts[0][1] == {"k": 1}
     assert split_label(5, lambda label, num: [label] * num, 3) == [5, 5, 5]
-    with pytest.raises(ValueError, match="made 1 labels, 3 were expected"):
+    with pytest.raises(ValueError, match="made 1 labels. Return 3"):
         split_label(5, lambda label, num: [label], 3)
     with pytest.raises(ValueError, match="2 args and 1 kwargs"):
         split_inputs((), {}, lambda *_: ([(), ()], [{}]), 2)
@@ -103,7 +103,7 @@ def test_scalars_are_averaged_and_others_must_be_equal():
     assert merge_outputs([torch.tensor(4), torch.tensor(4)], None) == 4
     with pytest.raises(ValueError, match="'a', 'b'"):
         merge_outputs([("a",), ("b",)], None)
-    with pytest.raises(ValueError, match="one structure was expected"):
+    with pytest.raises(ValueError, match="joined leaf by leaf"):
         merge_outputs([(1,), {"x": 1}], None)
 
 
