@@ -40,10 +40,10 @@ from stageline.evaluation.predictions import (
     shard_path,
 )
 from stageline.evaluation.report import check_same_samples
-from stageline.inference.model_bytes import Load
 from stageline.inference.model_cutter import Wanted
 from stageline.inference.vllm_engine import check_vllm, open_vllm
 from stageline.model_folder import load_config
+from stageline.planner.estimate import Load
 
 SECONDS_TO_MEET = 600.0
 EXPORTED = "~/.cache/stageline/exported"  # what vLLM reads

@@ -35,7 +35,7 @@ from stageline.inference.decoding.grammars import Matchers
 from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder, cache_budget, cells_within
 from stageline.inference.generation import stop_ids_of
-from stageline.model_folder import find_folder
+from stageline.model_folder import find_folder, num_positions
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,7 @@ def make_limits(
     run: Any, model: AnsweringModel, decoder: StageDecoder, context: DistributedContext
 ) -> Limits:
     """What is done at a time: as much as the fullest stage has room for."""
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    known = [length for length in (positions, run.max_length) if length is not None]
+    known = [n for n in (num_positions(model.config), run.max_length) if n is not None]
     budget = cache_budget(
         context.device,
         gib=run.cache_gib,

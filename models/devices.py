@@ -1,5 +1,6 @@
 """What the builder part `auto` does: finds a model, cuts it over the devices and loads it."""
 
+import importlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from stageline.checkpoint.adapter import (
     attach_adapter,
@@ -21,12 +22,6 @@ from stageline.checkpoint.plain_model import load_whole
 from stageline.data.text.processor import load_processor
 from stageline.device import VISIBLE, accelerators
 from stageline.errors import UserError
-from stageline.inference.meta_model import (
-    auto_class_of,
-    model_on_meta,
-    quantization_config,
-    quantization_settings,
-)
 from stageline.inference.model_cutter import (
     ModelCutter,
     Wanted,
@@ -35,6 +30,7 @@ from stageline.inference.model_cutter import (
 )
 from stageline.model_folder import find_folder, load_config
 from stageline.pipeline.topology import no_tower
+from stageline.planner.estimate import auto_class_of, model_on_meta
 
 
 def build(
@@ -256,3 +252,26 @@ def _tell(cutter: ModelCutter, *, is_certain: bool) -> None:
         if is_certain:
             raise
         warnings.warn(f"memory may not suffice. {error}", stacklevel=2)
+
+
+def quantization_settings(kind: str) -> dict[str, Any]:
+    """What config.json would say of it: enough to count bytes, without the package."""
+    bits = {"load_in_8bit": True} if kind == "int8" else {"load_in_4bit": True}
+    return {"quant_method": "bitsandbytes", **bits}
+
+
+def quantization_config(kind: str, dtype: torch.dtype | None) -> Any:
+    """What `from_pretrained` takes; `dtype` is that in which layers multiply."""
+    try:
+        importlib.import_module("bitsandbytes")
+    except ImportError as error:
+        raise UserError(
+            f"`builder.quantization` {kind} came, and bitsandbytes cannot be imported ({error}); "
+            "it was expected, because it makes the numbers. Install it (bash scripts/setup.sh "
+            "quantization, or pip install bitsandbytes), or leave the option out."
+        ) from error
+    if kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+    )

@@ -25,6 +25,7 @@ from stageline.errors import DataError, RemoteError, StorageError, UserError
 from stageline.inference.decoding.answer import AnswerText
 from stageline.inference.generation import encode_prompts, generate_batch, stop_token_ids
 from stageline.inference.remote import Endpoint, image_url, send
+from stageline.model_folder import num_positions
 
 FENCE = "```"
 COMMANDS = ("new", "system", "image", "retry", "undo", "save", "settings", "help")
@@ -297,8 +298,7 @@ class LocalModel:
         self, told: list[Message], messages: list[Message], answering: Settings
     ) -> tuple[dict[str, torch.Tensor], int]:
         """The prompt of as many of the newest messages as the model has positions for."""
-        config = self.model.config.get_text_config(decoder=True)
-        most = getattr(config, "max_position_embeddings", None)
+        most = num_positions(self.model)
         for num_dropped in range(0, len(messages), 2):  # a question with its answer
             batch = self.encode([*told, *messages[num_dropped:]])
             length = batch["input_ids"].shape[1]

@@ -35,7 +35,7 @@ from stageline.inference.decoding.request import (
     answer_room,
 )
 from stageline.inference.decoding.stage_decoder import score_row
-from stageline.model_folder import short_length
+from stageline.model_folder import num_positions, short_length
 
 
 def encode_prompts(
@@ -407,8 +407,7 @@ def longest_row(model: Any) -> int | None:
     if not isinstance(model, torch.nn.Module):
         # vLLM makes one token more than it scores
         return getattr(model, "max_scored", model.max_length)
-    config = cast(PreTrainedModel, model).config.get_text_config(decoder=True)
-    return getattr(config, "max_position_embeddings", None)
+    return num_positions(model)
 
 
 def _is_long(model: PreTrainedModel, length: int) -> bool:

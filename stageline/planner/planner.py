@@ -4,7 +4,7 @@ Everything comes as plain objects; no checkpoint is read. The arithmetic is in t
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -17,20 +17,22 @@ from stageline.pipeline.live_bytes import PeakBytes
 from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.stage_passes import MicroBatch
 from stageline.pipeline.topology import explicit_partition, uniform_partition
-from stageline.planner.cost import MemoryRules, ModelCosts, RankMemory, most_in_flight
-from stageline.planner.measure import (
+from stageline.planner.estimate import (
     LossFor,
     MakePiece,
+    MemoryRules,
+    ModelCosts,
     Outline,
+    RankMemory,
     WeighAnswers,
     Workload,
     answering_costs,
     estimate,
     measure,
+    most_in_flight,
     outline_of,
-    transfer_seconds,
 )
-from stageline.planner.placement import Choice, Placement, advise
+from stageline.planner.partition import Choice, Placement, advise
 from stageline.planner.simulate import Expectation
 from stageline.tables import format_table, human_bytes, human_count
 
@@ -228,7 +230,7 @@ class Planner:
     """Plans one run.
 
     Attributes:
-        make_piece: see `stageline.planner.measure`.
+        make_piece: see `stageline.planner.estimate`.
         num_samples: of one optimizer step on one pipeline.
         micro_batch_of: a number of rows -> a micro-batch of the run's data, as stage 0 gets it.
         loss_for: the last stage -> its loss, (output, micro-batch) -> scalar.
@@ -238,7 +240,6 @@ class Planner:
         answers_of: tokens of the longest row -> what weighs the answers that are drawn before a
             step; None: the model does not answer.
         group_size: samples that stay in one micro-batch.
-        times_transfers: measures what a transfer takes, where this process may use a second GPU.
     """
 
     make_piece: MakePiece
@@ -255,7 +256,6 @@ class Planner:
     visual_gpu_ratio: float = 0.0
     group_size: int = 1
     repeats: int = 5
-    times_transfers: bool = False
     _measured: dict[int, ModelCosts] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -287,15 +287,11 @@ class Planner:
             )
             # dropout and random inputs must not shift the run's own draws
             with generators_kept([self.device]):
-                costs = self._with_transfers(measure(self.outline, workload))
+                costs = measure(self.outline, workload)
                 self._measured[micro_batch_size] = self._answering(costs)
             if is_accelerator(self.device):
                 torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
         return self._measured[micro_batch_size]
-
-    def _with_transfers(self, costs: ModelCosts) -> ModelCosts:
-        taken = transfer_seconds(self.device, costs.border) if self.times_transfers else None
-        return costs if taken is None else replace(costs, hand_over=taken)
 
     def _answering(self, costs: ModelCosts) -> ModelCosts:
         if self.answers_of is None:

@@ -9,12 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.errors import UserError
-from stageline.inference.meta_model import (
-    decode_bytes,
-    decode_partition,
-    model_on_meta,
-    stage_partition_by_bytes,
-)
+from stageline.planner.estimate import decode_bytes, model_on_meta
+from stageline.planner.partition import decode_partition, stage_partition_by_bytes
 from tests.helpers.tiny_models import tiny_config
 from tools.tiny_model import make
 

@@ -354,7 +354,7 @@ class StageDecoder:
         """A new row on the last stage."""
         sampling = order.settings[place]
         prompt = ids_T[prompt_T] if sampling.repetition_penalty != 1 else None
-        row = self.sampled[order.rows[place]] = SampledRow(sampling, prompt, [], 0)
+        row = self.sampled[order.rows[place]] = SampledRow(sampling, prompt, [])
         if sampling.grammar is not None:
             try:
                 row.matcher = self._matcher_of(sampling)
@@ -445,7 +445,6 @@ class StageDecoder:
         """A row has got a token."""
         row = self.sampled[order.rows[place]]
         row.answer_ids.append(token_id)
-        row.index += 1
         if row.matcher is not None and row.matcher.take(token_id):
             order.over.append(place)
 

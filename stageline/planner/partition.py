@@ -1,4 +1,8 @@
-"""Which split of the layers is best for a run: by bytes, or by seconds within each memory."""
+"""Place layers on stages: by bytes, or by seconds within each memory. Pure arithmetic.
+
+One dynamic programme, `smallest_maximum`, makes all partitions where the cost of a stage depends on
+its own layers only; `best_split` searches where it does not.
+"""
 
 import itertools
 import math
@@ -6,14 +10,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from stageline.errors import spelled
+import torch
+from transformers import PretrainedConfig
+
+from stageline.errors import UserError, spelled
 from stageline.pipeline.schedules import SCHEDULES, Schedule, ScheduleKind, make_schedule
-from stageline.planner.cost import (
+from stageline.planner.estimate import (
+    ROWS,
     Cost,
     MemoryRules,
     ModelCosts,
     RankMemory,
+    decode_bytes,
     memory_of,
+    model_on_meta,
     most_in_flight,
 )
 from stageline.planner.simulate import Expectation, expect, rank_seconds
@@ -331,3 +341,51 @@ def _ranked(choices: Sequence[Choice]) -> list[Choice]:
         return (False, choice.stages_per_rank, choice.peak) if is_good else (True, 0, 0)
 
     return sorted(by_time, key=rank)
+
+
+def stage_partition_by_bytes(
+    layer_costs: Sequence[float], num_stages: int, *, back_cost: float = 0.0
+) -> list[int]:
+    """The split whose dearest stage is cheapest, exactly; at least one layer a stage.
+
+    Args:
+        back_cost: what the last stage has besides its layers.
+
+    Raises:
+        UserError: more stages than layers.
+    """
+    num_layers = len(layer_costs)
+    if not 1 <= num_stages <= num_layers:
+        raise UserError(
+            f"{num_layers} layers on {num_stages} stages: a number from 1 to {num_layers} was "
+            "expected, because each stage needs a layer. Use fewer stages."
+        )
+    sums = [0.0, *itertools.accumulate(layer_costs)]
+
+    def cost(stage: int, start: int, end: int) -> float:
+        back = back_cost if stage == num_stages - 1 else 0.0
+        return sums[end] - sums[start] + back
+
+    found = smallest_maximum(num_layers, num_stages, cost)
+    assert found is not None, "costs are finite"
+    return found
+
+
+def decode_partition(
+    config: PretrainedConfig,
+    num_stages: int,
+    *,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    num_rows: int = ROWS,
+) -> list[int] | None:
+    """Layers per stage, from the bytes that a decode step of `num_rows` reads; loads nothing.
+
+    None: the model's layers do not lie where they are looked for, as those of BERT and LongCat.
+    """
+    try:
+        model = model_on_meta(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        layers, back = decode_bytes(model, num_rows=num_rows)
+    except (ValueError, AttributeError):  # what is no model at all is refused where it is built
+        return None
+    return stage_partition_by_bytes(layers, num_stages, back_cost=back)
