@@ -856,14 +856,11 @@ def blocks_path(model: PreTrainedModel) -> str | None:
 
 
 META = torch.device("meta")
-BLOCK, NESTED_BLOCK = 64, 256  # weights below one scale, scales below one of theirs: bitsandbytes
-_CODE_BYTES = 16 * 4  # the sixteen values of 4 bits
-_NESTED_CODE_BYTES = _CODE_BYTES + 256 * 4 + 4  # and those of scales in 8 bits, and their offset
 
 
 @dataclass(frozen=True)
 class Stored:
-    """How the linear layers of a model lie in memory.
+    """How the quantised linear layers of a model are stored.
 
     Attributes:
         bits: of a weight.
@@ -880,65 +877,54 @@ class Stored:
     skipped: tuple[str, ...] = ()
 
     def weight_bytes(self, shape: Iterable[int]) -> int:
-        """Of one matrix with all that belongs to it."""
+        """Return the bytes of one matrix with all that belongs to it."""
         rows, columns = shape
         numel = rows * columns
-        num_scales = math.ceil(numel / self.group) if self.group else rows
-        scales = num_scales * self.scale_bytes
+        scales = (math.ceil(numel / self.group) if self.group else rows) * self.scale_bytes
         return math.ceil(numel * self.bits / 8 + scales) + self.table_bytes
 
 
 def stored_of(config: PretrainedConfig) -> Stored | None:
-    """What a config says of quantised weights; None: nothing, or nothing that is known here."""
+    """Return what a config says of quantised weights; None: nothing, or an unknown method."""
     settings = getattr(config, "quantization_config", None)
     if settings is None:
         return None
     given: dict[str, Any] = settings if isinstance(settings, dict) else settings.to_dict()
     method = str(getattr(given.get("quant_method"), "value", given.get("quant_method")))
     skipped = given.get("llm_int8_skip_modules") or given.get("modules_to_not_convert") or ()
-    found = None
     if method.startswith("bitsandbytes") or "load_in_4bit" in given:
+        # 64 weights a scale; a code of 16 values. Double: 256 scales in 8 bits share one and a code
         if not given.get("load_in_4bit"):
             found = Stored(8)
         elif given.get("bnb_4bit_use_double_quant"):
-            found = Stored(4, BLOCK, 1 + 4 / NESTED_BLOCK, _NESTED_CODE_BYTES)
+            found = Stored(4, 64, 1 + 4 / 256, 16 * 4 + 256 * 4 + 4)
         else:
-            found = Stored(4, BLOCK, 4, _CODE_BYTES)
+            found = Stored(4, 64, 4, 16 * 4)
     elif method in ("gptq", "awq", "auto-round"):  # a half scale and a packed zero point a group
         bits = int(given.get("bits") or 4)
         found = Stored(bits, max(0, int(given.get("group_size") or 0)), 2 + bits / 8)
     elif method == "fp8":
         found = Stored(8, math.prod(given.get("weight_block_size") or (128, 128)))
-    return found and replace(found, skipped=tuple(skipped))
+    else:
+        return None
+    return replace(found, skipped=tuple(skipped))
 
 
-def tensor_sizes(model: nn.Module, stored: Stored | None) -> dict[str, int]:
-    """Name -> bytes of each parameter and buffer; one that several modules share has one name.
-
-    Args:
-        stored: of the linear layers; None: all as it is on the meta device.
-    """
+def _tensor_sizes(model: PreTrainedModel) -> dict[str, int]:
+    """Name -> bytes of each parameter and buffer; one that several modules share has one name."""
     sizes = {name: tensor.nbytes for name, tensor in model.named_parameters()}
     sizes |= {name: tensor.nbytes for name, tensor in model.named_buffers()}
+    stored = stored_of(model.config)
     if stored is None:
         return sizes
-    skipped = {*stored.skipped, *(get_keys_to_not_convert(model) if not stored.skipped else ())}
+    skipped = stored.skipped or get_keys_to_not_convert(model)
     for name, module in model.named_modules():
         weight = f"{name}.weight"
-        if isinstance(module, nn.Linear) and weight in sizes and not _is_skipped(name, skipped):
+        # transformers reads such a list as whole names, and as their beginnings or ends
+        is_skipped = any(f".{one}." in f".{name}." for one in skipped)
+        if isinstance(module, nn.Linear) and weight in sizes and not is_skipped:
             sizes[weight] = stored.weight_bytes(module.weight.shape)
     return sizes
-
-
-def _is_skipped(name: str, skipped: set[str]) -> bool:
-    """As the library reads such a list: whole names, and their beginnings or ends."""
-    return any(
-        name == one or name.startswith(f"{one}.") or name.endswith(f".{one}") or f".{one}." in name
-        for one in skipped
-    )
-
-
-DEFAULT_LENGTH = 2048
 
 
 @dataclass(frozen=True)
@@ -953,7 +939,7 @@ class Load:
     """
 
     rows: int = 1
-    length: int = DEFAULT_LENGTH
+    length: int = 2048
     images: int = 0
     image_size: int = 1024
 
@@ -985,7 +971,7 @@ class LayerBytes:
 
 
 def pass_bytes(model: PreTrainedModel, load: Load, *, image_tokens: int = 0) -> list[LayerBytes]:
-    """Runs the decoder of a model that lies on the meta device; weights are left out.
+    """Run the decoder of a model on the meta device; weights are left out.
 
     Args:
         image_tokens: of a row, where layers look at images themselves.
@@ -993,14 +979,25 @@ def pass_bytes(model: PreTrainedModel, load: Load, *, image_tokens: int = 0) -> 
     text_model = model.get_submodule(text_model_path(model))
     layers = list(module_list(model, layers_path(model)))
     peaks = [0] * len(layers)  # a layer that looks at images may be left out where there are none
+    caches: list[Cache] = []  # that the layers get, by whatever name
     watch = PeakBytes(META)
-    with on_meta(watch, model), _laps(layers, watch, peaks) as caches:
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caches.extend(value for value in (*args, *kwargs.values()) if isinstance(value, Cache))
+        watch.lap()
+
+    def after(index: int, *_: object) -> None:
+        peaks[index] = watch.lap()
+
+    with on_meta(watch, model), ExitStack() as hooks:
+        for index, layer in enumerate(layers):
+            hooks.enter_context(layer.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.enter_context(layer.register_forward_hook(functools.partial(after, index)))
         text_model(**_inputs(model, load, image_tokens), use_cache=True)
-    kept_layers = caches[0].layers[: len(layers)] if caches else []
-    tensors = [layer_tensors(layer) for layer in kept_layers]
+    tensors = [layer_tensors(layer) for layer in (caches[0].layers if caches else [])]
     tensors += [[]] * (len(layers) - len(tensors))  # layers that share the cache of others
     found, held_so_far = [], 0
-    for own, peak in zip(tensors, peaks, strict=True):
+    for own, peak in zip(tensors[: len(layers)], peaks, strict=True):
         kept, held = tensor_bytes(own), sum(one.untyped_storage().nbytes() for one in own)
         held_so_far += held
         # a step joins old and new keys: for a moment both are there
@@ -1011,7 +1008,7 @@ def pass_bytes(model: PreTrainedModel, load: Load, *, image_tokens: int = 0) -> 
 
 @contextmanager
 def on_meta(watch: PeakBytes, model: nn.Module) -> Iterator[None]:
-    """Has a model make tensors without values, and counts them."""
+    """Have a model make tensors without values, and count them."""
     with torch.no_grad(), META, _light_experts(model), _FusedAttention():
         with watch.watch():
             yield
@@ -1047,26 +1044,6 @@ def _inputs(model: PreTrainedModel, load: Load, image_tokens: int) -> dict[str, 
         states = torch.empty(load.rows, image_tokens, config.hidden_size, dtype=model.dtype)
         inputs["cross_attention_states"] = states
     return inputs
-
-
-@contextmanager
-def _laps(layers: Sequence[nn.Module], watch: PeakBytes, peaks: list[int]) -> Iterator[list[Cache]]:
-    """Notes the peak within each layer; yields the cache that they get, by whatever name."""
-    caches: list[Cache] = []
-
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        caches.extend(value for value in (*args, *kwargs.values()) if isinstance(value, Cache))
-        watch.lap()
-
-    def after(index: int, *_: object) -> None:
-        peaks[index] = watch.lap()
-
-    with ExitStack() as hooks:
-        for index, layer in enumerate(layers):
-            hooks.enter_context(layer.register_forward_pre_hook(before, with_kwargs=True))
-            hook = functools.partial(after, index)
-            hooks.enter_context(layer.register_forward_hook(hook))
-        yield caches
 
 
 class _FusedAttention(TorchFunctionMode):
@@ -1121,8 +1098,7 @@ def _pass_experts(
     return made
 
 
-# copies of the last logits that a step holds in float32 while it chooses a token
-LOGIT_COPIES = 3
+LOGIT_COPIES = 3  # of the last logits that a step holds in float32 while it chooses a token
 
 
 @dataclass(frozen=True)
@@ -1151,17 +1127,18 @@ class ModelBytes:
 
 
 def measure_model(model: PreTrainedModel, load: Load) -> ModelBytes:
-    """Looks at a model on the meta device; a config with quantised weights counts as such."""
-    path, text_path = f"{layers_path(model)}.", text_model_path(model)
-    sizes = tensor_sizes(model, stored_of(model.config))
+    """Measure a model on the meta device; a config with quantised weights counts as such."""
+    path, text_path, tower = f"{layers_path(model)}.", text_model_path(model), blocks_path(model)
     weights = [0] * len(module_list(model, path[:-1]))
-    tower = blocks_path(model)
     blocks = [0] * (len(module_list(model, tower)) if tower else 0)
+    is_visual = getattr(model.config, "vision_config", None) is not None
+    head = model.get_output_embeddings()
     ends = vision = 0
-    for name, size in sizes.items():
+    for name, size in _tensor_sizes(model).items():
+        owner = model.get_submodule(name.rpartition(".")[0])
         if name.startswith(path):
             weights[int(name[len(path) :].partition(".")[0])] += size
-        elif _is_end(model, name, text_path):
+        elif not (is_visual and text_path) or name.startswith(f"{text_path}.") or owner is head:
             ends += size
         else:
             vision += size
@@ -1179,8 +1156,7 @@ def measure_model(model: PreTrainedModel, load: Load) -> ModelBytes:
             file=sys.stderr,
         )
         layers = [LayerBytes(0)] * len(weights)
-    config = model.config.get_text_config(decoder=True)
-    logit = load.rows * config.vocab_size
+    num_logits = load.rows * model.config.get_text_config(decoder=True).vocab_size
     return ModelBytes(
         layers=tuple(
             replace(layer, weights=own) for layer, own in zip(layers, weights, strict=True)
@@ -1189,16 +1165,8 @@ def measure_model(model: PreTrainedModel, load: Load) -> ModelBytes:
         vision=vision,
         vision_workspace=_vision_workspace(model, load),
         blocks=tuple(blocks),
-        end_workspace=logit * (model.dtype.itemsize + 4 * LOGIT_COPIES),
+        end_workspace=num_logits * (model.dtype.itemsize + 4 * LOGIT_COPIES),
     )
-
-
-def _is_end(model: PreTrainedModel, name: str, text_path: str) -> bool:
-    if getattr(model.config, "vision_config", None) is None:
-        return True
-    head = model.get_output_embeddings()
-    owner = model.get_submodule(name.rpartition(".")[0])
-    return not text_path or name.startswith(f"{text_path}.") or owner is head
 
 
 def _image_tokens(model: PreTrainedModel, load: Load) -> int:
@@ -1213,40 +1181,30 @@ def _image_tokens(model: PreTrainedModel, load: Load) -> int:
 
 
 def _vision_workspace(model: PreTrainedModel, load: Load) -> int:
-    """The fullest moment of a tower with all images of all rows."""
+    """Return what the fullest moment of a tower takes with all images of all rows."""
     config, count = getattr(model.config, "vision_config", None), load.rows * load.images
     if config is None or not count:
         return 0
     if getattr(config, "image_size", None) is not None:
+        watch = PeakBytes(META)
         try:
-            return _measured_tower(model, count)
+            with on_meta(watch, model):
+                shape = (count, getattr(config, "num_channels", 3), *_pair(config.image_size))
+                pixels = torch.empty(shape, dtype=model.dtype)
+                held = (pixels, cast(Any, model).get_image_features(pixel_values=pixels))
+            del held
+            return watch.peak
         except Exception:  # towers that take more than pixels, or sizes as values
             pass
     # all that the linear layers of the widest block take and give, as if at once
     text_path = text_model_path(model)
     widths = [
-        _width(block)
+        sum(sum(p.shape[-2:]) for p in block.parameters() if p.dim() == 2)
         for name, blocks in model.named_modules()
         if isinstance(blocks, nn.ModuleList) and not name.startswith(f"{text_path}.")
         for block in blocks
     ]
     return count * _image_tokens(model, load) * max(widths, default=0) * model.dtype.itemsize
-
-
-def _measured_tower(model: PreTrainedModel, count: int) -> int:
-    config = model.config.vision_config
-    height, width = _pair(config.image_size)
-    watch = PeakBytes(META)
-    with on_meta(watch, model):
-        channels = getattr(config, "num_channels", 3)
-        pixels = torch.empty(count, channels, height, width, dtype=model.dtype)
-        held = (pixels, cast(Any, model).get_image_features(pixel_values=pixels))
-    del held
-    return watch.peak
-
-
-def _width(block: nn.Module) -> int:
-    return sum(sum(p.shape[-2:]) for p in block.parameters() if p.dim() == 2)
 
 
 def _pair(size: int | list[int] | tuple[int, ...]) -> tuple[int, int]:
