@@ -14,7 +14,7 @@ import torch
 from transformers import PretrainedConfig
 
 from stageline.errors import UserError, spelled
-from stageline.pipeline.schedules import SCHEDULES, Schedule, ScheduleKind, make_schedule
+from stageline.pipeline.schedules import SCHEDULES, Schedule, make_schedule
 from stageline.planner.estimate import (
     ROWS,
     Cost,
@@ -190,11 +190,20 @@ class Placement:
         that comes nearest.
         """
         if self.schedule.num_stages > self.schedule.num_ranks:
-            starts = [self._chain(self._seconds), self.by_parameters()]
+
+            def step_value(partition: Sequence[int]) -> tuple[float, float]:
+                expectation = self.expect(partition)
+                return (self.overshoot(expectation.memory), expectation.seconds)
+
+            def step_bound(partition: Sequence[int]) -> tuple[float, float]:
+                """No step is shorter than the work of its slowest rank."""
+                slowest = max(rank_seconds(self.costs.stages(partition), self.schedule))
+                return (0, self.num_micro_batches * slowest * (1 - 1e-9))
+
             return best_split(
-                starts,
-                self._step_value,
-                bound=self._step_bound,
+                [self._chain(self._seconds), self.by_parameters()],
+                step_value,
+                bound=step_bound,
                 most_splits=self.most_splits,
                 most_values=self.most_steps,
             )
@@ -236,15 +245,6 @@ class Placement:
     @cached_property
     def _in_flight(self) -> list[int]:
         return most_in_flight(self.schedule, self.num_micro_batches)
-
-    def _step_value(self, partition: Sequence[int]) -> tuple[float, float]:
-        expectation = self.expect(partition)
-        return (self.overshoot(expectation.memory), expectation.seconds)
-
-    def _step_bound(self, partition: Sequence[int]) -> tuple[float, float]:
-        """No step is shorter than the work of its slowest rank."""
-        slowest = max(rank_seconds(self.costs.stages(partition), self.schedule))
-        return (0, self.num_micro_batches * slowest * (1 - 1e-9))
 
 
 MOST_STAGES_PER_RANK = 4
@@ -310,37 +310,30 @@ def advise(
             )
             found = placement.expect(placement.by_seconds())
             choices.append(Choice(size, found, placement.overshoot(found.memory)))
-    return _ranked(choices)
+    choices.sort(key=lambda c: (c.overshoot, c.expectation.seconds))
+
+    def rank(choice: Choice) -> tuple[bool, int, int]:
+        """Those as good as the best by simplicity, the others by time."""
+        best = choices[0]
+        is_tie = choice.expectation.seconds <= best.expectation.seconds * AS_GOOD
+        is_good = is_tie and choice.overshoot == best.overshoot
+        return (False, choice.stages_per_rank, choice.peak) if is_good else (True, 0, 0)
+
+    return sorted(choices, key=rank)
 
 
 def legal_schedules(num_ranks: int, num_micro_batches: int, num_layers: int) -> Iterator[Schedule]:
-    """Every schedule that can be run, with every number of stages."""
+    """Yield every schedule that can be run, with every number of stages."""
     for name, kind in SCHEDULES.items():
-        for stages_per_rank in _numbers_of_stages(kind):
+        counts: Sequence[int] = [1]
+        if kind.is_v or kind.is_multi:
+            counts = [2] if kind.is_v else range(2, MOST_STAGES_PER_RANK + 1)
+        for stages_per_rank in counts:
             if num_ranks * stages_per_rank > num_layers:
                 continue
             schedule = make_schedule(name, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
             if schedule.legal_micro_batches(num_micro_batches) == num_micro_batches:
                 yield schedule
-
-
-def _numbers_of_stages(kind: ScheduleKind) -> Sequence[int]:
-    if kind.is_v:
-        return [2]
-    return range(2, MOST_STAGES_PER_RANK + 1) if kind.is_multi else [1]
-
-
-def _ranked(choices: Sequence[Choice]) -> list[Choice]:
-    """By time; those as good as the best by simplicity. What does not fit comes last."""
-    by_time = sorted(choices, key=lambda c: (c.overshoot, c.expectation.seconds))
-
-    def rank(choice: Choice) -> tuple[bool, int, int]:
-        best = by_time[0]
-        is_tie = choice.expectation.seconds <= best.expectation.seconds * AS_GOOD
-        is_good = is_tie and choice.overshoot == best.overshoot
-        return (False, choice.stages_per_rank, choice.peak) if is_good else (True, 0, 0)
-
-    return sorted(by_time, key=rank)
 
 
 def stage_partition_by_bytes(
@@ -357,8 +350,8 @@ def stage_partition_by_bytes(
     num_layers = len(layer_costs)
     if not 1 <= num_stages <= num_layers:
         raise UserError(
-            f"{num_layers} layers on {num_stages} stages: a number from 1 to {num_layers} was "
-            "expected, because each stage needs a layer. Use fewer stages."
+            f"{num_layers} layers on {num_stages} stages: each stage needs a layer. Use 1 to "
+            f"{num_layers} stages."
         )
     sums = [0.0, *itertools.accumulate(layer_costs)]
 
