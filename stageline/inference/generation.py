@@ -7,7 +7,6 @@ can be compared.
 Shapes: B prompts or rows of a batch, T tokens of the longest one.
 """
 
-import hashlib
 import inspect
 import re
 from collections.abc import Iterator, Sequence
@@ -28,8 +27,6 @@ from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError, UserError
 from stageline.inference.decoding.request import (
     Failed,
-    Request,
-    Sampling,
     Scored,
     ScoreRequest,
     answer_room,
@@ -97,7 +94,7 @@ def generate(
             try:
                 rooms[place] = min(max_new_tokens, answer_room(length, positions))
             except UserError as error:  # as an engine does: the others are answered
-                answers[place] = _told(Failed("", error))
+                answers[place] = failed_answer(Failed("", error))
         is_apart = _is_long(model, batch["input_ids"].shape[1] + max_new_tokens)
         is_apart |= not (batch["attention_mask"].all() or masks_padding(model))
         alone = [place for place in rooms if is_apart or rooms[place] < max_new_tokens]
@@ -182,48 +179,6 @@ def stop_ids_of(folder: Path, config: Any, processor: Any) -> tuple[int, ...]:
     else:
         of_model = GenerationConfig.from_model_config(config).eos_token_id
     return tuple(stop_ids_with(of_model, processor))
-
-
-def engine_answers(
-    engine: Any,
-    processor: Any,
-    *,
-    prompts: Sequence[Rendered],
-    images: Sequence[Images],
-    sampling: Sampling,
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Answer each prompt; encode it, pictures too, when the engine has room for it.
-
-    Each prompt has a seed of its own, which follows from that of `sampling`, its name and its text
-    (not from its place, which changes where a run is resumed or shared out).
-
-    Yields:
-        (place, answer) as answers are done: text, token_ids (without the stop token) and
-        finish_reason, or `error` alone.
-    """
-    tokenizer = get_tokenizer(processor)
-    # an engine that has image processors of its own says how it wants a prompt
-    own = getattr(engine, "encode", None)
-
-    def request(place: int, prompt: Rendered, row: Images) -> Request:
-        words = repr((sampling.seed, prompt.name, prompt.text)).encode()
-        seed = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 1  # signed
-        ids = own(prompt, row) if own else encode_prompts([prompt], [row], processor=processor)
-        is_sampled = sampling.temperature > 0
-        return Request(str(place), ids, replace(sampling, seed=seed) if is_sampled else sampling)
-
-    pairs = enumerate(zip(prompts, images, strict=True))
-    for found in engine.answer(request(place, *pair) for place, pair in pairs):
-        answer = (
-            _told(found)
-            if isinstance(found, Failed)
-            else {
-                "text": tokenizer.decode(list(found.token_ids), skip_special_tokens=True),
-                "token_ids": list(found.token_ids),
-                "finish_reason": found.reason,
-            }
-        )
-        yield int(found.key), answer
 
 
 @dataclass(frozen=True)
@@ -459,7 +414,7 @@ def choice_result(
     choices = []
     for score, text in zip(scores, texts, strict=True):
         if isinstance(score, Failed):
-            return _told(score)
+            return failed_answer(score)
         logprob, num_tokens = sum(score.logprobs), len(score.logprobs)
         choice = {"text": text, "logprob": logprob, "num_tokens": num_tokens}
         choices.append({**choice, "is_greedy": score.is_greedy})
@@ -476,7 +431,7 @@ def text_result(scores: Sequence[Scored | Failed], text: str) -> dict[str, Any]:
     logprob, num_tokens = 0.0, 0
     for score in scores:
         if isinstance(score, Failed):
-            return _told(score)
+            return failed_answer(score)
         logprob, num_tokens = logprob + sum(score.logprobs), num_tokens + len(score.logprobs)
     return {
         "text": "",
@@ -488,5 +443,6 @@ def text_result(scores: Sequence[Scored | Failed], text: str) -> dict[str, Any]:
     }
 
 
-def _told(failed: Failed) -> dict[str, str]:
+def failed_answer(failed: Failed) -> dict[str, str]:
+    """Return what is kept of a request that got no answer."""
     return {"error": f"{type(failed.error).__name__}: {failed.error}"}
