@@ -63,9 +63,10 @@ def token_weights(scores_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 
     rows = [row for row, s in enumerate(samplings) if 0 < s.top_k < size]
     if rows:
-        counts_R1 = torch.tensor([[samplings[row].top_k] for row in rows], device=device)
+        counts = [samplings[row].top_k for row in rows]
+        counts_R1 = torch.tensor(counts, device=device)[:, None]
         kept_RV = weights_RV[rows]
-        largest_RK = kept_RV.topk(int(counts_R1.max())).values
+        largest_RK = kept_RV.topk(max(counts)).values
         weights_RV[rows] = kept_RV.mul_(kept_RV >= largest_RK.gather(-1, counts_R1 - 1))
 
     rows = [row for row, s in enumerate(samplings) if s.top_p < 1]
