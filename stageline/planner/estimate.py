@@ -239,9 +239,14 @@ class RankMemory:
     answering: int = 0
 
     @property
+    def state(self) -> int:
+        """What training adds to the weights."""
+        return self.gradients + self.masters + self.optimizer
+
+    @property
     def lasting(self) -> int:
         """What is there in each moment of a step."""
-        return self.weights + self.gradients + self.masters + self.optimizer + self.workspace
+        return self.weights + self.state + self.workspace
 
     @property
     def peak(self) -> int:

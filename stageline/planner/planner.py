@@ -80,21 +80,27 @@ def format_plan(
     if choices:
         taken = f"a transfer between ranks taken as {seconds_text(costs.hand_over)}"
         lines += ["", f"the same step on these ranks, by simulation ({taken}):"]
-        lines += [_advice(expectation, choice) for choice in choices[:MOST_CHOICES]]
+        for choice in choices[:MOST_CHOICES]:
+            other = choice.expectation
+            gain = expectation.seconds / max(other.seconds, 1e-12)
+            fits = ", DOES NOT FIT" if choice.overshoot else ""
+            lines.append(
+                f"  {seconds_text(other.seconds)} ({gain:.2f} x as fast), bubble "
+                f"{other.bubble:.1%}, peak {human_bytes(choice.peak)}{fits}: {choice.options()}"
+            )
     return "\n".join(lines)
 
 
 def refusal(expectation: Expectation, capacities: Sequence[int]) -> str:
-    """Why a run cannot be started, with the figures of each rank that is too full."""
-    full = [
-        (rank, memory, capacity)
-        for rank, (memory, capacity) in enumerate(zip(expectation.memory, capacities, strict=True))
-        if memory.peak > capacity
-    ]
+    """Say why a run cannot be started, with the figures of each rank that is too full."""
+    pairs = enumerate(zip(expectation.memory, capacities, strict=True))
+    full = [(rank, *pair) for rank, pair in pairs if pair[0].peak > pair[1]]
     figures = [
         f"rank {rank} needs {human_bytes(memory.peak)} (weights {human_bytes(memory.weights)}, "
-        f"gradients and optimizer {human_bytes(_state(memory))}, activations "
-        f"{human_bytes(memory.activations)}{_answers(memory)}) and has {human_bytes(capacity)}"
+        f"gradients and optimizer {human_bytes(memory.state)}, activations "
+        f"{human_bytes(memory.activations)}"
+        + (f", or {human_bytes(memory.answers)} while it answers" if memory.answers else "")
+        + f") and has {human_bytes(capacity)}"
         for rank, memory, capacity in full
     ]
     helps = ["more stages", "`partition` measured"]
@@ -103,16 +109,9 @@ def refusal(expectation: Expectation, capacities: Sequence[int]) -> str:
     if any(memory.lasting + memory.training > capacity for _, memory, capacity in full):
         helps.append("a smaller `micro_batch_size` or `max_token_num`, `gradient_checkpointing`")
     return (
-        f"this run can't fit: {'; '.join(figures)}. It was expected to fit, because a run that is "
-        f"ended in the middle of a step loses its work. Use {', '.join(helps)}, `bf16` or LoRA; "
-        "`plan` shows all figures, and `device_memory` corrects what a device has."
+        f"this run can't fit: {'; '.join(figures)}. Use {', '.join(helps)}, `bf16` or LoRA; `plan` "
+        "shows all figures, and `device_memory` corrects what a device has."
     )
-
-
-def _answers(memory: RankMemory) -> str:
-    if not memory.answers:
-        return ""
-    return f", or {human_bytes(memory.answers)} while it answers"
 
 
 def seconds_text(seconds: float) -> str:
@@ -161,7 +160,7 @@ def _rank_rows(
         (
             str(rank),
             human_bytes(held.weights),
-            human_bytes(_state(held)),
+            human_bytes(held.state),
             human_bytes(held.activations),
             human_bytes(held.inputs),
             *([human_bytes(held.cache), human_bytes(held.answering)] if answers else []),
@@ -171,20 +170,6 @@ def _rank_rows(
         )
         for rank, held in enumerate(memory)
     ]
-
-
-def _state(memory: RankMemory) -> int:
-    return memory.gradients + memory.masters + memory.optimizer
-
-
-def _advice(expectation: Expectation, choice: Choice) -> str:
-    gain = expectation.seconds / max(choice.expectation.seconds, 1e-12)
-    fits = "" if not choice.overshoot else ", DOES NOT FIT"
-    return (
-        f"  {seconds_text(choice.expectation.seconds)} ({gain:.2f} x as fast), bubble "
-        f"{choice.expectation.bubble:.1%}, peak {human_bytes(choice.peak)}{fits}: "
-        f"{choice.options()}"
-    )
 
 
 MakeOptimizer = Callable[[dict[str, torch.nn.Parameter]], torch.optim.Optimizer | None]
