@@ -360,6 +360,8 @@ def num_positions(model: nn.Module | PretrainedConfig) -> int | None:
     if most is None or getattr(text, "rope_parameters", None):
         return most
     if isinstance(model, PretrainedConfig):
+        if has_trusted_code(config):  # the library would ask on the terminal
+            return most
         try:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config)
