@@ -336,17 +336,14 @@ def peak_activations(order: Sequence[Action], stages: Sequence[Cost]) -> int:
 
 
 def most_in_flight(schedule: Schedule, num_micro_batches: int) -> list[int]:
-    """For each stage, the most micro-batches whose activations it holds at once."""
-    alive = [0] * schedule.num_stages
-    most = [0] * schedule.num_stages
-    for order in schedule.orders(num_micro_batches):
-        for action in order:
-            if action.kind == Kind.FORWARD:
-                alive[action.stage] += 1
-                most[action.stage] = max(most[action.stage], alive[action.stage])
-            elif action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
-                alive[action.stage] -= 1
-    return most
+    """Return for each stage the most micro-batches whose activations it holds at once."""
+    orders, stages = schedule.orders(num_micro_batches), range(schedule.num_stages)
+    return [
+        peak_activations(
+            orders[schedule.rank_of_stage[stage]], [Cost(saved=int(one == stage)) for one in stages]
+        )
+        for stage in stages
+    ]
 
 
 KEPT_FREE = 0.05  # of an accelerator: the allocator's gaps and the libraries
@@ -370,23 +367,15 @@ def device_capacity(device: torch.device, *, num_local_ranks: int, gib: float | 
         free, total = module.mem_get_info(device)
         free += module.memory_reserved(device)
         return int(free - KEPT_FREE * total)
-    return max(0, host_memory() // num_local_ranks - _resident())
-
-
-def host_memory() -> int:
-    """Bytes of the host's memory, or of the container's."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in _GROUP_LIMITS:
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = page * os.sysconf("SC_PHYS_PAGES")
+    for path in _GROUP_LIMITS:  # of a container
         if path.is_file() and (text := path.read_text().strip()).isdigit():
             total = min(total, int(text))
-    return total
-
-
-def _resident() -> int:
-    """What this process holds before a model is built: the interpreter and its libraries."""
+    # what this process holds before a model is built: the interpreter and its libraries
     status = Path("/proc/self/statm")
-    pages = int(status.read_text().split()[1]) if status.exists() else 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    resident = page * int(status.read_text().split()[1]) if status.exists() else 0
+    return max(0, total // num_local_ranks - resident)
 
 
 # -- the items of a stage model, timed and weighed on a device -------------------------------------
