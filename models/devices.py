@@ -119,8 +119,8 @@ def make_device_map(
         if (num_devices or 1) > 1:
             raise UserError(
                 f"--num-devices {num_devices} came, and the model would lie on the CPU (--device "
-                f"{device}, no accelerator here). One device was expected, because a CPU is one: "
-                "leave --num-devices out, or run on as many accelerators."
+                f"{device}, no accelerator here), which is one device. Run on as many accelerators, "
+                "or leave --num-devices out."
             )
         return {"": "cpu"}
     placement = placement or Wanted()
@@ -205,9 +205,9 @@ def quantization_config(kind: str, dtype: torch.dtype | None) -> Any:
         importlib.import_module("bitsandbytes")
     except ImportError as error:
         raise UserError(
-            f"`builder.quantization` {kind} came, and bitsandbytes cannot be imported ({error}); "
-            "it was expected, because it makes the numbers. Install it (bash scripts/setup.sh "
-            "quantization, or pip install bitsandbytes), or leave the option out."
+            f"`builder.quantization` {kind} needs bitsandbytes, which cannot be imported "
+            f"({error}). Install it (bash scripts/setup.sh quantization, or pip install "
+            "bitsandbytes), or leave the option out."
         ) from error
     if kind == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
