@@ -119,8 +119,8 @@ def make_device_map(
         if (num_devices or 1) > 1:
             raise UserError(
                 f"--num-devices {num_devices} came, and the model would lie on the CPU (--device "
-                f"{device}, no accelerator here), which is one device. Run on as many accelerators, "
-                "or leave --num-devices out."
+                f"{device}, no accelerator here), which is one device. Run on as many "
+                "accelerators, or leave --num-devices out."
             )
         return {"": "cpu"}
     placement = placement or Wanted()
