@@ -359,17 +359,18 @@ def num_positions(model: nn.Module | PretrainedConfig) -> int | None:
     most: int | None = getattr(text, "max_position_embeddings", None)
     if most is None or getattr(text, "rope_parameters", None):
         return most
+    whole: Any = model
     if isinstance(model, PretrainedConfig):
         if has_trusted_code(config):  # the library would ask on the terminal
             return most
         try:
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config)
+                whole = AutoModelForCausalLM.from_config(config)
         except ValueError:  # of a kind that has no such class
             return most
     starts = [
         table.padding_idx + 1
-        for name, table in model.named_modules()
+        for name, table in whole.named_modules()
         if isinstance(table, nn.Embedding) and "position" in name and table.padding_idx is not None
     ]
     return most - max(starts, default=0)

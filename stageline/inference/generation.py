@@ -326,7 +326,7 @@ def score_rows(
             for place, row in enumerate(rows)
         )
         return
-    groups = []
+    groups: list[list[int]] = []
     for group in batch_together([row.images for row in rows], processor=processor):
         # rows of like length together, the longest first: if memory is short it shows at once
         by_length = sorted(group, key=lambda place: -len(rows[place].input_ids))
@@ -411,7 +411,7 @@ def choice_result(
     scores: Sequence[Scored | Failed], rows: Sequence[ScoredRow], texts: Sequence[str]
 ) -> dict[str, Any]:
     """Return the likeliest text, and of each: log-probability, tokens, and whether it is greedy."""
-    choices = []
+    choices: list[dict[str, Any]] = []
     for score, text in zip(scores, texts, strict=True):
         if isinstance(score, Failed):
             return failed_answer(score)
