@@ -22,8 +22,6 @@ import transformers
 from accelerate import infer_auto_device_map
 from accelerate.utils import compute_module_sizes, get_balanced_memory
 
-from stageline.inference.meta_model import layers_path, model_on_meta
-from stageline.inference.model_bytes import Load, layer_tensors, measure_model
 from stageline.inference.model_cutter import (
     HEADROOM,
     Homes,
@@ -32,6 +30,13 @@ from stageline.inference.model_cutter import (
     format_table,
 )
 from stageline.pipeline.live_bytes import PeakBytes
+from stageline.planner.estimate import (
+    Load,
+    layer_tensors,
+    layers_path,
+    measure_model,
+    model_on_meta,
+)
 
 GIB = 1024**3
 MACHINES = {

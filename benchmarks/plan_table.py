@@ -16,15 +16,26 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from loss_fn import sft
 from pp_models import CausalLMStage, VisionLanguageStage
 from stageline.modules.methods import Methods
 from stageline.modules.quantised import Quantization
 from stageline.pipeline.schedules import make_schedule
-from stageline.planner.cost import KEPT_FREE, Cost, MemoryRules, ModelCosts
-from stageline.planner.measure import Workload, count, outline_of
-from stageline.planner.placement import AS_GOOD, Placement
+from stageline.planner.estimate import (
+    KEPT_FREE,
+    Cost,
+    ItemRun,
+    MemoryRules,
+    ModelCosts,
+    Workload,
+    hand_over_seconds,
+    measure,
+    outline_of,
+)
+from stageline.planner.partition import AS_GOOD, Placement
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "data/configs"
@@ -65,6 +76,61 @@ CARDS = (
     Card("L40S", 48, 46068, 362e12),
     Card("H100 SXM", 80, 81559, 989e12),
 )
+
+
+def count(outline, workload, *, flops_per_second):
+    """The costs on a GPU that is not there: exact bytes, and the seconds of its data sheet.
+
+    Tensors have shapes and no numbers, so a model of any size is counted on any machine. No real
+    pass is as fast. The workload is on the CPU, whose attention saves what that of a GPU does. A
+    model that looks at numbers in its forward pass, as most vision towers do, cannot be counted.
+    """
+
+    class Counted(ItemRun):
+        def time(self):
+            found = {}
+            for kind in (kind for kinds in self.sequences() for kind in kinds):
+                with FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS) as counter:
+                    self.run_pass(kind)
+                found[kind] = counter.get_total_flops() / flops_per_second
+            return found
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        batch = {name: torch.zeros_like(value) for name, value in workload.batch.items()}
+        filled = replace(outline, make_piece=_filled(outline.make_piece))
+        costs = measure(filled, replace(workload, batch=batch), run_class=Counted)
+    return replace(costs, hand_over=hand_over_seconds(costs.border, on_cpu=False))
+
+
+def _filled(make_piece):
+    """Builds pieces on meta, then gives them tensors of the mode around; tied ones stay tied."""
+
+    def make(*, device, **others):
+        piece = make_piece(device=torch.device("meta"), **others)
+        made = {}
+        for store in (s for m in piece.modules() for s in (m._parameters, m._buffers)):
+            for name, old in store.items():
+                if old is None:
+                    continue
+                new = torch.empty(old.shape, dtype=old.dtype, device=device)
+                if isinstance(old, torch.nn.Parameter):
+                    new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
+                store[name] = made.setdefault(id(old), new)
+        return piece
+
+    return make
+
+
+# what torch's counter leaves out, by the shapes of the arguments: attention of a CPU, and experts,
+# of which each row meets one
+_ATEN = torch.ops.aten
+_MORE_FLOPS = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda *qkv, **_: sdpa_flop_count(*qkv[:3]),
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: lambda *gqkv, **_: (
+        sdpa_backward_flop_count(*gqkv[:4])
+    ),
+    _ATEN._grouped_mm: lambda rows, weights, *_, **__: 2 * rows[0] * rows[1] * weights[-1],
+}
 
 
 def make_piece(name, way):

@@ -30,9 +30,17 @@ from pp_models import CausalLMStage
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from stageline.pipeline.topology import uniform_partition
-from stageline.planner.cost import MemoryRules, durations_of, flow_of
-from stageline.planner.measure import Workload, _cost_of, _Run, measure, outline_of
-from stageline.planner.placement import Placement, legal_schedules
+from stageline.planner.estimate import (
+    ItemRun,
+    MemoryRules,
+    Workload,
+    cost_of,
+    durations_of,
+    flow_of,
+    measure,
+    outline_of,
+)
+from stageline.planner.partition import Placement, legal_schedules
 from stageline.planner.planner import Planner
 from stageline.planner.simulate import simulate
 from stageline.stages.vision_language import VisionLanguageStage
@@ -112,8 +120,8 @@ def stage_costs(make, outline, partition, workload, known):
         if key not in known:
             model = make(stage=stage, num_stages=len(partition), partition=partition, device=CPU)
             sends = stage > 0 and outline.sends(start + 1)
-            with _Run(model, workload, computes=True, sends=sends) as run:
-                cost = _cost_of(run.time())
+            with ItemRun(model, workload, computes=True, sends=sends) as run:
+                cost = cost_of(run.time())
             trains = any(p.requires_grad for p in model.parameters())
             known[key] = cost + type(cost)(trains=trains)
         found.append(known[key])

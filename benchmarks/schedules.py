@@ -42,7 +42,7 @@ from stageline.pipeline.plan import Action, Kind, drop_dead_backward, grad_flow,
 from stageline.pipeline.recorder import Recorder, TimelineEvent, bubble
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import SCHEDULES, make_schedule
-from stageline.planner.cost import Cost, peak_activations
+from stageline.planner.estimate import Cost, peak_activations
 from stageline.planner.simulate import simulate
 from tests.helpers.ranks import run_ranks
 

@@ -40,10 +40,10 @@ from stageline.evaluation.predictions import (
     shard_path,
 )
 from stageline.evaluation.report import check_same_samples
-from stageline.inference.model_bytes import Load
 from stageline.inference.model_cutter import Wanted
 from stageline.inference.vllm_engine import check_vllm, open_vllm
 from stageline.model_folder import load_config
+from stageline.planner.estimate import Load
 
 SECONDS_TO_MEET = 600.0
 EXPORTED = "~/.cache/stageline/exported"  # what vLLM reads
@@ -74,43 +74,61 @@ class Opened:
 
 
 def own_replica(run: Any) -> EvaluationReplicas:
-    """Which replica this process belongs to, of those that `start_processes` has started."""
+    """Return the replica that this process belongs to, of those `start_processes` has started."""
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     num_stages = world_size // run.num_replicas
+    wait = timedelta(seconds=SECONDS_TO_MEET)
     return EvaluationReplicas(
         index=rank // num_stages,
         count=run.num_replicas,
         is_first=rank % num_stages == 0,
-        store=_store(rank, world_size),
+        store=meet(rank, world_size, wait) if world_size > 1 else None,
     )
-
-
-def _store(rank: int, world_size: int) -> Any:
-    if world_size == 1:
-        return None
-    return meet(rank, world_size, timedelta(seconds=SECONDS_TO_MEET))
 
 
 @contextmanager
 def opened(arguments: Arguments, replicas: EvaluationReplicas) -> Iterator[Opened | None]:
-    """What answers; None in a process that only computes for its replica, once it has done so."""
-    engine = arguments.run.engine
-    if engine == "pipeline":
-        with _pipeline(arguments) as found:
-            yield found
-    elif engine == "vllm":
-        yield _vllm(arguments)
-    else:
-        _take_own_devices(arguments.run, replicas)
-        yield _whole(arguments)
-
-
-def _whole(arguments: Arguments) -> Opened:
-    """What the builder part makes: a model over some devices, or an endpoint."""
-    model, processor, device_map = build_model(arguments)
-    facts = {"device_map": {name: str(place) for name, place in device_map.items()}}
-    return Opened(model, processor, facts, config=getattr(model, "config", None))
+    """Open what answers; None in a process that only computes for its replica, once it has."""
+    run = arguments.run
+    if run.engine == "pipeline":
+        with open_decoding(run) as decoding:
+            if decoding is None:
+                yield None
+                return
+            engine = decoding.engine
+            facts = {
+                "num_stages": engine.chain.num_stages,
+                "max_running": engine.limits.max_rows,
+                "num_groups": engine.limits.num_groups or "auto",
+            }
+            yield Opened(engine, decoding.processor, facts, True, decoding.config)
+    elif run.engine == "vllm":  # reads a plain folder; it answers and scores as an engine does
+        check_vllm()  # before an export
+        folder = plain_folder(
+            run.model_path,
+            cache=EXPORTED,
+            adapter_paths=run.adapter_path or (),
+            adapter_weights=run.adapter_weights,
+            trust_remote_code=run.trust_remote_code,
+        )
+        vllm = open_vllm(
+            folder,
+            dtype=dtype_of(run),
+            num_devices=run.num_devices,
+            seed=run.seed,
+            max_length=run.max_length,
+            images_per_prompt=run.images.max_count,
+            trust_remote_code=run.trust_remote_code,
+        )
+        config = load_config(folder, trust_remote_code=run.trust_remote_code)
+        facts = {"tensor_parallel_size": vllm.num_devices, "folder": str(folder)}
+        yield Opened(vllm, vllm.processor, facts, True, config)
+    else:  # what the builder part makes: a model over some devices, or an endpoint
+        _take_own_devices(run, replicas)
+        model, processor, device_map = build_model(arguments)
+        facts = {"device_map": {name: str(place) for name, place in device_map.items()}}
+        yield Opened(model, processor, facts, config=getattr(model, "config", None))
 
 
 def build_model(arguments: Arguments) -> tuple[Any, Any, dict[str, Any]]:
@@ -120,13 +138,12 @@ def build_model(arguments: Arguments) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def plan_model(arguments: Arguments) -> int:
-    """Prints what the builder part would place on which device; returns the exit code."""
+    """Print what the builder part would place on which device; return the exit code."""
     builder = arguments.parts["builder"]
     plan = builder.facts["plan"]
     if plan is None:
         raise UserError(
-            f"--plan came with --builder {builder.key}, which has no plan to show. A part that is "
-            "registered with plan=... was expected: use --builder auto, or leave --plan out."
+            f"--builder {builder.key} has no plan to show. Use --builder auto, or drop --plan."
         )
     print(load_target(plan)(arguments.run.model_path, **_builder_arguments(arguments)))
     return 0
@@ -155,7 +172,7 @@ def _builder_arguments(arguments: Arguments) -> dict[str, Any]:
 
 
 def _take_own_devices(run: Any, replicas: EvaluationReplicas) -> None:
-    """Leaves this process the accelerators of its replica; before any of them is touched."""
+    """Leave this process the accelerators of its replica; before any of them is touched."""
     found = accelerators(run.device)
     if replicas.count == 1 or not found:
         return
@@ -172,50 +189,10 @@ def _take_own_devices(run: Any, replicas: EvaluationReplicas) -> None:
     os.environ[variable] = ",".join(names[first : first + each])
     if len(accelerators(run.device)) != each:
         raise UserError(
-            f"a replica was given {variable}={os.environ[variable]}, and torch sees other devices: "
-            "their driver had been started. It was expected to look now, because replicas share no "
-            f"device. Start the replicas by torchrun, each with its {variable}, or take one."
+            f"A replica was given {variable}={os.environ[variable]}, and torch sees other devices: "
+            f"their driver had been started. Start the replicas by torchrun, each with its "
+            f"{variable}, or take one."
         )
-
-
-@contextmanager
-def _pipeline(arguments: Arguments) -> Iterator[Opened | None]:
-    with open_decoding(arguments.run) as found:
-        if found is None:
-            yield None
-            return
-        engine = found.engine
-        facts = {
-            "num_stages": engine.chain.num_stages,
-            "max_running": engine.limits.max_rows,
-            "num_groups": engine.limits.num_groups or "auto",
-        }
-        yield Opened(engine, found.processor, facts, has_own_batches=True, config=found.config)
-
-
-def _vllm(arguments: Arguments) -> Opened:
-    """vLLM on a plain folder, exported first; it answers and scores as a decoding engine does."""
-    run = arguments.run
-    check_vllm()  # before an export
-    folder = plain_folder(
-        run.model_path,
-        cache=EXPORTED,
-        adapter_paths=run.adapter_path or (),
-        adapter_weights=run.adapter_weights,
-        trust_remote_code=run.trust_remote_code,
-    )
-    engine = open_vllm(
-        folder,
-        dtype=dtype_of(run),
-        num_devices=run.num_devices,
-        seed=run.seed,
-        max_length=run.max_length,
-        images_per_prompt=run.images.max_count,
-        trust_remote_code=run.trust_remote_code,
-    )
-    config = load_config(folder, trust_remote_code=run.trust_remote_code)
-    facts = {"tensor_parallel_size": engine.num_devices, "folder": str(folder)}
-    return Opened(engine, engine.processor, facts, has_own_batches=True, config=config)
 
 
 def answer_settings(arguments: Arguments) -> dict[str, Any]:
@@ -237,12 +214,6 @@ def answer_settings(arguments: Arguments) -> dict[str, Any]:
         left_out |= {spelled(f"{name}.{option}")[2:] for option in without_effect}
     config = arguments.as_config()
     return {name: value for name, value in config.items() if name not in left_out}
-
-
-def _weights_facts(run: Any) -> list[object]:
-    """What tells that a folder has other weights than at the last call: training goes on there."""
-    folders = [Path(one) for one in (run.model_path, *(run.adapter_path or ())) if one]
-    return [folder_facts(folder) for folder in folders if folder.is_dir()]
 
 
 @dataclass(frozen=True)
@@ -290,18 +261,35 @@ def answer_samples(
         bad_rows.write(folder / "bad_rows.jsonl")
         save_config(arguments, folder / "config.yaml")
     settings = answer_settings(arguments)
+    # what tells that a folder has other weights than at the last call: training goes on there
+    folders = [Path(one) for one in (run.model_path, *(run.adapter_path or ())) if one]
+    weights = [folder_facts(one) for one in folders if one.is_dir()]
     outcome, file = answer_rows(
         arguments,
         dataset,
         rows,
         path=folder / "predictions.jsonl",
-        settings_key=fingerprint({**settings, "weights": _weights_facts(arguments.run)}),
+        settings_key=fingerprint({**settings, "weights": weights}),
         images=images,
         replicas=replicas,
     )
-    if replicas.is_main and is_complete(outcome, rows, file, engine=run.engine):
-        return Answered(dataset, rows, file, settings)
-    return None
+    if not replicas.is_main:
+        return None
+    if outcome.failed:
+        sample_id, why = next(iter(outcome.failed.items()))
+        kind = DataError if run.engine in ("pipeline", "vllm") else RemoteError
+        raise kind(
+            f"{len(outcome.failed)} of {len(rows)} samples got no answer, such as {sample_id}: "
+            f"{why.rstrip('.')}. The answers that came are in {file.path}: start again with the "
+            "same options and only the others are asked for."
+        )
+    if outcome.pending:
+        print(
+            f"{len(outcome.pending)} of {len(rows)} samples wait for their answers: hand the "
+            "request files in, and run again with --model.answers_path and what comes back"
+        )
+        return None
+    return Answered(dataset, rows, file, settings)
 
 
 def answer_rows(
@@ -338,7 +326,14 @@ def answer_rows(
     if share or arguments.run.engine == "pipeline":  # its processes come together
         with opened(arguments, replicas) as found:
             if found is not None:
-                write_engine(arguments, found, replicas, path.parent / ENGINE_FILE)
+                if replicas.is_main:
+                    run, devices = arguments.run, found.facts.get("device_map")
+                    facts = {"engine": run.engine, "dtype": run.precision, **found.facts}
+                    facts["num_replicas"] = replicas.count
+                    text = json.dumps(facts, indent=2) + "\n"
+                    (path.parent / ENGINE_FILE).write_text(text, encoding="utf-8")
+                    if devices is not None:
+                        print(f"devices: {sorted(set(devices.values()))}")
                 outcome = ask(arguments, dataset, share, own, found, images, replicas)
     if not several:
         return outcome, file
@@ -348,14 +343,9 @@ def answer_rows(
     replicas.wait_for_all("answered")
     merge_shards(path)
     file = PredictionFile(path, settings_key=settings_key)
-    return outcome_of(file, [str(samples[row]["id"]) for row in missing]), file
-
-
-def outcome_of(file: PredictionFile, sample_ids: list[str]) -> Outcome:
-    """What became of samples that several replicas were asked."""
-    left = [sample_id for sample_id in sample_ids if sample_id not in file.records]
-    failed = {sample_id: file.errors[sample_id] for sample_id in left if sample_id in file.errors}
-    return Outcome([sample_id for sample_id in left if sample_id not in failed], failed)
+    left = [key for row in missing if (key := str(samples[row]["id"])) not in file.records]
+    failed = {key: file.errors[key] for key in left if key in file.errors}
+    return Outcome([key for key in left if key not in failed], failed), file
 
 
 def ask(
@@ -378,10 +368,14 @@ def ask(
     texts = {**texts_of(parts), "prompt_fn": fill_function(arguments)}
     options = {**handed_to("model", run), **parts["model"].kwargs}
     answer = functools.partial(part, found.model, processor, **options)
+
+    def num_tokens(rendered: Any, images: Any) -> int:
+        return len(encode_sample(rendered, images, processor=processor, name=rendered.name))
+
     is_measured = processor is not None and not found.has_own_batches
     asking = Asking(
         run.batch_size,
-        length_of=functools.partial(num_tokens, processor=processor) if is_measured else None,
+        length_of=num_tokens if is_measured else None,
         has_own_batches=found.has_own_batches,
         for_generation=parts["model"].facts["for_generation"],
         hands_over=frozenset(name for name in HANDED_OVER if takes(part, name) != "no"),
@@ -426,40 +420,3 @@ def fill_function(arguments: Arguments) -> Callable:
         return fill(sample, prompt, examples=fewshot.of(sample), **options)
 
     return fill_with_examples
-
-
-def num_tokens(rendered: Any, images: Any, *, processor: Any) -> int:
-    """The length of a prompt, its pictures included."""
-    return len(encode_sample(rendered, images, processor=processor, name=rendered.name))
-
-
-def write_engine(
-    arguments: Arguments, found: Opened, replicas: EvaluationReplicas, path: Path
-) -> None:
-    """Says what answers, in engine.json and on the screen of the main process."""
-    if not replicas.is_main:
-        return
-    run = arguments.run
-    facts = {"engine": run.engine, "dtype": run.precision, "num_replicas": replicas.count}
-    path.write_text(json.dumps({**facts, **found.facts}, indent=2) + "\n", encoding="utf-8")
-    devices = found.facts.get("device_map")
-    if devices is not None:
-        print(f"devices: {sorted(set(devices.values()))}")
-
-
-def is_complete(outcome: Outcome, rows: range, file: PredictionFile, *, engine: str) -> bool:
-    """Whether every row has its answer; says so where some come later."""
-    if outcome.failed:
-        sample_id, why = next(iter(outcome.failed.items()))
-        kind = DataError if engine in ("pipeline", "vllm") else RemoteError
-        raise kind(
-            f"{len(outcome.failed)} of {len(rows)} samples got no answer, such as {sample_id}: "
-            f"{why.rstrip('.')}. The answers that came are in {file.path}: start again with the "
-            "same options and only the others are asked for."
-        )
-    if outcome.pending:
-        print(
-            f"{len(outcome.pending)} of {len(rows)} samples wait for their answers: hand the "
-            "request files in, and run again with --model.answers_path and what comes back"
-        )
-    return not outcome.pending

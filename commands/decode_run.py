@@ -22,11 +22,7 @@ from stageline.checkpoint.host_memory import available_memory
 from stageline.checkpoint.layout import Ranks
 from stageline.data.text.processor import get_tokenizer
 from stageline.distributed.failure import name_stages
-from stageline.distributed.process_group import (
-    DistributedContext,
-    distributed_context,
-    wait_for_weights,
-)
+from stageline.distributed.process_group import distributed_context, wait_for_weights
 from stageline.errors import UserError
 from stageline.hub import title_of
 from stageline.inference.decoding.chain import Chain, LocalChain, RankChain, follow, make_wire
@@ -35,7 +31,7 @@ from stageline.inference.decoding.grammars import Matchers
 from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder, cache_budget, cells_within
 from stageline.inference.generation import stop_ids_of
-from stageline.model_folder import find_folder
+from stageline.model_folder import find_folder, num_positions
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,22 @@ def open_decoding(
     Yields:
         None on the other ranks, when they have followed the engine to its end.
     """
-    model = answering_model(run, model_path or run.model_path, beside=beside)
+    if getattr(run, "adapter_weights", None):
+        raise UserError(
+            "--adapter-weights came with pipelined decoding. Merge them with scripts/export.sh "
+            "--merge --adapter-weights first, or use --engine device_map."
+        )
+    model = AnsweringModel(
+        folder=find_folder(model_path or run.model_path),
+        num_stages=run.num_stages,
+        dtype=dtype_of(run),
+        adapters=() if beside else tuple(run.adapter_path or ()),
+        beside=tuple(beside),
+        merges=run.merge_adapters,
+        key=run.train_model,
+        partition=tuple(run.partition) if run.partition else None,
+        trust_remote_code=run.trust_remote_code,
+    )
     with distributed_context(num_ranks=run.num_stages, device=run.device) as context:
         name_stages([context.pp_rank])
         say = functools.partial(print, file=sys.stderr, flush=True)  # stdout is for answers
@@ -76,10 +87,30 @@ def open_decoding(
         wait_for_weights(model.base)
         matchers = Matchers(lambda: get_tokenizer(model.processor))
         decoder = StageDecoder(stage, device=context.device, matchers=matchers)
-        limits = make_limits(run, model, decoder, context)
+
+        # as much at a time as the fullest stage has room for
+        budget = cache_budget(
+            context.device,
+            gib=run.cache_gib,
+            processes=int(os.environ.get("LOCAL_WORLD_SIZE", context.world_size)),
+            host_bytes=available_memory(),
+        )
+        room = torch.tensor([cells_within(budget, decoder), decoder.pass_tokens()])
+        if context.world_size > 1:
+            dist.all_reduce(room, op=dist.ReduceOp.MIN)
+        lengths = [n for n in (num_positions(model.config), run.max_length) if n is not None]
+        limits = Limits(
+            max_rows=run.max_running,
+            prefill_tokens=run.prefill_tokens or int(room[1]),
+            max_cells=int(room[0]),
+            max_length=min(lengths, default=2**20),
+            num_groups=run.num_groups,
+            short_length=stage.short_length,
+        )
         gc.freeze()  # what stands now stays; a server has looked for no garbage until here
         gc.enable()
-        chain: Any = LocalChain([decoder])
+
+        chain: Chain = LocalChain([decoder])
         if context.num_ranks > 1:
             wire = make_wire(
                 context.rank,
@@ -92,77 +123,19 @@ def open_decoding(
                 yield None
                 return
             chain = RankChain(decoder, wire, num_stages=context.num_ranks)
-        engine = make_engine(model, chain, limits, decoder=decoder, device=context.device)
+        engine = DecodingEngine(
+            chain,
+            tokenizer=get_tokenizer(model.processor),
+            processor=model.processor,
+            limits=limits,
+            stop_ids=stop_ids_of(model.base, model.config, model.processor),
+            device=context.device,
+            model_name=title_of(model.folder),
+            prompt_cells=stage.fixed_cells,
+            has_cache=decoder.has_cache,
+            reads_in_pieces=decoder.reads_in_pieces,
+            matchers=matchers,
+        )
         yield Decoding(engine, model.processor, model.config)
         # not in a `finally`: after an exception the other ranks hear of it, and end
         engine.close()
-
-
-def answering_model(run: Any, model_path: str, *, beside: Sequence[str] = ()) -> AnsweringModel:
-    """What the options say of the model."""
-    if getattr(run, "adapter_weights", None):
-        raise UserError(
-            "--adapter-weights came with pipelined decoding. Merge them with scripts/export.sh "
-            "--merge --adapter-weights first, or use --engine device_map."
-        )
-    return AnsweringModel(
-        folder=find_folder(model_path),
-        num_stages=run.num_stages,
-        dtype=dtype_of(run),
-        adapters=() if beside else tuple(run.adapter_path or ()),
-        beside=tuple(beside),
-        merges=run.merge_adapters,
-        key=run.train_model,
-        partition=tuple(run.partition) if run.partition else None,
-        trust_remote_code=run.trust_remote_code,
-    )
-
-
-def make_limits(
-    run: Any, model: AnsweringModel, decoder: StageDecoder, context: DistributedContext
-) -> Limits:
-    """What is done at a time: as much as the fullest stage has room for."""
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    known = [length for length in (positions, run.max_length) if length is not None]
-    budget = cache_budget(
-        context.device,
-        gib=run.cache_gib,
-        processes=int(os.environ.get("LOCAL_WORLD_SIZE", context.world_size)),
-        host_bytes=available_memory(),
-    )
-    room = torch.tensor([cells_within(budget, decoder), decoder.pass_tokens()])
-    if context.world_size > 1:
-        dist.all_reduce(room, op=dist.ReduceOp.MIN)
-    return Limits(
-        max_rows=run.max_running,
-        prefill_tokens=run.prefill_tokens or int(room[1]),
-        max_cells=int(room[0]),
-        max_length=min(known, default=2**20),
-        num_groups=run.num_groups,
-        short_length=decoder.stage.short_length,
-    )
-
-
-def make_engine(
-    model: AnsweringModel,
-    chain: Chain,
-    limits: Limits,
-    *,
-    decoder: StageDecoder,
-    device: torch.device,
-) -> DecodingEngine:
-    """The engine of one replica."""
-    tokenizer = get_tokenizer(model.processor)
-    return DecodingEngine(
-        chain,
-        tokenizer=tokenizer,
-        processor=model.processor,
-        limits=limits,
-        stop_ids=stop_ids_of(model.base, model.config, model.processor),
-        device=device,
-        model_name=title_of(model.folder),
-        prompt_cells=decoder.stage.fixed_cells,
-        has_cache=decoder.has_cache,
-        reads_in_pieces=decoder.reads_in_pieces,
-        matchers=decoder.matchers,
-    )

@@ -25,8 +25,8 @@ def main() -> int:
 
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
-            "the package lm_eval is not installed, it was expected, because it brings the tasks: "
-            "bash scripts/setup.sh lm-eval, or pip install --editable '.[lm-eval]'."
+            "The package lm_eval, which brings the tasks, is not installed. Run bash "
+            "scripts/setup.sh lm-eval, or pip install --editable '.[lm-eval]'."
         )
     run, num_processes = place_stages(run)
     launch_if_needed(num_processes)

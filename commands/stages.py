@@ -389,7 +389,7 @@ class AnsweringModel:
             return list(self.partition)
         if self.num_stages == 1 or stage_key(self.config) is None:
             return None
-        from stageline.inference.meta_model import decode_partition
+        from stageline.planner.partition import decode_partition
 
         return decode_partition(
             self.config,

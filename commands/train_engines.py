@@ -40,7 +40,7 @@ from stageline.distributed.process_group import (
     distributed_context,
 )
 from stageline.pipeline.runner import PipelineRunner
-from stageline.planner.cost import device_capacity
+from stageline.planner.estimate import device_capacity
 from stageline.seeds import seed_everything
 from stageline.stage import Stage
 from stageline.training.memory import MemoryAccount
@@ -116,7 +116,6 @@ def show_plan(plan: RunPlan, data: Data) -> int:
             device, num_local_ranks=topology.num_processes, gib=run.device_memory
         )
         planner = make_planner(plan, data, topology, device)
-        planner.times_transfers = True  # no other rank's memory is filled: there is none
         print(planner.plan(run.partition, (capacity,) * topology.num_ranks), flush=True)
     return 0
 

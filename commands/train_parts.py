@@ -41,7 +41,7 @@ from stageline.modules.policy_loss import with_stand_ins
 from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.stage_passes import check_values_kept
 from stageline.pipeline.topology import Topology
-from stageline.planner.cost import device_capacity
+from stageline.planner.estimate import device_capacity
 from stageline.planner.planner import Planner, place_together
 from stageline.seeds import host_state_kept
 from stageline.stage import Stage

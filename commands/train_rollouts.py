@@ -20,12 +20,12 @@ from stageline.data.batches.sampler import group_size_of
 from stageline.data.batches.step_maker import PromptMaker, read_row
 from stageline.data.text.processor import get_tokenizer
 from stageline.distributed.process_group import DistributedContext
+from stageline.inference.decoding.answer_groups import AnswerLoad, answer_cost
 from stageline.inference.decoding.chain import make_wire
 from stageline.inference.generation import stop_ids_of
-from stageline.inference.model_bytes import AnswerLoad, answer_cost
-from stageline.model_folder import find_folder, load_config
+from stageline.model_folder import find_folder, load_config, num_positions
 from stageline.pipeline.runner import PipelineRunner
-from stageline.planner.cost import Cost
+from stageline.planner.estimate import Cost
 from stageline.seeds import host_state_kept
 from stageline.stage import Stage
 from stageline.training.answers import StageAnswers
@@ -211,12 +211,11 @@ def _make_answers(
         )
     folder = find_folder(run.config_folder)
     config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
-    text = config.get_text_config(decoder=True)
     return StageAnswers(
         runner,
         wire,
         processor=data.processor,
         pad_token_id=data.pad_token_id,
         stop_ids=stop_ids_of(folder, config, data.processor),
-        positions=getattr(text, "max_position_embeddings", None),
+        positions=num_positions(config),
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from register import builder_register
+from stageline.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -37,18 +40,57 @@ def auto(
         attn_implementation: eager, sdpa or another of the library's.
         quantization: keeps linear layers in 4 or 8 bits, by bitsandbytes.
     """
-    from models.devices import build
+    import torch
 
-    return build(
-        model_path,
-        visual_gpu_ratio=visual_gpu_ratio,
-        dtype=dtype,
-        num_devices=num_devices,
-        device=device,
-        adapter_path=adapter_path,
-        adapter_weights=adapter_weights,
-        trust_remote_code=trust_remote_code,
-        placement=placement,
-        attn_implementation=attn_implementation,
-        quantization=quantization,
+    from models.devices import find_source, make_device_map, quantization_config
+    from stageline.checkpoint.adapter import attach_adapter
+    from stageline.checkpoint.adapter_start import Adapters
+    from stageline.checkpoint.plain_model import load_whole
+    from stageline.data.text.processor import load_processor
+    from stageline.planner.estimate import auto_class_of
+
+    dtype = dtype or torch.float32
+    source = find_source(
+        model_path, adapter_path, visual_gpu_ratio, trust_remote_code=trust_remote_code
     )
+    if quantization and (len(source.adapters) > 1 or adapter_weights is not None):
+        raise UserError(
+            f"--builder.quantization {quantization} came with adapters that are merged, and few "
+            "bits cannot take up what is added. Merge them first (export.py), or give one adapter "
+            "and no weights."
+        )
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if attn_implementation:
+        options["attn_implementation"] = attn_implementation
+    device_map = make_device_map(
+        source.config,
+        device=device,
+        num_devices=num_devices,
+        visual_gpu_ratio=visual_gpu_ratio,
+        placement=placement,
+        dtype=dtype,
+        quantization=quantization,
+        **options,
+    )
+    if quantization:
+        options["quantization_config"] = quantization_config(quantization, dtype)
+    with warnings.catch_warnings():
+        # names of lone parameters (the line end of LLaVA-NeXT) belong into the map all the same
+        warnings.filterwarnings("ignore", message="The following device_map keys do not match")
+        model = load_whole(
+            auto_class_of(source.config),
+            source.folder,
+            source.config,
+            dtype=dtype,
+            # accelerate's hooks cost time and buy nothing on one CPU
+            device_map=None if device_map == {"": "cpu"} else device_map,
+            is_changed=source.has_own,
+            **options,
+        )
+    if len(source.adapters) == 1 and adapter_weights is None:
+        attach_adapter(model, source.adapters[0])
+    else:  # several, or what is weighted, are merged into the weights
+        weights = None if adapter_weights is None else tuple(adapter_weights)
+        Adapters(tuple(map(Path, source.adapters)), weights).merge(model)
+    processor = load_processor(source.processor_folder, trust_remote_code=trust_remote_code)
+    return model.eval(), processor, device_map

@@ -1,5 +1,6 @@
-"""What the builder part `auto` does: finds a model, cuts it over the devices and loads it."""
+"""Where the builder part `auto` finds a model, its device_map, and the plan that it shows."""
 
+import importlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,26 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PretrainedConfig
 
 from stageline.checkpoint.adapter import (
-    attach_adapter,
     config_folder,
     find_base,
     processor_folder,
     refuse_two_ways,
 )
-from stageline.checkpoint.adapter_start import Adapters
-from stageline.checkpoint.plain_model import load_whole
-from stageline.data.text.processor import load_processor
 from stageline.device import VISIBLE, accelerators
 from stageline.errors import UserError
-from stageline.inference.meta_model import (
-    auto_class_of,
-    model_on_meta,
-    quantization_config,
-    quantization_settings,
-)
 from stageline.inference.model_cutter import (
     ModelCutter,
     Wanted,
@@ -35,50 +26,7 @@ from stageline.inference.model_cutter import (
 )
 from stageline.model_folder import find_folder, load_config
 from stageline.pipeline.topology import no_tower
-
-
-def build(
-    model_path: str,
-    *,
-    dtype: torch.dtype | None,
-    adapter_path: str | list[str] | None,
-    adapter_weights: list[float] | None,
-    trust_remote_code: bool,
-    attn_implementation: str | None,
-    quantization: str | None,
-    **where: Any,
-) -> tuple[PreTrainedModel, object, dict[str, object]]:
-    """What the builder part `auto` makes; its arguments are explained there."""
-    dtype, ratio = dtype or torch.float32, where["visual_gpu_ratio"]
-    source = _find(model_path, adapter_path, ratio, trust_remote_code=trust_remote_code)
-    if quantization and (len(source.adapters) > 1 or adapter_weights is not None):
-        raise UserError(
-            f"--builder.quantization {quantization} came with adapters that are merged. Weights "
-            "that stay as they are were expected below them, because few bits cannot take up what "
-            "is added: merge them first (export.py), or give one adapter and no weights."
-        )
-    options = _options(trust_remote_code, attn_implementation)
-    device_map = make_device_map(
-        source.config, dtype=dtype, quantization=quantization, **where, **options
-    )
-    if quantization:
-        options["quantization_config"] = quantization_config(quantization, dtype)
-    with warnings.catch_warnings():
-        # names of lone parameters (the line end of LLaVA-NeXT) belong into the map all the same
-        warnings.filterwarnings("ignore", message="The following device_map keys do not match")
-        model = load_whole(
-            auto_class_of(source.config),
-            source.folder,
-            source.config,
-            dtype=dtype,
-            # accelerate's hooks cost time and buy nothing on one CPU
-            device_map=None if device_map == {"": "cpu"} else device_map,
-            is_changed=source.has_own,
-            **options,
-        )
-    _add_adapters(model, source.adapters, adapter_weights)
-    processor = load_processor(source.processor_folder, trust_remote_code=trust_remote_code)
-    return model.eval(), processor, device_map
+from stageline.planner.estimate import model_on_meta
 
 
 def plan(
@@ -101,13 +49,12 @@ def plan(
         UserError: the model does not fit, or nothing is known of the devices.
     """
     ratio = given["visual_gpu_ratio"]
-    source = _find(model_path, adapter_path, ratio, trust_remote_code=trust_remote_code)
+    source = find_source(model_path, adapter_path, ratio, trust_remote_code=trust_remote_code)
     found = [] if placement.memory else accelerators(device)
     if placement.memory is None and not found:
         raise UserError(
-            "--plan came without --device-memory, and no accelerator is to be seen here. Their "
-            "memory was expected, because layers are dealt out by it: give --device-memory 24GiB "
-            "--num-devices 2, or 24GiB,48GiB for devices that differ."
+            "--plan came without --device-memory, and no accelerator is to be seen here. Give "
+            "--device-memory 24GiB --num-devices 2, or 24GiB,48GiB for devices that differ."
         )
     cutter = make_cutter(
         source.config,
@@ -116,7 +63,8 @@ def plan(
         dtype=dtype,
         quantization=quantization,
         **given,
-        **_options(trust_remote_code, attn_implementation),
+        trust_remote_code=trust_remote_code,
+        **({"attn_implementation": attn_implementation} if attn_implementation else {}),
     )
     found, load = cutter.devices(), str(cutter.load)
     check_fit(found, asked=load)
@@ -125,7 +73,7 @@ def plan(
 
 
 @dataclass(frozen=True)
-class _Source:
+class Source:
     """Where a model comes from; `has_own`: an adapter has a configuration of its own."""
 
     folder: Path
@@ -135,13 +83,14 @@ class _Source:
     has_own: bool
 
 
-def _find(
+def find_source(
     model_path: str,
     adapter_path: str | list[str] | None,
     visual_gpu_ratio: float | None,
     *,
     trust_remote_code: bool,
-) -> _Source:
+) -> Source:
+    """Find the folders of a model, of its adapters and of its processor."""
     folder = find_folder(model_path)
     adapters = [adapter_path] if isinstance(adapter_path, str) else list(adapter_path or ())
     if (folder / "adapter_config.json").is_file():
@@ -152,21 +101,7 @@ def _find(
     config = load_config(own_config, trust_remote_code=trust_remote_code)
     if visual_gpu_ratio and getattr(config, "vision_config", None) is None:
         raise no_tower("visual_gpu_ratio", visual_gpu_ratio, config.model_type)
-    return _Source(folder, own_processor, adapters, config, has_own=own_config != folder)
-
-
-def _options(trust_remote_code: bool, attn_implementation: str | None) -> dict[str, Any]:
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    return options | ({"attn_implementation": attn_implementation} if attn_implementation else {})
-
-
-def _add_adapters(model: PreTrainedModel, adapters: list[str], weights: list[float] | None) -> None:
-    """Puts one adapter on; merges several, or what is weighted, into the weights."""
-    if len(adapters) == 1 and weights is None:
-        attach_adapter(model, adapters[0])
-    else:
-        own = None if weights is None else tuple(weights)
-        Adapters(tuple(map(Path, adapters)), own).merge(model)
+    return Source(folder, own_processor, adapters, config, has_own=own_config != folder)
 
 
 def make_device_map(
@@ -184,8 +119,8 @@ def make_device_map(
         if (num_devices or 1) > 1:
             raise UserError(
                 f"--num-devices {num_devices} came, and the model would lie on the CPU (--device "
-                f"{device}, no accelerator here). One device was expected, because a CPU is one: "
-                "leave --num-devices out, or run on as many accelerators."
+                f"{device}, no accelerator here), which is one device. Run on as many "
+                "accelerators, or leave --num-devices out."
             )
         return {"": "cpu"}
     placement = placement or Wanted()
@@ -256,3 +191,26 @@ def _tell(cutter: ModelCutter, *, is_certain: bool) -> None:
         if is_certain:
             raise
         warnings.warn(f"memory may not suffice. {error}", stacklevel=2)
+
+
+def quantization_settings(kind: str) -> dict[str, Any]:
+    """What config.json would say of it: enough to count bytes, without the package."""
+    bits = {"load_in_8bit": True} if kind == "int8" else {"load_in_4bit": True}
+    return {"quant_method": "bitsandbytes", **bits}
+
+
+def quantization_config(kind: str, dtype: torch.dtype | None) -> Any:
+    """What `from_pretrained` takes; `dtype` is that in which layers multiply."""
+    try:
+        importlib.import_module("bitsandbytes")
+    except ImportError as error:
+        raise UserError(
+            f"`builder.quantization` {kind} needs bitsandbytes, which cannot be imported "
+            f"({error}). Install it (bash scripts/setup.sh quantization, or pip install "
+            "bitsandbytes), or leave the option out."
+        ) from error
+    if kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from register import model_register
@@ -10,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from stageline.data.text.rendered import Rendered
+    from stageline.inference.decoding.request import Request, Sampling
 
 
 @model_register("generate")
@@ -49,7 +52,50 @@ def generate(
         "repetition_penalty": repetition_penalty,
     }
     if not isinstance(model, torch.nn.Module):
-        return generation.engine_answers(
+        return engine_answers(
             model, processor, prompts=prompts, images=images, sampling=Sampling(**options)
         )
     return generation.generate(model, processor, prompts=prompts, images=images, **options)
+
+
+def engine_answers(
+    engine: Any,
+    processor: Any,
+    *,
+    prompts: Sequence[Rendered],
+    images: Sequence[Any],
+    sampling: Sampling,
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Answer each prompt; encode it, pictures too, when the engine has room for it.
+
+    Each prompt has a seed of its own, which follows from that of `sampling`, its name and its text
+    (not from its place, which changes where a run is resumed or shared out).
+
+    Yields:
+        (place, answer) as answers are done: text, token_ids (without the stop token) and
+        finish_reason, or `error` alone.
+    """
+    from stageline.data.text.processor import get_tokenizer
+    from stageline.inference.decoding.request import Failed, Request
+    from stageline.inference.generation import encode_prompts, failed_answer
+
+    tokenizer = get_tokenizer(processor)
+    # an engine that has image processors of its own says how it wants a prompt
+    own = getattr(engine, "encode", None)
+
+    def request(place: int, prompt: Rendered, row: Any) -> Request:
+        words = repr((sampling.seed, prompt.name, prompt.text)).encode()
+        seed = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 1  # signed
+        ids = own(prompt, row) if own else encode_prompts([prompt], [row], processor=processor)
+        is_sampled = sampling.temperature > 0
+        return Request(str(place), ids, replace(sampling, seed=seed) if is_sampled else sampling)
+
+    pairs = enumerate(zip(prompts, images, strict=True))
+    for found in engine.answer(request(place, *pair) for place, pair in pairs):
+        if isinstance(found, Failed):
+            yield int(found.key), failed_answer(found)
+            continue
+        token_ids = list(found.token_ids)
+        text = tokenizer.decode(token_ids, skip_special_tokens=True)
+        answer = {"text": text, "token_ids": token_ids, "finish_reason": found.reason}
+        yield int(found.key), answer

@@ -93,8 +93,7 @@ def perplexity(
         rows_of.append(text_rows(ids, max_length=length, stride=stride, name=prompt.name))
         if not rows_of[-1]:
             raise DataError(
-                f"{prompt.name}: the text is empty. At least one token was expected, because its "
-                "likelihood is asked for: leave the row out."
+                f"{prompt.name}: the text is empty, and has no likelihood. Leave the row out."
             )
     for place, found in _scored(model, processor, rows_of, batch_size):
         yield place, text_result(found, prompts[place].text)
@@ -123,8 +122,8 @@ def _continuations(sample: dict[str, Any], kind: Continuations) -> list[str]:
     if not isinstance(values, list | tuple) or not values:
         raise DataError(
             f"sample {sample.get('source') or sample.get('id')}: the field {field} is {value!r}. "
-            f"{'Text' if field == 'answer' else 'A list of texts'} was expected, because "
-            f"--model.continuations {kind} scores it: correct the row, or choose another."
+            f"--model.continuations {kind} scores {'text' if field == 'answer' else 'a list'} "
+            "there. Correct the row, or choose another."
         )
     if kind == "letters":
         return [chr(ord("A") + index) for index in range(len(values))]
@@ -136,13 +135,13 @@ def _window(longest: int | None, wanted: int | None, stride: int | None) -> int:
     if length is None or length < 1 or (longest is not None and length > longest):
         known = f"{longest} tokens at once" if longest else "texts of no given length"
         raise UserError(
-            f"--model.max_length {wanted} came, and the model reads {known}. A number of tokens "
-            "that it can read was expected, because long texts are cut into windows: give one."
+            f"--model.max_length {wanted} came, and the model reads {known}. Give a number of "
+            "tokens that it can read."
         )
     if stride is not None and not 1 <= stride <= length:
         raise UserError(
-            f"--model.stride {stride} came with windows of {length} tokens. A number from 1 to "
-            f"{length} was expected, because each token is scored once: give such a number."
+            f"--model.stride {stride} came with windows of {length} tokens, and each token is "
+            f"scored once. Give a number from 1 to {length}."
         )
     return length
 
@@ -150,7 +149,6 @@ def _window(longest: int | None, wanted: int | None, stride: int | None) -> int:
 def _needs_tokens(processor: Any, key: str) -> None:
     if processor is None:
         raise UserError(
-            f"--model {key} came with a model elsewhere. A model here was expected, because the "
-            "likelihoods of given tokens are asked for and a chat endpoint does not tell them: "
-            "take --engine device_map or pipeline."
+            f"--model {key} came with a model elsewhere, and a chat endpoint does not tell the "
+            "likelihoods of given tokens. Use --engine device_map or pipeline."
         )

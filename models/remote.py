@@ -1,12 +1,21 @@
-"""Models behind an OpenAI-style endpoint: a builder part, and two model parts that ask it."""
+"""Models behind an OpenAI-style endpoint: a builder part, and two model parts that ask it.
+
+`remote` sends many requests at once, paced, tried again and counted; `batch_file` writes them to
+files for an offline batch API.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from register import builder_register, model_register
-from stageline.errors import UserError
+from stageline.errors import DataError, RemoteError, UserError
 
 if TYPE_CHECKING:
     from stageline.data.text.rendered import Rendered
@@ -17,6 +26,7 @@ OF_THE_WAY = ("api_key_env", "timeout", "max_retries", "requests_per_minute")
 PRICES = ("input_price", "output_price")
 FILES = ("requests_path", "answers_path")
 MaxTokensField = Literal["max_tokens", "max_completion_tokens"]
+USAGE = ("prompt_tokens", "completion_tokens")
 
 
 @builder_register("remote", without_effect=(*OF_THE_WAY, *PRICES))
@@ -81,7 +91,7 @@ def remote(
     send_temperature: bool = True,
     extra: dict[str, Any] | None = None,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Asks the endpoint, many at once; answers are kept as they come.
+    """Ask the endpoint, many at once; answers are kept as they come.
 
     Args:
         concurrency: requests on their way at a time; --batch-size is how many are prepared.
@@ -89,9 +99,14 @@ def remote(
         max_tokens_field: what the endpoint calls the longest answer.
         send_temperature: some reasoning models refuse temperature and seed.
         extra: further fields of the request, such as {"top_p": 0.9}.
-    """
-    from stageline.inference.remote import ask_all, request_bodies
 
+    Yields:
+        (place, answer) as answers come: text, finish_reason, usage and the model's full name; or
+        `error` alone, where one request failed for good.
+
+    Raises:
+        UserError: a wrong key, URL or model name, with which all requests would fail.
+    """
     bodies = request_bodies(
         endpoint,
         prompts,
@@ -103,7 +118,88 @@ def remote(
         extra=extra,
         **{max_tokens_field: max_new_tokens},
     )
-    return ask_all(endpoint, bodies, concurrency=concurrency)
+    client = endpoint.client()
+    import openai
+
+    from stageline.inference.remote import send
+
+    hopeless = (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError)
+
+    def ask(body: dict[str, Any]) -> dict[str, Any]:
+        endpoint.pace.wait()
+        response = send(client, body)
+        if not getattr(response, "choices", None):
+            told = str(response)[:200]
+            raise RemoteError(f"the answer of {endpoint.name} has no choices: {told}")
+        return _priced(endpoint, _answer(response.model_dump()))
+
+    pool = ThreadPoolExecutor(max_workers=concurrency)
+    try:
+        waiting = {pool.submit(ask, body): place for place, body in enumerate(bodies)}
+        for done in as_completed(waiting):
+            try:
+                answer = done.result()
+            except Exception as error:  # of the package, or of what it builds on
+                what = f"{type(error).__name__}: {str(error)[:500]}"
+                if isinstance(error, hopeless):
+                    raise UserError(
+                        f"{endpoint.base_url or 'The server'} refuses the model {endpoint.name!r} "
+                        f"({what}). Check `builder.name`, `builder.base_url` and the key in the "
+                        f"environment variable {endpoint.api_key_env}."
+                    ) from error
+                answer = {"error": what}
+            yield waiting[done], answer
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def request_bodies(
+    endpoint: Endpoint,
+    prompts: Sequence[Rendered],
+    images: Sequence[Any],
+    *,
+    max_image_side: int | None,
+    send_temperature: bool,
+    temperature: float,
+    seed: int,
+    extra: Mapping[str, Any] | None,
+    **limits: int,
+) -> list[dict[str, Any]]:
+    """Return the body of a chat request for each prompt; `extra` goes on top.
+
+    Args:
+        limits: the longest answer, by the endpoint's name for it.
+    """
+    from stageline.inference.remote import messages_of, tools_of
+
+    drawn = {"temperature": temperature, "seed": seed} if send_temperature else {}
+    bodies = []
+    for prompt, row in zip(prompts, images, strict=True):
+        messages = messages_of(prompt, row, name=prompt.name, max_image_side=max_image_side)
+        body = {"model": endpoint.name, "messages": messages, **limits, **drawn}
+        bodies.append({**body, **tools_of(prompt), **(extra or {})})
+    return bodies
+
+
+def _priced(endpoint: Endpoint, answer: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer with what its tokens cost, where a price is known."""
+    prices = (endpoint.input_price, endpoint.output_price)
+    if "usage" not in answer or prices == (None, None):
+        return answer
+    read, written = (answer["usage"][name] for name in USAGE)
+    cost = (read * (prices[0] or 0.0) + written * (prices[1] or 0.0)) / 1_000_000
+    return {**answer, "cost": cost}
+
+
+def _answer(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is kept of the JSON of an answer."""
+    choice, usage = body["choices"][0], body.get("usage") or {}
+    return {
+        "text": choice["message"].get("content") or "",
+        "finish_reason": choice.get("finish_reason"),
+        "usage": {name: int(usage.get(name) or 0) for name in USAGE},
+        "answered_by": body.get("model"),
+    }
 
 
 @model_register("batch_file", without_effect=FILES)
@@ -133,8 +229,6 @@ def batch_file(
         send_temperature: some reasoning models refuse temperature and seed.
         extra: further fields of the request, such as {"top_p": 0.9}.
     """
-    from stageline.inference.remote import offline_answers, request_bodies
-
     bodies = request_bodies(
         endpoint,
         prompts,
@@ -146,4 +240,120 @@ def batch_file(
         extra=extra,
         **{max_tokens_field: max_new_tokens},
     )
-    return offline_answers(endpoint, bodies, requests_path=requests_path, answers_path=answers_path)
+    answers = _answers_once(answers_path) if answers_path else {}
+    found = [answers.get(body_key(body)) for body in bodies]
+    waiting = [body for body, answer in zip(bodies, found, strict=True) if answer is None]
+    _files_once(requests_path).add(waiting)
+    return [answer and _priced(endpoint, answer) for answer in found]
+
+
+def body_key(body: dict[str, Any]) -> str:
+    """Return a hash of the request: the same request gets the same answer."""
+    text = json.dumps(body, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+# Files of requests for offline batch APIs, and the files of answers that come back: one JSON object
+# a line, {"custom_id", "method", "url", "body"}. The id is a hash of the request, so no answer is
+# taken for another question's.
+URL = "/v1/chat/completions"
+MAX_REQUESTS = 50_000  # of one file; what the maker of the format takes
+MAX_BYTES = 190 * 2**20  # it takes 200 MB
+
+
+class RequestFiles:
+    """Appends requests to requests-00001.jsonl and further files; each request once.
+
+    Args:
+        folder: where they lie; requests of an earlier, stopped run are kept.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        max_requests: int = MAX_REQUESTS,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.max_requests, self.max_bytes = max_requests, max_bytes
+        self.written: set[str] = set()
+        self._number, self._num_lines = 1, 0
+        for number, path in enumerate(self.paths(), 1):
+            content = path.read_bytes()
+            whole = content[: content.rfind(b"\n") + 1]  # a run that was killed tears the last line
+            if whole != content:
+                path.write_bytes(whole)
+            lines = whole.decode("utf-8").splitlines()
+            self.written |= {json.loads(line)["custom_id"] for line in lines}
+            self._number, self._num_lines = number, len(lines)
+
+    def paths(self) -> list[Path]:
+        """The files in order."""
+        return sorted(self.folder.glob("requests-*.jsonl"))
+
+    def add(self, bodies: list[dict[str, Any]]) -> None:
+        """Writes those that are not there yet."""
+        for body in bodies:
+            key = body_key(body)
+            if key in self.written:
+                continue
+            request = {"custom_id": key, "method": "POST", "url": URL, "body": body}
+            line = (json.dumps(request, ensure_ascii=False) + "\n").encode()
+            with self._path_for(len(line)).open("ab") as file:
+                file.write(line)
+            self.written.add(key)
+            self._num_lines += 1
+
+    def _path_for(self, num_bytes: int) -> Path:
+        path = self.folder / f"requests-{self._number:05d}.jsonl"
+        size = path.stat().st_size if path.is_file() else 0
+        is_too_large = size > 0 and size + num_bytes > self.max_bytes
+        if self._num_lines < self.max_requests and not is_too_large:
+            return path
+        self._number, self._num_lines = self._number + 1, 0
+        return self._path_for(num_bytes)
+
+
+def read_answers(path: str | Path) -> dict[str, dict[str, Any]]:
+    """Return custom_id -> answer of one file of results, or of all `*.jsonl` in a folder.
+
+    An answer has text, finish_reason and usage, or `error` where the request failed.
+
+    Raises:
+        UserError: there is no such file.
+        DataError: a line is no answer; names file and line.
+    """
+    place = Path(path).expanduser()
+    files = sorted(place.glob("*.jsonl")) if place.is_dir() else [place]
+    if not files or not all(file.is_file() for file in files):
+        raise UserError(
+            f"There are no answers at {path}. Give the .jsonl file that the batch API returned, or "
+            "a folder with such files."
+        )
+    found = {}
+    for file in files:
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                response = row.get("response") or {}
+                if row.get("error") or response.get("status_code", 200) >= 400:
+                    why = json.dumps(row.get("error") or response.get("body"))[:500]
+                    found[row["custom_id"]] = {"error": why}
+                else:
+                    found[row["custom_id"]] = _answer(response["body"])
+            except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+                raise DataError(
+                    f"{file}:{number}: this is no answer of a batch API ({type(error).__name__}: "
+                    f"{error}). Give the file as it was downloaded: objects with custom_id and "
+                    "response.body.choices."
+                ) from error
+    return found
+
+
+# a model part is called for each batch of an evaluation
+_answers_once = functools.cache(read_answers)
+_files_once = functools.cache(RequestFiles)

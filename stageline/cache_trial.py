@@ -7,8 +7,6 @@ copy answers both ways.
 Shapes: B rows, T tokens.
 """
 
-import json
-import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -25,9 +23,8 @@ SPREAD = 0.1  # of the noise on all weights: those that start at 0 or 1 hide a s
 NAMES = ("cache", "past_key_values")  # the newest first: the library warns of what it renamed
 LENGTHS = (3, 1)  # tokens of two rows before the last one; no window of a copy is as short
 TOLERANCE = 1e-3  # of the largest number
-_FOUND: dict[tuple[str, str], Any] = {}  # (trial, class and configuration) -> what it found
+_FOUND: dict[tuple[str, type, str], Any] = {}  # (trial, class, configuration) -> what it found
 T = TypeVar("T")
-_PATH = re.compile(r'"_name_or_path": "(?:[^"\\]|\\.)*"')  # where a model lies changes no answer
 
 
 @torch.no_grad()
@@ -67,11 +64,11 @@ def cache_name(model: PreTrainedModel) -> str | None:
 
 
 def generates_alike(model: PreTrainedModel) -> bool:
-    """Whether the library's `generate` answers with its cache as it does without.
+    """Whether transformers' `generate` answers with its cache as it does without.
 
-    Not where a forward takes the cache among other keywords and does nothing with it: the library
-    then hands it the last token alone. Says so where it is; a model that cannot be tried is taken
-    to be right.
+    Not where a forward takes the cache among other keywords and does nothing with it: `generate`
+    then hands it the last token alone. Prints so; a model that cannot be tried is taken to be
+    right.
     """
     return _once(_tried_generate, model)
 
@@ -85,7 +82,7 @@ def masks_padding(model: PreTrainedModel) -> bool:
 
 
 def _once(trial: Callable[[PreTrainedModel], T], model: PreTrainedModel) -> T:
-    key = trial.__name__, _key(model)
+    key = trial.__name__, type(model), model.config.to_json_string(use_diff=False)
     if key not in _FOUND:
         # a caller may measure on meta, where a default device is set
         with warnings.catch_warnings(), torch.no_grad(), torch.device("cpu"):
@@ -96,62 +93,54 @@ def _once(trial: Callable[[PreTrainedModel], T], model: PreTrainedModel) -> T:
 
 
 def _tried_padding(model: PreTrainedModel) -> bool:
-    try:
-        copy: Any = small_copy(model)
-        copy.generation_config = GenerationConfig(pad_token_id=0)
-        ids_T = _rows(copy)[0][:-1]
-        alone, padded = (
-            _two_steps(copy, nn.functional.pad(ids_T, (size, 0), value=3)[None], size=size)
-            for size in (0, 2)
-        )
-        return all(map(_is_close, padded, alone))
-    except Exception:  # of any class
-        return False
+    return bool(_steps_agree(model, size=2))
 
 
 def _tried_generate(model: PreTrainedModel) -> bool:
-    try:
-        copy: Any = small_copy(model)
-        copy.generation_config = GenerationConfig(pad_token_id=0)
-        ids_1T = _rows(copy)[0][None, :-1]  # as few as the keys that a copy chooses at least
-        expected = _two_steps(copy, ids_1T)
-    except Exception:  # of any of some hundred classes
-        return True
-    try:
-        found = _two_steps(copy, ids_1T, use_cache=True)
-    except Exception:  # the real one would raise it, too
-        found = None
-    is_alike = found is not None and all(
-        _is_close(one, whole) for one, whole in zip(found, expected, strict=True)
-    )
-    if not is_alike:
+    is_alike = _steps_agree(model, use_cache=True)
+    if is_alike is False:
         print(
             f"{type(model).__name__} answers otherwise with transformers' cache than without: "
             "use_cache is off, and each token of an answer reads its whole row",
             file=sys.stderr,
         )
-    return is_alike
+    return is_alike is not False
 
 
-def _two_steps(
-    copy: Any, ids_1T: torch.Tensor, *, size: int = 0, use_cache: bool = False
-) -> tuple[torch.Tensor, ...]:
-    """Logits of two new tokens behind a row that begins with `size` places of padding."""
-    mask_1T = (torch.arange(ids_1T.shape[1]) >= size).long()[None]
-    return copy.generate(
-        ids_1T,
-        attention_mask=mask_1T,
-        do_sample=False,
-        max_new_tokens=2,
-        use_cache=use_cache,
-        output_logits=True,
-        return_dict_in_generate=True,
-    ).logits
+def _steps_agree(model: PreTrainedModel, *, size: int = 0, use_cache: bool = False) -> bool | None:
+    """Whether two new tokens have the logits that they have without padding and without a cache.
 
+    Args:
+        size: places of padding before the row.
 
-def _key(model: PreTrainedModel) -> str:
-    kind = json.dumps([type(model).__module__, type(model).__qualname__])
-    return kind + _PATH.sub("", model.config.to_json_string(use_diff=False))
+    Returns:
+        None: no copy can be tried. An error of the changed way alone counts as False.
+    """
+
+    def steps(size: int, use_cache: bool) -> tuple[torch.Tensor, ...]:
+        padded_1T = nn.functional.pad(ids_T, (size, 0), value=3)[None]
+        found: tuple[torch.Tensor, ...] = copy.generate(
+            padded_1T,
+            attention_mask=(torch.arange(padded_1T.shape[1]) >= size).long()[None],
+            do_sample=False,
+            max_new_tokens=2,
+            use_cache=use_cache,
+            output_logits=True,
+            return_dict_in_generate=True,
+        ).logits
+        return found
+
+    try:
+        copy: Any = small_copy(model)
+        copy.generation_config = GenerationConfig(pad_token_id=0)
+        ids_T = _rows(copy)[0][:-1]  # as few as the keys that a copy chooses at least
+        expected = steps(0, False)
+    except Exception:  # of any of some hundred classes
+        return None
+    try:
+        return all(map(_is_close, steps(size, use_cache), expected))
+    except Exception:  # the real one would raise it, too
+        return False
 
 
 def _tried_name(model: PreTrainedModel) -> str | None:

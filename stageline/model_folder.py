@@ -15,7 +15,14 @@ from typing import Any, TypeVar
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -335,6 +342,38 @@ def rope_parameters(text: PretrainedConfig) -> list[dict[str, Any]]:
     """Those of each kind of layer of a language model, or of all."""
     rope = getattr(text, "rope_parameters", None) or {}
     return [value for value in rope.values() if isinstance(value, dict)] or [rope]
+
+
+def num_positions(model: nn.Module | PretrainedConfig) -> int | None:
+    """Return how many tokens a row may have at most; None: the model does not say.
+
+    A table of learned positions with a padding index is used from behind it on: RoBERTa reads
+    `max_position_embeddings` - `pad_token_id` - 1 tokens. OPT's and BART's tables are larger than
+    `max_position_embeddings` by their offset.
+
+    Args:
+        model: with weights or on meta, or its configuration.
+    """
+    config: Any = model if isinstance(model, PretrainedConfig) else model.config
+    text = config.get_text_config(decoder=True)
+    most: int | None = getattr(text, "max_position_embeddings", None)
+    if most is None or getattr(text, "rope_parameters", None):
+        return most
+    whole: Any = model
+    if isinstance(model, PretrainedConfig):
+        if has_trusted_code(config):  # the library would ask on the terminal
+            return most
+        try:
+            with torch.device("meta"):
+                whole = AutoModelForCausalLM.from_config(config)
+        except ValueError:  # of a kind that has no such class
+            return most
+    starts = [
+        table.padding_idx + 1
+        for name, table in whole.named_modules()
+        if isinstance(table, nn.Embedding) and "position" in name and table.padding_idx is not None
+    ]
+    return most - max(starts, default=0)
 
 
 def short_length(text: PretrainedConfig) -> int | None:

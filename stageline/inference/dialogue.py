@@ -25,6 +25,7 @@ from stageline.errors import DataError, RemoteError, StorageError, UserError
 from stageline.inference.decoding.answer import AnswerText
 from stageline.inference.generation import encode_prompts, generate_batch, stop_token_ids
 from stageline.inference.remote import Endpoint, image_url, send
+from stageline.model_folder import num_positions
 
 FENCE = "```"
 COMMANDS = ("new", "system", "image", "retry", "undo", "save", "settings", "help")
@@ -131,10 +132,7 @@ class Dialogue:
     def image(self, path: str) -> None:
         """PATH: a picture for the next message"""
         if not self.engine.takes_images:
-            raise UserError(
-                "a picture came, and this model takes text alone. One that looks at pictures was "
-                "expected: start the chat with a vision-language model."
-            )
+            raise UserError("This model takes text alone. Chat with a vision-language model.")
         file = str(_file(path).absolute())
         open_picture(file)
         self.pictures.append(file)
@@ -173,8 +171,8 @@ class Dialogue:
                 stream.write(json.dumps(row, ensure_ascii=False) + "\n")
         except OSError as error:
             raise StorageError(
-                f"{file} can't be written ({error.strerror}). A file in a folder that exists was "
-                "expected: give another path; the conversation goes on."
+                f"{file} can't be written ({error.strerror}). Give a path in a folder that exists; "
+                "the conversation continues."
             ) from error
         note(f"added to {path}")
 
@@ -213,10 +211,9 @@ def read_message(read: Callable[[str], str], *, prompt: str = "") -> str:
     lines = [read(prompt)]
     while True:
         is_in_block = sum(line.lstrip().startswith(FENCE) for line in lines) % 2 == 1
-        is_going_on = lines[-1].endswith("\\") and not is_in_block
-        if not (is_in_block or is_going_on):
-            break
-        if is_going_on:
+        if not is_in_block:
+            if not lines[-1].endswith("\\"):
+                break
             lines[-1] = lines[-1][:-1]
         try:
             lines.append(read(". " if prompt else ""))
@@ -245,8 +242,8 @@ def open_picture(path: str) -> Image.Image:
         return Image.open(path)
     except (OSError, DataError, Image.DecompressionBombError) as error:
         raise UserError(
-            f"{path} can't be read as a picture ({error}). A file such as PNG, JPEG or WebP was "
-            "expected: look at the path; it is relative to the folder you are in."
+            f"{path} can't be read as a picture ({error}). Give a PNG, JPEG or WebP file; the path "
+            "is relative to the folder you are in."
         ) from error
 
 
@@ -297,17 +294,16 @@ class LocalModel:
         self, told: list[Message], messages: list[Message], answering: Settings
     ) -> tuple[dict[str, torch.Tensor], int]:
         """The prompt of as many of the newest messages as the model has positions for."""
-        config = self.model.config.get_text_config(decoder=True)
-        most = getattr(config, "max_position_embeddings", None)
+        most = num_positions(self.model)
         for num_dropped in range(0, len(messages), 2):  # a question with its answer
             batch = self.encode([*told, *messages[num_dropped:]])
             length = batch["input_ids"].shape[1]
             if most is None or length + answering["max_new_tokens"] <= most:
                 return batch, num_dropped
         raise UserError(
-            f"the message is {length} tokens long with the template, and {most} were expected at "
-            f"most together with `max_new_tokens` {answering['max_new_tokens']}, because the model "
-            "has no more positions: shorten it, or lower `max_new_tokens`."
+            f"The message is {length} tokens long with the template; with `max_new_tokens` "
+            f"{answering['max_new_tokens']} the model reads {most} at most. Shorten the message, "
+            "or lower `max_new_tokens`."
         )
 
     def encode(self, messages: list[Message]) -> dict[str, torch.Tensor]:
@@ -323,7 +319,7 @@ class LocalModel:
             {"id": "chat", "messages": unlearnt},
             prompt=_TEMPLATE,
             prompt_fn=self.render,
-            image_token=self.image_token or _without_images,
+            image_token=self.image_token or (lambda rendered, images, *, processor: rendered),
             processor=self.processor,
             for_generation=True,
         )
@@ -332,17 +328,16 @@ class LocalModel:
 
     @torch.no_grad()
     def stream(self, prompt: dict[str, torch.Tensor], write: Write, answering: Settings) -> None:
-        """Answers a prompt; after Ctrl-C writes what was held back."""
-        is_sampling = answering["temperature"] > 0
+        """Answer a prompt; after Ctrl-C write what was held back."""
+        options: dict[str, Any] = {"do_sample": answering["temperature"] > 0}
         names = ["max_new_tokens", "repetition_penalty"]
-        if is_sampling:
+        if options["do_sample"]:
             self.num_asked += 1
             torch.manual_seed(answering["seed"] + self.num_asked)  # another one when asked again
             names = [name for name in answering if name != "seed"]
-        options = {"do_sample": is_sampling, **{name: answering[name] for name in names}}
-        tokenizer = get_tokenizer(self.processor)
-        text = AnswerText(tokenizer, (), stop_token_ids(self.model, self.processor))
-        streamer = _Streamer(text, write)
+        options |= {name: answering[name] for name in names}
+        stop_ids = stop_token_ids(self.model, self.processor)
+        streamer = _Streamer(AnswerText(get_tokenizer(self.processor), (), stop_ids), write)
         try:
             generate_batch(self.model, self.processor, prompt, streamer=streamer, **options)
         except KeyboardInterrupt:
@@ -351,7 +346,7 @@ class LocalModel:
 
 
 class _Streamer(BaseStreamer):
-    """Takes the library's tokens as they come, the prompt first, and writes the text they add."""
+    """Takes transformers' tokens as they come, the prompt first, and writes the text they add."""
 
     def __init__(self, text: AnswerText, write: Write) -> None:
         self.text = text
@@ -359,15 +354,12 @@ class _Streamer(BaseStreamer):
         self.has_prompt = False
 
     def put(self, value: torch.Tensor) -> None:
-        if self.has_prompt:
-            self._write(self.text.add(int(value)))
+        if self.has_prompt and (piece := self.text.add(int(value))):
+            self.write(piece)
         self.has_prompt = True
 
     def end(self) -> None:
-        self._write(self.text.finish())
-
-    def _write(self, piece: str) -> None:
-        if piece:
+        if piece := self.text.finish():
             self.write(piece)
 
 
@@ -397,7 +389,7 @@ class Server:
         return [_sent(message) for message in [*told, *messages]], 0
 
     def stream(self, prompt: list[Message], write: Write, answering: Settings) -> None:
-        """Asks the server; a RemoteError says that it refuses or fails."""
+        """Ask the server; a RemoteError says that it refuses or fails."""
         import httpx
         import openai
 
@@ -434,31 +426,27 @@ class Server:
             return next((card for card in cards if card.id == self.endpoint.name), None)
         if not cards:
             raise RemoteError(
-                f"{self.endpoint.base_url} names no model. One was expected, because a request "
-                "says which is to answer: give its name with `server_model`."
+                f"{self.endpoint.base_url} names no model. Give a model's name in `server_model`."
             )
         self.endpoint.name = cards[0].id
         return cards[0]
 
     def _failure(self, error: Exception) -> RemoteError:
-        """The server's own words, and where they came from."""
-        body = getattr(error, "body", None)
+        body, status = getattr(error, "body", None), getattr(error, "status_code", None)
         told = body.get("message") if isinstance(body, dict) else None
-        status = getattr(error, "status_code", None)
         what = f"{status}: {told or error}" if status else f"{type(error).__name__}: {error}"
         if not status and error.__cause__ is not None:  # such as a certificate's
             what += f" {error.__cause__}"
-        advice = "look at `server` and `server_model`, or at the server's log"
+        advice = "Check `server` and `server_model`, or the server's log"
         if status in (401, 403):
-            key = self.endpoint.api_key_env
-            advice = f"a key that it knows was expected in the environment variable {key}"
+            advice = f"Put a key that it accepts into the variable {self.endpoint.api_key_env}"
         elif "CERTIFICATE_VERIFY_FAILED" in what:
             advice = (
-                "its certificate was expected to be signed by an authority that is known here: "
-                "name the file of your own (PEM) in the environment variable SSL_CERT_FILE"
+                "Its certificate is signed by no authority that is known here: name your own "
+                "authority's file (PEM) in the environment variable SSL_CERT_FILE"
             )
         return RemoteError(
-            f"{self.endpoint.base_url} does not answer ({what[:500]}). The message was not kept; "
+            f"{self.endpoint.base_url} does not answer ({what[:500]}). The message was not kept. "
             f"{advice}."
         )
 
@@ -467,10 +455,7 @@ def server_url(url: str) -> str:
     """The address of the API: `/v1` is added to a bare host."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise UserError(
-            f"`server` {url!r} is no address. One such as http://127.0.0.1:8000 was expected, "
-            "because the chat is with a server there: write it with http:// or https://."
-        )
+        raise UserError(f"`server` {url!r} is no address. Write it as http://127.0.0.1:8000.")
     return url if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/v1"
 
 
@@ -482,7 +467,3 @@ def _sent(message: Message) -> Message:
     urls = [image_url(open_picture(path), name=path, max_side=MOST_PIXELS_A_SIDE) for path in paths]
     places = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return {**message, "content": [*places, {"type": "text", "text": text_of(message)}]}
-
-
-def _without_images(rendered: Rendered, images: Any, *, processor: Any) -> Rendered:
-    return rendered

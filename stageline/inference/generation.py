@@ -7,7 +7,6 @@ can be compared.
 Shapes: B prompts or rows of a batch, T tokens of the longest one.
 """
 
-import hashlib
 import inspect
 import re
 from collections.abc import Iterator, Sequence
@@ -28,14 +27,12 @@ from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError, UserError
 from stageline.inference.decoding.request import (
     Failed,
-    Request,
-    Sampling,
     Scored,
     ScoreRequest,
     answer_room,
 )
 from stageline.inference.decoding.stage_decoder import score_row
-from stageline.model_folder import short_length
+from stageline.model_folder import num_positions, short_length
 
 
 def encode_prompts(
@@ -65,24 +62,25 @@ def generate(
     repetition_penalty: float = 1.0,
     **sampling: object,
 ) -> list[dict[str, Any]]:
-    """Answers each prompt.
+    """Answer each prompt.
 
     Args:
         temperature: 0 takes the likeliest token; then an answer does not depend, but for rounding,
             on what else is in the batch.
         repetition_penalty: above 1 makes tokens that were there before less likely.
-        sampling: with a temperature, further options of the library's `generate` such as top_p.
+        sampling: with a temperature, further options of transformers' `generate` such as top_p.
 
     Returns:
         For each prompt: text, token_ids (without padding), finish_reason (stop or length); or
         `error` alone, where the model has no positions for it.
     """
-    is_sampling = temperature > 0
-    if is_sampling:
+    options: dict[str, Any] = {"do_sample": False, "repetition_penalty": repetition_penalty}
+    if temperature > 0:
         torch.manual_seed(seed)
-        sampling = {**sampling, "temperature": temperature}
+        options |= {**sampling, "do_sample": True, "temperature": temperature}
     answers: dict[int, dict[str, Any]] = {}
     waiting = batch_together(images, processor=processor)
+    positions = longest_row(model)
     while waiting:
         places = waiting.pop(0)
         batch = encode_prompts(
@@ -90,14 +88,13 @@ def generate(
             [images[place] for place in places],
             processor=processor,
         )
-        positions = longest_row(model)
         lengths = dict(zip(places, batch["attention_mask"].sum(-1).tolist(), strict=True))
         rooms: dict[int, int] = {}
         for place, length in lengths.items():
             try:
                 rooms[place] = min(max_new_tokens, answer_room(length, positions))
             except UserError as error:  # as an engine does: the others are answered
-                answers[place] = _told(Failed("", error))
+                answers[place] = failed_answer(Failed("", error))
         is_apart = _is_long(model, batch["input_ids"].shape[1] + max_new_tokens)
         is_apart |= not (batch["attention_mask"].all() or masks_padding(model))
         alone = [place for place in rooms if is_apart or rooms[place] < max_new_tokens]
@@ -105,21 +102,14 @@ def generate(
         if len(rooms) < len(places) or (alone and len(places) > 1):
             waiting = [*([together] if together else []), *([one] for one in alone)] + waiting
             continue
-        found = generate_batch(
-            model,
-            processor,
-            batch,
-            max_new_tokens=rooms[places[0]],
-            do_sample=is_sampling,
-            repetition_penalty=repetition_penalty,
-            **(sampling if is_sampling else {}),
-        )
+        room = rooms[places[0]]
+        found = generate_batch(model, processor, batch, max_new_tokens=room, **options)
         answers.update(zip(places, found, strict=True))
     return [answers[place] for place in range(len(prompts))]
 
 
 def batch_together(images: Sequence[Images], *, processor: Any) -> list[list[int]]:
-    """Which rows go into one batch: all, but for models whose layers attend to images.
+    """Return which rows go into one batch: all, but for models whose layers attend to images.
 
     There a token before the first image of its row attends to all image places of the row, and
     these are as many as the fullest row has: only rows with as many images leave each other alone.
@@ -138,18 +128,16 @@ def generate_batch(
     batch: dict[str, torch.Tensor],
     **options: object,
 ) -> list[dict[str, Any]]:
-    """The answers to a batch of `encode_prompts`; `options` are those of the library.
+    """Answer a batch of `encode_prompts`; `options` are those of transformers' `generate`.
 
     Nothing but where answers end is taken from the folder's generation config: beams, penalties and
     suppressed tokens there would make other answers than those that were asked for.
     """
-    tokenizer = get_tokenizer(processor)
-    inputs = _on_device(batch, model)
-    stop_ids = stop_token_ids(model, processor)
+    tokenizer, stop_ids = get_tokenizer(processor), stop_token_ids(model, processor)
     of_folder, model.generation_config = model.generation_config, GenerationConfig()
     try:
         output = cast(Any, model).generate(
-            **inputs,
+            **_on_device(batch, model),
             pad_token_id=get_pad_token_id(processor),
             eos_token_id=stop_ids or None,
             use_cache=generates_alike(model),
@@ -157,10 +145,17 @@ def generate_batch(
         )
     finally:
         model.generation_config = of_folder
-    return [
-        _answer(row.tolist(), tokenizer, stop_ids)
-        for row in output[:, batch["input_ids"].shape[1] :]
-    ]
+    answers = []
+    for row in output[:, batch["input_ids"].shape[1] :].tolist():
+        end = next((place for place, token_id in enumerate(row) if token_id in stop_ids), None)
+        answers.append(
+            {
+                "text": tokenizer.decode(row[:end], skip_special_tokens=True),
+                "token_ids": row[:end],
+                "finish_reason": "length" if end is None else "stop",
+            }
+        )
+    return answers
 
 
 def _on_device(batch: dict[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -184,63 +179,6 @@ def stop_ids_of(folder: Path, config: Any, processor: Any) -> tuple[int, ...]:
     else:
         of_model = GenerationConfig.from_model_config(config).eos_token_id
     return tuple(stop_ids_with(of_model, processor))
-
-
-def _answer(token_ids: list[int], tokenizer: Any, stop_ids: list[int]) -> dict[str, Any]:
-    ends = [place for place, token_id in enumerate(token_ids) if token_id in stop_ids]
-    kept = token_ids[: ends[0]] if ends else token_ids
-    return {
-        "text": tokenizer.decode(kept, skip_special_tokens=True),
-        "token_ids": kept,
-        "finish_reason": "stop" if ends else "length",
-    }
-
-
-def engine_answers(
-    engine: Any,
-    processor: Any,
-    *,
-    prompts: Sequence[Rendered],
-    images: Sequence[Images],
-    sampling: Sampling,
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Answers each prompt; encodes it, pictures too, when the engine has room for it.
-
-    Each prompt has a seed of its own, which follows from that of `sampling`, its name and its text:
-    with one for all, the same chances would decide each answer.
-
-    Yields:
-        (place, answer) as answers are done: text, token_ids (without the stop token) and
-        finish_reason, or `error` alone.
-    """
-    tokenizer = get_tokenizer(processor)
-    # an engine that has image processors of its own says how it wants a prompt
-    own = getattr(engine, "encode", None)
-
-    def encode(prompt: Rendered, row: Images) -> Any:
-        return own(prompt, row) if own else encode_prompts([prompt], [row], processor=processor)
-
-    requests = (
-        Request(str(place), encode(prompt, row), _with_own_seed(sampling, prompt))
-        for place, (prompt, row) in enumerate(zip(prompts, images, strict=True))
-    )
-    for found in engine.answer(requests):
-        if isinstance(found, Failed):
-            yield int(found.key), _told(found)
-            continue
-        token_ids = list(found.token_ids)
-        text = tokenizer.decode(token_ids, skip_special_tokens=True)
-        answer = {"text": text, "token_ids": token_ids, "finish_reason": found.reason}
-        yield int(found.key), answer
-
-
-def _with_own_seed(sampling: Sampling, prompt: Rendered) -> Sampling:
-    if sampling.temperature == 0:
-        return sampling
-    # not its place: that changes where a run is resumed or shared out
-    words = repr((sampling.seed, prompt.name, prompt.text)).encode()
-    seed = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 1  # signed
-    return replace(sampling, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -274,7 +212,13 @@ def continuation_row(
     name = prompt.name or "a prompt"
     pieces = (*prompt.pieces, Piece(continuation, is_user=True))
     whole = replace(prompt, pieces=pieces, for_generation=True)
-    context = replace(prompt, pieces=_without_last_spaces(prompt.pieces), for_generation=True)
+    kept = list(prompt.pieces)
+    while kept and not kept[-1].is_image:
+        if text := kept[-1].text.rstrip():
+            kept[-1] = replace(kept[-1], text=text)
+            break
+        kept.pop()
+    context = replace(prompt, pieces=tuple(kept), for_generation=True)
     ids = encode_sample(whole, images, processor=processor, name=name).input_ids
     num_context = len(encode_sample(context, images, processor=processor, name=name).input_ids)
     if num_context == 0 and ids:
@@ -283,21 +227,10 @@ def continuation_row(
         num_context = 1
     if len(ids) <= num_context:
         raise DataError(
-            f"{name}: no token is left of the continuation {continuation!r}. At least one was "
-            "expected, because its likelihood is asked for: correct the choices of the row."
+            f"{name}: no token is left of the continuation {continuation!r} to score. Correct the "
+            "choices of the row."
         )
     return ScoredRow(ids, len(ids) - num_context, name, images)
-
-
-def _without_last_spaces(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-    kept = list(pieces)
-    while kept and not kept[-1].is_image:
-        text = kept[-1].text.rstrip()
-        if text:
-            kept[-1] = replace(kept[-1], text=text)
-            break
-        kept.pop()
-    return tuple(kept)
 
 
 def text_tokens(rendered: Rendered, *, processor: Any) -> list[int]:
@@ -318,8 +251,7 @@ def first_token(processor: Any) -> int:
         if token_id is not None:
             return int(token_id)
     raise UserError(
-        "the tokenizer has neither a bos_token nor an eos_token. One was expected, because the "
-        "first token of a text is scored too and something has to stand before it: set one in "
+        "The tokenizer has neither a bos_token nor an eos_token to stand before a text. Set one in "
         "tokenizer_config.json."
     )
 
@@ -367,9 +299,8 @@ def shortened(row: ScoredRow, *, max_length: int | None, cuts: bool) -> ScoredRo
         return replace(row, input_ids=row.input_ids[-(max_length + 1) :])
     raise DataError(
         f"{row.name}: prompt and continuation have {len(row.input_ids)} tokens, and the model "
-        f"reads {max_length}. A shorter row was expected, because the model has no more places: "
-        "shorten it, or give `model.overlong` cut, which leaves out the beginning of prompts "
-        "without pictures."
+        f"reads {max_length}. Shorten the row, or give `model.overlong` cut, which leaves out the "
+        "beginning of prompts without pictures."
     )
 
 
@@ -395,11 +326,18 @@ def score_rows(
             for place, row in enumerate(rows)
         )
         return
-    for places in _batches(rows, processor, num_together, cast(PreTrainedModel, model)):
-        together = [rows[place] for place in places]
-        scores = _forward(cast(PreTrainedModel, model), processor, together)
-        for place, (logprobs, is_greedy) in zip(places, scores, strict=True):
-            yield Scored(str(place), tuple(logprobs), is_greedy)
+    groups: list[list[int]] = []
+    for group in batch_together([row.images for row in rows], processor=processor):
+        # rows of like length together, the longest first: if memory is short it shows at once
+        by_length = sorted(group, key=lambda place: -len(rows[place].input_ids))
+        num_long = sum(_is_long(model, len(rows[place].input_ids) - 1) for place in group)
+        groups += [by_length[:num_long], by_length[num_long:]]
+    for group in groups:
+        for start in range(0, len(group), num_together):
+            places = group[start : start + num_together]
+            scores = _forward(model, processor, [rows[place] for place in places])
+            for place, (logprobs, is_greedy) in zip(places, scores, strict=True):
+                yield Scored(str(place), tuple(logprobs), is_greedy)
 
 
 def longest_row(model: Any) -> int | None:
@@ -407,26 +345,13 @@ def longest_row(model: Any) -> int | None:
     if not isinstance(model, torch.nn.Module):
         # vLLM makes one token more than it scores
         return getattr(model, "max_scored", model.max_length)
-    config = cast(PreTrainedModel, model).config.get_text_config(decoder=True)
-    return getattr(config, "max_position_embeddings", None)
+    return num_positions(model)
 
 
 def _is_long(model: PreTrainedModel, length: int) -> bool:
     """Whether a row of so many tokens may change the rotary frequencies of those beside it."""
     most = short_length(model.config.get_text_config(decoder=True))
     return most is not None and length > most
-
-
-def _batches(
-    rows: Sequence[ScoredRow], processor: Any, num_together: int, model: PreTrainedModel
-) -> Iterator[list[int]]:
-    """Rows of like length together, the longest first: if memory is short it shows at once."""
-    for group in batch_together([row.images for row in rows], processor=processor):
-        by_length = sorted(group, key=lambda place: -len(rows[place].input_ids))
-        num_long = sum(_is_long(model, len(rows[place].input_ids) - 1) for place in group)
-        for one in (by_length[:num_long], by_length[num_long:]):
-            for start in range(0, len(one), num_together):
-                yield one[start : start + num_together]
 
 
 @torch.no_grad()
@@ -485,22 +410,16 @@ def as_they_are_whole(
 def choice_result(
     scores: Sequence[Scored | Failed], rows: Sequence[ScoredRow], texts: Sequence[str]
 ) -> dict[str, Any]:
-    """The likeliest text, and of each: log-probability, tokens, and whether it is greedy."""
-    done = _done(scores)
-    if isinstance(done, Failed):
-        return _told(done)
-    choices = [
-        {
-            "text": text,
-            "logprob": sum(score.logprobs),
-            "num_tokens": len(score.logprobs),
-            "is_greedy": score.is_greedy,
-        }
-        for score, text in zip(done, texts, strict=True)
-    ]
-    likeliest = max(choices, key=lambda choice: choice["logprob"])
+    """Return the likeliest text, and of each: log-probability, tokens, and whether it is greedy."""
+    choices: list[dict[str, Any]] = []
+    for score, text in zip(scores, texts, strict=True):
+        if isinstance(score, Failed):
+            return failed_answer(score)
+        logprob, num_tokens = sum(score.logprobs), len(score.logprobs)
+        choice = {"text": text, "logprob": logprob, "num_tokens": num_tokens}
+        choices.append({**choice, "is_greedy": score.is_greedy})
     return {
-        "text": likeliest["text"],
+        "text": max(choices, key=lambda choice: choice["logprob"])["text"],
         "choice_scores": choices,
         "num_context_tokens": [len(row.input_ids) - row.num_targets for row in rows],
         "first_token_id": rows[0].input_ids[0],
@@ -508,29 +427,22 @@ def choice_result(
 
 
 def text_result(scores: Sequence[Scored | Failed], text: str) -> dict[str, Any]:
-    """Log-probability of a text, and its size in tokens, words and bytes."""
-    done = _done(scores)
-    if isinstance(done, Failed):
-        return _told(done)
+    """Return the log-probability of a text, and its size in tokens, words and bytes."""
+    logprob, num_tokens = 0.0, 0
+    for score in scores:
+        if isinstance(score, Failed):
+            return failed_answer(score)
+        logprob, num_tokens = logprob + sum(score.logprobs), num_tokens + len(score.logprobs)
     return {
         "text": "",
-        "logprob": sum(sum(score.logprobs) for score in done),
-        "num_tokens": sum(len(score.logprobs) for score in done),
+        "logprob": logprob,
+        "num_tokens": num_tokens,
         "num_words": len(re.split(r"\s+", text)),  # as lm-evaluation-harness counts them
         "num_bytes": len(text.encode()),
         "num_windows": len(scores),
     }
 
 
-def _done(scores: Sequence[Scored | Failed]) -> list[Scored] | Failed:
-    """All scores, or the first failure."""
-    done = []
-    for score in scores:
-        if isinstance(score, Failed):
-            return score
-        done.append(score)
-    return done
-
-
-def _told(failed: Failed) -> dict[str, str]:
+def failed_answer(failed: Failed) -> dict[str, str]:
+    """Return what is kept of a request that got no answer."""
     return {"error": f"{type(failed.error).__name__}: {failed.error}"}

@@ -18,10 +18,20 @@ from functools import cached_property
 from torch import nn
 from transformers import PreTrainedModel
 
+from stageline import tables
 from stageline.errors import UserError
-from stageline.inference.meta_model import blocks_path, layers_path, model_on_meta, module_list
-from stageline.inference.model_bytes import LayerBytes, Load, ModelBytes, measure_model
-from stageline.planner.placement import smallest_maximum
+from stageline.pipeline.topology import uniform_partition
+from stageline.planner.estimate import (
+    LayerBytes,
+    Load,
+    ModelBytes,
+    blocks_path,
+    layers_path,
+    measure_model,
+    model_on_meta,
+    module_list,
+)
+from stageline.planner.partition import smallest_maximum
 
 GIB = 1024**3
 HEADROOM = 0.05  # of a device: the allocator's gaps, the context of the libraries
@@ -65,7 +75,7 @@ class Homes:
 
 
 def place(model: ModelBytes, memory: Sequence[int], *, may_cut_tower: bool = True) -> Homes:
-    """Such that the largest used fraction is as small as can be.
+    """Place layers such that the largest used fraction is as small as can be.
 
     No device is left empty as long as there are more layers than devices. The tower is cut, by its
     blocks, only where it does not fit on device 0 as a whole.
@@ -74,22 +84,25 @@ def place(model: ModelBytes, memory: Sequence[int], *, may_cut_tower: bool = Tru
         memory: bytes of each device. Whether the model fits is another question: see `check_fit`.
         may_cut_tower: False where memory is not known, or a tower's blocks must stay together.
     """
-    if not memory or min(memory) <= 0:
+    if min(memory) <= 0:
         raise UserError(
-            f"the memory of the devices came as {list(memory)}: a number above 0 for each was "
-            "expected, because layers are dealt out by it. Use devices that have some left."
+            f"The free memory of the devices is {list(memory)} bytes; layers are placed by numbers "
+            "above 0. Use devices that have some left."
         )
     num_layers, num_blocks = len(model.layers), len(model.blocks)
     whole = _deal(model, memory[: max(1, num_layers - 1)])
     can_cut = num_blocks and num_layers > 1 and 1 < len(memory) <= num_blocks + num_layers - 2
-    if not (may_cut_tower and can_cut) or _fullest(model, whole, memory) <= 1 - HEADROOM:
+
+    def fullest(homes: Homes) -> float:
+        return max(item.fraction for item in device_bytes(model, homes, memory))
+
+    if not (may_cut_tower and can_cut) or fullest(whole) <= 1 - HEADROOM:
         return whole
-    cut = _deal(model, memory, cuts_tower=True)
-    return min((whole, cut), key=lambda homes: _fullest(model, homes, memory))
+    return min(whole, _deal(model, memory, cuts_tower=True), key=fullest)
 
 
 def _deal(model: ModelBytes, memory: Sequence[int], *, cuts_tower: bool = False) -> Homes:
-    """Runs of neighbours, at least one layer or block a device; exact.
+    """Deal out runs of neighbours, at least one layer or block a device; exact.
 
     The last layer lies on device 0; where the tower is cut, its blocks lead the run and the first
     layer lies on device 0 as well.
@@ -105,14 +118,10 @@ def _deal(model: ModelBytes, memory: Sequence[int], *, cuts_tower: bool = False)
     fixed_lasting = model.ends + model.vision - sum(blocks) + sum(one.lasting for one in fixed)
     fixed_peak = max(model.vision_workspace, model.end_workspace, *(one.workspace for one in fixed))
     sums = [0, *itertools.accumulate(item.lasting for item in items)]
-    peaks = {}
-    for start in range(len(items)):
-        peak = 0
-        for end in range(start + 1, len(items) + 1):
-            peaks[start, end] = peak = max(peak, items[end - 1].workspace)
 
     def fraction(device: int, start: int, end: int) -> float:
-        lasting, peak = sums[end] - sums[start], peaks[start, end]
+        lasting = sums[end] - sums[start]
+        peak = max(item.workspace for item in items[start:end])
         if device == 0:
             lasting, peak = lasting + fixed_lasting, max(peak, fixed_peak)
         return (lasting + peak) / memory[device]
@@ -124,12 +133,8 @@ def _deal(model: ModelBytes, memory: Sequence[int], *, cuts_tower: bool = False)
     return Homes(layers, tuple(runs[: len(blocks)]) or (0,) * num_blocks)
 
 
-def _fullest(model: ModelBytes, homes: Homes, memory: Sequence[int]) -> float:
-    return max(item.fraction for item in device_bytes(model, homes, memory))
-
-
 def device_bytes(model: ModelBytes, homes: Homes, memory: Sequence[int]) -> list[DeviceBytes]:
-    """What lies where; also for maps that were made otherwise."""
+    """Return what lies where; also for maps that were made otherwise."""
     found = []
     for device, limit in enumerate(memory):
         indices = tuple(index for index, own in enumerate(homes.layers) if own == device)
@@ -137,16 +142,18 @@ def device_bytes(model: ModelBytes, homes: Homes, memory: Sequence[int]) -> list
         tower = zip(model.blocks, homes.blocks, strict=True)
         blocks = [size for size, own in tower if own == device]
         peaks = [layer.workspace for layer in layers]
-        peaks += [model.vision_workspace] if blocks else []
+        if blocks or device == 0:
+            peaks.append(model.vision_workspace)
+        weights, vision = sum(layer.weights for layer in layers), sum(blocks)
         if device == 0:
-            peaks += [model.vision_workspace, model.end_workspace]
-        beside = model.vision - sum(model.blocks) if device == 0 else 0
+            peaks.append(model.end_workspace)
+            weights, vision = weights + model.ends, vision + model.vision - sum(model.blocks)
         found.append(
             DeviceBytes(
                 layers=indices,
-                weights=sum(layer.weights for layer in layers) + (device == 0) * model.ends,
+                weights=weights,
                 cache=sum(layer.cache for layer in layers),
-                vision=sum(blocks) + beside,
+                vision=vision,
                 workspace=max(peaks, default=0) + sum(layer.beyond for layer in layers),
                 memory=limit,
             )
@@ -155,7 +162,7 @@ def device_bytes(model: ModelBytes, homes: Homes, memory: Sequence[int]) -> list
 
 
 def check_fit(found: Sequence[DeviceBytes], *, asked: str, without_passes: bool = False) -> None:
-    """Refuses a placement that does not fit.
+    """Refuse a placement that does not fit.
 
     Args:
         asked: the load, for people.
@@ -163,34 +170,27 @@ def check_fit(found: Sequence[DeviceBytes], *, asked: str, without_passes: bool 
     Raises:
         UserError: with the table, what is missing, and what would help.
     """
-    over = []
+    over = {}
     for device, item in enumerate(found):
         needed = item.weights + item.vision if without_passes else item.total
         if needed > item.memory * (1 - HEADROOM):
-            over.append((device, needed - int(item.memory * (1 - HEADROOM))))
+            over[device] = needed - int(item.memory * (1 - HEADROOM))
     if not over:
         return
-    lacking = ", ".join(f"{_gib(size)} GiB on device {device}" for device, size in over)
-    raise UserError(
-        f"{len(found)} device{'s' if len(found) > 1 else ''} came for a model that needs more: "
-        f"{lacking} is missing. At most {1 - HEADROOM:.0%} of each was expected to be used for "
-        f"{asked}, because the allocator needs the rest:\n{format_table(found)}\n"
-        f"{_advice(found, over)}"
-    )
-
-
-def _advice(found: Sequence[DeviceBytes], over: Sequence[tuple[int, int]]) -> str:
-    device, lacking = over[0]
-    worst = found[device]
-    helpful = []
-    if any(item.total < item.memory * (1 - HEADROOM) for item in found) or len(worst.layers) > 2:
-        helpful.append("more or larger devices (`num_devices`)")
-    if worst.cache + worst.workspace > lacking:
-        helpful.append("fewer rows (`batch_size`) or a shorter `plan_for.length`")
+    worst, lacking = found[min(over)], over[min(over)]
+    helpful = ["a quantised base (`builder.quantization` nf4)"]
     if worst.vision and worst.workspace > lacking:
-        helpful.append("fewer `plan_for.images`")
-    helpful.append("a quantised base (`builder.quantization` nf4)")
-    return f"What helps: {', '.join(helpful)}."
+        helpful.insert(0, "fewer `plan_for.images`")
+    if worst.cache + worst.workspace > lacking:
+        helpful.insert(0, "fewer rows (`batch_size`) or a shorter `plan_for.length`")
+    if len(over) < len(found) or len(worst.layers) > 2:
+        helpful.insert(0, "more or larger devices (`num_devices`)")
+    missing = ", ".join(f"{_gib(size)} GiB on device {device}" for device, size in over.items())
+    raise UserError(
+        f"The model does not fit on {len(found)} device{'s' if len(found) > 1 else ''}: {missing} "
+        f"is missing for {asked}, of which at most {1 - HEADROOM:.0%} of each may be used:\n"
+        f"{format_table(found)}\nWhat helps: {', '.join(helpful)}."
+    )
 
 
 def format_table(found: Sequence[DeviceBytes]) -> str:
@@ -199,26 +199,19 @@ def format_table(found: Sequence[DeviceBytes]) -> str:
     rows: list[tuple[str, ...]] = [head]
     for device, item in enumerate(found):
         sizes = (item.weights, item.cache, item.vision, item.workspace, item.total, item.memory)
-        cells = [_gib(size) for size in sizes]
-        rows.append((str(device), _runs(item.layers), *cells, f"{item.fraction:.1%}"))
+        rows.append((str(device), _runs(item.layers), *map(_gib, sizes), f"{item.fraction:.1%}"))
     names = ("weights", "cache", "vision", "total", "memory")
     sums = [_gib(sum(getattr(item, name) for item in found)) for name in names]
     fullest = f"{max(item.fraction for item in found):.1%}"
-    count = sum(len(item.layers) for item in found)
-    rows.append(("all", str(count), *sums[:3], "", *sums[3:], fullest))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = ("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+    count = str(sum(len(item.layers) for item in found))
+    rows.append(("all", count, sums[0], sums[1], sums[2], "", sums[3], sums[4], fullest))
+    return tables.format_table(rows, num_texts=0)
 
 
 def _runs(layers: Sequence[int]) -> str:
     """0-6,27"""
-    runs: list[list[int]] = []
-    for index in layers:
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
+    numbered = itertools.groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])
+    runs = [[index for _, index in run] for _, run in numbered]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs) or "-"
 
 
@@ -227,37 +220,28 @@ def _gib(size: float) -> str:
 
 
 def layer_counts(num_layers: int, num_devices: int, *, visual_gpu_ratio: float = 0.0) -> list[int]:
-    """Layers per device; device 0 has the first layers and the last one.
+    """Return layers per device; device 0 has the first layers and the last one.
 
     Args:
-        visual_gpu_ratio: the part of device 0 that the vision tower takes, in shares of what a
-            device has. From 1 on device 0 has only the layers that it must have. The tower is not
-            cut: whether it fits there is not known here.
+        visual_gpu_ratio: see `uniform_partition`. The tower is not cut: whether it fits on device 0
+            is not known here.
 
     Returns:
         Counts that sum to `num_layers`; at most one apart on devices 1 and above. Fewer devices
         than asked for where there are too few layers: device 0 needs two.
     """
     num_devices = min(num_devices, max(1, num_layers - 1))
-    if num_devices == 1:
-        return [num_layers]
-    free = max(0.0, 1.0 - visual_gpu_ratio)
-    others = num_devices - 1
-    first = round(num_layers * free / (free + others))
-    first = min(max(first, 2), num_layers - others)
-    rest, extra = divmod(num_layers - first, others)
-    return [first] + [rest + (device < extra) for device in range(others)]
+    counts = uniform_partition(num_layers, num_devices, visual_gpu_ratio=visual_gpu_ratio)
+    if num_devices > 1 and counts[0] < 2:
+        counts = [2, *uniform_partition(num_layers - 2, num_devices - 1)]
+    return counts
 
 
 def layer_devices(num_layers: int, num_devices: int, *, visual_gpu_ratio: float = 0.0) -> list[int]:
-    """The device of each layer."""
+    """Return the device of each layer."""
     counts = layer_counts(num_layers, num_devices, visual_gpu_ratio=visual_gpu_ratio)
-    if len(counts) == 1:
-        return [0] * num_layers
-    devices = [0] * (counts[0] - 1)
-    for device, count in enumerate(counts[1:], start=1):
-        devices += [device] * count
-    return [*devices, 0]
+    devices = [device for device, count in enumerate(counts) for _ in range(count)]
+    return [*devices[1:], 0]
 
 
 @dataclass(frozen=True)
@@ -303,11 +287,10 @@ class ModelCutter:
     def device_map(self) -> dict[str, int]:
         """Module path -> device; every parameter and buffer lies below exactly one path."""
         placed: dict[str, int] = {}
-        homes = self.homes
-        lists = {layers_path(self.model): homes.layers}
+        lists = {layers_path(self.model): self.homes.layers}
         tower = blocks_path(self.model)
-        if tower is not None and any(homes.blocks):
-            lists[tower] = homes.blocks
+        if tower is not None and any(self.homes.blocks):
+            lists[tower] = self.homes.blocks
         self._place("", lists, placed)
         return placed
 
@@ -321,11 +304,10 @@ class ModelCutter:
         ratio = self.visual_gpu_ratio or 0.0
         devices = layer_devices(num_layers, self.num_devices, visual_gpu_ratio=ratio)
         tower = blocks_path(self.model)
-        num_blocks = len(module_list(self.model, tower)) if tower else 0
-        return Homes(tuple(devices), (0,) * num_blocks)
+        return Homes(tuple(devices), (0,) * (len(module_list(self.model, tower)) if tower else 0))
 
     def devices(self) -> list[DeviceBytes]:
-        """What will lie on each."""
+        """Return what will lie on each."""
         return device_bytes(self.bytes, self.homes, self.memory or [0] * self.num_devices)
 
     @cached_property
@@ -337,14 +319,13 @@ class ModelCutter:
         return measure_model(model, self.load)
 
     def _place(self, path: str, lists: Mapping[str, Sequence[int]], placed: dict[str, int]) -> None:
-        """Descends only where lists are below; everything beside them goes to device 0."""
+        """Descend only where lists are below; everything beside them goes to device 0."""
         module = self.model.get_submodule(path)
         prefix = f"{path}." if path else ""
         if path in lists:
             placed.update({f"{prefix}{index}": home for index, home in enumerate(lists[path])})
             return
-        own = [*module._parameters, *module._buffers]
-        placed.update({f"{prefix}{name}": 0 for name in own})
+        placed.update({f"{prefix}{name}": 0 for name in [*module._parameters, *module._buffers]})
         for name, inner in module.named_children():
             child = f"{prefix}{name}"
             # a list is never called itself, so what moves inputs belongs to its members

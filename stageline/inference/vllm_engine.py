@@ -139,7 +139,8 @@ class VllmEngine:
 
     def _each(self, items: Iterable[Any], params: Any, result: Any) -> Iterator[Any]:
         """What `result` makes of each item and its output; failures of a portion come first."""
-        for together in _portions(items, MOST_AT_ONCE):
+        source = iter(items)
+        while together := list(itertools.islice(source, MOST_AT_ONCE)):
             good, prompts = [], []
             for item in together:
                 try:
@@ -156,15 +157,14 @@ class VllmEngine:
         ids = prompt["input_ids"][0].tolist()
         if not 0 < len(ids) < self.max_length:
             raise UserError(
-                f"the prompt has {len(ids)} tokens. From 1 to {self.max_length - 1} were "
-                "expected, because it and the answer must fit the model's positions: shorten it."
+                f"The prompt has {len(ids)} tokens; with its answer the model reads "
+                f"{self.max_length}. Shorten it."
             )
         images = prompt.get(IMAGES)
         if images is None and any(value.is_floating_point() for value in prompt.values()):
             raise UserError(
-                "a prompt came with the pixels of its images. The images themselves were expected, "
-                "because vLLM has processors of its own: make the prompt with `encode` of this "
-                "engine."
+                "A prompt came with the pixels of its images, and vLLM has processors of its own. "
+                "Make the prompt with `encode` of this engine."
             )
         if not images:
             return self._vllm.TokensPrompt(prompt_token_ids=ids)
@@ -236,17 +236,8 @@ def _scored(item: ScoreRequest, output: Any) -> Scored:
 def _logprob(token_id: int, there: Mapping[int, Any], num_top: int) -> TokenLogprob:
     """Of one place: the token's, which vLLM always adds, and those of the likeliest ones."""
     top = sorted(there.items(), key=lambda pair: pair[1].rank)
-    return TokenLogprob(
-        token_id,
-        there[token_id].logprob,
-        tuple((other, value.logprob) for other, value in top if value.rank <= num_top),
-    )
-
-
-def _portions(items: Iterable[Any], most: int) -> Iterator[list[Any]]:
-    source = iter(items)
-    while portion := list(itertools.islice(source, most)):
-        yield portion
+    likeliest = tuple((other, value.logprob) for other, value in top if value.rank <= num_top)
+    return TokenLogprob(token_id, there[token_id].logprob, likeliest)
 
 
 def check_vllm() -> Any:
@@ -255,8 +246,7 @@ def check_vllm() -> Any:
         import vllm
     except ImportError as error:
         raise UserError(
-            "the package vllm is not installed, it was expected, because the engine vllm answers "
-            "with it: pip install 'stageline[vllm]' on a machine with a GPU, or use another engine "
-            "such as pipeline."
+            "The package vllm is not installed. Run pip install 'stageline[vllm]' on a machine "
+            "with a GPU, or use another engine such as pipeline."
         ) from error
     return vllm

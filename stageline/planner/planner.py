@@ -4,7 +4,7 @@ Everything comes as plain objects; no checkpoint is read. The arithmetic is in t
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -17,20 +17,22 @@ from stageline.pipeline.live_bytes import PeakBytes
 from stageline.pipeline.schedules import Schedule
 from stageline.pipeline.stage_passes import MicroBatch
 from stageline.pipeline.topology import explicit_partition, uniform_partition
-from stageline.planner.cost import MemoryRules, ModelCosts, RankMemory, most_in_flight
-from stageline.planner.measure import (
+from stageline.planner.estimate import (
     LossFor,
     MakePiece,
+    MemoryRules,
+    ModelCosts,
     Outline,
+    RankMemory,
     WeighAnswers,
     Workload,
     answering_costs,
     estimate,
     measure,
+    most_in_flight,
     outline_of,
-    transfer_seconds,
 )
-from stageline.planner.placement import Choice, Placement, advise
+from stageline.planner.partition import Choice, Placement, advise
 from stageline.planner.simulate import Expectation
 from stageline.tables import format_table, human_bytes, human_count
 
@@ -78,21 +80,27 @@ def format_plan(
     if choices:
         taken = f"a transfer between ranks taken as {seconds_text(costs.hand_over)}"
         lines += ["", f"the same step on these ranks, by simulation ({taken}):"]
-        lines += [_advice(expectation, choice) for choice in choices[:MOST_CHOICES]]
+        for choice in choices[:MOST_CHOICES]:
+            other = choice.expectation
+            gain = expectation.seconds / max(other.seconds, 1e-12)
+            fits = ", DOES NOT FIT" if choice.overshoot else ""
+            lines.append(
+                f"  {seconds_text(other.seconds)} ({gain:.2f} x as fast), bubble "
+                f"{other.bubble:.1%}, peak {human_bytes(choice.peak)}{fits}: {choice.options()}"
+            )
     return "\n".join(lines)
 
 
 def refusal(expectation: Expectation, capacities: Sequence[int]) -> str:
-    """Why a run cannot be started, with the figures of each rank that is too full."""
-    full = [
-        (rank, memory, capacity)
-        for rank, (memory, capacity) in enumerate(zip(expectation.memory, capacities, strict=True))
-        if memory.peak > capacity
-    ]
+    """Say why a run cannot be started, with the figures of each rank that is too full."""
+    pairs = enumerate(zip(expectation.memory, capacities, strict=True))
+    full = [(rank, *pair) for rank, pair in pairs if pair[0].peak > pair[1]]
     figures = [
         f"rank {rank} needs {human_bytes(memory.peak)} (weights {human_bytes(memory.weights)}, "
-        f"gradients and optimizer {human_bytes(_state(memory))}, activations "
-        f"{human_bytes(memory.activations)}{_answers(memory)}) and has {human_bytes(capacity)}"
+        f"gradients and optimizer {human_bytes(memory.state)}, activations "
+        f"{human_bytes(memory.activations)}"
+        + (f", or {human_bytes(memory.answers)} while it answers" if memory.answers else "")
+        + f") and has {human_bytes(capacity)}"
         for rank, memory, capacity in full
     ]
     helps = ["more stages", "`partition` measured"]
@@ -101,16 +109,9 @@ def refusal(expectation: Expectation, capacities: Sequence[int]) -> str:
     if any(memory.lasting + memory.training > capacity for _, memory, capacity in full):
         helps.append("a smaller `micro_batch_size` or `max_token_num`, `gradient_checkpointing`")
     return (
-        f"this run can't fit: {'; '.join(figures)}. It was expected to fit, because a run that is "
-        f"ended in the middle of a step loses its work. Use {', '.join(helps)}, `bf16` or LoRA; "
-        "`plan` shows all figures, and `device_memory` corrects what a device has."
+        f"this run can't fit: {'; '.join(figures)}. Use {', '.join(helps)}, `bf16` or LoRA; `plan` "
+        "shows all figures, and `device_memory` corrects what a device has."
     )
-
-
-def _answers(memory: RankMemory) -> str:
-    if not memory.answers:
-        return ""
-    return f", or {human_bytes(memory.answers)} while it answers"
 
 
 def seconds_text(seconds: float) -> str:
@@ -159,7 +160,7 @@ def _rank_rows(
         (
             str(rank),
             human_bytes(held.weights),
-            human_bytes(_state(held)),
+            human_bytes(held.state),
             human_bytes(held.activations),
             human_bytes(held.inputs),
             *([human_bytes(held.cache), human_bytes(held.answering)] if answers else []),
@@ -169,20 +170,6 @@ def _rank_rows(
         )
         for rank, held in enumerate(memory)
     ]
-
-
-def _state(memory: RankMemory) -> int:
-    return memory.gradients + memory.masters + memory.optimizer
-
-
-def _advice(expectation: Expectation, choice: Choice) -> str:
-    gain = expectation.seconds / max(choice.expectation.seconds, 1e-12)
-    fits = "" if not choice.overshoot else ", DOES NOT FIT"
-    return (
-        f"  {seconds_text(choice.expectation.seconds)} ({gain:.2f} x as fast), bubble "
-        f"{choice.expectation.bubble:.1%}, peak {human_bytes(choice.peak)}{fits}: "
-        f"{choice.options()}"
-    )
 
 
 MakeOptimizer = Callable[[dict[str, torch.nn.Parameter]], torch.optim.Optimizer | None]
@@ -228,7 +215,7 @@ class Planner:
     """Plans one run.
 
     Attributes:
-        make_piece: see `stageline.planner.measure`.
+        make_piece: see `stageline.planner.estimate`.
         num_samples: of one optimizer step on one pipeline.
         micro_batch_of: a number of rows -> a micro-batch of the run's data, as stage 0 gets it.
         loss_for: the last stage -> its loss, (output, micro-batch) -> scalar.
@@ -238,7 +225,6 @@ class Planner:
         answers_of: tokens of the longest row -> what weighs the answers that are drawn before a
             step; None: the model does not answer.
         group_size: samples that stay in one micro-batch.
-        times_transfers: measures what a transfer takes, where this process may use a second GPU.
     """
 
     make_piece: MakePiece
@@ -255,7 +241,6 @@ class Planner:
     visual_gpu_ratio: float = 0.0
     group_size: int = 1
     repeats: int = 5
-    times_transfers: bool = False
     _measured: dict[int, ModelCosts] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -287,15 +272,11 @@ class Planner:
             )
             # dropout and random inputs must not shift the run's own draws
             with generators_kept([self.device]):
-                costs = self._with_transfers(measure(self.outline, workload))
+                costs = measure(self.outline, workload)
                 self._measured[micro_batch_size] = self._answering(costs)
             if is_accelerator(self.device):
                 torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
         return self._measured[micro_batch_size]
-
-    def _with_transfers(self, costs: ModelCosts) -> ModelCosts:
-        taken = transfer_seconds(self.device, costs.border) if self.times_transfers else None
-        return costs if taken is None else replace(costs, hand_over=taken)
 
     def _answering(self, costs: ModelCosts) -> ModelCosts:
         if self.answers_of is None:

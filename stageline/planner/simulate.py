@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from stageline.pipeline.plan import Action, GradFlow, Kind, drop_dead_backward, grad_flow, needs
 from stageline.pipeline.recorder import TimelineEvent, bubble
 from stageline.pipeline.schedules import Schedule
-from stageline.planner.cost import (
+from stageline.planner.estimate import (
     Cost,
     MemoryRules,
     ModelCosts,

@@ -1,7 +1,7 @@
 """Memory of this process, of its GPU or the host: its peak, and what fills it when it is full.
 
 Counts what is alive; allocates nothing on the device. How a device fills before a run is planned in
-planner/cost.py.
+planner/estimate.py.
 """
 
 import re

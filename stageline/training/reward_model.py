@@ -41,7 +41,7 @@ from stageline.data.text.processor import (
 )
 from stageline.data.text.rendered import place_image_text, plain_image_text
 from stageline.errors import CheckpointError, UserError
-from stageline.model_folder import find_folder
+from stageline.model_folder import find_folder, num_positions
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 _loading = threading.Lock()  # a late call may still load when that of the next step comes
@@ -105,7 +105,7 @@ class RewardModel:
             text.pad_token_id = get_pad_token_id(processor)
         # by it the library finds where a row ends, where the score is read
         self.pad_token_id = int(text.pad_token_id)
-        self.longest = getattr(text, "max_position_embeddings", None)
+        self.longest = num_positions(model)
         if num_ids > num_rows:
             raise CheckpointError(
                 f"the tokenizer in {folder} has {num_ids} token ids, the reward model there has "

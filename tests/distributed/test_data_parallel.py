@@ -25,8 +25,7 @@ from stageline.modules.lora import is_lora_name
 from stageline.pipeline.live_bytes import tensor_bytes
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
-from stageline.planner.cost import Cost, MemoryRules, ModelCosts, memory_of
-from stageline.planner.measure import parameter_cost
+from stageline.planner.estimate import Cost, MemoryRules, ModelCosts, memory_of, parameter_cost
 from stageline.training.evaluation import evaluate
 from stageline.training.optimizers import optimizer_groups
 from stageline.training.precision import LossScaler

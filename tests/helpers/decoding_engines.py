@@ -1,5 +1,6 @@
 """Decoding engines over stages in this process, or over one on each rank, for tests."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import pp_models  # noqa: F401 (puts the parts on the shelf)
+from register import train_model_register
 from stageline.checkpoint.load import quiet
 from stageline.data.text.processor import get_tokenizer
 from stageline.inference.decoding.chain import LocalChain, RankChain, follow, make_wire
@@ -16,6 +19,7 @@ from stageline.inference.decoding.grammars import Matchers
 from stageline.inference.decoding.request import Failed, PassOrder, Request, Sampling
 from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder
+from tests.helpers.decoded_models import DecodedModel
 
 CPU = torch.device("cpu")
 
@@ -51,6 +55,51 @@ def local_engine(stages: Sequence[nn.Module], processor: Any, **limits: Any) -> 
         has_cache=first.has_cache,
         reads_in_pieces=first.reads_in_pieces,
     )
+
+
+@functools.cache
+def _llama_stages(folder: Path, num_stages: int) -> list[nn.Module]:
+    return built_stages(train_model_register["llama"], folder, num_stages)
+
+
+def llama_engine(
+    model: DecodedModel,
+    num_stages: int = 1,
+    *,
+    max_rows: int = 3,
+    num_groups: int = 1,
+    **limits: Any,
+) -> DecodingEngine:
+    """An engine on the stages of a decoded llama, which are built once."""
+    limits |= {"max_rows": max_rows, "num_groups": num_groups}
+    return local_engine(_llama_stages(model.folder, num_stages), model.processor, **limits)
+
+
+def request_of(model: DecodedModel, place: int, key: str | None = None, **sampling: Any) -> Request:
+    """A request for one of the model's prompts, with an answer as long as the known one."""
+    settings = {"max_new_tokens": len(model.answers[place]), "stop_token_ids": (), **sampling}
+    return Request(key or str(place), model.prompts[place], Sampling(**settings))
+
+
+def answer_all(engine: DecodingEngine, model: DecodedModel) -> dict[str, Exception]:
+    """What each request failed with; all others must be right, and nothing be left over."""
+    places = range(len(model.prompts))
+    found = {one.key: one for one in engine.answer(request_of(model, place) for place in places)}
+    assert sorted(found) == list(map(str, places))
+    failed = {key: one.error for key, one in found.items() if isinstance(one, Failed)}
+    for key in found.keys() - failed.keys():
+        assert found[key].token_ids == model.answers[int(key)], key
+    check_nothing_is_left(engine)
+    return failed
+
+
+def check_nothing_is_left(engine: DecodingEngine) -> None:
+    """The stages hold no row, and the engine counts none."""
+    for decoder in engine.chain.decoders:
+        assert not decoder.groups and not decoder.sampled and not decoder.unfinished
+    stats = engine.stats()
+    assert (stats.running, stats.queued, stats.cache_cells, stats.num_groups) == (0, 0, 0, 0)
+    assert stats.is_healthy
 
 
 def noted_orders(engine: DecodingEngine) -> list[PassOrder]:

@@ -10,13 +10,24 @@ from pp_models import class_of_key
 from prompt_fn import auto, chat
 from stageline.checkpoint.load import quiet
 from stageline.data.text.processor import get_tokenizer
-from stageline.inference.decoding.answer_groups import AnswerGroups, PromptToAnswer
+from stageline.inference.decoding.answer_groups import (
+    AnswerGroups,
+    AnswerLoad,
+    PromptToAnswer,
+    answer_cost,
+)
 from stageline.inference.decoding.chain import LocalChain
 from stageline.inference.decoding.request import Sampling
 from stageline.inference.decoding.stage_decoder import StageDecoder, answering
-from stageline.inference.model_bytes import META, AnswerLoad, answer_cost
 from stageline.pipeline.live_bytes import PeakBytes
-from stageline.planner.measure import Workload, answering_costs, estimate, measure, outline_of
+from stageline.planner.estimate import (
+    META,
+    Workload,
+    answering_costs,
+    estimate,
+    measure,
+    outline_of,
+)
 from tests.helpers import decoded_models
 from tests.helpers.pictured_prompts import pictured_prompts
 from tests.helpers.tiny_batches import tiny_micro_batches

@@ -9,6 +9,7 @@ from stageline.cache_trial import cache_name
 from stageline.checkpoint.layout import Ranks
 from stageline.errors import UserError
 from stageline.family_configs import family_config
+from stageline.inference.decoding.cache import Window
 from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.stages import causal_lm
 from stageline.verify.answers import TOLERANCE, answers
@@ -60,13 +61,13 @@ def test_a_cache_that_counts_positions_in_another_way_is_refused(proven, monkeyp
 
 def test_a_row_that_reads_what_another_one_left_is_found(proven, monkeypatch):
     """Rows of unequal lengths: without a mask the shorter one sees its padding."""
-    step = StageDecoder._step
+    decode = StageDecoder._decode
 
-    def unmasked(self, group, tensors):
-        monkeypatch.setattr(type(group.cache.window), "is_ragged", False)
-        return step(self, group, tensors)
+    def unmasked(self, order, tensors):
+        monkeypatch.setattr(Window, "is_ragged", False)
+        return decode(self, order, tensors)
 
-    monkeypatch.setattr(StageDecoder, "_step", unmasked)
+    monkeypatch.setattr(StageDecoder, "_decode", unmasked)
     with pytest.raises(UserError, match="are not those of the whole model"):
         proven("llama")
 

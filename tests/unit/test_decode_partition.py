@@ -1,45 +1,14 @@
-"""Stages of pipelined decoding: the slowest one is the best there is, by trying all splits."""
-
-import itertools
+"""Stages of pipelined decoding by the bytes of a step; splits by trial are in test_partition_dp."""
 
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from stageline.errors import UserError
-from stageline.inference.meta_model import (
-    decode_bytes,
-    decode_partition,
-    model_on_meta,
-    stage_partition_by_bytes,
-)
+from stageline.planner.estimate import decode_bytes, model_on_meta
+from stageline.planner.partition import decode_partition, stage_partition_by_bytes
 from tests.helpers.tiny_models import tiny_config
 from tools.tiny_model import make
-
-COSTS = st.lists(st.integers(0, 50), min_size=1, max_size=9)
-
-
-def slowest(counts, costs, back):
-    places = [0, *itertools.accumulate(counts)]
-    stages = [sum(costs[start:end]) for start, end in itertools.pairwise(places)]
-    stages[-1] += back
-    return max(stages)
-
-
-@settings(max_examples=60, deadline=None)
-@given(COSTS, st.integers(1, 5), st.integers(0, 90))
-def test_no_split_has_a_quicker_slowest_stage(costs, num_stages, back):
-    num_stages = min(num_stages, len(costs))
-    counts = stage_partition_by_bytes(costs, num_stages, back_cost=back)
-    assert len(counts) == num_stages and sum(counts) == len(costs) and min(counts) >= 1
-    cuts = itertools.combinations(range(1, len(costs)), num_stages - 1)
-    every = [
-        [end - start for start, end in itertools.pairwise((0, *cut, len(costs)))] for cut in cuts
-    ]
-    best = min(slowest(split, costs, back) for split in every)
-    assert slowest(counts, costs, back) == best
 
 
 def test_more_stages_than_layers_are_refused():

@@ -16,10 +16,10 @@ from stageline.data.images.images import ImageExpander
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import UserError
 from stageline.family_configs import family_config
+from stageline.inference.decoding.answer_groups import AnswerLoad, answer_cost
 from stageline.inference.decoding.request import Failed, Request, Sampling, ScoreRequest
 from stageline.inference.decoding.stage_decoder import StageDecoder, can_keep_logits
 from stageline.inference.generation import ScoredRow, generate, score_rows
-from stageline.inference.model_bytes import AnswerLoad, answer_cost
 from stageline.model_folder import special_tokens
 from stageline.shrink import shrink_config
 from stageline.stages.example_batch import picture_batch

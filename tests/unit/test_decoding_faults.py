@@ -5,14 +5,12 @@ Expected are the library's answers, for all requests that are not concerned.
 """
 
 import contextlib
-import functools
 import threading
 
 import pytest
 import torch
 
 import pp_models  # noqa: F401 (puts the parts on the shelf)
-from register import train_model_register
 from stageline.checkpoint.load import quiet
 from stageline.errors import UserError
 from stageline.inference.decoding.answer import AnswerText
@@ -27,7 +25,7 @@ from stageline.inference.decoding.request import (
     ScoreRequest,
 )
 from tests.helpers.decoded_models import decoded_text_model
-from tests.helpers.decoding_engines import built_stages, local_engine
+from tests.helpers.decoding_engines import answer_all, llama_engine, request_of
 
 NUM_TOKENS = 8
 SECONDS = 60
@@ -39,34 +37,6 @@ def model(tmp_path_factory):
         return decoded_text_model(
             "llama", tmp_path_factory.mktemp("llama"), num_prompts=6, num_tokens=NUM_TOKENS
         )
-
-
-@functools.cache
-def stages_of(folder, num_stages):
-    return built_stages(train_model_register["llama"], folder, num_stages)
-
-
-def engine_of(model, num_stages=1, *, max_rows=3, num_groups=1, **limits):
-    stages = stages_of(model.folder, num_stages)
-    return local_engine(stages, model.processor, max_rows=max_rows, num_groups=num_groups, **limits)
-
-
-def request_of(model, place, key=None, *, most=NUM_TOKENS):
-    sampling = Sampling(max_new_tokens=most, stop_token_ids=())
-    return Request(key or str(place), model.prompts[place], sampling)
-
-
-def answer_all(engine, model):
-    """The failed keys; all others must be right, and the stages empty afterwards."""
-    found = {one.key: one for one in engine.answer(request_of(model, i) for i in range(6))}
-    assert len(found) == 6
-    failed = {key for key, one in found.items() if isinstance(one, Failed)}
-    for key in found.keys() - failed:
-        assert found[key].token_ids == model.answers[int(key)], key
-    for decoder in engine.chain.decoders:
-        assert not decoder.groups and not decoder.sampled
-    assert not engine.stats().running and not engine.stats().cache_cells
-    return {key: found[key].error for key in failed}
 
 
 @contextlib.contextmanager
@@ -94,10 +64,10 @@ def failing(target, name, error, *, at):
 def test_a_pass_that_fails_ends_its_rows_alone(model, num_stages, error, capfd):
     """The first prompts, a step, prompts that come into a group that runs, on each stage."""
     for stage in range(num_stages):
-        part = stages_of(model.folder, num_stages)[stage]
+        part = llama_engine(model, num_stages).chain.decoders[stage].stage
         own = [module for index, module in part.layer_list() if index in part.layers][-1]
         for at in (0, 3, 5):
-            engine = engine_of(model, num_stages, num_groups=2)
+            engine = llama_engine(model, num_stages, num_groups=2)
             with failing(own.mlp, "forward", error, at=at):
                 failed = answer_all(engine, model)
             assert 1 <= len(failed) <= 3
@@ -111,7 +81,7 @@ def test_a_pass_that_fails_ends_its_rows_alone(model, num_stages, error, capfd):
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_caches_that_cannot_be_joined_fail_their_rows(model, num_stages):
     for at in range(3):
-        engine = engine_of(model, num_stages, max_rows=4, prefill_tokens=40)
+        engine = llama_engine(model, num_stages, max_rows=4, prefill_tokens=40)
         with failing(GroupCache, "join", torch.OutOfMemoryError("no room"), at=at):
             failed = answer_all(engine, model)
         assert 1 <= len(failed) <= 4
@@ -120,10 +90,10 @@ def test_caches_that_cannot_be_joined_fail_their_rows(model, num_stages):
 
 def test_groups_that_cannot_become_one_fail_both(model):
     """The order that joins them carries a step, and rows must leave one by one afterwards."""
-    engine = engine_of(model, 2, max_rows=6, num_groups=None)
+    engine = llama_engine(model, 2, max_rows=6, num_groups=None)
     # groups for each number of rows; shorter answers end first
     engine._scheduler.best_groups = lambda num_rows: 3 if num_rows > 4 else 1
-    requests = [request_of(model, i, most=2 + i) for i in range(6)]
+    requests = [request_of(model, i, max_new_tokens=2 + i) for i in range(6)]
     for answer in engine.answer(requests):
         place = int(answer.key)
         assert answer.token_ids == model.answers[place][: 2 + place]
@@ -138,7 +108,7 @@ def test_groups_that_cannot_become_one_fail_both(model):
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_row_without_numbers_fails_alone(model, stage, monkeypatch):
     """From stage 0 its keys are none either, and others take its place in the cache."""
-    model_part = stages_of(model.folder, 2)[stage]
+    model_part = llama_engine(model, 2).chain.decoders[stage].stage
     forward, calls = model_part.forward, iter(range(10**6))
 
     def spoil(*args, **kwargs):
@@ -147,7 +117,7 @@ def test_a_row_without_numbers_fails_alone(model, stage, monkeypatch):
             output[-1] = torch.nan
         return output
 
-    engine = engine_of(model, 2)
+    engine = llama_engine(model, 2)
     with monkeypatch.context() as patch:
         patch.setattr(model_part, "forward", spoil)
         failed = answer_all(engine, model)
@@ -157,7 +127,7 @@ def test_a_row_without_numbers_fails_alone(model, stage, monkeypatch):
 
 
 def test_rows_that_all_leave_are_not_moved(model, monkeypatch):
-    engine = engine_of(model)
+    engine = llama_engine(model)
     monkeypatch.setattr(GroupCache, "remove", lambda *_: pytest.fail("a row was moved"))
     found = list(engine.answer(request_of(model, place) for place in range(3)))
     assert [one.token_ids for one in found] == list(model.answers[:3])
@@ -166,7 +136,7 @@ def test_rows_that_all_leave_are_not_moved(model, monkeypatch):
 
 
 def test_there_are_as_many_groups_as_stages_where_each_has_rows_enough(model):
-    engine = engine_of(model, 2, num_groups=None)
+    engine = llama_engine(model, 2, num_groups=None)
     assert [engine._best_groups(rows) for rows in (0, 1, 15, 16, 64)] == [1, 1, 1, 2, 2]
     engine.has_cache = False
     assert [engine._best_groups(rows) for rows in (1, 2, 64)] == [1, 2, 2]
@@ -228,7 +198,7 @@ class Ears:
 
 def test_cancelled_requests_end_and_others_go_on(model):
     """While it waits, while a pass has it, twice, when it is over, and keys that nobody knows."""
-    engine = engine_of(model, max_rows=2)
+    engine = llama_engine(model, max_rows=2)
     ears = Ears(engine)
     ears.then["0", 1] = lambda: [engine.cancel(key) for key in ("0", "5", "5", "nobody")]
     ears.then["1", 2] = lambda: engine.cancel("0")
@@ -247,7 +217,7 @@ def test_cancelled_requests_end_and_others_go_on(model):
 
 
 def test_a_key_that_runs_is_refused_and_the_first_goes_on(model):
-    engine = engine_of(model)
+    engine = llama_engine(model)
     requests = [request_of(model, 0, "same"), request_of(model, 1, "same"), request_of(model, 2)]
     found = list(engine.answer(requests))
     failed = [one for one in found if isinstance(one, Failed)]
@@ -260,7 +230,7 @@ def test_a_key_that_runs_is_refused_and_the_first_goes_on(model):
 def test_prompts_that_are_too_long_or_empty_are_the_users_errors(model):
     longest = max(one["input_ids"].shape[1] for one in model.prompts)
     place = next(i for i in range(6) if model.prompts[i]["input_ids"].shape[1] == longest)
-    engine = engine_of(model, max_length=longest)
+    engine = llama_engine(model, max_length=longest)
     with pytest.raises(UserError, match=f"has {longest} tokens. From 1 to {longest - 1} were"):
         engine.submit(request_of(model, place), lambda event: None)
     empty = {name: value[:, :0] for name, value in model.prompts[0].items()}
@@ -272,7 +242,7 @@ def test_prompts_that_are_too_long_or_empty_are_the_users_errors(model):
 
 
 def test_a_listener_that_raises_ends_its_own_request(model, capfd):
-    engine, heard = engine_of(model), []
+    engine, heard = llama_engine(model), []
 
     def raises(event):
         heard.append(event)
@@ -291,7 +261,7 @@ def test_a_listener_that_raises_ends_its_own_request(model, capfd):
 
 
 def test_a_text_that_cannot_be_written_fails_alone(model):
-    engine = engine_of(model)
+    engine = llama_engine(model)
     with failing(AnswerText, "add", ValueError("no text"), at=7):
         failed = answer_all(engine, model)
     assert len(failed) == 1 and "can't be written: no text" in str(*failed.values())
@@ -301,7 +271,7 @@ def test_a_text_that_cannot_be_written_fails_alone(model):
 
 
 def test_stop_fails_what_runs_and_waits(model):
-    engine = engine_of(model, 2, max_rows=2)
+    engine = llama_engine(model, 2, max_rows=2)
     ears = Ears(engine)
     ears.then["0", 1] = engine.stop
     for place in range(4):
@@ -317,7 +287,7 @@ def test_stop_fails_what_runs_and_waits(model):
 
 
 def test_a_chain_that_breaks_fails_all_and_says_so(model):
-    engine = engine_of(model, max_rows=2)
+    engine = llama_engine(model, max_rows=2)
     ears = Ears(engine)
     with failing(engine.chain, "start", ConnectionError("rank 1 is gone"), at=3):
         for place in range(4):
@@ -328,7 +298,7 @@ def test_a_chain_that_breaks_fails_all_and_says_so(model):
     assert isinstance(ears.error, ConnectionError) and not engine.stats().is_healthy
     with pytest.raises(EngineError):
         engine.submit(request_of(model, 5), ears.hear)
-    batch = engine_of(model)
+    batch = llama_engine(model)
     with (
         failing(batch.chain, "start", ConnectionError("rank 1 is gone"), at=3),
         pytest.raises(ConnectionError),
@@ -338,7 +308,7 @@ def test_a_chain_that_breaks_fails_all_and_says_so(model):
 
 
 def test_what_nobody_wants_any_more_leaves_no_trace(model):
-    engine = engine_of(model, 2)
+    engine = llama_engine(model, 2)
     answers = engine.answer(request_of(model, i) for i in range(6))
     next(answers)
     answers.close()

@@ -13,7 +13,7 @@ import pp_models  # noqa: F401 (puts the parts on the shelf)
 from register import train_model_register
 from stageline.checkpoint.load import quiet
 from stageline.errors import UserError
-from stageline.inference.decoding import grammars, sampler, stage_decoder
+from stageline.inference.decoding import grammars, sampler
 from stageline.inference.decoding.grammars import (
     JSON_OBJECT,
     LONGEST,
@@ -358,14 +358,14 @@ def test_a_row_that_fails_ends_its_own_request_only(engine, tokenizer, monkeypat
         patch.setattr(grammars.RowMatcher, "take", take)
         check(lost, UserError, "can't be followed any more: .*doesn't satisfy")
     # a last stage that can't make it
-    make = stage_decoder.StageDecoder._matcher_of
+    make = Matchers.make
 
-    def fail(self, sampling):
-        if sampling.grammar == JSON_OBJECT:
+    def fail(self, grammar, **options):
+        if grammar == JSON_OBJECT:
             raise RuntimeError("no room")
-        return make(self, sampling)
+        return make(self, grammar, **options)
 
-    monkeypatch.setattr(stage_decoder.StageDecoder, "_matcher_of", fail)
+    monkeypatch.setattr(Matchers, "make", fail)
     check(lost, EngineError, "no room")
 
 

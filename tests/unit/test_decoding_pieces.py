@@ -4,27 +4,29 @@ Expected are the library's answers. All families: tests/distributed/test_decodin
 """
 
 import contextlib
-import functools
 
 import pytest
 import torch
 import transformers
 
 import pp_models  # noqa: F401 (puts the parts on the shelf)
-from register import train_model_register
 from stageline.checkpoint.load import quiet
 from stageline.inference.decoding.cache import GroupCache
 from stageline.inference.decoding.request import (
     EngineError,
-    Failed,
     Finished,
-    Request,
-    Sampling,
     length_of,
 )
 from stageline.stages.causal_lm import can_be_cut
 from tests.helpers.decoded_models import decoded_text_model
-from tests.helpers.decoding_engines import built_stages, local_engine, noted_orders, pieces_read
+from tests.helpers.decoding_engines import (
+    answer_all,
+    check_nothing_is_left,
+    llama_engine,
+    noted_orders,
+    pieces_read,
+    request_of,
+)
 from tests.helpers.tiny_models import tiny_config
 
 NUM_TOKENS, PIECE = 12, 7
@@ -39,39 +41,8 @@ def model(tmp_path_factory):
         )
 
 
-@functools.cache
-def stages_of(folder, num_stages):
-    return built_stages(train_model_register["llama"], folder, num_stages)
-
-
-def engine_of(model, num_stages, *, max_rows=3, num_groups=1, **limits):
-    stages = stages_of(model.folder, num_stages)
-    limits = {"max_rows": max_rows, "num_groups": num_groups, "prefill_tokens": PIECE, **limits}
-    return local_engine(stages, model.processor, **limits)
-
-
-def request_of(model, place, **sampling):
-    settings = Sampling(**{"max_new_tokens": NUM_TOKENS, "stop_token_ids": (), **sampling})
-    return Request(str(place), model.prompts[place], settings)
-
-
-def answer_all(engine, model):
-    """What each request failed with; all others must be right, and nothing be left over."""
-    found = {one.key: one for one in engine.answer(request_of(model, i) for i in range(6))}
-    assert sorted(found) == list("012345")
-    failed = {key: one.error for key, one in found.items() if isinstance(one, Failed)}
-    for key in found.keys() - failed.keys():
-        assert found[key].token_ids == model.answers[int(key)], key
-    check_nothing_is_left(engine)
-    return failed
-
-
-def check_nothing_is_left(engine):
-    for decoder in engine.chain.decoders:
-        assert not decoder.groups and not decoder.sampled and not decoder.unfinished
-    stats = engine.stats()
-    assert (stats.running, stats.queued, stats.cache_cells, stats.num_groups) == (0, 0, 0, 0)
-    assert stats.is_healthy
+def engine_of(model, num_stages, **limits):
+    return llama_engine(model, num_stages, **{"prefill_tokens": PIECE, **limits})
 
 
 # -- answers ---------------------------------------------------------------------------------
@@ -108,7 +79,7 @@ def test_answers_go_on_between_pieces(model):
 
 def test_pieces_that_are_not_the_last_make_no_logits(model):
     engine = engine_of(model, 2)
-    head, seen = stages_of(model.folder, 2)[-1].whole.lm_head, []
+    head, seen = engine.chain.decoders[-1].stage.whole.lm_head, []
     hook = head.register_forward_hook(lambda module, args, logits: seen.append(logits.shape[1]))
     (answer,) = engine.answer([request_of(model, LONG, max_new_tokens=2)])
     hook.remove()

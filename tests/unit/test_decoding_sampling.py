@@ -10,7 +10,7 @@ from stageline.checkpoint.load import quiet
 from stageline.errors import UserError
 from stageline.inference.decoding.answer import AnswerText, Running
 from stageline.inference.decoding.request import AnswerPiece, Failed, Request, Sampling
-from stageline.inference.decoding.sampler import uniform
+from stageline.inference.decoding.sampler import SampledRow
 from tests.helpers.decoded_models import decoded_text_model, load_whole
 from tests.helpers.decoding_engines import answers_of, local_engine
 
@@ -137,12 +137,13 @@ def test_sampled_answers_are_those_of_the_librarys_processors(model, exact, engi
     ):
         logits, ids = _logits(exact, request, answer.token_ids)
         length = request.prompt["input_ids"].shape[1]
+        drawn = SampledRow(request.sampling, None, [])
         for index, token in enumerate(answer.token_ids):
             scores = logits[index : index + 1].clone()
             for warper in warpers:
                 scores = warper(ids[:, : length + index], scores)
             sums = scores.softmax(-1)[0].cumsum(-1)
-            assert token == int((sums <= uniform(request.sampling.seed, index)).sum())
+            assert token == int((sums <= drawn.next_number()).sum())
             num_unlikely += token != scores.argmax().item()
     assert num_unlikely > 10  # the answers are sampled ones indeed
 

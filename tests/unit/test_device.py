@@ -14,7 +14,7 @@ from stageline.device import accelerators, generators_kept, group_backend, stage
 from stageline.distributed.process_group import choose_device
 from stageline.errors import UserError
 from stageline.inference.decoding.stage_decoder import StageDecoder, cache_budget
-from stageline.planner.cost import device_capacity
+from stageline.planner.estimate import device_capacity
 from stageline.streaming.host_weights import make_pages
 from stageline.training.memory import MemoryAccount, peak_memory
 from tests.helpers.fake_devices import fake_accelerators

@@ -1,8 +1,8 @@
 """The answers of an engine to rendered prompts: each has a seed of its own."""
 
+from models.generate import engine_answers
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.inference.decoding.request import Finished, Sampling
-from stageline.inference.generation import engine_answers
 from tests.helpers.tiny_models import tiny_tokenizer
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
-from stageline.inference.meta_model import layers_path
 from stageline.inference.model_cutter import ModelCutter, layer_counts, layer_devices
+from stageline.planner.estimate import layers_path
 from tests.helpers.tiny_checkpoints import auto_class
 from tests.helpers.tiny_models import (
     DECODERS,

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from stageline.pipeline.schedules import make_schedule
-from stageline.planner.cost import Cost, MemoryRules, ModelCosts
-from stageline.planner.placement import (
+from stageline.planner.estimate import Cost, MemoryRules, ModelCosts
+from stageline.planner.partition import (
     Placement,
     best_split,
     every_split,

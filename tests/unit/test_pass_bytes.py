@@ -4,9 +4,8 @@ import pytest
 import torch
 import transformers
 
-from stageline.inference.meta_model import model_on_meta
-from stageline.inference.model_bytes import Load, layer_tensors, measure_model, pass_bytes
 from stageline.pipeline.live_bytes import PeakBytes
+from stageline.planner.estimate import Load, layer_tensors, measure_model, model_on_meta, pass_bytes
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_checkpoints import auto_class
 from tests.helpers.tiny_models import DECODERS, tiny_config

@@ -10,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.errors import UserError
-from stageline.inference.meta_model import layers_path, model_on_meta
-from stageline.inference.model_bytes import LayerBytes, Load, ModelBytes, measure_model
 from stageline.inference.model_cutter import (
     Homes,
     ModelCutter,
@@ -19,6 +17,14 @@ from stageline.inference.model_cutter import (
     device_bytes,
     format_table,
     place,
+)
+from stageline.planner.estimate import (
+    LayerBytes,
+    Load,
+    ModelBytes,
+    layers_path,
+    measure_model,
+    model_on_meta,
 )
 from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from benchmarks.plan_table import count
 from loss_fn import sft
 from pp_models import CausalLMStage, class_of_key
 from stageline.data.batches.loader import example_micro_batch
@@ -15,14 +16,13 @@ from stageline.pipeline.live_bytes import PeakBytes
 from stageline.pipeline.plan import Kind
 from stageline.pipeline.schedules import make_schedule
 from stageline.pipeline.stage_passes import StagePasses
-from stageline.planner.cost import MemoryRules, rank_memory
-from stageline.planner.measure import (
+from stageline.planner.estimate import (
+    MemoryRules,
     Workload,
-    count,
     estimate,
     measure,
     outline_of,
-    transfer_seconds,
+    rank_memory,
 )
 from stageline.planner.planner import Planner, format_plan, probe_optimizer
 from stageline.planner.simulate import expect
@@ -204,32 +204,6 @@ def test_a_model_that_is_no_pieces_trains_unplanned():
     assert planner.place("uniform") is planner.place([2, 2]) is None
     with pytest.raises(UserError, match="can't be built in pieces"):
         planner.place("measured")
-
-
-def test_what_a_transfer_takes_is_timed_where_asked(monkeypatch, tmp_path):
-    assert 0 < transfer_seconds(CPU, 1000) < 60
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    assert transfer_seconds(torch.device("cuda"), 1000) is None
-    sizes = []
-    monkeypatch.setattr(
-        "stageline.planner.planner.transfer_seconds",
-        lambda device, num_bytes: sizes.append(num_bytes) or 0.25,
-    )
-    asked = workload("llama")
-    planner = Planner(
-        maker("llama", tmp_path),
-        make_schedule("1f1b", num_ranks=2),
-        num_samples=4,
-        micro_batch_size=2,
-        micro_batch_of=lambda rows: asked.batch,
-        loss_for=asked.loss_for,
-        make_optimizer=lambda parameters: None,
-        device=CPU,
-        repeats=1,
-        times_transfers=True,
-    )
-    costs = planner.measured(2)
-    assert costs.hand_over == 0.25 and sizes == [costs.border]
 
 
 def test_a_piece_may_be_empty_and_a_stage_may_not(tmp_path):

@@ -6,8 +6,8 @@ import pytest
 
 from stageline.pipeline.plan import Kind, parse_action
 from stageline.pipeline.schedules import make_schedule
-from stageline.planner.cost import Cost, MemoryRules, ModelCosts, peak_activations, rank_memory
-from stageline.planner.placement import advise
+from stageline.planner.estimate import Cost, MemoryRules, ModelCosts, peak_activations, rank_memory
+from stageline.planner.partition import advise
 from stageline.planner.planner import refusal
 from stageline.planner.simulate import expect, simulate
 

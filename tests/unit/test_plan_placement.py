@@ -17,8 +17,8 @@ from options.answer import RowSize, device_memory
 from options.fields import OptionError
 from parse_args import parse_chat_args, parse_infer_args
 from stageline.errors import UserError
-from stageline.inference.model_bytes import Load
 from stageline.inference.model_cutter import Wanted
+from stageline.planner.estimate import Load
 from tests.helpers.fake_devices import fake_accelerators
 from tests.helpers.forked_entry import run_entry
 from tests.helpers.tiny_models import tiny_config, tiny_tokenizer

@@ -7,9 +7,8 @@ import torch
 import transformers
 
 from models import builders, devices
+from models.devices import quantization_settings
 from stageline.errors import UserError
-from stageline.inference.meta_model import model_on_meta, quantization_settings
-from stageline.inference.model_bytes import Load, Stored, measure_model, stored_of
 from stageline.inference.model_cutter import Wanted
 from stageline.modules.quantised import (
     Quantization,
@@ -18,6 +17,7 @@ from stageline.modules.quantised import (
     num_weights,
     quantise_layers,
 )
+from stageline.planner.estimate import Load, Stored, measure_model, model_on_meta, stored_of
 from tests.helpers.tiny_models import tiny_tokenizer
 
 KINDS = ("nf4", "int8")

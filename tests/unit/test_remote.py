@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from models.remote import batch_file, remote
+from models.remote import RequestFiles, batch_file, read_answers, remote
 from prompt_fn import chat
 from stageline.data.text.messages import Conversation, Turn
 from stageline.data.text.rendered import Piece, Rendered
@@ -14,10 +14,8 @@ from stageline.errors import DataError, UserError
 from stageline.inference.remote import (
     Endpoint,
     Pace,
-    RequestFiles,
     image_url,
     messages_of,
-    read_answers,
     tools_of,
 )
 from tests.helpers.chat_server import ChatServer, images_of, question_of

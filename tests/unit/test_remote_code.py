@@ -18,9 +18,9 @@ from stageline.data.text.processor import load_processor
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import UserError
 from stageline.inference.generation import encode_prompts, generate
-from stageline.inference.meta_model import model_on_meta
 from stageline.inference.model_cutter import ModelCutter
 from stageline.model_folder import load_config
+from stageline.planner.estimate import model_on_meta
 from stageline.verify import setup
 from stageline.verify.scaled_copy import ScaledCopy, verify
 from stageline.verify.training import training

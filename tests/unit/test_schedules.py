@@ -9,7 +9,7 @@ import pytest
 from stageline.errors import UserError
 from stageline.pipeline.plan import Action, Kind, parse_action
 from stageline.pipeline.schedules import SCHEDULES, make_schedule
-from stageline.planner.cost import Cost, most_in_flight, peak_activations
+from stageline.planner.estimate import Cost, most_in_flight, peak_activations
 from stageline.planner.simulate import simulate
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

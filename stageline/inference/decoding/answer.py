@@ -76,7 +76,9 @@ class GrowingText:
         if token_id in self._skipped:
             return ""
         self._window.append(token_id)
-        self.last_byte = _byte_of(self._tokenizer, token_id)
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        match = _BYTE_TOKEN.fullmatch(token) if isinstance(token, str) else None
+        self.last_byte = int(match[1], 16) if match else None
         if self.last_byte is not None:
             # such a decoder writes a run of bytes as characters only if the whole run is right
             return ""
@@ -85,7 +87,12 @@ class GrowingText:
         new = text[self._num_given : num_certain]
         self._num_given = max(self._num_given, num_certain)
         if len(self._window) > _LONGEST_WINDOW:
-            self._shorten(text)
+            num_uncertain = len(text) - self._num_given
+            end = self._decode(self._window[-_SHORT_WINDOW:])
+            # an empty text hasn't begun: its next token would be written as a first one
+            if len(end) > num_uncertain:
+                self._window = self._window[-_SHORT_WINDOW:]
+                self._num_given = len(end) - num_uncertain
         return self._clean(new, is_end=False)
 
     def rest(self) -> str:
@@ -95,14 +102,6 @@ class GrowingText:
         rest = self._clean(new, is_end=True)
         self._open_spaces = spaces
         return rest
-
-    def _shorten(self, text: str) -> None:
-        num_uncertain = len(text) - self._num_given
-        end = self._decode(self._window[-_SHORT_WINDOW:])
-        # an empty text hasn't begun: its next token would be written as a first one
-        if len(end) > num_uncertain:
-            self._window = self._window[-_SHORT_WINDOW:]
-            self._num_given = len(end) - num_uncertain
 
     def _clean(self, new: str, *, is_end: bool) -> str:
         """The clean-up that some tokenizers do on the whole text: " ." to "." and the like."""
@@ -118,12 +117,6 @@ class GrowingText:
         return self._tokenizer.decode(
             token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-
-
-def _byte_of(tokenizer: Any, token_id: int) -> int | None:
-    token = tokenizer.convert_ids_to_tokens(token_id)
-    match = _BYTE_TOKEN.fullmatch(token) if isinstance(token, str) else None
-    return int(match[1], 16) if match else None
 
 
 @functools.lru_cache(maxsize=8)  # some have thousands of special tokens, and requests are many
@@ -211,8 +204,12 @@ class AnswerText:
             self.is_stopped, self.stopped_by = True, found[1]
             certain, self._held = text[: found[0]], ""
         else:
-            num_held = 0 if is_end else self._num_begun(text)
-            certain, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
+            # the end may be the beginning of a stop string
+            longest = 0 if is_end else max(map(len, self._stop), default=0) - 1
+            counts = range(min(longest, len(text)), 0, -1)
+            begun = (n for n in counts if any(stop.startswith(text[-n:]) for stop in self._stop))
+            num_certain = len(text) - next(begun, 0)
+            certain, self._held = text[:num_certain], text[num_certain:]
         if certain:
             self._pieces.append(certain)
         return certain
@@ -222,15 +219,6 @@ class AnswerText:
         places = [(text.find(stop), stop) for stop in self._stop]
         found = [(start + len(stop), start, stop) for start, stop in places if start >= 0]
         return min(found)[1:] if found else None
-
-    def _num_begun(self, text: str) -> int:
-        """How many characters of the end may be the beginning of a stop string."""
-        longest = max(map(len, self._stop), default=0) - 1
-        for count in range(min(longest, len(text)), 0, -1):
-            end = text[-count:]
-            if any(stop.startswith(end) for stop in self._stop):
-                return count
-        return 0
 
 
 class Running:
@@ -343,17 +331,17 @@ class Running:
 
 
 def check_row(item: ScoreRequest, limits: Limits) -> None:
-    """Refuses a row with too many tokens, or with no token before the first target."""
+    """Refuse a row with too many tokens, or with no token before the first target."""
     length = length_of(item.prompt)
     if length > limits.max_length + 1:
         raise UserError(
-            f"the row has {length} tokens. At most {limits.max_length + 1} were expected, because "
-            "all but the last must fit the model's positions: shorten it."
+            f"The row has {length} tokens; all but the last must fit the model's "
+            f"{limits.max_length} positions. Shorten it."
         )
     if not 1 <= item.num_targets < length:
         raise UserError(
-            f"{item.num_targets} of the row's {length} tokens are to be scored. From 1 to "
-            f"{length - 1} were expected, because a token is scored by those before it."
+            f"{item.num_targets} of the row's {length} tokens are to be scored, and a token is "
+            f"scored by those before it. Score 1 to {length - 1}."
         )
 
 
@@ -395,8 +383,13 @@ class ScoreQueue:
             while not is_over and len(self.waiting) < most:
                 item = next(source, None)
                 is_over = item is None
-                if item is not None:
-                    self._add_checked(item)
+                if item is None:
+                    break
+                try:
+                    check_row(item, self.limits)
+                    self.add(item, self.done.append)
+                except UserError as error:
+                    self.done.append(Failed(item.key, error))
             while self.done:
                 yield self.done.popleft()
             if self.has_work:
@@ -408,14 +401,6 @@ class ScoreQueue:
         while self.has_work:
             act()
         self.done.clear()
-
-    def _add_checked(self, item: ScoreRequest) -> None:
-        try:
-            check_row(item, self.limits)
-        except UserError as error:
-            self.done.append(Failed(item.key, error))
-        else:
-            self.add(item, self.done.append)
 
     def add(self, item: ScoreRequest, listener: ScoreListener) -> None:
         """A row that is to be scored."""

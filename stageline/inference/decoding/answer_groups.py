@@ -6,7 +6,6 @@ shape that it would have in any other split, and a run that is resumed draws the
 prompt is read once: its answers share what was kept of it, and images are looked at once.
 """
 
-import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ import torch
 
 from stageline.errors import UserError
 from stageline.inference.decoding.answer import AnswerText
-from stageline.inference.decoding.cache import take_out
+from stageline.inference.decoding.cache import GroupCache, take_out, whole_columns
 from stageline.inference.decoding.chain import Chain
 from stageline.inference.decoding.request import (
     PassOrder,
@@ -26,6 +25,11 @@ from stageline.inference.decoding.request import (
     length_of,
     together,
 )
+from stageline.inference.decoding.sampler import choice_bytes
+from stageline.inference.decoding.stage_decoder import answering, can_keep_logits
+from stageline.pipeline.live_bytes import PeakBytes, tensor_bytes
+from stageline.planner.estimate import META, Cost, on_meta
+from stageline.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -88,17 +92,15 @@ class _Lot:
     """Prompts that are answered together: one group of the stages.
 
     Attributes:
-        room: rows and columns that it has when all answers are as long as they may be.
         unread: prompts that have not come back from their first pass.
         rows: that go on, in the order in which the stages have them.
-        left: rows that have ended and not been told of.
+        left: (group, row) of rows that have ended and not been told of.
     """
 
     number: int
-    room: tuple[int, int]
     unread: int
     rows: list[_Row] = field(default_factory=list)
-    left: list[int] = field(default_factory=list)
+    left: list[tuple[int, int]] = field(default_factory=list)
 
 
 # the number of the lot's first prompt, and the answers to each of its prompts
@@ -184,7 +186,7 @@ class _Drawing:
         self.answers: list[list[SampledAnswer]] = []
         self.lots: dict[int, _Lot] = {}
         self.num_told = 0
-        self._ready: deque[Callable[[], tuple[PassOrder, dict[str, torch.Tensor]]]] = deque()
+        self._ready: deque[tuple[PassOrder, dict[str, torch.Tensor]]] = deque()
         self._rows: dict[int, _Row] = {}
         self._num_lots = 0
 
@@ -198,56 +200,40 @@ class _Drawing:
         return self.num_told < self._num_lots and self.num_told not in self.lots
 
     def begin(self, prompts: Sequence[PromptToAnswer]) -> None:
-        """Puts the first passes of a lot in line: each prompt is read alone, and once."""
-        longest = max(length_of(prompt.inputs) for prompt in prompts)
+        """Put the first passes of a lot in line: each prompt is read alone, and once."""
+        groups, longest = self.groups, max(length_of(prompt.inputs) for prompt in prompts)
         # the last token of an answer is kept nowhere
         columns = longest + self.sampling.max_new_tokens - 1
         room = sum(len(prompt.seeds) for prompt in prompts), columns
-        lot = self.lots[self._num_lots] = _Lot(self._num_lots, room, unread=len(prompts))
+        lot = self.lots[self._num_lots] = _Lot(self._num_lots, unread=len(prompts))
         self._num_lots += 1
         for prompt in prompts:
-            rows = [self._new_row() for _ in prompt.seeds]
+            rows = []
+            for _ in prompt.seeds:
+                words = AnswerText(groups.tokenizer, self.sampling.stop, groups.stop_ids)
+                row = self._rows[len(self._rows)] = _Row(len(self._rows), SampledAnswer(), words)
+                rows.append(row)
             self.answers.append([row.answer for row in rows])
             lot.rows += rows
-            self._ready.append(functools.partial(self._read, lot, prompt, rows))
-
-    def _new_row(self) -> _Row:
-        groups = self.groups
-        words = AnswerText(groups.tokenizer, self.sampling.stop, groups.stop_ids)
-        row = _Row(len(self._rows), SampledAnswer(), words)
-        self._rows[row.number] = row
-        return row
-
-    def _read(
-        self, lot: _Lot, prompt: PromptToAnswer, rows: Sequence[_Row]
-    ) -> tuple[PassOrder, dict[str, torch.Tensor]]:
-        order = PassOrder(
-            "prefill",
-            group=lot.number,
-            rows=[row.number for row in rows],
-            lengths=[length_of(prompt.inputs)],
-            copies=len(rows),
-            room=list(lot.room),
-            settings=[replace(self.sampling, seed=seed) for seed in prompt.seeds],
-        )
-        return order, together([prompt.inputs])
-
-    def _step(self, lot: _Lot) -> tuple[PassOrder, dict[str, torch.Tensor]]:
-        order = PassOrder("decode", group=lot.number, rows=[row.number for row in lot.rows])
-        order.leave, lot.left = [(lot.number, row) for row in lot.left], []
-        return order, {"input_ids": torch.tensor([[row.answer.token_ids[-1]] for row in lot.rows])}
+            order = PassOrder(
+                "prefill",
+                group=lot.number,
+                rows=[row.number for row in rows],
+                lengths=[length_of(prompt.inputs)],
+                copies=len(rows),
+                room=list(room),
+                settings=[replace(self.sampling, seed=seed) for seed in prompt.seeds],
+            )
+            self._ready.append((order, together([prompt.inputs])))
 
     def go_on(self) -> None:
-        """Starts what is in line, then takes the oldest result."""
-        chain = self.groups.chain
-        while self._ready and chain.num_in_flight < self.groups.most_on_way:
-            order, tensors = self._ready.popleft()()
-            chain.start(
-                order, {name: value.to(self.groups.device) for name, value in tensors.items()}
-            )
-        self._take(chain.result())
-
-    def _take(self, order: PassOrder) -> None:
+        """Start what is in line, then take the oldest result."""
+        groups = self.groups
+        while self._ready and groups.chain.num_in_flight < groups.most_on_way:
+            order, tensors = self._ready.popleft()
+            on_device = {name: value.to(groups.device) for name, value in tensors.items()}
+            groups.chain.start(order, on_device)
+        order = groups.chain.result()
         if order.kind == "tidy":
             return
         lot = self.lots[order.group]
@@ -257,15 +243,17 @@ class _Drawing:
             if row.take(order, place, self.sampling.max_new_tokens):
                 # as the stages take a row out, so that they need not move any
                 take_out(lot.rows, lot.rows.index(row))
-                lot.left.append(number)
+                lot.left.append((lot.number, number))
         if lot.unread:
             return
         if lot.rows:
-            self._ready.append(functools.partial(self._step, lot))
-            return
-        del self.lots[lot.number]
-        left = [(lot.number, row) for row in lot.left]
-        self._ready.append(lambda: (PassOrder("tidy", leave=left), {}))
+            step = PassOrder("decode", group=lot.number, rows=[row.number for row in lot.rows])
+            step.leave, lot.left = lot.left, []
+            ids = torch.tensor([[row.answer.token_ids[-1]] for row in lot.rows])
+            self._ready.append((step, {"input_ids": ids}))
+        else:
+            del self.lots[lot.number]
+            self._ready.append((PassOrder("tidy", leave=lot.left), {}))
 
 
 def check_room(
@@ -284,7 +272,121 @@ def check_room(
     if room is not None and prompt_tokens + answer_tokens > room:
         kind = "" if room == positions else ", before longer rows change those of all (LongRoPE)"
         raise UserError(
-            f"a prompt of {prompt_tokens} tokens and an answer of up to {answer_tokens} came "
-            f"(`max_completion_length`); the model has {room} positions{kind}. Both have to fit: "
-            "lower it, or shorten the prompts."
+            f"A prompt of {prompt_tokens} tokens and an answer of up to {answer_tokens} "
+            f"(`max_completion_length`) do not fit: the model has {room} positions{kind}. Lower "
+            "`max_completion_length`, or shorten the prompts."
         )
+
+
+@dataclass(frozen=True)
+class AnswerLoad:
+    """What a pipeline is asked to answer.
+
+    Attributes:
+        num_prompts: that wait together.
+        copies: answers to each.
+        lot_size: prompts that are answered together.
+        lots_at_once: that are on their way through the stages.
+        prompt_tokens, answer_tokens: of the longest prompt and answer.
+    """
+
+    num_prompts: int
+    copies: int
+    lot_size: int
+    lots_at_once: int
+    prompt_tokens: int
+    answer_tokens: int
+
+    @property
+    def rows(self) -> int:
+        """Answers of a lot, which one step brings forward together."""
+        return min(self.num_prompts, self.lot_size) * self.copies
+
+    @property
+    def columns(self) -> int:
+        """Tokens of a row in the last step; what that step draws is in no cache."""
+        return self.prompt_tokens + self.answer_tokens - 1
+
+    @property
+    def cells(self) -> int:
+        """Places for the keys and values of a token that buffers have at once, used or not.
+
+        Those of rows that are as long as they may be, in lots that are all as far; and while a lot
+        reads, those of the last prompt, before they are in its own.
+        """
+        num_full, rest = divmod(self.num_prompts, self.lot_size)
+        num_rows = min(num_full, self.lots_at_once) * self.lot_size
+        if num_full < self.lots_at_once:
+            num_rows += rest
+        width = whole_columns(self.columns)
+        grown = self.prompt_tokens + max(1, self.prompt_tokens // 4)
+        read = whole_columns(min(grown, self.columns))
+        joining = self.copies * whole_columns(self.prompt_tokens) if self.rows > self.copies else 0
+        beyond = max(0, self.rows * read + joining - self.rows * width)
+        return num_rows * self.copies * width + beyond
+
+    @property
+    def moved_cells(self) -> int:
+        """Places of a buffer that is there twice while its lot grows, at most."""
+        return self.rows * whole_columns(self.columns)
+
+
+def answer_cost(stage: Stage, loads: Sequence[AnswerLoad]) -> Cost:
+    """The `cache` and `answering` of a stage on the meta device, or of a piece of one.
+
+    Of the largest of some loads: caches of all lots when they take most, and the fullest moment
+    beside them: of the pass over a prompt, of a step with the choice of its tokens, or of a buffer
+    that moves.
+
+    Keys and values of images that layers look at themselves are not counted, nor is a tower.
+    """
+    rows, columns = max(load.rows for load in loads), max(load.columns for load in loads)
+    width = max(load.prompt_tokens for load in loads)
+    _ = stage.can_decode  # tried here, not while tensors without values are measured
+    with answering([stage]), torch.no_grad():
+        prompt, _ = _pass(stage, _cache(stage, rows=1, columns=0, room=width), width)
+        steps = _cache(stage, rows=rows, columns=columns - 1, room=columns)
+        step, output = _pass(stage, steps, 1)
+    num_cells = steps.window.row_capacity * steps.window.column_capacity
+    buffers = steps.buffer_bytes()
+    if stage.is_last:  # tokens are chosen when all between what came and the logits is gone
+        # with ids and positions of this step and the next, which the group keeps
+        came = tensor_bytes(stage.get_example_input(rows, 1)) + 4 * 8 * rows
+        step = max(step, came + output.nbytes + choice_bytes(rows, output.shape[-1]))
+    moved = max(buffers, default=0) // num_cells * max(load.moved_cells for load in loads)
+    return Cost(
+        cache=sum(buffers) // num_cells * max(load.cells for load in loads),
+        answering=max(prompt, step, moved),
+    )
+
+
+def _cache(stage: Stage, *, rows: int, columns: int, room: int) -> GroupCache:
+    """Make a cache with so many columns in use, which nobody wrote, and room for more."""
+    cache = GroupCache(stage.num_cache_layers(), rows, fixed_layers=stage.fixed_layers())
+    cache.begin(room, lengths=[room] * rows)
+    cache.window.first_columns = [0] * rows
+    cache.advance(columns)
+    return cache
+
+
+def _pass(stage: Stage, cache: GroupCache, num_new: int) -> tuple[int, torch.Tensor]:
+    """Return the most that a pass makes beside the cache, with what comes in; and its output."""
+    rows = cache.window.num_rows
+    batch: dict[str, object] = {
+        "position_ids": torch.empty(rows, num_new, dtype=torch.long, device=META),
+        "past_key_values": cache,
+    }
+    if stage.is_last and can_keep_logits(stage):
+        batch["logits_to_keep"] = 1
+    floats = (p.dtype for p in stage.parameters() if p.is_floating_point())
+    inputs = stage.get_example_input(rows, num_new)
+    watch = PeakBytes(META)
+    with on_meta(watch, stage):
+        inputs = tuple(torch.empty_like(value) for value in inputs)
+        # one that has all its dimensions: the library would look into any other. Prompts of several
+        # lengths are told apart by it; kernels for one alone do without
+        kind = torch.bool if rows > 1 else next(floats, torch.get_default_dtype())
+        mask = torch.empty(rows, 1, num_new, cache.window.width + num_new, dtype=kind)
+        output = stage(*inputs, attention_mask=mask, **batch)
+    output = output[0] if isinstance(output, tuple) else output
+    return max(0, watch.peak - cache.num_bytes()), output

@@ -27,7 +27,7 @@ from stageline.device import sent
 
 
 class FixedColumns:
-    """How many columns each row of a group has; all fixed layers of the group share it."""
+    """The number of columns of each row of a group; all its fixed layers share it."""
 
     def __init__(self, num_rows: int = 0) -> None:
         self.lengths = [0] * num_rows
@@ -57,11 +57,9 @@ class FixedLayer(CacheLayerMixin):
         return self.keys is not None
 
     @is_initialized.setter
-    def is_initialized(self, value: bool) -> None:
-        """The base class sets it; the keys tell."""
+    def is_initialized(self, value: bool) -> None: ...  # the base class sets it
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """The first pass brings all there is."""
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None: ...
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -73,11 +71,7 @@ class FixedLayer(CacheLayerMixin):
         return key_states, value_states
 
     def remove(self, index: int, num_rows: int) -> None:
-        """Lets the last row take a row's place.
-
-        Args:
-            num_rows: how many are left.
-        """
+        """Let the last row take a row's place; `num_rows` are left."""
         for buffer in self._buffers:
             if index != num_rows:
                 buffer[index] = buffer[num_rows]
@@ -95,30 +89,25 @@ class FixedLayer(CacheLayerMixin):
         if not self._buffers and not other._buffers:
             return
         rows = slice(num_rows, num_rows + num_new)
-        self._make_room(rows, self._buffers or other._buffers)
+        capacity, width = (self._buffers[0].shape[0:3:2]) if self._buffers else (0, 0)
+        if rows.stop > capacity or self.columns.width > width:
+            if rows.stop > capacity:
+                capacity = max(rows.stop, capacity * 3 // 2)
+            width = max(self.columns.width, width)
+            grown = []
+            for place, like in enumerate(self._buffers or other._buffers):
+                buffer = like.new_zeros(capacity, like.shape[1], width, like.shape[3])
+                if self._buffers:
+                    old = self._buffers[place][:num_rows]
+                    buffer[:num_rows, :, : old.shape[2]] = old
+                grown.append(buffer)
+            self._buffers = tuple(grown)
         news = (other.keys, other.values)
         for buffer, new in zip(self._buffers, news, strict=True):
             buffer[rows] = 0
             if new is not None:
                 buffer[rows, :, : new.shape[-2]] = new
         self._show(rows.stop)
-
-    def _make_room(self, rows: slice, likes: tuple[torch.Tensor, ...]) -> None:
-        """Buffers that are tall and wide enough, the rows before `rows` in them."""
-        capacity, width = (self._buffers[0].shape[0:3:2]) if self._buffers else (0, 0)
-        if rows.stop <= capacity and self.columns.width <= width:
-            return
-        if rows.stop > capacity:
-            capacity = max(rows.stop, capacity * 3 // 2)
-        width = max(self.columns.width, width)
-        grown = []
-        for place, like in enumerate(likes):
-            new = like.new_zeros(capacity, like.shape[1], width, like.shape[3])
-            if self._buffers:
-                old = self._buffers[place][: rows.start]
-                new[: rows.start, :, : old.shape[2]] = old
-            grown.append(new)
-        self._buffers = tuple(grown)
 
     def _show(self, num_rows: int) -> None:
         """Sets what the model reads; lets go of buffers that no row needs."""
@@ -217,14 +206,14 @@ class WindowLayer(CacheLayerMixin):
         return self.window.width > 0
 
     @is_initialized.setter
-    def is_initialized(self, value: bool) -> None:
-        """The base class sets it; the window knows."""
+    def is_initialized(self, value: bool) -> None: ...  # the base class sets it
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Makes the buffers; what of them is read was written, or made zero, before."""
-        self.keys, self.values = (self._buffer(like) for like in (key_states, value_states))
+        self.keys, self.values = (self.new_buffer(like) for like in (key_states, value_states))
 
-    def _buffer(self, like_BKCD: torch.Tensor) -> torch.Tensor:
+    def new_buffer(self, like_BKCD: torch.Tensor) -> torch.Tensor:
+        """Return an empty buffer as large as the window wants it."""
         _, num_heads, _, size = like_BKCD.shape
         window = self.window
         return like_BKCD.new_empty(window.row_capacity, num_heads, window.column_capacity, size)
@@ -368,7 +357,9 @@ class GroupCache(Cache):
             self._relocate(num_rows, width, 1)
         try:
             self._join_window(other)
-            self._join_fixed(other)
+            self.fixed.lengths += other.fixed.lengths
+            for own, new in zip(self.fixed_layers, other.fixed_layers, strict=True):
+                own.join(new, mine.num_rows, theirs.num_rows)
         except Exception:
             self.lose()
             raise
@@ -402,17 +393,12 @@ class GroupCache(Cache):
             own[old, :, wider] = 0  # nothing, where they start behind the own ones
             own[new, :, into] = news[: theirs.num_rows, :, out_of]
 
-    def _join_fixed(self, other: "GroupCache") -> None:
-        self.fixed.lengths += other.fixed.lengths
-        for own, new in zip(self.fixed_layers, other.fixed_layers, strict=True):
-            own.join(new, self.window.num_rows, other.window.num_rows)
-
     def num_bytes(self) -> int:
-        """What the buffers of the window take."""
+        """Return what the buffers of the window take."""
         return sum(self.buffer_bytes())
 
     def buffer_bytes(self) -> list[int]:
-        """Of each buffer of the window."""
+        """Return the bytes of each buffer of the window."""
         return [buffer.nbytes for buffer in self._all_buffers()]
 
     def _check(self) -> None:
@@ -449,7 +435,7 @@ class GroupCache(Cache):
             for layer in self.window_layers:
                 for name in layer.buffers():  # one after the other: old and new of one at a time
                     buffer = getattr(layer, name)
-                    moved = layer._buffer(buffer)
+                    moved = layer.new_buffer(buffer)
                     moved[:num_rows, :, new] = buffer[:num_rows, :, old]
                     setattr(layer, name, moved)
                     has_moved = True

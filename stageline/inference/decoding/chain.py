@@ -123,17 +123,23 @@ class Carrier:
     """One rank's part of a chain: runs its stages when their turn comes, and sends orders on.
 
     Args:
-        decoders: stage -> its decoder, of this rank.
-        route: the rank of each stage, by default a rank a stage; of a schedule with several stages
-            a rank orders come by more than once.
+        decoders: the stage of this rank, or its stages by number.
+        route: the rank of each stage; by default a rank a stage. With several stages a rank orders
+            pass it more than once.
     """
 
     def __init__(
-        self, decoders: Mapping[int, StageDecoder], wire: Wire, route: Sequence[int]
+        self,
+        decoders: StageDecoder | Mapping[int, StageDecoder],
+        wire: Wire,
+        *,
+        num_stages: int,
+        route: Sequence[int] | None = None,
     ) -> None:
-        self.decoders, self.wire, self.route = decoders, wire, route
-        sources = {route[stage - 1] for stage in decoders}
-        sources |= {route[-1]} if wire.rank == route[0] else set()
+        self.decoders = decoders if isinstance(decoders, Mapping) else {wire.rank: decoders}
+        self.wire, self.route = wire, route or range(num_stages)
+        sources = {self.route[stage - 1] for stage in self.decoders}
+        sources |= {self.route[-1]} if wire.rank == self.route[0] else set()
         sources -= {wire.rank}
         self._source = sources.pop() if len(sources) == 1 else None
 
@@ -154,12 +160,7 @@ class Carrier:
 
 
 class RankChain:
-    """Stages on the ranks of a pipeline; this is the first one's.
-
-    Args:
-        decoders: the first stage, or all stages of this rank by number.
-        route: the rank of each stage; by default a rank a stage.
-    """
+    """Stages on the ranks of a pipeline; this is the first one's. Arguments as of `Carrier`."""
 
     def __init__(
         self,
@@ -170,7 +171,7 @@ class RankChain:
         route: Sequence[int] | None = None,
     ) -> None:
         self.wire, self.num_stages = wire, num_stages
-        self._carrier = _carrier(decoders, wire, route or range(num_stages))
+        self._carrier = Carrier(decoders, wire, num_stages=num_stages, route=route)
         self.num_in_flight = 0
         self._done: deque[PassOrder] = deque()
 
@@ -191,14 +192,6 @@ class RankChain:
 Chain = LocalChain | RankChain
 
 
-def _carrier(
-    decoders: StageDecoder | Mapping[int, StageDecoder], wire: Wire, route: Sequence[int]
-) -> Carrier:
-    if isinstance(decoders, Mapping):
-        return Carrier(decoders, wire, route)
-    return Carrier({wire.rank: decoders}, wire, route)
-
-
 def follow(
     decoders: StageDecoder | Mapping[int, StageDecoder],
     wire: Wire,
@@ -207,7 +200,7 @@ def follow(
     route: Sequence[int] | None = None,
 ) -> None:
     """What the other ranks do: each order's part, until the order to stop has gone by."""
-    carrier = _carrier(decoders, wire, route or range(num_stages))
+    carrier = Carrier(decoders, wire, num_stages=num_stages, route=route)
     last = max(carrier.decoders)
     has_stopped = False
     while not has_stopped:

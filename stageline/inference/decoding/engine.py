@@ -35,7 +35,6 @@ from stageline.inference.decoding.request import (
     answer_room,
     is_alone,
     length_of,
-    no_cells,
     padded_right,
     part_of,
     together,
@@ -63,8 +62,8 @@ def admitted(request: Request, engine: "DecodingEngine") -> Request:
     most = min(request.sampling.max_new_tokens, answer_room(length, longest, images=images))
     if not engine.has_cache and is_alone(request.prompt):
         raise UserError(
-            "the prompt came with images. Text alone was expected, because this model keeps no "
-            "keys and values (can_decode is False), and would look at them for every token."
+            "The prompt has images, and this model keeps no keys and values (can_decode is False): "
+            "it would look at them for every token. Ask with text alone."
         )
     sampling = request.sampling
     if sampling.grammar is not None:
@@ -80,7 +79,7 @@ Inputs = dict[str, torch.Tensor]
 
 
 def prefill_pass(found: Prefill, *, has_cache: bool) -> tuple[PassOrder, Inputs]:
-    """Reads prompts, or a piece of one."""
+    """Make the pass that reads prompts, or a piece of one."""
     owners = [one.owner for one in found.chosen]
     order = PassOrder(
         "prefill" if has_cache else "whole",
@@ -104,15 +103,16 @@ def prefill_pass(found: Prefill, *, has_cache: bool) -> tuple[PassOrder, Inputs]
 def step_pass(
     group: RunningGroup, joins: list[tuple[int, int]], *, has_cache: bool
 ) -> tuple[PassOrder, Inputs]:
-    """One more token of each row of a group."""
-    rows, owners = zip(*((one.row, one.owner) for one in group.members), strict=True)
-    order = PassOrder("decode", group=group.number, rows=list(rows), join=joins)
+    """Make the pass that brings one more token of each row of a group."""
+    owners = [one.owner for one in group.members]
+    order = PassOrder("decode", group=group.number, rows=[one.row for one in group.members])
     order.adapters = adapters_of(owner.request for owner in owners)
-    if not has_cache:
-        order.kind, order.join = "whole", []
-        order.lengths = [len(owner.row_ids()) for owner in owners]
-        return order, padded_right([owner.row_ids() for owner in owners])
-    return order, {"input_ids": torch.tensor([[owner.last_token] for owner in owners])}
+    if has_cache:
+        order.join = joins
+        return order, {"input_ids": torch.tensor([[owner.last_token] for owner in owners])}
+    ids = [owner.row_ids() for owner in owners]
+    order.kind, order.lengths = "whole", list(map(len, ids))
+    return order, padded_right(ids)
 
 
 SECONDS_BETWEEN_SIGNS = 30.0  # an idle engine asks so often whether all stages are there
@@ -147,7 +147,7 @@ class DecodingEngine:
         stop_ids: Sequence[int] = (),
         device: torch.device | str = "cpu",
         model_name: str = "model",
-        prompt_cells: Callable[[Prompt], int] = no_cells,
+        prompt_cells: Callable[[Prompt], int] = lambda prompt: 0,
         has_cache: bool = True,
         reads_in_pieces: bool = False,
         matchers: Matchers | None = None,
@@ -164,9 +164,7 @@ class DecodingEngine:
         self.matchers = matchers or Matchers(lambda: tokenizer)
         self.is_healthy = True
         self._scheduler = Scheduler(
-            limits,
-            best_groups=self._best_groups,
-            num_stages=chain.num_stages,
+            limits, best_groups=self._best_groups, num_stages=chain.num_stages
         )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, Running] = {}
@@ -235,8 +233,14 @@ class DecodingEngine:
         """Answers what is submitted until `stop` is called."""
         try:
             while not self._is_stopping.is_set():
-                if not self._act():
-                    self._wait()
+                if self._act():
+                    continue
+                self._tell_who_left()
+                try:
+                    self._inbox.get(timeout=SECONDS_BETWEEN_SIGNS)()
+                except queue.Empty:  # are all stages there?
+                    self._order(PassOrder("tidy"))
+                    self._take(self.chain.result())
             self._fail_all(EngineError("the engine was stopped"))
         except BaseException as error:
             self.is_healthy = False
@@ -258,24 +262,23 @@ class DecodingEngine:
                 while not is_over and len(self._running) < most:
                     request = next(source, None)
                     is_over = request is None
-                    if request is not None:
-                        self._submit_here(request, listen)
+                    if request is None:
+                        break
+                    try:
+                        self._admit(self._running_of(request, listen))
+                    except UserError as error:
+                        listen(Failed(request.key, error))
                 while done:
                     yield done.popleft()
                 if self._running:
                     self._act()
         finally:  # also where the caller wants no more
-            self._settle()
-
-    def _settle(self) -> None:
-        """Ends what runs, and tells the stages who left."""
-        if not self.is_healthy:
-            return
-        for key in list(self._running):
-            self._cancel(key)
-        while self._running or self.chain.num_in_flight:
-            self._act()
-        self._tell_who_left()
+            if self.is_healthy:
+                for key in list(self._running):
+                    self._cancel(key)
+                while self._running or self.chain.num_in_flight:
+                    self._act()
+                self._tell_who_left()
 
     def _tell_who_left(self) -> None:
         if self._scheduler.leaving:
@@ -312,15 +315,6 @@ class DecodingEngine:
             self.is_healthy = False
             raise
 
-    def _wait(self) -> None:
-        """Until something is submitted; tells the stages about rows that left meanwhile."""
-        self._tell_who_left()
-        try:
-            self._inbox.get(timeout=SECONDS_BETWEEN_SIGNS)()
-        except queue.Empty:
-            self._order(PassOrder("tidy"))
-            self._take(self.chain.result())
-
     def _start_next(self) -> bool:
         if self.chain.num_in_flight >= max_in_flight(self.chain.num_stages):
             return False
@@ -330,7 +324,9 @@ class DecodingEngine:
             return True
         found = self._scheduler.next_prefill()
         if found is not None:
-            self._start_prefill(found)
+            order, inputs = prefill_pass(found, has_cache=self.has_cache)
+            self._order(order, inputs)
+            self._prompt_tokens += sum(order.lengths) if found.piece is None else len(found.piece)
             return True
         joins = self._scheduler.next_joins()
         group = self._scheduler.next_step(may_wait=not joins)
@@ -345,11 +341,6 @@ class DecodingEngine:
         on_device = {name: sent(value, self.device) for name, value in (tensors or {}).items()}
         self.chain.start(order, on_device)
 
-    def _start_prefill(self, found: Prefill) -> None:
-        order, inputs = prefill_pass(found, has_cache=self.has_cache)
-        self._order(order, inputs)
-        self._prompt_tokens += sum(order.lengths) if found.piece is None else len(found.piece)
-
     def _take(self, order: PassOrder) -> None:
         """Hands out what an order brought."""
         self._stage_seconds = [
@@ -362,30 +353,22 @@ class DecodingEngine:
         by_row = self._scheduler.running_by_row()
         for place, row in enumerate(order.rows):
             # a piece brings nothing but its failure
-            if row in by_row and (order.error is not None or not order.is_part):
-                self._take_token(by_row[row], order, place)
+            if row not in by_row or (order.error is None and order.is_part):
+                continue
+            running: Running = by_row[row].owner
+            before = running.num_tokens
+            running.take_from(order, place)
+            self._completion_tokens += running.num_tokens - before
+            if running.is_over:
+                self._scheduler.leave(by_row[row])
+                self._running.pop(running.key, None)
         if not order.is_part:
             self._scheduler.came_home(order.group)
-
-    def _take_token(self, one: Scheduled, order: PassOrder, place: int) -> None:
-        running: Running = one.owner
-        before = running.num_tokens
-        running.take_from(order, place)
-        self._completion_tokens += running.num_tokens - before
-        if running.is_over:
-            self._scheduler.leave(one)
-            self._running.pop(running.key, None)
 
     def _running_of(self, request: Request, listener: Listener) -> Running:
         request = admitted(request, self)
         ends = request.sampling.stop_token_ids or ()
         return Running(request, listener, AnswerText(self.tokenizer, request.sampling.stop, ends))
-
-    def _submit_here(self, request: Request, listener: Listener) -> None:
-        try:
-            self._admit(self._running_of(request, listener))
-        except UserError as error:
-            listener(Failed(request.key, error))
 
     def _admit(self, running: Running) -> None:
         if running.key in self._running:
@@ -393,16 +376,16 @@ class DecodingEngine:
             return
         self._running[running.key] = running
         prompt = running.request.prompt
-        length = length_of(prompt)
+        length, has_images = length_of(prompt), is_alone(prompt)
         longest = length + running.request.sampling.max_new_tokens
         self._scheduler.waiting.append(
             Scheduled(
                 row=next(self._numbers),
                 length=length,
                 longest=longest + self.prompt_cells(prompt),
-                is_alone=is_alone(prompt),
+                is_alone=has_images,
                 owner=running,
-                may_be_cut=self.reads_in_pieces and not is_alone(prompt),
+                may_be_cut=self.reads_in_pieces and not has_images,
                 is_long=self.limits.is_long(length),
             )
         )

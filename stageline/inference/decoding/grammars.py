@@ -155,9 +155,8 @@ def _read_vocabulary(tokenizer: Any) -> tuple[Any, int]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UserError(
-            f"the model's tokenizer is a {type(tokenizer).__name__}. One of the tokenizers library "
-            "(tokenizer.json) was expected, because grammars are followed by its bytes: ask "
-            "without a grammar."
+            f"The model's tokenizer is a {type(tokenizer).__name__}, and grammars are followed by "
+            "the bytes of a tokenizer.json. Ask without a grammar."
         )
     described = json.loads(backend.to_str())
     described["truncation"] = described["padding"] = None
@@ -194,9 +193,8 @@ def _library() -> Any:
         import llguidance
     except ImportError:
         raise UserError(
-            "llguidance is not installed. It was expected, because it follows the JSON schema, "
-            "regular expression or grammar that an answer has to keep to: bash scripts/setup.sh "
-            "serve, or pip install llguidance."
+            "llguidance, which follows JSON schemas, regular expressions and grammars, is not "
+            "installed. Run bash scripts/setup.sh serve, or pip install llguidance."
         ) from None
     return llguidance
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ _LIMITS: dict[str, tuple[float, float]] = {
 
 
 def answer_room(length: int, longest: int | None, *, images: str = "") -> int:
-    """Tokens that an answer to a prompt may have.
+    """Return how many tokens an answer to a prompt may have.
 
     Args:
         longest: tokens of prompt and answer that fit; None: any number.
@@ -92,15 +92,15 @@ class Sampling:
         for name, (low, high) in _LIMITS.items():
             value = getattr(self, name)
             is_whole = isinstance(low, int)
-            kinds = int if is_whole else (int, float)
-            is_right = isinstance(value, kinds) and not isinstance(value, bool)
-            if value is not None and not (is_right and low <= value <= high):
-                kind = "an integer" if is_whole else "a number"
-                raise UserError(f"{name} is {value!r}; expected {kind} from {low} to {high}.")
+            is_right = isinstance(value, int if is_whole else (int, float))
+            if value is None or (is_right and not isinstance(value, bool) and low <= value <= high):
+                continue
+            kind = "an integer" if is_whole else "a number"
+            raise UserError(f"{name} is {value!r}; expected {kind} from {low} to {high}.")
         if self.min_new_tokens and self.grammar is not None:
             raise UserError(
-                "min_new_tokens came with a grammar; one of them was expected, because an answer "
-                "ends where its grammar does."
+                "min_new_tokens came with a grammar, and an answer ends where its grammar does. "
+                "Give one of them."
             )
 
 
@@ -248,28 +248,26 @@ class PassOrder:
     """One pass through the stages: made on the first one, carried from stage to stage.
 
     An order holds plain values; tensors travel beside it. A model that keeps no keys and values
-    reads its rows anew for each token: "whole" takes the place of "prefill" and "decode".
+    reads its rows again for each token: "whole" takes the place of "prefill" and "decode".
 
     Attributes:
         group: whose cache it uses.
         rows: ids of the rows, in the order in which the group has them.
         adapters: number of each row's adapter, 0: none; empty: no row has one.
         lengths: tokens of each row; of a prefill and a score.
-        copies: rows that the only prompt becomes when it is read, which share its keys and values
-            up to there; 0: the one.
-        room: (rows, columns) that the group has at most, of all that is to join it; empty: not
-            known.
+        copies: rows that the only prompt becomes when it is read; 0: one.
+        room: (rows, columns) that the group has at most, if known.
         piece: (first, end) of the tokens that are read of the only row; empty: all of each row.
         settings: of each new row: how its tokens are chosen.
         targets: of each row of a score: the tokens that are scored; the row ends before the last.
+        num_tops: of each row of a score: how many of the likeliest tokens are told in each place.
         leave: (group, row) that go before the pass.
         join: (from, into) groups that become one before the pass.
-        seconds: what each stage took.
+        seconds: of each stage.
         error: what a stage could not do; the later ones then do nothing.
         tokens, logprobs: what the last stage chose, by place in `rows`.
         over: places of rows whose grammar nothing can follow.
         row_errors: place -> whether the request is to blame that it has no token, and why.
-        num_tops: of each row of a score: so many of the likeliest tokens are told in each place.
         scores: of each row, log-probabilities of its targets, whether all were likeliest, and
             the likeliest tokens.
     """
@@ -314,27 +312,22 @@ class PassOrder:
 
     @staticmethod
     def of_json(text: str) -> "PassOrder":
-        """What `as_json` wrote."""
+        """Read what `as_json` wrote."""
         order = PassOrder(**json.loads(text))
         order.leave = [(group, row) for group, row in order.leave]
         order.join = [(group, into) for group, into in order.join]
-        order.settings = [_sampling_of(values) for values in order.settings]
-        order.logprobs = [found and _logprob_of(found) for found in order.logprobs]
+        for place, values in enumerate(cast(list[dict[str, Any]], order.settings)):
+            lists = {name: tuple(value) for name, value in values.items() if type(value) is list}
+            lists["logit_bias"] = tuple((token, added) for token, added in values["logit_bias"])
+            grammar = values["grammar"] and Grammar(**values["grammar"])
+            order.settings[place] = Sampling(**{**values, **lists, "grammar": grammar})
+        for place, found in enumerate(cast(list[dict[str, Any] | None], order.logprobs)):
+            if found is not None:
+                top = tuple((token, logprob) for token, logprob in found["top"])
+                order.logprobs[place] = TokenLogprob(found["token_id"], found["logprob"], top)
         errors = order.row_errors.items()
         order.row_errors = {int(place): (is_users, text) for place, (is_users, text) in errors}
         return order
-
-
-def _sampling_of(values: Any) -> Sampling:
-    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    bias = tuple((token, added) for token, added in values["logit_bias"])
-    grammar = values["grammar"] and Grammar(**values["grammar"])
-    return Sampling(**{**values, **lists, "logit_bias": bias, "grammar": grammar})
-
-
-def _logprob_of(values: Any) -> TokenLogprob:
-    top = tuple((token, logprob) for token, logprob in values["top"])
-    return TokenLogprob(values["token_id"], values["logprob"], top)
 
 
 def error_of(order: PassOrder, place: int) -> Exception | None:
@@ -354,11 +347,6 @@ def adapters_of(requests: Iterable[Request | ScoreRequest]) -> list[int]:
 def length_of(prompt: Prompt) -> int:
     """Tokens of a prompt."""
     return prompt["input_ids"].shape[1]
-
-
-def no_cells(prompt: Prompt) -> int:
-    """What images take in the cache besides their tokens, where models see them as tokens."""
-    return 0
 
 
 def is_alone(prompt: Prompt) -> bool:
@@ -383,21 +371,15 @@ def part_of(prompt: Prompt, piece: range) -> Prompt:
 
 
 def together(prompts: Sequence[Prompt], *, pads_right: bool = False) -> dict[str, Tensor]:
-    """The inputs [B, T] of several prompts that are not alone, or those of one."""
+    """Return the inputs [B, T] of several prompts that are not alone, or those of one."""
     if len(prompts) == 1:
         return {name: value for name, value in prompts[0].items() if name != MASK}
-    lengths = {length_of(prompt) for prompt in prompts}
-    width = max(lengths)
-    names = [name for name in prompts[0] if name != MASK]
+    width = max(map(length_of, prompts))
     padded = {}
-    for name in names:
-        if len(lengths) == 1 and all(name in prompt for prompt in prompts):
-            padded[name] = torch.cat([prompt[name] for prompt in prompts])
-            continue
-        rows = torch.zeros(len(prompts), width, dtype=prompts[0][name].dtype)
-        for place, prompt in enumerate(prompts):
+    for name in [name for name in prompts[0] if name != MASK]:
+        padded[name] = torch.zeros(len(prompts), width, dtype=prompts[0][name].dtype)
+        for row, prompt in zip(padded[name], prompts, strict=True):
             if name in prompt:
                 begin = 0 if pads_right else width - length_of(prompt)
-                rows[place, begin : begin + length_of(prompt)] = prompt[name][0]
-        padded[name] = rows
+                row[begin : begin + length_of(prompt)] = prompt[name][0]
     return padded

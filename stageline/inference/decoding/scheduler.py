@@ -193,7 +193,10 @@ class Scheduler:
             return None
         group = self._emptiest(min(len(self.waiting), room))
         chosen: list[Sequence] = []
-        self._most_tokens = self._tokens_of_a_pass()
+        self._most_tokens = self.limits.prefill_tokens
+        if self.num_stages > 1:  # few enough that the prompts that wait keep all stages busy
+            share = sum(one.length for one in self.waiting) // (2 * self.num_stages)
+            self._most_tokens = min(self._most_tokens, max(LEAST_TOKENS, share))
         while self.waiting and len(chosen) < room and self._may_add(group, chosen):
             chosen.append(self.waiting.popleft())
             if chosen[0].is_alone:
@@ -204,7 +207,8 @@ class Scheduler:
         self.groups[group.number] = group
         for one in chosen:
             one.group = group.number
-        if self._is_cut(chosen[0]):
+        # only a prompt alone in its pass can be too long for one
+        if chosen[0].may_be_cut and chosen[0].length > self._most_tokens:
             group.coming += chosen
             count = -(-chosen[0].length // self._most_tokens)
             self.reading = Reading(chosen[0], -(-chosen[0].length // count))
@@ -213,10 +217,6 @@ class Scheduler:
         group.on_way.append(self._num_pieces)
         self._was_piece = False
         return Prefill(group, chosen)
-
-    def _is_cut(self, first: Sequence) -> bool:
-        """Whether a pass is read in pieces: only a prompt alone in it can be too long for one."""
-        return first.may_be_cut and first.length > self._most_tokens
 
     def _next_piece(self) -> Prefill:
         reading = self.reading
@@ -270,13 +270,6 @@ class Scheduler:
         cells = (group.num_rows + len(chosen) + 1) * longest
         return self.num_cells - group.cells + cells <= self.limits.max_cells
 
-    def _tokens_of_a_pass(self) -> int:
-        """Few enough that the prompts that wait keep all stages busy."""
-        if self.num_stages == 1:
-            return self.limits.prefill_tokens
-        total = sum(one.length for one in self.waiting)
-        return min(self.limits.prefill_tokens, max(LEAST_TOKENS, total // (2 * self.num_stages)))
-
     def next_step(self, *, may_wait: bool = True) -> RunningGroup | None:
         """The group that has been home longest; None: there is none, or it waits for another.
 
@@ -284,9 +277,13 @@ class Scheduler:
             may_wait: False where groups were joined, which is told with the step.
         """
         ready = self._home()
-        waits = may_wait and len(ready) == 1 and self._waits_for_another(ready[0])
-        if not ready or waits:
+        if not ready:
             return None
+        if may_wait and len(ready) == 1 and self._are_too_many():
+            # groups come one at a time: does the next one that comes home join it?
+            others = [other for other in self.groups.values() if other is not ready[0]]
+            if all(self._may_join(ready[0], other) for other in others):
+                return None
         group = min(ready, key=lambda one: one.since)
         group.on_way.append(self._num_pieces)
         self._was_piece = False
@@ -324,11 +321,6 @@ class Scheduler:
         cells = len(members) * max(one.longest for one in members)
         others = self.num_cells - source.cells - target.cells
         return others + cells <= self.limits.max_cells
-
-    def _waits_for_another(self, group: RunningGroup) -> bool:
-        """Whether the next one that comes home joins it: groups come one at a time."""
-        others = [other for other in self.groups.values() if other is not group]
-        return self._are_too_many() and all(self._may_join(group, other) for other in others)
 
     def came_home(self, number: int) -> None:
         """A pass of a group is back."""

@@ -4,6 +4,7 @@ Shapes: B rows, T tokens or new columns, H hidden size, V vocabulary.
 """
 
 import contextlib
+import functools
 import inspect
 import sys
 import time
@@ -18,8 +19,8 @@ from stageline import progress
 from stageline.device import is_accelerator, sent
 from stageline.errors import UserError
 from stageline.inference.decoding.cache import GroupCache, Window, take_out
-from stageline.inference.decoding.grammars import Matchers, RowMatcher
-from stageline.inference.decoding.request import PassOrder, Sampling, Score
+from stageline.inference.decoding.grammars import Matchers
+from stageline.inference.decoding.request import PassOrder, Score
 from stageline.inference.decoding.sampler import SampledRow, choose
 from stageline.stage import Stage
 
@@ -77,17 +78,16 @@ class Group:
     def _of_rows(self) -> tuple[list[Any], ...]:
         return (self.rows, self.positions, self.kept)
 
-    def join(self, new: "Group") -> None:
-        """Takes the rows of another group."""
-        self.cache.join(new.cache)
-        self._add_rows(new)
+    def join(self, new: "Group", *, is_lost: bool = False) -> None:
+        """Take the rows of another group.
 
-    def lose(self, new: "Group") -> None:
-        """Has the rows of another group too, and nothing to read for any: their passes fail."""
-        self.cache.lose(len(new.rows))
-        self._add_rows(new)
-
-    def _add_rows(self, new: "Group") -> None:
+        Args:
+            is_lost: keys and values of both are gone; passes of their rows fail.
+        """
+        if is_lost:
+            self.cache.lose(len(new.rows))
+        else:
+            self.cache.join(new.cache)
         self.position_ids = None
         for own, others in zip(self._of_rows, new._of_rows, strict=True):
             own += others
@@ -131,14 +131,14 @@ def answering(stages: Iterable[Stage]) -> Iterator[None]:
             before = dict(vars(stage))
             stage.eval()
             stage.answer_only()
-            stack.callback(_put_back, stage, before)
+
+            def put_back(stage: Stage = stage, before: dict[str, Any] = before) -> None:
+                for name in vars(stage).keys() - before.keys():
+                    del vars(stage)[name]
+                vars(stage).update(before)
+
+            stack.callback(put_back)
         yield
-
-
-def _put_back(stage: Stage, before: dict[str, Any]) -> None:
-    for name in vars(stage).keys() - before.keys():
-        del vars(stage)[name]
-    vars(stage).update(before)
 
 
 class StageDecoder:
@@ -196,14 +196,11 @@ class StageDecoder:
         Returns:
             What the next stage needs. The last stage writes into the order instead.
         """
-        with self._mode(), self._noted():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._mode())
+            if self._trains_on:  # a training run looks for operations that hang: each pass is one
+                stack.enter_context(progress.doing("decoding", stage=self.stage.stage))
             return self._run(order, tensors)
-
-    def _noted(self) -> contextlib.AbstractContextManager:
-        """A training run looks for operations that hang: each pass is one."""
-        if not self._trains_on:
-            return contextlib.nullcontext()
-        return progress.doing("decoding", stage=self.stage.stage)
 
     def _run(self, order: PassOrder, tensors: Tensors) -> Tensors:
         began = time.perf_counter()
@@ -224,19 +221,15 @@ class StageDecoder:
         """What one token takes in the cache of this stage; at least 1."""
         if not self.has_cache:
             return 1
+        stage, zeros = self.stage, functools.partial(torch.zeros_like, device=self.device)
         with self._mode():
-            return self._bytes_of_a_token()
-
-    def _bytes_of_a_token(self) -> int:
-        cache = self._new_cache(1)
-        cache.begin(1, lengths=[1])
-        inputs = [
-            torch.zeros_like(x, device=self.device) for x in self.stage.get_example_input(1, 1)
-        ]
-        batch = {"position_ids": torch.zeros(1, 1, dtype=torch.long, device=self.device)}
-        name = "input_ids" if self.stage.is_first else HIDDEN
-        extras = {f"{EXTRA}{place:03d}": value for place, value in enumerate(inputs[1:])}
-        self._forward({name: inputs[0], **extras}, {**batch, "attention_mask": None}, cache)
+            cache = self._new_cache(1)
+            cache.begin(1, lengths=[1])
+            first, *extras = map(zeros, stage.get_example_input(1, 1))
+            tensors = {f"{EXTRA}{place:03d}": value for place, value in enumerate(extras)}
+            tensors["input_ids" if stage.is_first else HIDDEN] = first
+            positions = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+            self._forward(tensors, {"position_ids": positions, "attention_mask": None}, cache)
         window = cache.window
         return max(1, cache.num_bytes() // (window.row_capacity * window.column_capacity))
 
@@ -270,7 +263,7 @@ class StageDecoder:
                 self._join(target, new)
             except Exception:  # out of memory: the rows still leave one by one
                 traceback.print_exc(file=sys.stderr)
-                self.groups[target].lose(new)
+                self.groups[target].join(new, is_lost=True)
 
     def _remove(self, number: int, row: int) -> None:
         self.sampled.pop(row, None)
@@ -283,11 +276,10 @@ class StageDecoder:
             del self.groups[number]
 
     def _join(self, number: int, new: Group) -> None:
-        group = self.groups.get(number)
-        if group is None:
+        if number in self.groups:
+            self.groups[number].join(new)
+        else:
             self.groups[number] = new
-            return
-        group.join(new)
 
     def _prefill(self, order: PassOrder, tensors: Tensors) -> Tensors:
         """The prompts of new rows, or a piece of one; at their ends they are in the group."""
@@ -303,7 +295,7 @@ class StageDecoder:
         positions = self.stage.decode_positions(batch)[..., -width:]
         kept = self.stage.kept_inputs(batch)
         batch["position_ids"] = positions
-        if not window.is_ragged:  # as in `_step`
+        if not window.is_ragged:  # as in `_decode`
             batch["attention_mask"] = None
         if order.is_part and self._keeps_logits:
             batch["logits_to_keep"] = torch.empty(0, dtype=torch.long, device=self.device)
@@ -335,7 +327,7 @@ class StageDecoder:
         return _onwards(output, _others(tensors))
 
     def _begun(self, order: PassOrder) -> Group | None:
-        """The group that a pass over prompts writes into, with room for it.
+        """Return the group that a pass over prompts writes into, with room for it.
 
         None: what comes before in the prompt is not there. A pass that fails leaves it out, too.
         """
@@ -354,17 +346,14 @@ class StageDecoder:
         """A new row on the last stage."""
         sampling = order.settings[place]
         prompt = ids_T[prompt_T] if sampling.repetition_penalty != 1 else None
-        row = self.sampled[order.rows[place]] = SampledRow(sampling, prompt, [], 0)
+        row = self.sampled[order.rows[place]] = SampledRow(sampling, prompt, [])
         if sampling.grammar is not None:
+            assert self.matchers is not None, "this stage was built without matchers"
             try:
-                row.matcher = self._matcher_of(sampling)
+                stop_ids = sampling.stop_token_ids or ()
+                row.matcher = self.matchers.make(sampling.grammar, stop_ids=stop_ids)
             except Exception as error:  # its own request ends, and no other
                 row.failure = error
-
-    def _matcher_of(self, sampling: Sampling) -> RowMatcher:
-        assert self.matchers is not None, "this stage was built without matchers"
-        assert sampling.grammar is not None
-        return self.matchers.make(sampling.grammar, stop_ids=sampling.stop_token_ids or ())
 
     def _whole(self, order: PassOrder, tensors: Tensors) -> Tensors:
         """One more token of rows that are read from their beginning, padded on the right.
@@ -390,12 +379,6 @@ class StageDecoder:
         """One more token of each row of a group."""
         group = self.groups[order.group]
         group.arrange(order.rows)
-        output = self._step(group, tensors)
-        if self.stage.is_last:
-            return self._choose(order, output[:, -1])
-        return _onwards(output, {})
-
-    def _step(self, group: Group, tensors: Tensors) -> Any:
         window = group.cache.window
         group.cache.begin(1)
         if group.position_ids is None:
@@ -410,7 +393,9 @@ class StageDecoder:
         group.cache.advance(1)
         group.positions = [position + 1 for position in group.positions]
         group.position_ids = group.position_ids + 1
-        return output
+        if self.stage.is_last:
+            return self._choose(order, output[:, -1])
+        return _onwards(output, {})
 
     def _forward(self, tensors: Tensors, batch: dict[str, Any], cache: GroupCache | None) -> Any:
         inputs = {name: value for name, value in batch.items() if name != "input_ids"}
@@ -430,30 +415,27 @@ class StageDecoder:
 
     def _choose(self, order: PassOrder, logits_BV: torch.Tensor) -> Tensors:
         rows = [self.sampled[row] for row in order.rows]
-        for place, found in enumerate(choose(logits_BV, rows)):
+        for place, (row, found) in enumerate(zip(rows, choose(logits_BV, rows), strict=True)):
             order.tokens.append(found.token_id)
             order.logprobs.append(found.logprob)
             if found.error is not None:
                 is_users = isinstance(found.error, UserError)
                 order.row_errors[place] = (is_users, str(found.error))
-            self._note(order, place, found.token_id)
+            row.answer_ids.append(found.token_id)
+            if row.matcher is not None and row.matcher.take(found.token_id):
+                order.over.append(place)
         if not any(order.logprobs):
             order.logprobs = []
         return {}
-
-    def _note(self, order: PassOrder, place: int, token_id: int) -> None:
-        """A row has got a token."""
-        row = self.sampled[order.rows[place]]
-        row.answer_ids.append(token_id)
-        row.index += 1
-        if row.matcher is not None and row.matcher.take(token_id):
-            order.over.append(place)
 
     def _score(self, order: PassOrder, tensors: Tensors) -> Tensors:
         """Log-probabilities of the last tokens of each row; keeps nothing."""
         width = max(order.lengths)
         if self.has_cache:
-            batch = self._padded_left(order, tensors)
+            window = Window(len(order.rows))
+            window.first_columns = [width - length for length in order.lengths]
+            batch = {**_others(tensors), "attention_mask": window.mask(width, self.device)}
+            batch["position_ids"] = self.stage.decode_positions(batch)
             if self._keeps_logits:
                 batch["logits_to_keep"] = max(map(len, order.targets))
         else:
@@ -467,13 +449,6 @@ class StageDecoder:
             logits_TV = output[place, end - len(targets) : end]
             order.scores.append(score_row(logits_TV, targets, num_top=order.num_tops[place]))
         return {}
-
-    def _padded_left(self, order: PassOrder, tensors: Tensors) -> dict[str, Any]:
-        width = max(order.lengths)
-        window = Window(len(order.rows))
-        window.first_columns = [width - length for length in order.lengths]
-        batch = {**_others(tensors), "attention_mask": window.mask(width, self.device)}
-        return {**batch, "position_ids": self.stage.decode_positions(batch)}
 
 
 def can_keep_logits(stage: torch.nn.Module) -> bool:
@@ -538,8 +513,8 @@ def cells_within(budget: int, decoder: StageDecoder) -> int:
     cells = int(budget / (decoder.bytes_of_a_token() * SPARE))
     if cells < 1:
         raise UserError(
-            f"the cache may take {budget / GIB:.2f} GiB on stage {decoder.stage.stage}, and one "
-            f"token takes {decoder.bytes_of_a_token()} bytes there. Room for whole prompts was "
-            "expected: raise `cache_gib`, or use more stages."
+            f"The cache may take {budget / GIB:.2f} GiB on stage {decoder.stage.stage}, and one "
+            f"token takes {decoder.bytes_of_a_token()} bytes there. Raise `cache_gib`, or use more "
+            "stages."
         )
     return cells

@@ -1,4 +1,8 @@
-"""Which split of the layers is best for a run: by bytes, or by seconds within each memory."""
+"""Place layers on stages: by bytes, or by seconds within each memory. Pure arithmetic.
+
+One dynamic programme, `smallest_maximum`, makes all partitions where the cost of a stage depends on
+its own layers only; `best_split` searches where it does not.
+"""
 
 import itertools
 import math
@@ -6,14 +10,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from stageline.errors import spelled
-from stageline.pipeline.schedules import SCHEDULES, Schedule, ScheduleKind, make_schedule
-from stageline.planner.cost import (
+import torch
+from transformers import PretrainedConfig
+
+from stageline.errors import UserError, spelled
+from stageline.pipeline.schedules import SCHEDULES, Schedule, make_schedule
+from stageline.planner.estimate import (
+    ROWS,
     Cost,
     MemoryRules,
     ModelCosts,
     RankMemory,
+    decode_bytes,
     memory_of,
+    model_on_meta,
     most_in_flight,
 )
 from stageline.planner.simulate import Expectation, expect, rank_seconds
@@ -180,11 +190,20 @@ class Placement:
         that comes nearest.
         """
         if self.schedule.num_stages > self.schedule.num_ranks:
-            starts = [self._chain(self._seconds), self.by_parameters()]
+
+            def step_value(partition: Sequence[int]) -> tuple[float, float]:
+                expectation = self.expect(partition)
+                return (self.overshoot(expectation.memory), expectation.seconds)
+
+            def step_bound(partition: Sequence[int]) -> tuple[float, float]:
+                """No step is shorter than the work of its slowest rank."""
+                slowest = max(rank_seconds(self.costs.stages(partition), self.schedule))
+                return (0, self.num_micro_batches * slowest * (1 - 1e-9))
+
             return best_split(
-                starts,
-                self._step_value,
-                bound=self._step_bound,
+                [self._chain(self._seconds), self.by_parameters()],
+                step_value,
+                bound=step_bound,
                 most_splits=self.most_splits,
                 most_values=self.most_steps,
             )
@@ -226,15 +245,6 @@ class Placement:
     @cached_property
     def _in_flight(self) -> list[int]:
         return most_in_flight(self.schedule, self.num_micro_batches)
-
-    def _step_value(self, partition: Sequence[int]) -> tuple[float, float]:
-        expectation = self.expect(partition)
-        return (self.overshoot(expectation.memory), expectation.seconds)
-
-    def _step_bound(self, partition: Sequence[int]) -> tuple[float, float]:
-        """No step is shorter than the work of its slowest rank."""
-        slowest = max(rank_seconds(self.costs.stages(partition), self.schedule))
-        return (0, self.num_micro_batches * slowest * (1 - 1e-9))
 
 
 MOST_STAGES_PER_RANK = 4
@@ -300,13 +310,25 @@ def advise(
             )
             found = placement.expect(placement.by_seconds())
             choices.append(Choice(size, found, placement.overshoot(found.memory)))
-    return _ranked(choices)
+    choices.sort(key=lambda c: (c.overshoot, c.expectation.seconds))
+
+    def rank(choice: Choice) -> tuple[bool, int, int]:
+        """Those as good as the best by simplicity, the others by time."""
+        best = choices[0]
+        is_tie = choice.expectation.seconds <= best.expectation.seconds * AS_GOOD
+        is_good = is_tie and choice.overshoot == best.overshoot
+        return (False, choice.stages_per_rank, choice.peak) if is_good else (True, 0, 0)
+
+    return sorted(choices, key=rank)
 
 
 def legal_schedules(num_ranks: int, num_micro_batches: int, num_layers: int) -> Iterator[Schedule]:
-    """Every schedule that can be run, with every number of stages."""
+    """Yield every schedule that can be run, with every number of stages."""
     for name, kind in SCHEDULES.items():
-        for stages_per_rank in _numbers_of_stages(kind):
+        counts: Sequence[int] = [1]
+        if kind.is_v or kind.is_multi:
+            counts = [2] if kind.is_v else range(2, MOST_STAGES_PER_RANK + 1)
+        for stages_per_rank in counts:
             if num_ranks * stages_per_rank > num_layers:
                 continue
             schedule = make_schedule(name, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
@@ -314,20 +336,49 @@ def legal_schedules(num_ranks: int, num_micro_batches: int, num_layers: int) -> 
                 yield schedule
 
 
-def _numbers_of_stages(kind: ScheduleKind) -> Sequence[int]:
-    if kind.is_v:
-        return [2]
-    return range(2, MOST_STAGES_PER_RANK + 1) if kind.is_multi else [1]
+def stage_partition_by_bytes(
+    layer_costs: Sequence[float], num_stages: int, *, back_cost: float = 0.0
+) -> list[int]:
+    """The split whose dearest stage is cheapest, exactly; at least one layer a stage.
+
+    Args:
+        back_cost: what the last stage has besides its layers.
+
+    Raises:
+        UserError: more stages than layers.
+    """
+    num_layers = len(layer_costs)
+    if not 1 <= num_stages <= num_layers:
+        raise UserError(
+            f"{num_layers} layers on {num_stages} stages: each stage needs a layer. Use 1 to "
+            f"{num_layers} stages."
+        )
+    sums = [0.0, *itertools.accumulate(layer_costs)]
+
+    def cost(stage: int, start: int, end: int) -> float:
+        back = back_cost if stage == num_stages - 1 else 0.0
+        return sums[end] - sums[start] + back
+
+    found = smallest_maximum(num_layers, num_stages, cost)
+    assert found is not None, "costs are finite"
+    return found
 
 
-def _ranked(choices: Sequence[Choice]) -> list[Choice]:
-    """By time; those as good as the best by simplicity. What does not fit comes last."""
-    by_time = sorted(choices, key=lambda c: (c.overshoot, c.expectation.seconds))
+def decode_partition(
+    config: PretrainedConfig,
+    num_stages: int,
+    *,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    num_rows: int = ROWS,
+) -> list[int] | None:
+    """Layers per stage, from the bytes that a decode step of `num_rows` reads; loads nothing.
 
-    def rank(choice: Choice) -> tuple[bool, int, int]:
-        best = by_time[0]
-        is_tie = choice.expectation.seconds <= best.expectation.seconds * AS_GOOD
-        is_good = is_tie and choice.overshoot == best.overshoot
-        return (False, choice.stages_per_rank, choice.peak) if is_good else (True, 0, 0)
-
-    return sorted(by_time, key=rank)
+    None: the model's layers do not lie where they are looked for, as those of BERT and LongCat.
+    """
+    try:
+        model = model_on_meta(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        layers, back = decode_bytes(model, num_rows=num_rows)
+    except (ValueError, AttributeError):  # what is no model at all is refused where it is built
+        return None
+    return stage_partition_by_bytes(layers, num_stages, back_cost=back)
