@@ -37,7 +37,7 @@ dataset_register["digits"] = "stageline.tasks.digits:Digits"
 dataset_register["jsonl"] = "stageline.data.rows.json_lines:JsonLines"
 dataset_register["groups"] = "stageline.data.rows.json_lines:Groups"
 # what is kept of files changes no row
-dataset_register.register("sets", "stageline.data.rows.sets:Sets", without_effect=("cache",))
+dataset_register.register("sets", "stageline.data.rows.sets:read_sets", without_effect=("cache",))
 
 
 @dataset_register("corpus")
