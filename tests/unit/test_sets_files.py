@@ -133,8 +133,8 @@ def test_a_place_without_rows_is_refused(place, words, tmp_path):
 BROKEN = {
     "jsonl": ('{"text": "a"}\n{"text": }\n{"text": "c"}\n', ":2:10: no JSON"),
     "json": ('[{"text": "a"},\n {"text": NaN},\n {"text": "c"}]', ": row 2: NaN is no number"),
-    "csv": ("text,x\na,1\nb,2,3\nc,4\n", ":3: row 2 has 3 cells"),
-    "tsv": ('text\tx\na\t1\nb\t"2"2\nc\t4\n', ":3: row 2 is no CSV"),
+    "csv": ("text,x\na,1\nb,2,3\nc,4\n", ":3: no CSV .3 cells in 2 columns"),
+    "tsv": ('text\tx\na\t1\nb\t"2"2\nc\t4\n', ":3: no CSV"),
     "txt": ("a\nb\udcff\nc\n", ":2: not UTF-8"),
 }
 
@@ -162,7 +162,7 @@ def test_a_byte_that_is_not_utf8_in_a_list_is_told_by_its_line(tmp_path):
 def test_an_unclosed_quote_is_a_row_of_its_first_line(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text('text\na\n"b\nc\n')
-    with pytest.raises(DataError, match=f"{path}:3: row 2 is no CSV"):
+    with pytest.raises(DataError, match=f"{path}:3: no CSV"):
         _read(path, tmp_path / "cache")
 
 

@@ -169,7 +169,7 @@ def read_rows(path: Path, kind: Kind | None = None, *, may_be_lists: bool = Fals
 def _no_rows(path: Path) -> DataError:
     size, bad = path.stat().st_size, current_bad_rows().listed(5)
     why = f"has no {'good ' if bad else ''}rows in its {size} bytes" if size else "is empty"
-    return DataError(f"{path} {why}. Check the file and `dataset_path`.\n{bad}".rstrip())
+    return DataError(f"{path} {why}. Check the file.\n{bad}".rstrip())
 
 
 def _digest_of(path: Path) -> str:
@@ -259,8 +259,14 @@ def _json_list(path: Path, take: Take) -> Found:
     text = _decode(path.read_bytes(), 0, path, 1)
     if not text.strip():
         return
+    constants: list[_Constant] = []
+
+    def constant(name: str) -> _Constant:
+        constants.append(_Constant(name))
+        return constants[-1]
+
     try:
-        rows = _JSON.decode(text)
+        rows = json.JSONDecoder(parse_constant=constant).decode(text)
     except (ValueError, RecursionError) as error:
         place = getattr(error, "pos", 0)
         line, column = text.count("\n", 0, place) + 1, place - text.rfind("\n", 0, place)
@@ -272,7 +278,7 @@ def _json_list(path: Path, take: Take) -> Found:
         ) from None
     if not isinstance(rows, list):
         raise DataError(f"{path} holds a JSON {type(rows).__name__}. Put the rows into one list.")
-    may_be_bad = _MAY_BE_BAD.search(text)
+    may_be_bad = constants or _MAY_HOLD_BAD_CHARACTERS.search(text)
     for number, data in enumerate(rows, 1):
         source = f"{path}: row {number}"
         try:
@@ -284,12 +290,16 @@ def _json_list(path: Path, take: Take) -> Found:
             yield data, source, number
 
 
-class _NoNumber(str):
+class _Constant(str):
     """A constant such as NaN, which Python takes and JSON does not have."""
 
 
-_JSON = json.JSONDecoder(parse_constant=_NoNumber)
-_MAY_BE_BAD = re.compile(r"\\u(0000|[dD][89a-fA-F])|NaN|Infinity")
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+_STRICT = json.JSONDecoder(parse_constant=_refuse)
+_MAY_HOLD_BAD_CHARACTERS = re.compile(r"\\u(0000|[dD][89a-fA-F])")
 
 
 def _parse(text: str) -> Any:
@@ -299,8 +309,8 @@ def _parse(text: str) -> Any:
         ValueError: it is none; `pos` says where, if that is known.
     """
     try:
-        value = _JSON.decode(text)
-        if _MAY_BE_BAD.search(text):
+        value = _STRICT.decode(text)
+        if _MAY_HOLD_BAD_CHARACTERS.search(text):
             check_value(value)
     except RecursionError as error:
         raise ValueError(_reason(error)) from None
@@ -320,8 +330,8 @@ def check_value(value: Any, field: str = "") -> None:
     elif isinstance(value, list):
         for item in value:
             check_value(item, field)
-    elif isinstance(value, _NoNumber):
-        raise ValueError(f"{value} is no number of JSON")
+    elif isinstance(value, _Constant):
+        _refuse(value)
     elif isinstance(value, str) and (bad := re.search("[\0\ud800-\udfff]", value)):
         kind = "a NUL" if bad[0] == "\0" else "half a surrogate pair"
         raise ValueError(
@@ -343,54 +353,43 @@ def _near(text: str, place: int | None) -> str:
 
 
 def _csv_rows(path: Path, take: Take) -> Found:
-    line = number = 0
+    line = 0
 
     def text_of(found: tuple[bytes, int, int]) -> str:
         nonlocal line
         content, start, line = found
         return _decode(content, start, path, line)
 
-    def no_csv(source: str, error: csv.Error) -> DataError:
-        return DataError(
-            f"{source}: row {number} is no CSV ({error}). Put double quotes around a text, and "
-            '"" for a quote in it.'
-        )
-
     csv.field_size_limit(1 << 30)  # of this process; 128 KiB by default
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     table = csv.reader(map(text_of, _lines(path)), strict=True, delimiter=delimiter)
-    try:
-        names = [name.strip() for name in next(table, [])]
-    except csv.Error as error:
-        raise no_csv(f"{path}:1", error) from None
-    if "" in names or len(set(names)) < len(names):
-        raise DataError(
-            f"{path}:1: the columns are {', '.join(map(repr, names))}. Write a first line with a "
-            "name for each column, each once."
-        )
+    names: list[str] = []
     while True:
         first = line + 1
         source = f"{path}:{first}"
         try:
             cells = next(table, None)
-        except (csv.Error, DataError) as error:
-            number += 1
-            take(source, no_csv(source, error) if isinstance(error, csv.Error) else error)
-            continue
-        if cells is None:
-            return
-        if not cells:
-            continue  # a blank line
-        number += 1
-        if len(cells) != len(names):
-            wrong = DataError(
-                f"{source}: row {number} has {len(cells)} cells, and there are {len(names)} "
-                f"columns: {', '.join(names)}. Put a text that holds the separator or a line break "
-                "between double quotes."
-            )
-            take(source, wrong)
-            continue
-        yield dict(zip(names, cells, strict=True)), source, first
+            if cells is None:
+                return
+            if names and cells and len(cells) != len(names):
+                raise csv.Error(f"{len(cells)} cells in {len(names)} columns, {', '.join(names)}")
+        except csv.Error as error:
+            what = f"{source}: no CSV ({error}). Put double quotes around a text that holds the "
+            what += 'separator or a line break, and "" for a quote in it.'
+            wrong = DataError(what)
+        except DataError as error:
+            wrong = error
+        else:
+            if names and cells:  # not a blank line
+                yield dict(zip(names, cells, strict=True)), source, first
+            names = names or [name.strip() for name in cells]
+            if "" not in names and len(set(names)) == len(names):
+                continue
+            what = f"{source}: the columns are {', '.join(map(repr, names))}. Write a first line "
+            raise DataError(what + "with a name for each column, each once.")
+        if not names:
+            raise wrong
+        take(source, wrong)
 
 
 # -- tables of the library -----------------------------------------------------------------------
