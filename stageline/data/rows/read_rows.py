@@ -245,10 +245,7 @@ def _json_lines(path: Path, take: Take) -> Found:
         except ValueError as error:
             place = getattr(error, "pos", None)
             column = "" if place is None else f":{place + 1}"
-            is_whole = text.endswith(("\n", "\r"))
-            cut = (
-                "" if is_whole else " The file ends here without a line break: it may be cut short."
-            )
+            cut = "" if text.endswith(("\n", "\r")) else " The file may be cut short here."
             what = f"{source}{column}: {_reason(error)} in {_near(text, place)!r}.{cut}"
             take(source, DataError(f"{what} Write one JSON object a line, or delete the line."))
             continue
@@ -270,8 +267,7 @@ def _json_list(path: Path, take: Take) -> Found:
     except (ValueError, RecursionError) as error:
         place = getattr(error, "pos", 0)
         line, column = text.count("\n", 0, place) + 1, place - text.rfind("\n", 0, place)
-        is_whole = text.rstrip().endswith("]")
-        cut = "" if is_whole else " The file ends without a ']': it may be cut short."
+        cut = "" if text.rstrip().endswith("]") else " The file may be cut short: it lacks a ']'."
         raise DataError(
             f"{path}:{line}:{column}: {_reason(error)} in {_near(text, place)!r}.{cut} Correct the "
             "list (a file of JSON lines ends in .jsonl)."
@@ -463,9 +459,9 @@ def open_tables(
     """
     import datasets
 
-    datasets.disable_progress_bars()
     folder = str(cache or datasets.config.HF_DATASETS_CACHE)
     if files.kind != "hub":
+        datasets.disable_progress_bars()  # of a copy on this disk
         make = _library_table if files.kind in ("parquet", "arrow") else _text_table
         return TableRows([make(path, files.kind, folder) for path in files.paths])
     repo, _, revision = files.names[0].partition("@")

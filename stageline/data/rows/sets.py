@@ -161,7 +161,7 @@ def read_sets(
             "there are no held-out rows. Give `dataset.val_size`, `dataset.eval_names` or "
             "`dataset.eval_path`, or `eval_samples` 0 to train without evaluations."
         )
-    media = {"image_path": image_path, "num_frames": num_frames}
+    media: dict[str, Any] = {"image_path": image_path, "num_frames": num_frames}
 
     def load(infos: Sequence[SetInfo], mix: Any) -> SetsDataset:
         loaded = []
