@@ -37,7 +37,7 @@ dataset_register["digits"] = "stageline.tasks.digits:Digits"
 dataset_register["jsonl"] = "stageline.data.rows.json_lines:JsonLines"
 dataset_register["groups"] = "stageline.data.rows.json_lines:Groups"
 # what is kept of files changes no row
-dataset_register.register("sets", "stageline.data.rows.sets:Sets", without_effect=("cache",))
+dataset_register.register("sets", "stageline.data.rows.sets:read_sets", without_effect=("cache",))
 
 
 @dataset_register("corpus")
@@ -73,8 +73,31 @@ def corpus(
     from stageline.data.rows.readers import check_split
 
     check_split(split)
-    _check_corpus_options(dataset_path, split, rows, test_size, test_path)
     is_test = split == "test"
+    if not dataset_path:
+        raise UserError(
+            "--dataset corpus came without --dataset-path. Give the path of a corpus without .idx, "
+            "or make one first (corpus.py write)."
+        )
+    if test_size is not None and test_path is not None:
+        raise UserError(
+            "--dataset.test_size and --dataset.test_path were both given. Leave one out."
+        )
+    if is_test and test_size is None and test_path is None:
+        raise UserError(
+            "there are no held-out rows. Give --dataset.test_size or --dataset.test_path, or "
+            "--eval-samples 0 to train without evaluations."
+        )
+    if test_size is not None and not test_size > 0:
+        raise UserError(
+            f"--dataset.test_size {test_size}: give a number of segments, or a share between 0 and "
+            "1, or leave it out."
+        )
+    if rows == "packed" and test_size is not None:
+        raise UserError(
+            "--dataset.test_size came with --dataset.rows packed: packed rows hold segments of the "
+            "whole corpus. Give --dataset.test_path."
+        )
     prefix = test_path if is_test and test_path is not None else dataset_path
     opened = open_corpus(prefix)
     ranges = type_ranges(opened.type_starts)
@@ -116,43 +139,6 @@ def _packed(prefix: str, row_length: int | None) -> Any:
         return rows if row_length in (None, rows.row_length) else pack_corpus(prefix, row_length)
     with FileLock(f"{prefix}.pack.lock"):
         return pack_corpus(prefix, row_length)
-
-
-def _check_corpus_options(
-    dataset_path: str | None,
-    split: str,
-    rows: str,
-    test_size: int | float | None,
-    test_path: str | None,
-) -> None:
-    if not dataset_path:
-        raise UserError(
-            "--dataset corpus came without --dataset-path. The prefix of a corpus was expected, "
-            "because its files are read: give the path without .idx, or make a corpus first "
-            "(corpus.py write)."
-        )
-    if test_size is not None and test_path is not None:
-        raise UserError(
-            "--dataset.test_size and --dataset.test_path were both given. One of them was "
-            "expected, because both say what is held out: leave one out."
-        )
-    if split == "test" and test_size is None and test_path is None:
-        raise UserError(
-            "there are no held-out rows. --dataset.test_size or --dataset.test_path was expected, "
-            "because a corpus has no split of its own: give one, or --eval-samples 0 to train "
-            "without evaluations."
-        )
-    if test_size is not None and not test_size > 0:
-        raise UserError(
-            f"--dataset.test_size {test_size} came. A number of segments, or a share between 0 "
-            "and 1, was expected: leave it out to hold out none."
-        )
-    if rows == "packed" and test_size is not None:
-        raise UserError(
-            "--dataset.test_size came with --dataset.rows packed. A corpus of its own was "
-            "expected, because packed rows hold segments of the whole corpus, those at its end "
-            "too: give --dataset.test_path."
-        )
 
 
 @collate_fn_register("sft", default_keys=CHAT_KEYS)

@@ -60,7 +60,7 @@ from stageline.training.replicas import LargestOfReplicas
 
 
 def mixture_of(run: RunConfig, part: ChosenPart) -> dict[str, Any]:
-    """What a dataset part gets of how types are mixed; refuses a mixture of what has no types."""
+    """Return what a dataset part gets of how types are mixed; refuse it for one without types."""
     given = handed_to("dataset", run)
     for name in given:
         if takes(part.part, name) == "no":
@@ -72,31 +72,19 @@ def mixture_of(run: RunConfig, part: ChosenPart) -> dict[str, Any]:
 
 
 def has_tokens(dataset: Dataset) -> bool:
-    """Whether the samples of a dataset are token ids already."""
+    """Tell whether the samples of a dataset are token ids already."""
     inner = dataset.dataset if isinstance(dataset, Subset) else dataset
     return bool(getattr(inner, "has_tokens", False))
 
 
-def check_tokens_taken(arguments: TrainArguments, dataset: Dataset) -> None:
-    """Refuses to tokenize or render what is token ids already."""
-    if not has_tokens(dataset):
-        return
-    run, parts = arguments.run, arguments.parts
-    collate, came = parts["collate_fn"], f"came with --dataset {parts['dataset'].key}"
-    if not collate.facts["takes_tokens"]:
-        raise UserError(f"--collate-fn {collate.key} {came}, whose samples are token ids. Use pt.")
-    if run.packing and getattr(dataset, "packed", None) is not None:
-        raise UserError(f"--packing {came} and --dataset.rows packed. Leave --packing out.")
-
-
 def answers_of(arguments: TrainArguments) -> int:
-    """Answers that a row of the dataset gets in a step; 1 where it has its own."""
+    """Return how many answers a row gets in a step; 1 where it has its own."""
     is_answered = arguments.parts["loss_fn"].facts["samples_answers"]
     return arguments.run.rollouts.group_size if is_answered else 1
 
 
 def epoch_sampler(run: RunConfig, dataset: Any, *, answers: int = 1) -> Any:
-    """What draws the rows of training; its length is the steps of an epoch.
+    """Return the sampler of training rows; its length is the steps of an epoch.
 
     Args:
         answers: of each row, which a batch counts.
@@ -113,18 +101,8 @@ def epoch_sampler(run: RunConfig, dataset: Any, *, answers: int = 1) -> Any:
     return StepSampler(len(dataset), **common)
 
 
-def mixture_report(run: RunConfig, dataset: Any) -> str:
-    """What an epoch has of each type, of a dataset that draws its own rows."""
-    told = getattr(epoch_sampler(run, dataset), "report", None)
-    return "" if told is None else told()
-
-
 def epoch_steps(run: RunConfig, dataset: Any, *, answers: int = 1) -> int:
-    """Optimizer steps of an epoch.
-
-    Raises:
-        UserError: the rows are a stream, which has no epochs.
-    """
+    """Return the optimizer steps of an epoch; refuse a stream, which has no epochs."""
     if not is_stream(dataset):
         return max(1, len(epoch_sampler(run, dataset, answers=answers))) * run.rollouts.inner_steps
     asked = "--num-train-epochs" if run.num_train_epochs is not None else "epoch"
@@ -142,9 +120,8 @@ class Data:
         path = run.processor_path or run.model_path or run.config_path
         if path is None:
             raise UserError(
-                "neither --model-path nor --config-path came: a folder with config.json and a "
-                "tokenizer was expected; --model-path continues from its weights, --config-path "
-                "starts at random."
+                "neither --model-path nor --config-path came. Give a folder with config.json and a "
+                "tokenizer: --model-path starts from its weights, --config-path at random."
             )
         self.processor = load_processor(path, trust_remote_code=run.trust_remote_code)
         self.new_tokens = add_tokens(arguments, self.processor, path)
@@ -164,7 +141,6 @@ class Data:
             self.test = make(split="test") if run.eval_samples else None
         if self.test is not None and run.eval_samples != "all":
             self.test = some_rows(self.test, run.eval_samples)
-        check_groups(arguments, self.train, self.test)
         collate = parts["collate_fn"]
         self.texts = texts_of(parts)
         options = {
@@ -212,12 +188,19 @@ def start_weights(run: RunConfig) -> list[str]:
     return [weights_fingerprint(path) for path in dict.fromkeys([*paths, *map(base_of, paths[:1])])]
 
 
-def check_groups(arguments: TrainArguments, *datasets: Dataset | None) -> None:
-    """Refuses batches that would cut groups, and a collate part without the groups it needs."""
+def check_data(arguments: TrainArguments) -> Data:
+    """Build the datasets and refuse bad rows, images and tokenizers; load no model."""
     run, parts = arguments.run, arguments.parts
-    for dataset in filter(None, datasets):
-        size = group_size_of(dataset)
-        if parts["loss_fn"].facts["samples_answers"]:
+    dataset, collate, loss = (parts[name] for name in ("dataset", "collate_fn", "loss_fn"))
+    if run.logits_chunk:
+        check_token_sum(loss)
+    check_scores(arguments)
+    data = Data(arguments)
+
+    # groups stay whole in batches
+    for one in filter(None, (data.train, data.test)):
+        size = group_size_of(one)
+        if loss.facts["samples_answers"]:
             check_prompts(run, size)
         else:
             check_batch_sizes(
@@ -226,43 +209,44 @@ def check_groups(arguments: TrainArguments, *datasets: Dataset | None) -> None:
                 group_size=size,
                 is_packed=run.packing,
             )
-        if size == 1 and parts["collate_fn"].facts["needs_groups"]:
+        if size == 1 and collate.facts["needs_groups"]:
             raise UserError(
-                f"--collate-fn {parts['collate_fn'].key} came with --dataset "
-                f"{parts['dataset'].key}, which has no groups. Use --dataset groups, a dataset of "
-                "your own with groups (docs/add_a_part.md), or --collate-fn sft."
+                f"--collate-fn {collate.key} came with --dataset {dataset.key}, which has no "
+                "groups. Use --dataset groups, a dataset of your own with groups "
+                "(docs/add_a_part.md), or --collate-fn sft."
             )
 
-
-def check_data(arguments: TrainArguments) -> Data:
-    """Builds the datasets and refuses bad rows, images and tokenizers; loads no model."""
-    run = arguments.run
-    if run.logits_chunk:
-        check_token_sum(arguments.parts["loss_fn"])
-    check_scores(arguments)
-    data = Data(arguments)
-    check_tokens_taken(arguments, data.train)
+    # what is token ids already is not tokenized; rows that are drawn have no last ones
+    came = f"came with --dataset {dataset.key}"
+    if has_tokens(data.train):
+        if not collate.facts["takes_tokens"]:
+            raise UserError(
+                f"--collate-fn {collate.key} {came}, whose samples are token ids. Use pt."
+            )
+        if run.packing and getattr(data.train, "packed", None) is not None:
+            raise UserError(f"--packing {came} and --dataset.rows packed. Leave --packing out.")
     if run.rows.last == "pad" and (is_stream(data.train) or has_sampler(data.train)):
         raise UserError(
-            f"--rows.last pad has no effect on --dataset {arguments.parts['dataset'].key}, whose "
-            "rows are a stream or are drawn by types. Drop --rows.last; types are filled up with "
-            "--drop-mode first_ends_fill or last_ends_fill."
+            f"--rows.last pad has no effect on --dataset {dataset.key}, whose rows are a stream or "
+            "are drawn by types. Drop --rows.last; types are filled up with --drop-mode "
+            "first_ends_fill or last_ends_fill."
         )
+
+    # the vocabulary, then each row
     config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
     check_tied_head(run, config)
-    vocab_size = num_rows_of(run, config, new_tokens=data.new_tokens)
-    if vocab_size is not None:
-        check_vocabulary(data.processor, vocab_size)
-    data.vocab_size = vocab_size
-    data.collate = CheckedCollate(data.collate, vocab_size)
+    data.vocab_size = num_rows_of(run, config, new_tokens=data.new_tokens)
+    if data.vocab_size is not None:
+        check_vocabulary(data.processor, data.vocab_size)
+    data.collate = CheckedCollate(data.collate, data.vocab_size)
     if data.knows_rows:
-        data.train = check_rows(arguments, data, data.train, vocab_size)
+        data.train = check_rows(arguments, data, data.train)
         if data.test is not None:
             try:
-                data.test = check_rows(arguments, data, data.test, vocab_size)
+                data.test = check_rows(arguments, data, data.test)
             except DataError as error:
                 raise DataError(f"held-out rows: {error}") from error
-    if asks_for(arguments.parts["loss_fn"], "needs_kl"):
+    if asks_for(loss, "needs_kl"):
         data.train = WithOthers(data.train)
         data.test = None if data.test is None else WithOthers(data.test)
     report = left_over_rows(run, data.train, answers=answers_of(arguments))
@@ -274,7 +258,7 @@ def check_data(arguments: TrainArguments) -> Data:
 
 
 def settle_steps(plan: RunPlan, data: Data) -> RunPlan:
-    """The plan with the steps that its epochs and its share of warm-up are; says how many."""
+    """Return the plan with the steps of its epochs and its warm-up share; print how many."""
     run, told = plan.run, []
     found: dict[str, Any] = {}
     if run.num_train_epochs is not None or "epoch" in (run.save_steps, run.eval_steps):
@@ -311,11 +295,10 @@ def check_token_sum(loss: ChosenPart) -> None:
     """Refuses to cut a loss into chunks that does not say that it is a sum over target tokens."""
     if not (loss.facts["is_token_sum"] or loss.facts["reads_by_token"]):
         raise UserError(
-            f"--logits-chunk came with --loss-fn {loss.key}, which does not say that it is a sum "
-            "over target tokens. Only such a loss can be added up from chunks of tokens; one that "
-            "compares samples, or returns figures, needs all tokens at once. If it is such a sum, "
-            f'register it as @loss_fn_register("{loss.key}", is_token_sum=True); if not, leave '
-            "--logits-chunk out."
+            f"--logits-chunk came with --loss-fn {loss.key}, which is not registered as a sum over "
+            "target tokens; one that compares samples, or returns figures, needs all tokens at "
+            "once. If it is such a sum, register it as "
+            f'@loss_fn_register("{loss.key}", is_token_sum=True); if not, leave --logits-chunk out.'
         )
 
 
@@ -335,28 +318,23 @@ def check_scores(arguments: TrainArguments) -> None:
         )
 
 
-def check_rows(arguments: TrainArguments, data: Data, dataset: Any, vocab_size: int | None) -> Any:
-    """The dataset without rows that are bad or too long and may be left out."""
+def check_rows(arguments: TrainArguments, data: Data, dataset: Any) -> Any:
+    """Return the dataset without rows that are bad or too long and may be left out."""
     run = arguments.run
-    overlong = arguments.parts["collate_fn"].kwargs.get("overlong", "error")
+    limits: dict[str, Any] = {
+        "processor": data.processor,
+        "max_token_num": run.max_token_num,
+        "vocab_size": data.vocab_size,
+        "overlong": arguments.parts["collate_fn"].kwargs.get("overlong", "error"),
+    }
     if has_tokens(dataset):  # too many to walk; each micro-batch is looked at when it is made
         inner: Any = dataset.dataset if isinstance(dataset, Subset) else dataset
-        say(
-            inner.check(
-                processor=data.processor,
-                max_token_num=run.max_token_num,
-                vocab_size=vocab_size,
-                overlong=overlong,
-            )
-        )
+        say(inner.check(**limits))
         return dataset
     report = preflight(
         dataset,
         **data.texts,
-        processor=data.processor,
-        max_token_num=run.max_token_num,
-        overlong=overlong,
-        vocab_size=vocab_size,
+        **limits,
         bad_rows=data.bad_rows,
         seed=run.seed,
         encode=data.encode,
@@ -377,13 +355,13 @@ def check_rows(arguments: TrainArguments, data: Data, dataset: Any, vocab_size: 
 
 
 def left_over_rows(run: RunConfig, dataset: Any, *, answers: int = 1) -> str:
-    """Says how many rows an epoch leaves out because steps are whole."""
+    """Return a line on how many rows an epoch leaves out; of drawn types their own report."""
     num_rows = len(dataset)
     if is_stream(dataset):
         return ""
-    if has_sampler(dataset):
-        return mixture_report(run, dataset)
     sampler = epoch_sampler(run, dataset, answers=answers)
+    if has_sampler(dataset):
+        return sampler.report() if hasattr(sampler, "report") else ""
     rest = num_rows % (sampler.step_samples * sampler.dp_degree)
     if rest == 0:
         return ""
@@ -394,32 +372,12 @@ def left_over_rows(run: RunConfig, dataset: Any, *, answers: int = 1) -> str:
 
 
 def show_samples(arguments: TrainArguments, data: Data, schedule: Schedule) -> None:
-    """Prints the first samples of training as they are trained on, in one process of the run."""
+    """Print the first samples of training as they are trained on, in one process of the run."""
     run = arguments.run
     if not run.preview or not is_first():
         return
-    loader = make_loader(
-        arguments, data, _first_rank(run), schedule, data.train, is_evaluation=False
-    )
-
-    def full_length(row: int) -> int:
-        encoded = data.encode(*data.train[row])
-        return max(map(len, encoded.whole)) if encoded.is_cut else 0
-
-    may_cut = data.knows_rows and not has_tokens(data.train)
-    preview(
-        loader,
-        data.train,
-        data.processor,
-        count=run.preview,
-        full_length=full_length if may_cut else None,
-    )
-
-
-def _first_rank(run: RunConfig) -> DistributedContext:
-    """Where the first process of a run stands, before the processes have met."""
-    nobody: Any = None  # no process group, and no mesh of them
-    return DistributedContext(
+    nobody: Any = None  # the processes have not met
+    first = DistributedContext(
         rank=0,
         local_rank=0,
         world_size=1,
@@ -429,6 +387,19 @@ def _first_rank(run: RunConfig) -> DistributedContext:
         pp_rank=0,
         mesh=nobody,
         device=torch.device("cpu"),
+    )
+
+    def full_length(row: int) -> int:
+        encoded = data.encode(*data.train[row])
+        return max(map(len, encoded.whole)) if encoded.is_cut else 0
+
+    may_cut = data.knows_rows and not has_tokens(data.train)
+    preview(
+        make_loader(arguments, data, first, schedule, data.train, is_evaluation=False),
+        data.train,
+        data.processor,
+        count=run.preview,
+        full_length=full_length if may_cut else None,
     )
 
 
@@ -451,6 +422,18 @@ def make_loader(
         facts: what the stages of this rank add to each micro-batch; see `host_facts`.
     """
     run = arguments.run
+    is_packed = run.packing and not is_evaluation
+    agree = None
+    if is_packed and context.num_replicas > 1 and context.mesh is not None:
+        # the other replicas are asked for their numbers
+        name = [uuid.uuid4().hex]
+        dist.broadcast_object_list(name, src=0)
+        agree = LargestOfReplicas(
+            name[0],
+            rank=context.dp_rank,
+            size=context.num_replicas,
+            seconds=max(600.0, run.hang_timeout + 120.0),
+        )
     return MicroBatchLoader(
         dataset,
         collate=functools.partial(data.collate, stage=context.pp_rank),
@@ -468,22 +451,8 @@ def make_loader(
         eval=is_evaluation,
         pads=run.rows.last == "pad",
         order=run.rows.order,
-        packing=run.max_token_num if run.packing and not is_evaluation else None,
+        packing=run.max_token_num if is_packed else None,
         legal_counts=schedule.legal_micro_batches,
-        agree=largest_of_replicas(run, context) if run.packing and not is_evaluation else None,
+        agree=agree,
         facts=facts,
-    )
-
-
-def largest_of_replicas(run: RunConfig, context: DistributedContext) -> LargestOfReplicas | None:
-    """Asks the other replicas for their numbers; None where there are none to ask."""
-    if context.num_replicas == 1 or context.mesh is None:
-        return None
-    name = [uuid.uuid4().hex]
-    dist.broadcast_object_list(name, src=0)
-    return LargestOfReplicas(
-        name[0],
-        rank=context.dp_rank,
-        size=context.num_replicas,
-        seconds=max(600.0, run.hang_timeout + 120.0),
     )

@@ -24,7 +24,7 @@ from examples.spatial.answers import (
     parse_directions,
     parse_truth,
 )
-from stageline.data.rows.read_json import Row, read_rows
+from stageline.data.rows.read_rows import Row, read_rows
 from stageline.data.rows.readers import (
     RowsDataset,
     check_split,

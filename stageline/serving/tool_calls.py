@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from stageline.data.rows.read_json import check_value
+from stageline.data.rows.read_rows import check_value
 from stageline.data.text.chat_template import ChatTemplate
 from stageline.data.text.processor import get_tokenizer
 from stageline.data.text.tool_forms import CALL_MARKS

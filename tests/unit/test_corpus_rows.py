@@ -9,7 +9,7 @@ import tracemalloc
 import numpy
 import pytest
 
-from commands.train_data import mixture_of, mixture_report
+from commands.train_data import left_over_rows, mixture_of
 from options.data import CorpusRunOptions
 from options.fields import OptionError, check_together
 from options.parts import chosen_part
@@ -261,7 +261,7 @@ def test_nothing_walks_a_billion_rows():
     ranges = list(zip((0, 9 * 10**8), starts, strict=True))
     dataset = CorpusRows(corpus, ranges, source="h", make_sampler=draw)
     check(dataset)
-    assert dataset.fingerprint() and "type 1: " in mixture_report(RunConfig(batch_size=8), dataset)
+    assert dataset.fingerprint() and "type 1: " in left_over_rows(RunConfig(batch_size=8), dataset)
     collate = functools.partial(loader(dataset, batch_size=8).step_maker.part)
     example_micro_batch(dataset, collate, 2)
     late = loader(dataset, batch_size=8, start_step=10**7)

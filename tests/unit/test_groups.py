@@ -236,7 +236,7 @@ def test_a_list_and_fewer_negatives_and_a_split_by_groups(tmp_path):
         ({"negatives": []}, {}, "g.jsonl:2: 'negatives' is \\[\\]"),
         ({"negatives": ["left"]}, {}, "A list of objects was expected"),
         ({"negatives": [{"answer": "a"}]}, {}, "2: the group has 1 negatives, 2 .*g.jsonl:1"),
-        ({"negatives": [{"answer": "a"}]}, {"num_negatives": 2}, "num_negatives 2 says"),
+        ({"negatives": [{"answer": "a"}]}, {"num_negatives": 2}, "num_negatives says"),
         ({"negatives": [{"question": "q"}] * 2}, {}, "g.jsonl:2 \\(negative 1\\): the field 'ans"),
         ({"anchor": {"answer": "a", "image": 3}}, {}, "g.jsonl:2 \\(anchor\\): the image is 3"),
         ({"anchor": {"answer": "a", "image": "../x.png"}}, {}, "g.jsonl:2"),

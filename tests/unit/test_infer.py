@@ -118,7 +118,7 @@ def test_prompts_of_a_text_file_are_its_lines(tmp_path):
     again = [PromptRows(path=file)[row][1]["id"] for row in range(2)]
     assert again[0] == first[0] and again[1] != first[1], "another prompt is another sample"
     file.write_text("\n \n")
-    with pytest.raises(DataError, match="ask.txt holds no prompt"):
+    with pytest.raises(DataError, match="ask.txt has no rows"):
         PromptRows(path=file)
     file.write_bytes(b"caf\xe9\n")
     with pytest.raises(DataError, match="ask.txt:1: not UTF-8: .* at byte 3 of"):

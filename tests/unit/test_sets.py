@@ -11,7 +11,7 @@ from options.fields import OptionError, absolute, check_limits
 from options.train import RunConfig
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.data.rows.readers import data_fingerprint
-from stageline.data.rows.sets import Sets
+from stageline.data.rows.sets import read_sets
 from stageline.errors import DataError, UserError
 from tests.helpers.tiny_datasets import picture, write_lines
 from tests.helpers.tiny_sets import asked, chat_row, write_chat
@@ -34,7 +34,7 @@ def folder(tmp_path):
 
 def _sets(folder, **options):
     options = {"info": str(folder / "dataset_info.json"), **options}
-    return Sets(dataset_path=None, cache=str(folder / "cache"), **options)
+    return read_sets(dataset_path=None, cache=str(folder / "cache"), **options)
 
 
 def test_a_register_chooses_sets_and_groups_are_called_by_them(folder):
@@ -56,7 +56,7 @@ def test_a_register_may_be_yaml_and_lie_in_the_folder_of_the_data(folder):
     info = json.loads((folder / "dataset_info.json").read_text())
     (folder / "sets.yaml").write_text(yaml.safe_dump(info))
     by_yaml = _sets(folder, info=str(folder / "sets.yaml"), names=["small"])
-    in_folder = Sets(dataset_path=str(folder), names=["small"], cache=str(folder / "cache"))
+    in_folder = read_sets(dataset_path=str(folder), names=["small"], cache=str(folder / "cache"))
     assert asked(by_yaml) == asked(in_folder) == asked(_sets(folder, names=["small"]))
 
 
@@ -75,7 +75,7 @@ def test_null_in_a_register_means_not_given(folder):
         ({"names": ["small", "small"]}, "more than once"),
         ({"names": []}, "--dataset.names is missing"),
         ({"names": ["bad_key"]}, "'colums', which is not known. Did you mean columns"),
-        ({"names": ["elsewhere"]}, "file_name was expected"),
+        ({"names": ["elsewhere"]}, "'hf_hub_url', which is not known.*hub:owner/name"),
         ({"names": ["no_file"]}, "has no file_name"),
         ({"names": ["null_file"]}, "has no file_name"),
         ({"names": ["bad_type"]}, "ranking 'yes'"),
@@ -156,7 +156,7 @@ def test_sets_to_evaluate_on(folder):
     test = asked(_sets(folder, **options, split="test"))
     assert sorted(test[:10]) == test[10:], "each row of `some` once, though 25 are asked for"
     path = str(folder / "large/1.jsonl")
-    test = Sets(dataset_path=None, eval_path=path, split="test", cache=str(folder / "cache"))
+    test = read_sets(dataset_path=None, eval_path=path, split="test", cache=str(folder / "cache"))
     assert asked(test) == [f"l1{i}" for i in range(5)]
 
 
@@ -166,9 +166,9 @@ def test_a_row_that_cannot_be_converted_names_its_line_or_is_left_out(folder):
     path.write_text(lines[0] + '{"nothing": "of use"}\n' + "".join(lines[1:]))
     options = {"dataset_path": str(path), "cache": str(folder / "cache")}
     with pytest.raises(DataError, match=f"{path}:2"):
-        Sets(**options)
+        read_sets(**options)
     with leaving_out(BadRows(1)) as bad:
-        assert sorted(asked(Sets(**options, num_samples=3))) == ["a", "b", "c"]
+        assert sorted(asked(read_sets(**options, num_samples=3))) == ["a", "b", "c"]
     assert list(bad.reasons) == [f"{path}:2"]
 
 
@@ -177,13 +177,13 @@ def test_pictures_are_opened_when_a_row_is_asked_for(tmp_path):
         tmp_path / "a.jsonl", [{**chat_row(f"{i}"), "images": [f"{i}.png"]} for i in (0, 1)]
     )
     picture(tmp_path / "images/0.png", (7, 5))
-    dataset = Sets(dataset_path=str(tmp_path / "a.jsonl"), cache=str(tmp_path / "cache"))
+    dataset = read_sets(dataset_path=str(tmp_path / "a.jsonl"), cache=str(tmp_path / "cache"))
     assert dataset[0][0][0].size == (7, 5)
-    with pytest.raises(DataError, match=r"a.jsonl:2: there is no image 1.png"):
+    with pytest.raises(DataError, match=r"a.jsonl:2: .*there is no image 1.png"):
         dataset[1]
     write_lines(tmp_path / "b.jsonl", [{**chat_row("x"), "images": ["../../etc/passwd"]}])
-    with pytest.raises(DataError, match=r"b.jsonl:1: the image name .* leads out"):
-        Sets(dataset_path=str(tmp_path / "b.jsonl"), cache=str(tmp_path / "cache"))
+    with pytest.raises(DataError, match=r"b.jsonl:1: .*the image name .* leads out"):
+        read_sets(dataset_path=str(tmp_path / "b.jsonl"), cache=str(tmp_path / "cache"))
 
 
 def test_videos_become_frames_where_they_stood(tmp_path):
@@ -199,7 +199,7 @@ def test_videos_become_frames_where_they_stood(tmp_path):
 
     def read(**options):
         path = str(tmp_path / "rows.jsonl")
-        return Sets(dataset_path=path, cache=str(tmp_path / "cache"), **options)[0]
+        return read_sets(dataset_path=path, cache=str(tmp_path / "cache"), **options)[0]
 
     images, sample = read(num_frames=5)
     widths = [image.size[0] - 5 for image in images]
@@ -225,7 +225,9 @@ def test_the_fingerprint_tells_other_rows_and_not_other_folders(folder, tmp_path
     other = tmp_path_factory.mktemp("other")
 
     def fingerprint(file=path, **options):
-        return data_fingerprint(Sets(dataset_path=str(file), cache=str(other / "cache"), **options))
+        return data_fingerprint(
+            read_sets(dataset_path=str(file), cache=str(other / "cache"), **options)
+        )
 
     first = fingerprint()
     (other / "small.jsonl").write_bytes(path.read_bytes())
@@ -254,5 +256,4 @@ def test_processes_that_start_together_make_the_files_once(folder):
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0] * 4
-    files = sorted(path.suffix for path in (folder / "cache/stageline-rows").iterdir())
-    assert files == sorted([".arrow", ".json", ".lock"] * 3)
+    assert len(list((folder / "cache").rglob("*.arrow"))) == 3

@@ -80,8 +80,8 @@ def test_sizes_that_hold_out_nothing_or_all_are_refused(size):
     ("mix", "num_sets", "probabilities", "words"),
     [
         ("concat", 2, [0.5, 0.5], "takes all rows of each set"),
-        ("interleave_under", 1, [1.0], "came with one set"),
-        ("interleave_under", 3, [0.5, 0.5], "2 came for 3 sets"),
+        ("interleave_under", 1, [1.0], "1 sets are mixed"),
+        ("interleave_under", 3, [0.5, 0.5], "3 sets are mixed"),
         ("interleave_under", 2, [0.0, 0.0], "add up to 0"),
         ("interleave_under", 2, [1.5, -0.5], "between 0 and 1"),
         ("interleave_under", 2, [float("nan"), 0.5], "between 0 and 1"),

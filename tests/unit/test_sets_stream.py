@@ -15,7 +15,7 @@ from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.batches.preflight import preflight
 from stageline.data.rows import stream as streams
 from stageline.data.rows.bad_rows import BadRows, leaving_out
-from stageline.data.rows.sets import Sets
+from stageline.data.rows.sets import read_sets
 from stageline.errors import DataError, UserError
 from tests.helpers.small_run import Job
 from tests.helpers.tiny_models import tiny_tokenizer
@@ -37,7 +37,7 @@ def folder(tmp_path):
 
 def _stream(folder, names=("a",), **options):
     options = {"buffer_size": 8, **options}
-    return Sets(
+    return read_sets(
         dataset_path=None, info=str(folder / "info.yaml"), names=list(names), streaming=True,
         **options,
     )  # fmt: skip
@@ -63,7 +63,7 @@ def test_sets_are_mixed_as_they_are_without_streaming(folder):
         {"mix": "interleave_over", "probabilities": [0.3, 0.7]},
         {"mix": "interleave_under", "probabilities": [0.3, 0.7]},
     ):
-        whole = Sets(
+        whole = read_sets(
             dataset_path=None, info=str(folder / "info.yaml"), names=["a", "b"],
             cache=str(folder / "cache"), **options,
         )  # fmt: skip
@@ -97,11 +97,13 @@ def test_the_first_rows_are_held_out_of_every_epoch(folder):
 def test_no_more_of_a_stream_is_read_than_is_asked_for(tmp_path, monkeypatch):
     path = write_chat(tmp_path / "a.jsonl", [f"a{i}" for i in range(1000)])
     read = []
-    rows = streams.text_rows
+    rows = streams.stream_rows
     monkeypatch.setattr(
-        streams, "text_rows", lambda *args: (read.append(0) or row for row in rows(*args))
+        streams,
+        "stream_rows",
+        lambda *args, **kw: (read.append(0) or row for row in rows(*args, **kw)),
     )
-    stream = Sets(dataset_path=str(path), streaming=True, buffer_size=10)
+    stream = read_sets(dataset_path=str(path), streaming=True, buffer_size=10)
     assert read == [], "read when it was made"
     asked(stream, 20)
     assert len(read) <= 32
@@ -112,7 +114,7 @@ def test_other_kinds_of_files_stream(kind, tmp_path):
     rows = datasets.Dataset.from_list([{"text": f"t{i}"} for i in range(9)])
     path = tmp_path / f"a.{kind}"
     getattr(rows, f"to_{kind}")(path)
-    stream = Sets(dataset_path=str(path), streaming=True, buffer_size=1)
+    stream = read_sets(dataset_path=str(path), streaming=True, buffer_size=1)
     samples = [stream[place][1] for place in range(10)]
     assert [sample["text"] for sample in samples] == [*(f"t{i}" for i in range(9)), "t0"]
     last = {"parquet": f"{path}: row 9", "csv": f"{path}:10"}
@@ -150,7 +152,7 @@ def test_a_worker_reads_what_this_process_reads(folder):
 
 def test_forked_processes_do_not_share_their_place_in_a_file(tmp_path):
     path = write_chat(tmp_path / "a.jsonl", [f"a{i}" + "." * 500 for i in range(300)])
-    stream = Sets(dataset_path=str(path), streaming=True, buffer_size=1)
+    stream = read_sets(dataset_path=str(path), streaming=True, buffer_size=1)
     asked(stream, 10)
     child = multiprocessing.get_context("fork").Process(target=asked, args=(stream, 200))
     child.start()
@@ -163,8 +165,8 @@ def test_forked_processes_do_not_share_their_place_in_a_file(tmp_path):
     ("options", "words"),
     [
         ({"buffer_size": 0}, "at least 1"),
-        ({"val_size": 0.1}, "A number of rows was expected"),
-        ({"val_size": -1}, "A number of rows was expected"),
+        ({"val_size": 0.1}, "Give a number of rows"),
+        ({"val_size": -1}, "Give a number of rows"),
         ({"val_size": 31}, "has 30 rows"),
         ({"max_samples": 3}, "num_samples or max_samples came with"),
     ],
@@ -179,18 +181,18 @@ def test_a_stream_of_nothing_ends(folder):
         _stream(folder, val_size=30)[0]
     (folder / "list.json").write_text("[]")
     with pytest.raises(UserError, match="JSON list is read as a whole"):
-        Sets(dataset_path=str(folder / "list.json"), streaming=True)
+        read_sets(dataset_path=str(folder / "list.json"), streaming=True)
 
 
 def test_bad_rows_of_a_stream_name_their_line_or_have_no_position(folder):
     path = folder / "b.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text(f'{lines[0]}{{"x"\n{lines[1]}{{"nothing": 1}}\n{"".join(lines[2:])}')
-    stream = Sets(dataset_path=str(path), streaming=True, buffer_size=1)
+    stream = read_sets(dataset_path=str(path), streaming=True, buffer_size=1)
     with pytest.raises(DataError, match=f"{path}:2"):
         asked(stream, 7)
     with leaving_out(BadRows(2)) as bad:
-        stream = Sets(dataset_path=str(path), streaming=True, buffer_size=1)
+        stream = read_sets(dataset_path=str(path), streaming=True, buffer_size=1)
     assert asked(stream, 14) == [f"b{i}" for i in range(7)] * 2
     assert list(bad.reasons) == [f"{path}:2", f"{path}:4"]
 
@@ -203,7 +205,7 @@ def test_preflight_looks_at_the_first_rows_alone(folder):
     options = {"processor": tiny_tokenizer(), "max_token_num": 99, "limit": 12, **texts}
     report = preflight(stream, **options)
     assert str(report).startswith("12 of the first rows of a stream checked")
-    assert stream.rows._next == 12
+    assert stream._next == 12
 
 
 def test_the_fingerprint_of_a_stream(folder):

@@ -14,13 +14,13 @@ from stageline.errors import DataError
 
 
 class BadRows:
-    """What was left out so far.
+    """The rows that were left out.
 
     Args:
         limit: most rows that may be left out; 0: none.
 
     Attributes:
-        reasons: source of a row (file and line) -> what was wrong with it.
+        reasons: source of a row (file and line) -> what is wrong with it.
     """
 
     def __init__(self, limit: int = 0) -> None:
@@ -31,7 +31,7 @@ class BadRows:
         return len(self.reasons)
 
     def take(self, source: str, error: Exception) -> None:
-        """Notes a bad row. Files are read once for each split: a row counts once.
+        """Note a bad row. Files are read once for each split: a row counts once.
 
         Raises:
             DataError: the error itself where no row may be left out, or that there are too many.
@@ -41,39 +41,35 @@ class BadRows:
         self.reasons.setdefault(source, str(error))
         if len(self) > self.limit:
             raise DataError(
-                f"more than {self.limit} bad rows came, as many as `skip_bad_rows` {self.limit} "
-                "leaves out; further ones may be a sign that the file is not what it should be. "
-                f"Correct them, or raise the limit:\n{self.listed(20)}"
+                f"more than {self.limit} bad rows, the limit of `skip_bad_rows`. Correct them, or "
+                f"raise the limit:\n{self.listed(20)}"
             ) from error
 
     def listed(self, most: int | None = None) -> str:
-        """A line for each row, at most `most`."""
+        """Return a line for each row, at most `most`."""
         lines = [f"  {reason}" for reason in list(self.reasons.values())[:most]]
         rest = len(self) - len(lines)
         return "\n".join(lines + ([f"  and {rest} more"] if rest else []))
 
     def write(self, path: Path) -> None:
-        """Writes them as JSON lines, source and reason; where there are none, nothing."""
-        if not self.reasons:
-            return
-        with path.open("w", encoding="utf-8") as file:
-            for source, reason in self.reasons.items():
-                file.write(json.dumps({"source": source, "reason": reason}) + "\n")
+        """Write them as JSON lines, source and reason; no file where there are none."""
+        rows = [{"source": source, "reason": reason} for source, reason in self.reasons.items()]
+        if rows:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-_STRICT = BadRows()
 _current: ContextVar[BadRows | None] = ContextVar("bad_rows", default=None)
 
 
 def current_bad_rows() -> BadRows:
-    """Where a reader notes a bad row: those of `leaving_out`, or none may be left out."""
-    bad_rows = _current.get()  # false where nothing was left out so far
-    return _STRICT if bad_rows is None else bad_rows
+    """Return where a reader notes a bad row: the one of `leaving_out`, or one that takes none."""
+    bad_rows = _current.get()
+    return BadRows() if bad_rows is None else bad_rows
 
 
 @contextlib.contextmanager
 def leaving_out(bad_rows: BadRows) -> Iterator[BadRows]:
-    """Lets readers leave out bad rows while datasets are made."""
+    """Let readers leave out bad rows while datasets are made."""
     token = _current.set(bad_rows)
     try:
         yield bad_rows

@@ -2,30 +2,47 @@
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from stageline.data.rows.conversations import (
-    FORMATTINGS,
     OPENAI_TAGS,
     SHAREGPT_TAGS,
-    FormattedRow,
+    TAGS,
     Message,
-    RowFormat,
+    Tags,
     bad_row,
-    check_alternation,
-    check_known,
-    check_last,
-    columns_of,
-    make_format,
-    read_label,
-    says_label,
+    make_tags,
+    names_text,
+    read_answer,
+    read_messages,
+    read_tools,
     shown,
     state_of,
+    with_row_weights,
 )
 from stageline.errors import DataError, UserError
 
 Converter = Callable[[dict[str, Any], str], dict[str, Any]]
+# the columns that hold the text of each format; names as in dataset_info.json
+_TEXT_COLUMNS = {
+    "alpaca": {
+        "prompt": "instruction",
+        "query": "input",
+        "response": "output",
+        "history": "history",
+    },
+    "sharegpt": {"messages": "conversations"},
+    "openai": {"messages": "messages", "prompt": "prompt", "response": "completion"},
+    "text": {"text": "text"},
+}
+_TEXT_NAMES = {name for columns in _TEXT_COLUMNS.values() for name in columns}
+_SHARED_COLUMNS = ("system", "tools", "images", "videos", "chosen", "rejected", "kto_tag")
+_DISTINCTIVE = (
+    *("messages", "conversations", "instruction", "prompt", "completion"),
+    *("chosen", "rejected", "text"),
+)
 _PLACEHOLDER = re.compile(r"(<image>|<video>)")
 _KIND = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
 
@@ -37,7 +54,7 @@ def make_converter(
     tags: dict[str, str] | None = None,
     ranking: bool = False,
 ) -> Converter:
-    """A function (row, source) -> sample without id, source and group.
+    """Return a function (row, source) -> sample without id, source and group.
 
     Args:
         formatting: alpaca, sharegpt, openai, text, or auto: by the columns of each row.
@@ -50,149 +67,287 @@ def make_converter(
     Raises:
         UserError: an unknown format, column or tag.
     """
-    check_known("the formatting", [formatting], FORMATTINGS)
+    _check_known("the formatting", [formatting], ("auto", *_TEXT_COLUMNS))
+    find: Callable[[Mapping[str, Any]], RowFormat | None]
     if formatting == "auto":
-        return functools.partial(_convert, _FormatFinder(columns, tags, ranking))
-    own = make_format(formatting, columns=columns, tags=tags, ranking=ranking)
-    return functools.partial(_convert, lambda row: own)
+        _check_known("a name in `columns`", columns or (), _columns_of(*_TEXT_COLUMNS))
+        if tags:
+            raise UserError(
+                f"tags came ({', '.join(tags)}) without a formatting. Name it, sharegpt or openai."
+            )
+        make = functools.cache(functools.partial(_usual_format, columns or {}, ranking))
+        find = functools.partial(_find_format, columns or {}, make)
+    else:
+        own = make_format(formatting, columns=columns, tags=tags, ranking=ranking)
+        find = lambda row: own  # noqa: E731
+
+    def convert(row: dict[str, Any], source: str) -> dict[str, Any]:
+        try:
+            if not isinstance(row, Mapping):
+                raise bad_row(f"the row is {shown(row)}", "An object was")
+            found = find(row)
+            return dict(row) if found is None else _converted(FormattedRow(row, found))
+        except DataError as error:
+            raise DataError(f"{source}: {error}") from None
+
+    return convert
 
 
-def _convert(
-    find: Callable[[Mapping[str, Any]], RowFormat | None], row: dict[str, Any], source: str
-) -> dict[str, Any]:
-    try:
-        if not isinstance(row, Mapping):
-            raise bad_row(f"the row is {shown(row)}", "An object was", "its fields are read")
-        found = find(row)
-        return dict(row) if found is None else _converted(FormattedRow(row, found))
-    except DataError as error:
-        raise DataError(f"{source}: {error}") from None
+# -- how a row is written ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How rows of one set are written."""
+
+    formatting: str
+    columns: Mapping[str, str | None]  # what -> the row's column; None: there is none
+    tags: Tags
+    ranking: bool  # rows have a chosen and a rejected answer
+    named: frozenset[str]  # the columns that were given, not ours by default
+
+
+def make_format(
+    formatting: str,
+    *,
+    columns: Mapping[str, str | None] | None = None,
+    tags: Mapping[str, str] | None = None,
+    ranking: bool = False,
+) -> RowFormat:
+    """Return the format that names from dataset_info.json describe.
+
+    Where one of the text columns is named, those that are not named do not exist, as in that file.
+
+    Raises:
+        UserError: an unknown column or tag.
+    """
+    columns = dict(columns or {})
+    _check_known("a name in `columns`", columns, _columns_of(formatting))
+    _check_known("a name in `tags`", tags or (), TAGS)
+    named = frozenset(name for name, column in columns.items() if column)
+    text: dict[str, str | None] = dict.fromkeys(_TEXT_COLUMNS[formatting])
+    if not _TEXT_NAMES & named:
+        text.update(_TEXT_COLUMNS[formatting])
+    return RowFormat(
+        formatting=formatting,
+        columns={
+            **text,
+            **{name: name for name in _SHARED_COLUMNS},
+            **{name: column or None for name, column in columns.items()},
+        },
+        tags=make_tags(formatting, tags),
+        ranking=ranking or "chosen" in named,
+        named=named,
+    )
+
+
+def _columns_of(*formattings: str) -> list[str]:
+    """Return what columns can be named for any of some formats."""
+    text = [name for formatting in formattings for name in _TEXT_COLUMNS[formatting]]
+    return [*dict.fromkeys(text), *_SHARED_COLUMNS]
+
+
+def _check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UserError(f"{what} is {unknown[0]!r}. One of {', '.join(known)} was expected.")
+
+
+def _usual_format(
+    given: Mapping[str, str], ranking: bool, formatting: str, messages: str | None = None
+) -> RowFormat:
+    """Return a format that was found; `messages` is their column, where it is not the usual one."""
+    known = _columns_of(formatting)
+    columns = {name: own for name, own in given.items() if name in known}
+    if messages is not None:
+        columns["messages"] = messages
+    return make_format(formatting, columns=columns, ranking=ranking)
+
+
+def _find_format(
+    columns: Mapping[str, str], make: Callable[..., RowFormat], row: Mapping[str, Any]
+) -> RowFormat | None:
+    """Return the format of a row; None for one whose fields a template takes as they are."""
+    there = {name for name, value in row.items() if value is not None}
+    has = {name for name in _DISTINCTIVE if columns.get(name, name) in there}
+    found = [name for name in ("messages", "conversations") if name in has]
+    if "instruction" in has or {"query", "response"} & columns.keys():
+        found.append("instruction")
+    if "prompt" in has and {"completion", "chosen"} & has and not found:
+        found.append("prompt")
+    unclear = ""
+    if len(found) > 1:
+        unclear = f"columns of several formats, {', '.join(found)}"
+    elif found in (["messages"], ["conversations"]):
+        # the fields of the first message decide
+        column = columns.get(found[0], found[0])
+        messages = row[column]
+        first = messages[0] if isinstance(messages, list) and messages else None
+        fields = set(first) if isinstance(first, Mapping) else set()
+        kinds = {"openai": OPENAI_TAGS, "sharegpt": SHAREGPT_TAGS}
+        fitting = [kind for kind, tags in kinds.items() if tags.role in fields]
+        if len(fitting) == 1:
+            usual = _TEXT_COLUMNS[fitting[0]]["messages"]
+            return make(fitting[0], None if column == usual else column)
+        unclear = f"messages in {column!r} that begin with {shown(first)}"
+    elif found:
+        return make("alpaca" if found == ["instruction"] else "openai")
+    elif {"chosen", "rejected"} <= has:
+        return make("openai")
+    elif {"question", "answer"} <= there:
+        return None
+    elif "text" in has:
+        return make("text")
+    raise bad_row(
+        f"the row has {unclear or 'no column that names its format'}; seen were {names_text(row)}",
+        "One of conversations (from, value), messages (role, content), instruction, prompt "
+        "with completion or chosen and rejected, question with answer, or text was",
+        f"give the formatting, one of {', '.join(_TEXT_COLUMNS)}, and the columns",
+    )
+
+
+@dataclass(frozen=True)
+class FormattedRow:
+    """A row and how it is written."""
+
+    data: Mapping[str, Any]
+    format: RowFormat
+
+    def value(self, what: str) -> Any:
+        name = self.format.columns.get(what)
+        return None if name is None else self.data.get(name)
+
+    def name(self, what: str) -> str:
+        return self.format.columns.get(what) or what
+
+    @property
+    def has_pair(self) -> bool:
+        """Whether the set is a ranking, or the row has both answers of a preference."""
+        both = self.value("chosen") is not None and self.value("rejected") is not None
+        return self.format.ranking or both
+
+    @property
+    def has_label(self) -> bool:
+        """Whether the set or the row has a column that marks answers as desirable."""
+        return self.value("kto_tag") is not None or "kto_tag" in self.format.named
+
+    def text(self, what: str, *, is_needed: bool = False) -> str:
+        value = self.value(what)
+        if isinstance(value, str) or (value is None and not is_needed):
+            return value or ""
+        is_pair = what == "response" and bool({"chosen", "rejected"} & set(self.data))
+        do = "say that the set is a ranking (ranking: true)" if is_pair else ""
+        came = f"the column {self.name(what)!r} {state_of(value)}"
+        raise bad_row(f"{came}; the row has {names_text(self.data)}", "Text was", do)
+
+    def messages(self, what: str) -> list[Message]:
+        value = with_row_weights(self.data, self.value(what))
+        return read_messages(value, self.format.tags, column=self.name(what))
+
+    def answer(self, what: str) -> list[Message]:
+        return read_answer(self.value(what), self.format.tags, column=self.name(what))
+
+
+# -- samples -------------------------------------------------------------------------------------
 
 
 def _converted(row: FormattedRow) -> dict[str, Any]:
     sample = _CONVERT[row.format.formatting](row)
     if "messages" not in sample:
         return sample
-    if row.value("system"):
-        _add_system(sample, row)
-    tools = row.tools()
+    system, first = row.value("system"), sample["messages"][0]
+    if system:
+        what = f"the column {row.name('system')!r} is {shown(system)}"
+        if not isinstance(system, str):
+            raise bad_row(what, "Text was")
+        if first["role"] != "system":
+            sample["system"] = system
+        elif first["content"] != system:
+            what += f", and the first message is the system's, {shown(first['content'])}"
+            raise bad_row(what, "One of them, since a conversation has one system message, was")
+    tools = read_tools(row.value("tools"), column=row.name("tools"))
     if tools:
         sample["tools"] = tools
-    return {**sample, **place_media(sample["messages"], row)}
-
-
-def _add_system(sample: dict[str, Any], row: FormattedRow) -> None:
-    system, column = row.value("system"), f"the column {row.name('system')!r}"
-    if not isinstance(system, str):
-        raise bad_row(f"{column} is {shown(system)}", "Text was", "it is the system message")
-    first = sample["messages"][0]
-    if first["role"] != "system":
-        sample["system"] = system
-    elif first["content"] != system:
-        came = f"{column} is {shown(system)}, and the first message is the system's, "
-        came += shown(first["content"])
-        raise bad_row(came, "One of them was", "a conversation has one system message")
+    return {**sample, **_place_media(sample["messages"], row)}
 
 
 def _convert_sharegpt(row: FormattedRow) -> dict[str, Any]:
-    """A conversation whose speakers take turns."""
-    messages = row.messages("messages")
+    """Convert a conversation whose speakers take turns, as fine-tuning tools demand."""
+    messages, column = row.messages("messages"), row.name("messages")
     # without `ranking` a conversation that ends with an answer is one to learn
     is_pair = row.format.ranking or (row.has_pair and messages[-1]["role"] in ("user", "tool"))
-    check_alternation(messages, has_answer=not is_pair, column=row.name("messages"))
-    return row.pair(messages) if is_pair else _with_label(messages, row)
+    start = 1 if messages[0]["role"] == "system" else 0
+    for place, message in enumerate(messages[start:]):
+        wanted = ("user", "tool") if place % 2 == 0 else ("assistant",)
+        if message["role"] not in wanted:
+            what = f"message {start + place} of {column!r} is of the {message['role']}"
+            raise bad_row(what, f"One of {' or '.join(wanted)} was")
+    _check_last(messages, has_answer=not is_pair, column=column)
+    return _pair(row, messages) if is_pair else _with_label(messages, row)
 
 
 def _convert_alpaca(row: FormattedRow) -> dict[str, Any]:
-    """Instruction, input and output; where the set has only the column of the prompt, its text."""
+    """Convert instruction, input and output; text where only the prompt's column is named."""
     if row.format.columns.get("response") is None and "prompt" in row.format.named:
         if not row.has_pair:
-            return {"text": _text(row, "prompt", is_needed=True)}
-    question = "\n".join(part for name in ("prompt", "query") if (part := _text(row, name)))
+            return {"text": row.text("prompt", is_needed=True)}
+    question = "\n".join(part for name in ("prompt", "query") if (part := row.text(name)))
     if not question:
         names = " and ".join(repr(row.name(name)) for name in ("prompt", "query"))
-        came = f"the columns {names} are empty or missing; the row has {row.fields}"
-        raise bad_row(came, "Text in one of them was", "it is the question")
-    messages = [*_history(row), {"role": "user", "content": question}]
-    if row.format.ranking or (row.has_pair and row.value("response") is None):
-        return row.pair(messages)
-    answer = _text(row, "response", is_needed=True)
-    return _with_label([*messages, {"role": "assistant", "content": answer}], row)
-
-
-def _with_label(messages: list[Message], row: FormattedRow) -> dict[str, Any]:
-    if not row.has_label:
-        return {"messages": messages}
-    label = read_label(row.value("kto_tag"), column=row.name("kto_tag"))
-    return {"messages": messages, "label": label}
-
-
-def _history(row: FormattedRow) -> list[Message]:
-    pairs = row.value("history") or []
+        what = f"the columns {names} are empty or missing; the row has {names_text(row.data)}"
+        raise bad_row(what, "Text in one of them was")
+    history = row.value("history") or []
     messages: list[Message] = []
-    for pair in pairs if isinstance(pairs, list) else [pairs]:
+    for pair in history if isinstance(history, list) else [history]:
         is_pair = isinstance(pair, list | tuple) and len(pair) == 2
         if not is_pair or not all(isinstance(text, str) for text in pair):
-            came = f"the column {row.name('history')!r} has {shown(pair)}"
-            why = "they are the turns before the question"
-            raise bad_row(came, "A list of [question, answer] was", why)
+            what = f"the column {row.name('history')!r} has {shown(pair)}"
+            raise bad_row(what, "A list of [question, answer] was")
         messages.append({"role": "user", "content": pair[0]})
         messages.append({"role": "assistant", "content": pair[1]})
-    return messages
-
-
-def _text(row: FormattedRow, what: str, *, is_needed: bool = False) -> str:
-    value = row.value(what)
-    if isinstance(value, str) or (value is None and not is_needed):
-        return value or ""
-    is_pair = what == "response" and bool({"chosen", "rejected"} & set(row.data))
-    came = f"the column {row.name(what)!r} {state_of(value)}; the row has {row.fields}"
-    do = "say that the set is a ranking (ranking: true)" if is_pair else ""
-    raise bad_row(came, "Text was", "the prompt and the answer are made of it", do)
+    messages.append({"role": "user", "content": question})
+    if row.format.ranking or (row.has_pair and row.value("response") is None):
+        return _pair(row, messages)
+    answer = row.text("response", is_needed=True)
+    return _with_label([*messages, {"role": "assistant", "content": answer}], row)
 
 
 def _convert_text(row: FormattedRow) -> dict[str, Any]:
     text = row.value("text")
     if isinstance(text, str) and text:
         return {"text": text}
-    what = f"the column {row.name('text')!r} {state_of(text)}"
-    raise bad_row(what, "Text was", "it is what the model learns")
+    raise bad_row(f"the column {row.name('text')!r} {state_of(text)}", "Text was")
 
 
 def _convert_openai(row: FormattedRow) -> dict[str, Any]:
-    """Messages as OpenAI's interface has them, or TRL's rows of prompt and completion."""
-    messages, column = _prompt(row)
+    """Convert messages as OpenAI's interface has them, or TRL's rows of prompt and completion."""
+    there = [name for name in ("messages", "prompt") if row.value(name) is not None]
+    both = f"{row.name('messages')!r} {{}} {row.name('prompt')!r}"
+    if len(there) == 2:
+        do = 'say which one does not count, such as columns: {"messages": null}'
+        raise bad_row(f"the row has both {both.format('and')}", "One of them was", do)
+    if not there and not row.has_pair:
+        what = f"the row has neither {both.format('nor')}, but {names_text(row.data)}"
+        raise bad_row(what, "One of them was")
+    column = there[0] if there else "prompt"
+    value = row.value(column)
+    if not there:
+        messages = []
+    elif column == "prompt" and isinstance(value, str):
+        messages = [{"role": "user", "content": value}]
+    else:
+        messages = row.messages(column)
     if row.has_pair:
-        return row.pair(messages)
+        return _pair(row, messages)
     if row.value("response") is not None or column != "messages":
-        check_last(messages, has_answer=False, column=row.name(column))
+        _check_last(messages, has_answer=False, column=row.name(column))
         messages = messages + row.answer("response")
-    check_last(messages, has_answer=True, column=row.name(column))
-    # a column `label` may be anything in a row with messages; beside a completion it is a label
+    _check_last(messages, has_answer=True, column=row.name(column))
+    # a column `label` may be anything in a row with messages; next to a completion it is a label
     if not row.has_label and "label" in row.data:
         if row.value("response") is not None or says_label(row.data["label"]):
-            label = read_label(row.data["label"], column="label")
-            return {"messages": messages, "label": label}
+            return {"messages": messages, "label": _label(row.data["label"], "label")}
     return _with_label(messages, row)
-
-
-def _prompt(row: FormattedRow) -> tuple[list[Message], str]:
-    """The messages before the answers, or all; and which column they are from."""
-    there = [name for name in ("messages", "prompt") if row.value(name) is not None]
-    if len(there) == 2:
-        came = f"it has both {row.name('messages')!r} and {row.name('prompt')!r}"
-        do = 'say which one does not count, such as columns: {"messages": null}'
-        why = "it is not known which one begins the conversation"
-        raise bad_row(came, "One of them was", why, do)
-    if not there:
-        if row.has_pair:
-            return [], "prompt"
-        came = f"it has neither {row.name('messages')!r} nor {row.name('prompt')!r}, but "
-        raise bad_row(came + row.fields, "One of them was", "a conversation begins with it")
-    value = row.value(there[0])
-    if there[0] == "prompt" and isinstance(value, str):
-        return [{"role": "user", "content": value}], "prompt"
-    return row.messages(there[0]), there[0]
 
 
 _CONVERT = {
@@ -203,100 +358,90 @@ _CONVERT = {
 }
 
 
-class _FormatFinder:
-    """Chooses by the columns of each row; a set may have rows of several kinds."""
+def _pair(row: FormattedRow, prompt: list[Message]) -> dict[str, Any]:
+    """Return `messages`, `chosen` and `rejected` of a preference.
 
-    def __init__(
-        self, columns: dict[str, str] | None, tags: dict[str, str] | None, ranking: bool
-    ) -> None:
-        self._columns = dict(columns or {})
-        check_known("a name in `columns`", self._columns, columns_of(*FORMATTINGS[1:]))
-        self._ranking = ranking
-        if tags:
-            raise UserError(
-                f"tags came ({', '.join(tags)}) without a formatting. sharegpt or openai was "
-                "expected, because the words of messages belong to one: say which."
+    Args:
+        prompt: the messages before the answers; empty where the answers are conversations.
+    """
+    chosen, rejected = row.answer("chosen"), row.answer("rejected")
+    if chosen[0]["role"] != "assistant" or rejected[0]["role"] != "assistant":
+        # the common beginning of two conversations is the prompt; at least the end is the answer
+        most, same = min(len(chosen), len(rejected)) - 1, 0
+        while same < most and chosen[same] == rejected[same]:
+            same += 1
+        if chosen[same]["role"] != "assistant" or rejected[same]["role"] != "assistant":
+            what = (
+                f"{row.name('chosen')!r} and {row.name('rejected')!r} differ first in message "
+                f"{same}, of the {chosen[same]['role']} and the {rejected[same]['role']}"
             )
-        self._format = functools.cache(self._make_format)
-
-    def __call__(self, row: Mapping[str, Any]) -> RowFormat | None:
-        """The format of a row; None for one whose fields a template takes as they are."""
-        there = {name for name, value in row.items() if value is not None}
-        has = {name for name in _DISTINCTIVE if self._columns.get(name, name) in there}
-        found: list[str] = [name for name in ("messages", "conversations") if name in has]
-        if "instruction" in has or {"query", "response"} & self._columns.keys():
-            found.append("instruction")
-        if "prompt" in has and {"completion", "chosen"} & has and not found:
-            found.append("prompt")
-        if len(found) > 1:
-            raise _unclear(row, f"columns of several formats, {', '.join(found)}")
-        if found in (["messages"], ["conversations"]):
-            return self._by_first(row, self._columns.get(found[0], found[0]))
-        if found:
-            return self._format("alpaca" if found == ["instruction"] else "openai")
-        if {"chosen", "rejected"} <= has:
-            return self._format("openai")
-        if {"question", "answer"} <= there:
-            return None
-        if "text" in has:
-            return self._format("text")
-        raise _unclear(row, "no column that says how it is written")
-
-    def _by_first(self, row: Mapping[str, Any], column: str) -> RowFormat:
-        """The format of a conversation, by the fields of its first message."""
-        messages = row[column]
-        first = messages[0] if isinstance(messages, list) and messages else None
-        fields = set(first) if isinstance(first, Mapping) else set()
-        kinds = {"openai": OPENAI_TAGS, "sharegpt": SHAREGPT_TAGS}
-        fitting = [kind for kind, tags in kinds.items() if tags.role in fields]
-        if len(fitting) != 1:
-            raise _unclear(row, f"messages in {column!r} that begin with {shown(first)}")
-        is_usual = column == {"openai": "messages", "sharegpt": "conversations"}[fitting[0]]
-        return self._format(fitting[0], None if is_usual else column)
-
-    def _make_format(self, formatting: str, messages: str | None = None) -> RowFormat:
-        """A format; `messages` is their column, where it is not the usual one."""
-        known = columns_of(formatting)
-        columns = {name: own for name, own in self._columns.items() if name in known}
-        if messages is not None:
-            columns["messages"] = messages
-        return make_format(formatting, columns=columns, ranking=self._ranking)
+            raise bad_row(what, "The same prompt in both, and then the assistant's answers, was")
+        whole, chosen, rejected = chosen[:same], chosen[same:], rejected[same:]
+        if prompt and whole[-len(prompt) :] != prompt:
+            other = shown(whole[-1]["content"] if whole else None)
+            what = f"the prompt is {shown(prompt[-1]['content'])}, and both answers are "
+            what += f"conversations that begin with another one, {other}"
+            raise bad_row(what, "The same prompt was")
+        prompt = whole
+    _check_last(chosen, has_answer=True, column=row.name("chosen"))
+    _check_last(rejected, has_answer=True, column=row.name("rejected"))
+    if not prompt:
+        wanted = "Messages, a prompt, or two conversations with the same beginning were"
+        raise bad_row("there is no prompt before the chosen and the rejected answer", wanted)
+    _check_last(prompt, has_answer=False, column="the prompt")
+    return {"messages": prompt, "chosen": chosen, "rejected": rejected}
 
 
-_DISTINCTIVE = (
-    *("messages", "conversations", "instruction", "prompt", "completion"),
-    *("chosen", "rejected", "text"),
-)
+def _check_last(messages: Sequence[Message], *, has_answer: bool, column: str) -> None:
+    """Refuse a conversation that ends with the wrong role.
+
+    Args:
+        has_answer: the last message is the assistant's; otherwise it is what is to be answered.
+    """
+    role = messages[-1]["role"]
+    if has_answer != (role == "assistant") or (not has_answer and role == "system"):
+        what = f"the last of {len(messages)} messages of {column!r} is of the {role}"
+        raise bad_row(what, "The assistant's was" if has_answer else "The user's or a tool's was")
 
 
-def _unclear(row: Mapping[str, Any], what: str) -> DataError:
-    came = f"the row has {what}; seen were {', '.join(sorted(map(str, row))) or 'no columns'}"
-    wanted = (
-        "One of conversations (from, value), messages (role, content), instruction, prompt "
-        "with completion or chosen and rejected, question with answer, or text was"
-    )
-    do = f"give the formatting, one of {', '.join(FORMATTINGS[1:])}, and the columns"
-    return bad_row(came, wanted, "the format follows from them", do)
+def _with_label(messages: list[Message], row: FormattedRow) -> dict[str, Any]:
+    if not row.has_label:
+        return {"messages": messages}
+    return {"messages": messages, "label": _label(row.value("kto_tag"), row.name("kto_tag"))}
 
 
-def place_media(messages: list[Message], row: FormattedRow) -> dict[str, list[Any]]:
-    """Turns <image> and <video> in texts into parts, and says which files belong there.
+def _label(value: Any, column: str) -> bool:
+    """Return whether an answer is desirable, by the value of a column."""
+    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+        return value.strip().lower() == "true"
+    if isinstance(value, bool | int | float) and value in (0, 1):
+        return bool(value)
+    raise bad_row(f"the column {column!r} {state_of(value)}", "true or false was")
+
+
+def says_label(value: Any) -> bool:
+    """Tell whether a value can be a label, and not something else of that name."""
+    is_word = isinstance(value, str) and value.lower() in ("true", "false")
+    return isinstance(value, bool) or is_word
+
+
+# -- images and videos ---------------------------------------------------------------------------
+
+
+def _place_media(messages: list[Message], row: FormattedRow) -> dict[str, list[Any]]:
+    """Turn <image> and <video> in texts into parts; return `images` and `videos` in their order.
 
     Only where the row has the column are they places; elsewhere, and in answers, they are text.
     Names without a place stand before the first message of the user.
-
-    Returns:
-        `images` and `videos`, as far as there are any, in the order of their places.
     """
     names = {kind: _names(row, kind) for kind in ("image", "video")}
-    given = {kind for kind, value in names.items() if value is not None}
+    given = {f"<{kind}>" for kind, value in names.items() if value is not None}
     has_parts = any(isinstance(message["content"], list) for message in messages)
     if not given and not has_parts:
         return {}
-    if not has_parts:  # a row with parts has no placeholders
-        for message in messages:
-            if message["role"] != "assistant":
-                _split(message, given)
+    for message in messages:
+        if not has_parts and message["role"] != "assistant":  # a row with parts has no placeholders
+            _split(message, given)
     media = {}
     for kind in ("video", "image"):  # put before the text one after the other: images are first
         found = _fill(messages, kind, names[kind])
@@ -306,31 +451,25 @@ def place_media(messages: list[Message], row: FormattedRow) -> dict[str, list[An
 
 
 def _names(row: FormattedRow, kind: str) -> list[Any] | None:
+    """Return the files of a row; a video may be the files of its frames."""
     value = row.value(f"{kind}s")
     if value is None and f"{kind}s" not in row.format.named:
         value = row.data.get(kind)
     if value is None:
         return None
     value = [value] if isinstance(value, str) else value
-    if not isinstance(value, list) or not all(_is_name(name, kind) for name in value):
-        came = f"the {kind}s are {shown(value)}"
-        raise bad_row(came, "A file name or a list of them was", "they are read from files")
+    for name in value if isinstance(value, list) else [None]:
+        frames = name if kind == "video" and isinstance(name, list) and name else [name]
+        if not all(isinstance(frame, str) for frame in frames):
+            raise bad_row(f"the {kind}s are {shown(value)}", "A file name or a list of them was")
     return value
 
 
-def _is_name(value: Any, kind: str) -> bool:
-    """A file; of a video also the files of its frames."""
-    if kind == "video" and isinstance(value, list):
-        return bool(value) and all(isinstance(frame, str) for frame in value)
-    return isinstance(value, str)
-
-
-def _split(message: Message, given: set[str]) -> None:
-    """Cuts a text at its placeholders, in place."""
-    wanted = {f"<{kind}>" for kind in given}
+def _split(message: Message, placeholders: set[str]) -> None:
+    """Cut a text at its placeholders, in place."""
     parts: list[dict[str, str]] = []
     for text in _PLACEHOLDER.split(message["content"]):
-        if text in wanted:
+        if text in placeholders:
             parts.append({"type": text[1:-1]})
         elif text and parts and parts[-1]["type"] == "text":
             parts[-1]["text"] += text
@@ -341,44 +480,34 @@ def _split(message: Message, given: set[str]) -> None:
 
 
 def _fill(messages: Sequence[Message], kind: str, names: list[Any] | None) -> list[Any]:
-    """The names in the order of their places; parts lose theirs."""
-    places = [
-        part
-        for message in messages
-        if isinstance(message["content"], list)
-        for part in message["content"]
-        if _KIND.get(part["type"]) == kind
-    ]
+    """Return the names in the order of their places; parts lose theirs."""
+    contents = [one["content"] for one in messages if isinstance(one["content"], list)]
+    places = [part for content in contents for part in content if _KIND.get(part["type"]) == kind]
     own = [file_of_part(part) for part in places]
     for part in places:
         part.clear()
         part["type"] = kind
     rest = list(names or ())
     if not places and rest:
-        _put_first(messages, [{"type": kind} for _ in rest])
+        message = next((message for message in messages if message["role"] == "user"), None)
+        if message is None:
+            raise bad_row("no message is of the user", "One with the row's images was")
+        content = message["content"]
+        text = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        message["content"] = [*({"type": kind} for _ in rest), *text]
         return rest
     num_open = sum(name is None for name in own)
     if num_open != len(rest):
-        came = f"it has {num_open} places for {kind}s and {len(rest)} names"
-        why = f"each {kind} belongs to a place in the text (<{kind}>, or a part)"
-        raise bad_row(came, "As many were", why)
+        what = f"the row has {num_open} places for {kind}s and {len(rest)} names"
+        raise bad_row(what, f"As many places (<{kind}>, or a part) as names were")
     return [rest.pop(0) if name is None else name for name in own]
 
 
 def file_of_part(part: Mapping[str, Any]) -> Any:
-    """The file that a part of a message names; None where it names none."""
+    """Return the file that a part of a message names; None where it names none."""
     for key in ("image", "video", "path", "url", "image_url", "video_url"):
         value = part.get(key)
         value = value.get("url") if isinstance(value, Mapping) else value
         if isinstance(value, str | list) and value:
             return value
     return None
-
-
-def _put_first(messages: Sequence[Message], parts: list[dict[str, str]]) -> None:
-    message = next((message for message in messages if message["role"] == "user"), None)
-    if message is None:
-        raise bad_row("no message is of the user", "One was", "the row's images belong to it")
-    content = message["content"]
-    text = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    message["content"] = [*parts, *text]

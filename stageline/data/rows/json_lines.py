@@ -1,5 +1,6 @@
 """Rows of the user's own JSON or JSON-lines files as samples."""
 
+import collections
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -7,14 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from PIL import Image
-
 from stageline.data.batches.collate_part import ROLES
-from stageline.data.images.videos import with_videos
 from stageline.data.rows.bad_rows import current_bad_rows
-from stageline.data.rows.conversations import says_label
-from stageline.data.rows.converters import file_of_part, make_converter
-from stageline.data.rows.read_json import Row, RowFileReader, read_rows, text_lines
+from stageline.data.rows.conversations import names_text, state_of
+from stageline.data.rows.converters import file_of_part, make_converter, says_label
+from stageline.data.rows.read_rows import Row, read_rows
 from stageline.data.rows.readers import (
     RowsDataset,
     check_split,
@@ -81,65 +79,48 @@ class JsonLines(RowsDataset):
         self._converter = make_converter(formatting, columns=columns, tags=tags, ranking=ranking)
         self._converts_all = formatting != "auto" or bool(columns) or ranking
         self._replaced = _CONVERTED | set((columns or {}).values())
-        self._num_frames = num_frames
-        if test_path is not None:
-            file = Path(test_path) if split == "test" else self._file(path, "train")
-            rows = self.read(file)
-        elif path.is_dir():
-            file = self._file(path, split)
-            rows = self.read(file)
-        else:
+        if test_path is not None and split == "test":
+            file = Path(test_path)
+        elif path.is_file():
             file = path
-            rows = split_rows(self.read(file), split=split, test_size=test_size)
+        else:
+            name = "train" if test_path is not None else split
+            file = find_file(path, (f"{name}.jsonl", f"{name}.json"))
+        rows = self.read(file)
+        if test_path is None and path.is_file():
+            rows = split_rows(rows, split=split, test_size=test_size)
         roots = [Path(image_path)] if image_path else [file.parent, file.parent / "images"]
         self._name = file.stem
-        super().__init__(self.samples(rows), image_roots=roots)
+        super().__init__(self.samples(rows), image_roots=roots, num_frames=num_frames)
 
     def read(self, file: Path) -> list[Row]:
-        """The rows of a file, before they are split."""
+        """Return the rows of a file, before they are split."""
         return read_rows(file)
 
     def samples(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """A row for each sample, of the rows of this split."""
+        """Return a row for each sample, of the rows of this split."""
         return rows
 
-    @staticmethod
-    def _file(path: Path, split: str) -> Path:
-        if path.is_file():
-            return path
-        return find_file(path, (f"{split}.jsonl", f"{split}.json"))
-
-    def __getitem__(self, index: int) -> tuple[list[Image.Image] | None, dict[str, Any]]:
-        images, sample = super().__getitem__(index)
-        if "videos" not in sample or not self._is_converted(self.rows[index]):
-            return images, sample
-        options: dict[str, Any] = {"folders": self._folders, "num_frames": self._num_frames}
-        return with_videos(sample, images, source=sample["source"], **options)
-
     def convert(self, row: Row) -> tuple[list[str] | None, dict[str, Any]]:
-        sample = self._converted(row) if self._is_converted(row) else self._plain(row)
+        # a row of a format is read by the converter; not what a template can be filled with
+        if self._converts_all or (not self._fields and _needs_converter(row.data)):
+            rest = {name: value for name, value in row.data.items() if name not in self._replaced}
+            sample = {**rest, **self._converter(row.data, row.source)}
+        else:
+            sample = self._plain(row)
         images = image_names(row.source, sample)
         is_pair = "chosen" in sample and "rejected" in sample
         if sample.get("messages") is None and not is_pair and not _has_text(sample):
-            raise _missing(row, "answer", "it is what the model learns to write")
+            raise _missing(row, "answer", "the text that is learnt")
         sample["id"] = str(row.data.get("id", f"{self._name}-{row.number}"))
         sample["group"] = str(sample.get(self._group, "all"))
         return images, sample
-
-    def _is_converted(self, row: Row) -> bool:
-        """Whether a row is read by the converter; not what a template can be filled with."""
-        return self._converts_all or (not self._fields and _needs_converter(row.data))
-
-    def _converted(self, row: Row) -> dict[str, Any]:
-        """The converter's sample, and the row's other fields beside it."""
-        rest = {name: value for name, value in row.data.items() if name not in self._replaced}
-        return {**rest, **self._converter(row.data, row.source)}
 
     def _plain(self, row: Row) -> dict[str, Any]:
         sample = dict(row.data)
         for name, own in self._fields.items():
             if own not in row.data:
-                raise _missing(row, own, f"it is to be the {name} (`dataset.fields`)")
+                raise _missing(row, own, f"the {name} by `dataset.fields`")
             sample[name] = row.data[own]
         if "instruction" in sample:
             extra = f"\n{sample['input']}" if sample.get("input") else ""
@@ -149,7 +130,7 @@ class JsonLines(RowsDataset):
 
 
 def _needs_converter(data: dict[str, Any]) -> bool:
-    """Whether a row has what neither a template nor `messages` as they are can say."""
+    """Tell whether a row has what neither a template nor `messages` as they are can express."""
     there = {name for name, value in data.items() if value not in (None, "", [])}
     if {"chosen", "rejected"} <= there and isinstance(data["chosen"], str) and "question" in there:
         return False  # the answers of a template
@@ -169,7 +150,7 @@ def _needs_converter(data: dict[str, Any]) -> bool:
 
 
 def _calls(message: Any) -> bool:
-    """Whether a message is part of a call of a function."""
+    """Tell whether a message is part of a call of a function."""
     return isinstance(message, dict) and (
         bool(message.get("tool_calls") or message.get("function_call"))
         or message.get("role") in ("tool", "function")
@@ -177,56 +158,42 @@ def _calls(message: Any) -> bool:
 
 
 def _has_text(sample: dict[str, Any]) -> bool:
-    """Whether there is something that a template can learn."""
+    """Tell whether there is text that a template can train on."""
     learnt = (sample.get(name) for name in ("answer", "caption", "text"))
     return any(isinstance(value, str | int | float) for value in learnt)
 
 
 def image_names(source: str, sample: dict[str, Any]) -> list[str] | None:
-    """Names of the images: of the row, and else of the parts of its messages."""
+    """Return the names of the images: of the row, and else of the parts of its messages."""
+    messages = sample.get("messages")
+    contents = [one.get("content") for one in messages or () if isinstance(one, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    parts = [part for part in parts if isinstance(part, dict)]
     names = sample.get("images", sample.get("image"))
     names = [names] if isinstance(names, str) else names
     if names is None:
-        names = list(_message_images(sample.get("messages")))
+        files = [file_of_part(part) for part in parts if part.get("type") in _IMAGE_TYPES]
+        names = [name for name in files if name]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise DataError(
-            f"{source}: the image is {names!r}. A file name or a list of them was expected, "
-            "because images are read from files: correct the row."
+            f"{source}: the image is {names!r}. Give a file name or a list of file names."
         )
     unread = {"videos", "audios"} if names else {"videos", "video", "audios", "audio"}
-    unread -= {"videos"} if "video" in _part_kinds(sample.get("messages")) else set()
+    unread -= {"videos"} if any(part.get("type") == "video" for part in parts) else set()
     if there := sorted(name for name in unread if sample.get(name)):
         raise DataError(
-            f"{source}: the row has {there[0]}, which its text has no place for. Images were "
-            "expected, or videos beside messages or an instruction, because nothing else is shown "
-            "to the model: write it so, or take the field out."
+            f"{source}: the row has {there[0]}, which its text has no place for. Only images are "
+            "shown to the model, and videos beside messages or an instruction: write the row so, "
+            "or take the field out."
         )
     return names or None
 
 
-def _part_kinds(messages: Any) -> set[Any]:
-    """The types of the content parts of messages."""
-    contents = [one.get("content") for one in messages or () if isinstance(one, dict)]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return {part.get("type") for part in parts if isinstance(part, dict)}
-
-
-def _message_images(messages: Any) -> list[Any]:
-    """File names in content parts: {"type": "image", "image": "a.png"}, or an image_url."""
-    found = []
-    for message in messages if isinstance(messages, list) else []:
-        content = message.get("content") if isinstance(message, dict) else None
-        for part in content if isinstance(content, list) else []:
-            if isinstance(part, dict) and part.get("type") in _IMAGE_TYPES:
-                found.append(file_of_part(part))
-    return [name for name in found if name]
-
-
-def _missing(row: Row, field: str, reason: str) -> DataError:
+def _missing(row: Row, field: str, what: str) -> DataError:
     return DataError(
-        f"{row.source}: the field {field!r} is missing. Text was expected in it, because {reason}; "
-        f"the row has the fields {', '.join(sorted(row.data)) or 'none'}. Correct the row, or name "
-        'its fields with `dataset.fields` \'{"question": "...", "answer": "..."}\'.'
+        f"{row.source}: the field {field!r} is missing, {what}; the row has the fields "
+        f"{names_text(row.data)}. Correct the row, or name its fields with "
+        '`dataset.fields` \'{"question": "...", "answer": "..."}\'.'
     )
 
 
@@ -250,7 +217,11 @@ class PromptRows(RowsDataset):
             file = Path(path)
             self._name = file.stem
             roots = [file.parent, file.parent / "images"]
-            rows += read_rows(file) if file.suffix in (".jsonl", ".json") else _lines(file)
+            if file.suffix in (".jsonl", ".json"):
+                rows += read_rows(file)
+            else:
+                lines = read_rows(file, "text")
+                rows += [Row(row.data["text"].strip(), row.source, row.number) for row in lines]
         super().__init__(rows, image_roots=roots)
 
     def convert(self, row: Row) -> tuple[list[str] | None, dict[str, Any]]:
@@ -260,10 +231,8 @@ class PromptRows(RowsDataset):
             sample.setdefault("question", _last_text(sample["messages"]))
         elif name is None:
             raise DataError(
-                f"{row.source}: the row asks nothing. Text in one of the fields "
-                f"{', '.join(_PROMPT_NAMES)}, or messages, was expected, because it is what is "
-                f"answered; the row has the fields {', '.join(sorted(sample)) or 'none'}: correct "
-                "the row."
+                f"{row.source}: the row asks nothing; it has the fields {names_text(sample)}. Give "
+                f"it messages, or text as one of {', '.join(_PROMPT_NAMES)}."
             )
         else:
             extra = sample.get("input") if name == "instruction" else None
@@ -273,15 +242,6 @@ class PromptRows(RowsDataset):
         digest = hashlib.sha256(content.encode()).hexdigest()[:8]
         sample["id"] = str(sample.get("id", f"{self._name}-{row.number}-{digest}"))
         return image_names(row.source, sample), sample
-
-
-def _lines(file: Path) -> list[Row]:
-    """A prompt a line; empty lines ask nothing."""
-    lines = text_lines(RowFileReader(file))
-    rows = [Row(text.strip(), source, number) for text, source, number in lines]
-    if not rows:
-        raise DataError(f"{file} holds no prompt. A line with text was expected: write one.")
-    return rows
 
 
 def _last_text(messages: Any) -> str:
@@ -325,8 +285,7 @@ class Groups(JsonLines):
     ) -> None:
         if num_negatives is not None and num_negatives < 1:
             raise UserError(
-                f"`dataset.num_negatives` {num_negatives}: at least 1 was expected, because an "
-                "anchor's positive is compared with negatives."
+                f"`dataset.num_negatives` {num_negatives}: at least 1 negative is needed."
             )
         self._num_negatives = num_negatives
         self._first = ""  # the group that says how many there are, where no option does
@@ -339,7 +298,14 @@ class Groups(JsonLines):
             test_path=test_path,
             group=group,
         )
-        self.rows = _whole(self.rows, self.group_size)
+        # without the rest of groups of which a member was bad
+        counts = collections.Counter(row.source for row in self.rows)
+        self.rows = [row for row in self.rows if counts[row.source] == self.group_size]
+        if not self.rows:
+            raise DataError(
+                f"each of {len(counts)} groups has a bad member. Correct them:\n"
+                f"{current_bad_rows().listed(5)}"
+            )
 
     @property
     def group_size(self) -> int:
@@ -379,47 +345,25 @@ class Groups(JsonLines):
             yield replace(row, data={**shared, **own, **facts, "id": name})
 
     def _check(self, row: Row) -> None:
-        for name in ("anchor", "positive"):
-            if not isinstance(row.data.get(name), dict):
-                raise _wrong(row, name, "an object with question, answer, image ...")
-        negatives = row.data.get("negatives")
-        if not isinstance(negatives, list) or not negatives:
-            raise _wrong(row, "negatives", "a list of at least one object")
-        if not all(isinstance(negative, dict) for negative in negatives):
-            raise _wrong(row, "negatives", "a list of objects")
-        count = len(negatives)
+        for name in _MEMBERS:
+            value = row.data.get(name)
+            members = [value]
+            if name == "negatives":
+                members = value if isinstance(value, list) else []
+            if not members or not all(isinstance(member, dict) for member in members):
+                expected = "A list of objects" if name == "negatives" else "An object"
+                raise DataError(
+                    f"{row.source}: {name!r} {state_of(value)}; the line has the fields "
+                    f"{names_text(row.data)}. {expected} with question, answer, image ... was "
+                    "expected: correct the row."
+                )
+        count = len(row.data["negatives"])
         if self._num_negatives is None:
             self._num_negatives, self._first = count, row.source
         wanted = self._num_negatives
-        if count == wanted or (count > wanted and not self._first):
-            return
-        why = f"as in {self._first}" if self._first else f"as `dataset.num_negatives` {wanted} says"
-        raise DataError(
-            f"{row.source}: the group has {count} negatives, {wanted} were expected, {why}, "
-            "because batches hold whole groups of one size. Correct the row, or take the first few "
-            "of each with `dataset.num_negatives`."
-        )
-
-
-def _whole(rows: Sequence[Row], size: int) -> list[Row]:
-    """Without the rest of groups of which a member was bad; neighbours have the same source."""
-    counts: dict[str, int] = {}
-    for row in rows:
-        counts[row.source] = counts.get(row.source, 0) + 1
-    whole = [row for row in rows if counts[row.source] == size]
-    if not whole:
-        raise DataError(
-            f"no whole group is left of {len(counts)}, because each has a bad member. At least one "
-            f"was expected:\n{current_bad_rows().listed(5)}"
-        )
-    return whole
-
-
-def _wrong(row: Row, field: str, expected: str) -> DataError:
-    value = row.data.get(field)
-    what = "is missing" if value is None else f"is {repr(value)[:60]}"
-    return DataError(
-        f"{row.source}: {field!r} {what}. {expected.capitalize()} was expected, because a line is "
-        "one group of anchor, positive and negatives; the line has the fields "
-        f"{', '.join(sorted(row.data)) or 'none'}. Correct the row."
-    )
+        if count < wanted or (self._first and count != wanted):
+            why = f"as in {self._first}" if self._first else "as `dataset.num_negatives` says"
+            raise DataError(
+                f"{row.source}: the group has {count} negatives, {wanted} were expected, {why}. "
+                "Correct the row, or take the first few of each with `dataset.num_negatives`."
+            )

@@ -1,6 +1,7 @@
-"""What dataset parts share: finding files, rows of files, splitting rows, opening images lazily."""
+"""What dataset parts share: finding files, splitting rows, a dataset over rows with lazy images."""
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,32 +9,31 @@ from typing import Any
 from PIL import Image
 
 from stageline.data.images.image_files import ImageFolders
+from stageline.data.images.videos import with_videos
 from stageline.data.rows.bad_rows import current_bad_rows
-from stageline.data.rows.read_json import Row, RowFile
+from stageline.data.rows.read_rows import Row
 from stageline.errors import DataError, UserError
 
 
 def find_file(folder: Path, names: Iterable[str]) -> Path:
-    """The first of several places below a folder where a file is."""
+    """Return the first of several places below a folder where a file is."""
     names = list(names)
     for name in names:
         if (folder / name).is_file():
             return folder / name
     there = sorted(item.name for item in folder.iterdir())[:8] if folder.is_dir() else []
     raise UserError(
-        f"none of {', '.join(names)} lies in {folder}, which has {', '.join(there) or 'nothing'}. "
-        "One of them was expected, because the dataset's rows are in it: point `dataset_path` to "
-        "the dataset's folder."
+        f"none of {', '.join(names)} is in {folder}, which has {', '.join(there) or 'nothing'}. "
+        "Point `dataset_path` to the dataset's folder."
     )
 
 
 def dataset_folder(dataset_path: str | None, *, name: str) -> Path:
-    """The folder or file that `dataset_path` names."""
+    """Return the folder or file that `dataset_path` names."""
     if not dataset_path or not Path(dataset_path).exists():
         raise UserError(
             f"`dataset_path` {dataset_path or '(not given)'}: there is no such file or folder. "
-            f"The dataset {name} was expected there, because it does not come with this program: "
-            "download it and give its folder."
+            f"Download the dataset {name}, and give its folder."
         )
     return Path(dataset_path)
 
@@ -45,7 +45,7 @@ def split_rows(
     test_size: int | float,
     key: Callable[[Row], str] | None = None,
 ) -> list[Row]:
-    """The rows of "train" or "test", by a fixed draw that does not depend on their order.
+    """Return the rows of "train" or "test", by a fixed draw that does not depend on their order.
 
     Args:
         test_size: held-out rows as a number, or below 1 (or 1.0: all) as a share.
@@ -60,89 +60,103 @@ def split_rows(
             current_bad_rows().take(row.source, error)
     rows = [row for row in rows if row.source not in current_bad_rows().reasons]
     wanted = test_size if isinstance(test_size, int) else round(test_size * len(rows))
+
+    def draw(name: str) -> str:
+        return hashlib.sha256(f"split {name}".encode()).hexdigest()
+
     test: set[int] = set()
-    for name in sorted(groups, key=_draw) if wanted else ():
+    for name in sorted(groups, key=draw) if wanted else ():
         if len(test) >= wanted:
             break
         test.update(row.number for row in groups[name])
     chosen = [row for row in rows if (row.number in test) == (split == "test")]
     if not chosen:
         raise UserError(
-            f"test_size {test_size} leaves no row for the split {split!r} of {len(rows)} rows. At "
-            "least one was expected on each side, because both are used: choose another test_size."
+            f"test_size {test_size} leaves no row for the split {split!r} of {len(rows)} rows. "
+            "Choose another test_size."
         )
     return chosen
 
 
 def check_split(split: str) -> None:
-    """Refuses any split but train and test."""
+    """Refuse any split but train and test."""
     if split not in ("train", "test"):
         raise UserError(f"the split {split!r} is not known: it must be 'train' or 'test'.")
-
-
-def _draw(key: str) -> str:
-    return hashlib.sha256(f"split {key}".encode()).hexdigest()
 
 
 class RowsDataset:
     """A dataset over rows of files; a subclass says what a row means.
 
-    Every row is looked at once in the beginning, so that a bad one is found before a model is
+    Every row is converted once in the beginning, so that a bad one is found before a model is
     loaded; it ends the run, unless bad rows may be left out. Images are only opened when a row is
     asked for, and not decoded.
 
     Args:
         rows: of this split.
         image_roots: folders that image names are relative to; the first that has the file wins.
+        num_frames: most images that a video becomes.
     """
 
-    def __init__(self, rows: Sequence[Row], *, image_roots: Sequence[Path]) -> None:
+    rows: Sequence[Row]
+
+    def __init__(
+        self, rows: Sequence[Row], *, image_roots: Sequence[Path], num_frames: int = 8
+    ) -> None:
         self.image_roots = list(image_roots)
         self._folders = ImageFolders(self.image_roots)
-        self.rows = [row for row in rows if self._is_good(row)]
+        self._num_frames = num_frames
+        self.rows = [row for row in rows if self.is_good(row)]
         if rows and not self.rows:
             raise DataError(
-                f"none of {len(rows)} rows is left, because all are bad. At least one was "
-                f"expected:\n{current_bad_rows().listed(5)}"
+                f"all {len(rows)} rows are bad. Correct them:\n{current_bad_rows().listed(5)}"
             )
 
-    def _is_good(self, row: Row) -> bool:
+    def convert(self, row: Row) -> tuple[list[str] | None, dict[str, Any]]:
+        """Return the names of the row's images, or None, and its sample with at least an `id`."""
+        raise NotImplementedError
+
+    def is_good(self, row: Row) -> bool:
+        """Tell whether a row can be converted; else it goes to `current_bad_rows`."""
         try:
             names, sample = self.convert(row)
-            for name in names or ():
-                self._folders.check_name(name, source=_place(row, sample))
+            place = _place(row, sample)
+            videos = sample.get("videos") or ()
+            frames = ([one] if isinstance(one, str) else one for one in videos)
+            for name in itertools.chain(names or (), *frames):
+                self._folders.check_name(name, source=place)
         except DataError as error:
             current_bad_rows().take(row.source, error)
             return False
         return True
 
-    def convert(self, row: Row) -> tuple[list[str] | None, dict[str, Any]]:
-        """Names of the row's images, or None, and its sample with at least an `id`."""
-        raise NotImplementedError
+    def make(self, row: Row) -> tuple[list[Image.Image] | None, dict[str, Any]]:
+        """Return the row's images, opened and not decoded, and its sample."""
+        names, sample = self.convert(row)
+        sample["source"] = row.source
+        place = _place(row, sample)
+        images = names and [self._folders.open(name, source=place) for name in names]
+        return with_videos(
+            sample, images, folders=self._folders, num_frames=self._num_frames, source=place
+        )
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> tuple[list[Image.Image] | None, dict[str, Any]]:
-        row = self.rows[index]
-        names, sample = self.convert(row)
-        sample["source"] = row.source
-        if names is None:
-            return None, sample
-        place = _place(row, sample)
-        return [self._folders.open(name, source=place) for name in names], sample
+        return self.make(self.rows[index])
 
     def describe(self, index: int) -> str:
+        """Return file and line of a row."""
         return self.rows[index].source
 
     def fingerprint(self) -> str:
-        """Tells whether another dataset has the same rows, wherever its files lie."""
+        """Return what tells whether another dataset has the same rows, wherever its files are."""
         digest = hashlib.sha256(type(self).__name__.encode())
-        last: RowFile | None = None
+        last = ""
         for row in self.rows:
-            if row.file is not last and row.file is not None:
-                digest.update(f"file {row.file.digest} ".encode())
-            last = row.file
+            if row.digest not in ("", last):
+                digest.update(f"file {row.digest} ".encode())
+            last = row.digest
             digest.update(f"{row.number} ".encode())
         return digest.hexdigest()
 
@@ -152,11 +166,11 @@ def _place(row: Row, sample: dict[str, Any]) -> str:
 
 
 def data_fingerprint(dataset: Any) -> str | None:
-    """The fingerprint of a dataset; None where its part offers none.
+    """Return the fingerprint of a dataset; None where its part offers none.
 
     A dataset part may offer `fingerprint() -> str`: equal for equal rows in the same order, in
     whatever folder, and another one when a row or a file changes. Keep it cheap: readers have
-    hashed the files already, while they read them.
+    hashed the files already.
     """
     from torch.utils.data import Subset  # here: an option is read before torch is needed
 

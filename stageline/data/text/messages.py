@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stageline.data.rows.conversations import WEIGHTS, is_learnt, with_row_weights
-from stageline.data.rows.read_json import check_value
+from stageline.data.rows.read_rows import check_value
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.data.text.template import fill_parts, parse_template, slot_value
 from stageline.errors import DataError, UserError

@@ -1,0 +1,575 @@
+"""Rows of files, each with its place for error messages.
+
+JSON, JSON lines, CSV and text are read line by line here: `datasets.load_dataset` makes a date of
+"2020-01-01", in a table 7 of "007" and nothing of "NA", and its errors name no line. All else is
+the library's: tables that are mapped into memory, their cache, Parquet, Arrow and the hub.
+"""
+
+import csv
+import difflib
+import functools
+import glob
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy
+
+from stageline.data.rows.bad_rows import current_bad_rows
+from stageline.errors import DataError, UserError
+from stageline.hub import PREFIX, pinned_set, read_name
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+Kind = Literal["json", "jsonl", "csv", "text", "parquet", "arrow", "hub"]
+Take = Callable[[str, DataError], None]  # is told the source of a bad row and its error
+Found = Iterator[tuple[Any, str, int]]  # what a file has, its source, its line or number
+KIND_OF_SUFFIX: dict[str, Kind] = {
+    ".json": "json",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".txt": "text",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+_VERSION = "2"  # of the tables that are made of text
+_NO_ROWS = ("dataset_info.json", "dataset_infos.json", "state.json")  # next to files of rows
+_PATTERN = "*?["
+_BOM = b"\xef\xbb\xbf"
+_NO_TEXT = {
+    b"\x1f\x8b": "gzip",
+    b"PK\x03\x04": "zip",
+    b"\x28\xb5\x2f\xfd": "zstandard",
+    b"\xfd7zXZ": "xz",
+    b"PAR1": "parquet",
+    b"ARROW1": "arrow",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row as it is written in a file.
+
+    Attributes:
+        data: the object, or the text of a prompt.
+        source: file and line (JSON lines, CSV, text), or file and number of the row.
+        number: line or row, from 1; in a set of several files the row's place from 0.
+        digest: SHA-256 of the file; empty where it is not known.
+    """
+
+    data: Any
+    source: str
+    number: int
+    digest: str = ""
+
+
+# -- which files ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SetFiles:
+    """The files of a set, sorted; of the kind hub, `names` holds the name of a set of the hub."""
+
+    kind: Kind
+    names: tuple[str, ...]
+    folder: Path  # that names of images are relative to
+
+    @property
+    def paths(self) -> list[Path]:
+        return [] if self.kind == "hub" else [Path(name) for name in self.names]
+
+
+def find_files(place: str, *, option: str = "`dataset_path`") -> SetFiles:
+    """Return the files that a path, a folder, a pattern or `owner/name[@revision]` names.
+
+    Raises:
+        UserError: there is none, or they are of several kinds or of one that is not read.
+    """
+    if read_name(place) is not None:
+        return SetFiles("hub", (pinned_set(place, option=option).removeprefix(PREFIX),), Path.cwd())
+    path = Path(place).expanduser()
+    if path.is_file():
+        found, folder = [path], path.parent
+        if path.suffix.lower() not in KIND_OF_SUFFIX:
+            raise UserError(
+                f"{option} {path} ends in {path.suffix or 'nothing'}. Rename or convert it: the "
+                f"ending is one of {' '.join(KIND_OF_SUFFIX)}."
+            )
+    elif path.is_dir():
+        found, folder = sorted(path.iterdir()), path
+    elif any(sign in place for sign in _PATTERN):
+        found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
+        fixed = re.split(r"[*?[]", str(path))[0]
+        folder = Path(fixed + "x").parent
+    else:
+        there = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise UserError(
+            f"{option} {place}: there is no such file or folder.{near_names(path.name, there)} "
+            f"Give a file, a folder, a pattern such as data/*.jsonl, or {PREFIX}owner/name; a path "
+            f"is relative to {Path.cwd()}."
+        )
+    by_kind: dict[Kind, list[str]] = {}
+    for item in found:
+        kind = KIND_OF_SUFFIX.get(item.suffix.lower())
+        is_hidden = item.name.startswith((".", "_")) or item.name in _NO_ROWS
+        if kind is not None and item.is_file() and (item == path or not is_hidden):
+            by_kind.setdefault(kind, []).append(str(item))
+    if len(by_kind) > 1:
+        raise UserError(
+            f"{option} {place} has files of {len(by_kind)} kinds: "
+            f"{', '.join(sorted(Path(names[0]).name for names in by_kind.values()))}. Give a "
+            "pattern that names one kind, or name each file as a set of its own."
+        )
+    if not by_kind:
+        raise UserError(
+            f"{option} {place} names no file of rows; it has "
+            f"{', '.join(item.name for item in found[:8]) or 'nothing'}. Give files that end in "
+            f"{' '.join(KIND_OF_SUFFIX)}."
+        )
+    ((kind, names),) = by_kind.items()
+    return SetFiles(kind, tuple(names), folder)
+
+
+def near_names(name: str, known: Iterable[str]) -> str:
+    """Return a question for an error: whether one of these names was meant; may be empty."""
+    near = difflib.get_close_matches(name, list(known))
+    return f" Did you mean {' or '.join(near)}?" if near else ""
+
+
+# -- files that people write ---------------------------------------------------------------------
+
+
+def read_rows(path: Path, kind: Kind | None = None, *, may_be_lists: bool = False) -> list[Row]:
+    """Return all rows of a `.json` file (a list), or of a file of JSON lines.
+
+    Args:
+        kind: how the file is read; default: a `.json` file as a list, any other as JSON lines.
+        may_be_lists: a row may be a list instead of an object.
+
+    Raises:
+        DataError: names file and line of the first bad row, unless it may be left out
+            (bad_rows.py); or the file is of another kind, or has no rows.
+        UserError: there is no such file.
+    """
+    kind = kind or ("json" if path.suffix.lower() == ".json" else "jsonl")
+    rows = list(each_row(path, kind, take=current_bad_rows().take, may_be_lists=may_be_lists))
+    if not rows:
+        raise _no_rows(path)
+    digest = _digest_of(path)
+    return [Row(row.data, row.source, row.number, digest) for row in rows]
+
+
+def _no_rows(path: Path) -> DataError:
+    size, bad = path.stat().st_size, current_bad_rows().listed(5)
+    why = f"has no {'good ' if bad else ''}rows in its {size} bytes" if size else "is empty"
+    return DataError(f"{path} {why}. Check the file.\n{bad}".rstrip())
+
+
+def _digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def each_row(path: Path, kind: Kind, *, take: Take, may_be_lists: bool = False) -> Iterator[Row]:
+    """Yield the rows of a file that people write; bad rows go to `take`."""
+    if not path.is_file():
+        raise UserError(f"there is no file {path}. Check `dataset_path` and the dataset's options.")
+    with path.open("rb") as file:
+        head = file.read(6)
+    for start, other in _NO_TEXT.items():
+        if head.startswith(start):
+            raise DataError(
+                f"{path} is a {other} file. Unpack it (gunzip, unzip, unzstd, unxz), or write its "
+                "rows as JSON lines."
+            )
+    read = {"json": _json_list, "jsonl": _json_lines, "csv": _csv_rows, "text": _text_rows}[kind]
+    for data, source, number in read(path, take):
+        if isinstance(data, dict) or (may_be_lists and isinstance(data, list)):
+            yield Row(data, source, number)
+        else:
+            what = f"{source}: the row is {repr(data)[:60]}. A JSON object was expected"
+            take(source, DataError(f"{what}: correct the row."))
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, int, int]]:
+    """Yield (line, bytes before it, number from 1) of each line."""
+    start = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            yield line, start, number
+            start += len(line)
+
+
+def _decode(content: bytes, start: int, path: Path, line: int) -> str:
+    """Return the text of bytes that begin at byte `start` and in this line of a file."""
+    try:
+        return content.removeprefix(_BOM).decode("utf-8")
+    except UnicodeDecodeError as error:
+        place = error.start + len(content) - len(error.object)
+        line += content.count(b"\n", 0, place)
+        raise DataError(
+            f"{path}:{line}: not UTF-8: byte 0x{content[place]:02x} at byte {start + place} of the "
+            f"file ({error.reason}). Save the file as UTF-8, or correct the line."
+        ) from error
+
+
+def _text_lines(path: Path, take: Take) -> Iterator[tuple[str, str, int]]:
+    """Yield the lines that are not blank."""
+    for line, start, number in _lines(path):
+        source = f"{path}:{number}"
+        try:
+            text = _decode(line, start, path, number)
+        except DataError as error:
+            take(source, error)
+            continue
+        if text.strip():
+            yield text, source, number
+
+
+def _text_rows(path: Path, take: Take) -> Found:
+    for text, source, number in _text_lines(path, take):
+        yield {"text": text.rstrip("\r\n")}, source, number
+
+
+def _json_lines(path: Path, take: Take) -> Found:
+    for text, source, number in _text_lines(path, take):
+        try:
+            data = _parse(text)
+        except ValueError as error:
+            place = getattr(error, "pos", None)
+            column = "" if place is None else f":{place + 1}"
+            cut = "" if text.endswith(("\n", "\r")) else " The file may be cut short here."
+            what = f"{source}{column}: {_reason(error)} in {_near(text, place)!r}.{cut}"
+            take(source, DataError(f"{what} Write one JSON object a line, or delete the line."))
+            continue
+        yield data, source, number
+
+
+def _json_list(path: Path, take: Take) -> Found:
+    text = _decode(path.read_bytes(), 0, path, 1)
+    if not text.strip():
+        return
+    constants: list[_Constant] = []
+
+    def constant(name: str) -> _Constant:
+        constants.append(_Constant(name))
+        return constants[-1]
+
+    try:
+        rows = json.JSONDecoder(parse_constant=constant).decode(text)
+    except (ValueError, RecursionError) as error:
+        place = getattr(error, "pos", 0)
+        line, column = text.count("\n", 0, place) + 1, place - text.rfind("\n", 0, place)
+        cut = "" if text.rstrip().endswith("]") else " The file may be cut short: it lacks a ']'."
+        raise DataError(
+            f"{path}:{line}:{column}: {_reason(error)} in {_near(text, place)!r}.{cut} Correct the "
+            "list (a file of JSON lines ends in .jsonl)."
+        ) from None
+    if not isinstance(rows, list):
+        raise DataError(f"{path} holds a JSON {type(rows).__name__}. Put the rows into one list.")
+    may_be_bad = constants or _MAY_HOLD_BAD_CHARACTERS.search(text)
+    for number, data in enumerate(rows, 1):
+        source = f"{path}: row {number}"
+        try:
+            if may_be_bad:
+                check_value(data)
+        except (ValueError, RecursionError) as error:
+            take(source, DataError(f"{source}: {_reason(error)}. Correct the row."))
+        else:
+            yield data, source, number
+
+
+class _Constant(str):
+    """A constant such as NaN, which Python takes and JSON does not have."""
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+_STRICT = json.JSONDecoder(parse_constant=_refuse)
+_MAY_HOLD_BAD_CHARACTERS = re.compile(r"\\u(0000|[dD][89a-fA-F])")
+
+
+def _parse(text: str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: it is none; `pos` says where, if that is known.
+    """
+    try:
+        value = _STRICT.decode(text)
+        if _MAY_HOLD_BAD_CHARACTERS.search(text):
+            check_value(value)
+    except RecursionError as error:
+        raise ValueError(_reason(error)) from None
+    return value
+
+
+def check_value(value: Any, field: str = "") -> None:
+    """Refuse NaN, and texts with a NUL or half a surrogate pair, on which tokenizers fail.
+
+    Raises:
+        ValueError: says where.
+    """
+    if isinstance(value, dict):
+        for key, item in value.items():
+            check_value(key, key)
+            check_value(item, key)
+    elif isinstance(value, list):
+        for item in value:
+            check_value(item, field)
+    elif isinstance(value, _Constant):
+        _refuse(value)
+    elif isinstance(value, str) and (bad := re.search("[\0\ud800-\udfff]", value)):
+        kind = "a NUL" if bad[0] == "\0" else "half a surrogate pair"
+        raise ValueError(
+            f"{kind} (\\u{ord(bad[0]):04x}) as character {bad.start()} of the field "
+            f"{field[:60]!r}: no text that a tokenizer takes"
+        )
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "no JSON (lists or objects are nested too deeply)"
+    return f"no JSON ({error.msg})" if isinstance(error, json.JSONDecodeError) else str(error)
+
+
+def _near(text: str, place: int | None) -> str:
+    """Return some of the text before a place; its beginning where none is known."""
+    end = 60 if place is None else place + 20
+    return text[max(end - 60, 0) : end].strip()
+
+
+def _csv_rows(path: Path, take: Take) -> Found:
+    line = 0
+
+    def text_of(found: tuple[bytes, int, int]) -> str:
+        nonlocal line
+        content, start, line = found
+        return _decode(content, start, path, line)
+
+    csv.field_size_limit(1 << 30)  # of this process; 128 KiB by default
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    table = csv.reader(map(text_of, _lines(path)), strict=True, delimiter=delimiter)
+    names: list[str] = []
+    while True:
+        first = line + 1
+        source = f"{path}:{first}"
+        try:
+            cells = next(table, None)
+            if cells is None:
+                return
+            if names and cells and len(cells) != len(names):
+                raise csv.Error(f"{len(cells)} cells in {len(names)} columns, {', '.join(names)}")
+        except csv.Error as error:
+            what = f"{source}: no CSV ({error}). Put double quotes around a text that holds the "
+            what += 'separator or a line break, and "" for a quote in it.'
+            wrong = DataError(what)
+        except DataError as error:
+            wrong = error
+        else:
+            if names and cells:  # not a blank line
+                yield dict(zip(names, cells, strict=True)), source, first
+            names = names or [name.strip() for name in cells]
+            if "" not in names and len(set(names)) == len(names):
+                continue
+            what = f"{source}: the columns are {', '.join(map(repr, names))}. Write a first line "
+            raise DataError(what + "with a name for each column, each once.")
+        if not names:
+            raise wrong
+        take(source, wrong)
+
+
+# -- tables of the library -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Table:
+    """The good rows of one file, mapped into memory."""
+
+    name: str  # of the file, as it was given
+    rows: "Dataset"
+    digest: str  # SHA-256 of the file's bytes, or the library's fingerprint of a set of the hub
+    kind: Kind
+    num_rows: int
+
+    @property
+    def is_text(self) -> bool:
+        """Whether `rows` holds rows as JSON, with their numbers; else the rows themselves."""
+        return self.kind in ("json", "jsonl", "csv", "text")
+
+    @functools.cached_property
+    def _columns(self) -> dict[str, Any]:
+        # twenty times as fast as the library's own way to a row
+        return {name: self.rows.data.column(name) for name in ("row", "number")}
+
+    def __getitem__(self, index: int) -> Row:
+        """Return a row; its number is its line, or its place in the file from 1."""
+        if not self.is_text:
+            data = without_none(self.rows[index], self.rows.features)
+            return Row(data, f"{self.name}: row {index + 1}", index + 1)
+        data, number = (self._columns[name][index].as_py() for name in ("row", "number"))
+        place = f": row {number}" if self.kind == "json" else f":{number}"
+        return Row(json.loads(data), f"{self.name}{place}", number)
+
+
+class TableRows(Sequence[Row]):
+    """Rows of several tables, one table after the other.
+
+    Attributes:
+        numbers: of the rows that it has, counted over all tables from 0.
+    """
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        self.tables = list(tables)
+        self._starts = numpy.cumsum([0, *(table.num_rows for table in tables)])
+        self.num_read = int(self._starts[-1])
+        self.numbers = numpy.arange(self.num_read, dtype=numpy.int64)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        number = int(self.numbers[index])
+        table, place = part_of(self._starts, number)
+        return replace(self.tables[table][place], number=number)
+
+
+def part_of(starts: numpy.ndarray, number: int) -> tuple[int, int]:
+    """Return (part, row in it) of a row that is numbered over parts with these first rows."""
+    part = int(numpy.searchsorted(starts, number, side="right")) - 1
+    return part, number - int(starts[part])
+
+
+def open_tables(
+    files: SetFiles, *, cache: str | Path | None = None, hub_split: str = "train"
+) -> TableRows:
+    """Return the rows of a set; bad rows go to `current_bad_rows`.
+
+    Args:
+        cache: folder of what is made of files; default: that of the library.
+    """
+    import datasets
+
+    folder = str(cache or datasets.config.HF_DATASETS_CACHE)
+    if files.kind != "hub":
+        datasets.disable_progress_bars()  # of a copy on this disk
+        make = _library_table if files.kind in ("parquet", "arrow") else _text_table
+        return TableRows([make(path, files.kind, folder) for path in files.paths])
+    repo, _, revision = files.names[0].partition("@")
+    try:
+        rows = datasets.load_dataset(
+            repo, revision=revision or None, split=hub_split, cache_dir=folder
+        )
+    except Exception as error:
+        raise UserError(
+            f"{PREFIX}{files.names[0]} cannot be loaded ({type(error).__name__}: {error}). Check "
+            "the name, download it first, or give a file, a folder or a pattern."
+        ) from error
+    name = f"{PREFIX}{files.names[0]}"
+    return TableRows([Table(name, rows, str(rows._fingerprint), "hub", len(rows))])
+
+
+def _text_table(path: Path, kind: Kind, folder: str) -> Table:
+    """Return the table of a file that people write; the library makes it once.
+
+    Its rows are the good ones, then the reasons of the bad ones, then the file's digest.
+    """
+    import datasets
+
+    now = path.stat()
+    facts = (_VERSION, kind, str(path), str(path.absolute()), now.st_size, now.st_mtime_ns)
+    columns = {"row": "large_string", "number": "int64", "bad": "large_string"}
+    features = datasets.Features({name: datasets.Value(type_) for name, type_ in columns.items()})
+    try:
+        rows = datasets.Dataset.from_generator(
+            _written_rows,
+            features=features,
+            cache_dir=folder,
+            gen_kwargs={"path": path, "kind": kind},
+            fingerprint=hashlib.sha256(repr(facts).encode()).hexdigest()[:32],
+        )
+    except (OSError, datasets.exceptions.DatasetGenerationError) as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, UserError):
+            raise cause from None
+        raise UserError(
+            f"what is made of {path} cannot be kept in {folder} ({cause}). Name another folder "
+            "with `dataset.cache`, or make room."
+        ) from error
+    num_good = rows.data.column("bad").null_count
+    *bad, last = rows.data.slice(num_good).to_pylist()
+    for found in bad:
+        current_bad_rows().take(found["bad"], DataError(found["row"]))
+    if num_good == 0:
+        raise _no_rows(path)
+    return Table(str(path), rows, last["row"], kind, num_good)
+
+
+def _written_rows(path: Path, kind: Kind) -> Iterator[dict[str, Any]]:
+    bad: list[tuple[str, DataError]] = []
+    for row in each_row(path, kind, take=lambda source, error: bad.append((source, error))):
+        text = json.dumps(row.data, ensure_ascii=False)
+        yield {"row": text, "number": row.number, "bad": None}
+    for source, error in bad:
+        yield {"row": str(error), "number": 0, "bad": source}
+    yield {"row": _digest_of(path), "number": 0, "bad": "digest"}
+
+
+def _library_table(path: Path, kind: Kind, folder: str) -> Table:
+    rows = _load(path, kind, cache_dir=folder)
+    if len(rows) == 0:
+        raise _no_rows(path)
+    return Table(str(path), rows, _digest_of(path), kind, len(rows))
+
+
+def stream_rows(path: Path, kind: Kind, *, take: Take) -> Iterator[Row]:
+    """Yield the rows of a file, a few in memory at a time."""
+    if kind in ("parquet", "arrow"):
+        rows = _load(path, kind, streaming=True)
+        for number, row in enumerate(rows, 1):
+            yield Row(without_none(row, rows.features), f"{path}: row {number}", number)
+    else:
+        yield from each_row(path, kind, take=take)
+
+
+def _load(path: Path, kind: Kind, **options: Any) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_dataset(kind, data_files=[str(path)], split="train", **options)
+    except Exception as error:  # the readers of the library raise what they like
+        cause = error.__cause__ or error
+        raise DataError(
+            f"{path} cannot be read as {kind} ({type(cause).__name__}: {cause}). Check how it was "
+            "written, or copy it again."
+        ) from error
+
+
+def without_none(value: Any, feature: Any = None) -> Any:
+    """Return a value without the keys that are None, at any depth.
+
+    In tables all rows have the same keys, so a tool's arguments would get those of all others. A
+    column of type Json holds each value as it was written: None in it is meant.
+
+    Args:
+        feature: the type of the column in `datasets`; None: it is not known.
+    """
+    if type(feature).__name__ == "Json":
+        return value
+    if isinstance(value, dict):
+        types = feature if isinstance(feature, dict) else {}
+        kept = {key: item for key, item in value.items() if item is not None}
+        return {key: without_none(item, types.get(key)) for key, item in kept.items()}
+    if isinstance(value, list):
+        inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+        return [without_none(item, inner) for item in value]
+    return value
