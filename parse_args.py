@@ -9,7 +9,7 @@ import functools
 import os
 import sys
 from argparse import SUPPRESS
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -30,6 +30,7 @@ from options.answer import (
     with_engine_keys,
 )
 from options.command_line import (
+    COMMAND_LINE,
     Given,
     by_name,
     command_words,
@@ -37,7 +38,6 @@ from options.command_line import (
     drop_rivals,
     gathered,
     needs_value,
-    option_types,
     read_config,
     read_words,
     unfolded,
@@ -57,7 +57,6 @@ from options.fields import (
     absolute,
     check_limits,
     check_together,
-    check_words,
     common_options,
     expanded,
     option_fields,
@@ -155,7 +154,10 @@ class Arguments(Generic[Run]):
         """Every option by the name it has on the command line; paths are absolute."""
         config: dict[str, Any] = {}
         if self.imports:
-            config["import"] = [_absolute(spec) for spec in self.imports]
+            config["import"] = [
+                str(Path(spec).expanduser().absolute()) if spec.endswith(".py") else spec
+                for spec in self.imports
+            ]
         for name, chosen in self.parts.items():
             config[spelled(name)[2:]] = chosen.key
         for item in option_fields(self.run).values():
@@ -308,7 +310,7 @@ def read_arguments(
     action: str = "",
     checks: Sequence[Callable[[Any], object]] = (),
 ) -> Arguments[Any]:
-    """Both passes.
+    """Read the words of a command, in both passes.
 
     Args:
         keys: the registers that this program chooses from, with their default keys.
@@ -319,12 +321,17 @@ def read_arguments(
         checks: each refuses options that do not go together.
     """
     settable = option_fields(config_class)
-    given = unfolded(with_configs(read_words(command_words(argv))), settable)
-    for item in given:
-        check_words(spelled(item.name), item.values)
-    imports = [spec for item in given if item.name == "import" for spec in item.values]
-    import_parts(dict.fromkeys(imports))
-    options = _by_register(by_name(given), keys) | gathered(given, repeated)
+    given = unfolded(with_configs(read_words(command_words(argv)), settable), settable)
+    imports = list(
+        dict.fromkeys(one for item in given if item.name == "import" for one in item.values)
+    )
+    import_parts(imports)
+    # options of a register under its name, however it is spelled
+    registers = {_spelled(name): name for name in keys}
+    options = {}
+    for name, item in (by_name(given) | gathered(given, repeated)).items():
+        head, dot, tail = name.partition(".")
+        options[registers.get(head, head) + dot + tail] = item
     items = settable.values()
     rivals = {one.name: one.metadata["instead_of"] for one in items if one.metadata["instead_of"]}
     drop_rivals(options, rivals)
@@ -332,7 +339,7 @@ def read_arguments(
         _print_and_stop(list_parts())
     help_words = options.pop("help", None)
     is_help = help_words is not None
-    keys = _with_suggested(options, _with_found(options, keys))
+    keys = _with_defaults(options, keys)
     chosen = _choose(options, keys, may_miss=is_help)
     owned = _owned_keys(options, chosen)
     keys = {**keys, **owned}
@@ -353,34 +360,22 @@ def read_arguments(
     values = convert(parser, settings, also_known=known)
     typed_values = {item.name: expanded(item, values[item.name]) for item in typed}
     run = replaced(config_class(), typed_values)
-    check_limits(run)
-    check_together(run)
     parts = {name: chosen_part(name, key, values.get(name) or {}) for name, key in chosen.items()}
-    for check in checks:
+    for check in (check_limits, check_together, *checks):
         check(run)
-    return Arguments(run, parts, list(dict.fromkeys(imports)))
+    return Arguments(run, parts, imports)
 
 
-def with_configs(given: list[Given]) -> list[Given]:
-    """Puts the options of `--config` files in front, so that the command line wins."""
+def with_configs(given: list[Given], names: Iterable[str] = ()) -> list[Given]:
+    """Put the options of `--config` files in front, so that the command line wins."""
     from_files: list[Given] = []
     for item in given:
         if item.name == "config":
             if not item.values:
                 raise OptionError(needs_value(item, "the path of a YAML file"))
             for path in item.values:
-                from_files += read_config(path)
+                from_files += read_config(path, names)
     return from_files + given
-
-
-def _by_register(options: dict[str, Given], keys: Mapping[str, str | None]) -> dict[str, Given]:
-    """The options with those of a register under its name, however it is spelled."""
-    names = {_spelled(name): name for name in keys}
-    found = {}
-    for given, item in options.items():
-        head, dot, tail = given.partition(".")
-        found[names.get(head, head) + dot + tail] = item
-    return found
 
 
 def _spelled(name: str) -> str:
@@ -388,37 +383,10 @@ def _spelled(name: str) -> str:
     return ALL_REGISTERS[name].option[2:].replace("-", "_")
 
 
-def _choose(
-    options: dict[str, Given], keys: Mapping[str, str | None], *, may_miss: bool
-) -> dict[str, str]:
-    """Resolves every key, before anything is loaded."""
-    chosen: dict[str, str] = {}
-    for name, default in keys.items():
-        register = ALL_REGISTERS[name]
-        item = options.get(name)
-        is_right = item is None or len(item.values) == 1 or (register.takes_several and item.values)
-        if item is not None and not is_right:
-            raise OptionError(needs_value(item, f"one key of {name}_register"))
-        key = ",".join(item.values) if item is not None else default
-        if key is None and may_miss:
-            continue
-        if key is None:
-            raise OptionError(
-                f"{register.option} is missing: {register.holds}. Choose one of: "
-                f"{', '.join(sorted(register)) or '(nothing is registered)'}."
-            )
-        if may_miss and item is None and key not in register:
-            continue
-        place = item.origin if item is not None else "the default"
-        suffix = "" if place == "command line" else f" ({place})"
-        for one in key.split(",") if register.takes_several else [key]:
-            register.entry(one, option=register.option + suffix)
-        chosen[name] = key
-    return chosen
-
-
-def _with_found(options: dict[str, Given], keys: Mapping[str, str | None]) -> dict[str, str | None]:
-    """The keys with those of dataset and collate_fn that follow from a file and from the loss."""
+def _with_defaults(
+    options: dict[str, Given], keys: Mapping[str, str | None]
+) -> dict[str, str | None]:
+    """The keys with those that follow from a file, from the loss and from other components."""
     found = dict(keys)
     given = {name: item.values[0] for name, item in options.items() if len(item.values) == 1}
     if keys.get("dataset", "") is None and (path := given.get("dataset_path")):
@@ -431,20 +399,40 @@ def _with_found(options: dict[str, Given], keys: Mapping[str, str | None]) -> di
         dataset, loss = (given.get(name) or found[name] for name in ("dataset", "loss_fn"))
         known = ALL_REGISTERS["collate_fn"]
         found["collate_fn"] = "pt" if dataset == "corpus" else loss if loss in known else "sft"
-    return found
-
-
-def _with_suggested(
-    options: dict[str, Given], keys: Mapping[str, str | None]
-) -> dict[str, str | None]:
-    """The keys with the defaults that the chosen parts suggest."""
     suggested: dict[str, str] = {}
     for name in SUGGESTING:
         item, register = options.get(name), ALL_REGISTERS[name]
-        key = (keys.get(name) if item is None else (*item.values, "")[0]) or ""
+        key = (found.get(name) if item is None else (*item.values, "")[0]) or ""
         if name in keys and key in register:
             suggested |= register.entry(key).facts["default_keys"]
-    return {one: suggested.get(one, default) for one, default in keys.items()}
+    return {one: suggested.get(one, default) for one, default in found.items()}
+
+
+def _choose(
+    options: dict[str, Given], keys: Mapping[str, str | None], *, may_miss: bool
+) -> dict[str, str]:
+    """Resolve every key, before anything is loaded."""
+    chosen: dict[str, str] = {}
+    for name, default in keys.items():
+        register, item = ALL_REGISTERS[name], options.get(name)
+        if item is not None and not (
+            len(item.values) == 1 or (register.takes_several and item.values)
+        ):
+            raise OptionError(needs_value(item, f"one key of {name}_register"))
+        key = ",".join(item.values) if item is not None else default
+        if may_miss and (key is None or (item is None and key not in register)):
+            continue
+        if key is None:
+            raise OptionError(
+                f"{register.option} is missing: {register.holds}. Choose one of: "
+                f"{', '.join(sorted(register)) or '(nothing is registered)'}."
+            )
+        place = item.origin if item is not None else "the default"
+        suffix = "" if place == COMMAND_LINE else f" ({place})"
+        for one in key.split(",") if register.takes_several else [key]:
+            register.entry(one, option=register.option + suffix)
+        chosen[name] = key
+    return chosen
 
 
 def _owned_keys(options: dict[str, Given], chosen: Mapping[str, str]) -> dict[str, None]:
@@ -461,9 +449,8 @@ def _owned_keys(options: dict[str, Given], chosen: Mapping[str, str]) -> dict[st
             found[name] = None
         elif name in options:
             raise OptionError(
-                f"{options[name]} came with {spelled(owner)} {key}, which takes no {name}. It was "
-                f"expected with a {owner} part that has an argument {name}, because no other part "
-                f"uses it: leave {spelled(name)} out, or choose another {spelled(owner)}."
+                f"{options[name]}: {spelled(owner)} {key} takes no {name}. Drop {spelled(name)}, "
+                f"or choose another {spelled(owner)}."
             )
     return found
 
@@ -483,13 +470,10 @@ def _build_parser(
             )
     for name, key in chosen.items():
         add_part_options(parser, ALL_REGISTERS[name], key, listed=frozenset(listed.get(name, ())))
-    known = option_types(parser)
-    defaults = {
-        f"{name}.{option}": value
-        for name, extra in listed.items()
-        for option, value in extra.items()
-    }
-    parser.set_defaults({name: value for name, value in defaults.items() if name in known})
+    known = {action.dest for action in parser._actions}
+    for name, extra in listed.items():
+        defaults = {f"{name}.{option}": value for option, value in extra.items()}
+        parser.set_defaults({one: value for one, value in defaults.items() if one in known})
     return parser
 
 
@@ -500,10 +484,6 @@ def _print_and_stop(text: str) -> None:
         except BrokenPipeError:  # the reader, `head` say, has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise SystemExit(0)
-
-
-def _absolute(spec: str) -> str:
-    return str(Path(spec).expanduser().absolute()) if spec.endswith(".py") else spec
 
 
 def _yaml_ready(value: Any) -> Any:
