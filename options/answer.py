@@ -3,11 +3,11 @@
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, Literal
 
 from options.data import FewshotOptions, ImageOptions, ReportOptions
-from options.fields import OptionError, mapping, option, side_option, spelled
+from options.fields import OptionError, Options, mapping, option, side_option, spelled
 from options.train import DEVICE_HELP, DTYPE_HELP, DeviceKind, SharedOptions, precision_of
 
 # options that several commands have
@@ -39,8 +39,7 @@ _temperature = functools.partial(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecodeOptions:
+class DecodeOptions(Options):
     """Pipelined decoding (--engine pipeline)"""
 
     num_stages: int | None = side_option(
@@ -94,7 +93,6 @@ WITH_REPLICAS = ("device_map", "pipeline")  # several processes of a run may hav
 SHARED = {"max_length": ("pipeline", "vllm")}
 
 
-@dataclass(frozen=True, kw_only=True)
 class EngineOptions(DecodeOptions):
     """Engine"""
 
@@ -143,16 +141,14 @@ def check_engine(run: EngineOptions) -> None:
 _UNITS = {"": 1024**3, "g": 1024**3, "gib": 1024**3, "gb": 10**9, "mib": 1024**2, "mb": 10**6}
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowSize:
+class RowSize(Options):
     """A row, for --plan and the cut"""
 
     length: int = side_option(2048, "tokens of the longest prompt with its answer", at_least=2)
     images: int = side_option(1, "images of it (tiles count each)", at_least=0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlacementOptions:
+class PlacementOptions(Options):
     """Devices"""
 
     visual_gpu_ratio: float | None = side_option(
@@ -198,8 +194,7 @@ def _bytes(text: str) -> int:
     return int(float(match[1]) * unit)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions:
+class ModelOptions(Options):
     """Model and machine"""
 
     model_path: str | None = option(
@@ -230,8 +225,7 @@ def check_has_model(config: ModelOptions) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnswerOptions:
+class AnswerOptions(Options):
     """Answers"""
 
     adapter_path: list[str] | None = _adapter_paths()
@@ -245,7 +239,6 @@ class AnswerOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(
     FewshotOptions,
     PlacementOptions,
@@ -265,8 +258,7 @@ class EvaluateConfig(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptOptions:
+class PromptOptions(Options):
     """What is asked; one of --prompts, --text and --dataset"""
 
     prompts: str | None = side_option(
@@ -289,7 +281,6 @@ class PromptOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class InferConfig(
     PlacementOptions, PromptOptions, EngineOptions, AnswerOptions, ImageOptions, SharedOptions
 ):
@@ -312,8 +303,7 @@ def check_prompts(run: InferConfig, *, has_dataset: bool) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChatServerOptions:
+class ChatServerOptions(Options):
     """A server that answers"""
 
     server: str | None = option(
@@ -330,8 +320,7 @@ class ChatServerOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChatSettings:
+class ChatSettings(Options):
     """Answers; /set changes them"""
 
     max_new_tokens: int = _longest_answer(512)
@@ -346,7 +335,6 @@ class ChatSettings:
     seed: int = option(0, "seed of sampling", at_least=0, at_most=10**12)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ChatConfig(ChatSettings, ChatServerOptions, PlacementOptions, ModelOptions):
     """Chat"""
 
@@ -354,8 +342,7 @@ class ChatConfig(ChatSettings, ChatServerOptions, PlacementOptions, ModelOptions
     num_devices: int | None = _num_devices()
 
 
-@dataclass(frozen=True, kw_only=True)
-class HarnessSettings:
+class HarnessSettings(Options):
     """What lm_eval gets as it is"""
 
     include_path: str | None = option(
@@ -380,8 +367,7 @@ class HarnessSettings:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TaskOptions:
+class TaskOptions(Options):
     """Tasks of lm_eval"""
 
     tasks: str | None = option(
@@ -402,7 +388,6 @@ class TaskOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class LmEvalConfig(TaskOptions, DecodeOptions, ModelOptions):
     """Run"""
 

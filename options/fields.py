@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, dataclass_transform
 
 _HUB = "hub:"
 # as stageline.hub reads them: a name, and what is a file all the same
@@ -26,6 +26,14 @@ class OptionError(ValueError):
     """An option, or a combination of options, that cannot be run."""
 
     exit_code = 2
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+class Options:
+    """Base of the classes of options, whose fields are `option(...)`: frozen dataclasses."""
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
 
 def option(
@@ -53,33 +61,30 @@ def option(
     shapes_answers: bool = True,
     in_check: bool = True,
 ) -> Any:
-    """A field of an options class: its default, its help text, and what holds for it.
+    """Declare a field of an options class: default, help text, and what holds for it.
 
     Args:
         is_path: a file or folder that has to exist, or several.
-        is_pattern: of a path: one with *, ? or [ is a pattern, and what has an .idx file is the
-            prefix of a corpus.
+        is_pattern: of a path: *, ? and [ make a pattern, and it may be the prefix of a corpus.
         takes_name: of a path: a name on a hub, `owner/name[@revision]`, will do.
         is_named: of several paths: each may be NAME=PATH.
         is_output: a folder that the run makes.
-        is_common: most people need it: `--help` shows it, and not in `--help all` alone.
+        is_common: `--help` shows it, not only `--help all`.
         is_needed: a value has to be given.
-        is_saved: the saved config has it; a repeated run then does the same.
+        is_saved: the saved config has it.
         needs: options, as they are typed, without which this one has no effect; one of several,
             "--bf16 or --fp16". A lower-case word behind is the value that is meant, as in
             "--quantization nf4"; another one is an example.
         excludes: options, as they are typed, with a value or any, that cannot be given as well.
         instead_of: the option whose value follows from this one. A typed one of the two holds; in a
-            file, where both stand in each saved config, this one.
+            saved config, which has both, this one.
         not_streamed: why `--engine streaming` cannot follow it.
-        to: registers whose parts get it by its name; with a ? behind, only if it is not the
-            default, so that parts need not know it.
-        argument: the name that parts get it by, where it is another one; {} stands for the name of
-            the mapping, as in "{}_lora_rank" of `parts.vit.lora_rank`.
-        resume: course: it decides what is trained and stays as it is; steps: so it does, but not
-            what the start model says of a row; length: the same, and a resumed run may have
-            another value where the learning rates of the steps done stay; free: a resumed run may
-            have another value.
+        to: registers whose parts get it; with a ? behind, only if it is not the default.
+        argument: the name that parts get it by; {} stands for the name of the mapping, as in
+            "{}_lora_rank" of `parts.vit.lora_rank`.
+        resume: whether a resumed run may have another value: course: no; steps: no, but the start
+            model's scores do not depend on it; length: where the learning rates of the steps done
+            stay; free: yes.
         shapes_answers: an evaluation with another value gives other answers.
         in_check: it holds while a split is checked; else its default does.
     """

@@ -1,11 +1,11 @@
 """The options that trade time for memory, and what they must be together."""
 
 import importlib.util
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from options.fields import (
     OptionError,
+    Options,
     free_option,
     given_options,
     mapping,
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from options.train import RunConfig
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecomputeSettings:
+class RecomputeSettings(Options):
     """What --gradient-checkpointing recomputes"""
 
     every: int = free_option(
@@ -39,8 +38,7 @@ class RecomputeSettings:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryOptions:
+class MemoryOptions(Options):
     """Memory and attention"""
 
     gradient_checkpointing: bool = free_option(
@@ -182,8 +180,7 @@ def check_attention_device(run: Any, device: str) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamingSettings:
+class StreamingSettings(Options):
     """Memory of --engine streaming"""
 
     budget: float | None = free_option(
@@ -197,8 +194,7 @@ class StreamingSettings:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamingOptions:
+class StreamingOptions(Options):
     """Streaming (--engine streaming)"""
 
     streaming: StreamingSettings = mapping(StreamingSettings)

@@ -2,16 +2,14 @@
 
 import os
 import ssl
-from dataclasses import dataclass
 from pathlib import Path
 
 from options.answer import DecodeOptions, ModelOptions
 from options.data import ImageOptions
-from options.fields import OptionError, mapping, option, option_fields, split_name
+from options.fields import OptionError, Options, mapping, option, option_fields, split_name
 
 
-@dataclass(frozen=True, kw_only=True)
-class HttpSettings:
+class HttpSettings(Options):
     """Connections"""
 
     ssl_certfile: str | None = option(
@@ -65,8 +63,7 @@ def _refuse_password() -> str:
     raise ValueError("the key is encrypted")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ListenOptions:
+class ListenOptions(Options):
     """Server"""
 
     host: str = option(
@@ -81,8 +78,7 @@ class ListenOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RequestLimits:
+class RequestLimits(Options):
     """Limits of requests"""
 
     max_queue: int = option(256, "answers that may wait; more are refused (429)", at_least=0)
@@ -100,7 +96,6 @@ class RequestLimits:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class ServeConfig(ListenOptions, ImageOptions, DecodeOptions, ModelOptions):
     """Every option of serve.py."""
 

@@ -65,8 +65,8 @@ def test_merge_of_merged_corpora_joins_like_with_like(tmp_path, three):
     ("settings", "words"),
     [
         (dict(tokenizer=tokenizer(name="other", fingerprint="e" * 64)), "'tiny'.*'other'"),
-        (dict(vocab_size=1001), "1,000 ids in uint16 and 1,001"),
-        (dict(rules=CutRules(seq_length=9)), r"at most 8 and 9 tokens \(seq_length\)"),
+        (dict(vocab_size=1001), "vocabularies: 1000 and 1001"),
+        (dict(rules=CutRules(seq_length=9)), "8 and 9"),
     ],
 )
 def test_corpora_that_do_not_belong_together_are_named(tmp_path, settings, words):
