@@ -17,18 +17,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import yaml
 from jsonargparse import ArgumentParser
 
-from options.answer import (
-    ChatConfig,
-    EvaluateConfig,
-    InferConfig,
-    LmEvalConfig,
-    check_engine,
-    check_has_model,
-    check_prompts,
-    check_tasks,
-    device_memory,
-    with_engine_keys,
-)
+from options import answer, corpus, data, memory, model, rollouts, serve, train
 from options.command_line import (
     COMMAND_LINE,
     Given,
@@ -42,16 +31,6 @@ from options.command_line import (
     read_words,
     unfolded,
 )
-from options.corpus import (
-    ACTIONS,
-    VerifyConfig,
-    check_needed,
-    no_action,
-    overview,
-    split_action,
-    with_run,
-)
-from options.data import check_batches, check_images
 from options.fields import (
     OptionError,
     absolute,
@@ -65,24 +44,7 @@ from options.fields import (
     spelled,
     value_of,
 )
-from options.memory import check_attention
-from options.model import (
-    adapter_arguments,
-    check_lora,
-    check_methods,
-    check_part_training,
-    check_vision,
-)
 from options.parts import ChosenPart, add_part_options, chosen_part, help_text, list_parts, takes
-from options.rollouts import check_rollouts
-from options.serve import ServeConfig, check_certificate, named_adapters
-from options.train import (
-    CheckConfig,
-    RunConfig,
-    check_learning_rate,
-    check_partition,
-    settled,
-)
 from register import ALL_REGISTERS, import_parts
 
 # register -> key that is taken when none is given; None: the user has to choose
@@ -101,15 +63,9 @@ TRAIN_KEYS: dict[str, str | None] = {
 }
 # register -> the register whose part takes it as an argument: chosen only where that part does
 OWNED_KEYS = {"sim_fn": "loss_fn", "reward": "loss_fn"}
-EVALUATE_KEYS: dict[str, str | None] = {
-    "model": None,
-    "builder": None,
-    "dataset": None,
-    "prompt": None,
-    "prompt_fn": None,
-    "image_token": None,
-    "metric": None,
-}
+EVALUATE_KEYS: dict[str, str | None] = dict.fromkeys(
+    ("model", "builder", "dataset", "prompt", "prompt_fn", "image_token", "metric")
+)
 INFER_KEYS: dict[str, str | None] = {
     "model": "generate",
     "builder": "auto",
@@ -117,12 +73,8 @@ INFER_KEYS: dict[str, str | None] = {
     "prompt_fn": "chat",
     "image_token": "auto",
 }
-CHAT_KEYS: dict[str, str | None] = {
-    "builder": "auto",
-    "prompt_fn": "chat",
-    "image_token": "auto",
-}
 SERVE_KEYS: dict[str, str | None] = {"prompt_fn": "chat", "image_token": "auto"}
+CHAT_KEYS = {"builder": "auto", **SERVE_KEYS}
 # parts of these registers may name keys that suit them, {"loss_fn": "rm"}, where none are given
 SUGGESTING = ("collate_fn", "model")
 # of a training run's keys, those that a check does without unless it gets a dataset
@@ -130,7 +82,12 @@ DATA_KEYS = ("dataset", "prompt", "prompt_fn", "image_token", "collate_fn")
 SPECIAL = ("import", "config", "list", "help")  # answered before the options are known
 TEST_SPLIT = {"dataset": {"split": "test"}}  # an option although the run supplies it
 # what holds for the split of a model, in training and where it is checked
-CHECKS_OF_SPLIT = (check_partition, check_part_training, check_lora, check_methods)
+CHECKS_OF_SPLIT = (
+    train.check_partition,
+    model.check_part_training,
+    model.check_lora,
+    model.check_methods,
+)
 
 
 Run = TypeVar("Run", covariant=True)
@@ -170,12 +127,12 @@ class Arguments(Generic[Run]):
         return config
 
 
-TrainArguments: TypeAlias = Arguments[RunConfig]
-EvaluateArguments: TypeAlias = Arguments[EvaluateConfig]
-CheckArguments: TypeAlias = Arguments[CheckConfig]
-InferArguments: TypeAlias = Arguments[InferConfig]
-ChatArguments: TypeAlias = Arguments[ChatConfig]
-ServeArguments: TypeAlias = Arguments[ServeConfig]
+TrainArguments: TypeAlias = Arguments[train.RunConfig]
+EvaluateArguments: TypeAlias = Arguments[answer.EvaluateConfig]
+CheckArguments: TypeAlias = Arguments[train.CheckConfig]
+InferArguments: TypeAlias = Arguments[answer.InferConfig]
+ChatArguments: TypeAlias = Arguments[answer.ChatConfig]
+ServeArguments: TypeAlias = Arguments[serve.ServeConfig]
 
 
 @dataclass(frozen=True)
@@ -186,7 +143,7 @@ class CorpusArguments(Arguments[Any]):
 
 
 def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
-    """Reads the options of a training run.
+    """Read the options of a training run.
 
     Args:
         argv: the words after the program's name; by default those of this process.
@@ -195,18 +152,18 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
         OptionError, RegisterError: exit code 2; before any model or data is loaded.
         SystemExit: after `--help` and `--list`.
     """
-    arguments = read_arguments(argv, RunConfig, keys=TRAIN_KEYS)
-    run = settled(arguments.run)
-    more = (check_vision, check_batches, check_learning_rate, check_images)
+    arguments = read_arguments(argv, train.RunConfig, keys=TRAIN_KEYS)
+    run = train.settled(arguments.run)
+    more = (model.check_vision, data.check_batches, train.check_learning_rate, data.check_images)
     for check in (*CHECKS_OF_SPLIT, *more):
         check(run)
-    check_attention(run, arguments.parts["train_model"])
-    check_rollouts(run, arguments.parts)
+    memory.check_attention(run, arguments.parts["train_model"])
+    rollouts.check_rollouts(run, arguments.parts)
     return replace(arguments, run=run)
 
 
 def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
-    """Reads the options of a check, which are those of a training run and some of its own.
+    """Read the options of a check, which are those of a training run and some of its own.
 
     The keys that have to do with data may be left out; with --dataset they belong together.
     """
@@ -220,71 +177,93 @@ def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
     }
     if "exported" in given and "train_model" not in given:
         del keys["train_model"]  # that of the architecture
-    arguments = read_arguments(words, CheckConfig, keys=keys)
-    run = settled(arguments.run)
+    arguments = read_arguments(words, train.CheckConfig, keys=keys)
+    run = train.settled(arguments.run)
     if run.exported is not None:
         return replace(arguments, run=run)
     for check in CHECKS_OF_SPLIT:
         check(run)
-    check_attention(run, arguments.parts["train_model"])
+    memory.check_attention(run, arguments.parts["train_model"])
     return replace(arguments, run=run)
 
 
 def parse_evaluate_args(argv: Sequence[str] | None = None) -> EvaluateArguments:
-    """Reads the options of an evaluation; raises as `parse_train_args` does."""
+    """Read the options of an evaluation; raises as `parse_train_args` does."""
     words = command_words(argv)
-    keys = with_engine_keys(EVALUATE_KEYS, by_name(with_configs(read_words(words))))
-    checks = (check_images, check_engine, adapter_arguments, device_memory)
-    return read_arguments(words, EvaluateConfig, keys=keys, listed=TEST_SPLIT, checks=checks)
+    return read_arguments(
+        words,
+        answer.EvaluateConfig,
+        keys=answer.with_engine_keys(EVALUATE_KEYS, by_name(with_configs(read_words(words)))),
+        listed=TEST_SPLIT,
+        checks=(
+            data.check_images,
+            answer.check_engine,
+            model.adapter_arguments,
+            answer.device_memory,
+        ),
+    )
 
 
 def parse_infer_args(argv: Sequence[str] | None = None) -> InferArguments:
-    """Reads the options of a run that answers; raises as `parse_train_args` does."""
+    """Read the options of a run that answers; raises as `parse_train_args` does."""
     words = command_words(argv)
     given = by_name(with_configs(read_words(words)))
+    keys = answer.with_engine_keys(INFER_KEYS, given)
     asks_dataset = "dataset" in given
-    keys = {**with_engine_keys(INFER_KEYS, given), **({"dataset": None} if asks_dataset else {})}
-    check_asked = functools.partial(check_prompts, has_dataset=asks_dataset)
     return read_arguments(
         words,
-        InferConfig,
-        keys=keys,
+        answer.InferConfig,
+        keys=keys | {"dataset": None} if asks_dataset else keys,
         listed=TEST_SPLIT,
         repeated=("text",),
-        checks=(check_images, device_memory, check_engine, check_asked),
+        checks=(
+            data.check_images,
+            answer.device_memory,
+            answer.check_engine,
+            functools.partial(answer.check_prompts, has_dataset=asks_dataset),
+        ),
     )
 
 
 def parse_chat_args(argv: Sequence[str] | None = None) -> ChatArguments:
-    """Reads the options of a chat; raises as `parse_train_args` does."""
-    return read_arguments(argv, ChatConfig, keys=CHAT_KEYS, checks=(device_memory,))
+    """Read the options of a chat; raises as `parse_train_args` does."""
+    return read_arguments(argv, answer.ChatConfig, keys=CHAT_KEYS, checks=(answer.device_memory,))
 
 
-def parse_lm_eval_args(argv: Sequence[str] | None = None) -> Arguments[LmEvalConfig]:
-    """Reads the options of lm_eval; raises as `parse_train_args` does."""
-    return read_arguments(argv, LmEvalConfig, keys={}, checks=(check_has_model, check_tasks))
+def parse_lm_eval_args(argv: Sequence[str] | None = None) -> Arguments[answer.LmEvalConfig]:
+    """Read the options of lm_eval; raises as `parse_train_args` does."""
+    return read_arguments(
+        argv, answer.LmEvalConfig, keys={}, checks=(answer.check_has_model, answer.check_tasks)
+    )
 
 
 def parse_serve_args(argv: Sequence[str] | None = None) -> ServeArguments:
-    """Reads the options of a server; raises as `parse_train_args` does."""
-    checks = (check_images, check_has_model, check_certificate, named_adapters)
-    return read_arguments(argv, ServeConfig, keys=SERVE_KEYS, checks=checks)
+    """Read the options of a server; raises as `parse_train_args` does."""
+    checks = (
+        data.check_images,
+        answer.check_has_model,
+        serve.check_certificate,
+        serve.named_adapters,
+    )
+    return read_arguments(argv, serve.ServeConfig, keys=SERVE_KEYS, checks=checks)
 
 
 def parse_corpus_args(argv: Sequence[str] | None = None) -> CorpusArguments:
-    """Reads an action of the corpus and its options; raises as `parse_train_args` does."""
-    name, words = split_action(command_words(argv))
+    """Read an action of the corpus and its options; raises as `parse_train_args` does."""
+    name, words = corpus.split_action(command_words(argv))
     if name == "find-trained":
-        words = with_run(words)
+        words = corpus.with_run(words)
     if name is None and words in (["--help"], ["-h"], []):
-        print(overview())
+        print(corpus.overview())
         raise SystemExit(0 if words else OptionError.exit_code)
-    action = ACTIONS.get(name or "")
+    action = corpus.ACTIONS.get(name or "")
     if action is None and words != ["--list"]:
-        raise OptionError(no_action(name or words[0]))
-    config = action.config if action else VerifyConfig
+        raise OptionError(corpus.no_action(name or words[0]))
+    config = action.config if action else corpus.VerifyConfig
     keys = action.keys if action else {}
-    given = read_arguments(words, config, keys=keys, action=name or "", checks=(check_needed,))
+    given = read_arguments(
+        words, config, keys=keys, action=name or "", checks=(corpus.check_needed,)
+    )
     assert name is not None  # the list has ended this
     return CorpusArguments(given.run, given.parts, given.imports, action=name)
 

@@ -174,7 +174,16 @@ def device_memory(run: Any) -> tuple[int, ...] | None:
     """Bytes of each device; None where the devices are to be asked."""
     if not run.device_memory:
         return None
-    sizes = tuple(_bytes(text) for text in run.device_memory)
+    sizes: tuple[int, ...] = ()
+    for text in run.device_memory:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+        unit = _UNITS.get(match[2]) if match else None
+        if match is None or unit is None or float(match[1]) <= 0:
+            raise OptionError(
+                f"--device-memory {text} cannot be read. Write a size such as 24GiB, 80GB or 24 "
+                "(GiB)."
+            )
+        sizes += (int(float(match[1]) * unit),)
     count = run.num_devices or len(sizes)
     if len(sizes) not in (1, count):
         raise OptionError(
@@ -182,16 +191,6 @@ def device_memory(run: Any) -> tuple[int, ...] | None:
             f"--num-devices {count} came. Give one size for all, or one for each."
         )
     return sizes if len(sizes) == count else sizes * count
-
-
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    unit = _UNITS.get(match[2]) if match else None
-    if match is None or unit is None or float(match[1]) <= 0:
-        raise OptionError(
-            f"--device-memory {text} cannot be read. Write a size such as 24GiB, 80GB or 24 (GiB)."
-        )
-    return int(float(match[1]) * unit)
 
 
 class ModelOptions(Options):

@@ -165,10 +165,11 @@ def read_config(path: str | Path, names: Iterable[str] = ()) -> list[Given]:
     """
     path = Path(path).expanduser()
     is_json = path.suffix == ".json"
+    lines: dict[str, int] = {}
     try:
         text = path.read_text(encoding="utf-8")
         if is_json:
-            content, lines = json.loads(text, object_pairs_hook=_without_twins), {}
+            content = json.loads(text, object_pairs_hook=_without_twins)
         else:
             content, lines = read_options(text)
     except OSError as error:

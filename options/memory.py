@@ -127,8 +127,6 @@ def answering_remedies(run: "RunConfig") -> list[str]:
 
 # as typed here -> as transformers calls it
 KERNELS = {"eager": "eager", "sdpa": "sdpa", "flex": "flex_attention", "flash": "flash_attention_2"}
-
-
 # where a kernel trains; the package flash-attn has none but for CUDA
 WHERE = {"flex": ("auto", "cuda", "xpu"), "flash": ("auto", "cuda")}
 
@@ -153,9 +151,7 @@ def check_attention(run: Any, part: Any = None) -> None:
             f"{given} came with --train-model.attn_implementation {own}. Leave one out."
         )
     check_attention_device(run, run.device)
-    if run.attention != "flash":
-        return
-    if importlib.util.find_spec("flash_attn") is None:
+    if run.attention == "flash" and importlib.util.find_spec("flash_attn") is None:
         raise OptionError(
             f"{given} came, and the package flash_attn is not installed. Install it (pip install "
             "flash-attn --no-build-isolation), or use --attention sdpa."
@@ -241,6 +237,6 @@ def check_streaming_engine(run: "StreamingOptions", engine: str) -> None:
         return
     for name, value in given_options(run, of=StreamingOptions).items():
         raise OptionError(
-            f"{spelled(name)} {value} came with --engine {engine}, Add --engine "
+            f"{spelled(name)} {value} came with --engine {engine}. Add --engine "
             "streaming, or leave it out."
         )

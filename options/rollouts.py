@@ -86,11 +86,6 @@ def check_rollouts(run: Any, parts: Any) -> None:
         raise OptionError(
             f"--loss-fn {loss.key} came with --collate-fn {collate.key}. Use --collate-fn grpo."
         )
-    _check_numbers(run, parts)
-    _check_not_built(run, parts)
-
-
-def _check_numbers(run: Any, parts: Any) -> None:
     own = run.rollouts
     size = own.group_size
     if run.batch_size * run.accumulate_steps % size:
@@ -114,26 +109,6 @@ def _check_numbers(run: Any, parts: Any) -> None:
                 f"{spelled(name)} {value} is no multiple of --rollouts.inner_steps "
                 f"{own.inner_steps}: a run is saved where answers are drawn. Change one of them."
             )
-
-
-def check_prompts(run: Any, group_size: int) -> None:
-    """Refuses steps that would cut the groups of a dataset, whose answers are judged together.
-
-    Args:
-        group_size: rows of a group of the dataset, such as the views of a scene.
-    """
-    size = run.rollouts.group_size
-    num_prompts = run.batch_size * run.accumulate_steps // size
-    if num_prompts % group_size:
-        raise OptionError(
-            f"--batch-size {run.batch_size} x --accumulate-steps {run.accumulate_steps} with "
-            f"--rollouts.group_size {size} is {num_prompts} prompts a step, and the dataset has "
-            f"groups of {group_size} rows. Make --batch-size a multiple of {group_size * size}."
-        )
-
-
-def _check_not_built(run: Any, parts: Any) -> None:
-    loss = parts["loss_fn"].key
     early = run.early_stop.patience > 0 and run.early_stop.metric == "loss"
     no_loss = "held-out prompts have rewards and no loss (use reward)"
     for name, is_given, why in (
@@ -150,6 +125,22 @@ def _check_not_built(run: Any, parts: Any) -> None:
     ):
         if is_given:
             raise OptionError(
-                f"{name} came with --loss-fn {loss}, whose model answers before each step: {why}. "
-                f"Drop {name}."
+                f"{name} came with --loss-fn {loss.key}, whose model answers before each step: "
+                f"{why}. Drop {name}."
             )
+
+
+def check_prompts(run: Any, group_size: int) -> None:
+    """Refuses steps that would cut the groups of a dataset, whose answers are judged together.
+
+    Args:
+        group_size: rows of a group of the dataset, such as the views of a scene.
+    """
+    size = run.rollouts.group_size
+    num_prompts = run.batch_size * run.accumulate_steps // size
+    if num_prompts % group_size:
+        raise OptionError(
+            f"--batch-size {run.batch_size} x --accumulate-steps {run.accumulate_steps} with "
+            f"--rollouts.group_size {size} is {num_prompts} prompts a step, and the dataset has "
+            f"groups of {group_size} rows. Make --batch-size a multiple of {group_size * size}."
+        )

@@ -36,16 +36,13 @@ def permute(places: numpy.ndarray, sizes: numpy.ndarray, seeds: numpy.ndarray) -
         places: int64 [N], 0 <= place < its size.
         sizes, seeds: int64 [N], or [1] for all.
     """
+    places, sizes, seeds = numpy.broadcast_arrays(places, sizes, seeds)
     assert ((places >= 0) & (places < sizes)).all()
     sizes, keys = sizes.astype(numpy.uint64), _hash(seeds.astype(numpy.uint64))
     widths = numpy.ceil(numpy.sqrt(sizes)).astype(numpy.uint64)
     widths += widths % numpy.uint64(2)  # shifts along an odd width make even permutations alone
     heights = (sizes + widths - numpy.uint64(1)) // widths
     numbers = _shuffled(places.astype(numpy.uint64), widths, heights, keys)
-    if len(sizes) == 1:
-        sizes, widths, heights, keys = (
-            numpy.broadcast_to(array, places.shape) for array in (sizes, widths, heights, keys)
-        )
     outside = numpy.flatnonzero(numbers >= sizes)
     while len(outside):
         walked = _shuffled(numbers[outside], widths[outside], heights[outside], keys[outside])

@@ -334,8 +334,8 @@ class Stats:
     @property
     def whole(self) -> TypeStats:
         """All types together."""
-        names = ("num_segments", "num_tokens", "num_documents", "num_cut_documents")
-        names += ("num_chunk_cuts", "histogram")
+        names = ["num_segments", "num_tokens", "num_documents", "num_cut_documents"]
+        names += ["num_chunk_cuts", "histogram"]
         ways = self.types[0].num_rows
         return TypeStats(
             name="all",

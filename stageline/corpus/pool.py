@@ -277,21 +277,25 @@ def _ray_actors(task: Task, num_workers: int) -> Iterator[Pool]:
     actors = [actor.remote(task) for _ in range(num_workers)]
     in_turn = itertools.cycle(actors)
 
+    def get(reference: Any) -> Any:
+        try:
+            return ray.get(reference)
+        except RayTaskError as error:
+            raise error.cause from error
+        except RayActorError as error:
+            raise WorkerDied(f"a worker of the Ray cluster ({error})") from error
+
     def submit(chunk: Chunk) -> Callable[[], ChunkResult]:
-        return functools.partial(ray.get, next(in_turn).cut.remote(chunk))
+        return functools.partial(get, next(in_turn).cut.remote(chunk))
 
     try:
-        facts, *others = ray.get([actor.facts.remote() for actor in actors])
+        facts, *others = get([actor.facts.remote() for actor in actors])
         if any(other != facts for other in others):
             raise UserError(
                 "the workers of the Ray cluster have different tokenizers under one path. Copy "
                 "the folder to all machines, or to a disk that they share."
             )
         yield Pool(num_workers, facts, submit)
-    except RayTaskError as error:
-        raise error.cause from error
-    except RayActorError as error:
-        raise WorkerDied(f"a worker of the Ray cluster ({error})") from error
     finally:
         for actor in actors:
             ray.kill(actor)

@@ -58,16 +58,18 @@ def merge(
     _refuse_own_input(prefixes, new_prefix)
     first, *others = corpora = [Corpus(prefix) for prefix in prefixes]
     for other in others:
-        for what, one, two in (
-            ("tokenizers", _shown(first.tokenizer), _shown(other.tokenizer)),
-            ("vocabularies", first.tokenizer.vocab_size, other.tokenizer.vocab_size),
-            ("types of ids", first.header.dtype, other.header.dtype),
-            ("`seq_length`", first.header.rules.seq_length, other.header.rules.seq_length),
+        one, two = first.tokenizer, other.tokenizer
+        limits = first.header.rules.seq_length, other.header.rules.seq_length
+        tokenizers = [f"{own.name!r}, fingerprint {own.fingerprint[:12]}" for own in (one, two)]
+        for what, is_alike, shown in (
+            ("tokenizers", one.fingerprint == two.fingerprint, tokenizers),
+            ("vocabularies", one.vocab_size == two.vocab_size, (one.vocab_size, two.vocab_size)),
+            ("`seq_length`", limits[0] == limits[1], limits),
         ):
-            if one != two:
+            if not is_alike:
                 raise DataError(
-                    f"{first.prefix} and {other.prefix} have different {what}: {one} and {two}. "
-                    "Write one of them again as the other was."
+                    f"{first.prefix} and {other.prefix} have different {what}: {shown[0]} and "
+                    f"{shown[1]}. Write one of them again as the other was."
                 )
     kinds: dict[tuple[int, int], list[tuple[Corpus, int]]] = {}  # -> (corpus, index of its type)
     for corpus, given in zip(corpora, types, strict=True):
@@ -106,10 +108,6 @@ def _refuse_own_input(prefixes: Sequence[str | Path], new_prefix: str | Path) ->
                 f"{prefix} is read and would be written too: a corpus is not changed in place. "
                 "Give another prefix to write to."
             )
-
-
-def _shown(tokenizer: TokenizerInfo) -> str:
-    return f"{tokenizer.name!r}, fingerprint {tokenizer.fingerprint[:12]}"
 
 
 def _each_once(values: Iterable) -> list:

@@ -77,6 +77,12 @@ def test_corpora_that_do_not_belong_together_are_named(tmp_path, settings, words
     assert not list(tmp_path.glob("new*"))
 
 
+def test_a_tokenizer_may_have_been_in_another_folder(tmp_path):
+    for name in ("a", "b"):
+        write(tmp_path / name, documents_of([3]), tokenizer=tokenizer(name=name, folder=name))
+    assert merge([tmp_path / "a", tmp_path / "b"], [0, 0], tmp_path / "new").num_documents == 2
+
+
 def test_arguments_that_do_not_fit_are_named(tmp_path):
     write(tmp_path / "a", documents_of([3]))
     with pytest.raises(UserError, match="1 corpora to merge and type ids"):
