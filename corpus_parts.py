@@ -41,10 +41,7 @@ def _columns_of(
     if template is None:
         return sorted({name.partition(".")[0] for name in fields or ["text"]})
     if fields is not None:
-        raise UserError(
-            "--document.fields and --document.template came together. One of them was expected, "
-            "because each says what a document is made of: leave one out."
-        )
+        raise UserError("--document.fields and --document.template were both given. Leave one out.")
     return sorted({name for name, is_slot in _parse(template) if is_slot})
 
 
@@ -96,8 +93,8 @@ def _parse(template: str) -> Sequence[tuple[str, bool]]:
     parts.append((template[end:], False))
     if not any(is_slot for _, is_slot in parts):
         raise UserError(
-            f"--document.template {template!r} names no field. A field in brackets and capital "
-            "letters was expected, [TEXT], because all documents would be alike without one."
+            f"--document.template {template!r} names no field. Write one in brackets and capital "
+            "letters, [TEXT]."
         )
     return [part for part in parts if part[0]]
 

@@ -9,7 +9,7 @@ import functools
 import os
 import sys
 from argparse import SUPPRESS
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -17,19 +17,9 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import yaml
 from jsonargparse import ArgumentParser
 
-from options.answer import (
-    ChatConfig,
-    EvaluateConfig,
-    InferConfig,
-    LmEvalConfig,
-    check_engine,
-    check_has_model,
-    check_prompts,
-    check_tasks,
-    device_memory,
-    with_engine_keys,
-)
+from options import answer, corpus, data, memory, model, rollouts, serve, train
 from options.command_line import (
+    COMMAND_LINE,
     Given,
     by_name,
     command_words,
@@ -37,27 +27,15 @@ from options.command_line import (
     drop_rivals,
     gathered,
     needs_value,
-    option_types,
     read_config,
     read_words,
     unfolded,
 )
-from options.corpus import (
-    ACTIONS,
-    VerifyConfig,
-    check_needed,
-    no_action,
-    overview,
-    split_action,
-    with_run,
-)
-from options.data import check_batches, check_images
 from options.fields import (
     OptionError,
     absolute,
     check_limits,
     check_together,
-    check_words,
     common_options,
     expanded,
     option_fields,
@@ -66,24 +44,7 @@ from options.fields import (
     spelled,
     value_of,
 )
-from options.memory import check_attention
-from options.model import (
-    adapter_arguments,
-    check_lora,
-    check_methods,
-    check_part_training,
-    check_vision,
-)
 from options.parts import ChosenPart, add_part_options, chosen_part, help_text, list_parts, takes
-from options.rollouts import check_rollouts
-from options.serve import ServeConfig, check_certificate, named_adapters
-from options.train import (
-    CheckConfig,
-    RunConfig,
-    check_learning_rate,
-    check_partition,
-    settled,
-)
 from register import ALL_REGISTERS, import_parts
 
 # register -> key that is taken when none is given; None: the user has to choose
@@ -102,15 +63,9 @@ TRAIN_KEYS: dict[str, str | None] = {
 }
 # register -> the register whose part takes it as an argument: chosen only where that part does
 OWNED_KEYS = {"sim_fn": "loss_fn", "reward": "loss_fn"}
-EVALUATE_KEYS: dict[str, str | None] = {
-    "model": None,
-    "builder": None,
-    "dataset": None,
-    "prompt": None,
-    "prompt_fn": None,
-    "image_token": None,
-    "metric": None,
-}
+EVALUATE_KEYS: dict[str, str | None] = dict.fromkeys(
+    ("model", "builder", "dataset", "prompt", "prompt_fn", "image_token", "metric")
+)
 INFER_KEYS: dict[str, str | None] = {
     "model": "generate",
     "builder": "auto",
@@ -118,12 +73,8 @@ INFER_KEYS: dict[str, str | None] = {
     "prompt_fn": "chat",
     "image_token": "auto",
 }
-CHAT_KEYS: dict[str, str | None] = {
-    "builder": "auto",
-    "prompt_fn": "chat",
-    "image_token": "auto",
-}
 SERVE_KEYS: dict[str, str | None] = {"prompt_fn": "chat", "image_token": "auto"}
+CHAT_KEYS = {"builder": "auto", **SERVE_KEYS}
 # parts of these registers may name keys that suit them, {"loss_fn": "rm"}, where none are given
 SUGGESTING = ("collate_fn", "model")
 # of a training run's keys, those that a check does without unless it gets a dataset
@@ -131,7 +82,12 @@ DATA_KEYS = ("dataset", "prompt", "prompt_fn", "image_token", "collate_fn")
 SPECIAL = ("import", "config", "list", "help")  # answered before the options are known
 TEST_SPLIT = {"dataset": {"split": "test"}}  # an option although the run supplies it
 # what holds for the split of a model, in training and where it is checked
-CHECKS_OF_SPLIT = (check_partition, check_part_training, check_lora, check_methods)
+CHECKS_OF_SPLIT = (
+    train.check_partition,
+    model.check_part_training,
+    model.check_lora,
+    model.check_methods,
+)
 
 
 Run = TypeVar("Run", covariant=True)
@@ -155,7 +111,10 @@ class Arguments(Generic[Run]):
         """Every option by the name it has on the command line; paths are absolute."""
         config: dict[str, Any] = {}
         if self.imports:
-            config["import"] = [_absolute(spec) for spec in self.imports]
+            config["import"] = [
+                str(Path(spec).expanduser().absolute()) if spec.endswith(".py") else spec
+                for spec in self.imports
+            ]
         for name, chosen in self.parts.items():
             config[spelled(name)[2:]] = chosen.key
         for item in option_fields(self.run).values():
@@ -168,12 +127,12 @@ class Arguments(Generic[Run]):
         return config
 
 
-TrainArguments: TypeAlias = Arguments[RunConfig]
-EvaluateArguments: TypeAlias = Arguments[EvaluateConfig]
-CheckArguments: TypeAlias = Arguments[CheckConfig]
-InferArguments: TypeAlias = Arguments[InferConfig]
-ChatArguments: TypeAlias = Arguments[ChatConfig]
-ServeArguments: TypeAlias = Arguments[ServeConfig]
+TrainArguments: TypeAlias = Arguments[train.RunConfig]
+EvaluateArguments: TypeAlias = Arguments[answer.EvaluateConfig]
+CheckArguments: TypeAlias = Arguments[train.CheckConfig]
+InferArguments: TypeAlias = Arguments[answer.InferConfig]
+ChatArguments: TypeAlias = Arguments[answer.ChatConfig]
+ServeArguments: TypeAlias = Arguments[serve.ServeConfig]
 
 
 @dataclass(frozen=True)
@@ -184,7 +143,7 @@ class CorpusArguments(Arguments[Any]):
 
 
 def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
-    """Reads the options of a training run.
+    """Read the options of a training run.
 
     Args:
         argv: the words after the program's name; by default those of this process.
@@ -193,18 +152,18 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
         OptionError, RegisterError: exit code 2; before any model or data is loaded.
         SystemExit: after `--help` and `--list`.
     """
-    arguments = read_arguments(argv, RunConfig, keys=TRAIN_KEYS)
-    run = settled(arguments.run)
-    more = (check_vision, check_batches, check_learning_rate, check_images)
+    arguments = read_arguments(argv, train.RunConfig, keys=TRAIN_KEYS)
+    run = train.settled(arguments.run)
+    more = (model.check_vision, data.check_batches, train.check_learning_rate, data.check_images)
     for check in (*CHECKS_OF_SPLIT, *more):
         check(run)
-    check_attention(run, arguments.parts["train_model"])
-    check_rollouts(run, arguments.parts)
+    memory.check_attention(run, arguments.parts["train_model"])
+    rollouts.check_rollouts(run, arguments.parts)
     return replace(arguments, run=run)
 
 
 def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
-    """Reads the options of a check, which are those of a training run and some of its own.
+    """Read the options of a check, which are those of a training run and some of its own.
 
     The keys that have to do with data may be left out; with --dataset they belong together.
     """
@@ -218,71 +177,93 @@ def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
     }
     if "exported" in given and "train_model" not in given:
         del keys["train_model"]  # that of the architecture
-    arguments = read_arguments(words, CheckConfig, keys=keys)
-    run = settled(arguments.run)
+    arguments = read_arguments(words, train.CheckConfig, keys=keys)
+    run = train.settled(arguments.run)
     if run.exported is not None:
         return replace(arguments, run=run)
     for check in CHECKS_OF_SPLIT:
         check(run)
-    check_attention(run, arguments.parts["train_model"])
+    memory.check_attention(run, arguments.parts["train_model"])
     return replace(arguments, run=run)
 
 
 def parse_evaluate_args(argv: Sequence[str] | None = None) -> EvaluateArguments:
-    """Reads the options of an evaluation; raises as `parse_train_args` does."""
+    """Read the options of an evaluation; raises as `parse_train_args` does."""
     words = command_words(argv)
-    keys = with_engine_keys(EVALUATE_KEYS, by_name(with_configs(read_words(words))))
-    checks = (check_images, check_engine, adapter_arguments, device_memory)
-    return read_arguments(words, EvaluateConfig, keys=keys, listed=TEST_SPLIT, checks=checks)
+    return read_arguments(
+        words,
+        answer.EvaluateConfig,
+        keys=answer.with_engine_keys(EVALUATE_KEYS, by_name(with_configs(read_words(words)))),
+        listed=TEST_SPLIT,
+        checks=(
+            data.check_images,
+            answer.check_engine,
+            model.adapter_arguments,
+            answer.device_memory,
+        ),
+    )
 
 
 def parse_infer_args(argv: Sequence[str] | None = None) -> InferArguments:
-    """Reads the options of a run that answers; raises as `parse_train_args` does."""
+    """Read the options of a run that answers; raises as `parse_train_args` does."""
     words = command_words(argv)
     given = by_name(with_configs(read_words(words)))
+    keys = answer.with_engine_keys(INFER_KEYS, given)
     asks_dataset = "dataset" in given
-    keys = {**with_engine_keys(INFER_KEYS, given), **({"dataset": None} if asks_dataset else {})}
-    check_asked = functools.partial(check_prompts, has_dataset=asks_dataset)
     return read_arguments(
         words,
-        InferConfig,
-        keys=keys,
+        answer.InferConfig,
+        keys=keys | {"dataset": None} if asks_dataset else keys,
         listed=TEST_SPLIT,
         repeated=("text",),
-        checks=(check_images, device_memory, check_engine, check_asked),
+        checks=(
+            data.check_images,
+            answer.device_memory,
+            answer.check_engine,
+            functools.partial(answer.check_prompts, has_dataset=asks_dataset),
+        ),
     )
 
 
 def parse_chat_args(argv: Sequence[str] | None = None) -> ChatArguments:
-    """Reads the options of a chat; raises as `parse_train_args` does."""
-    return read_arguments(argv, ChatConfig, keys=CHAT_KEYS, checks=(device_memory,))
+    """Read the options of a chat; raises as `parse_train_args` does."""
+    return read_arguments(argv, answer.ChatConfig, keys=CHAT_KEYS, checks=(answer.device_memory,))
 
 
-def parse_lm_eval_args(argv: Sequence[str] | None = None) -> Arguments[LmEvalConfig]:
-    """Reads the options of lm_eval; raises as `parse_train_args` does."""
-    return read_arguments(argv, LmEvalConfig, keys={}, checks=(check_has_model, check_tasks))
+def parse_lm_eval_args(argv: Sequence[str] | None = None) -> Arguments[answer.LmEvalConfig]:
+    """Read the options of lm_eval; raises as `parse_train_args` does."""
+    return read_arguments(
+        argv, answer.LmEvalConfig, keys={}, checks=(answer.check_has_model, answer.check_tasks)
+    )
 
 
 def parse_serve_args(argv: Sequence[str] | None = None) -> ServeArguments:
-    """Reads the options of a server; raises as `parse_train_args` does."""
-    checks = (check_images, check_has_model, check_certificate, named_adapters)
-    return read_arguments(argv, ServeConfig, keys=SERVE_KEYS, checks=checks)
+    """Read the options of a server; raises as `parse_train_args` does."""
+    checks = (
+        data.check_images,
+        answer.check_has_model,
+        serve.check_certificate,
+        serve.named_adapters,
+    )
+    return read_arguments(argv, serve.ServeConfig, keys=SERVE_KEYS, checks=checks)
 
 
 def parse_corpus_args(argv: Sequence[str] | None = None) -> CorpusArguments:
-    """Reads an action of the corpus and its options; raises as `parse_train_args` does."""
-    name, words = split_action(command_words(argv))
+    """Read an action of the corpus and its options; raises as `parse_train_args` does."""
+    name, words = corpus.split_action(command_words(argv))
     if name == "find-trained":
-        words = with_run(words)
+        words = corpus.with_run(words)
     if name is None and words in (["--help"], ["-h"], []):
-        print(overview())
+        print(corpus.overview())
         raise SystemExit(0 if words else OptionError.exit_code)
-    action = ACTIONS.get(name or "")
+    action = corpus.ACTIONS.get(name or "")
     if action is None and words != ["--list"]:
-        raise OptionError(no_action(name or words[0]))
-    config = action.config if action else VerifyConfig
+        raise OptionError(corpus.no_action(name or words[0]))
+    config = action.config if action else corpus.VerifyConfig
     keys = action.keys if action else {}
-    given = read_arguments(words, config, keys=keys, action=name or "", checks=(check_needed,))
+    given = read_arguments(
+        words, config, keys=keys, action=name or "", checks=(corpus.check_needed,)
+    )
     assert name is not None  # the list has ended this
     return CorpusArguments(given.run, given.parts, given.imports, action=name)
 
@@ -308,7 +289,7 @@ def read_arguments(
     action: str = "",
     checks: Sequence[Callable[[Any], object]] = (),
 ) -> Arguments[Any]:
-    """Both passes.
+    """Read the words of a command, in both passes.
 
     Args:
         keys: the registers that this program chooses from, with their default keys.
@@ -319,12 +300,17 @@ def read_arguments(
         checks: each refuses options that do not go together.
     """
     settable = option_fields(config_class)
-    given = unfolded(with_configs(read_words(command_words(argv))), settable)
-    for item in given:
-        check_words(spelled(item.name), item.values)
-    imports = [spec for item in given if item.name == "import" for spec in item.values]
-    import_parts(dict.fromkeys(imports))
-    options = _by_register(by_name(given), keys) | gathered(given, repeated)
+    given = unfolded(with_configs(read_words(command_words(argv)), settable), settable)
+    imports = list(
+        dict.fromkeys(one for item in given if item.name == "import" for one in item.values)
+    )
+    import_parts(imports)
+    # options of a register under its name, however it is spelled
+    registers = {_spelled(name): name for name in keys}
+    options = {}
+    for name, item in (by_name(given) | gathered(given, repeated)).items():
+        head, dot, tail = name.partition(".")
+        options[registers.get(head, head) + dot + tail] = item
     items = settable.values()
     rivals = {one.name: one.metadata["instead_of"] for one in items if one.metadata["instead_of"]}
     drop_rivals(options, rivals)
@@ -332,7 +318,7 @@ def read_arguments(
         _print_and_stop(list_parts())
     help_words = options.pop("help", None)
     is_help = help_words is not None
-    keys = _with_suggested(options, _with_found(options, keys))
+    keys = _with_defaults(options, keys)
     chosen = _choose(options, keys, may_miss=is_help)
     owned = _owned_keys(options, chosen)
     keys = {**keys, **owned}
@@ -353,34 +339,22 @@ def read_arguments(
     values = convert(parser, settings, also_known=known)
     typed_values = {item.name: expanded(item, values[item.name]) for item in typed}
     run = replaced(config_class(), typed_values)
-    check_limits(run)
-    check_together(run)
     parts = {name: chosen_part(name, key, values.get(name) or {}) for name, key in chosen.items()}
-    for check in checks:
+    for check in (check_limits, check_together, *checks):
         check(run)
-    return Arguments(run, parts, list(dict.fromkeys(imports)))
+    return Arguments(run, parts, imports)
 
 
-def with_configs(given: list[Given]) -> list[Given]:
-    """Puts the options of `--config` files in front, so that the command line wins."""
+def with_configs(given: list[Given], names: Iterable[str] = ()) -> list[Given]:
+    """Put the options of `--config` files in front, so that the command line wins."""
     from_files: list[Given] = []
     for item in given:
         if item.name == "config":
             if not item.values:
                 raise OptionError(needs_value(item, "the path of a YAML file"))
             for path in item.values:
-                from_files += read_config(path)
+                from_files += read_config(path, names)
     return from_files + given
-
-
-def _by_register(options: dict[str, Given], keys: Mapping[str, str | None]) -> dict[str, Given]:
-    """The options with those of a register under its name, however it is spelled."""
-    names = {_spelled(name): name for name in keys}
-    found = {}
-    for given, item in options.items():
-        head, dot, tail = given.partition(".")
-        found[names.get(head, head) + dot + tail] = item
-    return found
 
 
 def _spelled(name: str) -> str:
@@ -388,37 +362,10 @@ def _spelled(name: str) -> str:
     return ALL_REGISTERS[name].option[2:].replace("-", "_")
 
 
-def _choose(
-    options: dict[str, Given], keys: Mapping[str, str | None], *, may_miss: bool
-) -> dict[str, str]:
-    """Resolves every key, before anything is loaded."""
-    chosen: dict[str, str] = {}
-    for name, default in keys.items():
-        register = ALL_REGISTERS[name]
-        item = options.get(name)
-        is_right = item is None or len(item.values) == 1 or (register.takes_several and item.values)
-        if item is not None and not is_right:
-            raise OptionError(needs_value(item, f"one key of {name}_register"))
-        key = ",".join(item.values) if item is not None else default
-        if key is None and may_miss:
-            continue
-        if key is None:
-            raise OptionError(
-                f"{register.option} is missing: {register.holds}. Choose one of: "
-                f"{', '.join(sorted(register)) or '(nothing is registered)'}."
-            )
-        if may_miss and item is None and key not in register:
-            continue
-        place = item.origin if item is not None else "the default"
-        suffix = "" if place == "command line" else f" ({place})"
-        for one in key.split(",") if register.takes_several else [key]:
-            register.entry(one, option=register.option + suffix)
-        chosen[name] = key
-    return chosen
-
-
-def _with_found(options: dict[str, Given], keys: Mapping[str, str | None]) -> dict[str, str | None]:
-    """The keys with those of dataset and collate_fn that follow from a file and from the loss."""
+def _with_defaults(
+    options: dict[str, Given], keys: Mapping[str, str | None]
+) -> dict[str, str | None]:
+    """The keys with those that follow from a file, from the loss and from other components."""
     found = dict(keys)
     given = {name: item.values[0] for name, item in options.items() if len(item.values) == 1}
     if keys.get("dataset", "") is None and (path := given.get("dataset_path")):
@@ -431,20 +378,40 @@ def _with_found(options: dict[str, Given], keys: Mapping[str, str | None]) -> di
         dataset, loss = (given.get(name) or found[name] for name in ("dataset", "loss_fn"))
         known = ALL_REGISTERS["collate_fn"]
         found["collate_fn"] = "pt" if dataset == "corpus" else loss if loss in known else "sft"
-    return found
-
-
-def _with_suggested(
-    options: dict[str, Given], keys: Mapping[str, str | None]
-) -> dict[str, str | None]:
-    """The keys with the defaults that the chosen parts suggest."""
     suggested: dict[str, str] = {}
     for name in SUGGESTING:
         item, register = options.get(name), ALL_REGISTERS[name]
-        key = (keys.get(name) if item is None else (*item.values, "")[0]) or ""
+        key = (found.get(name) if item is None else (*item.values, "")[0]) or ""
         if name in keys and key in register:
             suggested |= register.entry(key).facts["default_keys"]
-    return {one: suggested.get(one, default) for one, default in keys.items()}
+    return {one: suggested.get(one, default) for one, default in found.items()}
+
+
+def _choose(
+    options: dict[str, Given], keys: Mapping[str, str | None], *, may_miss: bool
+) -> dict[str, str]:
+    """Resolve every key, before anything is loaded."""
+    chosen: dict[str, str] = {}
+    for name, default in keys.items():
+        register, item = ALL_REGISTERS[name], options.get(name)
+        if item is not None and not (
+            len(item.values) == 1 or (register.takes_several and item.values)
+        ):
+            raise OptionError(needs_value(item, f"one key of {name}_register"))
+        key = ",".join(item.values) if item is not None else default
+        if may_miss and (key is None or (item is None and key not in register)):
+            continue
+        if key is None:
+            raise OptionError(
+                f"{register.option} is missing: {register.holds}. Choose one of: "
+                f"{', '.join(sorted(register)) or '(nothing is registered)'}."
+            )
+        place = item.origin if item is not None else "the default"
+        suffix = "" if place == COMMAND_LINE else f" ({place})"
+        for one in key.split(",") if register.takes_several else [key]:
+            register.entry(one, option=register.option + suffix)
+        chosen[name] = key
+    return chosen
 
 
 def _owned_keys(options: dict[str, Given], chosen: Mapping[str, str]) -> dict[str, None]:
@@ -461,9 +428,8 @@ def _owned_keys(options: dict[str, Given], chosen: Mapping[str, str]) -> dict[st
             found[name] = None
         elif name in options:
             raise OptionError(
-                f"{options[name]} came with {spelled(owner)} {key}, which takes no {name}. It was "
-                f"expected with a {owner} part that has an argument {name}, because no other part "
-                f"uses it: leave {spelled(name)} out, or choose another {spelled(owner)}."
+                f"{options[name]}: {spelled(owner)} {key} takes no {name}. Drop {spelled(name)}, "
+                f"or choose another {spelled(owner)}."
             )
     return found
 
@@ -483,13 +449,10 @@ def _build_parser(
             )
     for name, key in chosen.items():
         add_part_options(parser, ALL_REGISTERS[name], key, listed=frozenset(listed.get(name, ())))
-    known = option_types(parser)
-    defaults = {
-        f"{name}.{option}": value
-        for name, extra in listed.items()
-        for option, value in extra.items()
-    }
-    parser.set_defaults({name: value for name, value in defaults.items() if name in known})
+    known = {action.dest for action in parser._actions}
+    for name, extra in listed.items():
+        defaults = {f"{name}.{option}": value for option, value in extra.items()}
+        parser.set_defaults({one: value for one, value in defaults.items() if one in known})
     return parser
 
 
@@ -500,10 +463,6 @@ def _print_and_stop(text: str) -> None:
         except BrokenPipeError:  # the reader, `head` say, has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise SystemExit(0)
-
-
-def _absolute(spec: str) -> str:
-    return str(Path(spec).expanduser().absolute()) if spec.endswith(".py") else spec
 
 
 def _yaml_ready(value: Any) -> Any:

@@ -1,6 +1,6 @@
-"""The registers: every part of an experiment has a key here. Imports the standard library only.
+"""The registers: every component of an experiment has a key here. Only the standard library.
 
-A part is put on the shelf with a decorator or by item assignment, and chosen by its key:
+A component is registered by a decorator or by item assignment, and chosen by its key:
 
     @loss_fn_register("sft", "cross_entropy")
     def sft(logits_BTV, micro_batch, *, num_targets): ...
@@ -9,15 +9,15 @@ A part is put on the shelf with a decorator or by item assignment, and chosen by
 
     dataset_register["digits"] = "stageline.tasks.digits:Digits"   # imported when it is chosen
 
-What a run has to know of a part beside its signature are its facts, and stand beside its key:
+A run has to know more of some components than their signature; these facts are arguments of the
+decorator:
 
     @loss_fn_register("rm", predicts_tokens=False)
 
-This file does not know any key. Options are parsed in parse_args.py; entry files load the shelf
-with `import_shelf()` and the parts of a user with `import_parts()`.
+This file does not know any key. Options are parsed in parse_args.py; entry files load the shipped
+components with `import_shelf()` and those of a user with `import_parts()`.
 """
 
-import ast
 import contextlib
 import difflib
 import functools
@@ -28,8 +28,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -67,7 +66,7 @@ class UnknownKeyError(RegisterError, KeyError):
 
 @dataclass(frozen=True)
 class Entry:
-    """A key of a register, and what stands behind it.
+    """A key of a register.
 
     Attributes:
         target: the part, or "module:name", which is imported when the part is chosen.
@@ -81,7 +80,7 @@ class Entry:
     facts: Mapping[str, Any]
 
 
-class Register(UserDict):
+class Register(MutableMapping[str, Any]):
     """Maps keys to parts. Refuses a key that is taken, and knows where each part was registered.
 
     `data` holds an `Entry` for each key; `register[key]` is the part itself.
@@ -90,8 +89,8 @@ class Register(UserDict):
         name: what the parts are called, `loss_fn`; also names the option, `--loss-fn`.
         holds: one line saying what a part does; shown by `--list`.
         part_type: `callable`, or the type that each part has.
-        option: what a key is given with, where it is not the name.
-        facts: the facts that a part may have, with their values where it says nothing.
+        option: the option that takes a key, where it is not the name.
+        facts: the facts that a part may have, with their defaults.
         takes_several: the option takes several keys, a,b, and options are those of one of them.
     """
 
@@ -105,21 +104,21 @@ class Register(UserDict):
         facts: Mapping[str, Any] = {},
         takes_several: bool = False,
     ) -> None:
-        super().__init__()
-        self.takes_several = takes_several
+        self.data: dict[str, Entry] = {}
         self.name = name
         self.holds = holds
-        self.option = option or "--" + name.replace("_", "-")
         self.part_type = part_type
+        self.option = option or "--" + name.replace("_", "-")
         self.facts = dict(facts)
+        self.takes_several = takes_several
         self.is_frozen = False
 
     def __call__(self, *keys: str, replace: bool = False, **facts: Any) -> Callable:
         """Decorator: registers a function or class under one or more keys and returns it as is."""
         if not keys or not all(isinstance(key, str) for key in keys):
             raise RegisterError(
-                f"@{self.name}_register was used without a key. It needs one or more strings, "
-                f"because parts are chosen by key: write @{self.name}_register('my_key')."
+                f"@{self.name}_register was used without a key. Write "
+                f"@{self.name}_register('my_key')."
             )
         home = _caller_home()
 
@@ -131,42 +130,33 @@ class Register(UserDict):
         return decorate
 
     def register(self, key: str, target: Any, *, replace: bool = False, **facts: Any) -> None:
-        """Registers a part, or "module:name"; with `replace=True` also when the key is taken."""
+        """Register a part, or "module:name"; with `replace=True` also when the key is taken."""
         self._add(key, target, home=_caller_home(), replace=replace, facts=facts)
 
     def __setitem__(self, key: str, target: Any) -> None:
         self._add(key, target, home=_caller_home())
 
-    def update(self, other: Any = (), /, *, replace: bool = False, **parts: Any) -> None:
-        """Registers all of `other` and `parts`; a taken key is an error as in item assignment."""
-        home = _caller_home()
-        for key, target in {**dict(other), **parts}.items():
-            self._add(key, target, home=home, replace=replace)
-
-    def __ior__(self, other: Any) -> "Register":
-        self.update(other)
-        return self
-
-    def __or__(self, other: Any) -> Any:  # a register has a name; the union of two is a dict
-        return {**self, **other}
-
-    def __ror__(self, other: Any) -> Any:
-        return {**other, **self}
-
     def __getitem__(self, key: str) -> Any:
         entry = self.entry(key)
         return entry.target if self.part_type is str else load_target(entry.target, entry.home)
 
+    def __contains__(self, key: object) -> bool:
+        return key in self.data
+
     def __delitem__(self, key: str) -> None:
         self._refuse_if_frozen(key)
-        self.entry(key)  # an unknown key gets the long answer
-        del self.data[key]
+        del self.data[self.entry(key).key]  # an unknown key gets the long answer
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.data)
+
+    def __len__(self) -> int:
+        return len(self.data)
 
     def entry(self, key: str, *, option: str | None = None) -> Entry:
-        """What is known of `key`; imports nothing.
+        """Return what is known of `key`; import nothing.
 
         Args:
-            key: the key that was asked for.
             option: the option that asked, for the error message; by default the register's own.
 
         Raises:
@@ -177,12 +167,15 @@ class Register(UserDict):
         known = sorted(self.data)
         near = difflib.get_close_matches(str(key).lower(), known, n=3, cutoff=0.5)
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        how = f"@{self.name}_register({str(key)!r})   # above the function or class"
+        if self.part_type is str:
+            how = f"{self.name}_register[{str(key)!r}] = '...'"
         raise UnknownKeyError(
             f"{option or self.option} {key}: {self.name}_register has no key {key!r}.{hint}\n"
             f"  It holds: {', '.join(known) or 'nothing (no shelf file was imported)'}.\n"
-            f"  A part needs a key before it can be chosen. To add one, write in a file of yours\n"
+            f"  To add one, write in a file of yours\n"
             f"    from register import {self.name}_register\n"
-            f"    {self._how_to_add(key)}\n"
+            f"    {how}\n"
             f"  and pass it with --import that_file.py. --list shows every part."
         )
 
@@ -192,13 +185,12 @@ class Register(UserDict):
 
     def summary(self, key: str) -> str:
         """First line of the part's docstring; of a string, the string on one line."""
-        target = self.entry(key).target
+        part = self[key]
         if self.part_type is str:
-            return target.replace("\n", "\\n")
-        while isinstance(target, functools.partial):
-            target = target.func
-        text = _docstring_at(target) if isinstance(target, str) else inspect.getdoc(target)
-        lines = (text or "").strip().splitlines()
+            return part.replace("\n", "\\n")
+        while isinstance(part, functools.partial):
+            part = part.func
+        lines = (inspect.getdoc(part) or "").strip().splitlines()
         return lines[0] if lines else "(no docstring)"
 
     def freeze(self) -> None:
@@ -218,59 +210,46 @@ class Register(UserDict):
         if not isinstance(key, str) or not key or key != key.strip() or key.startswith("-"):
             raise RegisterError(
                 f"{self.name}_register got the key {key!r} at {home}. A key is a non-empty string "
-                f"without outer spaces or a leading '-', because it is typed after {self.option}: "
-                f"choose such a name."
+                f"without outer spaces or a leading '-': it is typed after {self.option}."
             )
-        if not self._is_right_kind(target):
+        is_target = isinstance(target, str) and bool(TARGET.fullmatch(target))
+        if self.part_type is callable:
+            is_right_kind = callable(target) or is_target
+        else:
+            is_right_kind = isinstance(target, self.part_type)
+        if not is_right_kind:
             wanted = getattr(self.part_type, "__name__", self.part_type)
             raise RegisterError(
-                f"{self.name}_register[{key!r}] got a {type(target).__name__} at {home}. "
-                f"Its parts are of the kind {wanted!r}: {self.holds or 'see register.py'}. "
-                f"Register the part itself, not what it returns."
+                f"{self.name}_register[{key!r}] got a {type(target).__name__} at {home}. Register "
+                f"a {wanted!r}: {self.holds or 'see register.py'}."
             )
-        self._check_facts(key, facts, home=home)
-        if key in self.data and not replace:
-            raise RegisterError(
-                f"{self.name}_register[{key!r}] is registered twice: first at {self.home(key)}, "
-                f"again at {home}. A key means one part, or a run could not be repeated. Choose "
-                f"another key, or say replace=True where the second one is registered."
-            )
-        self.data[key] = Entry(key, target, home, {**self.facts, **facts})
-
-    def _is_right_kind(self, target: Any) -> bool:
-        if self.part_type is not callable:
-            return isinstance(target, self.part_type)
-        return callable(target) or (isinstance(target, str) and bool(TARGET.fullmatch(target)))
-
-    def _check_facts(self, key: str, facts: Mapping[str, Any], *, home: str) -> None:
         for fact in facts.keys() - self.facts.keys():
             near = difflib.get_close_matches(fact, self.facts, n=2, cutoff=0.6)
             hint = f" Did you mean {' or '.join(near)}?" if near else ""
             raise RegisterError(
-                f"{self.name}_register[{key!r}] came with {fact}={facts[fact]!r} at {home}, and "
-                f"a {self.name} part has no fact {fact!r}.{hint} Known are: "
-                f"{', '.join(self.facts) or 'none'}. Only those are taken, because nothing would "
-                f"read another one: correct its name, or leave it out (docs/add_a_part.md)."
+                f"{self.name}_register[{key!r}] has {fact}={facts[fact]!r} at {home}, and no "
+                f"{self.name} part has such a fact.{hint} Known are: "
+                f"{', '.join(self.facts) or 'none'} (docs/add_a_part.md)."
             )
+        if key in self.data and not replace:
+            raise RegisterError(
+                f"{self.name}_register[{key!r}] is registered twice: first at {self.home(key)}, "
+                f"again at {home}. Choose another key, or say replace=True at the second one."
+            )
+        self.data[key] = Entry(key, target, home, {**self.facts, **facts})
 
     def _refuse_if_frozen(self, key: object) -> None:
         if self.is_frozen:
             raise RegisterError(
                 f"{self.name}_register was changed (key {key!r}) at {_caller_home()} after it was "
-                f"frozen. Parts are registered while modules are imported, before options are "
-                f"read: register it at the top level of a file given with --import."
+                f"frozen. Register parts at the top level of a file given with --import."
             )
-
-    def _how_to_add(self, key: object) -> str:
-        if self.part_type is str:
-            return f"{self.name}_register[{str(key)!r}] = '...'"
-        return f"@{self.name}_register({str(key)!r})   # above the function or class"
 
 
 def _caller_home() -> str:
     """`file:line` that registers a part: the line that asks for it, if functions there help."""
     frame = sys._getframe(1)
-    ours = {__name__, "collections", "_collections_abc", "collections.abc"}
+    ours = {__name__, "_collections_abc", "collections.abc"}
     while frame.f_back is not None and frame.f_globals.get("__name__") in ours:
         frame = frame.f_back
     file = frame.f_code.co_filename
@@ -280,7 +259,7 @@ def _caller_home() -> str:
 
 
 def load_target(target: Any, home: str = "") -> Any:
-    """What "module:name" stands for; anything else is itself.
+    """Return what "module:name" stands for; anything else is returned as it is.
 
     Args:
         home: where it is written, for the error message.
@@ -295,24 +274,9 @@ def load_target(target: Any, home: str = "") -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise RegisterError(
-            f"{target!r}{home and f', registered at {home},'} can't be imported: {error}. "
-            f"module:name was expected, such as my_package.losses:my_loss, because the part is "
-            f"imported when it is chosen: correct the text, or install what the module needs."
+            f"{target!r}{home and f', registered at {home},'} can't be imported: {error}. Correct "
+            f"it (module:name, such as my_package.losses:my_loss), or install what it needs."
         ) from error
-
-
-def _docstring_at(target: str) -> str | None:
-    """The docstring of what "module:name" stands for, read from the file: nothing runs."""
-    module, _, name = target.partition(":")
-    if module in sys.modules:
-        return inspect.getdoc(getattr(sys.modules[module], name, None))
-    spec = importlib.util.find_spec(module)
-    if spec is None or not spec.origin:
-        return None
-    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    kinds = (ast.ClassDef, ast.FunctionDef)
-    found = (node for node in tree.body if isinstance(node, kinds) and node.name == name)
-    return next(map(ast.get_docstring, found), None)
 
 
 # What each part does; the exact signatures are in docs/add_a_part.md.
@@ -414,27 +378,7 @@ splitter_register = Register(
 )
 
 ALL_REGISTERS: dict[str, Register] = {
-    register.name: register
-    for register in (
-        model_register,
-        train_model_register,
-        builder_register,
-        prompt_register,
-        prompt_fn_register,
-        image_token_register,
-        dataset_register,
-        collate_fn_register,
-        loss_fn_register,
-        sim_fn_register,
-        reward_register,
-        metric_register,
-        optimizer_register,
-        lr_scheduler_register,
-        tracker_register,
-        engine_register,
-        document_register,
-        splitter_register,
-    )
+    one.name: one for one in list(vars().values()) if isinstance(one, Register)
 }
 
 
@@ -460,7 +404,7 @@ def restored_registers() -> Iterator[None]:
 
 
 def import_shelf(*names: str) -> None:
-    """Imports shelf modules, and makes sure that they are the ones beside this file.
+    """Import shelf modules, and make sure that they are the ones next to this file.
 
     Args:
         names: some of `SHELF`; all of them when none is given.
@@ -469,28 +413,15 @@ def import_shelf(*names: str) -> None:
         RegisterError: an installed package has taken the name, or the file is missing.
     """
     for name in names or SHELF:
-        _check_shelf_file(name)
+        found = _module_file(name)  # without importing it: a stranger's module must not run
+        if found not in (ROOT / f"{name}.py", ROOT / name / "__init__.py"):
+            raise RegisterError(
+                f"The shelf module {name!r} was found at {found or 'no place on sys.path'}. It "
+                f"must come from {ROOT}, where register.py is. Run the entry file as a file "
+                f"(python {ROOT / 'train_pp.py'} ..., without -m, -P or PYTHONSAFEPATH), or rename "
+                f"the other {name!r}."
+            )
         importlib.import_module(name)
-
-
-def _check_shelf_file(name: str) -> None:
-    expected = [ROOT / f"{name}.py", ROOT / name / "__init__.py"]
-    if not any(path.is_file() for path in expected):
-        raise RegisterError(
-            f"The shelf module {name!r} was asked for. It is {name}.py or {name}/__init__.py "
-            f"beside {ROOT / 'register.py'}, and neither is there. Restore the file, or take the "
-            f"name out of import_shelf()."
-        )
-    # looked up without importing it: a stranger's module must not run
-    found = _module_file(name)
-    if found in expected:
-        return
-    raise RegisterError(
-        f"The shelf module {name!r} was found at {found or 'no place on sys.path'}. It must come "
-        f"from {ROOT}, where register.py lies, because another package of that name holds other "
-        f"parts. Run the entry file as a file (python {ROOT / 'train_pp.py'} ..., without -m, -P "
-        f"or PYTHONSAFEPATH), or uninstall or rename the other {name!r}."
-    )
 
 
 def _module_file(name: str) -> Path | None:
@@ -504,7 +435,7 @@ def _module_file(name: str) -> Path | None:
 
 
 def import_parts(specs: Iterable[str]) -> list[ModuleType]:
-    """Imports the parts of a user, one module a spec.
+    """Import the parts of a user, one module a spec.
 
     Args:
         specs: a path ending in `.py`, the name of an entry point of the group `stageline.parts`,
@@ -513,55 +444,42 @@ def import_parts(specs: Iterable[str]) -> list[ModuleType]:
     Raises:
         RegisterError: the file is missing, its stem is taken, or it fails while it is imported.
     """
-    return [
-        _import_file(Path(spec)) if spec.endswith(".py") else _import_name(spec) for spec in specs
-    ]
+    return [_import_one(spec) for spec in specs]
 
 
-def _import_name(spec: str) -> ModuleType:
-    for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=spec):
-        return _guarded(spec, entry_point.load)
-    return _guarded(spec, lambda: importlib.import_module(spec))
-
-
-def _import_file(path: Path) -> ModuleType:
-    path = path.expanduser().resolve()
-    if not path.is_file():
-        raise RegisterError(
-            f"--import {path}: there is no such file. A Python file that registers parts was "
-            f"expected, since the name ends in .py. Check the path; it is relative to the "
-            f"directory you are in ({Path.cwd()})."
-        )
-    stem = path.stem
-    home = _module_file(stem) if stem.isidentifier() else None
-    is_taken = home != path and (home is not None or stem in sys.modules)
-    if is_taken or not stem.isidentifier():
-        reason = f"{stem!r} is already the module {home or '(built in)'}"
-        raise RegisterError(
-            f"--import {path}: {reason if is_taken else f'{stem!r} is no Python name'}. The file "
-            f"is imported under its stem, which worker processes look up again, so the stem must "
-            f"be a free Python name. Rename the file, for example to my_{_as_name(stem)}.py."
-        )
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # last: it may not hide anything; for spawned workers
-    importlib.invalidate_caches()
-    return _guarded(str(path), lambda: importlib.import_module(stem))
-
-
-def _as_name(stem: str) -> str:
-    return "".join(letter if letter.isalnum() else "_" for letter in stem)
-
-
-def _guarded(spec: str, load: Callable[[], Any]) -> Any:
-    """Runs an import; a failure becomes one message with the file and line of its cause."""
+def _import_one(spec: str) -> ModuleType:
+    load: Callable[[], Any] = functools.partial(importlib.import_module, spec)
+    if spec.endswith(".py"):
+        path = Path(spec).expanduser().resolve()
+        spec, stem = str(path), path.stem
+        if not path.is_file():
+            raise RegisterError(
+                f"--import {path}: there is no such file. Check the path; it is relative to the "
+                f"directory you are in ({Path.cwd()})."
+            )
+        home = _module_file(stem) if stem.isidentifier() else None
+        is_taken = home != path and (home is not None or stem in sys.modules)
+        if is_taken or not stem.isidentifier():
+            taken = f"already the module {home or '(built in)'}"
+            name = re.sub(r"\W", "_", stem)
+            raise RegisterError(
+                f"--import {path}: {stem!r} is {taken if is_taken else 'no Python name'}. Rename "
+                f"the file, for example to my_{name}.py: it is imported under its stem."
+            )
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))  # last: it may not hide anything; for spawned workers
+        importlib.invalidate_caches()
+        load = functools.partial(importlib.import_module, stem)
+    else:
+        for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=spec):
+            load = entry_point.load
     try:
         return load()
     except (Exception, SystemExit) as error:
         raise RegisterError(
             f"--import {spec} does not import: {type(error).__name__}: {error}\n"
             f"  at {_place_of(error)}\n"
-            f"  Its parts were expected to be registered by importing it, so a run cannot go on "
-            f"without them. Correct that line, or try `python -c 'import ...'` on it first."
+            f"  Correct that line, or try `python -c 'import ...'` on it first."
         ) from error
 
 

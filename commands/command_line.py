@@ -118,10 +118,9 @@ def main() -> int:
 
 def overview() -> str:
     """All commands of this version, a line each."""
-    there = {name: command.holds for name, command in COMMANDS.items()}
+    holds = {name: command.holds for name, command in COMMANDS.items()}
     lines = [
-        f"  {name:<20} {holds}"
-        for name, holds in [*there.items(), (ENVIRONMENT, ENVIRONMENT_HOLDS)]
+        f"  {name:<20} {text}" for name, text in (holds | {ENVIRONMENT: ENVIRONMENT_HOLDS}).items()
     ]
     return "\n".join(
         [
@@ -148,8 +147,8 @@ def find_command(name: str) -> Command:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise UserError(
-        f"{name!r} is no command of stageline.{hint} One of {', '.join(known)} was expected, "
-        "because it says what is to be done; `stageline --help` has a line on each."
+        f"{name!r} is no command of stageline.{hint} Begin with one of {', '.join(known)}; "
+        "`stageline --help` has a line on each."
     )
 
 
@@ -177,18 +176,26 @@ PACKAGES = ("torch", "transformers", "datasets", "peft", "accelerate")
 
 def describe() -> str:
     """What a report of a bug should say: versions, devices, cores and memory of this machine."""
-    lines = [("stageline", _version("stageline")), ("python", platform.python_version())]
-    lines += [(name, _version(name)) for name in PACKAGES]
+
+    def version(package: str) -> str:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return "not installed"
+
+    lines = [("stageline", version("stageline")), ("python", platform.python_version())]
+    lines += [(name, version(name)) for name in PACKAGES]
     lines += [("system", platform.platform()), *_devices()]
-    lines += [("cores", _cores()), ("memory", _memory())]
-    return "\n".join(f"{name:<14}{value}" for name, value in lines)
-
-
-def _version(package: str) -> str:
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    lines.append(
+        ("cores", f"{os.cpu_count()}" + (f", {allowed} for this process" if allowed else ""))
+    )
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        memory = f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
+    except (AttributeError, ValueError, OSError):
+        memory = "unknown"
+    lines.append(("memory", memory))
+    return "\n".join(f"{name:<14}{value}" for name, value in lines)
 
 
 def _devices() -> list[tuple[str, str]]:
@@ -206,16 +213,3 @@ def _devices() -> list[tuple[str, str]]:
         about = torch.get_device_module(device).get_device_properties(device)
         found.append((str(device), f"{about.name}, {about.total_memory / 2**30:.1f} GiB"))
     return found
-
-
-def _cores() -> str:
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-    return f"{os.cpu_count()}" + (f", {allowed} for this process" if allowed else "")
-
-
-def _memory() -> str:
-    try:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return "unknown"
-    return f"{total / 2**30:.1f} GiB"

@@ -3,11 +3,11 @@
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, Literal
 
 from options.data import FewshotOptions, ImageOptions, ReportOptions
-from options.fields import OptionError, mapping, option, side_option, spelled
+from options.fields import OptionError, Options, mapping, option, side_option, spelled
 from options.train import DEVICE_HELP, DTYPE_HELP, DeviceKind, SharedOptions, precision_of
 
 # options that several commands have
@@ -39,8 +39,7 @@ _temperature = functools.partial(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecodeOptions:
+class DecodeOptions(Options):
     """Pipelined decoding (--engine pipeline)"""
 
     num_stages: int | None = side_option(
@@ -94,7 +93,6 @@ WITH_REPLICAS = ("device_map", "pipeline")  # several processes of a run may hav
 SHARED = {"max_length": ("pipeline", "vllm")}
 
 
-@dataclass(frozen=True, kw_only=True)
 class EngineOptions(DecodeOptions):
     """Engine"""
 
@@ -143,16 +141,14 @@ def check_engine(run: EngineOptions) -> None:
 _UNITS = {"": 1024**3, "g": 1024**3, "gib": 1024**3, "gb": 10**9, "mib": 1024**2, "mb": 10**6}
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowSize:
+class RowSize(Options):
     """A row, for --plan and the cut"""
 
     length: int = side_option(2048, "tokens of the longest prompt with its answer", at_least=2)
     images: int = side_option(1, "images of it (tiles count each)", at_least=0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlacementOptions:
+class PlacementOptions(Options):
     """Devices"""
 
     visual_gpu_ratio: float | None = side_option(
@@ -178,7 +174,16 @@ def device_memory(run: Any) -> tuple[int, ...] | None:
     """Bytes of each device; None where the devices are to be asked."""
     if not run.device_memory:
         return None
-    sizes = tuple(_bytes(text) for text in run.device_memory)
+    sizes: tuple[int, ...] = ()
+    for text in run.device_memory:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+        unit = _UNITS.get(match[2]) if match else None
+        if match is None or unit is None or float(match[1]) <= 0:
+            raise OptionError(
+                f"--device-memory {text} cannot be read. Write a size such as 24GiB, 80GB or 24 "
+                "(GiB)."
+            )
+        sizes += (int(float(match[1]) * unit),)
     count = run.num_devices or len(sizes)
     if len(sizes) not in (1, count):
         raise OptionError(
@@ -188,18 +193,7 @@ def device_memory(run: Any) -> tuple[int, ...] | None:
     return sizes if len(sizes) == count else sizes * count
 
 
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    unit = _UNITS.get(match[2]) if match else None
-    if match is None or unit is None or float(match[1]) <= 0:
-        raise OptionError(
-            f"--device-memory {text} cannot be read. Write a size such as 24GiB, 80GB or 24 (GiB)."
-        )
-    return int(float(match[1]) * unit)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions:
+class ModelOptions(Options):
     """Model and machine"""
 
     model_path: str | None = option(
@@ -230,8 +224,7 @@ def check_has_model(config: ModelOptions) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnswerOptions:
+class AnswerOptions(Options):
     """Answers"""
 
     adapter_path: list[str] | None = _adapter_paths()
@@ -245,7 +238,6 @@ class AnswerOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(
     FewshotOptions,
     PlacementOptions,
@@ -265,8 +257,7 @@ class EvaluateConfig(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptOptions:
+class PromptOptions(Options):
     """What is asked; one of --prompts, --text and --dataset"""
 
     prompts: str | None = side_option(
@@ -289,7 +280,6 @@ class PromptOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class InferConfig(
     PlacementOptions, PromptOptions, EngineOptions, AnswerOptions, ImageOptions, SharedOptions
 ):
@@ -312,8 +302,7 @@ def check_prompts(run: InferConfig, *, has_dataset: bool) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChatServerOptions:
+class ChatServerOptions(Options):
     """A server that answers"""
 
     server: str | None = option(
@@ -330,8 +319,7 @@ class ChatServerOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChatSettings:
+class ChatSettings(Options):
     """Answers; /set changes them"""
 
     max_new_tokens: int = _longest_answer(512)
@@ -346,7 +334,6 @@ class ChatSettings:
     seed: int = option(0, "seed of sampling", at_least=0, at_most=10**12)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ChatConfig(ChatSettings, ChatServerOptions, PlacementOptions, ModelOptions):
     """Chat"""
 
@@ -354,8 +341,7 @@ class ChatConfig(ChatSettings, ChatServerOptions, PlacementOptions, ModelOptions
     num_devices: int | None = _num_devices()
 
 
-@dataclass(frozen=True, kw_only=True)
-class HarnessSettings:
+class HarnessSettings(Options):
     """What lm_eval gets as it is"""
 
     include_path: str | None = option(
@@ -380,8 +366,7 @@ class HarnessSettings:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TaskOptions:
+class TaskOptions(Options):
     """Tasks of lm_eval"""
 
     tasks: str | None = option(
@@ -402,7 +387,6 @@ class TaskOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class LmEvalConfig(TaskOptions, DecodeOptions, ModelOptions):
     """Run"""
 

@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from argparse import ArgumentError
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -17,20 +17,11 @@ from typing import Any, get_args, get_origin
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
-from options.fields import (
-    MAX_DEPTH,
-    MAX_FILE_BYTES,
-    PLAIN,
-    OptionError,
-    StrictLoader,
-    check_entries,
-    check_value,
-    spelled,
-)
+from options.fields import OptionError, spelled
 
 
 def command_words(argv: Sequence[str] | None = None) -> list[str]:
-    """The words behind the command: `argv`, or those that this process was started with.
+    """Return the words behind the command: `argv`, or those that this process was started with.
 
     A command without a file of its own at the root is the first word of `stageline`.
     """
@@ -40,7 +31,7 @@ def command_words(argv: Sequence[str] | None = None) -> list[str]:
 
 
 def program_name() -> str:
-    """What was started: `train_pp.py`, or `stageline infer`."""
+    """Return what was started: `train_pp.py`, or `stageline infer`."""
     if _is_behind_stageline():
         return " ".join(["stageline", *sys.argv[1:2]])
     return Path(sys.argv[0]).name
@@ -51,71 +42,63 @@ def _is_behind_stageline() -> bool:
 
 
 _STR, _FLOAT = "tag:yaml.org,2002:str", "tag:yaml.org,2002:float"
-# YAML 1.1 takes a number without a dot, 1e-4, for text; YAML 1.2 does not
+# what YAML reads from a word without quotes
+_PLAIN = [f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool", "timestamp")]
+# of YAML 1.1: 010 is 8 and 1:30 is 90, and a number without a dot, 1e-4, is text
+_NO_NUMBER = re.compile(r"[-+]?0[0-9_]+|.*:.*")
 _NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
 
+class _StrictLoader(yaml.SafeLoader):
+    """Plain values only; refuses a key that comes twice, of which YAML takes the last."""
+
+    def resolve(self, kind: type[yaml.Node], value: str, implicit: Any) -> Any:
+        tag = super().resolve(kind, value, implicit)
+        if kind is yaml.ScalarNode and implicit[0]:
+            if _NUMBER.fullmatch(value):
+                return _FLOAT
+            if tag in _PLAIN and _NO_NUMBER.fullmatch(value):
+                return _STR
+        return tag
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen and key.tag.endswith(":str"):
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value!r} comes twice", key.start_mark
+                )
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+        return super().construct_mapping(node, deep=deep)
+
+
 def read_options(text: str) -> tuple[Any, dict[str, int]]:
-    """What a YAML text holds, and the line of each of its names.
+    """Return the content of a YAML text, and the line of each of its names.
 
     Raises:
-        yaml.YAMLError: it is no plain YAML, nested too deep, or has a key twice.
+        yaml.YAMLError: it is no plain YAML, or has a key twice.
     """
-    loader = StrictLoader(text)
+    loader = _StrictLoader(text)
     lines = {}
     try:
         node = loader.get_single_node()
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:
                 lines[str(key.value)] = key.start_mark.line + 1
-                if isinstance(value, yaml.CollectionNode):
-                    _read_numbers(value)
-                elif value.style is None and value.tag in PLAIN:
-                    # as typed until its option's type is known: 1.50 may be a name
-                    value.tag = _STR
+                if value.tag in _PLAIN and value.style is None:
+                    value.tag = (
+                        _STR  # as typed until its option's type is known: 1.50 may be a name
+                    )
         return (None if node is None else loader.construct_document(node)), lines
-    except RecursionError:
-        raise yaml.YAMLError(f"it is nested more than {MAX_DEPTH} deep") from None
     finally:
         loader.dispose()
 
 
-def read_json_options(text: str) -> Any:
-    """What a JSON text holds; YAML would refuse its tabs.
-
-    Raises:
-        ValueError: it is no JSON, nested too deep, or has a key twice.
-    """
-    try:
-        return json.loads(text, object_pairs_hook=_without_twins)
-    except RecursionError:
-        raise ValueError(f"it is nested more than {MAX_DEPTH} deep") from None
-
-
-def _read_numbers(node: yaml.Node, seen: set[int] | None = None) -> None:
-    seen = set() if seen is None else seen
-    if id(node) in seen:  # an alias
-        return
-    seen.add(id(node))
-    if isinstance(node, yaml.ScalarNode):
-        is_plain = node.style is None and node.tag == _STR
-        if is_plain and _NUMBER.fullmatch(node.value):
-            node.tag = _FLOAT
-    elif isinstance(node, yaml.MappingNode):
-        for _, value in node.value:
-            _read_numbers(value, seen)
-    elif isinstance(node, yaml.SequenceNode):
-        for value in node.value:
-            _read_numbers(value, seen)
-
-
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        names = [name for name, _ in pairs]
-        twin = next(name for name in names if names.count(name) > 1)
+    names = [name for name, _ in pairs]
+    if twin := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"{twin!r} comes twice")
-    return content
+    return dict(pairs)
 
 
 HOW = "Write one option a line, as on the command line without the dashes: 'batch-size: 8'."
@@ -148,7 +131,7 @@ def shortened(text: str) -> str:
 
 
 def read_words(words: Sequence[str]) -> list[Given]:
-    """Reads `--name value`, `--name=value`, `--name v1 v2` and `--name`.
+    """Read `--name value`, `--name=value`, `--name v1 v2` and `--name`.
 
     Raises:
         OptionError: a word that belongs to no option.
@@ -156,9 +139,9 @@ def read_words(words: Sequence[str]) -> list[Given]:
     given: list[Given] = []
     for word in ["--help" if word == "-h" else word for word in words]:
         name, has_value, value = word[2:].partition("=")
-        if OPTION.match(word) and len(name) <= SHOWN:
+        if OPTION.match(word):
             values = [value] if has_value else []
-            given.append(Given(_plain_name(name), values, COMMAND_LINE))
+            given.append(Given(name.replace("-", "_"), values, COMMAND_LINE))
         elif given and not word.startswith("--"):
             given[-1].values.append(word)
         else:
@@ -169,81 +152,70 @@ def read_words(words: Sequence[str]) -> list[Given]:
     return given
 
 
-def read_config(path: str | Path) -> list[Given]:
-    """Reads a YAML (or JSON) file that maps options, without their dashes, to values.
+def read_config(path: str | Path, names: Iterable[str] = ()) -> list[Given]:
+    """Read a YAML (or JSON) file that maps options, without their dashes, to values.
 
     Paths in it are relative to the current directory, as on the command line.
 
+    Args:
+        names: every option of the command: those in a mapping are told by their own names.
+
     Raises:
-        OptionError: the file is missing, is no YAML, or no mapping of options.
+        OptionError: the file is missing, is no YAML, no mapping of options, or has one twice.
     """
     path = Path(path).expanduser()
+    is_json = path.suffix == ".json"
+    lines: dict[str, int] = {}
     try:
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise OptionError(
-                f"--config {path} has {size} bytes. At most {MAX_FILE_BYTES} are read. {HOW}"
-            )
         text = path.read_text(encoding="utf-8")
-        is_json = path.suffix == ".json"
-        content, lines = (read_json_options(text), {}) if is_json else read_options(text)
+        if is_json:
+            content = json.loads(text, object_pairs_hook=_without_twins)
+        else:
+            content, lines = read_options(text)
     except OSError as error:
         raise OptionError(
             f"--config {path} can't be read: {error.strerror}. Check the path; it is relative "
             f"to the directory you are in ({Path.cwd()})."
         ) from error
-    except (yaml.YAMLError, ValueError) as error:
-        if isinstance(error, OptionError):
-            raise
-        kind = "JSON" if path.suffix == ".json" else "YAML"
-        raise OptionError(
-            f"--config {path} is not plain {kind}, so no option can be read: {error}\n  {HOW}"
-        ) from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        kind = "JSON" if is_json else "YAML"
+        raise OptionError(f"--config {path} is not plain {kind}: {error}\n  {HOW}") from error
     if content is not None and not isinstance(content, dict):
         raise OptionError(f"--config {path} holds a {type(content).__name__}. {HOW}")
-    return _given_once(content or {}, lines, path)
-
-
-def _given_once(content: dict[Any, Any], lines: Mapping[str, int], path: Path) -> list[Given]:
-    """The options of a file; refuses one that stands there twice, or another config file."""
-    found: dict[str, Given] = {}
-    for key, value in content.items():
-        place = f"{path}:{lines[str(key)]}" if str(key) in lines else str(path)
-        name = _plain_name(str(key))
-        check_value(value, spelled(name), place)
-        if name in found:
-            raise OptionError(
-                f"{spelled(name)} came twice, in {found[name].origin} and {place}. Take one out."
-            )
+    items = []
+    for key, value in (content or {}).items():
+        name, line = str(key).replace("-", "_"), lines.get(str(key))
+        place = f"{path}:{line}" if line else str(path)
         if name == "config":
             raise OptionError(
                 f"--config came in {place}. A config file reads no other one: name both on the "
                 "command line, and the later one wins."
             )
-        found[name] = Given(name, _as_words(value, name), place, value)
+        items.append(_of_file(name, value, place))
+    found: dict[str, Given] = {}
+    for item in unfolded(items, names):
+        first = found.setdefault(item.name, item)
+        if first is not item:
+            raise OptionError(
+                f"{spelled(item.name)} came twice, in {first.origin} and {item.origin}. Take one "
+                "out."
+            )
     return list(found.values())
 
 
-def _plain_name(name: str) -> str:
-    return name.replace("-", "_")
-
-
-def _as_words(value: Any, name: str) -> list[str]:
-    """A YAML value as it would be typed."""
+def _of_file(name: str, value: Any, origin: str) -> Given:
+    """An option with its YAML value as it would be typed."""
     if isinstance(value, str):
-        return [value]
-    if name == "import" and isinstance(value, list):
-        return [str(item) for item in value]
-    return [json.dumps(value, default=str)]
-
-
-def by_name(given: Iterable[Given]) -> dict[str, Given]:
-    """Options by name; where one was given several times, the last."""
-    return {item.name: item for item in given}
+        words = [value]
+    elif name == "import" and isinstance(value, list):
+        words = [str(item) for item in value]
+    else:
+        words = [json.dumps(value, default=str)]
+    return Given(name, words, origin, value)
 
 
 def unfolded(given: Sequence[Given], names: Iterable[str]) -> list[Given]:
-    """The options with those of a mapping, `lora: {rank: 8}`, by their own names, `lora.rank`.
+    """Replace a mapping, `lora: {rank: 8}`, by the options in it, `lora.rank`.
 
     Args:
         names: every option of the command.
@@ -264,22 +236,27 @@ def unfolded(given: Sequence[Given], names: Iterable[str]) -> list[Given]:
             except yaml.YAMLError:
                 content = None
         if not isinstance(content, dict):
-            keys = dict.fromkeys(name.removeprefix(f"{item.name}.").partition(".")[0]
-                                 for name in names if name.startswith(f"{item.name}."))  # fmt: skip
+            inside = [name.removeprefix(f"{item.name}.").partition(".")[0]
+                      for name in names if name.startswith(f"{item.name}.")]  # fmt: skip
             raise OptionError(
-                f"{item} is not a mapping of {', '.join(keys)}. Give one of them with its value: "
-                f"{spelled(item.name)}.{next(iter(keys))} VALUE."
+                f"{item} is not a mapping of {', '.join(dict.fromkeys(inside))}. Give one of them "
+                f"with its value: {spelled(item.name)}.{inside[0]} VALUE."
             )
         inner = [
-            Given(f"{item.name}.{_plain_name(str(key))}", _as_words(value, ""), item.origin, value)
+            _of_file(f"{item.name}.{str(key).replace('-', '_')}", value, item.origin)
             for key, value in content.items()
         ]
         found += unfolded(inner, names)
     return found
 
 
+def by_name(given: Iterable[Given]) -> dict[str, Given]:
+    """Options by name; where one was given several times, the last."""
+    return {item.name: item for item in given}
+
+
 def drop_rivals(options: dict[str, Given], rivals: Mapping[str, str]) -> None:
-    """Of two options of which one follows from the other, takes the one out that was not typed.
+    """Of two options of which one follows from the other, take the one out that was not typed.
 
     Args:
         rivals: option -> the one that follows from it.
@@ -308,46 +285,37 @@ def gathered(given: Sequence[Given], names: Sequence[str]) -> dict[str, Given]:
         items = [item for item in given if item.name == name]
         # the command line replaces what a config file has, a later file an earlier one
         counting = [item for item in items if item.origin == COMMAND_LINE] or items[-1:]
-        texts = [text for item in counting for text in _texts(item)]
+        texts: list[Any] = []
+        for item in counting:
+            if item.origin != COMMAND_LINE:
+                texts += item.content if isinstance(item.content, list) else [item.content]
+            elif len(item.values) == 1:
+                texts += item.values
+            else:
+                raise OptionError(
+                    f"{item} has {len(item.values)} words. Put it in quotes, and repeat the option "
+                    "for more."
+                )
         if counting:
-            words = [json.dumps(texts or None)]
+            words = [json.dumps([str(text) for text in texts if text is not None] or None)]
             found[name] = Given(name, words, counting[-1].origin)
     return found
-
-
-def _texts(item: Given) -> list[str]:
-    """The texts of an option that is a text, or of a config file's list."""
-    if item.origin != COMMAND_LINE:
-        content = item.content if isinstance(item.content, list) else [item.content]
-        return [str(text) for text in content if text is not None]
-    if len(item.values) != 1:
-        raise OptionError(
-            f"{item} has {len(item.values)} words. Put it in quotes, and repeat the option for "
-            "more."
-        )
-    return item.values
-
-
-def option_types(parser: ArgumentParser) -> dict[str, Any]:
-    """Option name -> type hint."""
-    return {
-        action.dest: getattr(action, "_typehint", None) or action.type
-        for action in parser._actions
-        if action.option_strings
-    }
 
 
 def convert(
     parser: ArgumentParser, settings: Mapping[str, Given], *, also_known: Iterable[str]
 ) -> Namespace:
-    """Text -> typed values; every error names the option, its value and the type."""
-    hints = option_types(parser)
-    typed_as = {
-        action.dest: action.option_strings[0] for action in parser._actions if action.option_strings
-    }
+    """Convert text to typed values.
+
+    Raises:
+        OptionError: names the option, its value and the type.
+    """
+    actions = {action.dest: action for action in parser._actions if action.option_strings}
+    hints = {name: getattr(one, "_typehint", None) or one.type for name, one in actions.items()}
+    known = [*dict.fromkeys([*hints, *also_known])]
     if old := [name for name in settings if name not in hints]:
-        known, moved = {*hints, *also_known}, old_names("moved")
-        told = {name: why for name, why in old_names("gone").items() if name in old}
+        moved, gone = old_names("moved"), old_names("gone")
+        told = {name: gone[name] for name in old if name in gone}
         told |= {
             name: f"{spelled(name)} is {spelled(moved[name])} now."
             for name in old
@@ -358,20 +326,31 @@ def convert(
                 f"{', '.join(str(settings[name]) for name in told)}: there is no such option any "
                 f"more. {' '.join(dict.fromkeys(told.values()))}"
             )
+        raise OptionError(_unknown_option(settings[old[0]], known))
     words = []
     for name, item in settings.items():
-        if name not in hints:
-            raise OptionError(_unknown_option(item, list({**hints, **dict.fromkeys(also_known)})))
         word = _one_word(item, hints[name])
         if re.search(r"\d:\d", word) and re.fullmatch(
             r"((?!str|Any).)*(int|float).*", str(hints[name])
         ):
-            raise OptionError(_explain(f'Parser key "{name}"', settings, hints))  # YAML: 1:30 is 90
-        words.append(f"{typed_as[name]}={word}")
+            raise OptionError(_wrong_value(item, hints[name]))  # YAML: 1:30 is 90
+        words.append(f"{actions[name].option_strings[0]}={word}")
     try:
         return parser.parse_args(words)
     except ArgumentError as error:
-        raise OptionError(_explain(str(error), settings, hints)) from error
+        message = str(error)
+        if missing := re.search(r"arguments are required: (.*)", message):
+            options = ", ".join(spelled(name.strip()) for name in missing[1].split(","))
+            raise OptionError(
+                f"{options} is missing. Give it on the command line or in --config; --help says "
+                "what it means."
+            ) from error
+        match = re.match(r'Parser key "([^"]+)"', message)
+        if match and match[1] in settings:
+            raise OptionError(_wrong_value(settings[match[1]], hints[match[1]])) from error
+        raise OptionError(
+            f"The options can't be read: {message}. See --help for their types and correct it."
+        ) from error
 
 
 def _one_word(item: Given, hint: Any) -> str:
@@ -380,18 +359,20 @@ def _one_word(item: Given, hint: Any) -> str:
     lists = [kind for kind in options if {kind, get_origin(kind)} & {list, tuple, set}]
     if not item.values and bool in options:
         return "true"
-    if not item.values:
-        raise OptionError(needs_value(item, f"a value of type {_type_name(hint)}"))
-    if not lists:
-        if len(item.values) > 1:
-            raise OptionError(needs_value(item, f"one value of type {_type_name(hint)}"))
-        return item.values[0]
+    if not item.values or (len(item.values) > 1 and not lists):
+        one = "one value" if item.values else "a value"
+        raise OptionError(needs_value(item, f"{one} of type {_type_name(hint)}"))
     first = item.values[0]
     choices = {choice for kind in options for choice in get_args(kind) if isinstance(choice, str)}
-    if len(item.values) == 1 and (first.startswith("[") or first in {*choices, "null"}):
+    is_whole = first.startswith("[") or first in {*choices, "null"}
+    if not lists or (len(item.values) == 1 and is_whole):
         return first
     entries = [entry for value in item.values if value for entry in value.split(",")]
-    check_entries(spelled(item.name), entries)
+    if "" in entries:
+        raise OptionError(
+            f"{spelled(item.name)} {','.join(entries)} has nothing in place "
+            f"{entries.index('') + 1}. Fill it in, or take the comma out."
+        )
     if any(str in get_args(kind) for kind in lists):
         return json.dumps(entries)
     return f"[{','.join(entries)}]"
@@ -402,90 +383,55 @@ def _type_name(hint: Any) -> str:
 
 
 def needs_value(item: Given, wanted: str) -> str:
+    """The error of an option with too few or too many values."""
     count = len(item.values)
     return (
-        f"{item} has {count or 'no'} value{'s' if count > 1 else ''}. Expected: {wanted}, because "
-        f"an option without it says nothing. Give it after {spelled(item.name)}, quoted if it "
-        "holds spaces."
+        f"{item} has {count or 'no'} value{'s' if count > 1 else ''}. Give {wanted} after "
+        f"{spelled(item.name)}, quoted if it holds spaces."
     )
+
+
+def _wrong_value(item: Given, hint: Any) -> str:
+    wanted = _type_name(hint)
+    return f"{item} has a wrong value. Give one of type {wanted}; --help all lists all types."
 
 
 @functools.cache
 def old_names(section: str) -> dict[str, str]:
-    """A section of old_names.yaml: moved, gone, gone_from_export or elsewhere."""
+    """Return a section of old_names.yaml: moved, gone, gone_from_export or elsewhere."""
     path = Path(__file__).with_name("old_names.yaml")
     rows = yaml.safe_load(path.read_text(encoding="utf-8"))[section]
     return {name: told for names, told in rows.items() for name in names.split()}
 
 
 def with_new_names(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved options of a run of the release before this one, by their names now."""
+    """Return the saved options of a run of the release before this one, by their names now."""
     moved, gone = old_names("moved"), old_names("gone")
-    plain = {_plain_name(name): value for name, value in saved.items()}
-    return {
-        spelled(moved[name])[2:] if name in moved else given: value
-        for given, (name, value) in zip(saved, plain.items(), strict=True)
-        if name not in gone
-    }
-
-
-_TABLE = Path(__file__).with_name("llamafactory_keys.yaml")
-
-
-def _new_name(name: str, known: Sequence[str]) -> str:
-    """Return a sentence on an option of Hugging Face's Trainer or of older scripts, or nothing."""
-    groups = yaml.safe_load(_TABLE.read_text(encoding="utf-8"))
-    rows = {key: row for group in groups.values() for keys, row in group.items()
-            for key in str(keys).split()}  # fmt: skip
-    row = rows.get(name) or {"to": old_names("elsewhere").get(name, "")}
-    found = str(row.get("to") or "").split(", ")
-    if found[0] and found[0].partition(".")[0].replace("-", "_") in known:
-        note = f" ({row['note']})" if row.get("note") else ""
-        return f" It is {', '.join(f'--{one}' for one in found)} here{note}."
-    reason = row.get("why") or row.get("drop")
-    return f" There is none here: {reason.rstrip('.')}." if reason else ""
+    found = {}
+    for given, value in saved.items():
+        name = given.replace("-", "_")
+        if name not in gone:
+            found[spelled(moved[name])[2:] if name in moved else given] = value
+    return found
 
 
 def _unknown_option(item: Given, known: Sequence[str]) -> str:
     head, dot, _ = item.name.partition(".")
-    siblings = [spelled(name) for name in known if dot and name.startswith(head + ".")]
     near = difflib.get_close_matches(item.name, known, n=3, cutoff=0.6)
     hint = f" Did you mean {' or '.join(map(spelled, near))}?" if near else ""
-    hint = _new_name(item.name, known) or hint
+    # an option of Hugging Face's Trainer or of older scripts
+    table = Path(__file__).with_name("llamafactory_keys.yaml")
+    groups = yaml.safe_load(table.read_text(encoding="utf-8"))
+    rows = {key: row for group in groups.values() for keys, row in group.items()
+            for key in str(keys).split()}  # fmt: skip
+    row = rows.get(item.name) or {"to": old_names("elsewhere").get(item.name, "")}
+    found = str(row.get("to") or "").split(", ")
+    if found[0] and found[0].partition(".")[0].replace("-", "_") in known:
+        note = f" ({row['note']})" if row.get("note") else ""
+        hint = f" It is {', '.join(f'--{one}' for one in found)} here{note}."
+    elif reason := row.get("why") or row.get("drop"):
+        hint = f" There is none here: {reason.rstrip('.')}."
     if dot:
+        siblings = [spelled(name) for name in known if name.startswith(head + ".")]
         hint += f" The chosen part takes: {', '.join(siblings) or 'no options of its own'}."
-    return (
-        f"{item} is an unknown option.{hint} Only known options are taken, because a mistyped one "
-        f"would be left out silently. --help all with the keys of this run lists them."
-    )
-
-
-def _explain(message: str, settings: Mapping[str, Given], hints: Mapping[str, Any]) -> str:
-    """Turns jsonargparse's message into ours."""
-    if match := re.search(r"arguments are required: (.*)", message):
-        missing = ", ".join(spelled(name.strip()) for name in match[1].split(","))
-        return (
-            f"{missing} is missing. A value was expected, because the chosen part has no default "
-            f"for it. Give it on the command line or in --config; --help says what it means."
-        )
-    match = re.match(r'Parser key "([^"]+)"', message)
-    item = settings.get(match[1]) if match else None
-    if match is None or item is None:
-        return f"The options can't be read: {message}. See --help for their types and correct it."
-    return (
-        f"{item} has a wrong value{_where(item.values)}. Expected: "
-        f"{_type_name(hints[item.name])}, the type of this option, so that a slip is noticed "
-        f"before anything is loaded. Correct the value; --help all lists all types."
-    )
-
-
-def _where(values: Sequence[str]) -> str:
-    """Which place of a list can't be read; empty for other values."""
-    text = values[0] if len(values) == 1 else ""
-    if text.startswith(("[", "{")):
-        try:
-            StrictLoader(text).get_single_data()
-        except (yaml.YAMLError, RecursionError) as error:
-            mark = getattr(error, "problem_mark", None)
-            return f" at character {mark.column + 1}" if mark else ""
-    return ""
+    return f"{item} is an unknown option.{hint} --help all with the keys of this run lists them."

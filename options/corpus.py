@@ -1,6 +1,7 @@
 """The options of corpus.py, a class an action; the names are those of the founding notes."""
 
 import difflib
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -8,18 +9,18 @@ from typing import Any, Literal
 
 from options.command_line import by_name, read_config, read_words
 from options.data import CorpusRunOptions
-from options.fields import OptionError, option, option_fields, spelled
+from options.fields import OptionError, Options, option, option_fields, spelled
 
 PREFIX = "path of a corpus without its suffix (.bin, .idx ...)"
 TOKENIZER = "folder with a tokenizer, its tokenizer.json, or hub name (owner/name[@revision])"
 
 
-def _overwrite() -> bool:
-    return option(False, "replace a finished corpus of that name")
+_prefix = functools.partial(option, None, PREFIX, is_output=True, is_needed=True)
+_tokenizer = functools.partial(option, None, is_path=True, takes_name=True)
+_overwrite = functools.partial(option, False, "replace a finished corpus of that name")
 
 
-@dataclass(frozen=True, kw_only=True)
-class WriteConfig:
+class WriteConfig(Options):
     """Build a corpus"""
 
     file_path: list[str] | None = option(
@@ -34,9 +35,7 @@ class WriteConfig:
     save_prefix: str | None = option(
         None, "name of the corpus in --save-path, without suffix", is_needed=True
     )
-    tokenizer_path: str | None = option(
-        None, TOKENIZER, is_path=True, takes_name=True, is_needed=True
-    )
+    tokenizer_path: str | None = _tokenizer(TOKENIZER, is_needed=True)
     encoder: Literal["auto", "tiktoken", "tokenizers"] = option(
         "auto", "auto: tiktoken, several times as fast, where it gives the same ids"
     )
@@ -70,8 +69,7 @@ class WriteConfig:
     overwrite: bool = _overwrite()
 
 
-@dataclass(frozen=True, kw_only=True)
-class MergeConfig:
+class MergeConfig(Options):
     """Merge corpora"""
 
     merge_path_prefix: list[str] | None = option(None, f"several times: {PREFIX}", is_needed=True)
@@ -80,22 +78,18 @@ class MergeConfig:
         "a number for each: equal ones become one type, others stay apart for the mixture",
         is_needed=True,
     )
-    new_path_prefix: str | None = option(None, PREFIX, is_output=True, is_needed=True)
+    new_path_prefix: str | None = _prefix()
     overwrite: bool = _overwrite()
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReadConfig:
+class ReadConfig(Options):
     """Show a corpus"""
 
-    read_path_prefix: str | None = option(None, PREFIX, is_output=True, is_needed=True)
-    tokenizer_path: str | None = option(
-        None,
+    read_path_prefix: str | None = _prefix()
+    tokenizer_path: str | None = _tokenizer(
         f"{TOKENIZER}, that the corpus was made with; without it ids are shown, and --text looks"
-        " where it lay then",
-        is_path=True,
-        takes_name=True,
-    )  # fmt: skip
+        " where it lay then"
+    )
     text: bool = option(False, "write the documents back as lines, whole")
     json: bool | None = option(
         None,
@@ -111,73 +105,61 @@ class ReadConfig:
     type: int | None = option(None, "only of the type of this number", at_least=0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RemoveConfig:
+class RemoveConfig(Options):
     """Copy a corpus without some segments"""
 
-    read_data_path_prefix: str | None = option(None, PREFIX, is_output=True, is_needed=True)
+    read_data_path_prefix: str | None = _prefix()
     write_data_path_prefix: str | None = option(
-        None,
-        "the new corpus: path without suffix",
-        is_output=True,
-        is_needed=True,
+        None, "the new corpus: path without suffix", is_output=True, is_needed=True
     )
     remove_idx_path: str | None = option(
-        None, "numbers of segments, as find-trained writes them: .npy, or text, one a line",
+        None,
+        "numbers of segments, as find-trained writes them: .npy, or text, one a line",
         is_path=True,
         is_needed=True,
-    )  # fmt: skip
+    )
     overwrite: bool = _overwrite()
 
 
-@dataclass(frozen=True, kw_only=True)
-class StatsConfig:
+class StatsConfig(Options):
     """Figures of a corpus"""
 
-    read_path_prefix: str | None = option(None, PREFIX, is_output=True, is_needed=True)
+    read_path_prefix: str | None = _prefix()
     plot_path: str | None = option(
         None, "picture of the lengths; default: PREFIX.stats.png", is_output=True
     )
     json: bool = option(False, "print the figures as JSON")
 
 
-@dataclass(frozen=True, kw_only=True)
-class VerifyConfig:
+class VerifyConfig(Options):
     """Check the files of a corpus"""
 
-    read_path_prefix: str | None = option(None, PREFIX, is_output=True, is_needed=True)
-    tokenizer_path: str | None = option(
-        None, f"{TOKENIZER}: whether it is the one of the corpus", is_path=True, takes_name=True
-    )
+    read_path_prefix: str | None = _prefix()
+    tokenizer_path: str | None = _tokenizer(f"{TOKENIZER}: whether it is the one of the corpus")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackConfig:
+class PackConfig(Options):
     """Pack segments into rows"""
 
-    read_path_prefix: str | None = option(None, PREFIX, is_output=True, is_needed=True)
+    read_path_prefix: str | None = _prefix()
     seq_length: int | None = option(
         None, "tokens of a row; default: those of a segment at most", at_least=8, at_most=2**30
     )
     overwrite: bool = option(False, "replace packed rows of another length")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConvertConfig:
+class ConvertConfig(Options):
     """Convert from and to Megatron-core's files"""
 
-    read_path_prefix: str | None = option(None, PREFIX, is_output=True, is_needed=True)
+    read_path_prefix: str | None = _prefix()
     new_path_prefix: str | None = option(
         None,
         "the copy, in Megatron-core's form, or in ours if it is in that",
         is_output=True,
         is_needed=True,
     )
-    tokenizer_path: str | None = option(
-        None,
-        f"of Megatron-core's files, which do not say it: {TOKENIZER}",
-        is_path=True,
-        takes_name=True,
+    tokenizer_path: str | None = _tokenizer(
+        f"of Megatron-core's files, which do not say it: {TOKENIZER}"
     )
     seq_length: int | None = option(
         None,
@@ -189,8 +171,7 @@ class ConvertConfig:
     overwrite: bool = _overwrite()
 
 
-@dataclass(frozen=True, kw_only=True)
-class FindTrainedOptions:
+class FindTrainedOptions(Options):
     """What a run has seen"""
 
     run_path: str | None = option(
@@ -198,7 +179,7 @@ class FindTrainedOptions:
         "run folder: its options and its last checkpoint say what follows; or one checkpoint of it",
         is_path=True,
     )
-    read_path_prefix: str | None = option(None, PREFIX, is_output=True, is_needed=True)
+    read_path_prefix: str | None = _prefix()
     save_path: str | None = option(
         None,
         "new file of numbers of segments, for remove: .npy, else text",
@@ -217,7 +198,6 @@ class FindTrainedOptions:
     seed: int = option(0, "of the run", at_least=0, at_most=10**12)
 
 
-@dataclass(frozen=True, kw_only=True)
 class FindTrainedConfig(CorpusRunOptions, FindTrainedOptions):
     """Every option of corpus.py find-trained."""
 
@@ -250,17 +230,8 @@ ACTIONS = {
 }
 
 
-def overview() -> str:
-    """All actions, a line each."""
-    lines = "\n".join(f"  {name:<14}{action.holds}" for name, action in ACTIONS.items())
-    return (
-        f"usage: corpus.py ACTION [options]\n\n{lines}\n\n"
-        "`corpus.py ACTION --help` lists its options, `corpus.py --list` all parts."
-    )
-
-
 def split_action(words: list[str]) -> tuple[str | None, list[str]]:
-    """The action and the other words; the notes' --mode=write is the word write."""
+    """Return the action and the other words; the notes' --mode=write is the word write."""
     if words and not words[0].startswith("-"):
         return words[0], words[1:]
     for place, word in enumerate(words):
@@ -271,18 +242,27 @@ def split_action(words: list[str]) -> tuple[str | None, list[str]]:
     return None, words
 
 
+def overview() -> str:
+    """All actions, a line each."""
+    lines = "\n".join(f"  {name:<14}{action.holds}" for name, action in ACTIONS.items())
+    return (
+        f"usage: corpus.py ACTION [options]\n\n{lines}\n\n"
+        "`corpus.py ACTION --help` lists its options, `corpus.py --list` all parts."
+    )
+
+
 def no_action(name: str) -> str:
     """The error of a word that is no action."""
     near = difflib.get_close_matches(name, ACTIONS, n=2, cutoff=0.5)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     return (
-        f"{name!r} is no action of corpus.py.{hint} One of {', '.join(ACTIONS)} was expected as "
-        "the first word, because it says what is to be done; `corpus.py --help` has a line on each."
+        f"{name!r} is no action of corpus.py.{hint} Begin with one of {', '.join(ACTIONS)}; "
+        "`corpus.py --help` has a line on each."
     )
 
 
 def check_needed(run: Any) -> None:
-    """Refuses options without a value.
+    """Refuse options without a value.
 
     Raises:
         OptionError: names them.
@@ -299,8 +279,14 @@ def check_needed(run: Any) -> None:
         )
 
 
+def run_folder(path: str) -> Path:
+    """The folder of a run, of itself or of one of its checkpoints."""
+    folder = Path(path).expanduser().absolute()
+    return folder.parent.parent if folder.parent.name == "checkpoints" else folder
+
+
 def with_run(words: list[str]) -> list[str]:
-    """The words, with the options of the run folder that they name in front."""
+    """The words, with the options of the run folder that they name in front: which rows it drew."""
     given = by_name(read_words(words)).get("run_path")
     if given is None or len(given.values) != 1:
         return words
@@ -310,22 +296,11 @@ def with_run(words: list[str]) -> list[str]:
             f"{given}: {path} is not there. Correct the path of the run, or give its options "
             "themselves."
         )
-    return [*run_words(path), *words]
-
-
-def run_folder(path: str) -> Path:
-    """The folder of a run, of itself or of one of its checkpoints."""
-    folder = Path(path).expanduser().absolute()
-    return folder.parent.parent if folder.parent.name == "checkpoints" else folder
-
-
-def run_words(path: Path) -> list[str]:
-    """The options of a run's config file that say which rows it drew."""
     names = {item.name: item.name for item in fields(FindTrainedConfig)}
     names |= {"dataset_path": "read_path_prefix", "dataset": "dataset", "import": "import"}
-    words = []
+    found = []
     for item in read_config(path):
         head, dot, tail = item.name.partition(".")
         if head in names and (not dot or head == "dataset") and item.values != ["null"]:
-            words += [spelled(names[head]) + dot + tail, *item.values]
-    return words
+            found += [spelled(names[head]) + dot + tail, *item.values]
+    return [*found, *words]

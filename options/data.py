@@ -1,13 +1,11 @@
 """The options about data: rows, batches, images, corpora, examples and reports."""
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from options.fields import OptionError, free_option, mapping, option, side_option
+from options.fields import OptionError, Options, free_option, mapping, option, side_option
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowSettings:
+class RowSettings(Options):
     """Rows of a batch"""
 
     order: Literal["sorted", "given"] = option(
@@ -26,8 +24,7 @@ class RowSettings:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchOptions:
+class BatchOptions(Options):
     """Data and batches"""
 
     batch_size: int = free_option(
@@ -74,8 +71,7 @@ def check_batches(run: BatchOptions) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageSettings:
+class ImageSettings(Options):
     """Images"""
 
     min_tiles: int | None = option(
@@ -115,8 +111,7 @@ class ImageSettings:
         return {"max_pixels": self.pixel_limit, "max_images": self.max_count}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageOptions:
+class ImageOptions(Options):
     """Images"""
 
     images: ImageSettings = mapping(ImageSettings)
@@ -133,8 +128,7 @@ def check_images(run: ImageOptions) -> None:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class CorpusRunOptions:
+class CorpusRunOptions(Options):
     """Corpus"""
 
     global_batch_distributed: list[int] | None = option(
@@ -157,8 +151,7 @@ class CorpusRunOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class FewshotSettings:
+class FewshotSettings(Options):
     """Draw of the examples in the prompt"""
 
     split: Literal["train", "test"] = option(
@@ -172,8 +165,7 @@ class FewshotSettings:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class FewshotOptions:
+class FewshotOptions(Options):
     """Examples in the prompt"""
 
     num_fewshot: int = option(
@@ -182,8 +174,7 @@ class FewshotOptions:
     fewshot: FewshotSettings = mapping(FewshotSettings)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BootstrapSettings:
+class BootstrapSettings(Options):
     """Bootstrap intervals of the report"""
 
     resamples: int = side_option(
@@ -192,8 +183,7 @@ class BootstrapSettings:
     seed: int = side_option(0, "seed of these draws", at_least=0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReportOptions:
+class ReportOptions(Options):
     """Report"""
 
     compare_with: str | None = side_option(

@@ -9,12 +9,10 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal
-
-import yaml
+from typing import Any, Literal, dataclass_transform
 
 _HUB = "hub:"
 # as stageline.hub reads them: a name, and what is a file all the same
@@ -28,6 +26,14 @@ class OptionError(ValueError):
     """An option, or a combination of options, that cannot be run."""
 
     exit_code = 2
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+class Options:
+    """Base of the classes of options, whose fields are `option(...)`: frozen dataclasses."""
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
 
 def option(
@@ -55,33 +61,30 @@ def option(
     shapes_answers: bool = True,
     in_check: bool = True,
 ) -> Any:
-    """A field of an options class: its default, its help text, and what holds for it.
+    """Declare a field of an options class: default, help text, and what holds for it.
 
     Args:
         is_path: a file or folder that has to exist, or several.
-        is_pattern: of a path: one with *, ? or [ is a pattern, and what has an .idx file is the
-            prefix of a corpus.
+        is_pattern: of a path: *, ? and [ make a pattern, and it may be the prefix of a corpus.
         takes_name: of a path: a name on a hub, `owner/name[@revision]`, will do.
         is_named: of several paths: each may be NAME=PATH.
         is_output: a folder that the run makes.
-        is_common: most people need it: `--help` shows it, and not in `--help all` alone.
+        is_common: `--help` shows it, not only `--help all`.
         is_needed: a value has to be given.
-        is_saved: the saved config has it; a repeated run then does the same.
+        is_saved: the saved config has it.
         needs: options, as they are typed, without which this one has no effect; one of several,
             "--bf16 or --fp16". A lower-case word behind is the value that is meant, as in
             "--quantization nf4"; another one is an example.
         excludes: options, as they are typed, with a value or any, that cannot be given as well.
         instead_of: the option whose value follows from this one. A typed one of the two holds; in a
-            file, where both stand in each saved config, this one.
+            saved config, which has both, this one.
         not_streamed: why `--engine streaming` cannot follow it.
-        to: registers whose parts get it by its name; with a ? behind, only if it is not the
-            default, so that parts need not know it.
-        argument: the name that parts get it by, where it is another one; {} stands for the name of
-            the mapping, as in "{}_lora_rank" of `parts.vit.lora_rank`.
-        resume: course: it decides what is trained and stays as it is; steps: so it does, but not
-            what the start model says of a row; length: the same, and a resumed run may have
-            another value where the learning rates of the steps done stay; free: a resumed run may
-            have another value.
+        to: registers whose parts get it; with a ? behind, only if it is not the default.
+        argument: the name that parts get it by; {} stands for the name of the mapping, as in
+            "{}_lora_rank" of `parts.vit.lora_rank`.
+        resume: whether a resumed run may have another value: course: no; steps: no, but the start
+            model's scores do not depend on it; length: where the learning rates of the steps done
+            stay; free: yes.
         shapes_answers: an evaluation with another value gives other answers.
         in_check: it holds while a split is checked; else its default does.
     """
@@ -167,46 +170,40 @@ def handed_to(register: str, config: Any) -> dict[str, Any]:
 
 
 def check_together(config: Any) -> None:
-    """Refuses options without one that they need, and two that exclude each other.
+    """Refuse options without one that they need, and two that exclude each other.
 
     Raises:
         OptionError: names both.
     """
     fields = option_fields(config)
+
+    def is_given(text: str, *, exactly: bool) -> bool:
+        """Whether an option was given, and with the value behind it if it counts exactly."""
+        name, _, wanted = text[2:].replace("-", "_").partition(" ")
+        value = value_of(config, name)
+        return str(value) == wanted if exactly else value != fields[name].default
+
+    def is_value(text: str) -> bool:
+        """Whether the word behind an option is the one that is meant: not `FOLDER`, nor `2`."""
+        return text.partition(" ")[2][:1].islower()
+
     for name, value in given_options(config).items():
-        facts = fields[name].metadata
-        shown = _shown(name, value)
-        for needed in facts["needs"]:
+        shown = spelled(name)
+        if value is not True:
+            values = value if isinstance(value, list) else [value]
+            texts = [f"{one:g}" if isinstance(one, float) else str(one) for one in values]
+            shown += " " + ",".join(texts)
+        for needed in fields[name].metadata["needs"]:
             choices = needed.split(" or ")
-            if not any(_is_given(config, one, exactly=_is_value(one)) for one in choices):
-                told = [one if _is_value(one) else one.split()[0] for one in choices]
+            if not any(is_given(one, exactly=is_value(one)) for one in choices):
+                told = [one if is_value(one) else one.split()[0] for one in choices]
                 raise OptionError(
                     f"{shown} requires {' or '.join(told)}. Add {choices[0]} or drop "
                     f"{spelled(name)}."
                 )
-        for other in facts["excludes"]:
-            if _is_given(config, other, exactly=" " in other):
+        for other in fields[name].metadata["excludes"]:
+            if is_given(other, exactly=" " in other):
                 raise OptionError(f"{shown} and {other} exclude each other. Drop one of them.")
-
-
-def _is_given(config: Any, text: str, *, exactly: bool) -> bool:
-    """Whether an option was given, and with the value behind it if it counts exactly."""
-    name, _, wanted = text[2:].replace("-", "_").partition(" ")
-    value = value_of(config, name)
-    return str(value) == wanted if exactly else value != option_fields(config)[name].default
-
-
-def _is_value(text: str) -> bool:
-    """Whether the word behind an option is the one value that is meant: not `FOLDER`, nor `2`."""
-    return text.partition(" ")[2][:1].islower()
-
-
-def _shown(name: str, value: Any) -> str:
-    if value is True:
-        return spelled(name)
-    values = value if isinstance(value, list) else [value]
-    shown = [f"{one:g}" if isinstance(one, float) else str(one) for one in values]
-    return f"{spelled(name)} {','.join(shown)}"
 
 
 def option_groups(config_class: type) -> list[tuple[str, list[dataclasses.Field]]]:
@@ -266,30 +263,55 @@ def on_path(item: dataclasses.Field, value: str, change: Callable[[str], str]) -
 
 
 def check_limits(config: Any) -> None:
-    """Checks each number against the limits of its field, and that each given path exists.
+    """Check each number against the limits of its field, and that each given path exists.
 
     Raises:
         OptionError: names the option, its value and the limit.
     """
     for name, item in option_fields(config).items():
+        facts = item.metadata
+        for value in _as_list(value_of(config, name)) if facts["is_path"] else ():
+            path = split_name(item, value)[1]
+            # of a pattern, or the beginning of a corpus's names, the part that takes it will say
+            is_pattern = any(sign in path for sign in "*?[") or Path(f"{path}{_INDEX}").exists()
+            is_there = Path(path).exists() or (facts["is_pattern"] and is_pattern)
+            if not (is_there or _is_name(item, path)):
+                hint = ""
+                if facts["takes_name"] and _HUB_NAME.fullmatch(path) and not _FILE.fullmatch(path):
+                    owner = path.partition("/")[0]
+                    hint = (
+                        f" The folder {owner} is here, so it is a path; {_HUB}{path} is the name."
+                    )
+                raise OptionError(
+                    f"{spelled(item.name)} {path}: there is no such file or folder. Give: "
+                    f"{facts['help']}. The path is relative to the directory you are in "
+                    f"({Path.cwd()}).{hint}"
+                )
         value = value_of(config, name)
-        if value is None:
-            continue
-        paths = value if isinstance(value, list) else [value]
-        missing = [
-            path
-            for path in (split_name(item, str(one))[1] for one in paths)
-            if item.metadata["is_path"]
-            and not (Path(path).exists() or _is_pattern(item, path) or _is_name(item, path))
-        ]
-        if missing:
-            raise OptionError(
-                f"{spelled(item.name)} {missing[0]}: there is no such file or folder. "
-                f"Expected: {item.metadata['help']}. Check the path; it is relative to "
-                f"the directory you are in ({Path.cwd()}).{_name_hint(item, missing[0])}"
-            )
         if isinstance(value, int | float) and not isinstance(value, bool):
             _check_number(item, value)
+
+
+def _as_list(value: Any) -> list[str]:
+    return value if isinstance(value, list) else [value] if value is not None else []
+
+
+def _check_number(item: dataclasses.Field, value: float) -> None:
+    least, most, below = (item.metadata[name] for name in ("at_least", "at_most", "below"))
+    is_right = (
+        math.isfinite(value)
+        and (least is None or value >= least)
+        and (most is None or value <= most)
+        and (below is None or value < below)
+    )
+    if not is_right:
+        wanted = [f"at least {least:.15g}"] if least is not None else ["a finite number"]
+        wanted += [f"at most {most:.15g}"] if most is not None else []
+        wanted += [f"below {below:.15g}"] if below is not None else []
+        raise OptionError(
+            f"{spelled(item.name)} {value:.15g} is out of range. Give a value that is "
+            f"{' and '.join(wanted)}: {item.metadata['help']} (default {item.default})."
+        )
 
 
 def absolute(item: dataclasses.Field, value: Any) -> Any:
@@ -301,7 +323,13 @@ def absolute(item: dataclasses.Field, value: Any) -> Any:
     is_path = item.metadata["is_path"] or item.metadata["is_output"]
     if not is_path or not value or _is_name(item, value):
         return value
-    return _hub_name(item, value) or str(Path(value).absolute())
+    if item.metadata["takes_name"] and (match := _SNAPSHOT.fullmatch(value)):
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        # a folder of the hub's cache by its name and commit, which other machines know as well
+        if Path(match[1]) == Path(HF_HUB_CACHE).resolve():
+            return f"{_HUB}{match[2]}/{match[3]}@{match[4]}"
+    return str(Path(value).absolute())
 
 
 def _is_name(item: dataclasses.Field, value: str) -> bool:
@@ -309,137 +337,3 @@ def _is_name(item: dataclasses.Field, value: str) -> bool:
     match = _HUB_NAME.fullmatch(value) if item.metadata["takes_name"] else None
     is_path = match and (Path(value).exists() or Path(match[2]).exists() or _FILE.fullmatch(value))
     return bool(match and (match[1] or not is_path))
-
-
-def _name_hint(item: dataclasses.Field, value: str) -> str:
-    if not item.metadata["takes_name"] or not _HUB_NAME.fullmatch(value) or _FILE.fullmatch(value):
-        return ""
-    owner = value.partition("/")[0]
-    return f" The folder {owner} is here, so it was taken for a path; {_HUB}{value} is the name."
-
-
-def _hub_name(item: dataclasses.Field, value: str) -> str | None:
-    """A folder of the hub's cache by its name and commit, which other machines know as well."""
-    match = _SNAPSHOT.fullmatch(value) if item.metadata["takes_name"] else None
-    if match is None:
-        return None
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    is_ours = Path(match[1]) == Path(HF_HUB_CACHE).resolve()
-    return f"{_HUB}{match[2]}/{match[3]}@{match[4]}" if is_ours else None
-
-
-def _is_pattern(item: dataclasses.Field, value: str) -> bool:
-    """Whether a path that does not exist may be all right: the part that takes it will say."""
-    is_given = any(sign in value for sign in "*?[")
-    is_given |= Path(f"{value}{_INDEX}").exists()  # files that share the beginning of their names
-    return item.metadata["is_pattern"] and is_given
-
-
-def _check_number(item: dataclasses.Field, value: float) -> None:
-    least, most, below = (item.metadata[name] for name in ("at_least", "at_most", "below"))
-    is_right = (
-        math.isfinite(value)
-        and (least is None or value >= least)
-        and (most is None or value <= most)
-        and (below is None or value < below)
-    )
-    if is_right:
-        return
-    wanted = [f"at least {least:.15g}"] if least is not None else ["a finite number"]
-    wanted += [f"at most {most:.15g}"] if most is not None else []
-    wanted += [f"below {below:.15g}"] if below is not None else []
-    raise OptionError(
-        f"{spelled(item.name)} {value:.15g} is out of range: it must be {' and '.join(wanted)}. It "
-        f"means: {item.metadata['help']}. Give a value in that range, or leave the option out for "
-        f"the default ({item.default})."
-    )
-
-
-# Lists go through a YAML parser and a check of each entry: without limits ten megabytes of them
-# take hours, and a deeply nested one exhausts the stack.
-MAX_FILE_BYTES = 2**20
-MAX_CHARACTERS = 100_000
-MAX_ENTRIES = 1_000
-MAX_DEPTH = 20
-
-
-# what YAML reads from a word without quotes
-PLAIN = [f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool", "timestamp")]
-_NO_NUMBER = re.compile(r"[-+]?0[0-9_]+|.*:.*")  # of YAML 1.1: 010 is 8 and 1:30 is 90
-
-
-class StrictLoader(yaml.SafeLoader):
-    """Plain values only; refuses a key that comes twice, of which YAML takes the last."""
-
-    def resolve(self, kind: type[yaml.Node], value: str, implicit: Any) -> Any:
-        tag = super().resolve(kind, value, implicit)
-        return "tag:yaml.org,2002:str" if tag in PLAIN and _NO_NUMBER.fullmatch(value) else tag
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen and key.tag.endswith(":str"):
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key.value!r} comes twice", key.start_mark
-                )
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
-        return super().construct_mapping(node, deep=deep)
-
-
-def check_value(value: Any, name: str, place: str) -> None:
-    """Refuses a value of a file that is too large; aliases count as often as they are used."""
-    for count, (depth, item) in enumerate(_walk(value, 0)):
-        long = isinstance(item, str) and len(item) > MAX_CHARACTERS
-        if long or depth > MAX_DEPTH or count > MAX_ENTRIES:
-            what = f"has a text of {len(item)} characters" if long else (
-                f"is nested more than {MAX_DEPTH} deep" if depth > MAX_DEPTH else "is longer"
-            )  # fmt: skip
-            raise OptionError(_too_large(f"{name} (in {place})", what))
-
-
-def check_words(name: str, words: list[str]) -> None:
-    """Refuses words of a command line that are too large for one option."""
-    total = sum(map(len, words))
-    if total > MAX_CHARACTERS:
-        raise OptionError(_too_large(name, f"has {total} characters"))
-    for word in words:
-        if word[:1] not in "[{":
-            continue
-        depth = 0
-        for position, character in enumerate(word, 1):
-            depth += (character in "[{") - (character in "]}")
-            if depth > MAX_DEPTH:
-                raise OptionError(
-                    _too_large(name, f"is nested more than {MAX_DEPTH} deep (character {position})")
-                )
-
-
-def check_entries(name: str, entries: list[str]) -> None:
-    """Refuses too many entries of a list, and an empty one."""
-    if len(entries) > MAX_ENTRIES:
-        raise OptionError(_too_large(name, f"has {len(entries)} entries"))
-    if "" in entries:
-        raise OptionError(
-            f"{name} {','.join(entries)} has nothing in place {entries.index('') + 1}. Fill it "
-            "in, or take the comma out."
-        )
-
-
-def _walk(value: Any, depth: int) -> Iterator[tuple[int, Any]]:
-    yield depth, value
-    if depth > MAX_DEPTH:
-        return
-    if isinstance(value, dict):
-        value = [part for pair in value.items() for part in pair]
-    if isinstance(value, list | set | tuple):
-        for item in value:
-            yield from _walk(item, depth + 1)
-
-
-def _too_large(name: str, what: str) -> str:
-    return (
-        f"{name} {what}. At most {MAX_CHARACTERS} characters, {MAX_ENTRIES} entries and lists "
-        f"{MAX_DEPTH} deep were expected, because an option is a setting and no data. Put data "
-        "into a file that a part reads."
-    )

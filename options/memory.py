@@ -1,11 +1,11 @@
 """The options that trade time for memory, and what they must be together."""
 
 import importlib.util
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from options.fields import (
     OptionError,
+    Options,
     free_option,
     given_options,
     mapping,
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from options.train import RunConfig
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecomputeSettings:
+class RecomputeSettings(Options):
     """What --gradient-checkpointing recomputes"""
 
     every: int = free_option(
@@ -39,8 +38,7 @@ class RecomputeSettings:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryOptions:
+class MemoryOptions(Options):
     """Memory and attention"""
 
     gradient_checkpointing: bool = free_option(
@@ -129,8 +127,6 @@ def answering_remedies(run: "RunConfig") -> list[str]:
 
 # as typed here -> as transformers calls it
 KERNELS = {"eager": "eager", "sdpa": "sdpa", "flex": "flex_attention", "flash": "flash_attention_2"}
-
-
 # where a kernel trains; the package flash-attn has none but for CUDA
 WHERE = {"flex": ("auto", "cuda", "xpu"), "flash": ("auto", "cuda")}
 
@@ -155,9 +151,7 @@ def check_attention(run: Any, part: Any = None) -> None:
             f"{given} came with --train-model.attn_implementation {own}. Leave one out."
         )
     check_attention_device(run, run.device)
-    if run.attention != "flash":
-        return
-    if importlib.util.find_spec("flash_attn") is None:
+    if run.attention == "flash" and importlib.util.find_spec("flash_attn") is None:
         raise OptionError(
             f"{given} came, and the package flash_attn is not installed. Install it (pip install "
             "flash-attn --no-build-isolation), or use --attention sdpa."
@@ -182,8 +176,7 @@ def check_attention_device(run: Any, device: str) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamingSettings:
+class StreamingSettings(Options):
     """Memory of --engine streaming"""
 
     budget: float | None = free_option(
@@ -197,8 +190,7 @@ class StreamingSettings:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamingOptions:
+class StreamingOptions(Options):
     """Streaming (--engine streaming)"""
 
     streaming: StreamingSettings = mapping(StreamingSettings)
@@ -245,6 +237,6 @@ def check_streaming_engine(run: "StreamingOptions", engine: str) -> None:
         return
     for name, value in given_options(run, of=StreamingOptions).items():
         raise OptionError(
-            f"{spelled(name)} {value} came with --engine {engine}, Add --engine "
+            f"{spelled(name)} {value} came with --engine {engine}. Add --engine "
             "streaming, or leave it out."
         )

@@ -2,11 +2,10 @@
 
 import functools
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from options.fields import OptionError, free_option, given_options, mapping, option
+from options.fields import OptionError, Options, free_option, given_options, mapping, option
 
 if TYPE_CHECKING:
     from options.train import RunConfig
@@ -22,8 +21,7 @@ ANY_LORA = "--llm-lora-num 1 or --vit-lora-num 1 or --mlp-lora-num 1"
 _kind_option = functools.partial(option, needs=(ANY_LORA,), to="train_model?")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoRASettings:
+class LoRASettings(Options):
     """LoRA of all parts"""
 
     rank: int = option(8, "rank of an adapter", at_least=1, to="train_model", argument="lora_rank")
@@ -65,32 +63,27 @@ class LoRASettings:
 
 def check_lora(run: Any) -> None:
     """Refuses starts of an adapter, and merges of adapters, that cannot be."""
+    given = f"--lora.init {run.lora.init}"
     if not _KNOWN.fullmatch(run.lora.init):
-        raise OptionError(
-            f"--lora.init {run.lora.init} is no start of an adapter. {STARTS} was expected, as in "
-            "peft. Correct it."
-        )
+        raise OptionError(f"{given} is no start of an adapter. Give {STARTS}.")
     is_pissa = run.lora.init.startswith(PISSA)
     if run.model_path is None and is_pissa:
-        raise OptionError(
-            f"--lora.init {run.lora.init} came without --model-path. Add --model-path, or leave it "
-            "out."
-        )
+        raise OptionError(f"{given} requires --model-path. Add it, or drop --lora.init.")
     paths = run.adapter_path or []
     stacked = [part for part in PARTS if getattr(run, f"{part}_lora_num") > 1]
     if paths and stacked:
         raise OptionError(f"--adapter-path came with --{stacked[0]}-lora-num above 1. Set it to 1.")
     if paths and not run.create_new_adapter and run.lora.init != "default":
         raise OptionError(
-            f"--lora.init {run.lora.init} came with an adapter that is trained on. Add "
-            "--create-new-adapter or drop --lora.init."
+            f"{given} came with an adapter that is trained on. Add --create-new-adapter or drop "
+            "--lora.init."
         )
     merges = len(paths) > 1 or run.create_new_adapter
     if run.quantization and (merges or is_pissa):
-        given = "merged --adapter-path" if merges else f"--lora.init {run.lora.init}"
         raise OptionError(
-            f"{given} came with --quantization {run.quantization}. Merge with export.py first and "
-            "quantise that model, or give one adapter to go on with."
+            f"{'merged --adapter-path' if merges else given} came with --quantization "
+            f"{run.quantization}. Merge with export.py first and quantise that model, or give one "
+            "adapter to continue with."
         )
 
 
@@ -107,8 +100,7 @@ def adapter_arguments(run: Any) -> dict[str, object]:
     return {"adapter_path": paths, "adapter_weights": weights}
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerFreezing:
+class LayerFreezing(Options):
     """Layers of the language model that train"""
 
     layers: int | None = option(
@@ -133,8 +125,7 @@ class LayerFreezing:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class VocabularySettings:
+class VocabularySettings(Options):
     """Tokens that the model has no row for"""
 
     new_tokens: list[str] | None = option(
@@ -164,8 +155,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 ANY_HALF = ("--bf16 or --fp16 or --dtype auto",)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Float32Settings:
+class Float32Settings(Options):
     """Float32 under --bf16 or --fp16"""
 
     norms: bool = option(
@@ -206,14 +196,13 @@ def check_methods(run: Any) -> None:
     layers = run.freeze.layers
     if layers is not None and (layers == 0 or (layers < 0 and run.freeze.llama_pro)):
         raise OptionError(
-            f"--freeze.layers {layers} came{' with --freeze.llama_pro' if layers else ''}. A "
-            "number of layers was expected: n the last, -n the first, with --freeze.llama_pro how "
-            "many blocks were added. Give one, or --parts.llm.frozen to train none."
+            f"--freeze.layers {layers} came{' with --freeze.llama_pro' if layers else ''}. Give n "
+            "for the last layers, -n for the first, with --freeze.llama_pro the number of blocks "
+            "that were added, or --parts.llm.frozen to train none."
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeadTraining:
+class HeadTraining(Options):
     """Training of the head"""
 
     frozen: bool = option(False, "keep it as it is", to="train_model", argument="frozen_{}")
@@ -223,7 +212,6 @@ class HeadTraining:
 _part = functools.partial(option, None, to="train_model?")
 
 
-@dataclass(frozen=True, kw_only=True)
 class PartTraining(HeadTraining):
     """Training of a part"""
 
@@ -234,8 +222,7 @@ class PartTraining(HeadTraining):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PartsTraining:
+class PartsTraining(Options):
     """Training, part by part"""
 
     vit: PartTraining = mapping(PartTraining)
@@ -244,8 +231,7 @@ class PartsTraining:
     lm_head: HeadTraining = mapping(HeadTraining)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainedOptions:
+class TrainedOptions(Options):
     """What is trained, and how (docs/methods.md)"""
 
     adapter_path: list[str] | None = option(
@@ -342,7 +328,17 @@ def read_tokens(given: list[str]) -> list[str]:
     """The tokens of --vocab.new_tokens, with the lines of a file in the place of @FILE."""
     tokens: list[str] = []
     for entry in given:
-        tokens += _lines(entry[1:]) if entry.startswith("@") else [entry]
+        if not entry.startswith("@"):
+            tokens.append(entry)
+            continue
+        try:
+            lines = Path(entry[1:]).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise OptionError(
+                f"--vocab.new_tokens {entry} can't be read ({error}). Correct the path of the "
+                "file, one token a line."
+            ) from error
+        tokens += [line.strip() for line in lines if line.strip()]
     for index, token in enumerate(tokens):
         problems = {
             "it is empty": not token,
@@ -357,26 +353,11 @@ def read_tokens(given: list[str]) -> list[str]:
                 "it; each becomes one token."
             )
     if not tokens:
-        raise OptionError(
-            "--vocab.new_tokens names no token. One at least was expected. Give some, or leave it "
-            "out."
-        )
+        raise OptionError("--vocab.new_tokens names no token. Give some, or leave it out.")
     return tokens
 
 
-def _lines(path: str) -> list[str]:
-    try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(
-            f"--vocab.new_tokens @{path} can't be read ({error}). Correct the path "
-            "of the file, one token a line."
-        ) from error
-    return [line.strip() for line in lines if line.strip()]
-
-
-@dataclass(frozen=True, kw_only=True)
-class VisionOptions:
+class VisionOptions(Options):
     """Vision tower"""
 
     vision_stages: int = free_option(
@@ -408,15 +389,13 @@ def check_vision(run: "RunConfig") -> None:
     given = f"--vision-stages {run.vision_stages}"
     if run.partition in ("parameters", "measured"):
         raise OptionError(
-            f"{given} came with --partition {run.partition}. The planner places decoder layers "
-            "behind a tower that lies on stage 0. Give the layers of the stages behind the tower "
-            "as numbers (--partition 10,10,8), or leave --partition out for equal ones."
+            f"{given} came with --partition {run.partition}. Give the layers of the stages behind "
+            "the tower as numbers (--partition 10,10,8), or leave --partition out for equal ones."
         )
     if run.num_stages is not None and run.vision_stages >= run.num_stages:
         raise OptionError(
-            f"{given} of --num-stages {run.num_stages} leaves no stage for the decoder, which "
-            f"needs at least one. Use --num-stages {run.vision_stages + 1} or more, or fewer "
-            "--vision-stages."
+            f"{given} of --num-stages {run.num_stages} leaves no stage for the decoder. Use "
+            f"--num-stages {run.vision_stages + 1} or more, or fewer --vision-stages."
         )
 
 
@@ -424,7 +403,6 @@ def check_counts(option: str, counts: list[int], what: str) -> None:
     """Refuses a stage that has none of the layers or blocks that are dealt out."""
     if not counts or min(counts) < 1:
         raise OptionError(
-            f"{option} {','.join(map(str, counts)) or '[]'} has a stage without a {what}. Each "
-            f"stage needs at least one, because a stage passes on what its {what}s make. Give "
+            f"{option} {','.join(map(str, counts)) or '[]'} has a stage without a {what}. Give "
             "counts from 1 upwards."
         )

@@ -81,26 +81,25 @@ class ChosenPart:
 
 
 def chosen_part(register: str, key: str, kwargs: Mapping[str, Any] = {}) -> ChosenPart:
-    """The part of a key, which is imported now, with its facts.
+    """Return the part of a key, which is imported now, with its facts.
 
     Of a register that takes several keys, "a,b", the part is a tuple of the parts of all.
     """
-    if not ALL_REGISTERS[register].takes_several:
-        return _one_part(register, key, kwargs)
-    parts = tuple(_one_part(register, one, kwargs.get(one) or {}) for one in key.split(","))
+    own = ALL_REGISTERS[register]
+    if not own.takes_several:
+        return ChosenPart(register, key, own[key], dict(kwargs), own.entry(key).facts)
+    parts = tuple(
+        ChosenPart(register, one, own[one], dict(kwargs.get(one) or {}), own.entry(one).facts)
+        for one in key.split(",")
+    )
     named = {f"{one.key}.{name}": value for one in parts for name, value in one.kwargs.items()}
     return ChosenPart(register, key, parts, named)
-
-
-def _one_part(register: str, key: str, kwargs: Mapping[str, Any]) -> ChosenPart:
-    facts = ALL_REGISTERS[register].entry(key).facts
-    return ChosenPart(register, key, ALL_REGISTERS[register][key], dict(kwargs), facts)
 
 
 def add_part_options(
     parser: Any, register: Register, key: str, *, listed: frozenset[str] = frozenset()
 ) -> None:
-    """Adds the options of one part to a jsonargparse parser, as a group of their own.
+    """Add the options of one part to a jsonargparse parser, as a group of their own.
 
     Where a register takes several keys, each has a group, and its options have the key before them.
 
@@ -108,32 +107,41 @@ def add_part_options(
         parser: a `jsonargparse.ArgumentParser`.
         listed: names that the run supplies, but that are options here all the same.
     """
-    if register.takes_several:
-        for one in key.split(","):
-            _add_options(parser, register, one, f"{register.name}.{one}", listed=listed)
-    elif not isinstance(register[key], str):
-        _add_options(parser, register, key, register.name, listed=listed)
-
-
-def _add_options(
-    parser: Any, register: Register, key: str, prefix: str, *, listed: frozenset[str]
-) -> None:
-    part = register[key]
-    target, method, bound = _target(part)
-    supplied = _supplied(register, target, method, bound=bound)
-    supplied.update(register.entry(key).facts.get("counts", ()))  # the run counts, and hands over
-    skipped = (supplied | set(bound)) - listed
-    group = parser.add_argument_group(f"{register.option} {key}", register.summary(key))
-    adding: dict[str, Any] = {"as_group": False, "skip": skipped, "fail_untyped": False}
-    with _types_in_place(_functions(target, method)):
-        if inspect.isclass(target):
-            group.add_class_arguments(target, prefix, **adding)
-        elif method is not None:
-            group.add_method_arguments(target.__class__, method, prefix, **adding)
-        elif inspect.isroutine(target) and _parameters(target):
-            group.add_function_arguments(target, prefix, **adding)
-    if not group._group_actions:  # nothing to list: no empty heading in --help
-        parser._action_groups.remove(group)
+    for one in key.split(",") if register.takes_several else [key]:
+        part, prefix = register[one], register.name
+        if isinstance(part, str):
+            continue
+        if register.takes_several:
+            prefix += f".{one}"
+        target, method, bound = _target(part)
+        functions = _functions(target, method)
+        # supplied by the run: positional arguments, what it hands over or counts, no plain values
+        positional = [
+            item.name
+            for item in _parameters(target)
+            if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)
+            and item.name not in bound
+        ]
+        supplied = {*_handed_names(register.name), *positional[: CONTRACTS[register.name][0]]}
+        supplied.update(register.entry(one).facts.get("counts", ()))
+        for function in functions:
+            hints = _hints(function)
+            for item in _parameters(function):
+                is_engine_input = register.name == "engine" and item.default is item.empty
+                if is_engine_input or not _is_plain(hints.get(item.name, item.annotation)):
+                    supplied.add(item.name)
+        skipped = (supplied | set(bound)) - listed
+        group = parser.add_argument_group(f"{register.option} {one}", register.summary(one))
+        adding: dict[str, Any] = {"as_group": False, "skip": skipped, "fail_untyped": False}
+        with _types_in_place(functions):
+            if inspect.isclass(target):
+                group.add_class_arguments(target, prefix, **adding)
+            elif method is not None:
+                group.add_method_arguments(target.__class__, method, prefix, **adding)
+            elif inspect.isroutine(target) and _parameters(target):
+                group.add_function_arguments(target, prefix, **adding)
+        if not group._group_actions:  # nothing to list: no empty heading in --help
+            parser._action_groups.remove(group)
 
 
 def takes(part: Any, name: str) -> Literal["needs", "may have", "no"]:
@@ -146,17 +154,8 @@ def takes(part: Any, name: str) -> Literal["needs", "may have", "no"]:
     return "no"
 
 
-def short_home(home: str) -> str:
-    """`file:line` relative to the repository where it lies inside."""
-    file, _, line = home.rpartition(":")
-    path = Path(file)
-    if path.is_relative_to(ROOT):
-        path = path.relative_to(ROOT)
-    return f"{path}:{line}"
-
-
 def _target(part: Any) -> tuple[Any, str | None, dict[str, Any]]:
-    """Unwraps partials: (class, function or object, its method that is called, bound names)."""
+    """Unwrap partials: (class, function or object, its method that is called, bound names)."""
     bound: dict[str, Any] = {}
     while isinstance(part, functools.partial):
         positional = [item.name for item in _parameters(part.func)][: len(part.args)]
@@ -175,39 +174,23 @@ def _parameters(function: Callable) -> list[inspect.Parameter]:
         return []
 
 
-def _supplied(
-    register: Register, target: Any, method: str | None, *, bound: dict[str, Any]
-) -> set[str]:
-    """Names of the arguments that are no options: supplied by the run, or no plain values."""
-    positional = [
-        item.name
-        for item in _parameters(target)
-        if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)
-        and item.name not in bound
-    ]
-    names = {*_handed_names(register.name), *positional[: CONTRACTS[register.name][0]]}
-    for function in _functions(target, method):
-        hints = _hints(function)
-        for item in _parameters(function):
-            is_engine_input = register.name == "engine" and item.default is item.empty
-            if is_engine_input or not _is_plain(hints.get(item.name, item.annotation)):
-                names.add(item.name)
-    return names
-
-
-def _functions(target: Any, method: str | None) -> Iterator[Callable]:
+def _functions(target: Any, method: str | None) -> list[Callable]:
     """The functions whose arguments a call can reach: of a class, also its bases' `__init__`."""
-    if inspect.isclass(target):
-        # without `object`: the signature of a built-in is parsed from its text, each time
-        bases = target.__mro__[:-1]
-        yield from (vars(base)["__init__"] for base in bases if "__init__" in vars(base))
-    else:
-        yield getattr(target, method) if method else target
+    if not inspect.isclass(target):
+        return [getattr(target, method) if method else target]
+    # without `object`: the signature of a built-in is parsed from its text, each time
+    bases = target.__mro__[:-1]
+    return [vars(base)["__init__"] for base in bases if "__init__" in vars(base)]
+
+
+def _annotated(function: Callable) -> Callable:
+    """What the annotations belong to: not a bound method, nor a wrapper."""
+    return inspect.unwrap(getattr(function, "__func__", function))
 
 
 def _hints(function: Callable) -> dict[str, Any]:
     """Argument -> type; `object` where the text of an annotation names what nobody imported."""
-    function, found = _innermost(function), {}
+    function, found = _annotated(function), {}
     for name, hint in getattr(function, "__annotations__", {}).items():
         if isinstance(hint, str):
             try:
@@ -219,23 +202,17 @@ def _hints(function: Callable) -> dict[str, Any]:
     return found
 
 
-def _innermost(function: Callable) -> Callable:
-    """What the annotations belong to: not a bound method, nor a wrapper."""
-    return inspect.unwrap(getattr(function, "__func__", function))
-
-
 @contextlib.contextmanager
 def _types_in_place(functions: Iterable[Callable]) -> Iterator[None]:
     """Annotations that are text are types meanwhile.
 
-    To find a type, jsonargparse would run the imports below TYPE_CHECKING: torch, for a --help.
+    To find a type, jsonargparse would run the imports below TYPE_CHECKING, for a --help.
     """
     before = []
-    for function in map(_innermost, functions):
-        hints = _hints(function)
-        if hints != getattr(function, "__annotations__", {}):
+    for function in map(_annotated, functions):
+        if hasattr(function, "__annotations__"):
             before.append((function, function.__annotations__))
-            function.__annotations__ = hints
+            function.__annotations__ = _hints(function)
     try:
         yield
     finally:
@@ -257,6 +234,11 @@ def _is_plain(hint: Any) -> bool:
     return False
 
 
+def _home(register: Register, key: str) -> str:
+    """`file:line` of a part, relative to the repository where it is inside."""
+    return register.home(key).removeprefix(f"{ROOT}/")
+
+
 def list_parts() -> str:
     """Every register, key, first docstring line and home, as text."""
     lines = []
@@ -264,8 +246,7 @@ def list_parts() -> str:
         lines.append(f"{name} ({register.option}): {register.holds}")
         width = max((len(key) for key in register), default=0)
         for key in sorted(register):
-            home = short_home(register.home(key))
-            lines.append(f"  {key:<{width}}  {register.summary(key)}  [{home}]")
+            lines.append(f"  {key:<{width}}  {register.summary(key)}  [{_home(register, key)}]")
         lines.append("")
     return "\n".join(lines)
 
@@ -294,8 +275,7 @@ def help_text(
         register = ALL_REGISTERS[name]
         shown = f"{register.option} {chosen.get(name, 'KEY')}"
         for key in chosen[name].split(",") if name in chosen else ():
-            place = short_home(register.home(key))
-            lines.append(f"  {shown:<32} {register.summary(key)} [{place}]")
+            lines.append(f"  {shown:<32} {register.summary(key)} [{_home(register, key)}]")
         if name not in chosen:
             lines.append(f"  {shown:<32} {register.holds}")
             lines.append(f"  {'':<32} one of: {', '.join(sorted(register)) or '(none)'}")

@@ -1,13 +1,11 @@
 """The options of a run whose model answers before each step, and is trained on how well it did."""
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from options.fields import OptionError, free_option, given_options, option, spelled
+from options.fields import OptionError, Options, free_option, given_options, option, spelled
 
 
-@dataclass(frozen=True, kw_only=True)
-class RolloutOptions:
+class RolloutOptions(Options):
     """Answers that are rewarded"""
 
     reward_weights: list[float] | None = option(
@@ -88,11 +86,6 @@ def check_rollouts(run: Any, parts: Any) -> None:
         raise OptionError(
             f"--loss-fn {loss.key} came with --collate-fn {collate.key}. Use --collate-fn grpo."
         )
-    _check_numbers(run, parts)
-    _check_not_built(run, parts)
-
-
-def _check_numbers(run: Any, parts: Any) -> None:
     own = run.rollouts
     size = own.group_size
     if run.batch_size * run.accumulate_steps % size:
@@ -116,6 +109,25 @@ def _check_numbers(run: Any, parts: Any) -> None:
                 f"{spelled(name)} {value} is no multiple of --rollouts.inner_steps "
                 f"{own.inner_steps}: a run is saved where answers are drawn. Change one of them."
             )
+    early = run.early_stop.patience > 0 and run.early_stop.metric == "loss"
+    no_loss = "held-out prompts have rewards and no loss (use reward)"
+    for name, is_given, why in (
+        ("--engine streaming", parts["engine"].key == "streaming", "it decodes no answers"),
+        ("--vision-stages", run.vision_stages > 0, "stages of a tower do not answer"),
+        ("--neftune-alpha", run.neftune_alpha > 0, "answers come from the model without noise"),
+        (
+            f"--reference {run.reference}",
+            run.reference in ("precompute", "columns"),
+            "a table knows no answers that are drawn later",
+        ),
+        ("--early-stop.metric loss", early, no_loss),
+        ("--save-best loss", run.save_best in ("loss", "token_accuracy"), no_loss),
+    ):
+        if is_given:
+            raise OptionError(
+                f"{name} came with --loss-fn {loss.key}, whose model answers before each step: "
+                f"{why}. Drop {name}."
+            )
 
 
 def check_prompts(run: Any, group_size: int) -> None:
@@ -132,31 +144,3 @@ def check_prompts(run: Any, group_size: int) -> None:
             f"--rollouts.group_size {size} is {num_prompts} prompts a step, and the dataset has "
             f"groups of {group_size} rows. Make --batch-size a multiple of {group_size * size}."
         )
-
-
-def _check_not_built(run: Any, parts: Any) -> None:
-    loss = parts["loss_fn"].key
-    refused = {
-        "--engine streaming": parts["engine"].key == "streaming",
-        "--vision-stages": run.vision_stages > 0,
-        "--neftune-alpha": run.neftune_alpha > 0,
-        "--reference precompute": run.reference == "precompute",
-        "--reference columns": run.reference == "columns",
-        "--early-stop.metric loss": run.early_stop.patience > 0 and run.early_stop.metric == "loss",
-        "--save-best loss": run.save_best in ("loss", "token_accuracy"),
-    }
-    reasons = {
-        "--engine streaming": "its stages pass through the device one by one for each token",
-        "--reference precompute": "a table knows no answers that are drawn later",
-        "--reference columns": "a column knows no answers that are drawn later",
-        "--vision-stages": "stages of a tower do not answer",
-        "--neftune-alpha": "answers come from the model without noise, and ratios compare with it",
-        "--early-stop.metric loss": "held-out prompts have rewards and no loss (use reward)",
-        "--save-best loss": "held-out prompts have rewards and no loss (use reward)",
-    }
-    for name, is_given in refused.items():
-        if is_given:
-            raise OptionError(
-                f"{name} came with --loss-fn {loss}, whose model answers before each step. It was "
-                f"expected to be left out, because {reasons[name]}."
-            )

@@ -2,16 +2,14 @@
 
 import os
 import ssl
-from dataclasses import dataclass
 from pathlib import Path
 
 from options.answer import DecodeOptions, ModelOptions
 from options.data import ImageOptions
-from options.fields import OptionError, mapping, option, option_fields, split_name
+from options.fields import OptionError, Options, mapping, option, option_fields, split_name
 
 
-@dataclass(frozen=True, kw_only=True)
-class HttpSettings:
+class HttpSettings(Options):
     """Connections"""
 
     ssl_certfile: str | None = option(
@@ -48,10 +46,15 @@ def check_certificate(run: "ServeConfig") -> None:
     files = f"--http.ssl_certfile {run.http.ssl_certfile}"
     if run.http.ssl_keyfile is not None:
         files += f" --http.ssl_keyfile {run.http.ssl_keyfile}"
+
+    def refuse_password() -> str:
+        """Else OpenSSL would ask at the terminal, each process."""
+        raise ValueError("the key is encrypted")
+
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(
-            run.http.ssl_certfile, run.http.ssl_keyfile, password=_refuse_password
+            run.http.ssl_certfile, run.http.ssl_keyfile, password=refuse_password
         )
     except (OSError, ValueError) as error:  # an SSLError is an OSError
         raise OptionError(
@@ -60,13 +63,7 @@ def check_certificate(run: "ServeConfig") -> None:
         ) from error
 
 
-def _refuse_password() -> str:
-    """Else OpenSSL would ask at the terminal, each process."""
-    raise ValueError("the key is encrypted")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ListenOptions:
+class ListenOptions(Options):
     """Server"""
 
     host: str = option(
@@ -81,8 +78,7 @@ class ListenOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RequestLimits:
+class RequestLimits(Options):
     """Limits of requests"""
 
     max_queue: int = option(256, "answers that may wait; more are refused (429)", at_least=0)
@@ -100,7 +96,6 @@ class RequestLimits:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class ServeConfig(ListenOptions, ImageOptions, DecodeOptions, ModelOptions):
     """Every option of serve.py."""
 
@@ -146,25 +141,22 @@ LEAST_LETTERS = 8
 
 def read_api_keys(run: ServeConfig) -> tuple[str, ...]:
     """The keys that let requests in; none: everybody may ask."""
-    keys: list[str] = []
+    texts = {}
     if run.api_key_env is not None:
-        keys += _of(os.environ.get(run.api_key_env, ""), f"--api-key-env {run.api_key_env}")
+        texts[f"--api-key-env {run.api_key_env}"] = os.environ.get(run.api_key_env, "")
     if run.http.api_key_file is not None:
         text = Path(run.http.api_key_file).read_text(encoding="utf-8")
-        keys += _of(text, f"--http.api_key_file {run.http.api_key_file}")
-    return tuple(dict.fromkeys(keys))
-
-
-def _of(text: str, source: str) -> list[str]:
-    keys = [line.strip() for line in text.splitlines() if line.strip()]
-    if not keys:
-        raise OptionError(
-            f"{source} holds no key. Set it, or leave the option out if that is meant."
-        )
-    for number, key in enumerate(keys):
-        if len(key) < LEAST_LETTERS or not key.isascii() or not key.isprintable() or " " in key:
-            raise OptionError(
-                f"{source}: key {number + 1} has {len(key)} letters. At least {LEAST_LETTERS} of "
-                "ASCII without spaces are needed: make one with `openssl rand -hex 24`."
-            )
-    return keys
+        texts[f"--http.api_key_file {run.http.api_key_file}"] = text
+    found: dict[str, None] = {}
+    for source, text in texts.items():
+        keys = [line.strip() for line in text.splitlines() if line.strip()]
+        if not keys:
+            raise OptionError(f"{source} holds no key. Set it, or leave the option out.")
+        for number, key in enumerate(keys):
+            if len(key) < LEAST_LETTERS or not key.isascii() or not key.isprintable() or " " in key:
+                raise OptionError(
+                    f"{source}: key {number + 1} has {len(key)} letters. At least {LEAST_LETTERS} "
+                    "of ASCII without spaces are needed: make one with `openssl rand -hex 24`."
+                )
+        found |= dict.fromkeys(keys)
+    return tuple(found)

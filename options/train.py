@@ -5,12 +5,12 @@ Options of one part are not here: they are the signature of that part.
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from options.data import BatchOptions, CorpusRunOptions, ImageOptions
 from options.fields import (
     OptionError,
+    Options,
     free_option,
     mapping,
     option,
@@ -39,8 +39,7 @@ def precision_of(config: Any) -> Literal["fp32", "bf16", "fp16"]:
     return "bf16" if config.bf16 else "fp16" if config.fp16 else "fp32"
 
 
-@dataclass(frozen=True, kw_only=True)
-class FaultOptions:
+class FaultOptions(Options):
     """Faults"""
 
     hang_timeout: float = free_option(
@@ -56,8 +55,7 @@ class FaultOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class BadStepSettings:
+class BadStepSettings(Options):
     """Losses and gradients that go wrong"""
 
     max_skipped: int = free_option(
@@ -73,8 +71,7 @@ class BadStepSettings:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StopSettings:
+class StopSettings(Options):
     """Early stopping"""
 
     patience: int = free_option(
@@ -88,8 +85,7 @@ class StopSettings:
     delta: float = free_option(0.0, "an improvement is more than this", at_least=0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointOptions:
+class CheckpointOptions(Options):
     """Progress and checkpoints"""
 
     log_steps: int = free_option(1, "optimizer steps between log lines", at_least=1)
@@ -154,8 +150,7 @@ def on_resume(name: str, parts: Mapping[str, Any] = {}) -> str:
     return KEYS_ON_RESUME.get(head, "course")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SharedOptions:
+class SharedOptions(Options):
     """Files and machine"""
 
     model_path: str | None = free_option(
@@ -212,8 +207,7 @@ class SharedOptions:
     precision = property(precision_of)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerOptions:
+class OptimizerOptions(Options):
     """Optimization"""
 
     learning_rate: float = option(
@@ -271,8 +265,7 @@ class OptimizerOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PipelineOptions:
+class PipelineOptions(Options):
     """Pipeline and plan"""
 
     schedule: str = free_option(
@@ -328,7 +321,6 @@ class PipelineOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunConfig(
     CorpusRunOptions,
     ImageOptions,
@@ -374,8 +366,7 @@ class RunConfig(
         return self.batch_size * self.accumulate_steps // self.micro_batch_size
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckSettings:
+class CheckSettings(Options):
     """Check of a split"""
 
     steps: int = option(3, "optimizer steps that are compared", at_least=1)
@@ -395,8 +386,7 @@ class CheckSettings:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportCheckOptions:
+class ExportCheckOptions(Options):
     """Check of an export"""
 
     exported: str | None = option(
@@ -411,7 +401,6 @@ class ExportCheckOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class CheckConfig(ExportCheckOptions, RunConfig):
     """Every option of a check; those of a training run mean the same."""
 

@@ -77,25 +77,31 @@ def broken(
 
 
 def call(register: str, part: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a part.
+    """Call a part.
 
     Raises:
         ContractError: it does not take these arguments.
     """
     try:
         return part(*args, **kwargs)
-    except TypeError as error:
-        problem = mismatch(part, *args, **kwargs)
-        if problem is None:
-            raise  # a mistake inside, which its traceback tells
-        raise refused_call(register, part, problem) from error
+    except TypeError:
+        check_call(register, part, *args, **kwargs)
+        raise  # a mistake inside, which its traceback tells
 
 
 def check_call(register: str, part: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Refuses a part that does not take these arguments, without calling it."""
+    """Refuse a part that does not take these arguments, without calling it."""
     problem = mismatch(part, *args, **kwargs)
     if problem is not None:
-        raise refused_call(register, part, problem)
+        signature = str(inspect.signature(_unwrapped(part)))
+        shortened = signature if len(signature) < 200 else signature[:200] + " ...)"
+        raise broken(
+            register,
+            part,
+            f"has the signature {shortened} ({problem})",
+            why="The run hands the arguments of the contract over by name",
+            cure="change the signature; **others takes what the part does not need",
+        )
 
 
 def mismatch(part: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
@@ -112,23 +118,7 @@ def mismatch(part: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
     return None
 
 
-def refused_call(register: str, part: Callable[..., Any], problem: str) -> UserError:
-    """The error of a part that has another signature."""
-    return broken(
-        register,
-        part,
-        f"has the signature {_signature(part)} ({problem})",
-        why="That of the contract was expected, because the run hands these arguments over by name",
-        cure="change the signature; **others takes what the part does not need",
-    )
-
-
-def _signature(part: Callable[..., Any]) -> str:
-    text = str(inspect.signature(unwrapped(part)))
-    return text if len(text) < 200 else text[:200] + " ...)"
-
-
-def unwrapped(part: Any) -> Any:
+def _unwrapped(part: Any) -> Any:
     """The part itself, without partials around it, and without the object made of it."""
     while True:
         if isinstance(part, functools.partial):
@@ -141,7 +131,7 @@ def unwrapped(part: Any) -> Any:
 
 def part_name(part: object) -> str:
     """What a part is called, and its file and line: `my_loss (my_parts.py:12)`."""
-    inner = unwrapped(part)
+    inner = _unwrapped(part)
     is_named = inspect.isroutine(inner) or inspect.isclass(inner)
     target: Any = inspect.unwrap(inner) if is_named else type(inner)
     name = target.__qualname__

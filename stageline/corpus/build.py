@@ -25,7 +25,6 @@ from stageline.corpus.input import (
     BadLine,
     Chunk,
     Document,
-    Source,
     check_unchanged,
     default_document,
     find_sources,
@@ -38,8 +37,7 @@ MAX_DOCUMENT_BYTES = 32 << 20
 MB = 1e6
 JOURNAL = ".journal"
 _NUM_LISTED = 1000  # of the bad lines
-# as many bad lines and no document: the input is not what it should be
-_HOPELESS = 1000
+_HOPELESS = 1000  # bad lines without any document: the input is not what it should be
 
 
 @dataclass
@@ -110,167 +108,22 @@ class BuildReport:
         return "\n".join(lines)
 
 
-class Journal:
-    """PREFIX.journal: how far a build is, and what decides over the bytes of the corpus.
-
-    Args:
-        settings: name -> what JSON holds; another build has other ones.
-    """
-
-    def __init__(
-        self, path_prefix: str, *, settings: dict[str, Any], sources: Sequence[Source]
-    ) -> None:
-        self.path = Path(f"{path_prefix}{JOURNAL}")
-        self._settings = json.loads(json.dumps(settings))
-        self._sources = {source.path: asdict(source) for source in sources}
-
-    def write(self, progress: Progress, writer_state: dict[str, Any]) -> None:
-        """Replaces the journal; a kill leaves the old one or the new one.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
-        values = {
-            "settings": self._settings,
-            "sources": self._sources,
-            "progress": vars(progress),
-            "writer": writer_state,
-        }
-        draft = self.path.with_name(f"{self.path.name}.part")
-        try:
-            with draft.open("w", encoding="utf-8") as file:
-                json.dump(values, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, self.path)
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
-
-    def read(self) -> tuple[Progress, dict[str, Any] | None]:
-        """(progress, state of the writer) of the build that was left; None: there is none.
-
-        Raises:
-            UserError: it was another build; names all that changed.
-            DataError: the journal is no journal.
-        """
-        if not self.path.exists():
-            return Progress(), None
-        try:
-            values = json.loads(self.path.read_text(encoding="utf-8"))
-            settings, sources = values["settings"], values["sources"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{self.path} is not the journal of a build ({error}). It says where to go on: "
-                "begin anew with `overwrite`."
-            ) from error
-        changes = _changed_settings(settings, self._settings)
-        changes += _changed_sources(sources, self._sources)
-        if changes:
-            listed = "".join(f"\n  {change}" for change in changes)
-            raise UserError(
-                f"{self.path} is of a build that was left, and this is another one:{listed}\n"
-                "The same command was expected, because one corpus would else be built in two "
-                "ways: set back what changed, give another `save_prefix`, or begin anew with "
-                "`overwrite`."
-            )
-        return Progress.of_json(values["progress"]), values["writer"]
-
-
-def _changed_settings(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    changes: list[str] = []
-    for name in {**before, **now}:
-        old, new = before.get(name), now.get(name)
-        if isinstance(old, dict) and isinstance(new, dict):
-            changes += _changed_settings(old, new, f"{prefix}{name}.")
-        elif old != new:
-            changes.append(f"{prefix}{name}: was {old!r}, is {new!r}")
-    return changes
-
-
-def _changed_sources(before: dict[str, dict], now: dict[str, dict]) -> list[str]:
-    changes = [f"input {path}: is not named any more" for path in before if path not in now]
-    changes += [f"input {path}: was not named before" for path in now if path not in before]
-    for path, facts in before.items():
-        changes += _changed_settings(facts, now.get(path, facts), f"input {path}: ")
-    if not changes and list(before) != list(now):
-        changes.append("the inputs come in another order")
-    return changes
-
-
-class BadLines:
-    """The lines that gave no document: all counted, the first ones listed in PREFIX.bad.jsonl.
-
-    Args:
-        progress: how many were listed before this start; the list is cut to that.
-
-    Raises:
-        DataError: bad lines were passed over before, and now none is to be.
-    """
-
-    def __init__(self, path_prefix: str, *, progress: Progress, is_strict: bool) -> None:
-        self.path = Path(f"{path_prefix}.bad.jsonl")
-        self._progress = progress
-        self._is_strict = is_strict
-        # what was listed after the journal was written goes
-        if progress.bad_bytes == 0:
-            self.path.unlink(missing_ok=True)
-        elif self.path.exists():
-            os.truncate(self.path, progress.bad_bytes)
-        if is_strict and progress.bad_kinds:
-            raise DataError(
-                f"{progress.bad_kinds.total()} bad lines were passed over before this build was "
-                f"left, and `strict` asks for none:\n{self.listed()}\nCorrect them and begin anew "
-                "with `overwrite`, or go on without `strict`."
-            )
-
-    def check(self, path: str, first_line: int, bad: Sequence[BadLine]) -> None:
-        """Refuses those of a chunk under `strict`.
-
-        Args:
-            first_line: lines of the file before the chunk.
-
-        Raises:
-            DataError: names file and line of the first.
-        """
-        if bad and self._is_strict:
-            raise DataError(
-                f"{path}:{first_line + bad[0].line}: {bad[0].reason}. It begins with "
-                f"{bad[0].start!r}. A document was expected in every line, because of `strict`: "
-                "correct the line, or build without `strict`, which counts such lines and leaves "
-                "them out."
-            )
-
-    def take(self, path: str, first_line: int, bad: Sequence[BadLine]) -> None:
-        """Lists those of a chunk."""
-        wanted = bad[: max(0, _NUM_LISTED - self._progress.num_listed)]
-        if not wanted:
-            return
-        rows = [
-            {"file": path, "line": first_line + one.line, "reason": one.reason, "start": one.start}
-            for one in wanted
-        ]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(text)
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
-        self._progress.num_listed += len(wanted)
-        self._progress.bad_bytes += len(text)  # ASCII
-
-    def listed(self, most: int = 5) -> str:
-        """The first ones, a line each."""
-        if not self.path.exists():
-            return ""
-        with self.path.open(encoding="utf-8") as file:
-            rows = map(json.loads, itertools.islice(file, most))
-            lines = [f"  {row['file']}:{row['line']}: {row['reason']}" for row in rows]
-        rest = self._progress.bad_kinds.total() - len(lines)
-        return "\n".join(lines + [f"  and {rest} more"] * (rest > 0))
+def _changes(before: Any, now: Any, name: str = "") -> list[str]:
+    """What differs between two dicts of dicts, a line each."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return [] if before == now else [f"{name}: was {before!r}, is {now!r}"]
+    return [
+        change
+        for key in {**before, **now}
+        for change in _changes(before.get(key), now.get(key), f"{name}.{key}" if name else key)
+    ]
 
 
 class BuildRun:
     """One start of a build: writes what the workers cut, in order, and keeps the journal.
+
+    PREFIX.journal says how far a build is, and what decides over the bytes of the corpus.
+    PREFIX.bad.jsonl lists the first lines that gave no document.
 
     Args:
         given: names of the document, the language and the type.
@@ -279,6 +132,7 @@ class BuildRun:
 
     Raises:
         UserError: another build was left, or is at work.
+        DataError: the journal is no journal; bad lines were passed over before, and now none may.
     """
 
     def __init__(
@@ -293,8 +147,10 @@ class BuildRun:
         seconds_a_journal: float,
     ) -> None:
         self._prefix, self._task, self._facts = prefix, task, facts
+        self._is_strict = is_strict
         self._seconds_a_journal = seconds_a_journal
-        # all that decides over the bytes of the corpus, but for the inputs
+        self._journal, self._bad_path = Path(f"{prefix}{JOURNAL}"), Path(f"{prefix}.bad.jsonl")
+        # all that decides over the bytes of the corpus
         settings = {
             **given,
             "tokenizer": {**asdict(facts.tokenizer), "folder": ""},  # the same one may have moved
@@ -302,7 +158,8 @@ class BuildRun:
             "max_document_bytes": task.max_document_bytes,
             "chunk_bytes": task.chunk_bytes,
         }
-        self._journal = Journal(prefix, settings=settings, sources=task.sources)
+        sources = {source.path: asdict(source) for source in task.sources}
+        self._settings = json.loads(json.dumps({"settings": settings, "sources": sources}))
         self.progress, state = self._left(overwrites)
         self._before, self._seconds_before = self.progress.num_bytes, self.progress.seconds
         # the files have their last names: only the journal is still to go
@@ -323,13 +180,23 @@ class BuildRun:
                 ],
                 state=state,
             )
-        self._bad = BadLines(prefix, progress=self.progress, is_strict=is_strict)
+        # what was listed after the journal was written goes
+        if self.progress.bad_bytes == 0:
+            self._bad_path.unlink(missing_ok=True)
+        elif self._bad_path.exists():
+            os.truncate(self._bad_path, self.progress.bad_bytes)
+        if is_strict and self.progress.bad_kinds:
+            raise DataError(
+                f"{self.progress.bad_kinds.total()} bad lines were passed over before this build "
+                f"was left, and `strict` asks for none:\n{self._listed()}\nCorrect them and begin "
+                "again with `overwrite`, or continue without `strict`."
+            )
         self._since = self._written = time.monotonic()
         # whether writer and progress say the same
         self._is_between_chunks = True
 
     def run(self, pool: Pool, *, is_shown: bool) -> BuildReport:
-        """Cuts what is left and makes the corpus whole."""
+        """Cut what is left and make the corpus whole."""
         progress = self.progress
         seconds = 0.1 if sys.stderr.isatty() else 10.0
         bar = tqdm(
@@ -357,39 +224,72 @@ class BuildRun:
         return BuildReport(
             self._prefix,
             progress,
-            bad_path=str(self._bad.path) if progress.num_listed else None,
+            bad_path=str(self._bad_path) if progress.num_listed else None,
             encoder=self._facts.encoder,
             num_bytes_before=self._before,
         )
 
     def _left(self, overwrites: bool) -> tuple[Progress, dict[str, Any] | None]:
         """Progress and writer state of the build that was left, where it is resumed."""
-        try:
-            return self._journal.read()
-        except UserError:
-            if not overwrites:
-                raise
-            self._journal.path.unlink(missing_ok=True)
+        if not self._journal.exists():
             return Progress(), None
+        try:
+            values = json.loads(self._journal.read_text(encoding="utf-8"))
+            before = {name: values[name] for name in self._settings}
+        except (ValueError, KeyError, TypeError) as error:
+            problem: UserError = DataError(
+                f"{self._journal} is not the journal of a build ({error}). Begin again with "
+                "`overwrite`."
+            )
+        else:
+            changes = _changes(before["settings"], self._settings["settings"])
+            changes += _changes(before["sources"], self._settings["sources"], "input")
+            if not changes and list(before["sources"]) != list(self._settings["sources"]):
+                changes = ["the inputs come in another order"]
+            if not changes:
+                return Progress.of_json(values["progress"]), values["writer"]
+            listed = "".join(f"\n  {change}" for change in changes)
+            problem = UserError(
+                f"{self._journal} is of a build that was left, and this is another one:{listed}\n"
+                "Set back what changed, give another `save_prefix`, or begin again with "
+                "`overwrite`."
+            )
+        if not overwrites:
+            raise problem
+        self._journal.unlink()
+        return Progress(), None
 
-    def _leave(self) -> None:
-        """Notes how far it is, so that the next start need not cut that again."""
-        if not self._is_between_chunks:
-            return
-        if not self.progress.counts["num_tokens"]:  # nothing is lost by beginning anew
-            self._journal.path.unlink(missing_ok=True)
-            self._writer.discard()
-            return
-        with contextlib.suppress(OSError):
-            self._write_journal()
+    def _write_journal(self) -> None:
+        """Replace the journal; a kill leaves the old one or the new one."""
+        self.progress.seconds = self._seconds()
+        draft = self._journal.with_name(f"{self._journal.name}.part")
+        state = {"progress": vars(self.progress), "writer": self._writer.state()}
+        try:
+            with draft.open("w", encoding="utf-8") as file:
+                json.dump({**self._settings, **state}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, self._journal)
+        except OSError as error:
+            raise cannot_write(self._journal, error) from error
+        self._written = time.monotonic()
+
+    def _seconds(self) -> float:
+        return self._seconds_before + time.monotonic() - self._since
 
     def _take(self, chunk: Chunk, result: ChunkResult) -> None:
         progress = self.progress
         first_line = progress.num_lines if chunk.file == progress.file else 0
-        self._bad.check(chunk.path, first_line, result.bad)
+        if result.bad and self._is_strict:
+            first = result.bad[0]
+            raise DataError(
+                f"{chunk.path}:{first_line + first.line}: {first.reason}. It begins with "
+                f"{first.start!r}. Correct the line, or build without `strict`, which counts such "
+                "lines and leaves them out."
+            )
         self._is_between_chunks = False
         self._writer.add(result.segments)
-        self._bad.take(chunk.path, first_line, result.bad)
+        self._list_bad(chunk.path, first_line, result.bad)
         progress.bad_kinds += result.bad_kinds
         progress.counts.update(result.counts)
         progress.file, progress.part = chunk.file, chunk.part + 1
@@ -400,22 +300,53 @@ class BuildRun:
         if time.monotonic() - self._written >= self._seconds_a_journal:
             self._write_journal()
 
+    def _list_bad(self, path: str, first_line: int, bad: Sequence[BadLine]) -> None:
+        wanted = bad[: max(0, _NUM_LISTED - self.progress.num_listed)]
+        if not wanted:
+            return
+        rows = [
+            {"file": path, "line": first_line + one.line, "reason": one.reason, "start": one.start}
+            for one in wanted
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        try:
+            with self._bad_path.open("a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise cannot_write(self._bad_path, error) from error
+        self.progress.num_listed += len(wanted)
+        self.progress.bad_bytes += len(text)  # ASCII
+
+    def _listed(self, most: int = 5) -> str:
+        """The first bad lines, a line each."""
+        if not self._bad_path.exists():
+            return ""
+        with self._bad_path.open(encoding="utf-8") as file:
+            rows = map(json.loads, itertools.islice(file, most))
+            lines = [f"  {row['file']}:{row['line']}: {row['reason']}" for row in rows]
+        rest = self.progress.bad_kinds.total() - len(lines)
+        return "\n".join(lines + [f"  and {rest} more"] * (rest > 0))
+
     def _refuse_hopeless(self, least: int = _HOPELESS) -> None:
+        """Refuse input of which so many lines are bad and no document came."""
         progress = self.progress
         num_bad = progress.bad_kinds.total()
         if num_bad - progress.bad_kinds[EMPTY] >= least and not progress.counts["num_tokens"]:
             raise DataError(
-                f"all of the first {num_bad:,} lines are bad:\n{self._bad.listed()}\n"
-                "Documents were expected in most lines: check how documents are made of rows."
+                f"all of the first {num_bad:,} lines are bad:\n{self._listed()}\n"
+                "Check how documents are made of rows."
             )
 
-    def _seconds(self) -> float:
-        return self._seconds_before + time.monotonic() - self._since
-
-    def _write_journal(self) -> None:
-        self.progress.seconds = self._seconds()
-        self._journal.write(self.progress, self._writer.state())
-        self._written = time.monotonic()
+    def _leave(self) -> None:
+        """Note how far it is, so that the next start need not cut that again."""
+        if not self._is_between_chunks:
+            return
+        if not self.progress.counts["num_tokens"]:  # nothing is lost by beginning again
+            self._journal.unlink(missing_ok=True)
+            self._writer.discard()
+            return
+        with contextlib.suppress(OSError):
+            self._write_journal()
 
     def _finish(self) -> None:
         if not self._is_closed:
@@ -425,7 +356,7 @@ class BuildRun:
             if not self.progress.counts["num_tokens"]:
                 raise DataError(
                     f"no document came from {len(sources)} files, the first of them "
-                    f"{sources[0].path}. At least one was expected: check the files."
+                    f"{sources[0].path}. Check the files."
                 )
             self.progress.is_closing = True
             self._write_journal()
@@ -433,7 +364,7 @@ class BuildRun:
             self._writer.close()
         for name in ("offsets", "flags"):  # of a writer that was killed over its last names
             Path(f"{self._prefix}.{name}.part").unlink(missing_ok=True)
-        self._journal.path.unlink(missing_ok=True)
+        self._journal.unlink(missing_ok=True)
 
 
 def build_corpus(
@@ -480,10 +411,10 @@ def build_corpus(
     index, journal = Path(f"{prefix}.idx"), Path(f"{prefix}{JOURNAL}")
     if index.exists() and not journal.exists() and not overwrite:
         raise UserError(
-            f"{index} is there: a finished corpus. A new prefix was expected, because a corpus "
-            "may be in use: give another `save_prefix`, or replace it with `overwrite`."
+            f"{index} is there: a finished corpus. Give another `save_prefix`, or replace it with "
+            "`overwrite`."
         )
-    with contextlib.closing(open_pool(task, num_workers, executor)) as pool:
+    with open_pool(task, num_workers, executor) as pool:
         return BuildRun(
             prefix,
             task=task,

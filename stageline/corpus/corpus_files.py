@@ -26,6 +26,7 @@ from stageline.corpus.header import (
     Segments,
     SegmentType,
     TokenizerInfo,
+    damaged,
     decode_header,
     edges_digest,
     path_of,
@@ -76,7 +77,10 @@ class MappedSegments:
 
     def __getitem__(self, index: int) -> numpy.ndarray:
         """int64 tokens of a segment, BOS and EOS included; a copy."""
-        start, stop = self.bounds(self._checked(index))
+        place = index + self._len if index < 0 else index
+        if not 0 <= place < self._len:
+            raise IndexError(f"segment {index} of {self._len} in {self.prefix}")
+        start, stop = self.bounds(place)
         return self._ids[start:stop].astype(numpy.int64)
 
     def bounds(self, index: int) -> tuple[int, int]:
@@ -109,18 +113,19 @@ class MappedSegments:
             fit = bisect_right(ends, TOKENS, key=lambda end: self.bounds(end - 1)[1] - first)
             high = low + max(1, fit)
             yield low, high
-            self._let_go(first, self.bounds(high - 1)[1])
+            mapped = self._bin.obj
+            if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+                # pages that were walked over count as this process's memory until it drops them
+                size = self._ids.itemsize
+                begin, end = first * size, self.bounds(high - 1)[1] * size
+                begin -= begin % mmap.PAGESIZE
+                mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)
             low = high
 
     def ranges(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
         """Like `steps`, where only lengths and flags are looked at."""
         stop = self._len if stop is None else stop
         return ((low, min(low + STEP, stop)) for low in range(start, stop, STEP))
-
-    def token_bytes(self, start: int, stop: int) -> memoryview:
-        """The tokens of neighbouring segments as they lie in the `.bin`."""
-        size = self._ids.itemsize
-        return self._bin[self.bounds(start)[0] * size : self.bounds(stop - 1)[1] * size]
 
     def documents(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
         """(first, last + 1) segment of each document that begins from `start` and before `stop`."""
@@ -135,7 +140,9 @@ class MappedSegments:
             yield from zip(begins, ends)
             open_begins = begins[len(ends) :]
         for begin in open_begins:
-            yield begin, self._end_of_document(stop)
+            while stop < self._len and not self.flags(stop - 1, stop)[0] & ENDS:
+                stop += 1
+            yield begin, stop
 
     def document_tokens(self, first: int, last: int) -> numpy.ndarray:
         """int64 tokens of segments first to last (not in it), without our BOS and EOS."""
@@ -143,25 +150,6 @@ class MappedSegments:
         start += bool(self.flags(first, first + 1)[0] & HAS_BOS)
         stop -= bool(self.flags(last - 1, last)[0] & HAS_EOS)
         return self._ids[start:stop].astype(numpy.int64)
-
-    def _let_go(self, start: int, stop: int) -> None:
-        """Pages that were walked over count as this process's memory until it drops them."""
-        mapped = self._bin.obj
-        if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-            low, high = start * self._ids.itemsize, stop * self._ids.itemsize
-            low -= low % mmap.PAGESIZE
-            mapped.madvise(mmap.MADV_DONTNEED, low, high - low)
-
-    def _end_of_document(self, index: int) -> int:
-        while index < self._len and not self.flags(index - 1, index)[0] & ENDS:
-            index += 1
-        return index
-
-    def _checked(self, index: int) -> int:
-        place = index + self._len if index < 0 else index
-        if not 0 <= place < self._len:
-            raise IndexError(f"segment {index} of {self._len} in {self.prefix}")
-        return place
 
 
 def map_file(path: Path) -> memoryview:
@@ -176,20 +164,15 @@ def map_file(path: Path) -> memoryview:
                 return memoryview(b"")
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except FileNotFoundError:
-        raise DataError(_missing(path)) from None
-
-
-def _missing(path: Path) -> str:
-    part = Path(f"{path}.part")
-    if part.exists() or Path(f"{path.with_suffix('')}.bin.part").exists():
-        return (
-            f"{path} is missing, but parts of a corpus lie there: it was left half written. Run"
-            " the same `corpus.py write` command again; it goes on where it was."
-        )
-    return (
-        f"{path} is missing; a corpus has the files PREFIX.bin and PREFIX.idx. Give the path"
-        " without the ending, or write the corpus first (`corpus.py write`)."
-    )
+        if Path(f"{path}.part").exists() or Path(f"{path.with_suffix('')}.bin.part").exists():
+            raise DataError(
+                f"{path} is missing, but parts of a corpus lie there: it was left half written. "
+                "Run the same `corpus.py write` command again; it continues where it was."
+            ) from None
+        raise DataError(
+            f"{path} is missing; a corpus has the files PREFIX.bin and PREFIX.idx. Give the path "
+            "without the ending, or write the corpus first (`corpus.py write`)."
+        ) from None
 
 
 # The files of Megatron-core's `IndexedDataset` (MMapIndexedDataset). Its `.idx`, all little-endian
@@ -213,23 +196,59 @@ class MegatronCorpus(MappedSegments):
 
     def __init__(self, path_prefix: str | Path) -> None:
         self.prefix = os.fspath(path_prefix)
-        path = path_of(self.prefix, ".idx")
+        path, tokens = path_of(self.prefix, ".idx"), path_of(self.prefix, ".bin")
         index = map_file(path)
-        dtype, self._len, num_documents = _read_head(index, path)
-        sizes = (_HEAD.size, 4 * self._len, 8 * self._len, 8 * (num_documents + 1))
+        if len(index) < _HEAD.size or index[: len(MEGATRON_MAGIC)] != MEGATRON_MAGIC:
+            raise DataError(
+                f"{path} does not begin like an index of Megatron-core ({MEGATRON_MAGIC!r}): it is "
+                "truncated or of another program. Give the prefix of an IndexedDataset."
+            )
+        _, version, code, self._len, num_borders = _HEAD.unpack_from(index)
+        if version != 1 or code not in _DTYPES:
+            raise DataError(
+                f"{path} has version {version} and dtype code {code}; read are version 1 and codes "
+                f"{sorted(_DTYPES)} (integers). Write it with megatron-core 0.16."
+            )
+        sizes = (_HEAD.size, 4 * self._len, 8 * self._len, 8 * num_borders)
         ends = list(accumulate(sizes))  # a hostile header counts beyond 64 bits
         if len(index) != ends[-1]:
-            raise DataError(
-                f"{path} has {len(index):,} bytes; its header announces {ends[-1]:,}: the file was"
-                " cut or added to. Copy it again."
-            )
+            what = f"it has {len(index):,} bytes, and its header announces {ends[-1]:,}"
+            raise damaged(path, what)
         self._lengths = index[ends[0] : ends[1]].cast("i")
         self._pointers = index[ends[1] : ends[2]].cast("q")
         self._starts = numpy.frombuffer(index[ends[2] :], dtype="<i8")
-        self._bin = map_file(path_of(self.prefix, ".bin"))
-        self._ids = self._map_ids(numpy.dtype(dtype).newbyteorder("<"))
-        refuse_damage(self._problem(), path)
-        self.header = self._make_header(num_documents)
+        dtype = numpy.dtype(_DTYPES[code]).newbyteorder("<")
+        lengths, pointers = numpy.array(self._lengths), numpy.array(self._pointers)
+        follows = numpy.cumsum(lengths, dtype=numpy.int64) * dtype.itemsize
+        starts = follows - lengths * numpy.int64(dtype.itemsize)
+        if (lengths < 0).any() or (pointers != starts).any():
+            raise damaged(path, "its sequences do not follow one another")
+        borders = self._starts
+        if (
+            num_borders == 0
+            or (borders[0], borders[-1]) != (0, self._len)
+            or (numpy.diff(borders) < 0).any()
+        ):
+            raise damaged(path, f"its documents do not go from sequence 0 to {self._len:,}")
+        self._bin = map_file(tokens)
+        expected = int(follows[-1]) if self._len else 0
+        if len(self._bin) != expected:
+            raise damaged(
+                tokens, f"it has {len(self._bin):,} bytes, and its index ends at {expected:,}"
+            )
+        self._ids = numpy.frombuffer(self._bin, dtype=dtype)
+        longest = int(lengths.max()) if self._len else 0
+        self.header = CorpusHeader(
+            dtype=self._ids.dtype.name,
+            tokenizer=None,
+            rules=CutRules(longest, adds_bos=False, adds_eos=False),
+            language="unknown",
+            types=(SegmentType(0, "0", self._len, len(self._ids), num_borders - 1),),
+            bin_size=len(self._bin),
+            bin_sha256="",
+            edges_sha256=edges_digest(tokens),
+            arrays_sha256="",
+        )
 
     def bounds(self, index: int) -> tuple[int, int]:
         start = self._pointers[index] // self._ids.itemsize
@@ -255,100 +274,37 @@ class MegatronCorpus(MappedSegments):
         both = edges_digest(path_of(self.prefix, ".idx")) + self.header.edges_sha256
         return hashlib.sha256(both.encode()).hexdigest()
 
-    def _map_ids(self, dtype: numpy.dtype) -> numpy.ndarray:
-        # the last sequence ends the file: enough to find a truncated .bin without a walk
-        expected = self._pointers[-1] + self._lengths[-1] * dtype.itemsize if self._len else 0
-        if len(self._bin) != expected:
-            raise DataError(
-                f"{self.prefix}.bin has {len(self._bin):,} bytes; its index ends at {expected:,}:"
-                " the file was truncated, or the .idx is of another one. Copy both again."
-            )
-        return numpy.frombuffer(self._bin, dtype=dtype)
 
-    def _problem(self) -> str | None:
-        """What does not hold of an index: sequences follow one another, and documents too."""
-        lengths = numpy.frombuffer(self._lengths, dtype="<i4")
-        pointers = numpy.frombuffer(self._pointers, dtype="<i8")
-        if (lengths < 0).any():
-            return f"sequence {int(numpy.argmax(lengths < 0)):,} has a negative length"
-        ends = numpy.cumsum(lengths, dtype=numpy.int64) * self._ids.itemsize
-        wrong = numpy.flatnonzero(pointers != ends - lengths * numpy.int64(self._ids.itemsize))
-        if len(wrong):
-            return f"sequence {wrong[0]:,} does not begin where the one before it ends"
-        borders = self._starts
-        if (borders[0], borders[-1]) != (0, self._len) or (numpy.diff(borders) < 0).any():
-            return f"its documents do not go from sequence 0 to {self._len:,}, one after the other"
-        return None
-
-    def _make_header(self, num_documents: int) -> CorpusHeader:
-        num_tokens = len(self._ids)
-        longest = int(numpy.frombuffer(self._lengths, dtype="<i4").max()) if self._len else 0
-        return CorpusHeader(
-            dtype=self._ids.dtype.name,
-            tokenizer=None,
-            rules=CutRules(longest, adds_bos=False, adds_eos=False),
-            language="unknown",
-            types=(SegmentType(0, "0", self._len, num_tokens, num_documents),),
-            bin_size=len(self._bin),
-            bin_sha256="",
-            edges_sha256=edges_digest(path_of(self.prefix, ".bin")),
-            arrays_sha256="",
-        )
-
-
-def write_megatron(
-    corpus: MappedSegments, path_prefix: str | Path, *, start: int = 0, stop: int | None = None
-) -> None:
-    """Writes segments start to stop of a corpus of ours as a Megatron-core pair."""
-    stop = len(corpus) if stop is None else stop
+def write_megatron(corpus: MappedSegments, path_prefix: str | Path, start: int, stop: int) -> None:
+    """Write segments start to stop of a corpus of ours as a Megatron-core pair."""
     path = path_of(path_prefix, ".bin")
     path.parent.mkdir(parents=True, exist_ok=True)
     path_of(path_prefix, ".idx").unlink(missing_ok=True)  # never an old index beside new tokens
+    dtype = numpy.dtype(corpus.header.dtype)
     with open(path, "wb") as file:
         for low, high in corpus.steps(start, stop):
-            file.write(corpus.token_bytes(low, high))
+            file.write(corpus.segments(low, high).tokens.astype(dtype.newbyteorder("<")).data)
+
+    def begins(low: int, high: int) -> numpy.ndarray:
+        return low - start + numpy.flatnonzero(corpus.flags(low, high) & BEGINS)
+
+    ranges = list(corpus.ranges(start, stop))
+    num_documents = sum(len(begins(*one)) for one in ranges)
     part = path_of(path_prefix, ".idx.part")
     with open(part, "wb") as file:
-        for piece in _index_pieces(corpus, start, stop):
-            file.write(piece)
+        code = _CODES[dtype.name]
+        file.write(_HEAD.pack(MEGATRON_MAGIC, 1, code, stop - start, num_documents + 1))
+        for one in ranges:
+            file.write(corpus.lengths(*one).astype("<i4").tobytes())
+        written = 0
+        for one in ranges:
+            ends = written + numpy.cumsum(corpus.lengths(*one)) * dtype.itemsize
+            file.write(numpy.concatenate([[written], ends[:-1]]).astype("<i8").tobytes())
+            written = int(ends[-1])
+        for one in ranges:
+            file.write(begins(*one).astype("<i8").tobytes())
+        file.write(struct.pack("<q", stop - start))
     os.replace(part, path_of(path_prefix, ".idx"))
-
-
-def _index_pieces(corpus: MappedSegments, start: int, stop: int) -> Iterator[bytes]:
-    code, size = _CODES[corpus.header.dtype], numpy.dtype(corpus.header.dtype).itemsize
-    num_documents = sum(len(_begins(corpus, low, high)) for low, high in corpus.ranges(start, stop))
-    yield _HEAD.pack(MEGATRON_MAGIC, 1, code, stop - start, num_documents + 1)
-    for low, high in corpus.ranges(start, stop):
-        yield corpus.lengths(low, high).astype("<i4").tobytes()
-    written = 0
-    for low, high in corpus.ranges(start, stop):
-        ends = written + numpy.cumsum(corpus.lengths(low, high)) * size
-        yield numpy.concatenate([[written], ends[:-1]]).astype("<i8").tobytes()
-        written = int(ends[-1])
-    for low, high in corpus.ranges(start, stop):
-        yield (_begins(corpus, low, high) - start).astype("<i8").tobytes()
-    yield struct.pack("<q", stop - start)
-
-
-def _begins(corpus: MappedSegments, low: int, high: int) -> numpy.ndarray:
-    return low + numpy.flatnonzero(corpus.flags(low, high) & BEGINS)
-
-
-def _read_head(index: memoryview, path: Path) -> tuple[str, int, int]:
-    """dtype, sequences, documents."""
-    if len(index) < _HEAD.size or index[: len(MEGATRON_MAGIC)] != MEGATRON_MAGIC:
-        raise DataError(
-            f"{path} does not begin like an index of Megatron-core ({MEGATRON_MAGIC!r}): the file"
-            " is truncated or of another program. Give the prefix of an IndexedDataset."
-        )
-    _, version, code, num_sequences, num_borders = _HEAD.unpack_from(index)
-    refuse_damage(None if num_borders else "it has no border of documents, not even the last", path)
-    if version != 1 or code not in _DTYPES:
-        raise DataError(
-            f"{path} has version {version} and dtype code {code}; read are version 1 and codes"
-            f" {sorted(_DTYPES)} (integers), those of megatron-core 0.16. Write it with that one."
-        )
-    return _DTYPES[code], num_sequences, num_borders - 1
 
 
 class Corpus(MappedSegments):
@@ -360,36 +316,30 @@ class Corpus(MappedSegments):
 
     def __init__(self, path_prefix: str | Path) -> None:
         self.prefix = os.fspath(path_prefix)
-        index_path = path_of(self.prefix, ".idx")
-        index = map_file(index_path)
-        self.header, arrays = decode_header(index, index_path)
+        path, tokens = path_of(self.prefix, ".idx"), path_of(self.prefix, ".bin")
+        index = map_file(path)
+        self.header, arrays = decode_header(index, path)
         self._len = self.header.num_segments
         flags = arrays + 8 * (self._len + 1)
         if len(index) != flags + self._len:
-            raise DataError(
-                f"{index_path} has {len(index):,} bytes; its header announces"
-                f" {flags + self._len:,}: the file was cut or added to. Copy it again, or write"
-                " the corpus anew."
-            )
+            announced = f"its header announces {flags + self._len:,}"
+            raise damaged(path, f"it has {len(index):,} bytes, and {announced}")
         self._offsets = index[arrays:flags].cast("Q")
         self._flags = index[flags:]
         both = "".join(
             hashlib.sha256(one).hexdigest() for one in (self._offsets.cast("B"), self._flags)
         )
         if hashlib.sha256(both.encode()).hexdigest() != self.header.arrays_sha256:
-            what = "the offsets or flags are not those that were written (sha256)"
-            refuse_damage(what, index_path)
-        self._bin = map_file(path_of(self.prefix, ".bin"))
-        _check_tokens(path_of(self.prefix, ".bin"), self.header)
+            raise damaged(path, "the offsets or flags are not those that were written (sha256)")
+        self._bin = map_file(tokens)
+        if len(self._bin) != self.header.bin_size:
+            written = f"its index was written for {self.header.bin_size:,}"
+            raise damaged(tokens, f"it has {len(self._bin):,} bytes, and {written}")
+        if edges_digest(tokens) != self.header.edges_sha256:
+            raise damaged(tokens, "it or its .idx was swapped with another corpus's")
         # a plain array over the map: its slices cost half of numpy.memmap's
         dtype = numpy.dtype(self.header.dtype).newbyteorder("<")
         self._ids = numpy.frombuffer(self._bin, dtype=dtype)
-
-    def __getitem__(self, index: int) -> numpy.ndarray:
-        """int64 tokens of a segment, BOS and EOS included; a copy."""
-        if index < 0 or index >= self._len:
-            index = self._checked(index)
-        return self._ids[self._offsets[index] : self._offsets[index + 1]].astype(numpy.int64)
 
     @property
     def tokenizer(self) -> TokenizerInfo:
@@ -402,16 +352,13 @@ class Corpus(MappedSegments):
 
     def lengths(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
         stop = self._len if stop is None else stop
-        return numpy.diff(self.offsets(start, stop)).astype(numpy.int64)
+        offsets = numpy.frombuffer(self._offsets, dtype="<u8")[start : stop + 1]
+        return numpy.diff(offsets).astype(numpy.int64)
 
     def flags(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
         """uint8 flags of segments start to stop; a view of the file."""
         stop = self._len if stop is None else stop
         return numpy.frombuffer(self._flags, dtype=numpy.uint8)[start:stop]
-
-    def offsets(self, start: int, stop: int) -> numpy.ndarray:
-        """uint64 offsets of segments start to stop, and the end of the last; a view of the file."""
-        return numpy.frombuffer(self._offsets, dtype="<u8")[start : stop + 1]
 
 
 def open_corpus(path_prefix: str | Path) -> MappedSegments:
@@ -423,26 +370,3 @@ def open_corpus(path_prefix: str | Path) -> MappedSegments:
     start = map_file(path_of(path_prefix, ".idx"))[: len(MEGATRON_MAGIC)]
     kind = MegatronCorpus if start == MEGATRON_MAGIC else Corpus
     return kind(path_prefix)
-
-
-def refuse_damage(problem: str | None, path: Path) -> None:
-    """Ends with a DataError that says the problem, if there is one."""
-    if problem is not None:
-        raise DataError(
-            f"{path} is damaged: {problem}. Whole segments were expected, because a run would else"
-            " train on wrong ones: copy it again, or write the corpus anew."
-        )
-
-
-def _check_tokens(path: Path, header: CorpusHeader) -> None:
-    found = path.stat().st_size
-    if found != header.bin_size:
-        raise DataError(
-            f"{path} has {found:,} bytes; its index was written for {header.bin_size:,}: the file"
-            " was truncated, or the .idx is another corpus's. Copy both files again."
-        )
-    if edges_digest(path) != header.edges_sha256:
-        raise DataError(
-            f"{path} has the {found:,} bytes that its index was written for, but others: the .bin"
-            " or the .idx was swapped with another corpus's. Copy both files again."
-        )

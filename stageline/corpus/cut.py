@@ -7,7 +7,7 @@ bytes of a character, so each piece decodes to text.
 
 import re
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy
@@ -29,8 +29,7 @@ _LEVELS = (
 )
 
 
-@dataclass(frozen=True)
-class CutCounts:
+class CutCounts(NamedTuple):
     """What became of some documents.
 
     Attributes:
@@ -53,10 +52,6 @@ class CutCounts:
     num_bad: int = 0
     num_changed: int = 0
 
-    def __add__(self, other: "CutCounts") -> "CutCounts":
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        return CutCounts(*(mine + its for mine, its in pairs))
-
 
 class DocumentCut(NamedTuple):
     """The pieces of a document: tokens of each (int64), BOS and EOS not counted."""
@@ -66,24 +61,39 @@ class DocumentCut(NamedTuple):
 
 
 class DocumentCutter:
-    """Encodes documents and cuts them into segments. Can be pickled if the splitter can."""
+    """Encodes documents and cuts them into segments. Can be pickled if the splitter can.
+
+    Args:
+        splitter: text -> character offsets where sentences end (`stageline.corpus.sentences`);
+            not needed where `rules.splits_sentences` is off.
+
+    Raises:
+        UserError: the rules ask for what the tokenizer does not have.
+    """
 
     def __init__(self, encoder: Encoder, splitter: Any | None, rules: CutRules) -> None:
-        """Takes the parts.
-
-        Args:
-            splitter: text -> character offsets where sentences end (`stageline.corpus.sentences`);
-                not needed where `rules.splits_sentences` is off.
-
-        Raises:
-            UserError: the rules ask for what the tokenizer or the splitter does not have.
-        """
-        _check_rules(encoder, splitter, rules)
+        assert splitter is not None or not rules.splits_sentences
+        assert rules.pieces == "greedy"
+        info = encoder.info
+        for wanted, found, name in (
+            (rules.adds_bos, info.bos_id, "BOS"),
+            (rules.adds_eos, info.eos_id, "EOS"),
+        ):
+            if wanted and found is None:
+                raise UserError(
+                    f"The tokenizer {info.name} has no {name} token, but documents are to get one: "
+                    f"switch {name} off for this corpus, or give the tokenizer one."
+                )
+        if rules.seq_length < 1 + rules.adds_bos + rules.adds_eos:
+            raise UserError(
+                f"Segments of {rules.seq_length} tokens have no room for text beside BOS and EOS: "
+                "raise `seq_length`."
+            )
         self.encoder = encoder
         self.splitter = splitter if rules.splits_sentences else None
         self.rules = rules
-        self._num_first = int(rules.adds_bos)
-        self._num_last = int(rules.adds_eos)
+        self._bos = numpy.array([info.bos_id] * rules.adds_bos, dtype=numpy.uint32)
+        self._eos = numpy.array([info.eos_id] * rules.adds_eos, dtype=numpy.uint32)
 
     def __call__(self, texts: Sequence[str]) -> tuple[Segments, CutCounts]:
         """The segments of a batch of documents, in their order; some hundred documents are best."""
@@ -97,32 +107,17 @@ class DocumentCutter:
             documents, doubtful = self.encoder.encode_and_doubt(texts)
         num_bad = num_texts - len(texts)
         num_changed = sum(self.encoder.decode(documents[i]) != texts[i] for i in doubtful)
-        sizes = numpy.array([len(ids) for ids in documents], dtype=numpy.int64)
-        num_empty = int((sizes == 0).sum())
-        if num_empty:
-            texts = [text for text, ids in zip(texts, documents, strict=True) if len(ids)]
-            documents = [ids for ids in documents if len(ids)]
-            sizes = sizes[sizes > 0]
-        segments, num_sentences_cut, num_cut = self._segments(texts, documents, sizes)
-        counts = CutCounts(
-            num_documents=len(documents),
-            num_segments=len(segments),
-            num_tokens=len(segments.tokens),
-            num_cut_documents=num_cut,
-            num_sentences_cut=num_sentences_cut,
-            num_empty=num_empty,
-            num_bad=num_bad,
-            num_changed=num_changed,
-        )
-        return segments, counts
-
-    def _segments(
-        self, texts: Sequence[str], documents: list[numpy.ndarray], sizes: numpy.ndarray
-    ) -> tuple[Segments, int, int]:
-        """Segments of documents that all have tokens; sentences and documents that were cut."""
-        limit = self.rules.seq_length - self._num_first - self._num_last
-        too_long = numpy.flatnonzero(sizes > limit)
-        cuts = [self._cut(texts[place], documents[place]) for place in too_long.tolist()]
+        filled = [(text, ids) for text, ids in zip(texts, documents, strict=True) if len(ids)]
+        num_first, num_last = len(self._bos), len(self._eos)
+        sizes = numpy.array([len(ids) for _, ids in filled], dtype=numpy.int64)
+        too_long = numpy.flatnonzero(sizes > self.rules.seq_length - num_first - num_last)
+        cuts = []
+        for text, ids in (filled[place] for place in too_long.tolist()):
+            ends = self.encoder.byte_ends(text, ids)
+            extra = {"num_first": num_first, "num_last": num_last}
+            cut = cut_document(text, ids, ends, splitter=self.splitter, rules=self.rules, **extra)
+            cuts.append(cut)
+        # lengths and flags of all pieces, those of a document from firsts to lasts
         num_pieces = numpy.ones(len(sizes), dtype=numpy.int64)
         num_pieces[too_long] = [len(cut.lengths) for cut in cuts]
         lasts = numpy.cumsum(num_pieces) - 1
@@ -131,36 +126,22 @@ class DocumentCutter:
         lengths[firsts] = sizes
         for place, cut in zip(too_long.tolist(), cuts, strict=True):
             lengths[firsts[place] : lasts[place] + 1] = cut.lengths
-        lengths[firsts] += self._num_first
-        lengths[lasts] += self._num_last
-        segments = Segments(self._tokens(documents, sizes), lengths, self._flags(firsts, lasts))
-        return segments, sum(cut.num_cut_sentences for cut in cuts), len(too_long)
-
-    def _flags(self, firsts: numpy.ndarray, lasts: numpy.ndarray) -> numpy.ndarray:
-        num_segments = int(lasts[-1]) + 1 if len(lasts) else 0
-        flags = numpy.zeros(num_segments, dtype=numpy.uint8)
-        flags[firsts] += BEGINS + HAS_BOS * self._num_first
-        flags[lasts] += ENDS + HAS_EOS * self._num_last
-        return flags
-
-    def _tokens(self, documents: list[numpy.ndarray], sizes: numpy.ndarray) -> numpy.ndarray:
-        """All tokens in order, with BOS and EOS around each document."""
-        bos = self.encoder.info.bos_id if self._num_first else None
-        eos = self.encoder.info.eos_id if self._num_last else None
-        before = [numpy.array([bos], dtype=numpy.uint32)] if bos is not None else []
-        after = [numpy.array([eos], dtype=numpy.uint32)] if eos is not None else []
-        parts = [part for ids in documents for part in (*before, ids, *after)]
-        return numpy.concatenate(parts) if parts else numpy.zeros(0, dtype=numpy.uint32)
-
-    def _cut(self, text: str, ids: numpy.ndarray) -> DocumentCut:
-        return cut_document(
-            text,
-            ids,
-            self.encoder.byte_ends(text, ids),
-            splitter=self.splitter,
-            rules=self.rules,
-            num_first=self._num_first,
-            num_last=self._num_last,
+        lengths[firsts] += num_first
+        lengths[lasts] += num_last
+        flags = numpy.zeros(len(lengths), dtype=numpy.uint8)
+        flags[firsts] += BEGINS + HAS_BOS * num_first
+        flags[lasts] += ENDS + HAS_EOS * num_last
+        parts = [part for _, ids in filled for part in (self._bos, ids, self._eos)]
+        tokens = numpy.concatenate(parts or [self._bos[:0]])
+        return Segments(tokens, lengths, flags), CutCounts(
+            num_documents=len(filled),
+            num_segments=len(lengths),
+            num_tokens=len(tokens),
+            num_cut_documents=len(too_long),
+            num_sentences_cut=sum(cut.num_cut_sentences for cut in cuts),
+            num_empty=len(texts) - len(filled),
+            num_bad=num_bad,
+            num_changed=num_changed,
         )
 
 
@@ -173,27 +154,6 @@ def join_lines(text: str) -> str:
     first, *middle, last = text.split("\n")
     kept = [line for line in map(str.strip, middle) if line]
     return " ".join([first.rstrip(), *kept, last.lstrip()])
-
-
-def _check_rules(encoder: Encoder, splitter: Any | None, rules: CutRules) -> None:
-    info = encoder.info
-    for wanted, found, name in (
-        (rules.adds_bos, info.bos_id, "BOS"),
-        (rules.adds_eos, info.eos_id, "EOS"),
-    ):
-        if wanted and found is None:
-            raise UserError(
-                f"The tokenizer {info.name} has no {name} token, but documents are to get one: "
-                f"switch {name} off for this corpus, or give the tokenizer one."
-            )
-    room = rules.seq_length - int(rules.adds_bos) - int(rules.adds_eos)
-    if room < 1:
-        raise UserError(
-            f"Segments of {rules.seq_length} tokens have no room for text beside BOS and EOS: "
-            "raise `seq_length`."
-        )
-    assert splitter is not None or not rules.splits_sentences
-    assert rules.pieces == "greedy"
 
 
 @dataclass(frozen=True)
@@ -242,31 +202,48 @@ def cut_document(
         UserError: one character has more tokens than a segment, or the splitter breaks its rules.
     """
     assert len(ids) == len(byte_ends) > 0, "a token without its place"
-    document = _cuttable(text, byte_ends)
-    extra = (num_first, num_last)
-    num_cut, ends = 0, document.counts
-    if splitter is not None and rules.splits_sentences:
-        ends = _sentence_ends(document, splitter(text))
-        num_cut = int((_lengths(ends, extra) > rules.seq_length).sum())
-        if num_cut:
-            ends = _finer(document, ends, extra, rules.seq_length)
-    lengths = _lengths(ends, extra)
-    if lengths.max() > rules.seq_length:
-        raise _character_too_long(document, ends, lengths, rules.seq_length)
-    chosen = fewest(lengths, rules.seq_length)
-    return DocumentCut(numpy.diff(ends[chosen - 1], prepend=0), num_cut)
-
-
-def _cuttable(text: str, byte_ends: numpy.ndarray) -> _Document:
     data = text.encode()
     byte_ends = numpy.asarray(byte_ends, dtype=numpy.int64)
-    assert byte_ends[-1] == len(data), "the tokens are not those of the text"
+    assert len(ids) == len(byte_ends) > 0 and byte_ends[-1] == len(data), "tokens of another text"
     # of tokens that end at one place (bytes of one character, say) the last one
     is_place = (numpy.diff(byte_ends, append=len(data) + 1) > 0) & (byte_ends > 0)
     if len(data) != len(text):
         is_place[:-1] &= _is_character_start(data)[byte_ends[:-1] * is_place[:-1]]
     places = numpy.flatnonzero(is_place)
-    return _Document(text, data, places + 1, byte_ends[places])
+    document = _Document(text, data, places + 1, byte_ends[places])
+    extra = (num_first, num_last)
+    num_cut, ends = 0, document.counts
+    if splitter is not None and rules.splits_sentences:
+        ends = _sentence_ends(document, splitter(text))
+        num_cut = int((_lengths(ends, extra) > rules.seq_length).sum())
+        # units that are too long are taken for their parts, by the coarsest parts that do
+        for level in (*_LEVELS, None):
+            is_long = _lengths(ends, extra) > rules.seq_length
+            if not is_long.any():
+                break
+            inside = document.counts
+            if level is not None:
+                found = [match.end() for match in level.finditer(data)]
+                inside = document.counts_at(numpy.array(found, numpy.int64))
+            # the unit that each place is in; a place at a unit's end is there already
+            unit = numpy.minimum(ends.searchsorted(inside, "left"), len(ends) - 1)
+            ends = numpy.union1d(ends, inside[is_long[unit]])
+    lengths = _lengths(ends, extra)
+    if lengths.max() > rules.seq_length:
+        unit = int(lengths.argmax())
+        first, behind = int(ends[unit - 1]) if unit else 0, int(ends[unit])
+        in_bytes = numpy.concatenate([[0], document.bytes_before])
+        counts = numpy.concatenate([[0], document.counts])
+        start, stop = in_bytes[counts.searchsorted([first, behind])]
+        added = int(lengths[unit]) - (behind - first)
+        with_signs = f" and {added} of BOS and EOS" if added else ""
+        raise UserError(
+            f"{data[start:stop].decode(errors='replace')!r} is {behind - first} token(s)"
+            f"{with_signs}, more than the {rules.seq_length} of a segment, and a character cannot "
+            "be cut: raise `seq_length`"
+        )
+    chosen = fewest(lengths, rules.seq_length)
+    return DocumentCut(numpy.diff(ends[chosen - 1], prepend=0), num_cut)
 
 
 def _is_character_start(data: bytes) -> numpy.ndarray:
@@ -279,8 +256,8 @@ def _sentence_ends(document: _Document, places: numpy.ndarray) -> numpy.ndarray:
     if not len(places) or places[-1] != num_letters or numpy.diff(places, prepend=0).min() <= 0:
         raise UserError(
             f"the splitter gave the ends {places[:5]} ... {places[-1:]} for a text of "
-            f"{num_letters} characters: rising character offsets were expected, the first above 0 "
-            "and the last the length of the text, or the text would not come back from its pieces"
+            f"{num_letters} characters. Return rising character offsets, the first above 0 and the "
+            "last the length of the text"
         )
     if len(document.data) != num_letters:
         starts = numpy.flatnonzero(_is_character_start(document.data))
@@ -294,42 +271,6 @@ def _lengths(ends: numpy.ndarray, extra: tuple[int, int]) -> numpy.ndarray:
     lengths[0] += extra[0]
     lengths[-1] += extra[1]
     return lengths
-
-
-def _finer(
-    document: _Document, ends: numpy.ndarray, extra: tuple[int, int], limit: int
-) -> numpy.ndarray:
-    """Takes units that are too long for their parts, by the coarsest parts that do."""
-    for level in (*_LEVELS, None):
-        lengths = _lengths(ends, extra)
-        is_long = lengths > limit
-        if not is_long.any():
-            break
-        inside = document.counts
-        if level is not None:
-            places = [match.end() for match in level.finditer(document.data)]
-            inside = document.counts_at(numpy.array(places, numpy.int64))
-        # the unit that each place lies in; a place at a unit's end is there already
-        unit = numpy.minimum(ends.searchsorted(inside, "left"), len(ends) - 1)
-        ends = numpy.union1d(ends, inside[is_long[unit]])
-    return ends
-
-
-def _character_too_long(
-    document: _Document, ends: numpy.ndarray, lengths: numpy.ndarray, limit: int
-) -> UserError:
-    unit = int(lengths.argmax())
-    first, behind = int(ends[unit - 1]) if unit else 0, int(ends[unit])
-    places = numpy.concatenate([[0], document.bytes_before])
-    counts = numpy.concatenate([[0], document.counts])
-    start, stop = places[counts.searchsorted([first, behind])]
-    letter = document.data[start:stop].decode(errors="replace")
-    added = int(lengths[unit]) - (behind - first)
-    with_signs = f" and {added} of BOS and EOS" if added else ""
-    return UserError(
-        f"{letter!r} is {behind - first} token(s){with_signs}, more than the {limit} of a segment, "
-        "and a character cannot be cut: raise `seq_length`"
-    )
 
 
 def fewest(unit_lengths: numpy.ndarray, limit: int) -> numpy.ndarray:

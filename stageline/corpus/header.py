@@ -185,15 +185,45 @@ def framed(magic: bytes, version: int, text: str) -> bytes:
     return whole + bytes(-len(whole) % PAGE)
 
 
-def unframed(start: bytes | memoryview) -> tuple[bytes, int, bytes | None, int]:
-    """(magic, version, JSON, where the arrays begin) of `framed`; None: damaged."""
+def unframed(
+    start: bytes | memoryview, path: Path, magic: bytes, version: int, make: Callable[[Any], Header]
+) -> tuple[Header, int]:
+    """Return what `make` makes of the JSON of `framed`, and where the arrays begin.
+
+    Raises:
+        DataError: another kind of file, of a newer version than `version`, or damaged.
+    """
+    if bytes(start[: len(MEGATRON_MAGIC)]) == MEGATRON_MAGIC:
+        raise DataError(
+            f"{path} is an index of Megatron-core; convert it first (`corpus.py convert`)."
+        )
+    if bytes(start[: len(magic)]) != magic:
+        raise DataError(
+            f"{path} begins with {bytes(start[: len(magic)])!r}, not {magic!r}: it is of another "
+            "program. Give the prefix of a corpus that `corpus.py write` made."
+        )
     if len(start) < _PREAMBLE.size:
-        return bytes(start[: len(MAGIC)]), 0, None, 0
-    magic, version, size, crc = _PREAMBLE.unpack_from(start)
+        raise damaged(path, f"it ends after {len(start)} bytes")
+    _, found, size, crc = _PREAMBLE.unpack_from(start)
+    if found > version:
+        raise DataError(
+            f"{path} has format version {found}; this program reads versions up to {version}. "
+            "Update Stageline, or write the file again with this one."
+        )
     end = _PREAMBLE.size + size
     text = bytes(start[_PREAMBLE.size : end])
-    is_whole = len(text) == size and zlib.crc32(text) == crc
-    return magic, version, text if is_whole else None, end + -end % PAGE
+    if found < 1 or len(text) != size or zlib.crc32(text) != crc:
+        raise damaged(path, "its checksum does not fit the header")
+    try:
+        return make(json.loads(text)), end + -end % PAGE
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise damaged(path, f"its header lacks what this version has ({problem})") from error
+
+
+def damaged(path: Path, problem: str) -> DataError:
+    """The error of a file of a corpus that another program cut or changed."""
+    return DataError(f"{path} is damaged: {problem}. Copy it again, or write the corpus again.")
 
 
 def encode_header(header: CorpusHeader) -> bytes:
@@ -203,61 +233,19 @@ def encode_header(header: CorpusHeader) -> bytes:
 
 
 def decode_header(start: bytes | memoryview, path: Path) -> tuple[CorpusHeader, int]:
-    """The header and the byte at which the arrays begin.
+    """The header of an `.idx` and the byte at which the arrays begin; raises as `unframed`."""
 
-    Raises:
-        DataError: not a corpus, of a newer version, or damaged.
-    """
-    magic, version, text, begin = unframed(start)
-    if bytes(start[: len(MEGATRON_MAGIC)]) == MEGATRON_MAGIC:
-        raise DataError(
-            f"{path} is an index of Megatron-core; a corpus of Stageline was expected here:"
-            " convert it first (`corpus.py convert`)."
+    def make(values: dict[str, Any]) -> CorpusHeader:
+        tokenizer = values.pop("tokenizer")
+        return CorpusHeader(
+            tokenizer=TokenizerInfo(**tokenizer) if tokenizer else None,
+            rules=CutRules(**values.pop("rules")),
+            types=tuple(SegmentType(**kind) for kind in values.pop("types")),
+            sources=tuple(values.pop("sources")),
+            **values,
         )
-    if magic != MAGIC:
-        raise DataError(
-            f"{path} begins with {magic!r}; the index of a corpus begins with {MAGIC!r}: the file"
-            " is of another program. Give the prefix of a corpus that `corpus.py write` made."
-        )
-    if version > VERSION:
-        raise DataError(
-            f"{path} has format version {version}; this program reads versions up to {VERSION}, as"
-            " a newer one wrote the file: update Stageline, or write the corpus anew with this one."
-        )
-    if text is None or version < 1:
-        is_short = len(start) < _PREAMBLE.size
-        why = f"it ends after {len(start)} bytes" if is_short else "its checksum does not fit"
-        raise DataError(
-            f"The header of {path} is damaged: {why}. Copy the corpus again or write it anew."
-        )
-    return of_json(text, path, _make_header), begin
 
-
-def of_json(text: bytes, path: Path, make: Callable[[Any], Header]) -> Header:
-    """Return what `make` makes of the JSON of a header.
-
-    Raises:
-        DataError: the text is no JSON, or has other names.
-    """
-    try:
-        return make(json.loads(text))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DataError(
-            f"The header of {path} does not say what a header of this version says"
-            f" ({type(error).__name__}: {error}): another program wrote or changed it. Copy the"
-            " corpus again or write it anew."
-        ) from error
-
-
-def _make_header(values: dict[str, Any]) -> CorpusHeader:
-    tokenizer = values.pop("tokenizer")
-    return CorpusHeader(
-        tokenizer=TokenizerInfo(**tokenizer) if tokenizer else None,
-        rules=CutRules(**values.pop("rules")),
-        types=tuple(SegmentType(**kind) for kind in values.pop("types")),
-        sources=tuple(values.pop("sources")),
-        **values,
-    )
+    return unframed(start, path, MAGIC, VERSION, make)
 
 
 def edges_digest(path: Path) -> str:

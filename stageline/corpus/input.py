@@ -9,13 +9,10 @@ A line ends at "\n"; a "\r" before it belongs to the end. In text files a line i
 an empty line an empty document; between JSON lines empty lines are passed over.
 """
 
-import bz2
 import glob
-import gzip
 import io
 import json
 import os
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +27,7 @@ TEXT = "text"
 JSON = "json"
 PARQUET = "parquet"
 KINDS = {".txt": TEXT, ".jsonl": JSON, ".json": JSON, ".ndjson": JSON, ".parquet": PARQUET}
-COMPRESSIONS = (".gz", ".bz2", ".zst")
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # as pyarrow calls them
 CHUNK_BYTES = 1 << 20
 EMPTY = "empty document"
 
@@ -41,11 +38,11 @@ _PARTS_OF_GROUP = 1 << 32
 # what of a chunk's bad lines is kept in full; all are counted
 _KEPT = 1000
 _SHOWN = 80
-# a build beside its input lists bad lines there, and must not read them when it resumes
+# a build next to its input lists bad lines there, and must not read them when it resumes
 _OUR_LIST = ".bad.jsonl"
 _EXPECTED = (
-    "Text was expected, a document a line (.txt), JSON lines (.jsonl .json .ndjson), these "
-    "compressed (.gz .bz2 .zst), or .parquet"
+    "Name files, folders or patterns of text, a document a line (.txt), JSON lines (.jsonl .json "
+    ".ndjson), these compressed (.gz .bz2 .zst), or .parquet."
 )
 
 
@@ -80,47 +77,13 @@ def find_sources(files: str | os.PathLike | Iterable[str | os.PathLike]) -> list
     """
     given = [files] if isinstance(files, str | os.PathLike) else list(files)
     if not given:
-        raise UserError(f"no input files were named. {_EXPECTED}: name files, folders or patterns.")
+        raise UserError(f"no input files were named. {_EXPECTED}")
     paths: dict[str, Path] = {}
     for path in (path for item in given for path in _paths_of(os.fspath(item))):
         first = paths.setdefault(os.path.realpath(path), path)
         if first is not path:
-            raise UserError(
-                f"{path} and {first} are the same file. Each file was expected once, because its "
-                "documents would be in the corpus twice: name it once."
-            )
+            raise UserError(f"{path} and {first} are the same file. Name it once.")
     return [_source(path) for path in paths.values()]
-
-
-def holds_json_lines(source: Source) -> bool:
-    """Whether the first line of a plain text file is a JSON object."""
-    if source.kind != TEXT or source.compression:
-        return False
-    with open(source.path, "rb") as file:
-        try:
-            return bool(json_object(file.readline(CHUNK_BYTES).decode("utf-8")))
-        except (BadDocument, UnicodeDecodeError):
-            return False
-
-
-def check_unchanged(sources: Sequence[Source]) -> None:
-    """Refuses to call a corpus finished whose files changed while they were read.
-
-    Raises:
-        DataError: names the first such file.
-    """
-    for source in sources:
-        try:
-            now = os.stat(source.path)
-        except OSError as error:
-            raise _unreadable(source.path, error) from error
-        if (now.st_size, now.st_mtime_ns) != (source.size, source.time_ns):
-            raise DataError(
-                f"{source.path} changed while the corpus was built: it had {source.size} bytes "
-                f"and has {now.st_size}, or another time of change. A file that nobody writes was "
-                "expected, because else nobody could say what is in the corpus: wait until it is "
-                "complete and build anew (`overwrite`)."
-            )
 
 
 def _paths_of(name: str) -> list[Path]:
@@ -137,41 +100,58 @@ def _paths_of(name: str) -> list[Path]:
     else:
         found = [Path(match) for match in glob.glob(name, recursive=True)]
     files = sorted(file for file in found if file.is_file() and not file.name.endswith(_OUR_LIST))
-    if not files and path.is_dir():
-        raise UserError(f"the folder {path} holds no file to build from. {_EXPECTED}.")
     if not files:
-        raise UserError(f"there is no file {name}. {_EXPECTED}: check the path or the pattern.")
+        what = f"the folder {path} holds no file" if path.is_dir() else f"there is no file {name}"
+        raise UserError(f"{what} to build from. {_EXPECTED}")
     return files
 
 
 def _suffixes(path: Path) -> tuple[str, str]:
     """(suffix of the kind, that of the compression) of a name."""
     suffix = path.suffix.lower()
-    if suffix in COMPRESSIONS:
-        return Path(path.stem).suffix.lower(), suffix
-    return suffix, ""
+    return (Path(path.stem).suffix.lower(), suffix) if suffix in COMPRESSIONS else (suffix, "")
 
 
 def _source(path: Path) -> Source:
     suffix, compression = _suffixes(path)
     kind = KINDS.get(suffix)
     if kind is None or (kind == PARQUET and compression):
-        raise UserError(
-            f"{path} ends in {''.join(path.suffixes[-2:]) or 'nothing'!r}. {_EXPECTED}, because "
-            "the suffix says how a file is read: rename it, or convert it."
-        )
+        raise UserError(f"{path} ends in {''.join(path.suffixes[-2:]) or 'nothing'!r}. {_EXPECTED}")
     try:
         stat, edges = path.stat(), edges_digest(path)
     except OSError as error:
-        raise _unreadable(str(path), error) from error
+        raise DataError(
+            f"{path} cannot be read ({error.strerror or error}). Check its rights and its disk."
+        ) from error
     return Source(str(path), kind, compression, stat.st_size, stat.st_mtime_ns, edges)
 
 
-def _unreadable(path: str, error: OSError) -> DataError:
-    return DataError(
-        f"{path} cannot be read ({error.strerror or error}). The corpus is built from it: check "
-        "its rights and its disk."
-    )
+def holds_json_lines(source: Source) -> bool:
+    """Whether the first line of a plain text file is a JSON object."""
+    if source.kind != TEXT or source.compression:
+        return False
+    with open(source.path, "rb") as file:
+        try:
+            return bool(json_object(file.readline(CHUNK_BYTES).decode("utf-8")))
+        except (BadDocument, UnicodeDecodeError):
+            return False
+
+
+def check_unchanged(sources: Sequence[Source]) -> None:
+    """Refuse to call a corpus finished whose files changed while they were read.
+
+    Raises:
+        DataError: names the first such file.
+    """
+    for source in sources:
+        path = Path(source.path)
+        now = path.stat() if path.exists() else None
+        if now is None or (now.st_size, now.st_mtime_ns) != (source.size, source.time_ns):
+            raise DataError(
+                f"{path} changed while the corpus was built: it had {source.size} bytes and has "
+                f"{now.st_size if now else 'gone'}, or another time of change. Wait until it is "
+                "complete and build again (`overwrite`)."
+            )
 
 
 @dataclass(frozen=True)
@@ -181,7 +161,7 @@ class Chunk:
     Attributes:
         file, part: number of the file, and of the chunk in it.
         kind: how its rows are read: text, json or parquet.
-        num_bytes: of the file as it lies on the disk, for the progress.
+        num_bytes: of the file as it is on the disk, for the progress.
         start, stop: bytes of a plain file; the lines that begin between them are meant.
         payload: whole lines, or an Arrow stream of rows; None: they are in the file.
         ends_too_long: after the lines came one longer than a document may be; it was passed over.
@@ -235,11 +215,10 @@ def _range_chunks(source: Source, file: int, chunk_bytes: int) -> Iterator[Chunk
 
 
 def _refuse_list(source: Source, head: bytes) -> None:
-    head = head.removeprefix(b"\xef\xbb\xbf").lstrip()
-    if source.kind == JSON and head.startswith(b"["):
+    if source.kind == JSON and head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
         raise DataError(
-            f"{source.path} begins with '[': one JSON list. A JSON object on each line was "
-            "expected, because files are read line by line: rewrite it (jq -c '.[]')."
+            f"{source.path} begins with '[': one JSON list. Write a JSON object on each line "
+            "(jq -c '.[]')."
         )
 
 
@@ -252,7 +231,8 @@ def _stream_chunks(
         for part, (lines, ends_too_long) in enumerate(blocks):
             if part == 0:
                 _refuse_list(source, lines[:64])
-            read = min(raw.tell(), source.size)
+            # pyarrow closes it at its end
+            read = source.size if raw.closed else min(raw.tell(), source.size)
             about = (file, part, source.kind, source.path, read - before)
             yield Chunk(*about, payload=lines, ends_too_long=ends_too_long)
             before = read
@@ -286,63 +266,26 @@ def _line_blocks(
 
 def _decompressed(source: Source, raw: BinaryIO, num_bytes: int) -> Iterator[bytes]:
     """Blocks of the text; several frames in one file are read through."""
-    damages: tuple[type[Exception], ...] = (EOFError, OSError, zlib.error)
-    if source.compression == ".gz":
-        stream: io.BufferedIOBase = gzip.open(raw)
-    elif source.compression == ".bz2":
-        stream = bz2.open(raw)
-    else:
-        import zstandard
+    import pyarrow  # late: slow to import
 
-        damages += (zstandard.ZstdError,)
-        make = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
-        stream = io.BufferedReader(_ZstdReader(raw, make), buffer_size=1 << 18)
+    if not source.size:
+        return
+    kind = COMPRESSIONS[source.compression]
     try:
+        stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), kind)
         while block := stream.read(num_bytes):
             yield block
-    except damages as error:
+    except OSError as error:
         raise DataError(
-            f"{source.path} cannot be decompressed to its end ({error or type(error).__name__}). "
-            "A whole file was expected, because what is missing would go unnoticed: get it anew, "
-            "and build with `overwrite`."
+            f"{source.path} cannot be decompressed to its end ({error}). Get it again, and build "
+            "with `overwrite`."
         ) from error
-
-
-class _ZstdReader(io.RawIOBase):
-    """zstandard's own stream reader takes a cut-off file for a whole one; this one does not."""
-
-    def __init__(self, raw: BinaryIO, make: Callable[[], Any]) -> None:
-        self._raw = raw
-        self._make = make
-        self._frame: Any = None
-        self._input = b""
-        self._output = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._output:
-            self._input = self._input or self._raw.read(1 << 16)
-            if not self._input:
-                if self._frame is not None:
-                    raise EOFError("the zstandard frame ends too early")
-                return 0
-            self._frame = self._frame or self._make()
-            self._output = self._frame.decompress(self._input)
-            self._input = b""
-            if self._frame.eof:
-                self._input, self._frame = self._frame.unused_data, None
-        size = min(len(buffer), len(self._output))
-        buffer[:size] = self._output[:size]
-        self._output = self._output[size:]
-        return size
 
 
 def _parquet_chunks(
     source: Source, file: int, part: int, columns: Sequence[str] | None, chunk_bytes: int
 ) -> Iterator[Chunk]:
-    """The chunks of a Parquet file, from the row group on that `part` lies in."""
+    """The chunks of a Parquet file, from the row group on that `part` is in."""
     import pyarrow  # late: slow to import
     import pyarrow.parquet
 
@@ -352,9 +295,8 @@ def _parquet_chunks(
         missing = set(wanted or ()).difference(table.schema_arrow.names)
         if missing:
             raise DataError(
-                f"{source.path} has the columns {', '.join(table.schema_arrow.names)}, and "
-                f"{', '.join(sorted(missing))} was expected, because documents are made of it: "
-                "name the fields of a document."
+                f"{source.path} has no column {', '.join(sorted(missing))}; it has "
+                f"{', '.join(table.schema_arrow.names)}. Name the fields of a document."
             )
         groups = [table.metadata.row_group(group) for group in range(table.num_row_groups)]
         per_byte = source.size / max(1, sum(group.total_byte_size for group in groups))
@@ -372,8 +314,7 @@ def _parquet_chunks(
                 yield Chunk(file, number, PARQUET, source.path, size, payload=sink.getvalue())
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(
-            f"{source.path} cannot be read as Parquet ({error}). A whole Parquet file was expected "
-            "by its suffix: get it anew or rename it."
+            f"{source.path} cannot be read as Parquet ({error}). Get it again or rename it."
         ) from error
 
 
@@ -409,7 +350,7 @@ class ChunkRows:
     bad_kinds: Counter[str] = field(default_factory=Counter)
 
     def take(self, line: int, row: Any, make: Document) -> None:
-        """Takes the document of a row, or notes a bad line."""
+        """Take the document of a row, or note a bad line."""
         try:
             text = make(row)
             if not isinstance(text, str):
@@ -422,30 +363,29 @@ class ChunkRows:
         except MemoryError:
             raise
         except Exception as error:  # also what a user's function raises: it is the row's fault
-            self.refuse(line, *_explained(error), str(row))
+            match error:
+                case BadDocument():
+                    kind, reason = error.args
+                case UnicodeDecodeError():
+                    kind = "invalid UTF-8"
+                    reason = f"byte {error.start + 1} of the line is no UTF-8 ({error.reason})"
+                case KeyError():
+                    kind, reason = "missing field", f"no field {error}"
+                case UserError():
+                    kind, reason = "refused", str(error)
+                case _:
+                    kind, reason = "refused", f"{type(error).__name__}: {error}"
+            self.refuse(line, kind, reason, str(row))
             return
         self.texts.append(text)
         self.numbers.append(line)
 
     def refuse(self, line: int, kind: str, reason: str, start: str) -> None:
-        """Notes a bad line."""
+        """Note a bad line."""
         self.bad_kinds[kind] += 1
         if len(self.bad) < _KEPT:
             shown = start[:_SHOWN].encode("utf-8", errors="surrogateescape")
             self.bad.append(BadLine(line, kind, reason, shown.decode(errors="backslashreplace")))
-
-
-def _explained(error: Exception) -> tuple[str, str]:
-    """Kind and reason of a bad line."""
-    if isinstance(error, BadDocument):
-        return error.args[0], error.args[1]
-    if isinstance(error, UnicodeDecodeError):
-        return "invalid UTF-8", f"byte {error.start + 1} of the line is no UTF-8 ({error.reason})"
-    if isinstance(error, KeyError):
-        return "missing field", f"no field {error}"
-    if isinstance(error, UserError):
-        return "refused", str(error)
-    return "refused", f"{type(error).__name__}: {error}"
 
 
 def default_document(row: Any) -> str:
@@ -456,6 +396,21 @@ def default_document(row: Any) -> str:
         names = ", ".join(sorted(map(str, row))) or "none"
         raise BadDocument("missing field", f"no field 'text'; the row has the fields {names}")
     return row["text"]
+
+
+def json_object(line: str) -> dict[str, Any]:
+    """Return the object that a line of JSON holds.
+
+    Raises:
+        BadDocument: the line is not JSON, or not an object.
+    """
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadDocument("bad JSON", f"no JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise BadDocument("bad JSON", f"a JSON {type(row).__name__}, not an object")
+    return row
 
 
 def read_chunk(
@@ -476,9 +431,24 @@ def read_chunk(
         body, ends_too_long = _read_lines(chunk, max_document_bytes)
     if chunk.part == 0:
         body = body.removeprefix(b"\xef\xbb\xbf")
-    _read_body(rows, body, chunk.kind, document, max_document_bytes)
+    # of a byte that is no UTF-8 half a surrogate pair is made, which UTF-8 has none of
+    lines = body.decode("utf-8", errors="surrogateescape").replace("\r\n", "\n").split("\n")
+    if not lines[-1]:
+        lines.pop()  # what comes after the last line's end
+    rows.num_lines = len(lines) + ends_too_long
+
+    def make(line: str) -> str:
+        if not line.isascii():
+            line.encode("utf-8", "surrogateescape").decode("utf-8")  # raises where it is no UTF-8
+        return document(line if chunk.kind == TEXT else json_object(line))
+
+    can_be_long = len(body) > max_document_bytes
+    for number, line in enumerate(lines, start=1):
+        if can_be_long and len(line.encode("utf-8", "surrogateescape")) > max_document_bytes:
+            rows.refuse(number, *_too_long("line", max_document_bytes), line)
+        elif chunk.kind == TEXT or line.strip():
+            rows.take(number, line, make)
     if ends_too_long:
-        rows.num_lines += 1
         rows.refuse(rows.num_lines, *_too_long("line", max_document_bytes), "")
     return rows
 
@@ -514,73 +484,35 @@ def _read_lines(chunk: Chunk, max_document_bytes: int) -> tuple[bytes, bool]:
         return (body[:last], True) if length > most else (b"".join(blocks), False)
 
 
-def _read_body(
-    rows: ChunkRows, body: bytes, kind: str, document: Document, max_document_bytes: int
-) -> None:
-    # of a byte that is no UTF-8 half a surrogate pair is made, which UTF-8 has none of
-    lines = body.decode("utf-8", errors="surrogateescape").replace("\r\n", "\n").split("\n")
-    if not lines[-1]:
-        lines.pop()  # what comes after the last line's end
-    rows.num_lines = len(lines)
-    can_be_long = len(body) > max_document_bytes
-
-    def make(line: str) -> str:
-        if not line.isascii():
-            line.encode("utf-8", "surrogateescape").decode("utf-8")  # raises where it is no UTF-8
-        return document(line if kind == TEXT else json_object(line))
-
-    for number, line in enumerate(lines, start=1):
-        if can_be_long and _num_bytes(line, "surrogateescape") > max_document_bytes:
-            rows.refuse(number, *_too_long("line", max_document_bytes), line)
-        elif kind == TEXT or line.strip():
-            rows.take(number, line, make)
-
-
-def _num_bytes(text: str, errors: str) -> int:
-    return len(text if text.isascii() else text.encode("utf-8", errors))
-
-
-def json_object(line: str) -> dict[str, Any]:
-    """Return the object that a line of JSON holds.
-
-    Raises:
-        BadDocument: the line is not JSON, or not an object.
-    """
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise BadDocument("bad JSON", f"no JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise BadDocument("bad JSON", f"a JSON {type(row).__name__}, not an object")
-    return row
-
-
 def _read_parquet(
     rows: ChunkRows, chunk: Chunk, document: Document, max_document_bytes: int
 ) -> None:
+    import pyarrow
+
     def make(row: Any) -> str:
         if isinstance(row, UnicodeDecodeError):
             raise BadDocument("invalid UTF-8", f"a field is no UTF-8 ({row.reason})")
         text = document(row)
-        if isinstance(text, str) and _num_bytes(text, "surrogatepass") > max_document_bytes:
+        if (
+            isinstance(text, str)
+            and len(text.encode("utf-8", "surrogatepass")) > max_document_bytes
+        ):
             raise BadDocument(*_too_long("document", max_document_bytes))
         return text
 
-    for row in _arrow_rows(chunk.payload or b""):
-        rows.num_lines += 1
-        rows.take(rows.num_lines, row, make)
-
-
-def _arrow_rows(payload: bytes) -> Iterator[Any]:
-    """The rows as dicts; instead of one whose text is no UTF-8 the error."""
-    import pyarrow
-
-    for batch in pyarrow.ipc.open_stream(payload):
+    def dicts(batch: Any) -> Iterator[Any]:
+        """The rows; instead of one whose text is no UTF-8 the error."""
         try:
             yield from batch.to_pylist()
-        except UnicodeDecodeError:
-            for index in range(batch.num_rows):
-                try:
-                    yield batch.slice(index, 1).to_pylist()[0]
-                except UnicodeDecodeError as error:
-                    yield error
+        except UnicodeDecodeError as error:
+            if batch.num_rows == 1:
+                yield error
+            else:
+                yield from (
+                    row for at in range(batch.num_rows) for row in dicts(batch.slice(at, 1))
+                )
+
+    for batch in pyarrow.ipc.open_stream(chunk.payload or b""):
+        for row in dicts(batch):
+            rows.num_lines += 1
+            rows.take(rows.num_lines, row, make)

@@ -36,16 +36,13 @@ def permute(places: numpy.ndarray, sizes: numpy.ndarray, seeds: numpy.ndarray) -
         places: int64 [N], 0 <= place < its size.
         sizes, seeds: int64 [N], or [1] for all.
     """
+    places, sizes, seeds = numpy.broadcast_arrays(places, sizes, seeds)
     assert ((places >= 0) & (places < sizes)).all()
     sizes, keys = sizes.astype(numpy.uint64), _hash(seeds.astype(numpy.uint64))
     widths = numpy.ceil(numpy.sqrt(sizes)).astype(numpy.uint64)
     widths += widths % numpy.uint64(2)  # shifts along an odd width make even permutations alone
     heights = (sizes + widths - numpy.uint64(1)) // widths
     numbers = _shuffled(places.astype(numpy.uint64), widths, heights, keys)
-    if len(sizes) == 1:
-        sizes, widths, heights, keys = (
-            numpy.broadcast_to(array, places.shape) for array in (sizes, widths, heights, keys)
-        )
     outside = numpy.flatnonzero(numbers >= sizes)
     while len(outside):
         walked = _shuffled(numbers[outside], widths[outside], heights[outside], keys[outside])
@@ -199,20 +196,8 @@ def as_drop_mode(value: str | int) -> str:
     if mode in DROP_MODES:
         return mode
     raise UserError(
-        f"drop mode {value!r} was given. One of {', '.join(DROP_MODES)} or its number 0 to 3 was "
-        "expected: it says which type of segments ends an epoch, and whether its rest is dropped "
-        "or filled up with repeated ones."
+        f"drop mode {value!r} is none of {', '.join(DROP_MODES)} nor a number 0 to 3. Give one."
     )
-
-
-def _num_batches(sizes: Sequence[int], shares: Apportionment, mode: str) -> int:
-    """Batches of an epoch; 0 where a mode that drops finds no whole share."""
-    ends = [
-        _type_batches(shares, kind, size, mode)
-        for kind, size in enumerate(sizes)
-        if shares.has_share(kind)
-    ]
-    return min(ends) if mode.startswith("first") else max(ends)
 
 
 def _type_batches(shares: Apportionment, kind: int, size: int, mode: str) -> int:
@@ -273,10 +258,24 @@ class Mixture:
         self.shuffle = shuffle
         self.starts = [0, *itertools.accumulate(self.sizes)]
         self.shares = _shares(self.sizes, counts, weights, batch)
-        self._check_sizes()
-        self._num_batches = _num_batches(self.sizes, self.shares, self.drop_mode)
+        ends = [
+            _type_batches(self.shares, kind, size, self.drop_mode)
+            for kind, size in enumerate(self.sizes)
+            if self.shares.has_share(kind)
+        ]
+        self._num_batches = min(ends) if self.drop_mode.startswith("first") else max(ends)
         if self._num_batches == 0:
-            raise UserError(self._too_small())
+            lines = ", ".join(
+                f"type {kind}: {size} rows, {float(self.shares.share(kind)):.4g} in a batch"
+                for kind, size in enumerate(self.sizes)
+                if size < self.shares.share(kind)
+            )
+            raise UserError(
+                f"an epoch of the corpus has no whole batch of {batch} rows "
+                f"({lines or f'{sum(self.sizes)} rows in all'}), and drop mode {self.drop_mode} "
+                "leaves out what is less. Take smaller batches or another share, or drop mode "
+                "first_ends_fill or last_ends_fill, which repeat rows."
+            )
 
     def __len__(self) -> int:
         """Batches of an epoch."""
@@ -290,14 +289,18 @@ class Mixture:
         """The rows of neighbouring batches of an epoch, int64, in the order of their types."""
         assert 0 <= first_batch < end_batch <= len(self)
         begins, ends = self.shares.before(first_batch), self.shares.before(end_batch)
-        stretches = [
-            stretch
-            for kind, (first, last) in enumerate(zip(begins, ends, strict=True))
-            for stretch in self._stretches(kind, epoch, first, last)
-        ]
-        lengths = [last - first for _, _, first, last in stretches]
+        stretches = []  # (type, seed, places of that order)
+        for kind, (first, last) in enumerate(zip(begins, ends, strict=True)):
+            size = self.sizes[kind]
+            while first < last:
+                turn, place = divmod(first, size)  # which order of the epoch, and where in it
+                until = min(size, place + last - first)
+                seed = derive_seed(self.seed, "corpus", kind, epoch, turn) if self.shuffle else 0
+                stretches.append((kind, seed, place, until))
+                first += until - place
+        lengths = [until - place for _, _, place, until in stretches]
         kinds = numpy.repeat([kind for kind, *_ in stretches], lengths)
-        places = numpy.concatenate([numpy.arange(*ends) for _, _, *ends in stretches])
+        places = numpy.concatenate([numpy.arange(*span) for _, _, *span in stretches])
         if self.shuffle:
             seeds = numpy.repeat([seed for _, seed, *_ in stretches], lengths)
             places = permute(places, numpy.array(self.sizes)[kinds], seeds)
@@ -307,42 +310,6 @@ class Mixture:
         """Rows of each type in an epoch, repeated ones counted each time."""
         return self.shares.before(len(self))
 
-    def _stretches(
-        self, kind: int, epoch: int, first: int, last: int
-    ) -> list[tuple[int, int, int, int]]:
-        """Rows first .. last-1 that a type gives in an epoch: type, seed, places of that order."""
-        made, size = [], self.sizes[kind]
-        while first < last:
-            turn, place = divmod(first, size)  # which order of the epoch, and where in it
-            until = min(size, place + last - first)
-            seed = derive_seed(self.seed, "corpus", kind, epoch, turn) if self.shuffle else 0
-            made.append((kind, seed, place, until))
-            first += until - place
-        return made
-
-    def _check_sizes(self) -> None:
-        for kind, size in enumerate(self.sizes):
-            if size == 0 and self.shares.has_share(kind):
-                raise UserError(
-                    f"type {kind} of the corpus has no rows, and "
-                    f"{float(self.shares.share(kind)):g} of it were asked for in each batch. Rows "
-                    "of every type with a share were expected: give it a share of 0."
-                )
-
-    def _too_small(self) -> str:
-        lines = ", ".join(
-            f"type {kind}: {size} rows, {float(self.shares.share(kind)):.4g} in a batch"
-            for kind, size in enumerate(self.sizes)
-            if size < self.shares.share(kind)
-        )
-        lines = lines or f"{sum(self.sizes)} rows in all"
-        return (
-            f"an epoch of the corpus has no whole batch of {self.batch_rows} rows ({lines}), "
-            f"and drop mode {self.drop_mode} leaves out what is less than a batch takes. At least "
-            "one batch was expected: take smaller batches or another share, or drop mode "
-            "first_ends_fill or last_ends_fill, which repeat rows."
-        )
-
 
 def _shares(
     sizes: Sequence[int],
@@ -351,32 +318,34 @@ def _shares(
     batch: int,
 ) -> Apportionment:
     if counts is not None and weights is not None:
-        raise UserError(
-            "counts and weights of a batch's types were both given. One of them was expected, "
-            "because each decides the proportions: leave one out."
-        )
+        raise UserError("counts and weights of a batch's types were both given. Leave one out.")
     given = counts if counts is not None else weights
     if given is None:
         if sum(sizes) == 0:
-            raise UserError("the corpus has no rows. At least one was expected: build it again.")
+            raise UserError("the corpus has no rows. Build it again.")
         # in proportion to sizes, types end together, in the batch that takes the last row
         return Apportionment([0] * len(sizes), sizes, batch)
+    listed = ",".join(f"{number:g}" for number in given)
     if len(given) != len(sizes) or min(given) < 0 or not any(given):
         raise UserError(
-            f"the shares {_listed(given)} were given for {len(sizes)} types with {_listed(sizes)} "
-            "rows. One number a type was expected, none negative and not all 0: `corpus.py "
-            "stats` lists the types in their order."
+            f"the shares {listed} were given for {len(sizes)} types with "
+            f"{','.join(map(str, sizes))} rows. Give one number a type, none negative and not all "
+            "0; `corpus.py stats` lists the types in their order."
         )
     if counts is None:
-        return Apportionment.of_weights([float(weight) for weight in given], batch)
-    if sum(counts) != batch:
+        shares = Apportionment.of_weights([float(weight) for weight in given], batch)
+    elif sum(counts) == batch:
+        shares = Apportionment([int(count) for count in counts], [0] * len(counts), batch)
+    else:
         raise UserError(
-            f"the counts {_listed(counts)} of a batch's types add up to {sum(counts)}, and a "
-            f"global batch has {batch} rows (batch size x data parallel replicas, without "
-            "accumulation). The same number was expected: change the counts or the batch size."
+            f"the counts {listed} of a batch's types add up to {sum(counts)}, and a global batch "
+            f"has {batch} rows (batch size x data parallel replicas, without accumulation). Change "
+            "the counts or the batch size."
         )
-    return Apportionment([int(count) for count in counts], [0] * len(counts), batch)
-
-
-def _listed(numbers: Sequence[float]) -> str:
-    return ",".join(f"{number:g}" for number in numbers)
+    for kind, size in enumerate(sizes):
+        if size == 0 and shares.has_share(kind):
+            raise UserError(
+                f"type {kind} of the corpus has no rows, and {float(shares.share(kind)):g} of it "
+                "were asked for in each batch. Give it a share of 0."
+            )
+    return shares

@@ -20,21 +20,8 @@ from pathlib import Path
 
 import numpy
 
-from stageline.corpus.corpus_files import (
-    MappedSegments,
-    map_file,
-    open_corpus,
-    refuse_damage,
-)
-from stageline.corpus.header import (
-    BEGINS,
-    ENDS,
-    SegmentType,
-    framed,
-    of_json,
-    path_of,
-    unframed,
-)
+from stageline.corpus.corpus_files import map_file, open_corpus
+from stageline.corpus.header import BEGINS, ENDS, damaged, framed, path_of, unframed
 from stageline.corpus.writer import GrowingFile
 from stageline.errors import DataError, UserError
 
@@ -168,28 +155,29 @@ class PackedRows:
         self.prefix = os.fspath(prefix)
         path = path_of(prefix, ".pack")
         if not path.exists():
-            raise DataError(
-                f"{path} is missing. Packed rows were expected, because they were asked for: make "
-                "them first (corpus.py pack)."
-            )
+            raise DataError(f"{path} is missing. Make the rows first (corpus.py pack).")
         file = map_file(path)
-        self.header, start = _decode(file, path)
+        self.header, start = unframed(file, path, MAGIC, VERSION, lambda own: PackHeader(**own))
         if open_corpus(prefix).digest != self.header.corpus:
             raise DataError(
-                f"{path} was made of other segments than {prefix}.bin has: the corpus was written "
-                "anew since. Rows of this corpus were expected: pack it again (corpus.py pack)."
+                f"{path} was made of other segments than {prefix}.bin has now. Pack the corpus "
+                "again (corpus.py pack)."
             )
-        self._num_rows = sum(self.header.num_rows)
+        self._num_rows, num_segments = sum(self.header.num_rows), sum(self.header.num_segments)
         middle = start + 8 * (self._num_rows + 1)
-        expected = middle + 8 * sum(self.header.num_segments)
+        expected = middle + 8 * num_segments
         if len(file) != expected:
-            raise DataError(
-                f"{path} has {len(file):,} bytes; its header announces {expected:,}: the file was "
-                "cut or added to. Pack the corpus again (corpus.py pack)."
+            raise damaged(
+                path, f"it has {len(file):,} bytes, and its header announces {expected:,}"
             )
         self._arrays = file[start:]
-        self._offsets, self._members = file[start:middle].cast("Q"), file[middle:].cast("Q")
-        refuse_damage(self._problem(), path)
+        self._offsets = numpy.frombuffer(file[start:middle], "<i8")
+        self._members = numpy.frombuffer(file[middle:], "<i8")
+        offsets, members = self._offsets, self._members
+        if (offsets[0], offsets[-1]) != (0, num_segments) or (offsets[1:] < offsets[:-1]).any():
+            raise damaged(path, f"its rows do not go from segment 0 to {num_segments:,} in order")
+        if num_segments and not 0 <= members.min() <= members.max() < num_segments:
+            raise damaged(path, f"a row holds a segment beyond {num_segments:,}")
         self.row_length = self.header.row_length
         self.type_starts = numpy.cumsum([0, *self.header.num_rows], dtype=numpy.int64)
         self.digest = hashlib.sha256(json.dumps(asdict(self.header)).encode()).hexdigest()
@@ -202,30 +190,16 @@ class PackedRows:
         place = row + self._num_rows if row < 0 else row
         if not 0 <= place < self._num_rows:
             raise IndexError(f"row {row} of {self._num_rows} in {self.prefix}.pack")
-        start, stop = self._offsets[place], self._offsets[place + 1]
-        return numpy.frombuffer(self._members, "<u8", stop - start, 8 * start).astype(numpy.int64)
+        return self._members[self._offsets[place] : self._offsets[place + 1]].astype(numpy.int64)
 
     def __reduce__(self) -> tuple:
         return type(self), (os.path.abspath(self.prefix),)
 
-    def _problem(self) -> str | None:
-        """What does not hold of the arrays: rows follow one another, of segments that there are."""
-        offsets = numpy.frombuffer(self._offsets, "<u8")
-        num_segments = sum(self.header.num_segments)
-        if (offsets[0], offsets[-1]) != (0, num_segments) or (offsets[1:] < offsets[:-1]).any():
-            return f"its rows do not go from segment 0 to {num_segments:,}, one after the other"
-        members = numpy.frombuffer(self._members, "<u8")
-        if num_segments and members.max() >= num_segments:
-            return f"a row holds segment {members.max():,} of {num_segments:,}"
-        return None
-
     def members(self, rows: numpy.ndarray) -> numpy.ndarray:
         """int64 numbers of the segments of several rows, row after row."""
-        offsets = numpy.frombuffer(self._offsets, "<u8").astype(numpy.int64)
-        counts = offsets[rows + 1] - offsets[rows]
-        firsts = numpy.repeat(offsets[rows] - (numpy.cumsum(counts) - counts), counts)
-        places = firsts + numpy.arange(counts.sum())
-        return numpy.frombuffer(self._members, "<u8")[places].astype(numpy.int64)
+        counts = self._offsets[rows + 1] - self._offsets[rows]
+        firsts = numpy.repeat(self._offsets[rows] - (numpy.cumsum(counts) - counts), counts)
+        return self._members[firsts + numpy.arange(counts.sum())].astype(numpy.int64)
 
     @property
     def padding(self) -> float:
@@ -233,32 +207,13 @@ class PackedRows:
         return 1 - sum(self.header.num_tokens) / max(self._num_rows * self.row_length, 1)
 
     def verify(self) -> None:
-        """Reads everything once.
+        """Read everything once.
 
         Raises:
             DataError: the file was changed.
         """
         if hashlib.sha256(self._arrays).hexdigest() != self.header.arrays_sha256:
-            raise DataError(
-                f"{self.prefix}.pack is damaged: its checksum does not fit. Pack the corpus again "
-                "(corpus.py pack)."
-            )
-
-
-def _decode(file: memoryview, path: Path) -> tuple[PackHeader, int]:
-    """The header, and where the arrays begin."""
-    magic, version, text, begin = unframed(file)
-    if magic == MAGIC and version > VERSION:
-        raise DataError(
-            f"{path} has format version {version}; this program reads versions up to {VERSION}, "
-            "as a newer one wrote the file: update Stageline, or pack the corpus again."
-        )
-    if magic != MAGIC or text is None:
-        raise DataError(
-            f"{path} does not begin as packed rows do, or its header is damaged. Rows that "
-            "corpus.py pack wrote were expected: pack the corpus again."
-        )
-    return of_json(text, path, lambda values: PackHeader(**values)), begin
+            raise damaged(path_of(self.prefix, ".pack"), "its checksum does not fit")
 
 
 WINDOW = 1 << 20  # segments
@@ -268,16 +223,16 @@ _PARTS = (".pack.offsets.part", ".pack.members.part", ".pack.part")
 def pack_corpus(
     prefix: str | Path, row_length: int | None = None, *, overwrite: bool = False
 ) -> PackedRows:
-    """Packs the segments of each type into rows, and writes PREFIX.pack; whole or not at all.
+    """Pack the segments of each type into rows, and write PREFIX.pack; whole or not at all.
 
-    The same rows lie there already: nothing is done.
+    Where the same rows are there already, nothing is done.
 
     Args:
         row_length: tokens of a row; None: the `seq_length` of the corpus.
         overwrite: in place of rows of another length.
 
     Raises:
-        UserError: a segment is longer than a row, or rows of another length lie there.
+        UserError: a segment is longer than a row, or rows of another length are there.
         StorageError: it cannot be written.
     """
     corpus = open_corpus(prefix)
@@ -289,24 +244,33 @@ def pack_corpus(
         if not overwrite:
             raise UserError(
                 f"{prefix}.pack has rows of {there.row_length} tokens, and rows of {row_length} "
-                "are to be written. Runs may be using those that are there: add `overwrite`, or "
-                "pack a copy of the corpus."
+                "are to be written. Add `overwrite`, or pack a copy of the corpus."
             )
-    try:
-        _write(corpus, row_length)
-    finally:
-        for part in _PARTS:
-            path_of(prefix, part).unlink(missing_ok=True)
-    return PackedRows(prefix)
-
-
-def _write(corpus: MappedSegments, row_length: int) -> None:
     with contextlib.ExitStack() as stack:
-        offsets, members, whole = (
-            stack.enter_context(contextlib.closing(GrowingFile(path_of(corpus.prefix, part))))
-            for part in _PARTS
-        )
-        num_rows = _write_arrays(corpus, row_length, offsets, members)
+        files = []
+        for part in _PARTS:
+            stack.callback(path_of(prefix, part).unlink, missing_ok=True)
+            files.append(
+                stack.enter_context(contextlib.closing(GrowingFile(path_of(prefix, part))))
+            )
+        offsets, members, whole = files
+        kinds = corpus.header.types
+        num_rows = [0] * len(kinds)
+        offsets.write(bytes(8))
+        for place, stop in enumerate(corpus.type_starts[1:].tolist()):
+            for low in range(stop - kinds[place].num_segments, stop, WINDOW):
+                lengths = corpus.lengths(low, min(low + WINDOW, stop))
+                longest = int(lengths.argmax())
+                if lengths[longest] > row_length:
+                    raise UserError(
+                        f"segment {low + longest} of {corpus.prefix} has {lengths[longest]} "
+                        f"tokens, and rows are to have {row_length}. Give longer rows, or build "
+                        "the corpus with a smaller `seq_length`."
+                    )
+                ends, packed = best_fit(lengths, row_length)
+                offsets.write((ends + low).astype("<u8").tobytes())  # `low` members before them
+                members.write((packed + low).astype("<u8").tobytes())
+                num_rows[place] += len(ends)
         digest = hashlib.sha256()
         for file in (offsets, members):
             file.sync()
@@ -315,40 +279,16 @@ def _write(corpus: MappedSegments, row_length: int) -> None:
             row_length=row_length,
             corpus=corpus.digest,
             num_rows=num_rows,
-            num_segments=[kind.num_segments for kind in corpus.header.types],
-            num_tokens=[kind.num_tokens for kind in corpus.header.types],
+            num_segments=[kind.num_segments for kind in kinds],
+            num_tokens=[kind.num_tokens for kind in kinds],
             arrays_sha256=digest.hexdigest(),
         )
         whole.write(framed(MAGIC, VERSION, json.dumps(asdict(header))))
         for file in (offsets, members):
             whole.write(map_file(file.path))
         whole.sync()
-    os.replace(whole.path, path_of(corpus.prefix, ".pack"))
-
-
-def _write_arrays(
-    corpus: MappedSegments, row_length: int, offsets: GrowingFile, members: GrowingFile
-) -> list[int]:
-    """Writes the rows of all windows; returns how many each type has."""
-    kinds = corpus.header.types
-    num_rows = [0] * len(kinds)
-    offsets.write(bytes(8))
-    for place, stop in enumerate(corpus.type_starts[1:].tolist()):
-        for low in range(stop - kinds[place].num_segments, stop, WINDOW):
-            lengths = corpus.lengths(low, min(low + WINDOW, stop))
-            longest = int(lengths.argmax())
-            if lengths[longest] > row_length:
-                raise UserError(
-                    f"segment {low + longest} of {corpus.prefix} has {lengths[longest]} tokens, "
-                    f"and rows are to have {row_length}. No segment longer than a row was "
-                    "expected, because rows hold whole segments: give longer rows, or build the "
-                    "corpus with a smaller `seq_length`."
-                )
-            ends, packed = best_fit(lengths, row_length)
-            offsets.write((ends + low).astype("<u8").tobytes())  # `low` members are before them
-            members.write((packed + low).astype("<u8").tobytes())
-            num_rows[place] += len(ends)
-    return num_rows
+        os.replace(whole.path, path_of(prefix, ".pack"))
+    return PackedRows(prefix)
 
 
 @dataclass(frozen=True)
@@ -394,57 +334,50 @@ class Stats:
     @property
     def whole(self) -> TypeStats:
         """All types together."""
+        names = ["num_segments", "num_tokens", "num_documents", "num_cut_documents"]
+        names += ["num_chunk_cuts", "histogram"]
         ways = self.types[0].num_rows
-        names = ("num_segments", "num_tokens", "num_documents", "num_cut_documents")
         return TypeStats(
             name="all",
-            histogram=numpy.sum([kind.histogram for kind in self.types], axis=0),
             num_rows={way: sum(kind.num_rows[way] for kind in self.types) for way in ways},
-            num_chunk_cuts=sum(kind.num_chunk_cuts for kind in self.types),
             **{name: sum(getattr(kind, name) for kind in self.types) for name in names},
         )
 
 
 def stats(prefix: str | Path) -> Stats:
-    """Walks the index of a corpus (ours or Megatron-core's), never its tokens.
+    """Walk the index of a corpus (ours or Megatron-core's), never its tokens.
 
     Raises:
         DataError: it cannot be opened.
     """
     corpus = open_corpus(prefix)
-    starts = corpus.type_starts.tolist()
-    kinds = zip(corpus.header.types, starts, starts[1:])
-    return Stats(
-        prefix=corpus.prefix,
-        seq_length=corpus.header.rules.seq_length,
-        types=tuple(_type_stats(corpus, kind, start, stop) for kind, start, stop in kinds),
-    )
-
-
-def _type_stats(corpus: MappedSegments, kind: SegmentType, start: int, stop: int) -> TypeStats:
     limit = corpus.header.rules.seq_length
-    histogram = numpy.zeros(limit + 1, dtype=numpy.int64)
-    num_cut = num_chunk_cuts = position = 0
-    for low, high in corpus.ranges(start, stop):
-        lengths, flags = corpus.lengths(low, high), corpus.flags(low, high)
-        histogram += numpy.bincount(lengths, minlength=limit + 1)
-        num_cut += int(numpy.count_nonzero(flags & (BEGINS | ENDS) == BEGINS))
-        ends = position + numpy.cumsum(lengths)
-        is_whole = flags & (BEGINS | ENDS) == BEGINS | ENDS
-        is_cut = (ends - lengths) // max(limit, 1) != (ends - 1) // max(limit, 1)
-        num_chunk_cuts += int(numpy.count_nonzero(is_whole & is_cut))
-        position = int(ends[-1])
-    return TypeStats(
-        name=kind.name,
-        num_segments=kind.num_segments,
-        num_tokens=kind.num_tokens,
-        num_documents=kind.num_documents,
-        num_cut_documents=num_cut,
-        histogram=histogram,
-        num_rows={
-            "segments": kind.num_segments,
-            "packed": rows_of_best_fit(histogram),
-            "chunks": -(-kind.num_tokens // max(limit, 1)),
-        },
-        num_chunk_cuts=num_chunk_cuts,
-    )
+    starts, types = corpus.type_starts.tolist(), []
+    for kind, start, stop in zip(corpus.header.types, starts, starts[1:]):
+        histogram = numpy.zeros(limit + 1, dtype=numpy.int64)
+        num_cut = num_chunk_cuts = position = 0
+        for low, high in corpus.ranges(start, stop):
+            lengths, both = corpus.lengths(low, high), corpus.flags(low, high) & (BEGINS | ENDS)
+            histogram += numpy.bincount(lengths, minlength=limit + 1)
+            num_cut += int(numpy.count_nonzero(both == BEGINS))
+            ends = position + numpy.cumsum(lengths)
+            is_cut = (ends - lengths) // max(limit, 1) != (ends - 1) // max(limit, 1)
+            num_chunk_cuts += int(numpy.count_nonzero((both == BEGINS | ENDS) & is_cut))
+            position = int(ends[-1])
+        types.append(
+            TypeStats(
+                name=kind.name,
+                num_segments=kind.num_segments,
+                num_tokens=kind.num_tokens,
+                num_documents=kind.num_documents,
+                num_cut_documents=num_cut,
+                histogram=histogram,
+                num_rows={
+                    "segments": kind.num_segments,
+                    "packed": rows_of_best_fit(histogram),
+                    "chunks": -(-kind.num_tokens // max(limit, 1)),
+                },
+                num_chunk_cuts=num_chunk_cuts,
+            )
+        )
+    return Stats(corpus.prefix, limit, tuple(types))

@@ -7,6 +7,7 @@ one device that accumulates 8 batches goes on, row for row, on 8 devices that ac
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +19,22 @@ from stageline.corpus.pack import PackedRows
 from stageline.errors import DataError, UserError
 
 
+@dataclass(frozen=True)
 class RunSampler:
     """The rows of each optimizer step. Serves the micro-batch loader.
 
-    Args:
+    Attributes:
         num_batches: batches of a step.
-        start: epoch and batch of the mixture at which step `start_step` begins.
+        origin: number of the batch at which step 0 would begin.
         names: of the types, for the report.
     """
 
-    def __init__(
-        self,
-        mixture: Mixture,
-        *,
-        num_batches: int,
-        dp_rank: int = 0,
-        dp_degree: int = 1,
-        start: tuple[int, int] = (0, 0),
-        start_step: int = 0,
-        names: Sequence[str] = (),
-    ) -> None:
-        assert 0 <= dp_rank < dp_degree
-        self.mixture = mixture
-        self.num_batches = num_batches
-        self.dp_rank = dp_rank
-        self.dp_degree = dp_degree
-        self.names = names
-        # number of the batch at which step 0 would begin
-        self._origin = start[0] * len(mixture) + start[1] - start_step * num_batches
+    mixture: Mixture
+    num_batches: int
+    dp_rank: int = 0
+    dp_degree: int = 1
+    origin: int = 0
+    names: Sequence[str] = ()
 
     def __len__(self) -> int:
         """Whole steps of one epoch; what is left over begins the next one."""
@@ -54,7 +43,7 @@ class RunSampler:
     def shares(self, start_step: int = 0) -> Iterator[list[list[int]]]:
         """The rows of every replica, from a step on, epoch after epoch, without end."""
         for step in itertools.count(start_step):
-            first = self._origin + step * self.num_batches
+            first = self.origin + step * self.num_batches
             batches = [
                 self.mixture.batch(*divmod(number, len(self.mixture)))
                 for number in range(first, first + self.num_batches)
@@ -68,7 +57,7 @@ class RunSampler:
 
     def state_after(self, step: int) -> dict[str, int]:
         """What a checkpoint keeps: epoch and batch that come next, and the rows of a batch."""
-        epoch, batch = divmod(self._origin + step * self.num_batches, len(self.mixture))
+        epoch, batch = divmod(self.origin + step * self.num_batches, len(self.mixture))
         return {"epoch": epoch, "batch": batch, "batch_rows": self.mixture.batch_rows}
 
     def report(self) -> str:
@@ -122,8 +111,14 @@ def run_sampler(
     if saved is not None and step_rows % saved == 0:
         batch = saved
     if counts is not None and sum(counts) > 0:
+        if step_rows % sum(counts):
+            raise UserError(
+                f"`global_batch_distributed` {','.join(map(str, counts))} adds up to {sum(counts)} "
+                f"rows, and a global batch has {batch_size * dp_degree} (`batch_size` x data "
+                f"parallel replicas), a step {step_rows}: a step is whole batches. Change the "
+                "counts or `batch_size`."
+            )
         batch = sum(counts)
-        _check_counts(counts, batch_size * dp_degree, step_rows)
     mixture = Mixture(
         sizes,
         counts=counts,
@@ -133,29 +128,11 @@ def run_sampler(
         seed=seed,
         shuffle=shuffle,
     )
-    start, since = (0, 0), 0
+    num_batches, origin = step_rows // batch, 0
     if position is not None:  # of batches of another size: as many rows of the epoch are done
-        start, since = (position["epoch"], position["batch"] * saved // batch), start_step
-    return RunSampler(
-        mixture,
-        num_batches=step_rows // batch,
-        dp_rank=dp_rank,
-        dp_degree=dp_degree,
-        start=start,
-        start_step=since,
-        names=names,
-    )
-
-
-def _check_counts(counts: Sequence[int], batch_rows: int, step_rows: int) -> None:
-    if step_rows % sum(counts) == 0:
-        return
-    raise UserError(
-        f"`global_batch_distributed` {','.join(map(str, counts))} adds up to {sum(counts)} rows, "
-        f"and a global batch has {batch_rows} (`batch_size` x data parallel replicas), a step "
-        f"{step_rows}. The rows of a global batch were expected (or of several, or of a part of "
-        "the step), because a step is whole batches: change the counts or `batch_size`."
-    )
+        origin = position["epoch"] * len(mixture) + position["batch"] * saved // batch
+        origin -= start_step * num_batches
+    return RunSampler(mixture, num_batches, dp_rank, dp_degree, origin, names)
 
 
 _ROWS = 1 << 20  # computed at once
@@ -229,12 +206,11 @@ def load_indices(path: str | Path) -> numpy.ndarray:
             raise ValueError(f"it has dtype {numbers.dtype} and {numbers.ndim} axes")
     except FileNotFoundError:
         raise DataError(
-            f"{path} is missing. A list of segments was expected: corpus.py find-trained writes "
-            "one."
+            f"{path} is missing. Write a list of segments first (corpus.py find-trained)."
         ) from None
     except ValueError as error:
         raise DataError(
-            f"{path} is no list of segments: {error}. Whole numbers were expected, one a line, or "
-            "one array of them in NumPy's format: corpus.py find-trained writes both."
+            f"{path} is no list of segments: {error}. Give whole numbers, one a line, or one array "
+            "of them in NumPy's format, as corpus.py find-trained writes them."
         ) from None
     return numbers.astype(numpy.int64)

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy
 
@@ -58,14 +58,27 @@ class GrowingFile:
             self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         except OSError as error:
             raise cannot_write(path, error) from error
-        if not _lock(self._file):
-            self._file.close()
-            raise UserError(
-                f"{self.path} is being written by another process: two would spoil the corpus. Wait"
-                " for it or end it, or give another prefix."
-            )
+        try:
+            # of this process alone: workers that it forks do not keep it after a kill
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):  # else a file system without locks
+                self._file.close()
+                raise UserError(
+                    f"{path} is being written by another process. Wait for it or end it, or give "
+                    "another prefix."
+                ) from error
         if sha256 is not None:
-            self._check_part(size, sha256)
+            left = size
+            # through the one handle: closing another would give up the lock
+            while chunk := self._file.read(min(_CHUNK, left)):
+                self._hash.update(chunk)
+                left -= len(chunk)
+            if left or self.sha256 != sha256:
+                raise DataError(
+                    f"{path} is not what was written when this corpus was left, so it cannot be "
+                    "continued. Start again with `overwrite`."
+                )
         self._file.truncate(size)
         self._file.seek(size)
 
@@ -96,35 +109,12 @@ class GrowingFile:
         """Closes the part; it keeps its name."""
         self._file.close()
 
-    def _check_part(self, size: int, sha256: str) -> None:
-        left = size
-        # through the one handle: closing another would give up the lock
-        while chunk := self._file.read(min(_CHUNK, left)):
-            self._hash.update(chunk)
-            left -= len(chunk)
-        if left or self.sha256 != sha256:
-            raise DataError(
-                f"{self.path} is not what was written when this corpus was left: another program"
-                " cut, changed or deleted it, so it cannot be gone on with. Start anew with"
-                " `overwrite`."
-            )
-
-
-def _lock(file: IO[Any]) -> bool:
-    """Locks a file until it is closed; False: another process has."""
-    try:
-        # of this process alone: workers that it forks do not keep it after a kill
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in (errno.EACCES, errno.EAGAIN)  # a file system without locks
-    return True
-
 
 def cannot_write(path: Path, error: OSError) -> StorageError:
     """The error of a file that cannot be written; what was built so far is kept."""
     return StorageError(
-        f"{path} cannot be written: {error.strerror or error}. What was written before is kept:"
-        " make room (or the folder writable) and run the same command again."
+        f"{path} cannot be written: {error.strerror or error}. Make room (or the folder writable) "
+        "and run the same command again: what was written before is kept."
     )
 
 
@@ -167,9 +157,13 @@ class CorpusWriter:
         self._type_names = type_names or (Path(path_prefix).name,)
         self._sources = sources
         self._dtype = numpy.dtype(dtype_for(tokenizer.vocab_size))
-        if not overwrite:
-            # the .bin of a writer that was killed while it closed has its last name already
-            self._refuse_finished((".idx",) if state else (".idx", ".bin"))
+        # the .bin of a writer that was killed while it closed has its last name already
+        for path in map(self._final, (".idx",) if state else (".idx", ".bin")):
+            if path.exists() and not overwrite:
+                raise UserError(
+                    f"{path} exists: a finished corpus is not overwritten unasked. Give another "
+                    "prefix, or `overwrite` to replace it."
+                )
         self._final(".bin").parent.mkdir(parents=True, exist_ok=True)
         if state is None:
             self._counts = numpy.zeros((len(self._type_names), 3), dtype=numpy.int64)
@@ -178,7 +172,10 @@ class CorpusWriter:
             self._files = {name: GrowingFile(self._part(name)) for name in _PARTS}
             self._files["offsets"].write(bytes(8))
         else:
-            self._undo_half_close()
+            # killed between the first and the last rename of `close`
+            part, whole = self._part("bin"), self._final(".bin")
+            if not part.exists() and whole.exists() and not self._final(".idx").exists():
+                os.replace(whole, part)
             self._counts = numpy.array(state["counts"], dtype=numpy.int64)
             self._endings = numpy.array(state["endings"], dtype=numpy.int64)
             self._type_index = state["type_index"]
@@ -196,7 +193,16 @@ class CorpusWriter:
         if not len(segments):
             return
         assert int(segments.lengths.max()) <= self._rules.seq_length, "a segment is too long"
-        self._check_ids(segments)
+        vocab_size = self._tokenizer.vocab_size
+        if int(segments.tokens.max()) >= vocab_size:
+            place = int(numpy.argmax(segments.tokens >= vocab_size))
+            within = int(numpy.searchsorted(numpy.cumsum(segments.lengths), place, side="right"))
+            raise DataError(
+                f"Token id {segments.tokens[place]} in segment "
+                f"{int(self._counts[:, 0].sum()) + within} of {self.path_prefix}; the ids of "
+                f"tokenizer {self._tokenizer.name!r} are below {vocab_size}. Use one tokenizer "
+                "for all, and check its files."
+            )
         start = int(self._counts[:, 1].sum())
         self._type_index = type_index
         ends = numpy.cumsum(segments.lengths, dtype=numpy.uint64) + numpy.uint64(start)
@@ -222,8 +228,31 @@ class CorpusWriter:
         for file in self._files.values():
             file.sync()
             file.close()
-        header = self._header()
-        self._write_index(header)
+        arrays = self._files["offsets"].sha256 + self._files["flags"].sha256
+        header = CorpusHeader(
+            dtype=self._dtype.name,
+            tokenizer=self._tokenizer,
+            rules=self._rules,
+            language=self._language,
+            types=tuple(
+                SegmentType(index, name, *counts)
+                for index, (name, counts) in enumerate(
+                    zip(self._type_names, self._counts.tolist(), strict=True)
+                )
+            ),
+            bin_size=self._files["bin"].size,
+            bin_sha256=self._files["bin"].sha256,
+            edges_sha256=edges_digest(self._part("bin")),
+            arrays_sha256=hashlib.sha256(arrays.encode()).hexdigest(),
+            sources=tuple(self._sources),
+        )
+        with open(self._part("idx"), "wb") as index:
+            index.write(encode_header(header))
+            for name in ("offsets", "flags"):
+                with open(self._part(name), "rb") as part:
+                    shutil.copyfileobj(part, index)
+            index.flush()
+            os.fsync(index.fileno())
         counts = {
             "counts": [kind.num_segments for kind in header.types],
             "types": [asdict(kind) for kind in header.types],
@@ -235,7 +264,9 @@ class CorpusWriter:
         path_of(self.path_prefix, ".idx").unlink(missing_ok=True)
         for suffix in (".bin", ".dis", ".tmp", ".idx"):  # last: what has an index is whole
             os.replace(path_of(self.path_prefix, f"{suffix}.part"), self._final(suffix))
-        _sync_folder(self._final(".idx").parent)
+        folder = os.open(self._final(".idx").parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
         for name in ("offsets", "flags"):
             self._part(name).unlink()
         return header
@@ -255,64 +286,11 @@ class CorpusWriter:
         if error is not None:
             self.discard()
 
-    def _refuse_finished(self, suffixes: tuple[str, ...]) -> None:
-        for path in map(self._final, suffixes):
-            if path.exists():
-                raise UserError(
-                    f"{path} exists: a finished corpus is not overwritten unasked. Give another"
-                    " prefix, or `overwrite` to replace it."
-                )
-
-    def _undo_half_close(self) -> None:
-        # killed between the first and the last rename of `close`
-        part, whole = self._part("bin"), self._final(".bin")
-        if not part.exists() and whole.exists() and not self._final(".idx").exists():
-            os.replace(whole, part)
-
     def _final(self, suffix: str) -> Path:
         return path_of(self.path_prefix, suffix)
 
     def _part(self, name: str) -> Path:
         return path_of(self.path_prefix, f".{name}.part")
-
-    def _check_ids(self, segments: Segments) -> None:
-        vocab_size = self._tokenizer.vocab_size
-        if int(segments.tokens.max()) < vocab_size:
-            return
-        place = int(numpy.argmax(segments.tokens >= vocab_size))
-        within = int(numpy.searchsorted(numpy.cumsum(segments.lengths), place, side="right"))
-        number = int(self._counts[:, 0].sum()) + within
-        raise DataError(
-            f"Token id {segments.tokens[place]} in segment {number} of {self.path_prefix};"
-            f" tokenizer {self._tokenizer.name!r} says its ids are below {vocab_size}: its"
-            " vocab_size is wrong, or another tokenizer made the ids. Use one tokenizer for all,"
-            " and check its files."
-        )
-
-    def _header(self) -> CorpusHeader:
-        kinds = zip(self._type_names, self._counts.tolist(), strict=True)
-        arrays = self._files["offsets"].sha256 + self._files["flags"].sha256
-        return CorpusHeader(
-            dtype=self._dtype.name,
-            tokenizer=self._tokenizer,
-            rules=self._rules,
-            language=self._language,
-            types=tuple(SegmentType(i, name, *counts) for i, (name, counts) in enumerate(kinds)),
-            bin_size=self._files["bin"].size,
-            bin_sha256=self._files["bin"].sha256,
-            edges_sha256=edges_digest(self._part("bin")),
-            arrays_sha256=hashlib.sha256(arrays.encode()).hexdigest(),
-            sources=tuple(self._sources),
-        )
-
-    def _write_index(self, header: CorpusHeader) -> None:
-        with open(self._part("idx"), "wb") as index:
-            index.write(encode_header(header))
-            for name in ("offsets", "flags"):
-                with open(self._part(name), "rb") as part:
-                    shutil.copyfileobj(part, index)
-            index.flush()
-            os.fsync(index.fileno())
 
 
 def count_endings(flags: numpy.ndarray) -> numpy.ndarray:
@@ -330,11 +308,3 @@ def _bytes_of(array: numpy.ndarray) -> memoryview:
 
 def _write_json(path: Path, values: dict) -> None:
     path.write_text(json.dumps(values, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -150,7 +150,7 @@ def test_read_shows_segments(inside, capsys):
 def test_read_refuses_what_cannot_be_right(inside, tmp_path, monkeypatch):
     with monkeypatch.context() as moved:
         moved.setattr(Path, "is_file", lambda path: False)
-        with pytest.raises(UserError, match="--text came without --tokenizer-path.*lay in /.*/T"):
+        with pytest.raises(UserError, match="--text requires --tokenizer-path.*was in /.*/T"):
             do("read --read-path-prefix data/b --text")
     with pytest.raises(DataError, match="document 0 has several lines.*--json"):
         do("read --read-path-prefix data/b --text --json false --tokenizer-path T")
@@ -274,7 +274,7 @@ def seen_segments(part, rows):
 
 def test_find_trained_needs_to_know_how_far_a_run_came(inside, tmp_path):
     words = f"find-trained --read-path-prefix data/b --save-path {tmp_path}/s"
-    with pytest.raises(UserError, match="--steps and --batch-size came neither"):
+    with pytest.raises(UserError, match="--steps and --batch-size are missing"):
         do(words)
     with pytest.raises(OptionError, match="config.yaml is not there. Correct the path"):
         do(f"{words} --run-path {tmp_path}")

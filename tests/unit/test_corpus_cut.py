@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.corpus import sentences
-from stageline.corpus.cut import _check_rules, cut_document
+from stageline.corpus.cut import DocumentCutter, cut_document
 from stageline.corpus.header import CutRules
 from stageline.errors import UserError
 
@@ -204,4 +204,4 @@ def test_a_segment_must_have_room_beside_bos_and_eos(bos, eos):
     for room in (0, 1):
         rules = CutRules(room + bos + eos, splits_sentences=False, adds_bos=bos, adds_eos=eos)
         with contextlib.nullcontext() if room else pytest.raises(UserError, match="no room for"):
-            _check_rules(encoder, None, rules)
+            DocumentCutter(encoder, None, rules)

@@ -84,7 +84,7 @@ def test_a_pair_is_read_like_a_corpus(tmp_path, code, letter):
     assert list(theirs.documents()) == list(ours.documents())
     assert theirs.type_starts.tolist() == [0, len(ours)]
     assert stats(tmp_path / "m").whole.num_cut_documents == 3  # of 22, 16 and 42 tokens
-    with pytest.raises(DataError, match="an index of Megatron-core; .* convert it first"):
+    with pytest.raises(DataError, match="an index of Megatron-core; convert it first"):
         Corpus(tmp_path / "m")
 
 
@@ -131,18 +131,18 @@ def test_empty_documents_vanish_and_empty_ends_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("suffix", "harm", "words"),
     [
-        (".bin", lambda old: old[:-2], r"m.bin has [\d,]+ bytes; its index ends at"),
-        (".idx", lambda old: old[:-8], r"m.idx has [\d,]+ bytes; its header announces"),
+        (".bin", lambda old: old[:-2], r"m.bin is damaged: .*its index ends at"),
+        (".idx", lambda old: old[:-8], r"m.idx is damaged: .*its header announces"),
         (".idx", lambda old: old[:20], "truncated or of another program"),
         (".idx", lambda old: old[:9] + b"\x02" + old[10:], "has version 2 and dtype code 8"),
         (".idx", lambda old: old[:17] + b"\x06" + old[18:], "has version 1 and dtype code 6"),
         (".idx", lambda old: old[:18] + b"\xff" * 8 + old[26:], "its header announces"),
-        (".idx", lambda old: old[:26] + bytes(8) + old[34:], "no border of documents"),
-        (".idx", lambda old: old[:37] + b"\x80" + old[38:], "sequence 0 has a negative length"),
+        (".idx", lambda old: old[:26] + bytes(8) + old[34:], "its header announces"),
+        (".idx", lambda old: old[:37] + b"\x80" + old[38:], "sequences do not follow"),
         (
             ".idx",
             lambda old: old[:34] + bytes([old[34] + 1]) + old[35:],
-            "sequence 1 does not begin",
+            "sequences do not follow",
         ),
         (".idx", lambda old: old[:-16] + b"\xff" * 8 + old[-8:], "documents do not go from"),
         (".idx", lambda old: old[:-8] + bytes(8), "documents do not go from"),

@@ -152,9 +152,9 @@ def _changed(path, place, value=None):
     ("place", "value", "message"),
     [
         (-8, None, "its header announces"),
-        (10, None, "does not begin as packed rows do"),
-        (0, 0, "does not begin as packed rows do"),
-        (30, 0, "header is damaged"),
+        (10, None, "ends after 10 bytes"),
+        (0, 0, "of another program"),
+        (30, 0, "checksum does not fit the header"),
         (8, 9, "format version 9"),
     ],
 )
@@ -168,7 +168,7 @@ def test_damage_is_named(prefix, place, value, message):
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        (-1, 255, "a row holds segment"),
+        (-1, 255, "a row holds a segment beyond"),
         (4096 + 7, 1, "rows do not go from"),
         (4104 + 6, 1, "rows do"),
     ],
@@ -185,7 +185,7 @@ def test_one_segment_or_byte_more_than_there_are_is_noticed(prefix):
     path = path_of(prefix, ".pack")
     before = path.read_bytes()
     path.write_bytes(before[:-8] + count.to_bytes(8, "little"))
-    with pytest.raises(DataError, match=f"a row holds segment {count} of {count}"):
+    with pytest.raises(DataError, match=f"a row holds a segment beyond {count}"):
         PackedRows(prefix)
     path.write_bytes(before + b"\0")
     with pytest.raises(DataError, match="its header announces"):

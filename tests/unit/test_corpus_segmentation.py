@@ -1,10 +1,9 @@
 """Segments against brute force: every cutting of short lists, a plain table for longer ones."""
 
-from itertools import combinations
+import random
+from itertools import combinations, product
 
 import numpy
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from stageline.corpus.cut import fewest
 
@@ -41,29 +40,20 @@ def _table(lengths, limit):
     return best[-1]
 
 
-def _case(raw):
-    limit = 1 + raw[0] % 40
-    return [1 + byte % limit for byte in raw[1:]], limit
+def test_the_fewest_and_the_longest_of_all_cuttings():
+    """Of those with the fewest segments: the longest first one, then the longest second one ..."""
+    for limit in (3, 4, 5, 7):
+        for num_units in range(1, 7):
+            for lengths in product((1, 2, 3), repeat=num_units):
+                longest = max(_all_cuttings(lengths, limit))
+                assert tuple(fewest(numpy.array(lengths), limit)) == longest
 
 
-def _cases(num, most):
-    """Several cases at once, from some bytes: an example costs more than what is tested of it."""
-    some = st.binary(min_size=2 * num, max_size=(1 + most) * num)
-    return some.map(lambda raw: [_case(raw[start::num]) for start in range(num)])
-
-
-@settings(max_examples=2_500, deadline=None, database=None, derandomize=True)
-@given(_cases(4, most=8))
-def test_the_fewest_and_the_longest_of_all_cuttings_10_000_times(cases):
-    for lengths, limit in cases:
-        # of those with the fewest segments: the longest first one, then the longest second one ...
-        assert tuple(fewest(numpy.array(lengths), limit)) == max(_all_cuttings(lengths, limit))
-
-
-@settings(max_examples=250, deadline=None, database=None, derandomize=True)
-@given(_cases(4, most=100))
-def test_longer_lists_agree_with_the_plain_table(cases):
-    for lengths, limit in cases:
+def test_longer_lists_agree_with_the_plain_table():
+    dice = random.Random(0)
+    for _ in range(1000):
+        limit = dice.randint(1, 40)
+        lengths = [dice.randint(1, limit) for _ in range(dice.randint(1, 100))]
         found = fewest(numpy.array(lengths), limit).tolist()
         assert max(_pieces(lengths, found)) <= limit and len(found) == _table(lengths, limit)
 

@@ -65,8 +65,8 @@ def test_merge_of_merged_corpora_joins_like_with_like(tmp_path, three):
     ("settings", "words"),
     [
         (dict(tokenizer=tokenizer(name="other", fingerprint="e" * 64)), "'tiny'.*'other'"),
-        (dict(vocab_size=1001), "1,000 ids in uint16 and 1,001"),
-        (dict(rules=CutRules(seq_length=9)), r"at most 8 and 9 tokens \(seq_length\)"),
+        (dict(vocab_size=1001), "vocabularies: 1000 and 1001"),
+        (dict(rules=CutRules(seq_length=9)), "8 and 9"),
     ],
 )
 def test_corpora_that_do_not_belong_together_are_named(tmp_path, settings, words):
@@ -75,6 +75,12 @@ def test_corpora_that_do_not_belong_together_are_named(tmp_path, settings, words
     with pytest.raises(DataError, match=f"(?s)/a and .*/b .*{words}"):
         merge([tmp_path / "a", tmp_path / "b"], [0, 0], tmp_path / "new")
     assert not list(tmp_path.glob("new*"))
+
+
+def test_a_tokenizer_may_have_been_in_another_folder(tmp_path):
+    for name in ("a", "b"):
+        write(tmp_path / name, documents_of([3]), tokenizer=tokenizer(name=name, folder=name))
+    assert merge([tmp_path / "a", tmp_path / "b"], [0, 0], tmp_path / "new").num_documents == 2
 
 
 def test_arguments_that_do_not_fit_are_named(tmp_path):

@@ -90,7 +90,7 @@ def test_a_package_that_was_imported_before_is_noticed(tmp_path):
 def test_a_missing_file_is_named(tmp_path):
     done = _run(tmp_path / "house", entry=_catching("loss_fn"))
     assert done.returncode == 2
-    assert "neither is there" in done.stdout
+    assert "found at no place on sys.path" in done.stdout
 
 
 @pytest.mark.parametrize("cwd", ["other", "house"])

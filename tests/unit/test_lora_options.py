@@ -72,7 +72,7 @@ def test_what_was_given_is_handed_on_and_nothing_else(tmp_path):
         ),
         ("--llm-lora-num 1 --lora.init pisa", "--lora.init pisa is no start of an adapter"),
         ("--llm-lora-num 1 --lora.init pissa_niter_0", "pissa_niter_0 is no start"),
-        ("--llm-lora-num 1 --lora.init pissa", "--lora.init pissa came without --model-path"),
+        ("--llm-lora-num 1 --lora.init pissa", "--lora.init pissa requires --model-path"),
         ("--create-new-adapter", "--create-new-adapter requires --adapter-path"),
         ("--adapter-path a", "--adapter-path a requires --model-path"),
         ("--model-path base --adapter-path a,c", "--adapter-path c: there is no such file"),

@@ -32,7 +32,8 @@ def _parts():
     for option, key in zip(TRAIN[::2], TRAIN[1::2], strict=True):
         name = option[2:].replace("-", "_")
         ALL_REGISTERS[name][key] = "[ANSWER]" if name == "prompt" else lambda *args, **kwargs: None
-    ALL_REGISTERS["dataset"].update({"rows": rows, "needs_one": needs_one}, replace=True)
+    for key, part in {"rows": rows, "needs_one": needs_one}.items():
+        ALL_REGISTERS["dataset"].register(key, part, replace=True)
 
 
 def _error_of(words: list[str]) -> str:
@@ -205,6 +206,8 @@ def test_a_missing_key_lists_what_there_is():
         ("batch-size: 1\nseed: 1\nbatch_size: 2\n", "--batch-size came twice, in "),
         ("config: other.yaml\n", "A config file reads no other one"),
         ("batch-size: null\n", "--batch-size null (in "),
+        ("lora: {rank: 8}\nseed: 1\nlora.rank: 4\n", "--lora.rank came twice, in "),
+        ("lora.rank: 4\nlora: {rank: 4}\n", "run.yaml:1 and "),
     ],
 )
 def test_a_wrong_config_file_is_named(tmp_path, text, wanted):
