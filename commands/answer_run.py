@@ -97,7 +97,7 @@ def opened(arguments: Arguments, replicas: EvaluationReplicas) -> Iterator[Opene
                 yield None
                 return
             engine = decoding.engine
-            facts = {
+            facts: dict[str, Any] = {
                 "num_stages": engine.chain.num_stages,
                 "max_running": engine.limits.max_rows,
                 "num_groups": engine.limits.num_groups or "auto",

@@ -326,16 +326,17 @@ def score_rows(
             for place, row in enumerate(rows)
         )
         return
+    whole = cast(PreTrainedModel, model)
     groups: list[list[int]] = []
     for group in batch_together([row.images for row in rows], processor=processor):
         # rows of like length together, the longest first: if memory is short it shows at once
         by_length = sorted(group, key=lambda place: -len(rows[place].input_ids))
-        num_long = sum(_is_long(model, len(rows[place].input_ids) - 1) for place in group)
+        num_long = sum(_is_long(whole, len(rows[place].input_ids) - 1) for place in group)
         groups += [by_length[:num_long], by_length[num_long:]]
     for group in groups:
         for start in range(0, len(group), num_together):
             places = group[start : start + num_together]
-            scores = _forward(model, processor, [rows[place] for place in places])
+            scores = _forward(whole, processor, [rows[place] for place in places])
             for place, (logprobs, is_greedy) in zip(places, scores, strict=True):
                 yield Scored(str(place), tuple(logprobs), is_greedy)
 

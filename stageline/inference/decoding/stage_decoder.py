@@ -431,6 +431,7 @@ class StageDecoder:
     def _score(self, order: PassOrder, tensors: Tensors) -> Tensors:
         """Log-probabilities of the last tokens of each row; keeps nothing."""
         width = max(order.lengths)
+        batch: dict[str, Any]
         if self.has_cache:
             window = Window(len(order.rows))
             window.first_columns = [width - length for length in order.lengths]
