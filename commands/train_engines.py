@@ -137,7 +137,7 @@ def train(parts: TrainingParts, context: DistributedContext, *, streams: bool) -
 
 
 def streaming_topology(arguments: TrainArguments) -> Topology:
-    """One process with all stages, a decoder layer each unless the user says otherwise."""
+    """Return one process with all stages, by default a decoder layer each."""
     run = arguments.run
     check_streaming(run, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     num_stages = run.num_stages or _count_layers(run) + run.vision_stages

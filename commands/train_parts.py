@@ -472,7 +472,7 @@ def taken_option(run: RunConfig, point: ResumePoint | None) -> dict[str, Any]:
 
 
 def host_facts(runner: PipelineRunner) -> Callable[[Any], Any] | None:
-    """What the stages need of each micro-batch on the host; a custom stage may have none."""
+    """Return what the stages need of each micro-batch on the host; None for a custom stage."""
     return getattr(runner.local.models[0], "host_facts", None)
 
 

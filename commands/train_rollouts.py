@@ -161,7 +161,7 @@ def weigh_answers(run: RunConfig, num_ranks: int, row_tokens: int) -> Callable[[
 
 
 def make_rewards(arguments: TrainArguments) -> Rewards:
-    """The reward parts with their weights."""
+    """Return the reward parts with their weights."""
     run, chosen = arguments.run, arguments.parts["reward"].part
     weights = run.rollouts.reward_weights or [1.0] * len(chosen)
     parts = [

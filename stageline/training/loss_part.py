@@ -97,17 +97,17 @@ class LossPart:
 
     @classmethod
     def of(cls, loss_fn: "Callable[..., Any] | LossPart") -> "LossPart":
-        """Itself, or a plain function as a part that asks for nothing."""
+        """Return a plain function as a part without declared facts, a part as it is."""
         return loss_fn if isinstance(loss_fn, LossPart) else cls(loss_fn)
 
     def over(self, loss_fn: Callable[..., Any]) -> "LossPart":
-        """The same part, called by or through another function."""
+        """Return the same part around another function."""
         other = copy.copy(self)
         other.loss_fn = loss_fn
         return other
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> dict[str, int]:
-        """Each count over the micro-batches of this replica."""
+        """Return each count over the micro-batches of this replica."""
         return {
             name: sum(int(count(batch)) for batch in micro_batches)
             for name, count in self.counts.items()
@@ -121,7 +121,7 @@ class LossPart:
         totals: Mapping[str, torch.Tensor],
         step: int,
     ) -> tuple[torch.Tensor, Figures]:
-        """The share of a micro-batch in the loss, and in its named figures; often there are none.
+        """Return the share of a micro-batch in the loss and in its named figures.
 
         Args:
             totals: the counts of the whole batch, by name.
@@ -185,7 +185,7 @@ def _is_scalar(value: object) -> bool:
 
 
 def innermost(loss_fn: Callable[..., Any]) -> Any:
-    """The part itself, without partials and wrappers around it."""
+    """Return the part itself, without partials and wrappers around it."""
     part: Any = loss_fn
     while True:
         if isinstance(part, functools.partial):
@@ -197,7 +197,7 @@ def innermost(loss_fn: Callable[..., Any]) -> Any:
 
 
 def count_targets(batch: MicroBatch) -> int:
-    """Supervised tokens of a micro-batch; the first token of a row is never predicted."""
+    """Return the supervised tokens of a micro-batch; a row's first token is never predicted."""
     return int((batch["labels"][:, 1:] != IGNORE).sum())
 
 
@@ -205,7 +205,7 @@ Output = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 def logits_of(output: Output) -> torch.Tensor:
-    """The logits [B, T, V] of a last stage, which may return (logits, extra loss)."""
+    """Return the logits [B, T, V] of a last stage, which may return (logits, extra loss)."""
     return output[0] if isinstance(output, tuple) else output
 
 

@@ -112,7 +112,7 @@ class MemoryAccount:
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of this rank's part of each, each memory once."""
+    """Return the bytes of this rank's part of each, shared memory once."""
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in local}.values())
 

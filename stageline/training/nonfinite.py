@@ -101,7 +101,7 @@ _BadPass = tuple[bool, int, int, str]  # is backward, stage, micro-batch, parame
 
 
 class _Watch(Recorder):
-    """Looks at the output of every module and at the gradients after each backward pass; slow.
+    """A recorder that checks module outputs, and gradients after each backward pass; slow.
 
     Attributes:
         found: the first bad forward and the first bad backward pass of each stage of this rank.
@@ -163,7 +163,7 @@ class _Watch(Recorder):
 
 
 def _rows_of(batch: MicroBatch) -> list[int]:
-    """Dataset rows of a micro-batch, each once; -1 where the loader does not name them."""
+    """Return the dataset rows of a micro-batch, each once; -1 where they are not known."""
     names = [name for name in ("loss_rows", "loss_packed_rows") if name in batch]
     return list(dict.fromkeys(row for name in names for row in batch[name].tolist()))
 

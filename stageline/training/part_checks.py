@@ -115,7 +115,7 @@ def check_loss(part: LossPart, batch: MicroBatch, *, vocab_size: int) -> str | N
     def value_of(
         seen: MicroBatch, *, count: float = COUNT, rows: slice = slice(None)
     ) -> dict[str, float]:
-        """Loss and figures of some rows."""
+        """Return loss and figures of some rows."""
         own = {n: v[rows] if v.shape[:1] == (num_rows,) else v for n, v in seen.items()}
         own = without_reference({**own, "loss_rows": torch.arange(num_rows)[rows]})
         totals = {name: torch.tensor(count) for name in part.counts}

@@ -54,7 +54,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Rounds the masters into the model after an optimizer step."""
+        """Round the masters into the model after an optimizer step."""
         own = {name: self.parameters[name] for name in self.parameters.keys() - self.shares}
         pairs = [(self.model_parameters[name], master) for name, master in own.items()]
         if pairs := [pair for pair in pairs if pair[0] is not pair[1]]:
@@ -111,7 +111,7 @@ class LossScaler:
                 parameter.grad.mul_(1.0 / self.scale)
 
     def update(self, *, overflowed: bool) -> None:
-        """Halves the scale after an overflow, doubles it after `growth_interval` good steps."""
+        """Halve the scale after an overflow, double it after `growth_interval` good steps."""
         if not self.enabled:
             return
         self.good_steps = 0 if overflowed else self.good_steps + 1

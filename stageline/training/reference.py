@@ -62,7 +62,7 @@ class Reference:
         self.replicas = replicas or Replicas()
 
     def __call__(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches with what the loss needs, on the rank of the last stage."""
+        """Return the micro-batches with what the loss needs, on the rank of the last stage."""
         batches = list(batches)
         if not self.needs_reference:
             return batches
@@ -114,7 +114,7 @@ def mixed_batch(batch: MicroBatch) -> MicroBatch:
 
 
 def log_probs_of(runner: PipelineRunner, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-    """The log-probability [B] of each row's answer, forward only, dropout off.
+    """Return the log-probability [B] of each row's answer, forward only, dropout off.
 
     Every rank of the pipeline calls this; it is empty where the last stage is not.
     """
@@ -132,7 +132,7 @@ def log_probs_of(runner: PipelineRunner, batches: Sequence[MicroBatch]) -> list[
 def with_adapters_off(
     runner: PipelineRunner, batches: Sequence[MicroBatch], mixed: Sequence[MicroBatch]
 ) -> list[torch.Tensor]:
-    """The source of a run that trains adapters alone: the same stages without them."""
+    """Compute them by the same stages without adapters, the only thing that is trained."""
     with adapters_off(runner.local):
         return log_probs_of(runner, [*batches, *mixed])
 
@@ -140,7 +140,7 @@ def with_adapters_off(
 def from_columns(
     runner: PipelineRunner, batches: Sequence[MicroBatch], mixed: Sequence[MicroBatch]
 ) -> list[torch.Tensor]:
-    """The source of a dataset whose rows have the log-probabilities."""
+    """Take them from the rows of the dataset."""
     missing = next((n for n, batch in enumerate(batches) if REFERENCE not in batch), None)
     if missing is not None or mixed:
         what = "answers of other rows" if mixed else f"micro-batch {missing}"
@@ -234,7 +234,7 @@ def _rows_of(batch: MicroBatch, values: torch.Tensor) -> torch.Tensor:
 
 
 def rows_of_sample(batch: MicroBatch) -> int:
-    """Rows of a micro-batch that one sample became."""
+    """Return the rows of a micro-batch that one sample became."""
     return 2 if PAIRS in batch else 1
 
 

@@ -151,7 +151,7 @@ def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _buckets(grads: Sequence[torch.Tensor], max_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Neighbours of one dtype, together at most `max_bytes`; a larger tensor is alone."""
+    """Yield neighbours of one dtype, at most `max_bytes` together; a larger tensor is alone."""
     bucket: list[torch.Tensor] = []
     size = 0
     for grad in grads:

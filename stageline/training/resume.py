@@ -40,7 +40,7 @@ class ResumePoint:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """Return the optimizer steps done."""
         return int(self.state.facts["step"])
 
 
@@ -146,7 +146,7 @@ _held: list[IO[str]] = []  # until the process ends: the kernel lets go of them,
 
 
 def _let_go() -> None:
-    """Data workers outlive a killed rank by seconds; the lock must not."""
+    """Drop the lock in data workers, which outlive a killed rank by seconds."""
     while _held:
         _held.pop().close()
 

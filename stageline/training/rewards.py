@@ -159,7 +159,7 @@ class _Work:
 
     @property
     def seconds(self) -> float:
-        """Seconds of its calls up to now."""
+        """Return the seconds of its calls up to now."""
         done, since = self._clock
         return done if since is None else done + time.monotonic() - since
 
@@ -251,7 +251,7 @@ LEAST_STD = 1e-4  # as trl: a spread of nothing divides by this
 
 
 def weighted(rewards_RPG: torch.Tensor, weights: list[float]) -> torch.Tensor:
-    """The weighted sum of several rewards [P, G]; NaN where every reward has nothing to say."""
+    """Return the weighted sum of several rewards [P, G]; NaN where no reward has a value."""
     weights_R = torch.tensor(weights, dtype=rewards_RPG.dtype)[:, None, None]
     sums_PG = (rewards_RPG * weights_R).nansum(dim=0)
     return sums_PG.masked_fill(rewards_RPG.isnan().all(dim=0), torch.nan)
@@ -281,7 +281,7 @@ def advantages(rewards_PG: torch.Tensor, kind: Advantage) -> torch.Tensor:
 
 
 def deviations(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """The standard deviation of each group [P], of n - 1; 0 of fewer than two rewards."""
+    """Return the standard deviation of each group [P], of n - 1; 0 of fewer than two rewards."""
     counts_P = (~rewards_PG.isnan()).sum(dim=1)
     apart_PG = rewards_PG - rewards_PG.nanmean(dim=1, keepdim=True)
     variances_P = apart_PG.square().nansum(dim=1) / (counts_P - 1).clamp(min=1)
@@ -289,5 +289,5 @@ def deviations(rewards_PG: torch.Tensor) -> torch.Tensor:
 
 
 def has_spread(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """Which groups say anything [P]: answers of one reward all have the advantage 0."""
+    """Return which groups have several rewards [P]; in others all advantages are 0."""
     return deviations(rewards_PG) > 1e-8

@@ -166,7 +166,7 @@ class Rollouts:
             )
 
     def __len__(self) -> int:
-        """Optimizer steps of an epoch."""
+        """Return the optimizer steps of an epoch."""
         return len(self.prompts) * self.options.inner_steps
 
     def state_after(self, step: int) -> Any:
@@ -493,7 +493,7 @@ class Rollouts:
 
 
 def _plain(value: float) -> float | None:
-    """NaN of an answer that no reward judged as JSON's null."""
+    """Return NaN, of an answer that no reward judged, as JSON's null."""
     return value if value == value else None
 
 

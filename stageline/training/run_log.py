@@ -111,7 +111,7 @@ class StepRecord(StepResult):
 
     @property
     def pace(self) -> str:
-        """Tokens per second, the bubble, and the memory of each rank."""
+        """Return tokens per second, the bubble, and the memory of each rank."""
         waits = self.wait_share > TOLD_WAIT
         data = f", {100 * self.wait_share:.0f} % waiting for data" if waits else ""
         idle = "" if self.bubble is None else f", bubble {100 * self.bubble:.0f} %"
