@@ -28,7 +28,6 @@ import torch
 from plan_memory import draw, expected, pieces_of
 from transformers import AutoConfig
 
-from commands.train_engines import join_replicas
 from loss_fn import sft
 from optimizer import adamw
 from pp_models import CausalLMStage
@@ -38,6 +37,7 @@ from stageline.modules.recompute import compile_layers
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from stageline.training.optimizers import optimizer_groups
+from stageline.training.replicas import Replicas, ShardedReplicas
 from stageline.training.step import TrainStep
 
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary
@@ -190,7 +190,9 @@ def run(setup: Setup, context, config, schedule) -> tuple[float, list, list, str
         make_stage(setup, config, stage, schedule.num_stages, device)
         for stage in range(schedule.num_stages)
     ]
-    replicas = join_replicas(stages, context, shards=setup.shard)
+    replicas = Replicas(context.dp_group)
+    if setup.shard:
+        replicas = ShardedReplicas(stages, mesh=context.mesh["dp"])
     train_step = TrainStep(
         PipelineRunner(stages, device=device, group=context.pp_group, schedule=schedule),
         make_optimizer=make_optimizer,

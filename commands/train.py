@@ -1,7 +1,7 @@
-"""Trains a hand-split model, its stages on several processes; every part is chosen by its key.
+"""Train a model in pipeline stages: parse, check, start the ranks, run.
 
 `python train_pp.py --num-stages 2 ...` starts its own processes; under torchrun it joins them.
-`--help` lists the options, `--list` the parts. What it does then is in train_engines.py.
+`--help` lists the options, `--list` the components. Each rank goes on in train_engines.py.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def main() -> int:
     open_shelf(*SHELF)
     arguments = parse_train_args()
     freeze_registers()
-    run = with_folders(arguments.run, recorded=recorded_options(arguments.run))
+    config = with_folders(arguments.run, recorded=recorded_options(arguments.run))
     with importing():  # after the options: it imports torch
         from commands.run_plan import make_plan
 
-        plan = make_plan(with_family_key(replace(arguments, run=run)))
+        plan = make_plan(with_family_key(replace(arguments, run=config)))
     start_ranks(plan)
     with importing():  # not in the process that starts the others
         from commands.train_engines import run_training
@@ -43,27 +43,26 @@ def main() -> int:
 
 
 def start_ranks(plan: RunPlan) -> None:
-    """Starts the processes of the run, if it needs several; returns in each of them."""
+    """Start the processes of the run, if it needs several; return in each of them."""
     from stageline.distributed.failure_record import tell_run_folder
     from stageline.distributed.launch import launch_if_needed
 
-    run, count = plan.run, plan.topology.num_processes
-    if run.plan or run.check_only:
+    if plan.run.plan or plan.run.check_only:
         return  # one process reads the data and tries the parts
-    tell_run_folder(run.output_dir)
+    tell_run_folder(plan.run.output_dir)
     terminal.begin_quietly()
-    launch_if_needed(count, rules=plan.watchdog_rules)
+    launch_if_needed(plan.topology.num_processes, rules=plan.watchdog_rules)
 
 
 def recorded_options(run: RunConfig) -> dict[str, Any]:
-    """The config of the run that is resumed, if one is: names on a hub have their commits there."""
+    """Return the config of the resumed run: names on a hub have their commits there."""
     if not run.resume:
         return {}
     folder = Path(run.output_dir) if run.resume == "auto" else Path(run.resume).parent.parent
     try:
         told = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
-        return {}  # whether the run can be gone on with is found out later
+        return {}  # whether the run can be resumed is found out later
     return told if isinstance(told, dict) else {}
 
 
@@ -91,7 +90,7 @@ def torch(plan: RunPlan, data: Data) -> int:
     return run_pipeline(plan, data, runner_class=TorchPipelineRunner)
 
 
-@engine_register("streaming", topology="commands.train_run:streaming_topology")
+@engine_register("streaming", topology="commands.train_engines:streaming_topology")
 def streaming(plan: RunPlan, data: Data) -> int:
     """Stages in host memory, streamed through the devices of this machine by one process."""
     from commands.train_engines import run_streaming

@@ -1,56 +1,58 @@
-"""Runs a training: its checks, and what the engines of train.py do.
+"""Check a training run, then hand it to the trainer with the runner of its engine.
 
 Imports all that a run needs; train.py has read the options and started the processes before.
 """
 
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+
+import torch
 
 from commands import is_first, say
 from commands.run_plan import RunPlan
 from commands.train_data import Data, check_data, settle_steps, show_samples
 from commands.train_parts import (
-    build_stages,
+    TrainingParts,
     check_parts,
+    check_same_commits,
     make_planner,
-    make_tracker,
-    place_layers,
     stage_builder,
+    trainer_config,
 )
-from commands.train_run import (
-    TrainingRun,
-    make_streaming_runner,
-    open_run_folder,
-)
-from options.memory import answering_remedies, memory_remedies
-from options.model import learning_rate_scales
+from options.memory import answering_remedies, check_streaming, memory_remedies
 from options.train import RunConfig
-from parse_args import save_config
+from parse_args import TrainArguments
 from stageline.checkpoint.host_memory import settle_allocators
 from stageline.checkpoint.layout import Ranks
 from stageline.device import is_accelerator, stage_devices
 from stageline.distributed.failure import name_stages
-from stageline.distributed.failure_record import on_full_memory, open_log
+from stageline.distributed.failure_record import on_full_memory
 from stageline.distributed.process_group import (
     DistributedContext,
     choose_device,
     distributed_context,
 )
+from stageline.errors import UserError
+from stageline.model_folder import load_config
 from stageline.pipeline.runner import PipelineRunner
+from stageline.pipeline.topology import Topology
 from stageline.planner.estimate import device_capacity
-from stageline.seeds import seed_everything
 from stageline.stage import Stage
+from stageline.streaming.host_weights import check_host_memory, host_bytes
+from stageline.streaming.lanes import Lane
+from stageline.streaming.runner import StreamingRunner, even_plan, streaming_schedule
 from stageline.training.memory import MemoryAccount
-from stageline.training.replicas import Replicas, ShardedReplicas
-from stageline.training.resume import ResumePoint
-from stageline.training.run_log import RunReport, summarize_stage
+from stageline.training.trainer import Trainer
+
+GIB = 2**30
+SHARE_OF_FREE = 0.5  # of a GPU, for weights and gradients; activations take what they need
+SHARE_OF_INPUTS = 0.1  # for layers' inputs that wait for the backward pass
 
 
 def run_training(plan: RunPlan) -> int:
-    """Checks what can be checked before a model is loaded, then runs the engine."""
+    """Check what can be checked before a model is loaded, then run the engine."""
     run = plan.run
     data = check_data(plan)
     plan = settle_steps(plan, data)
@@ -70,45 +72,8 @@ def run_training(plan: RunPlan) -> int:
     return plan.parts["engine"].part(plan, data)
 
 
-def run_pipeline(
-    plan: RunPlan, data: Data, *, runner_class: type[PipelineRunner] = PipelineRunner
-) -> int:
-    """Stages on a schedule, forward and backward in turn; one process and device per rank."""
-    schedule = plan.topology.schedule
-    with distributed_context(
-        num_ranks=schedule.num_ranks,
-        device=plan.run.device,
-        timeout=plan.exchange_timeout,
-        pairs=schedule.pairs,
-    ) as context:
-        name_stages(schedule.stages_of(context.pp_rank))
-        point = open_run_folder(plan, data, context)
-        make_runner = functools.partial(
-            runner_class,
-            device=context.device,
-            group=context.pp_group,
-            channels=context.channels,
-            schedule=schedule,
-            seed=plan.run.seed,
-        )
-        train(place_layers(plan, data, context), data, context, point, make_runner=make_runner)
-    return 0
-
-
-def run_streaming(plan: RunPlan, data: Data) -> int:
-    """Stages in host memory, streamed through the devices of this machine by one process."""
-    lanes = tuple(stage_devices(plan.run.device))
-    with distributed_context(num_ranks=1, device="cpu") as alone:
-        context = replace(alone, lanes=lanes)
-        name_stages(plan.topology.schedule.stages_of(0))
-        point = open_run_folder(plan, data, context)
-        make_runner = functools.partial(make_streaming_runner, plan, context=context)
-        train(plan, data, context, point, make_runner=make_runner, streams=True)
-    return 0
-
-
 def show_plan(plan: RunPlan, data: Data) -> int:
-    """Prints what a run would be like; measures on this process's device, starts no other."""
+    """Print what a run would be like; measures on this process's device, starts no other."""
     if is_first():
         run, topology = plan.run, plan.topology
         device = choose_device(run.device, local_rank=0, local_world_size=1)
@@ -120,80 +85,135 @@ def show_plan(plan: RunPlan, data: Data) -> int:
     return 0
 
 
-def train(
-    plan: RunPlan,
-    data: Data,
-    context: DistributedContext,
-    point: ResumePoint | None,
-    *,
-    make_runner: Callable[[list[Stage]], Any],
-    streams: bool = False,
-) -> None:
-    """Builds this rank's stages and runs the loop.
+def run_pipeline(
+    plan: RunPlan, data: Data, *, runner_class: type[PipelineRunner] = PipelineRunner
+) -> int:
+    """Stages on a schedule, forward and backward in turn; one process and device per rank."""
+    schedule = plan.topology.schedule
 
-    Args:
-        make_runner: gets the stages and gives what runs them; with `streams` from host memory.
-    """
-    run, schedule = plan.run, plan.topology.schedule
-    account = _open_account(run, context, streams=streams)
-    is_packed = run.packing or getattr(data.train, "packed", None) is not None
-    stage_builder(plan).verify(
-        run.prove_split,
-        ranks=Ranks.of(None),
-        say=say,
-        answers=plan.parts["loss_fn"].facts["samples_answers"],
-        packed_rows=run.micro_batch_size if is_packed else 0,
-    )
-    seed_everything(run.seed)
-    models = build_stages(
-        plan,
-        context,
-        schedule,
-        images=data.processor,
-        point=point,
-        new_tokens=data.new_tokens,
-        is_packed=is_packed,
-    )
-    summaries = [summarize_stage(model, context) for model in models]
-    replicas = join_replicas(models, context, shards=run.dp_shard)
-    runner = make_runner(models)
-    folder = Path(run.output_dir)
-    start = point.step if point else 0
-    if context.is_main:
-        save_config(plan, folder / "config.yaml")
-        data.bad_rows.write(folder / "bad_rows.jsonl")
-    open_log()
-    report = RunReport(
-        folder,
-        context=context,
-        total_steps=run.total_steps,
-        start_step=start,
-        log_steps=run.log_steps,
-        lr_scales=learning_rate_scales(run),
-        tracker=make_tracker(plan, folder, start_step=start) if context.is_main else None,
-    )
-    with report:
-        report.show_plan(summaries)
-        training = TrainingRun(plan, data, context, runner, replicas, report, point)
-        account.train_step = training.train_step
-        training.run()
+    def make_runner(stages: Sequence[Stage], context: DistributedContext) -> PipelineRunner:
+        return runner_class(
+            stages,
+            device=context.device,
+            group=context.pp_group,
+            channels=context.channels,
+            schedule=schedule,
+            seed=plan.run.seed,
+        )
+
+    with distributed_context(
+        num_ranks=schedule.num_ranks,
+        device=plan.run.device,
+        timeout=plan.exchange_timeout,
+        pairs=schedule.pairs,
+    ) as context:
+        parts = TrainingParts(plan, data, make_runner, places_layers=True)
+        train(parts, context, streams=False)
+    return 0
 
 
-def _open_account(run: RunConfig, context: DistributedContext, *, streams: bool) -> MemoryAccount:
-    """What is told where memory runs out."""
+def run_streaming(plan: RunPlan, data: Data) -> int:
+    """Stages in host memory, streamed through the devices of this machine by one process."""
+    with distributed_context(num_ranks=1, device="cpu") as alone:
+        context = replace(alone, lanes=tuple(stage_devices(plan.run.device)))
+        make_runner = functools.partial(make_streaming_runner, plan)
+        train(TrainingParts(plan, data, make_runner, places_layers=False), context, streams=True)
+    return 0
+
+
+def train(parts: TrainingParts, context: DistributedContext, *, streams: bool) -> None:
+    """Run the trainer on this rank."""
+    plan, run = parts.plan, parts.plan.run
+    name_stages(plan.topology.schedule.stages_of(context.pp_rank))
+    check_same_commits(Ranks.of(None).gather(plan.as_config()))
     has_gpu = is_accelerator(context.devices[0])
     if has_gpu and not (run.bf16 or run.fp16):
         say("note: float32 on a GPU, at a fraction of its speed; --bf16 computes in half the bits")
     remedies = memory_remedies(run, has_gpu=has_gpu, streams=streams)
-    account = MemoryAccount(context.devices, remedies, answering_remedies(run))
-    on_full_memory(account.describe)
-    return account
+    memory = MemoryAccount(context.devices, remedies, answering_remedies(run))
+    on_full_memory(memory.describe)
+    Trainer(trainer_config(run), parts, context, memory=memory).run()
 
 
-def join_replicas(models: list[Stage], context: DistributedContext, *, shards: bool) -> Replicas:
-    """Checks that all replicas start alike and, if asked to, shares their weights out."""
-    replicas = Replicas(context.dp_group)
-    replicas.check_equal(models)
-    if shards:
-        return ShardedReplicas(models, mesh=context.mesh["dp"])
-    return replicas
+def streaming_topology(arguments: TrainArguments) -> Topology:
+    """Return one process with all stages, by default a decoder layer each."""
+    run = arguments.run
+    check_streaming(run, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    num_stages = run.num_stages or _count_layers(run) + run.vision_stages
+    return Topology(streaming_schedule(num_stages), dp_degree=1)
+
+
+def make_streaming_runner(
+    arguments: TrainArguments, stages: Sequence[Stage], context: DistributedContext
+) -> StreamingRunner:
+    """Return the runner over the stages; says what they take."""
+    run, models = arguments.run, list(stages)
+    lanes = make_lanes(context.devices, budget=run.streaming.budget)
+    plan = None
+    if run.streaming.stages:
+        plan = even_plan(len(models), min(run.streaming.stages, len(models)))
+    runner = StreamingRunner(
+        models,
+        lanes=lanes,
+        group=context.pp_group,
+        seed=run.seed,
+        plan=plan,
+        by_layer=run.recompute_grain == "layer",
+        stale=run.stale_step,
+        pin_model=run.pin_model,
+    )
+    try:
+        runner.check_plan(run.num_micro_batches)
+    except ValueError as error:
+        raise UserError(
+            f"the budget of a device (--streaming.budget) is too small: {error}. Raise it, or "
+            "cut the model into more stages (--num-stages), a large tower into some of its own "
+            "(--vision-stages)."
+        ) from None
+    try:
+        check_host_memory(runner.pipe._hosted_layers, torch.float32)
+    except MemoryError as error:
+        raise UserError(f"the model does not fit the host's memory: {error}") from None
+    host = host_bytes(runner.pipe._hosted_layers, torch.float32) / GIB
+    names = ", ".join(str(lane.device) for lane in lanes)
+    budget = lanes[0].pool.budget
+    limit = "all that is there" if budget is None else f"{budget / GIB:.2f} GiB"
+    say(
+        f"streaming: {len(models)} stages in host memory through {names}; {limit} for weights and "
+        f"gradients of each; {host:.2f} GiB of host memory without the optimizer's state"
+    )
+    return runner
+
+
+def make_lanes(devices: Sequence[torch.device], *, budget: float | None) -> list[Lane]:
+    """Return what stages stream through.
+
+    Args:
+        budget: GiB for weights and gradients on each; None: half of what is free on an accelerator.
+    """
+    num_bytes = None if budget is None else int(budget * GIB)
+    if devices[0].type == "cpu":
+        return [Lane.cpu(budget=num_bytes)]
+    module = torch.get_device_module(devices[0])
+    free = {device: module.mem_get_info(device)[0] for device in devices}
+    return [
+        Lane.streams(
+            device,
+            budget=num_bytes or int(free[device] * SHARE_OF_FREE),
+            inputs_budget=int(free[device] * SHARE_OF_INPUTS),
+        )
+        for device in devices
+    ]
+
+
+def _count_layers(run: RunConfig) -> int:
+    path = run.config_path or run.model_path
+    config = None if path is None else load_config(path, trust_remote_code=run.trust_remote_code)
+    text = None if config is None else config.get_text_config(decoder=True)
+    count = getattr(text, "num_hidden_layers", None)
+    if count is None:
+        raise UserError(
+            f"{path or 'no --model-path and no --config-path'} does not say how many decoder "
+            "layers the model has, which --engine streaming makes stages of. Give --num-stages."
+        )
+    return count

@@ -1,12 +1,14 @@
-"""What a training run is made of: each chosen part, called with what it wants of the options.
+"""The components of a training run, each called with the options that it takes.
 
-Knows the options and the contract of each register; train_pp.py puts the objects together.
+`TrainingParts` gives them to the trainer (stageline/training/trainer.py).
 """
 
 import dataclasses
 import functools
+import hashlib
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +17,46 @@ import torch
 from commands import say
 from commands.run_plan import RunPlan
 from commands.stages import StageBuilder, dtype_of
-from commands.train_data import Data, asks_for
+from commands.train_data import (
+    READ_ANEW,
+    START,
+    Data,
+    asks_for,
+    make_loader,
+    read_anew,
+    start_weights,
+)
 from commands.train_vocabulary import rows_option
-from options.fields import handed_to
+from options.command_line import with_new_names
+from options.fields import absolute, handed_to, option_fields, spelled
 from options.memory import attention_arguments, check_attention_device
 from options.model import learning_rate_scales, method_arguments
 from options.parts import ChosenPart, takes
-from options.train import RunConfig
-from parse_args import TrainArguments
+from options.train import RunConfig, on_resume
+from parse_args import TrainArguments, save_config
 from register import load_target
 from stageline.checkpoint.layout import Ranks
 from stageline.contracts import call, check_call
 from stageline.data.batches.check_batch import check_encode
-from stageline.data.batches.loader import example_micro_batch
+from stageline.data.batches.loader import MicroBatchLoader, example_micro_batch
 from stageline.data.batches.sampler import group_size_of
 from stageline.data.batches.step_maker import read_row
 from stageline.data.images.tiling import Tiling
+from stageline.data.rows.readers import data_fingerprint
 from stageline.data.text.processor import num_token_ids
-from stageline.data.text.tokenizers import NewTokens
 from stageline.distributed.process_group import DistributedContext, wait_for_weights
+from stageline.errors import UserError
+from stageline.hub import PREFIX
 from stageline.modules.chunked_loss import ChunkedLoss, LossByToken
 from stageline.modules.lora_layer import PISSA
 from stageline.modules.losses import without_reference
 from stageline.modules.policy_loss import with_stand_ins
-from stageline.pipeline.schedules import Schedule
+from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.stage_passes import check_values_kept
 from stageline.pipeline.topology import Topology
 from stageline.planner.estimate import device_capacity
 from stageline.planner.planner import Planner, place_together
-from stageline.seeds import host_state_kept
+from stageline.seeds import host_state_kept, seed_everything
 from stageline.stage import Stage
 from stageline.stages.packing import check_packing
 from stageline.training.loss_part import LossPart, StepLoss
@@ -54,7 +67,9 @@ from stageline.training.part_checks import (
     check_optimizer,
     check_sim_fn,
 )
-from stageline.training.resume import ResumePoint
+from stageline.training.replicas import Replicas
+from stageline.training.resume import ResumePoint, check_same_run
+from stageline.training.trainer import TrainerConfig
 from stageline.verify.names import check_filled_stages
 
 # of a loss, for the engine
@@ -62,18 +77,10 @@ PLAIN_FACTS = ("is_token_sum", "is_cross_entropy", "predicts_tokens", "weighs_by
 
 
 def stage_builder(arguments: TrainArguments, *, images: Any = None) -> StageBuilder:
-    """What builds the stages of a run.
-
-    Args:
-        images: the processor of the data.
-    """
+    """Return what builds the stages of a run; `images`: the processor of the data."""
     run = arguments.run
-    options = {
-        **handed_to("train_model", run),
-        **method_arguments(run),
-        **attention_arguments(run),
-        "dtype": dtype_of(run),
-    }
+    options = {**handed_to("train_model", run), **method_arguments(run), **attention_arguments(run)}
+    options["dtype"] = dtype_of(run)
     return StageBuilder(
         arguments.parts["train_model"],
         run.config_path or run.model_path,
@@ -86,87 +93,8 @@ def stage_builder(arguments: TrainArguments, *, images: Any = None) -> StageBuil
     )
 
 
-def build_stages(
-    arguments: TrainArguments,
-    context: DistributedContext,
-    schedule: Schedule,
-    *,
-    images: Any = None,
-    point: ResumePoint | None = None,
-    new_tokens: NewTokens | None = None,
-    is_packed: bool = False,
-) -> list[Stage]:
-    """Calls the train_model part for each stage of this rank.
-
-    Args:
-        is_packed: rows of the data hold several samples.
-        new_tokens: what `Data` added to the tokenizer.
-        images: the processor of the data.
-        point: a checkpoint in which whole models are. What is trained besides the weights of an
-            adapter's base comes later, by `resume_step`.
-    """
-    run = arguments.run
-    check_attention_device(run, context.devices[0].type)
-    weights, processor = run.model_path, run.processor_path
-    if point is not None:
-        weights = str(point.folder) if point.base is None else run.model_path or point.base
-        processor = processor or run.model_path or run.config_path
-    builder = stage_builder(arguments, images=images)
-    stages_here = list(schedule.stages_of(context.pp_rank))
-    is_known = builder.check_names(
-        stages_here, ranks=Ranks.of(context.pp_group), checkpoint=weights
-    )
-    stages = [
-        builder.build(
-            stage,
-            checkpoint_path=weights,
-            processor_path=processor,
-            device=context.device,
-            **rows_option(run, new_tokens, is_known=point is not None and point.base is None),
-            **taken_option(run, point),
-        )
-        for stage in stages_here
-    ]
-    wait_for_weights(weights)
-    if not is_known:
-        check_filled_stages(stages, ranks=Ranks.of(context.pp_group), checkpoint=weights)
-    check_values_kept(stages)
-    for stage in stages:
-        if point is not None and point.base is not None:
-            stage.loaded_from = getattr(stage, "loaded_from", None) or point.base
-        if stage.stage == 0 and getattr(stage, "cast_note", None):
-            say(f"{run.model_path}: {stage.cast_note}")
-    if is_packed:
-        for stage in stages:
-            if not getattr(stage, "is_tower", False):  # no row crosses a tower
-                check_packing(stage, rows=run.micro_batch_size, device=context.device)
-    return stages
-
-
-def start_stages(
-    arguments: TrainArguments, data: Data, context: DistributedContext, point: ResumePoint | None
-) -> Callable[[int], Stage]:
-    """Gives a stage as this run's first start filled it, from `model_path` or at random."""
-    run = arguments.run
-
-    def build(stage: int) -> Stage:
-        with host_state_kept():
-            made = stage_builder(arguments, images=data.processor).build(
-                stage,
-                checkpoint_path=run.model_path,
-                processor_path=run.processor_path,
-                device=context.device,
-                **rows_option(run, data.new_tokens),
-                **taken_option(run, point),
-            )
-        wait_for_weights(run.model_path)
-        return made
-
-    return build
-
-
 def check_parts(arguments: TrainArguments, data: Data) -> None:
-    """Refuses parts that do not keep their contracts, on the first rows; loads no model."""
+    """Refuse parts that do not keep their contracts, on the first rows; loads no model."""
     parts = arguments.parts
     given = handed_to("optimizer", arguments.run)
     check_call("optimizer", parts["optimizer"].bound, [], **given)
@@ -193,30 +121,17 @@ def check_parts(arguments: TrainArguments, data: Data) -> None:
         say(problem)
 
 
-def taken_option(run: RunConfig, point: ResumePoint | None) -> dict[str, Any]:
-    """The checkpoint that knows what PiSSA took out of the weights, of a run that goes on."""
-    if point is None or point.base is None or not run.lora.init.startswith(PISSA):
-        return {}
-    return {"lora_taken_from": str(point.folder)}
-
-
 def bind_loss(arguments: TrainArguments) -> LossPart:
-    """The loss_fn part with its options and facts, and the sim_fn part where it takes one."""
-    sim_fn = arguments.parts.get("sim_fn")
+    """Return the loss_fn part with its options and facts, and the sim_fn part if it takes one."""
+    loss, sim_fn = arguments.parts["loss_fn"], arguments.parts.get("sim_fn")
     similar = {} if sim_fn is None else {"sim_fn": sim_fn.bound}
-    given = taken_options("loss_fn", arguments)
-    return make_loss_part(arguments.parts["loss_fn"], **similar, **given)
-
-
-def taken_options(register: str, arguments: TrainArguments) -> dict[str, Any]:
-    """The options of the run that a part of a register is handed, where it takes them."""
-    part = arguments.parts[register].part
-    handed = handed_to(register, arguments.run)
-    return {name: value for name, value in handed.items() if takes(part, name) != "no"}
+    handed = handed_to("loss_fn", arguments.run)
+    given = {name: value for name, value in handed.items() if takes(loss.part, name) != "no"}
+    return make_loss_part(loss, **similar, **given)
 
 
 def make_loss_part(part: ChosenPart, **given: Any) -> LossPart:
-    """What the engine calls for a loss_fn part: its facts are plain arguments there."""
+    """Return a loss_fn part with its facts as the engine takes them."""
     counts = {name: load_target(count) for name, count in part.facts["counts"].items()}
     asked = {name: asks_for(part, name) for name in ("needs_reference", "needs_kl")}
     loss_fn = functools.partial(part.part, **part.kwargs, **given)
@@ -225,7 +140,7 @@ def make_loss_part(part: ChosenPart, **given: Any) -> LossPart:
 
 
 def make_loss(arguments: TrainArguments, model: Stage) -> LossPart:
-    """The loss_fn part; where `model` is a last stage that keeps its logits back, over chunks."""
+    """Return the loss_fn part; with --logits-chunk over chunks of the hidden states of `model`."""
     loss = bind_loss(arguments)
     chunk = arguments.run.logits_chunk
     if chunk and model.is_last:
@@ -241,7 +156,7 @@ def make_optimizer(
     *,
     part_of: Callable[[str], str | None] = lambda name: None,
 ) -> torch.optim.Optimizer | None:
-    """The optimizer part over this stage's trainable parameters; None where there are none.
+    """Return the optimizer part over trainable parameters; None where there are none.
 
     Args:
         part_of: a parameter's name -> the part of the model, which may have a rate of its own.
@@ -260,16 +175,8 @@ def make_optimizer(
     return optimizer
 
 
-def make_tracker(arguments: TrainArguments, folder: Path, *, start_step: int) -> object | None:
-    """The tracker part, which starts to follow the run."""
-    part = arguments.parts["tracker"]
-    config = arguments.as_config()
-    given = {"folder": folder, "config": config, "start_step": start_step}
-    return call("tracker", part.bound, **given)
-
-
 def make_learning_rate(arguments: TrainArguments) -> Callable[[int], float]:
-    """The lr_scheduler part: step -> learning rate."""
+    """Return the lr_scheduler part: step -> learning rate."""
     run, part = arguments.run, arguments.parts["lr_scheduler"]
     rate_of = call("lr_scheduler", part.bound, **handed_to("lr_scheduler", run))
     check_learning_rate(rate_of, part=part.part)
@@ -279,7 +186,7 @@ def make_learning_rate(arguments: TrainArguments) -> Callable[[int], float]:
 def make_planner(
     arguments: TrainArguments, data: Data, topology: Topology, device: torch.device
 ) -> Planner:
-    """The planner of this run; it measures on `device`."""
+    """Return the planner of this run; it measures on `device`."""
     run, answers_of = arguments.run, None
     if arguments.parts["loss_fn"].facts["samples_answers"]:
         from commands.train_rollouts import weigh_answers
@@ -323,7 +230,7 @@ def make_planner(
 
 
 def place_layers(plan: RunPlan, data: Data, context: DistributedContext) -> RunPlan:
-    """The plan with the layers of each stage, settled on all ranks."""
+    """Return the plan with the layers of each stage, the same on all ranks."""
     run = plan.run
     if run.vision_stages:
         return plan  # the planner knows no tower but one on stage 0
@@ -338,3 +245,275 @@ def place_layers(plan: RunPlan, data: Data, context: DistributedContext) -> RunP
     if partition is None or run.partition not in ("parameters", "measured"):
         return plan
     return dataclasses.replace(plan, run=dataclasses.replace(run, partition=partition))
+
+
+def trainer_config(run: RunConfig) -> TrainerConfig:
+    """Return the settings that the trainer reads."""
+    names = {item.name for item in dataclasses.fields(TrainerConfig)}
+    own = {name: getattr(run, name) for name in names if hasattr(run, name)}
+    stop, bad = run.early_stop, run.bad_steps
+    return TrainerConfig(
+        **own,
+        max_skipped=bad.max_skipped,
+        spike_sigma=bad.spike_sigma,
+        spike_action=bad.spike_action,
+        patience=stop.patience,
+        stop_metric=stop.metric,
+        stop_delta=stop.delta,
+    )
+
+
+class TrainingParts:
+    """What a run is made of, for the trainer; see `stageline.training.trainer.Parts`.
+
+    Args:
+        make_runner: gets the stages of a rank and its context.
+        places_layers: the planner settles which layers are on which stage.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        data: Data,
+        make_runner: Callable[[Sequence[Stage], DistributedContext], Any],
+        *,
+        places_layers: bool,
+    ) -> None:
+        self.plan, self.data, self.make_runner = plan, data, make_runner
+        self.make_loss: Callable[[Stage], LossPart] = functools.partial(make_loss, plan)
+        self.make_optimizer: Callable[..., Any] = functools.partial(make_optimizer, plan)
+        self.make_learning_rate: Callable[[], Any] = functools.partial(make_learning_rate, plan)
+        self.places_layers = places_layers
+        self.lr_scales: Mapping[str, float] = learning_rate_scales(plan.run)
+        self.samples_answers = bool(plan.parts["loss_fn"].facts["samples_answers"])
+
+    def settings(self) -> dict[str, object]:
+        """Return what decides the course of training; saved with a checkpoint, compared later."""
+        run = self.plan.run
+        return {
+            **self.plan.as_config(),
+            "samples of a step": run.batch_size * run.accumulate_steps * (run.dp_degree or 1),
+            "training samples": len(self.data.train),
+            "training data": data_fingerprint(self.data.train),
+            **read_anew(self.plan, self.data),
+        }
+
+    def check_same_run(self, point: ResumePoint) -> None:
+        """Refuse to resume a checkpoint of a run with other settings."""
+        plan, now = self.plan, self.settings()
+        saved = with_new_names(point.state.facts["settings"])
+        is_longer, why = rates_stay(plan, saved, point.step)
+        free = {"free", "length"} if is_longer else {"free"}
+        # the same passes in the same order, to the bit
+        is_alike = {saved.get("engine"), now["engine"]} <= {"pipeline", "torch"}
+        # whole weights need no others; of a base that started at random there are no files
+        has_start = point.base is not None and plan.run.model_path and saved.get("model-path")
+        check_same_run(
+            {**newer_options(plan.run, now), **saved},
+            now,
+            may_change=lambda name: (
+                on_resume(name, plan.parts) in free
+                or (name == START and not has_start)
+                or (name == "engine" and is_alike)
+            ),
+            allows_changes=plan.run.allow_changes,
+            say=say,
+            why=why,
+        )
+
+    def build_stages(self, context: DistributedContext, point: ResumePoint | None) -> list[Stage]:
+        """Place the layers, check the split, then call the train_model part for each stage.
+
+        Args:
+            point: a checkpoint with whole models. What is trained besides the weights of an
+                adapter's base comes later, from its training state.
+        """
+        if self.places_layers:
+            self.plan = place_layers(self.plan, self.data, context)
+        run, data = self.plan.run, self.data
+        is_packed = run.packing or getattr(data.train, "packed", None) is not None
+        stage_builder(self.plan).verify(
+            run.prove_split,
+            ranks=Ranks.of(None),
+            say=say,
+            answers=self.samples_answers,
+            packed_rows=run.micro_batch_size if is_packed else 0,
+        )
+        seed_everything(run.seed)
+        check_attention_device(run, context.devices[0].type)
+
+        weights, processor, is_whole = run.model_path, run.processor_path, False
+        if point is not None:
+            is_whole = point.base is None
+            weights = str(point.folder) if is_whole else run.model_path or point.base
+            processor = processor or run.model_path or run.config_path
+        builder = stage_builder(self.plan, images=data.processor)
+        stages_here = list(self.plan.topology.schedule.stages_of(context.pp_rank))
+        ranks = Ranks.of(context.pp_group)
+        is_known = builder.check_names(stages_here, ranks=ranks, checkpoint=weights)
+        stages = [
+            builder.build(
+                stage,
+                checkpoint_path=weights,
+                processor_path=processor,
+                device=context.device,
+                **rows_option(run, data.new_tokens, is_known=is_whole),
+                **taken_option(run, point),
+            )
+            for stage in stages_here
+        ]
+        wait_for_weights(weights)
+        if not is_known:
+            check_filled_stages(stages, ranks=ranks, checkpoint=weights)
+        check_values_kept(stages)
+        for stage in stages:
+            if point is not None and not is_whole:
+                stage.loaded_from = getattr(stage, "loaded_from", None) or point.base
+            if stage.stage == 0 and getattr(stage, "cast_note", None):
+                say(f"{run.model_path}: {stage.cast_note}")
+            if is_packed and not getattr(stage, "is_tower", False):  # no row crosses a tower
+                check_packing(stage, rows=run.micro_batch_size, device=context.device)
+        return stages
+
+    def make_loader(
+        self,
+        dataset: Any,
+        context: DistributedContext,
+        runner: PipelineRunner,
+        *,
+        is_evaluation: bool,
+        start_step: int = 0,
+        position: Any = None,
+    ) -> MicroBatchLoader:
+        return make_loader(
+            self.plan,
+            self.data,
+            context,
+            runner.schedule,
+            dataset,
+            is_evaluation=is_evaluation,
+            start_step=start_step,
+            position=position,
+            facts=host_facts(runner),
+        )
+
+    def make_rollouts(
+        self,
+        context: DistributedContext,
+        runner: PipelineRunner,
+        replicas: Replicas,
+        point: ResumePoint | None,
+    ) -> Any:
+        if not self.samples_answers:
+            return None
+        # what decodes is imported where something is decoded
+        from commands.train_rollouts import make_prompts, make_rollouts
+
+        rollouts = make_rollouts(
+            self.plan,
+            self.data,
+            context,
+            runner,
+            replicas,
+            point=point,
+            start_stage=functools.partial(self._start_stage, context, point),
+        )
+        held_out = None
+        if self.data.test is not None:
+            held_out = make_prompts(
+                self.plan, self.data, context, self.data.test, is_evaluation=True
+            )
+        return rollouts, held_out
+
+    def _start_stage(
+        self, context: DistributedContext, point: ResumePoint | None, stage: int
+    ) -> Stage:
+        """Build a stage as this run's first start filled it, from `model_path` or at random."""
+        run = self.plan.run
+        with host_state_kept():
+            made = stage_builder(self.plan, images=self.data.processor).build(
+                stage,
+                checkpoint_path=run.model_path,
+                processor_path=run.processor_path,
+                device=context.device,
+                **rows_option(run, self.data.new_tokens),
+                **taken_option(run, point),
+            )
+        wait_for_weights(run.model_path)
+        return made
+
+    def reference_key(self, dataset: Any) -> str:
+        """Identify what the reference log-probabilities of a dataset depend on."""
+        run = self.plan.run
+        told = {
+            name: value
+            for name, value in self.plan.as_config().items()
+            if on_resume(name, self.plan.parts) == "course"
+        }
+        words = (data_fingerprint(dataset), start_weights(run), run.max_token_num)
+        return hashlib.sha256(json.dumps([told, words], default=str).encode()).hexdigest()
+
+    def save_config(self, folder: Path) -> None:
+        """Write the settled options and the rows that are left out."""
+        save_config(self.plan, folder / "config.yaml")
+        self.data.bad_rows.write(folder / "bad_rows.jsonl")
+
+    def make_tracker(self, folder: Path, start_step: int) -> object | None:
+        """Return the tracker part, which starts to follow the run."""
+        given = {"folder": folder, "config": self.plan.as_config(), "start_step": start_step}
+        return call("tracker", self.plan.parts["tracker"].bound, **given)
+
+
+def taken_option(run: RunConfig, point: ResumePoint | None) -> dict[str, Any]:
+    """Return the checkpoint with what PiSSA took out of the weights, of a resumed run."""
+    if point is None or point.base is None or not run.lora.init.startswith(PISSA):
+        return {}
+    return {"lora_taken_from": str(point.folder)}
+
+
+def host_facts(runner: PipelineRunner) -> Callable[[Any], Any] | None:
+    """Return what the stages need of each micro-batch on the host; None for a custom stage."""
+    return getattr(runner.local.models[0], "host_facts", None)
+
+
+def newer_options(run: RunConfig, now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is newer than a checkpoint: options had their defaults, files are believed."""
+    named = {spelled(item.name)[2:]: item for item in option_fields(run).values()}
+    options = {name: absolute(item, item.default) for name, item in named.items() if name in now}
+    return {**options, **{name: now[name] for name in READ_ANEW if name in now}}
+
+
+def check_same_commits(configs: Sequence[Mapping[str, object]]) -> None:
+    """Refuse ranks that found a name on a hub at different commits, as torchrun's may."""
+    for name, value in configs[0].items():
+        found = {str(config[name]) for config in configs}
+        if PREFIX in str(value) and len(found) > 1:
+            raise UserError(
+                f"--{name} is {' and '.join(sorted(found))} on ranks of this run. One commit is "
+                "required, and its branch moved while they started: give one of these names."
+            )
+
+
+def rates_stay(arguments: TrainArguments, saved: Mapping[str, Any], step: int) -> tuple[bool, str]:
+    """Whether the `step` steps done had the learning rates of this run; why not.
+
+    Then a run of another length is, to the bit, the one that had this length from the start.
+    """
+    run = arguments.run
+    names = ("total_steps", "warmup_steps")
+    then: dict[str, Any] = {name: saved.get(spelled(name)[2:]) for name in names}
+    now = {name: getattr(run, name) for name in then}
+    if then == now or None in then.values():
+        return then == now, ""
+    if run.total_steps < step:
+        return False, f" The run would end at step {run.total_steps}, and {step} are done."
+    before = dataclasses.replace(arguments, run=dataclasses.replace(run, **then))
+    earlier, current = make_learning_rate(before), make_learning_rate(arguments)
+    for done in range(step):
+        if earlier(done) != current(done):
+            return False, (
+                f" With another length, step {done + 1}, which is done, would have had the "
+                f"learning rate {current(done):g} in place of {earlier(done):g}; with "
+                "--lr-scheduler constant and the same --warmup-steps a run may be made longer."
+            )
+    return True, ""

@@ -1,17 +1,16 @@
-"""What a run is made of whose model answers before each step: prompts, rewards, decoding.
+"""The prompts, rewards and decoding of a run whose stages answer before each step (GRPO).
 
-Knows the options; the engine's part is stageline/training/rollouts.py.
+The engine's part is stageline/training/rollouts.py.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from commands import say
 from commands.train_data import Data, answers_of
-from commands.train_parts import start_stages
 from options.train import RunConfig
 from parse_args import TrainArguments
 from stageline.data.batches.loader import MicroBatchLoader
@@ -48,11 +47,7 @@ def make_prompts(
     start_step: int = 0,
     position: object = None,
 ) -> MicroBatchLoader:
-    """Gives the prompts of each step, encoded.
-
-    Args:
-        start_step: times that answers were drawn.
-    """
+    """Return the loader of encoded prompts; its steps are the times that answers are drawn."""
     run, size = arguments.run, group_size_of(dataset)
     count = run.batch_size if is_evaluation else run.batch_size * run.accumulate_steps
     num_prompts = count // answers_of(arguments)
@@ -83,10 +78,16 @@ def make_rollouts(
     replicas: Replicas,
     *,
     point: ResumePoint | None,
+    start_stage: Callable[[int], Stage],
 ) -> Rollouts:
-    """What gives the micro-batches of each step; every rank makes it, together."""
+    """Return what gives the micro-batches of each step; all ranks call this together.
+
+    Args:
+        start_stage: builds a stage of the start model again.
+    """
     run = arguments.run
     start_step = point.step if point else 0
+    facts: Mapping[str, Any] = point.state.facts if point else {}
     prompts = make_prompts(
         arguments,
         data,
@@ -94,13 +95,30 @@ def make_rollouts(
         data.train,
         is_evaluation=False,
         start_step=start_step // run.rollouts.inner_steps,
-        position=point.state.facts.get("position") if point else None,
+        position=facts.get("position"),
     )
     samples = None
     if context.is_main and run.rollouts.keep_samples:
         samples = SampleFile(Path(run.output_dir).absolute(), start_step=start_step)
+    wire = None
+    if context.num_ranks > 1:
+        wire = make_wire(
+            context.rank,
+            num_stages=context.num_ranks,
+            num_replicas=context.num_replicas,
+            device=context.device,
+        )
+    config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
+    answers = StageAnswers(
+        runner,
+        wire,
+        processor=data.processor,
+        pad_token_id=data.pad_token_id,
+        stop_ids=stop_ids_of(find_folder(run.config_folder), config, data.processor),
+        positions=num_positions(config),
+    )
     return Rollouts(
-        _make_answers(run, data, context, runner),
+        answers,
         make_rewards(arguments),
         rollout_options(run),
         prompts=prompts,
@@ -109,16 +127,16 @@ def make_rollouts(
         facts=getattr(runner.local.models[0], "host_facts", None),
         start_step=start_step,
         end_step=run.total_steps,
-        saved=point.state.facts.get("answers") if point else None,
-        start_stage=start_stages(arguments, data, context, point),
-        saved_start=point.state.facts.get("start") if point else None,
-        begun_as=point.state.facts.get("reference") if point else None,
+        saved=facts.get("answers"),
+        start_stage=start_stage,
+        saved_start=facts.get("start"),
+        begun_as=facts.get("reference"),
         on_samples=samples,
     )
 
 
 def weigh_answers(run: RunConfig, num_ranks: int, row_tokens: int) -> Callable[[Stage], Cost]:
-    """What weighs the answers that a pipeline draws before a step, and in an evaluation.
+    """Return the memory estimate of the answers that a pipeline draws.
 
     Args:
         row_tokens: of the longest row, with a stand-in for the longest answer.
@@ -143,7 +161,7 @@ def weigh_answers(run: RunConfig, num_ranks: int, row_tokens: int) -> Callable[[
 
 
 def make_rewards(arguments: TrainArguments) -> Rewards:
-    """The reward parts with their weights."""
+    """Return the reward parts with their weights."""
     run, chosen = arguments.run, arguments.parts["reward"].part
     weights = run.rollouts.reward_weights or [1.0] * len(chosen)
     parts = [
@@ -154,7 +172,7 @@ def make_rewards(arguments: TrainArguments) -> Rewards:
 
 
 def check_rewards(arguments: TrainArguments, data: Data) -> None:
-    """Shows what the rewards give on the first rows of training, and how long these prompts are."""
+    """Print what the rewards give for the first training rows, and how long the prompts are."""
     run, size = arguments.run, group_size_of(data.train)
     tokenizer = get_tokenizer(data.processor)
     count = min(len(data.train), max(1, MOST_TRIED // size) * size)
@@ -176,46 +194,16 @@ def check_rewards(arguments: TrainArguments, data: Data) -> None:
 
 
 def rollout_options(run: RunConfig) -> RolloutOptions:
-    """The options of the run, as the engine calls them."""
+    """Return the options of answering, and those of the run that it depends on."""
     return RolloutOptions(
+        **{
+            item.name: getattr(run.rollouts, item.name)
+            for item in dataclasses.fields(RolloutOptions)
+            if hasattr(run.rollouts, item.name)
+        },
         seed=run.seed,
-        group_size=run.rollouts.group_size,
-        inner_steps=run.rollouts.inner_steps,
-        advantage=run.rollouts.advantage,
-        temperature=run.rollouts.sampling_temperature,
-        max_completion_length=run.rollouts.max_completion_length,
-        stop=tuple(run.rollouts.stop_strings or ()),
-        kl_beta=run.rollouts.kl_beta,
         reference=run.reference,
-        masks_cut=run.rollouts.mask_truncated_completions,
-        drops_equal=run.rollouts.drop_equal_groups,
-        prompts_together=run.rollouts.prompts_together,
-        is_ahead=run.rollouts.ahead > 0,
         micro_batch_size=run.micro_batch_size,
         is_sorted=run.rows.order == "sorted",
         row_capacity=run.max_token_num if run.packing else None,
-        keep_samples=run.rollouts.keep_samples,
-    )
-
-
-def _make_answers(
-    run: RunConfig, data: Data, context: DistributedContext, runner: PipelineRunner
-) -> StageAnswers:
-    wire = None
-    if context.num_ranks > 1:
-        wire = make_wire(
-            context.rank,
-            num_stages=context.num_ranks,
-            num_replicas=context.num_replicas,
-            device=context.device,
-        )
-    folder = find_folder(run.config_folder)
-    config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
-    return StageAnswers(
-        runner,
-        wire,
-        processor=data.processor,
-        pad_token_id=data.pad_token_id,
-        stop_ids=stop_ids_of(folder, config, data.processor),
-        positions=num_positions(config),
     )

@@ -1,7 +1,4 @@
-"""The vocabulary of a training run: new tokens, the rows they need, and a head that is tied.
-
-Knows the options; train_data.py uses it.
-"""
+"""The vocabulary of a training run: new tokens, the rows they need, and a head that is tied."""
 
 from pathlib import Path
 from typing import Any
@@ -26,11 +23,11 @@ from stageline.modules.new_rows import NewRows, vocab_size_of
 
 
 def add_tokens(arguments: TrainArguments, processor: Any, path: str) -> NewTokens | None:
-    """Adds the run's new tokens to its processor, which came from `path`.
+    """Add the run's new tokens to its processor, which came from `path`.
 
     Returns:
-        Them and, with --vocab.resize, all tokens that the weights have no row for, or one that
-        their own tokenizer has no token for.
+        These tokens and, with --vocab.resize, all tokens that the weights have no row for, or one
+        that their own tokenizer has no token for.
     """
     run = arguments.run
     is_other = run.model_path is not None and Path(run.model_path) != Path(path)
@@ -64,7 +61,7 @@ def add_tokens(arguments: TrainArguments, processor: Any, path: str) -> NewToken
 def num_rows_of(
     run: RunConfig, config: PretrainedConfig, *, new_tokens: NewTokens | None = None
 ) -> int | None:
-    """Rows of embedding and head as the weights have them, and new ones; None: not known."""
+    """Return the rows of embedding and head, new ones included; None: not known."""
     known = vocab_size_of(config)
     if known is None:
         return None
@@ -79,14 +76,14 @@ def num_rows_of(
 
 
 def check_tied_head(run: RunConfig, config: PretrainedConfig) -> None:
-    """Refuses a learning rate for a head that is the embedding; tells that freezing it is none."""
+    """Refuse a learning rate for a head that is the embedding; note that freezing it is none."""
     if not getattr(config, "tie_word_embeddings", False):
         return
     why = "the head shares the weight of the embedding, which is of the language model"
     if run.parts.lm_head.lr is not None:
         raise UserError(
-            f"--parts.lm_head.lr {run.parts.lm_head.lr:g} came, and {why}; a head of its "
-            "own was expected: one weight has one rate. Use --parts.llm.lr."
+            f"--parts.lm_head.lr {run.parts.lm_head.lr:g}: {why}, and one weight has one rate. Use "
+            "--parts.llm.lr."
         )
     trains = not (run.parts.llm.frozen or run.llm_lora_num or run.vocab.train_new)
     if run.parts.lm_head.frozen and trains:
@@ -96,7 +93,7 @@ def check_tied_head(run: RunConfig, config: PretrainedConfig) -> None:
 def rows_option(
     run: RunConfig, new_tokens: NewTokens | None, *, is_known: bool = False
 ) -> dict[str, Any]:
-    """What a stage is told about new tokens; without any, nothing.
+    """Return the new tokens for a stage, if any.
 
     Args:
         is_known: the weights have their rows, as those of a checkpoint of this run.

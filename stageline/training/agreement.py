@@ -1,4 +1,4 @@
-"""Compares the micro-batches of a pipeline's ranks before each step."""
+"""Compare the micro-batches of a pipeline's ranks before each step."""
 
 import zlib
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,10 @@ SHARED = ("input_ids", "labels", "loss_kl_input_ids", "loss_kl_labels")
 def check_agreement(
     micro_batches: Sequence[Mapping[str, torch.Tensor]], *, group: dist.ProcessGroup | None
 ) -> None:
-    """Compares a hash over the pipeline, before a step sends anything; every rank calls this.
+    """Compare a hash over the pipeline, before a step sends anything; every rank calls this.
 
-    Each rank loads its micro-batches itself and takes shapes of what comes from them. Where they
-    differ, gloo fills a buffer in part without a word, or ends the process; and nobody would see
-    that tokens differ.
+    Each rank loads its micro-batches itself and computes shapes from them. Where they differ, gloo
+    fills a buffer in part or ends the process, and different tokens would go unseen.
 
     Raises:
         DataError: ranks differ; on all of them.
@@ -44,27 +43,25 @@ def check_agreement(
 
 
 def explain_difference(gathered: Sequence[Sequence[str]]) -> str:
-    """The first difference between rank 0 of a pipeline and another one."""
+    """Return the first difference between rank 0 of a pipeline and another one."""
     first = gathered[0]
     rank, other = next((rank, one) for rank, one in enumerate(gathered) if one != first)
-    made = f"stage ranks 0 and {rank} of a pipeline made"
-    if len(first) != len(other):
-        what = f"{len(first)} and {len(other)} micro-batches of one step"
-    else:
+    what = f"{len(first)} and {len(other)} micro-batches of one step"
+    if len(first) == len(other):
         index = next(index for index, one in enumerate(first) if one != other[index])
         what = (
             f"different micro-batches {index} of one step: {first[index]} on rank 0, "
             f"{other[index]} on rank {rank}"
         )
     return (
-        f"{made} {what}; equal ones were expected. Stages exchange tensors of the shapes that each "
-        "rank takes from its own copy: the dataset and the collate part must give the same on "
-        "every rank (no randomness of their own, no files that differ between machines)."
+        f"stage ranks 0 and {rank} of a pipeline made {what}. The dataset and the collate part "
+        "must give the same on every rank (no randomness of their own, no files that differ "
+        "between machines)."
     )
 
 
 def _describe(batch: Mapping[str, torch.Tensor]) -> str:
-    """Shapes, types and contents of what every rank holds."""
+    """Return shapes, types and checksums of what every rank holds."""
     parts = []
     for name in SHARED:
         if name in batch:

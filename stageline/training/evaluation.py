@@ -1,8 +1,6 @@
-"""Evaluation inside training: the loss on held-out samples, through the same stages.
+"""Evaluation inside training, through the same stages; the best checkpoint; early stopping."""
 
-And what follows from it: which weights are kept as the best, and when a run ends early.
-"""
-
+import contextlib
 import math
 import os
 from collections import Counter
@@ -33,14 +31,14 @@ class EvalResult:
     """Figures over the whole evaluation set.
 
     Attributes:
-        loss: the mean over supervised tokens; of a loss_fn part with several terms their sum,
-            each divided by its own number in the whole set. None of answers that are rewarded.
-        token_accuracy: the share of supervised tokens that greedy prediction hits, given the true
-            tokens before them; None where the loss_fn part scores instead of predicting.
+        loss: the mean over supervised tokens; with several terms their sum, each divided by its own
+            count in the whole set. None for rewarded answers.
+        token_accuracy: share of supervised tokens that greedy prediction hits, given the true
+            tokens before them; None for a loss_fn part over scores.
         num_targets: supervised tokens.
         predicted: token ids predicted at the supervised places, a list per row, of the first
             `keep` rows of the dataset; empty for a row without any. On every rank.
-        figures: what the loss_fn part tells besides its loss.
+        figures: named figures of the loss_fn part besides its loss.
         perplexity: exp of the loss, where that is the mean cross-entropy of tokens.
     """
 
@@ -52,10 +50,9 @@ class EvalResult:
     perplexity: float | None = None
 
     def named(self) -> dict[str, float]:
-        """Every figure by its name in the log."""
-        some = {"loss": self.loss, "perplexity": self.perplexity}
-        some["token_accuracy"] = self.token_accuracy
-        known = {name: value for name, value in some.items() if value is not None}
+        """Return every figure by its name in the log."""
+        names = ("loss", "perplexity", "token_accuracy")
+        known = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return {**known, **self.figures}
 
 
@@ -69,17 +66,16 @@ def evaluate(
     replicas: Replicas | None = None,
     prepare: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]] = list,
 ) -> EvalResult:
-    """Runs all batches forward only.
+    """Run all batches forward only.
 
     Args:
+        batches: lists of micro-batches of this replica; rows without a label weigh nothing.
+            `loss_rows` [B] has the row of the dataset; without it they come in its order.
         loss_fn: a loss_fn part, or a `ChunkedLoss` where the last stage gives hidden states.
         step: optimizer steps done, for a loss that depends on it.
-        batches: lists of micro-batches of this replica; rows without a label weigh nothing.
-            `loss_rows` [B] says which row of the dataset each one is; without it they come in
-            its order.
-        keep: how many rows' predicted tokens to return; of a row that comes twice, the first.
-        prepare: adds to the micro-batches what the loss needs besides, on all ranks.
+        keep: rows whose predicted tokens are returned; of a row that comes twice, the first.
         replicas: they share the rows out; figures are those of all.
+        prepare: adds to the micro-batches what the loss needs besides, on all ranks.
 
     Raises:
         DataError: no row has a supervised token.
@@ -103,51 +99,44 @@ def evaluate(
     num_targets = totals["num_targets"]
     if num_targets == 0:
         raise DataError(
-            f"none of the {num_rows} held-out rows has a supervised token. One at least was "
-            "expected, because a loss over nothing would be 0, and the best: look at `prompt` and "
+            f"none of the {num_rows} held-out rows has a supervised token. Look at `prompt` and "
             "`max_token_num`, or leave evaluations out (`eval_samples` 0)."
         )
-    means = _means(told, totals)
-    by_row = {row: ids for *_, rows in told for row, ids in rows.items()}
-    loss = means.pop("loss", 0.0)
-    accuracy = sum(hits for hits, *_ in told) / num_targets
-    return EvalResult(
-        loss=loss,
-        token_accuracy=accuracy if figures.part.predicts_tokens else None,
-        num_targets=num_targets,
-        predicted=[by_row.get(row, []) for row in range(max(by_row, default=-1) + 1)],
-        figures=means,
-        perplexity=_perplexity(loss) if figures.part.is_cross_entropy else None,
-    )
-
-
-def _perplexity(loss: float) -> float:
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
-
-
-def _means(told: Sequence[Any], totals: Mapping[str, int]) -> dict[str, float]:
-    """Loss and figures over the whole set: each sum by the count that divides it."""
+    # each sum by the count that divides it
     names = dict.fromkeys(name for _, _, sums, _ in told for name in sums)
-    return {
+    means = {
         name: sum(
             sum(sums.get(name, {}).get(count, 0.0) for _, _, sums, _ in told) / max(total, 1)
             for count, total in totals.items()
         )
         for name in names
     }
+    by_row = {row: ids for *_, rows in told for row, ids in rows.items()}
+    loss = means.pop("loss", 0.0)
+    accuracy = sum(hits for hits, *_ in told) / num_targets
+    perplexity = None
+    if figures.part.is_cross_entropy:
+        perplexity = math.inf
+        with contextlib.suppress(OverflowError):
+            perplexity = math.exp(loss)
+    return EvalResult(
+        loss=loss,
+        token_accuracy=accuracy if figures.part.predicts_tokens else None,
+        num_targets=num_targets,
+        predicted=[by_row.get(row, []) for row in range(max(by_row, default=-1) + 1)],
+        figures=means,
+        perplexity=perplexity,
+    )
 
 
 class _Figures:
-    """Adds up what the last stage gives.
+    """Sums over the outputs of the last stage.
 
     Attributes:
         hits: supervised tokens that are predicted right.
         sums: figure -> count -> sum that is to be divided by it.
         predicted: row of the dataset -> predicted tokens, of the first `keep` rows.
-        next_row: the row that comes next, where the micro-batch does not say it.
+        next_row: the row that comes next, where a micro-batch has no `loss_rows`.
     """
 
     def __init__(self, loss_fn: Callable[..., Any], *, step: int, keep: int) -> None:
@@ -193,17 +182,12 @@ FALLING = ("loss", "perplexity")  # figures with such a word are better when low
 
 
 def figure_of(result: EvalResult, name: str) -> float:
-    """A held-out figure by its name in the log.
-
-    Raises:
-        UserError: the evaluation has none of that name.
-    """
+    """Return a held-out figure by its name in the log."""
     figures = result.named()
     if name not in figures:
         raise UserError(
             f"the held-out figure {name!r} was asked for, and an evaluation of this run has "
-            f"{', '.join(figures)}. One of these was expected, because the best weights and early "
-            "stopping go by it: name it with `save_best` or `early_stop.metric`."
+            f"{', '.join(figures)}. Name one of these with `save_best` or `early_stop.metric`."
         )
     return figures[name]
 
@@ -221,14 +205,11 @@ Result = TypeVar("Result")
 
 
 class BestCheckpoint:
-    """Decides which evaluation is the best so far, and keeps the weights of that one alone.
+    """Keeps the weights of the best evaluation so far; every rank calls it with the same results.
 
-    `best` is a link to the folder `best-step-00000123` beside it: a link is exchanged in one step,
-    a folder is not. Whenever a run is killed, `best` leads to a whole checkpoint, old or new.
-
-    Every rank calls the same methods with the same results. A run that is continued goes on from
-    the best it had; a new run in the folder of another one leaves that one's best where it is, and
-    moves the link only.
+    `best` is a link to the folder `best-step-00000123` next to it: a link is exchanged in one step,
+    so it leads to a complete checkpoint whenever a run is killed. A run that is continued goes on
+    from its own best; a new run in an old folder moves only the link.
 
     Args:
         folder: of the run's checkpoints.
@@ -236,9 +217,6 @@ class BestCheckpoint:
         save: saves the weights as a new folder, `save(path, step=..., facts=...)`, on all ranks.
         group: ranks that agree; None: all.
         start_step: steps done before; 0 for a new run.
-
-    Raises:
-        UserError: something else is called "best", or what it leads to is not whole.
     """
 
     def __init__(
@@ -267,7 +245,7 @@ class BestCheckpoint:
         return self.folder / LINK
 
     def improves(self, result: EvalResult) -> bool:
-        """Whether it is better than all before; equal is not, nor is what is not a number."""
+        """Whether it is better than all before."""
         if self.metric == "none" or result.num_targets == 0:
             return False
         value = figure_of(result, self.metric)
@@ -276,8 +254,12 @@ class BestCheckpoint:
         return is_better(value, self.value, metric=self.metric)
 
     def keep(self, step: int, result: EvalResult) -> str:
-        """Saves the weights as the new best, then removes the old ones; says so in a line."""
-        name = self.ranks.gather(self._free_name(step))[0]
+        """Save the weights as the new best, then remove the old ones; return a line about it."""
+        name = f"{LINK}-step-{step:08d}"
+        # a run that was killed, or an earlier run, may have left a folder of this step
+        names = [name, *(f"{name}-{number}" for number in range(2, 1000))]
+        free = next(name for name in names if not (self.folder / name).exists())
+        name = self.ranks.gather(free)[0]
         figures = {**result.named(), "num_targets": result.num_targets}
         facts = {"best": {"metric": self.metric, "step": step, "figures": figures}}
         self.save(self.folder / name, step=step, facts=facts)
@@ -288,9 +270,8 @@ class BestCheckpoint:
     def _read(self, *, is_continued: bool) -> tuple[float, int, str] | None:
         if self.link.exists() and not self.link.is_symlink():
             raise UserError(
-                f"{self.link} is there and is no link, a link to the best checkpoint was expected: "
-                "`save_best` moves it to each new one. Rename that folder or choose another "
-                "`output_dir`."
+                f"{self.link} is no link, which `save_best` moves to each new best. Rename that "
+                "folder or choose another `output_dir`."
             )
         if not is_continued or not self.link.exists():
             return None
@@ -301,12 +282,6 @@ class BestCheckpoint:
         value = facts["figures"].get(self.metric)
         return None if value is None else (value, facts["step"], os.readlink(self.link))
 
-    def _free_name(self, step: int) -> str:
-        """A run that was killed, or an earlier run, may have left a folder of this step."""
-        name = f"{LINK}-step-{step:08d}"
-        names = [name, *(f"{name}-{number}" for number in range(2, 1000))]
-        return next(name for name in names if not (self.folder / name).exists())
-
     def _exchange(self, name: str, *, old: str | None) -> None:
         temporary = self.folder / draft_name(self.link)
         os.symlink(name, temporary, target_is_directory=True)
@@ -316,17 +291,17 @@ class BestCheckpoint:
             remove_checkpoint(self.folder / old)
 
     def _on_main(self, function: Callable[[], Result]) -> Result | None:
-        """What `function` returns on the main rank; where it fails, all ranks raise."""
+        """Return what `function` returns on the main rank; where it fails, all ranks raise."""
         nothing = self.folder / draft_name(self.link)  # there is no draft to remove
         return self.ranks.on_first(function, nothing)
 
 
 @dataclass
 class EarlyStop:
-    """Counts evaluations without improvement; the same on all ranks, as the figures are.
+    """A count of evaluations without improvement; the same on all ranks, as the figures are.
 
     Args:
-        patience: so many in a row end the run; 0: never.
+        patience: evaluations in a row that end the run; 0 = off.
         metric: name of the figure in the log.
         delta: an improvement is more than this.
     """
@@ -343,18 +318,16 @@ class EarlyStop:
         return 0 < self.patience <= self.count
 
     def see(self, step: int, value: float) -> None:
-        if self.best is None or is_better(value, self.best, metric=self.metric, by=self.delta):
-            if math.isfinite(value):
-                self.best, self.best_step, self.count = value, step, 0
-                return
-        self.count += 1
+        is_improved = math.isfinite(value)
+        if self.best is not None:
+            is_improved = is_better(value, self.best, metric=self.metric, by=self.delta)
+        if is_improved:
+            self.best, self.best_step, self.count = value, step, 0
+        else:
+            self.count += 1
 
     def see_log(self, records: Iterable[Mapping[str, Any]], *, until: int) -> None:
-        """Takes the evaluations of a run that is continued, from the records of its log.
-
-        Args:
-            until: the step from which the run goes on; what was logged later is not looked at.
-        """
+        """Take the evaluations up to step `until` from the log of a run that is continued."""
         by_step = {
             record["step"]: record.get(self.metric)
             for record in records

@@ -1,7 +1,7 @@
 """The start weights of what a run trains, kept on the host, for passes of the start model.
 
-What is not trained is the same in both models. While the copy is in place, the weights of the run
-lie where the copy lay: a device holds one tensor more than before, never a second model.
+While the copy is in place, the weights of the run are where the copy was: a device holds one tensor
+more than before, never a second model.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ StartStage = Callable[[int], Stage]  # index of a stage -> the stage as the run 
 
 
 class FrozenCopy:
-    """Makes the copy; every rank of a pipeline does so together, its weights put together whole.
+    """The copy; all ranks of a pipeline make it together, with whole (not sharded) weights.
 
     Args:
-        start_stage: None: the run begins, its own weights are those.
-        saved: `fingerprint` of the run that is gone on with; None: it took no copy.
+        start_stage: builds a stage of the start model; None: the run begins with its own weights.
+        saved: `fingerprint` of a resumed run; None: it took no copy.
 
     Attributes:
         fingerprint: of the start weights, the same on all ranks and in every split.
@@ -46,30 +46,26 @@ class FrozenCopy:
         self.runner = runner
         self._kept: dict[str, torch.Tensor] = {}
         for model in runner.local:
-            self._take(model, start_stage)
-        self.fingerprint = self._fingerprint()
+            start = model if start_stage is None else start_stage(model.stage)
+            values = dict(start.named_parameters())
+            for name in _trained([model]).keys() - self._kept.keys():
+                value = values[name].detach()
+                pins = is_accelerator(value.device)
+                kept = torch.empty(value.shape, dtype=value.dtype, pin_memory=pins)
+                self._kept[name] = kept.copy_(value)
+            del start, values  # a second stage is gone before the next one is built
+        own = {bit_sum(value).item() for value in self._kept.values()}
+        gathered: list[set[int | float]] = [set()] * runner.schedule.num_ranks
+        dist.all_gather_object(gathered, own, group=runner.group)
+        # without names: a tied weight has two in one split, and one in another
+        sums = sorted(set().union(*gathered))
+        self.fingerprint = hashlib.sha256(str(sums).encode()).hexdigest()
         if saved is not None and self.fingerprint != saved:
             raise UserError(
-                "the start model, which was read again for the divergence from it, has other "
-                "weights than the one that this run began with. The same ones were expected, "
-                "because a resumed run compares with the model of its first start: give "
-                "`model_path` and `seed` of that run, and the same versions of torch and "
-                "transformers."
+                "the start model was read again, and has other weights than the one that this run "
+                "began with. Give `model_path` and `seed` of that run, and the same versions of "
+                "torch and transformers."
             )
-
-    def _take(self, model: Stage, start_stage: StartStage | None) -> None:
-        # a stage of its own is gone behind this; gradients, which are not there yet, need as much
-        start = model if start_stage is None else start_stage(model.stage)
-        values = dict(start.named_parameters())
-        for name in _trained([model]).keys() - self._kept.keys():
-            self._kept[name] = _on_host(values[name])
-
-    def _fingerprint(self) -> str:
-        own = {bit_sum(value).item() for value in self._kept.values()}
-        gathered: list[set[int | float]] = [set()] * self.runner.schedule.num_ranks
-        dist.all_gather_object(gathered, own, group=self.runner.group)
-        # without names: a tied weight has two in one split, and one in another
-        return hashlib.sha256(str(sorted(set().union(*gathered))).encode()).hexdigest()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -97,13 +93,7 @@ class FrozenCopy:
 
 
 def _trained(models: Iterable[Stage]) -> Mapping[str, nn.Parameter]:
-    """What is trained, by name; what two stages of a rank share is there once."""
+    """Return what is trained, by name; what two stages of a rank share is there once."""
     named = {n: p for model in models for n, p in model.named_parameters() if p.requires_grad}
     assert not any(isinstance(p, DTensor) for p in named.values()), "put together by the caller"
     return named
-
-
-def _on_host(value: torch.Tensor) -> torch.Tensor:
-    pins = is_accelerator(value.device)
-    kept = torch.empty(value.shape, dtype=value.dtype, pin_memory=pins)
-    return kept.copy_(value.detach())

@@ -1,11 +1,9 @@
 """Which rank owns which trained parameter, and the gradient norm of the whole model.
 
-A weight that is tied across stages (embedding and head) lives on two ranks under one name. Its
-gradients are exchanged and summed before each optimizer step, so that both copies take the same
-step, and it counts once in the norm.
-
-Norms are gathered per parameter and reduced in the order of the whole model on every rank: a sum
-of squares per rank would differ from the unsplit model in the last bits, and so would the weights.
+A weight that is tied across stages (embedding and head) is on two ranks under one name: its
+gradients are summed before each step, and it counts once in the norm. Norms are gathered per
+parameter and reduced in the order of the whole model: a sum of squares per rank would differ from
+the unsplit model in the last bits.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -19,17 +17,17 @@ from stageline.modules.lora import wrapped_module
 
 
 class Ownership:
-    """Learned once, from the names that every rank of the pipeline trains.
+    """Who trains what, from the names that every rank of the pipeline trains.
 
     Args:
         named_parameters: this rank's trainable parameters by name.
-        order: the whole model's parameter names in its own order; those of adapters, which are
-            not in it, stand beside the layer that they wrap.
+        order: the whole model's parameter names in its own order; adapters, which are not in it,
+            have the place of the layer that they wrap.
         group: the pipeline's process group.
 
     Attributes:
         counted: this rank's names that count in a norm: all but later copies of tied weights.
-        model_order: for every rank, where its counted parameters stand in the whole model's order.
+        model_order: for every rank, the places of its counted parameters in the whole model.
     """
 
     def __init__(
@@ -54,9 +52,18 @@ class Ownership:
             for rank, rank_names in enumerate(names)
         ]
         self.counted = counted_by_rank[self.rank]
-        position = _Positions(order)
+        positions = {name: index for index, name in enumerate(order)}
+        modules: dict[str, int] = {}
+        for index, name in enumerate(order):
+            modules.setdefault(name.rpartition(".")[0], index)
+
+        def position(name: str) -> int:
+            if name in positions:
+                return positions[name]
+            return modules.get(wrapped_module(name), len(order))  # of an adapter
+
         keys = [
-            (position[name], rank, index)
+            (position(name), rank, index)
             for rank, rank_names in enumerate(counted_by_rank)
             for index, name in enumerate(rank_names)
         ]
@@ -69,7 +76,7 @@ class Ownership:
         self._marks: dict[torch.device, tuple[Collection[str], torch.Tensor]] = {}
 
     def order_on(self, device: torch.device) -> list[torch.Tensor]:
-        """`model_order` as tensors that lie on a device; sent there once."""
+        """Return `model_order` as tensors on a device; sent there once."""
         if device not in self._orders:
             self._orders[device] = [
                 torch.tensor(places, dtype=torch.long, device=device) for places in self.model_order
@@ -77,14 +84,14 @@ class Ownership:
         return self._orders[device]
 
     def marks_on(self, device: torch.device, names: Collection[str]) -> torch.Tensor:
-        """Which of `counted` are among these names, on a device; sent there once."""
+        """Return which of `counted` are among these names, on a device; sent there once."""
         if device not in self._marks or self._marks[device][0] is not names:
             found = torch.tensor([name in names for name in self.counted], device=device)
             self._marks[device] = names, found
         return self._marks[device][1]
 
     def sum_tied_gradients(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Adds up the gradients of tied weights over the stages that hold a copy."""
+        """Sum the gradients of tied weights over the stages that hold a copy."""
         for name, ranks in self.tied.items():
             if self.rank not in ranks:
                 continue
@@ -112,22 +119,6 @@ class Ownership:
         return received
 
 
-class _Positions:
-    """Where a parameter, or the layer that an adapter wraps, stands in the whole model."""
-
-    def __init__(self, order: list[str]) -> None:
-        self._names = {name: index for index, name in enumerate(order)}
-        self._modules: dict[str, int] = {}
-        for index, name in enumerate(order):
-            self._modules.setdefault(name.rpartition(".")[0], index)
-        self._end = len(order)
-
-    def __getitem__(self, name: str) -> int:
-        if name in self._names:
-            return self._names[name]
-        return self._modules.get(wrapped_module(name), self._end)
-
-
 NO_GRADIENT = -1.0
 
 
@@ -140,7 +131,7 @@ class Owner(NamedTuple):
 
 
 def gather_owners(ownership: Ownership, stage_of: Mapping[str, int]) -> list[Owner]:
-    """The owners of all counted parameters in the order of the whole model; once, by all ranks.
+    """Return the owners of all counted parameters in the order of the whole model, on all ranks.
 
     Args:
         stage_of: name -> stage, of this rank's parameters.
@@ -164,12 +155,12 @@ def gather_norms(
     shares: Collection[str] = (),
     replica_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """The norms of all gradients of all stages, in the order of the whole model, on every rank.
+    """Return the norms of all gradients in the order of the whole model, on every rank.
 
     `NO_GRADIENT` for a parameter without one. Each tied weight is there once.
 
     Args:
-        device: where tensors lie that are sent: a rank may train nothing, and so have none.
+        device: of the tensors that are sent; a rank may train nothing.
         shares: names of parameters of which the ranks of `replica_group` hold a share each.
     """
     longest = max(1, max(len(places) for places in ownership.model_order))
@@ -182,8 +173,10 @@ def gather_norms(
         own[: len(grads)] = torch.stack([none if g is None else next(found) for g in grads])
     if any(name in shares for name in ownership.counted):
         counted = own[: len(ownership.counted)]
-        joined = _join_norms(counted, replica_group)
-        counted.copy_(torch.where(ownership.marks_on(device, shares), joined, counted))
+        squares = counted.double().square()  # in float32 large ones would overflow
+        dist.all_reduce(squares, group=replica_group)
+        is_joined = ownership.marks_on(device, shares) & (counted != NO_GRADIENT)
+        counted.copy_(torch.where(is_joined, squares.sqrt().to(counted.dtype), counted))
     gathered = [torch.empty_like(own) for _ in ownership.model_order]
     dist.all_gather(gathered, own, group=ownership.group)
     norms = torch.zeros(sum(len(places) for places in ownership.model_order), device=device)
@@ -193,14 +186,14 @@ def gather_norms(
 
 
 def total_norm(norms: torch.Tensor) -> torch.Tensor:
-    """The 2-norm over all gradients from `gather_norms`; the same scalar on every rank."""
+    """Return the 2-norm over all gradients from `gather_norms`; the same on every rank."""
     if norms.device.type != "cpu":  # where the host would wait for an index; nan stays
         return torch.linalg.vector_norm(norms.clamp(min=0.0))
     return torch.linalg.vector_norm(norms[norms != NO_GRADIENT])
 
 
 def stages_without_gradient(norms: Sequence[float], owners: Sequence[Owner]) -> list[int]:
-    """Stages that train, and whose gradients are all zero or missing."""
+    """Return the stages that train and whose gradients are all zero or missing."""
     highest: dict[int, float] = {}
     for norm, owner in zip(norms, owners, strict=True):
         is_larger = not norm <= highest.get(owner.stage, 0.0)  # nan too
@@ -208,15 +201,8 @@ def stages_without_gradient(norms: Sequence[float], owners: Sequence[Owner]) -> 
     return sorted(stage for stage, norm in highest.items() if norm == 0.0)
 
 
-def _join_norms(norms: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The norms of whole gradients from those of the shares of all ranks of `group`."""
-    squares = norms.double().square()  # in float32 large ones would overflow
-    dist.all_reduce(squares, group=group)
-    return torch.where(norms == NO_GRADIENT, norms, squares.sqrt().to(norms.dtype))
-
-
 def clip_gradients(
     parameters: dict[str, nn.Parameter], *, max_norm: float, total_norm: torch.Tensor
 ) -> None:
-    """Scales all gradients so that their norm is at most `max_norm`."""
+    """Scale all gradients so that their norm is at most `max_norm`."""
     nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, total_norm)

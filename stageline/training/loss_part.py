@@ -1,9 +1,10 @@
-"""Calls a loss_fn part with what it asks for: counts of the whole batch, and the step.
+"""Call a loss_fn part with counts of the whole batch and, if it takes it, the step.
 
-A part has counts, {"num_groups": micro-batch -> int}, and takes them, as it takes `num_targets` and
-`step`, by these names. It returns the loss, or (loss, figures).
+A part declares counts, {"num_groups": micro-batch -> int}, and takes them by these names, like
+`num_targets` and `step`. It returns the loss, or (loss, figures).
 """
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -33,10 +34,7 @@ TARGETS = ("target", "targets", "label", "labels")  # second argument of a torch
 
 @dataclass(frozen=True)
 class MeanOfTargets:
-    """A `loss_fn(output, target)` as a part: the mean over the targets of what it is called with.
-
-    The target is `labels`, aligned with the token ids, as a model of transformers gets it.
-    """
+    """A torch-style `loss_fn(output, target)` as a part; the target is `labels`."""
 
     loss_fn: Callable[..., torch.Tensor]
 
@@ -51,20 +49,17 @@ class MeanOfTargets:
 
 @dataclass(eq=False)
 class LossPart:
-    """A loss_fn part, and what it asks for.
+    """A loss_fn part with its declared facts.
 
     Args:
         loss_fn: the part, a partial of it, or an object with the part as `loss_fn`.
-        counts: name -> function that counts in a micro-batch.
+        counts: name -> function that counts in a micro-batch; `num_targets` is added in front.
         is_token_sum: the loss is the mean of token losses.
         is_cross_entropy: it is the mean cross-entropy of tokens; exp of it is the perplexity.
-        predicts_tokens: what it gets are logits of the next token.
-        needs_reference: it finds `loss_reference` in each micro-batch.
-        needs_kl: it finds `loss_kl`, too.
+        predicts_tokens: it gets logits of the next token.
+        needs_reference: it needs `loss_reference` in each micro-batch.
+        needs_kl: it needs `loss_kl`, too.
         weighs_by_itself: it need not add up over micro-batches.
-
-    Attributes:
-        counts: with `num_targets`, which comes first.
 
     Raises:
         UserError: a count has the name of another argument, or the part does not take it.
@@ -82,16 +77,17 @@ class LossPart:
 
     def __post_init__(self) -> None:
         part = innermost(self.loss_fn)
-        taken = _arguments(part)
+        parameters: list[inspect.Parameter] = []
+        with contextlib.suppress(TypeError, ValueError):  # a built-in function has no signature
+            parameters = list(inspect.signature(part).parameters.values())
+        taken = {"**" if one.kind is one.VAR_KEYWORD else one.name for one in parameters}
         for name in self.counts:
             if name in ("num_targets", "step") or not (name in taken or "**" in taken):
                 raise UserError(
                     f"the loss {getattr(part, '__name__', type(part).__name__)!r} declares the "
-                    f"count {name!r}. A name of its own that is one of its arguments was "
-                    "expected, because the number is handed over by this name: correct its "
-                    "`counts` or its signature."
+                    f"count {name!r}, which must be an argument of its own, since the number is "
+                    "handed over by this name. Correct its `counts` or its signature."
                 )
-        parameters = inspect.signature(part).parameters.values() if taken else ()
         names = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
         is_torch_style = len(names) == 2 and names[1] in TARGETS
         if is_torch_style and not taken & {"num_targets", "**"}:
@@ -101,17 +97,17 @@ class LossPart:
 
     @classmethod
     def of(cls, loss_fn: "Callable[..., Any] | LossPart") -> "LossPart":
-        """Itself, or a plain function as a part that asks for nothing."""
+        """Return a plain function as a part without declared facts, a part as it is."""
         return loss_fn if isinstance(loss_fn, LossPart) else cls(loss_fn)
 
     def over(self, loss_fn: Callable[..., Any]) -> "LossPart":
-        """The same part, called by or through another function."""
+        """Return the same part around another function."""
         other = copy.copy(self)
         other.loss_fn = loss_fn
         return other
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> dict[str, int]:
-        """Each count over the micro-batches of this replica."""
+        """Return each count over the micro-batches of this replica."""
         return {
             name: sum(int(count(batch)) for batch in micro_batches)
             for name, count in self.counts.items()
@@ -125,7 +121,7 @@ class LossPart:
         totals: Mapping[str, torch.Tensor],
         step: int,
     ) -> tuple[torch.Tensor, Figures]:
-        """The share of a micro-batch in the loss, and in its named figures; often there are none.
+        """Return the share of a micro-batch in the loss and in its named figures.
 
         Args:
             totals: the counts of the whole batch, by name.
@@ -137,18 +133,18 @@ class LossPart:
         if not isinstance(found, tuple):
             return found, {}
         loss, figures = found
-        taken = RESERVED.intersection(figures)
-        if taken:
+        if taken := RESERVED.intersection(figures):
             raise UserError(
-                f"the loss returned figures named {', '.join(sorted(taken))}. Other names were "
-                "expected, because the log has these already: rename them."
+                f"the loss returned figures named {', '.join(sorted(taken))}, names that the log "
+                "has already. Rename them."
             )
         return loss, {name: value.detach() for name, value in figures.items()}
 
     def _check(self, found: Any) -> None:
-        """Refuses what is no scalar, or (scalar, figures) with scalars of their own."""
+        """Refuse what is not a scalar, or (scalar, figures) with scalars of their own."""
         figures: Mapping[str, object]
-        loss, figures = found if _is_pair(found) else (found, {})
+        is_pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
+        loss, figures = found if is_pair else (found, {})
         wrong = [value for value in (loss, *figures.values()) if not _is_scalar(value)]
         if wrong:
             what = shown(found)
@@ -159,19 +155,18 @@ class LossPart:
                 "loss_fn",
                 innermost(self.loss_fn),
                 f"returned {what}",
-                why="A tensor of one number without dimensions, in floats, was expected, because "
-                "its gradient is taken and it is added up over micro-batches",
+                why="A float tensor of one number without dimensions was expected",
                 cure="sum over rows and tokens, divide by num_targets, and return that; figures "
-                "are a dict of such tensors beside it",
+                "are a dict of such tensors",
             )
 
     def sums(
         self, logits: torch.Tensor, micro_batch: MicroBatch, *, step: int
     ) -> dict[str, dict[str, torch.Tensor]]:
-        """Figure -> count -> the sum that is to be divided by it; the loss is named `loss`.
+        """Return figure -> count -> the sum that is to be divided by it; the loss is named `loss`.
 
         For when totals are not known yet. Loss and figures are sums of terms, each divided by one
-        count: with that one 1 and the others without end, its term alone is left.
+        count: with that count 1 and the others infinite, only its term is left.
         """
         found: dict[str, dict[str, torch.Tensor]] = {}
         for chosen in self.counts:
@@ -185,16 +180,12 @@ class LossPart:
         return found
 
 
-def _is_pair(found: object) -> bool:
-    return isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
-
-
 def _is_scalar(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
 
 
 def innermost(loss_fn: Callable[..., Any]) -> Any:
-    """The part itself, without partials and wrappers around it."""
+    """Return the part itself, without partials and wrappers around it."""
     part: Any = loss_fn
     while True:
         if isinstance(part, functools.partial):
@@ -206,44 +197,34 @@ def innermost(loss_fn: Callable[..., Any]) -> Any:
 
 
 def count_targets(batch: MicroBatch) -> int:
-    """Supervised tokens of a micro-batch; the first token of a row is never predicted."""
+    """Return the supervised tokens of a micro-batch; a row's first token is never predicted."""
     return int((batch["labels"][:, 1:] != IGNORE).sum())
-
-
-def _arguments(part: Any) -> set[str]:
-    """Names of the arguments of a part; with `**` where it takes any."""
-    try:
-        parameters = inspect.signature(part).parameters.values()
-    except (TypeError, ValueError):
-        return set()
-    return {"**" if item.kind is item.VAR_KEYWORD else item.name for item in parameters}
 
 
 Output = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 def logits_of(output: Output) -> torch.Tensor:
-    """The logits [B, T, V] of a last stage, which may return (logits, extra loss)."""
+    """Return the logits [B, T, V] of a last stage, which may return (logits, extra loss)."""
     return output[0] if isinstance(output, tuple) else output
 
 
 class StepLoss:
-    """Called with the output of each micro-batch; returns what its backward pass starts from.
+    """The loss of a step: gets the output of each micro-batch, returns what backward starts from.
 
-    An extra loss (of the routers of a mixture of experts) is a figure of one micro-batch, already
-    weighted by the model. The step has the mean of them, so that more micro-batches do not make
-    it heavier: the token loss is divided by the targets of the whole step, too.
+    The extra loss of a mixture of experts' routers, weighted by the model, is a figure of one
+    micro-batch; the step has the mean of them.
 
     Args:
         num_targets: supervised tokens of the whole step.
-        counts: what else the part counts, of the whole step; 1 each where nothing is given.
+        counts: what else the part counts, of the whole step; default 1 each.
         step: number of the optimizer step, from 0.
         num_micro_batches: micro-batches of the whole step, over all replicas.
         scale: of fp16's loss scaling; in no figure.
 
     Attributes:
         loss: the sum of what `loss_fn` returned, a scalar in float32.
-        figures: the sums of the named figures that it returned, in float32.
+        figures: the sums of its named figures, in float32.
         extra_loss: the mean of the extra losses; 0 for models without.
         each: the loss of every micro-batch in the order of the calls, extra loss included.
     """

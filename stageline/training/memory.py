@@ -1,8 +1,4 @@
-"""Memory of this process, of its GPU or the host: its peak, and what fills it when it is full.
-
-Counts what is alive; allocates nothing on the device. How a device fills before a run is planned in
-planner/estimate.py.
-"""
+"""Memory of this process, of its GPU or the host: its peak, and what fills it when it is full."""
 
 import re
 import resource
@@ -19,7 +15,7 @@ from stageline.training.step import TrainStep, current_shapes
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that torch held on the device, or the largest resident set of the process."""
+    """Return the most bytes that torch held on the device, or the peak resident set size."""
     if is_accelerator(device):
         return torch.get_device_module(device).max_memory_allocated(device)
     peak = read_status("VmHWM")
@@ -30,7 +26,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def read_status(name: str, path: Path = Path("/proc/self/status")) -> int | None:
-    """Bytes of a line of /proc/self/status; None where a system or kernel leaves it out."""
+    """Return the bytes of a line of /proc/self/status; None where there is no such line."""
     status = path.read_text() if path.exists() else ""
     found = re.search(rf"^{name}:\s*(\d+) kB$", status, re.MULTILINE)
     return int(found[1]) * 1024 if found else None
@@ -39,7 +35,7 @@ def read_status(name: str, path: Path = Path("/proc/self/status")) -> int | None
 def gather_peaks(
     devices: Sequence[torch.device], *, group: dist.ProcessGroup | None = None
 ) -> list[int]:
-    """The peaks of all ranks of the group, on each of them; without a group of this one alone.
+    """Return the peaks of all ranks of the group, or without one of this process.
 
     Args:
         devices: of this process, as many as of the others.
@@ -53,7 +49,7 @@ def gather_peaks(
 
 
 class MemoryAccount:
-    """Describes what fills the memory of this rank, for the report of a run that has none left.
+    """What fills the memory of this rank, for the report of a run that has none left.
 
     Args:
         devices: where this process computes.
@@ -61,7 +57,7 @@ class MemoryAccount:
         answering: the same while its model answers.
 
     Attributes:
-        train_step: set it once it is there; before that only remedies are told.
+        train_step: set when it is there; before that only remedies are reported.
     """
 
     def __init__(
@@ -75,14 +71,17 @@ class MemoryAccount:
         self.train_step: TrainStep | None = None
 
     def describe(self) -> str:
-        """One or two sentences: shape of the micro-batch, what is in use and by what, remedies."""
+        """Return sentences with the shape of the micro-batch, what is in use, and remedies."""
         answers = progress.place().operation == "decoding"
         remedies = self.answering if answers else self.remedies
         helps = f"What helps: {'; '.join(remedies[:3])}." if remedies else ""
-        return " ".join(filter(None, [_describe_micro_batch(), self._describe_use(), helps]))
+        index, shapes, batch = progress.place().micro_batch, current_shapes(), ""
+        if index is not None and index < len(shapes):
+            batch = f"It has {shapes[index][0]} x {shapes[index][1]} tokens."
+        return " ".join(filter(None, [batch, self._describe_use(), helps]))
 
     def parts(self) -> dict[str, int]:
-        """Bytes by name; what is none of weights, gradients and optimizer state is left out."""
+        """Return the bytes of weights, gradients and optimizer state."""
         step = self.train_step
         if step is None:
             return {}
@@ -112,15 +111,8 @@ class MemoryAccount:
         return f"In use: {_gib(used)}{of} ({listed}; the peak was {_gib(peak_memory(fullest))})."
 
 
-def _describe_micro_batch() -> str:
-    index, shapes = progress.place().micro_batch, current_shapes()
-    if index is None or index >= len(shapes):
-        return ""
-    return f"It has {shapes[index][0]} x {shapes[index][1]} tokens."
-
-
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of this rank's part of each, each memory once."""
+    """Return the bytes of this rank's part of each, shared memory once."""
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in local}.values())
 

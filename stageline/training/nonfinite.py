@@ -1,7 +1,4 @@
-"""Finds where a step's numbers went wrong: micro-batch, rows of the dataset, stage, parameter.
-
-Called on all ranks, and only for a step that is skipped, so it may talk and run passes again.
-"""
+"""Decide which steps change no weight, and find where the numbers of such a step went wrong."""
 
 import functools
 import math
@@ -27,22 +24,6 @@ from stageline.training.replicas import Replicas
 MOST_NAMED = 8
 
 
-@dataclass
-class _Found:
-    """What the ranks of one pipeline saw, as plain values.
-
-    Attributes:
-        rows: of the dataset, of each micro-batch; -1 where the loader does not say.
-        losses: (micro-batch, value) of those that are no numbers.
-        passes: (is_backward, stage, micro-batch, name) of the first bad passes, when the step was
-            run again: backward the parameter, forward the module.
-    """
-
-    rows: list[list[int]]
-    losses: list[tuple[int, str]]
-    passes: list[tuple[bool, int, int, str]]
-
-
 def find_non_finite(
     runner: PipelineRunner,
     micro_batches: Sequence[MicroBatch],
@@ -55,7 +36,7 @@ def find_non_finite(
     gradients: dict[str, nn.Parameter],
     replicas: Replicas,
 ) -> tuple[str, tuple[int, ...]]:
-    """Asks all ranks about one step; every rank calls this, and gets the same.
+    """Name micro-batch, rows, stage and parameter of a bad step; all ranks call this together.
 
     Args:
         problem: what is known already.
@@ -66,172 +47,137 @@ def find_non_finite(
         gradients: the parameters of this rank that get gradients.
 
     Returns:
-        Where it went wrong, as far as that can be found out; and the rows of the dataset that the
-        step took, of all replicas, empty where the loader does not say.
+        Where it went wrong, and the dataset rows of the step, of all replicas; the same on all
+        ranks.
     """
-    passes: list[tuple[bool, int, int, str]] = []
+    passes: list[_BadPass] = []
     if run_again is not None:
-        recorder = _Watch(runner, gradients)
-        with recorder.watching_outputs():
-            run_again(recorder)
-        passes = recorder.found
-    gathered: list[Any] = [None] * runner.schedule.num_ranks
-    own = (_bad_losses(losses, runner.loss_order), passes)
-    dist.all_gather_object(gathered, own, group=runner.group)
-    found = _Found(
-        _rows_of(micro_batches),
-        losses=[item for rank_losses, _ in gathered for item in rank_losses],
-        passes=[item for _, rank_passes in gathered for item in rank_passes],
-    )
-    told = replicas.gather(found)
-    parts = _name_losses(told) or [_name_gradient(norms, owners, len(told)) or problem]
-    if run_again is not None:
-        parts += _name_passes(told)
-    rows = (row for one in told for batch_rows in one.rows for row in batch_rows)
-    return "; ".join(parts), tuple(row for row in rows if row >= 0)
-
-
-def _name_losses(told: Sequence[_Found]) -> list[str]:
-    return [
-        f"the loss is {one.losses[0][1]} in "
-        f"{_name_batches([number for number, _ in one.losses], one.rows)}{_of(replica, told)}"
-        for replica, one in enumerate(told)
-        if one.losses
+        with _Watch(runner, gradients) as watch:
+            run_again(watch)
+        passes = watch.found
+    bad_losses = [
+        (number, str(loss.item()))
+        for number, loss in zip(runner.loss_order, losses, strict=False)
+        if not math.isfinite(loss.item())
     ]
+    gathered: list[Any] = [None] * runner.schedule.num_ranks
+    dist.all_gather_object(gathered, (bad_losses, passes), group=runner.group)
+    bad_losses = sorted(one for found, _ in gathered for one in found)
+    passes = [one for _, found in gathered for one in found]
+    told = replicas.gather(([_rows_of(batch) for batch in micro_batches], bad_losses, passes))
 
-
-def _name_gradient(norms: Sequence[float], owners: Sequence[Owner], num_replicas: int) -> str:
-    """The first bad gradient that the backward pass comes to, which is the model's last."""
+    parts, first_passes = [], []
+    for replica, (rows, bad_losses, passes) in enumerate(told):
+        of = f" of replica {replica}" if len(told) > 1 else ""
+        if bad_losses:
+            where = _name_batches([number for number, _ in bad_losses], rows)
+            parts.append(f"the loss is {bad_losses[0][1]} in {where}{of}")
+        if passes:
+            # a forward pass goes wrong at the first stage, a backward pass at the last
+            first = min(passes, key=lambda one: (one[0], -one[1] if one[0] else one[1]))
+            is_backward, stage, number, name = first
+            what = f"what {name or 'the stage'} returned"
+            what = f"the gradient of {name}" if is_backward else what
+            first_passes.append(
+                f"run again, {what} on stage {stage}{of} was first bad in "
+                f"{_name_batches([number], rows)}"
+            )
     bad = [place for place, norm in enumerate(norms) if not math.isfinite(norm)]
-    if not bad:
-        return ""
-    owner = owners[bad[-1]]
-    rank = f", rank {owner.rank}" if num_replicas == 1 else ""
-    return (
-        f"the gradient of {owner.name} (stage {owner.stage}{rank}) has the norm "
-        f"{norms[bad[-1]]}; {len(bad)} of {len(norms)} are not finite"
-    )
+    if not parts and bad:
+        owner = owners[bad[-1]]  # backward comes to the model's last parameter first
+        rank = f", rank {owner.rank}" if len(told) == 1 else ""
+        parts = [
+            f"the gradient of {owner.name} (stage {owner.stage}{rank}) has the norm "
+            f"{norms[bad[-1]]}; {len(bad)} of {len(norms)} are not finite"
+        ]
+    parts = parts or [problem]
+    if run_again is not None:
+        parts += first_passes or ["run again, all was finite; if it recurs, test the machine"]
+    all_rows = (row for rows, *_ in told for batch_rows in rows for row in batch_rows)
+    return "; ".join(parts), tuple(row for row in all_rows if row >= 0)
 
 
-def _name_passes(told: Sequence[_Found]) -> list[str]:
-    parts = []
-    for replica, one in enumerate(told):
-        if not one.passes:
-            continue
-        # forward goes wrong at the first stage, backward at the last one
-        is_backward, stage, number, name = min(
-            one.passes, key=lambda item: (item[0], -item[1] if item[0] else item[1])
-        )
-        module = name or "the stage itself"
-        what = f"the gradient of {name}" if is_backward else f"what {module} returned"
-        which = _name_batches([number], one.rows)
-        where = f"stage {stage}{_of(replica, told)}"
-        parts.append(f"run again, {what} on {where} was first bad in {which}")
-    return parts or ["run again, all was finite; if that happens often, test the machine"]
-
-
-def _of(replica: int, told: Sequence[_Found]) -> str:
-    return f" of replica {replica}" if len(told) > 1 else ""
+_BadPass = tuple[bool, int, int, str]  # is backward, stage, micro-batch, parameter or module
 
 
 class _Watch(Recorder):
-    """Looks at gradients behind each backward pass, and at outputs; slow.
+    """A recorder that checks module outputs, and gradients after each backward pass; slow.
 
     Attributes:
-        found: the first bad passes of this rank, at most one forward and one backward for a stage.
+        found: the first bad forward and the first bad backward pass of each stage of this rank.
     """
 
     def __init__(self, runner: PipelineRunner, gradients: dict[str, nn.Parameter]) -> None:
         super().__init__(runner.device, rank=runner.pp_rank)
-        self.runner = runner
-        self.found: list[tuple[bool, int, int, str]] = []
-        self._names = {
-            model.stage: [name for name, _ in model.named_parameters() if name in gradients]
-            for model in runner.local
-        }
+        self.found: list[_BadPass] = []
+        self._models = {model.stage: model for model in runner.local}
         self._gradients = gradients
         self._action: Action | None = None
-        self._bad_module = ""  # of this pass, the first one
+        self._bad_module: str | None = None  # the first one of this pass
+
+    def __enter__(self) -> "_Watch":
+        self._hooks = [
+            module.register_forward_hook(functools.partial(self._look, name))
+            for model in self._models.values()
+            for name, module in model.named_modules()
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     @contextmanager
     def span(self, action: Action) -> Iterator[None]:
-        self._action, self._bad_module = action, ""
+        self._action, self._bad_module = action, None
         yield
-        if action.kind == Kind.FORWARD or self._has_found(True, action.stage):
+        if action.kind == Kind.FORWARD:
             return
-        for name in reversed(self._names[action.stage]):
+        names = [name for name, _ in self._models[action.stage].named_parameters()]
+        for name in reversed([name for name in names if name in self._gradients]):
             grad = self._gradients[name].grad
             if grad is not None and not is_finite(grad):
-                self.found.append((True, action.stage, action.micro_batch, name))
-                return
+                return self._note(True, name)
 
     @contextmanager
     def wait(self, action: Action) -> Iterator[None]:
         yield
 
-    @contextmanager
-    def watching_outputs(self) -> Iterator[None]:
-        """Looks at what stages and their modules return, too."""
-        hooks = [
-            module.register_forward_hook(functools.partial(self._look, name))
-            for model in self.runner.local
-            for name, module in model.named_modules()
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
     def _look(self, name: str, module: nn.Module, _: Any, output: Any) -> None:
-        """Is called by inner modules before outer ones, at last by the stage, whose name is empty.
-
-        What goes bad inside and does not come out of the stage is no fault: a mask may have inf.
-        """
-        action = self._action
-        if action is None or action.kind != Kind.FORWARD or self._has_found(False, action.stage):
+        """Note a bad output if it leaves the stage, whose hook comes last: a mask may have inf."""
+        if self._action is None or self._action.kind != Kind.FORWARD:
             return
-        values = (value for value in tree_leaves(output) if isinstance(value, torch.Tensor))
-        if all(map(is_finite, values)):
+        tensors = [value for value in tree_leaves(output) if isinstance(value, torch.Tensor)]
+        if all(map(is_finite, tensors)):
             return
-        self._bad_module = self._bad_module or name
+        if self._bad_module is None:
+            self._bad_module = name
         if not name:
-            self.found.append((False, action.stage, action.micro_batch, self._bad_module))
+            self._note(False, self._bad_module)
 
-    def _has_found(self, is_backward: bool, stage: int) -> bool:
-        return any(item[:2] == (is_backward, stage) for item in self.found)
-
-
-def _bad_losses(losses: Sequence[torch.Tensor], order: Sequence[int]) -> list[tuple[int, str]]:
-    if not losses:
-        return []
-    values = torch.stack([loss.float() for loss in losses]).tolist()
-    return sorted(
-        (number, str(value))
-        for number, value in zip(order, values, strict=True)
-        if not math.isfinite(value)
-    )
+    def _note(self, is_backward: bool, name: str) -> None:
+        assert self._action is not None
+        stage, _, number = self._action
+        if all(one[:2] != (is_backward, stage) for one in self.found):
+            self.found.append((is_backward, stage, number, name))
 
 
-def _rows_of(micro_batches: Sequence[MicroBatch]) -> list[list[int]]:
-    names = ("loss_rows", "loss_packed_rows")
-    return [
-        # each once: a sample may be several rows
-        list(dict.fromkeys(row for name in names if name in batch for row in batch[name].tolist()))
-        for batch in micro_batches
-    ]
+def _rows_of(batch: MicroBatch) -> list[int]:
+    """Return the dataset rows of a micro-batch, each once; -1 where they are not known."""
+    names = [name for name in ("loss_rows", "loss_packed_rows") if name in batch]
+    return list(dict.fromkeys(row for name in names for row in batch[name].tolist()))
 
 
 def _name_batches(numbers: Sequence[int], rows: Sequence[Sequence[int]]) -> str:
+    """Return "micro-batches 1, 3 (rows 7, 9, 21)"."""
     if len(numbers) == len(rows) > 1:
         return f"all {len(rows)} micro-batches"
-    shown = ", ".join(map(str, numbers[:MOST_NAMED])) + ("..." if len(numbers) > MOST_NAMED else "")
-    known = [row for number in numbers for row in rows[number] if row >= 0]
+    cut = "..." if len(numbers) > MOST_NAMED else ""
+    shown = ", ".join(map(str, numbers[:MOST_NAMED])) + cut
     named = f"micro-batch{'es' * (len(numbers) > 1)} {shown}"
-    if not known:
-        return named
+    known = [row for number in numbers for row in rows[number] if row >= 0]
     more = f" ... {len(known)} in all" if len(known) > MOST_NAMED else ""
-    return f"{named} (rows {', '.join(map(str, known[:MOST_NAMED]))}{more})"
+    return f"{named} (rows {', '.join(map(str, known[:MOST_NAMED]))}{more})" if known else named
 
 
 SPIKE_WINDOW = 64
@@ -249,21 +195,19 @@ class StepVerdict:
 
 @dataclass
 class Skips:
-    """Judges steps and counts those that are skipped.
+    """Counts of skipped steps, and the rule by which a step is skipped.
 
-    It decides from figures that every rank has, and remembers only what a checkpoint can hold, so
-    that all ranks, and a resumed run, decide the same.
+    The rule depends on figures that every rank has and on what a checkpoint stores, so all ranks
+    and a resumed run decide the same.
 
     Args:
-        max_in_a_row: so many skipped ones in a row end a run; 1: the first one does.
-        spike_sigma: a loss so many standard deviations above the mean of the last
-            `SPIKE_WINDOW` finite ones is a spike; 0: none is.
-        spike_action: whether a step with a spike is skipped, or only told of.
+        max_in_a_row: skipped steps in a row that end a run; 1: the first one does.
+        spike_sigma: a loss that many standard deviations above the mean of the last
+            `SPIKE_WINDOW` finite ones is a spike; 0: off.
+        spike_action: whether a step with a spike is skipped or only reported.
 
     Attributes:
-        total: steps that were skipped since the start of the run.
-        in_a_row: those since the last good step.
-        losses: the last finite ones, also of spikes: a level that lasts is no spike for long.
+        losses: the last finite ones, spikes included: a level that lasts is no spike for long.
     """
 
     max_in_a_row: int = 20
@@ -274,8 +218,23 @@ class Skips:
     losses: list[float] = field(default_factory=list, init=False)
 
     def judge(self, loss: float, extra_loss: float, grad_norm: float) -> StepVerdict:
-        """Decides about one step and counts it; every rank calls this once a step."""
-        verdict = self._judge(loss, extra_loss, grad_norm)
+        """Decide about one step and count it; every rank calls this once a step."""
+        named = {"loss": loss, "router loss": extra_loss, "gradient norm": grad_norm}
+        bad = [
+            f"the {name} is {value}" for name, value in named.items() if not math.isfinite(value)
+        ]
+        verdict = StepVerdict()
+        if bad:
+            verdict = StepVerdict(bad[0], is_skipped=True, is_finite=False)
+        elif self.spike_sigma > 0 and len(self.losses) >= SPIKE_LEAST:
+            mean, deviation = fmean(self.losses), pstdev(self.losses)
+            if loss > mean + self.spike_sigma * deviation:
+                verdict = StepVerdict(
+                    f"the loss {loss:.4f} is a spike, more than {self.spike_sigma:g} standard "
+                    f"deviations ({deviation:.4f}) above the mean {mean:.4f} of the last "
+                    f"{len(self.losses)}",
+                    is_skipped=self.spike_action == "skip",
+                )
         self.total += verdict.is_skipped
         self.in_a_row = self.in_a_row + 1 if verdict.is_skipped else 0
         if math.isfinite(loss):
@@ -283,46 +242,20 @@ class Skips:
         return verdict
 
     def check(self, problem: str | None, *, step: int) -> None:
-        """Raises NonFiniteError where so many steps in a row were skipped as are allowed.
-
-        Args:
-            problem: of the last step, number `step`, from 1.
-        """
+        """Raise NonFiniteError after `max_in_a_row` skipped steps, the last being number `step`."""
         if self.in_a_row < self.max_in_a_row:
             return
-        which = (
-            f"step {step} was skipped"
-            if self.max_in_a_row == 1
-            else f"{self.in_a_row} steps in a row up to step {step} were skipped, the last one"
-        )
+        which = f"{self.in_a_row} steps in a row up to step {step} were skipped, the last one"
+        which = f"step {step} was skipped" if self.max_in_a_row == 1 else which
         raise NonFiniteError(
-            f"{which} because {problem}. Finite numbers were expected: no weight has changed, and "
-            "checkpoints are as they were. Look at these rows, lower `learning_rate`, use `bf16` "
-            "instead of `fp16`, or allow more skipped steps with `bad_steps.max_skipped` (now "
-            f"{self.max_in_a_row})."
+            f"{which} because {problem}. No weight has changed, and checkpoints are as they were. "
+            "Look at these rows, lower `learning_rate`, use `bf16` instead of `fp16`, or allow "
+            f"more skipped steps with `bad_steps.max_skipped` (now {self.max_in_a_row})."
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers; with them a resumed run decides as the uninterrupted one."""
         return {"total": self.total, "in_a_row": self.in_a_row, "losses": list(self.losses)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.total = int(state["total"])
-        self.in_a_row = int(state["in_a_row"])
+        self.total, self.in_a_row = int(state["total"]), int(state["in_a_row"])
         self.losses = [float(loss) for loss in state["losses"]]
-
-    def _judge(self, loss: float, extra_loss: float, grad_norm: float) -> StepVerdict:
-        named = {"loss": loss, "router loss": extra_loss, "gradient norm": grad_norm}
-        for name, value in named.items():
-            if not math.isfinite(value):
-                return StepVerdict(f"the {name} is {value}", is_skipped=True, is_finite=False)
-        if self.spike_sigma == 0 or len(self.losses) < SPIKE_LEAST:
-            return StepVerdict()
-        mean, deviation = fmean(self.losses), pstdev(self.losses)
-        if loss <= mean + self.spike_sigma * deviation:
-            return StepVerdict()
-        return StepVerdict(
-            f"the loss {loss:.4f} is a spike, more than {self.spike_sigma:g} standard deviations "
-            f"({deviation:.4f}) above the mean {mean:.4f} of the last {len(self.losses)}",
-            is_skipped=self.spike_action == "skip",
-        )

@@ -15,9 +15,7 @@ def optimizer_groups(
     weight_decay: float,
     lr_scale_of: Callable[[str], float] = lambda name: 1.0,
 ) -> list[dict[str, object]]:
-    """Splits parameters into those that decay and those that do not, and by their learning rate.
-
-    Matrices decay (embeddings too); vectors, which are norms and biases, do not.
+    """Split parameters by decay and learning rate: matrices decay, norms and biases do not.
 
     Args:
         lr_scale_of: a parameter's name -> multiple of the scheduled rate.
@@ -43,7 +41,7 @@ def optimizer_groups(
 
 
 def set_learning_rate(groups: list[dict[str, Any]], rate: float) -> None:
-    """Gives each group of an optimizer the scheduled rate, times its own multiple."""
+    """Set the scheduled rate in each group of an optimizer, times its own multiple."""
     for group in groups:
         group["lr"] = rate * group.get(LR_SCALE, 1.0)
 
@@ -71,7 +69,17 @@ class MuonWithAdamW(torch.optim.Optimizer):
         muon: dict[str, Any],
         adamw: dict[str, Any],
     ) -> None:
-        inner, outer = split_groups(param_groups, adamw_names=adamw_names)
+        inner: list[Group] = []
+        outer: list[Group] = []
+        for group in param_groups:
+            split: dict[bool, dict[str, nn.Parameter]] = {True: {}, False: {}}
+            for name, weight in zip(group["param_names"], group["params"], strict=True):
+                is_inner = weight.ndim == 2 and not any(text in name for text in adamw_names)
+                split[is_inner][name] = weight
+            for groups, chosen in ((inner, split[True]), (outer, split[False])):
+                if chosen:
+                    own = {"params": list(chosen.values()), "param_names": list(chosen)}
+                    groups.append({**group, **own})
         self.optimizers: list[torch.optim.Optimizer] = []
         if inner:
             self.optimizers.append(torch.optim.Muon(inner, **muon))
@@ -85,26 +93,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     # torch's optimizers take a closure, which no step here has
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates all parameters that have a gradient."""
+        """Update all parameters that have a gradient."""
         for optimizer in self.optimizers:
             optimizer.step()
-
-
-def split_groups(
-    param_groups: Sequence[Group], *, adamw_names: Sequence[str]
-) -> tuple[list[Group], list[Group]]:
-    """(groups for Muon, groups for AdamW), each with the settings of the group it came from."""
-    inner: list[Group] = []
-    outer: list[Group] = []
-    for group in param_groups:
-        named = list(zip(group["param_names"], group["params"], strict=True))
-        is_inner = {
-            name: weight.ndim == 2 and not any(text in name for text in adamw_names)
-            for name, weight in named
-        }
-        for wanted, groups in ((True, inner), (False, outer)):
-            chosen = [(name, weight) for name, weight in named if is_inner[name] is wanted]
-            if chosen:
-                names, weights = zip(*chosen, strict=True)
-                groups.append({**group, "params": list(weights), "param_names": list(names)})
-    return inner, outer

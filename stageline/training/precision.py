@@ -1,9 +1,10 @@
 """Half-precision training: float32 master weights, float32 gradient sums, loss scaling for fp16.
 
-The model computes in its half type. Each gradient is added to the float32 gradient of its master
-as soon as autograd has made it, so that many micro-batches do not lose small contributions.
+Each gradient is added to the float32 gradient of its master as soon as autograd has made it, so
+that many micro-batches do not lose small contributions.
 """
 
+import functools
 from collections.abc import Callable
 from typing import cast
 
@@ -37,7 +38,9 @@ class MasterWeights:
                 self.shares.add(name)
             elif parameter.dtype in HALF_TYPES:
                 master = nn.Parameter(parameter.detach().float().clone())
-                parameter.register_post_accumulate_grad_hook(_adder_to(master))
+                parameter.register_post_accumulate_grad_hook(
+                    functools.partial(_add_gradient, master)
+                )
                 self.parameters[name] = master
             else:
                 self.parameters[name] = parameter
@@ -51,7 +54,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Rounds the masters into the model after an optimizer step."""
+        """Round the masters into the model after an optimizer step."""
         own = {name: self.parameters[name] for name in self.parameters.keys() - self.shares}
         pairs = [(self.model_parameters[name], master) for name, master in own.items()]
         if pairs := [pair for pair in pairs if pair[0] is not pair[1]]:
@@ -69,16 +72,13 @@ class MasterWeights:
             self.parameters[name].grad = None
 
 
-def _adder_to(master: nn.Parameter) -> object:
-    def add(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None  # autograd has just added to it
-        if master.grad is None:
-            master.grad = parameter.grad.float()
-        else:
-            master.grad.add_(parameter.grad)
-        parameter.grad = None
-
-    return add
+def _add_gradient(master: nn.Parameter, parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None  # autograd has just added to it
+    if master.grad is None:
+        master.grad = parameter.grad.float()
+    else:
+        master.grad.add_(parameter.grad)
+    parameter.grad = None
 
 
 class LossScaler:
@@ -111,7 +111,7 @@ class LossScaler:
                 parameter.grad.mul_(1.0 / self.scale)
 
     def update(self, *, overflowed: bool) -> None:
-        """Halves the scale after an overflow, doubles it after `growth_interval` good steps."""
+        """Halve the scale after an overflow, double it after `growth_interval` good steps."""
         if not self.enabled:
             return
         self.good_steps = 0 if overflowed else self.good_steps + 1

@@ -1,8 +1,7 @@
-"""What a loss over preferences has to know of the start model, added to each step's micro-batches.
+"""Add the log-probabilities of the reference model to the micro-batches of a preference loss.
 
-Before a step's schedule the same stages run forward once more, without gradients and dropout: with
-adapters off, or, where more than adapters is trained, not at all, because the log-probabilities
-were computed before the first step. There is never a second copy of the weights.
+The reference is the start model: the same stages with adapters off or, where more than adapters is
+trained, a table that was computed before the first step. There is no second copy of the weights.
 
 The rank of the last stage adds `loss_reference` [rows] to each micro-batch and, where the loss asks
 for it, `loss_kl`: the mean log-ratio of model and reference over prompts with the answers of other
@@ -13,9 +12,8 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,16 +36,15 @@ Mode = Literal["auto", "adapters_off", "precompute", "columns", "frozen_copy"]
 # rows [B] of each micro-batch, then of each one with the answers of other rows
 Source = Callable[[Sequence[MicroBatch], Sequence[MicroBatch]], list[torch.Tensor]]
 KL_PREFIX = "loss_kl_"
-T = TypeVar("T")
 
 
 class Reference:
     """Prepares micro-batches; every rank of a pipeline calls it with the same ones.
 
     Args:
-        loss: says what it asks for; mostly nothing.
-        source: gives the log-probabilities under the reference, where the last stage is; None: the
-            same stages with adapters off.
+        loss: declares what it needs; mostly nothing.
+        source: gives the log-probabilities under the reference on the last stage; None: the same
+            stages with adapters off.
     """
 
     def __init__(
@@ -65,7 +62,7 @@ class Reference:
         self.replicas = replicas or Replicas()
 
     def __call__(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches with what the loss needs, on the rank of the last stage."""
+        """Return the micro-batches with what the loss needs, on the rank of the last stage."""
         batches = list(batches)
         if not self.needs_reference:
             return batches
@@ -103,16 +100,11 @@ def holds_last_stage(runner: PipelineRunner) -> bool:
 
 
 def mixed_batch(batch: MicroBatch) -> MicroBatch:
-    """The prompts of a micro-batch with answers of other rows.
-
-    Raises:
-        UserError: the collate part made none.
-    """
+    """Return the prompts of a micro-batch with answers of other rows."""
     if KL_PREFIX + "input_ids" not in batch:
         raise UserError(
-            "the loss estimates its baseline from prompts with the answers of other rows, and a "
-            "micro-batch has none. They were expected as loss_kl_input_ids and so on: use "
-            "`collate_fn` kto, or a loss without that term (`loss_fn.use_kl` false)."
+            "a micro-batch has no loss_kl_input_ids: the loss compares with the answers of other "
+            "rows. Use `collate_fn` kto, or `loss_fn.use_kl` false."
         )
     # pixels and what else belongs to the images of the prompts is the same
     dropped = ("labels", *READ_OFF_IDS)
@@ -122,7 +114,7 @@ def mixed_batch(batch: MicroBatch) -> MicroBatch:
 
 
 def log_probs_of(runner: PipelineRunner, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-    """The log-probability [B] of each row's answer, forward only, dropout off.
+    """Return the log-probability [B] of each row's answer, forward only, dropout off.
 
     Every rank of the pipeline calls this; it is empty where the last stage is not.
     """
@@ -140,7 +132,7 @@ def log_probs_of(runner: PipelineRunner, batches: Sequence[MicroBatch]) -> list[
 def with_adapters_off(
     runner: PipelineRunner, batches: Sequence[MicroBatch], mixed: Sequence[MicroBatch]
 ) -> list[torch.Tensor]:
-    """The source of a run that trains adapters alone: the same stages without them."""
+    """Compute them by the same stages without adapters, the only thing that is trained."""
     with adapters_off(runner.local):
         return log_probs_of(runner, [*batches, *mixed])
 
@@ -148,19 +140,16 @@ def with_adapters_off(
 def from_columns(
     runner: PipelineRunner, batches: Sequence[MicroBatch], mixed: Sequence[MicroBatch]
 ) -> list[torch.Tensor]:
-    """The source of a dataset whose rows bring the log-probabilities."""
+    """Take them from the rows of the dataset."""
     missing = next((n for n, batch in enumerate(batches) if REFERENCE not in batch), None)
     if missing is not None or mixed:
         what = "answers of other rows" if mixed else f"micro-batch {missing}"
         raise UserError(
-            f"`reference` columns: the rows bring no log-probabilities for {what}. "
+            f"`reference` columns: the rows bring no log-probabilities for {what}. Add "
             "ref_chosen_logps and ref_rejected_logps (dpo), or ref_logps (kto without its KL "
-            "term), were expected in every row, of training and held-out data: add them, or "
-            "use `reference` auto."
+            "term), to every row of training and held-out data, or use `reference` auto."
         )
-    if not holds_last_stage(runner):
-        return []
-    return [batch[REFERENCE] for batch in batches]
+    return [batch[REFERENCE] for batch in batches] if holds_last_stage(runner) else []
 
 
 def choose_mode(
@@ -171,18 +160,16 @@ def choose_mode(
     begun_as: Mode | None,
     otherwise: Mode = "precompute",
 ) -> tuple[Mode, str]:
-    """How the reference of a run is come by, the same on all ranks, and why.
-
-    Every rank calls this once, before the first step of this process.
+    """Return where the reference of a run comes from, and why; all ranks call this before step 1.
 
     Args:
-        has_columns: the rows bring their log-probabilities.
-        begun_as: how it was come by when the run began; None: it begins. Adapters that did not
-            start at zero cannot be told any more once they are trained.
-        otherwise: what auto means where adapters off would not be the start model.
+        has_columns: the rows have their log-probabilities.
+        begun_as: the mode when the run began; None: it begins now. A resumed run cannot see any
+            more whether its adapters started at zero.
+        otherwise: what auto means where the model without adapters is not the start model.
 
     Raises:
-        UserError: adapters off would not be the model that training began with.
+        UserError: adapters_off was asked for, and would not be the start model.
     """
     if mode == "auto" and begun_as is not None:
         return begun_as, "as the run began"
@@ -190,42 +177,33 @@ def choose_mode(
         return "columns", "the rows bring them"
     if mode not in ("auto", "adapters_off"):
         return mode, "as asked for"
-    reason = _why_not_off(runner, is_resumed=begun_as is not None)
-    if reason is None:
+    besides = [name for model in runner.local for name in trained_besides(model)]
+    begun = [name for model in runner.local for name in begun_adapters(model)]
+    gathered: list[Any] = [None] * runner.schedule.num_ranks
+    own = (besides, begun if begun_as is None else [])
+    dist.all_gather_object(gathered, own, group=runner.group)
+    others = [name for names, _ in gathered for name in names]
+    not_zero = [name for _, names in gathered for name in names]
+    if not others and not not_zero:
         return "adapters_off", "adapters alone are trained"
+    reason = f"{not_zero[0]} does not start at zero" if not_zero else ""
+    if others:
+        more = f" and {len(others) - 1} more are" if len(others) > 1 else " is"
+        reason = f"{others[0]}{more} trained besides adapters"
     if mode == "auto":
         return otherwise, reason
     raise UserError(
         f"`reference` adapters_off: {reason}, so the model without adapters is not the one that "
-        "training began with. Adapters that start at zero and nothing else were expected to be "
-        "trained: freeze the rest (`frozen_lm_head`, `frozen_llm` ...), or use `reference` "
-        f"{otherwise}."
+        "training began with. Freeze the rest (`frozen_lm_head`, `frozen_llm` ...), or use "
+        f"`reference` {otherwise}."
     )
 
 
-def _why_not_off(runner: PipelineRunner, *, is_resumed: bool) -> str | None:
-    besides = [name for model in runner.local for name in trained_besides(model)]
-    begun = [] if is_resumed else [name for m in runner.local for name in begun_adapters(m)]
-    gathered: list[tuple[list[str], list[str]]] = [([], [])] * runner.schedule.num_ranks
-    dist.all_gather_object(gathered, (besides, begun), group=runner.group)
-    others = [name for names, _ in gathered for name in names]
-    not_zero = [name for _, names in gathered for name in names]
-    if others:
-        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-        return f"{others[0]}{more} {'are' if more else 'is'} trained besides adapters"
-    return f"{not_zero[0]} does not start at zero" if not_zero else None
+# -- a table of log-probabilities under the start model, for runs that train more than adapters.
+# N samples of the dataset, K rows of each: chosen and rejected; or its own, and its prompt with the
+# answer of another row.
 
-
-# -- log-probabilities under the start model, computed once before the first step and kept in a file
-# For runs that train more than adapters: later there is no start model any more. The file belongs
-# to data, template and weights by a key; one of another key is not read. While it is made, each
-# replica keeps what it has, so that a run that is killed meanwhile goes on from there.
-#
-# Shapes: N samples of the dataset, K rows of each (chosen and rejected; or its own, and its prompt
-# with the answer of another row).
-
-SAVE_EVERY = 50  # batches between two saves of what is not finished
-NUM_NOTES = 10  # times that it says how far it is
+NUM_NOTES = 10  # progress lines
 _SAMPLED = 1 << 16  # bytes of each end of a file of weights that its fingerprint is made of
 
 
@@ -245,151 +223,93 @@ class FromTable:
         if self.values is None:
             return []
         num_own = self.values.shape[1] - (1 if mixed else 0)
-        own = [self._of(batch, 0, num_own) for batch in batches]
-        return own + [self._of(batch, num_own, num_own + 1) for batch in batches[: len(mixed)]]
+        own = [_rows_of(batch, self.values[:, :num_own]) for batch in batches]
+        return own + [_rows_of(batch, self.values[:, num_own:]) for batch in batches[: len(mixed)]]
 
-    def _of(self, batch: MicroBatch, start: int, end: int) -> torch.Tensor:
-        assert self.values is not None  # the caller looked
-        rows = batch["loss_rows"][:: rows_of_sample(batch)]
-        values = self.values[rows.clamp(min=0), start:end]
-        return torch.where((rows >= 0)[:, None], values, 0).flatten()  # -1 only fills up
+
+def _rows_of(batch: MicroBatch, values: torch.Tensor) -> torch.Tensor:
+    rows = batch["loss_rows"][:: rows_of_sample(batch)]
+    # a row of -1 only fills the micro-batch up
+    return torch.where((rows >= 0)[:, None], values[rows.clamp(min=0)], 0).flatten()
 
 
 def rows_of_sample(batch: MicroBatch) -> int:
-    """Rows of a micro-batch that one sample became."""
+    """Return the rows of a micro-batch that one sample became."""
     return 2 if PAIRS in batch else 1
 
 
-@dataclass
-class TableMaker:
-    """Reads the table of one dataset, or makes it; every rank calls it.
+def reference_table(
+    runner: PipelineRunner,
+    batches: Iterable[Sequence[MicroBatch]],
+    *,
+    path: Path,
+    key: str,
+    num_samples: int,
+    num_batches: int,
+    needs_kl: bool,
+    is_start: bool,
+    replicas: Replicas | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> FromTable:
+    """Read the table of one dataset from its file, or compute it; every rank calls this.
 
     Args:
-        path: of the file.
-        key: of data, template and weights.
-        needs_kl: whether the loss wants answers of other rows, too.
-        say: tells how far it is.
+        batches: an evaluation of the dataset: each row once, with `loss_rows`.
+        key: identifies data, template and weights; a file with another key is not read.
+        needs_kl: the loss needs answers of other rows, too.
+        is_start: nothing has been trained, so the table can be computed.
+
+    Raises:
+        UserError: there is no table and no start model any more, or the start model gives NaN.
     """
-
-    runner: PipelineRunner
-    _: KW_ONLY
-    path: Path
-    key: str
-    needs_kl: bool
-    replicas: Replicas = field(default_factory=Replicas)
-    say: Callable[[str], None] = lambda line: None
-
-    def __post_init__(self) -> None:
-        self.is_last = holds_last_stage(self.runner)
-        part = f"{self.path.stem}.part{self.replicas.rank}.safetensors"
-        self.part_path = self.path.with_name(part)
-
-    def __call__(
-        self,
-        batches: Iterable[Sequence[MicroBatch]],
-        *,
-        num_samples: int,
-        num_batches: int,
-        is_start: bool,
-    ) -> Source:
-        """The table.
-
-        Args:
-            batches: an evaluation of the dataset: each row once, with `loss_rows`.
-            is_start: nothing has been trained, so the table can be made.
-
-        Raises:
-            UserError: it is not there, and the start model no longer is either; or the start
-                model gives no number for a row.
-        """
-        values, _ = _read(self.path, self.key) if self.is_last else (None, 0)
-        values = self._first(values, of=num_samples)
-        if self._of_last(values is not None):
-            return FromTable(values)
-        if not is_start:
-            raise UserError(
-                f"{self.path} is not there, or belongs to other data, another template or another "
-                "start model. It was expected, because the run compares with the model that it "
-                "began with, which is not there any more: give the run folder back its reference "
-                "folder, or start anew."
-            )
-        self.say(f"computing log-probabilities of {num_samples} rows under the start model")
-        values = self._first(self._made(batches, num_samples, num_batches), of=num_samples)
-        if self.is_last:
-            assert values is not None  # they are made here
-            bad = torch.isnan(values).any(dim=1).nonzero().flatten().tolist()
-            if bad:
-                raise UserError(
-                    f"the start model gives no log-probability for row {bad[0]} ({len(bad)} rows "
-                    "in all). Numbers were expected, because the loss compares with them: look at "
-                    "the row and at the model, or use another precision (`bf16` in the place of "
-                    "`fp16`)."
-                )
-            _write(self.path, values, self.key)
-            self.part_path.unlink(missing_ok=True)
+    replicas, is_last = replicas or Replicas(), holds_last_stage(runner)
+    values = _read(path, key) if is_last else None
+    values = values if values is not None and len(values) == num_samples else None
+    # replicas share the file system or not: what one of them has, all have
+    values = next((one for one in replicas.gather(values) if one is not None), None)
+    is_known = [values is not None]
+    dist.broadcast_object_list(is_known, src=runner.last_stage_rank, group=runner.group)
+    if is_known[0]:
         return FromTable(values)
-
-    def _made(
-        self, batches: Iterable[Sequence[MicroBatch]], num_samples: int, num_batches: int
-    ) -> torch.Tensor | None:
-        """What this replica has a share in; NaN elsewhere."""
-        values, done = _read(self.part_path, self.key) if self.is_last else (None, 0)
-        first = self._of_last(min(self.replicas.gather(done)))  # that every replica has done
-        every = max(num_batches // NUM_NOTES, 1)
-        for number, micro_batches in enumerate(batches):
-            if number < first:
-                continue
-            check_agreement(micro_batches, group=self.runner.group)
-            values = self._add(values, micro_batches, num_samples)
-            if self.is_last and values is not None and (number + 1) % SAVE_EVERY == 0:
-                _write(self.part_path, values, self.key, done=number + 1)
-            if (number + 1) % every == 0:
-                self.say(f"reference: {number + 1} of {num_batches} batches")
-        return values
-
-    def _add(
-        self, values: torch.Tensor | None, batches: Sequence[MicroBatch], num_samples: int
-    ) -> torch.Tensor | None:
-        mixed = [mixed_batch(batch) for batch in batches] if self.needs_kl else []
-        found = log_probs_of(self.runner, [*batches, *mixed])
-        if not self.is_last:
-            return None
-        for number, batch in enumerate(batches):
-            rows = batch["loss_rows"]
+    if not is_start:
+        raise UserError(
+            f"{path} is not there, or belongs to other data or another start model: the run "
+            "compares with the model that it began with. Put the reference folder back, or start "
+            "again in a new `output_dir`."
+        )
+    say(f"computing log-probabilities of {num_samples} rows under the start model")
+    for number, micro_batches in enumerate(batches, start=1):
+        check_agreement(micro_batches, group=runner.group)
+        mixed = [mixed_batch(batch) for batch in micro_batches] if needs_kl else []
+        found = log_probs_of(runner, [*micro_batches, *mixed])
+        for index, batch in enumerate(micro_batches if is_last else ()):
             times = rows_of_sample(batch)
-            made = found[number].view(-1, times)
+            made = found[index].view(-1, times)
             if mixed:
-                made = torch.cat([made, found[len(batches) + number][:, None]], dim=1)
+                made = torch.cat([made, found[len(micro_batches) + index][:, None]], dim=1)
             if values is None:
                 values = torch.full((num_samples, made.shape[1]), torch.nan, dtype=made.dtype)
-            samples = rows[::times]
-            is_real = samples >= 0
-            values[samples[is_real]] = made.cpu()[is_real]
-        return values
-
-    def _first(self, values: torch.Tensor | None, *, of: int) -> torch.Tensor | None:
-        """The tables of all replicas as one, where the last stage is."""
-        if values is not None and len(values) != of:
-            values = None
-        told = [one for one in self.replicas.gather(values) if one is not None]
-        if not told:
-            return None
-        merged = told[0]
-        for other in told[1:]:
-            merged = torch.where(torch.isnan(merged), other, merged)
-        return merged
-
-    def _of_last(self, value: T) -> T:
-        """What the rank of the last stage says."""
-        told = [value]
-        dist.broadcast_object_list(told, src=self.runner.last_stage_rank, group=self.runner.group)
-        return told[0]
+            samples = batch["loss_rows"][::times]
+            values[samples[samples >= 0]] = made.cpu()[samples >= 0]
+        if number % max(num_batches // NUM_NOTES, 1) == 0:
+            say(f"reference: {number} of {num_batches} batches")
+    for other in replicas.gather(values) if is_last else ():
+        values = other if values is None else torch.where(torch.isnan(values), other, values)
+    if values is not None:
+        bad = torch.isnan(values).any(dim=1).nonzero().flatten().tolist()
+        if bad:
+            raise UserError(
+                f"the start model gives no log-probability for row {bad[0]} ({len(bad)} rows in "
+                "all). Look at the row and at the model, or use `bf16` in the place of `fp16`."
+            )
+        _write(path, values, key)
+    return FromTable(values)
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Tells files of weights apart by names, sizes and ends; reads no more of them."""
+    """Tell files of weights apart by names, sizes and ends; reads no more of them."""
     name = name_of(folder)
-    if name is not None:  # which files are here already says nothing
+    if name is not None:  # a commit on a hub: which files are here already says nothing
         return str(name)
     told = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]:
@@ -402,20 +322,18 @@ def weights_fingerprint(folder: Path) -> str:
     return told.hexdigest()
 
 
-def _read(path: Path, key: str) -> tuple[torch.Tensor | None, int]:
-    """Values and batches done; (None, 0) where there is no such file, or one of another key."""
+def _read(path: Path, key: str) -> torch.Tensor | None:
+    """Return the table; None where there is no such file, or one of another key."""
     try:
         with safe_open(path, framework="pt") as file:
-            told = file.metadata() or {}
-            if told.get("key") != key:
-                return None, 0
-            return file.get_tensor("log_probs"), int(told.get("done", 0))
+            is_ours = (file.metadata() or {}).get("key") == key
+            return file.get_tensor("log_probs") if is_ours else None
     except (OSError, SafetensorError):
-        return None, 0
+        return None
 
 
-def _write(path: Path, values: torch.Tensor, key: str, *, done: int = 0) -> None:
+def _write(path: Path, values: torch.Tensor, key: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    save_file({"log_probs": values.contiguous()}, draft, metadata={"key": key, "done": str(done)})
-    draft.replace(path)  # at once: a file of this name is whole
+    save_file({"log_probs": values.contiguous()}, draft, metadata={"key": key})
+    draft.replace(path)  # at once: a file of this name is complete

@@ -1,7 +1,7 @@
-"""The replicas of a pipeline, seen from one rank: what they add up, and what must be equal.
+"""The replicas of a pipeline, seen from one rank: sums, gathers, and equal starts.
 
 Each replica has its own samples, and all weights (`Replicas`) or a share of them
-(`ShardedReplicas`, by FSDP2). Gradients are added up once an optimizer step.
+(`ShardedReplicas`, by FSDP2). Gradients are summed once an optimizer step.
 """
 
 import os
@@ -37,20 +37,16 @@ class LargestOfReplicas:
 
     Args:
         name: the same on all ranks, and of no other loader or earlier start.
-        seconds: to wait for the other replicas.
+        seconds: timeout of the wait for the other replicas.
     """
 
     def __init__(self, name: str, *, rank: int, size: int, seconds: float) -> None:
-        self._name = name
-        self._rank = rank
-        self._size = size
-        self._seconds = seconds
+        self._name, self._rank, self._size, self._seconds = name, rank, size, seconds
         self._store: tuple[int, dist.Store] | None = None
 
     def __call__(self, step: int, number: int) -> int:
         if self._store is None or self._store[0] != os.getpid():  # forked
-            own = connect_store(timedelta(seconds=self._seconds))
-            self._store = os.getpid(), own
+            self._store = os.getpid(), connect_store(timedelta(seconds=self._seconds))
         store = self._store[1]
         store.set(self._key(step, self._rank), str(number))
         store.delete_key(self._key(step - _BEHIND, self._rank))
@@ -63,10 +59,10 @@ class LargestOfReplicas:
 class Replicas:
     """The ranks that hold the same stages.
 
-    What they tell each other besides gradients lies on the host, which so waits for no device.
+    What they exchange besides gradients is on the host, which so waits for no device.
 
     Args:
-        group: they, in order; None: there is one replica.
+        group: these ranks in order; None: there is one replica.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -75,7 +71,7 @@ class Replicas:
         self.rank = 0 if group is None else dist.get_rank(group)
 
     def sum(self, values: Sequence[Number]) -> list[Number]:
-        """Adds numbers up over the replicas; integers stay exact."""
+        """Sum numbers over the replicas; integers stay exact."""
         if self.size == 1:
             return list(values)
         is_exact = all(isinstance(value, int) for value in values)
@@ -85,7 +81,7 @@ class Replicas:
         return totals.tolist()
 
     def gather(self, value: Any) -> list[Any]:
-        """What each replica gave, on all of them."""
+        """Return what each replica gave, on all of them."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -93,11 +89,7 @@ class Replicas:
         return values
 
     def check_equal(self, models: Iterable[nn.Module]) -> None:
-        """Compares the start of all replicas by checksums of every parameter.
-
-        Raises:
-            UserError: they differ.
-        """
+        """Refuse replicas that start with different weights, by checksums of every parameter."""
         if self.size == 1:
             return
         own = {
@@ -111,22 +103,18 @@ class Replicas:
             if wrong or len(first) != len(other):
                 raise UserError(
                     f"replica {rank} starts with other weights than replica 0 ({len(wrong)} of "
-                    f"{len(first)} parameters, such as {', '.join(wrong[:3])}); the same ones were "
-                    "expected, because only gradients are exchanged. Give every machine the same "
-                    "`model_path` and the same versions of torch and transformers."
+                    f"{len(first)} parameters, such as {', '.join(wrong[:3])}). Give every machine "
+                    "the same `model_path` and the same versions of torch and transformers."
                 )
 
     def put_together(self) -> None:
-        """Has the whole weights here until the next step ends: passes exchange nothing till then.
-
-        All replicas call it together; what they do next may differ.
-        """
+        """Gather the whole weights until the next step ends; all replicas call this together."""
 
     def end_weight_pass(self, model: nn.Module) -> None:
-        """Called behind each backward pass that computed a stage's weight gradients alone."""
+        """Called after each backward pass that computed only a stage's weight gradients."""
 
     def reduce_gradients(self, weights: MasterWeights) -> None:
-        """Adds up the gradients of all replicas; called once a step, after all backward passes."""
+        """Sum the gradients of all replicas; called once a step, after all backward passes."""
         self._sum_gradients(list(weights.parameters.values()))
 
     def _sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -150,20 +138,20 @@ class Replicas:
                 grad.copy_(part.view_as(grad))
 
     def _any(self, flags: Sequence[bool]) -> list[bool]:
-        """Which flags some replica has set."""
+        """Return which flags some replica has set."""
         shared = torch.tensor(flags, dtype=torch.int32)
         dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self.group)
         return shared.bool().tolist()
 
 
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """A checksum, a scalar; of the bits, so that NaN equals itself."""
+    """Return a checksum of the bits, a scalar: NaN equals itself."""
     bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
     return bits.sum(dtype=torch.int64)
 
 
 def _buckets(grads: Sequence[torch.Tensor], max_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Neighbours of one dtype, together at most `max_bytes`; a larger tensor is alone."""
+    """Yield neighbours of one dtype, at most `max_bytes` together; a larger tensor is alone."""
     bucket: list[torch.Tensor] = []
     size = 0
     for grad in grads:
@@ -177,22 +165,19 @@ def _buckets(grads: Sequence[torch.Tensor], max_bytes: int) -> Iterator[list[tor
 
 
 class ShardedReplicas(Replicas):
-    """Shares out the stages of this rank, in place; give it the filled models before the runner.
+    """Replicas that share the weights of their stages, in place; made before the runner.
 
-    Between steps each rank holds its share of every weight, and updates only that. In a step a
-    stage's weights are put together before its first forward pass and kept to the end, whatever the
-    number of micro-batches; gradients add up whole, and are reduced and shared out once, after the
-    last backward pass: one all-gather and one reduce-scatter for each layer and step.
+    Between steps each rank holds and updates its share of every weight. In a step a stage's weights
+    are gathered before its first forward pass and kept to the end; gradients are summed whole, and
+    reduced and scattered after the last backward pass: one all-gather and one reduce-scatter for
+    each layer and step.
 
-    Mixed precision is FSDP's: what trains is kept in float32 and computed with in the half type, so
-    a share is its own master; gradients are summed in float32.
-
-    Some parameters stay whole on every replica, and their gradients are added up as without
-    sharding: scalars, parameters of a half-precision model that are float32 by design, and a weight
-    that two stages of this rank share.
+    In mixed precision a share is its own float32 master, and gradients are summed in float32.
+    Scalars, parameters that are float32 by design in a half-precision model, and weights that two
+    stages of this rank share stay whole on every replica.
 
     Args:
-        models: the stages; `model.modules_to_shard()`, where there is one, gives the modules whose
+        models: the filled stages; `model.modules_to_shard()`, if it exists, gives the modules whose
             weights are sent on their own.
         mesh: the replicas, one axis.
     """
@@ -217,36 +202,32 @@ class ShardedReplicas(Replicas):
 
     @torch.no_grad()
     def end_weight_pass(self, model: nn.Module) -> None:
-        """Adds the gradients up in float32 before the next pass adds to them in the half type."""
+        """Sum the gradients in float32 before the next pass adds to them in the half type."""
         _end_backward(model)
 
     @torch.no_grad()
     def reduce_gradients(self, weights: MasterWeights) -> None:
-        """Reduces and shares out the gradients; takes the stages apart again."""
-        self._fill_missing()
+        """Reduce and scatter the gradients; shard the stages again."""
+        # A zero gradient for what only other replicas have one for (a tower that met no picture on
+        # this one): all must send the same
+        if self._trained:
+            touched = [parameter in self._touched for parameter in self._trained]
+            everywhere = zip(self._trained, touched, self._any(touched), strict=True)
+            for parameter, is_here, is_anywhere in everywhere:
+                if is_anywhere and not is_here:
+                    parameter.grad = torch.zeros_like(parameter)
+            self._touched.clear()
         for model in self.models:
-            _reduce(cast(FSDPModule, model))
+            _end_backward(model)  # brings zeros that were filled in to the type of the other sums
+            _set_last(cast(FSDPModule, model), True)
+            _end_backward(model)
+            _set_last(cast(FSDPModule, model), False)
         weights.take_shares()
         self._sum_gradients([p for n, p in weights.parameters.items() if n not in weights.shares])
 
-    def _fill_missing(self) -> None:
-        """Gives a zero gradient to what only other replicas have one for: all must send the same.
-
-        A tower that met no picture on this replica, for example.
-        """
-        if not self._trained:
-            return
-        touched = [parameter in self._touched for parameter in self._trained]
-        for parameter, is_here, is_anywhere in zip(
-            self._trained, touched, self._any(touched), strict=True
-        ):
-            if is_anywhere and not is_here:
-                parameter.grad = torch.zeros_like(parameter)
-        self._touched.clear()
-
 
 def share_rows(weights: MasterWeights) -> dict[str, RowRange]:
-    """Which rows of its parameters this rank holds, of those that are shared out."""
+    """Return which rows of its sharded parameters this rank holds."""
     rows = {}
     for name in weights.shares:
         parameter = weights.model_parameters[name]
@@ -258,7 +239,7 @@ def share_rows(weights: MasterWeights) -> dict[str, RowRange]:
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    """The modules of a stage that are sent apart from each other, the stage itself first."""
+    """Return the modules of a stage that are sent on their own, the stage itself first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
@@ -309,7 +290,7 @@ def _set_last(model: FSDPModule, is_last: bool) -> None:
 
 
 def _put_together(model: nn.Module) -> list[nn.Parameter]:
-    """The whole parameters that passes use and that train; FSDP keeps these objects for good."""
+    """Return the whole parameters that passes train; FSDP keeps these objects for good."""
     sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
     for module in sharded_modules(model):
         module.unshard()
@@ -319,16 +300,8 @@ def _put_together(model: nn.Module) -> list[nn.Parameter]:
     return [named[name] for name in sharded if named[name].requires_grad]
 
 
-def _reduce(model: FSDPModule) -> None:
-    module = cast(nn.Module, model)
-    _end_backward(module)  # brings zeros that were filled in to the type of the other sums
-    _set_last(model, True)
-    _end_backward(module)
-    _set_last(model, False)
-
-
 def _end_backward(model: nn.Module) -> None:
-    # autograd calls this at the end of each backward pass, but for those of the weights alone.
-    # torch's own pipeline calls it so too
+    # autograd calls this after each backward pass, except those of the weights only; torch's own
+    # pipeline calls it like this, too
     state = fully_shard.state(model)  # type: ignore[attr-defined]  # a decorator of torch's adds it
     state._root_post_backward_final_callback()

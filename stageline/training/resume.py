@@ -1,7 +1,4 @@
-"""Where a run goes on: the checkpoint, what it knows, and whether this is the same run.
-
-Every rank calls these together; the first one reads and verifies.
-"""
+"""The checkpoint that a run continues, whether it is of the same run, and the run folder's lock."""
 
 import fcntl
 import json
@@ -43,22 +40,22 @@ class ResumePoint:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """Return the optimizer steps done."""
         return int(self.state.facts["step"])
 
 
 def find_resume_point(
     wanted: str | None, checkpoints: Path, *, ranks: Ranks, say: Callable[[str], None]
 ) -> ResumePoint | None:
-    """The checkpoint that `resume` means; None where a run starts anew.
+    """Return the checkpoint that `resume` means, verified by rank 0; None for a new run.
 
     Args:
         wanted: "auto", the path of a checkpoint, or None.
         checkpoints: the folder of this run's checkpoints.
 
     Raises:
-        UserError: there are checkpoints and nobody asked to resume.
-        CheckpointError: none of them is whole, or the one asked for is not.
+        UserError: there are checkpoints and `resume` is not given.
+        CheckpointError: none of them is complete, or the one asked for is not.
     """
 
     def find() -> tuple[str | None, str | None]:
@@ -76,16 +73,20 @@ def find_resume_point(
 
 
 def _find_whole(wanted: str | None, checkpoints: Path, say: Callable[[str], None]) -> Path | None:
-    """The checkpoint, every file of which was read and compared."""
     if wanted is None:
-        _refuse_others(checkpoints)
+        if there := step_folders(checkpoints):
+            raise UserError(
+                f"{checkpoints} holds {len(there)} checkpoints of another run, up to "
+                f"{there[0][1].name}. Continue that run with `resume` auto, or choose another "
+                "`output_dir`."
+            )
         return None
     if wanted != AUTO:
         folder = Path(wanted).expanduser().absolute()
         if not folder.is_dir():
             raise UserError(
-                f"`resume` {wanted} is no folder, a checkpoint (.../checkpoints/step-00000010) or "
-                "auto was expected: auto takes the newest whole one of `output_dir`."
+                f"`resume` {wanted} is no folder. Give a checkpoint "
+                "(.../checkpoints/step-00000010), or auto for the newest one of `output_dir`."
             )
         verify(folder)
         return folder
@@ -100,18 +101,8 @@ def _find_whole(wanted: str | None, checkpoints: Path, say: Callable[[str], None
     return found
 
 
-def _refuse_others(checkpoints: Path) -> None:
-    there = step_folders(checkpoints)
-    if there:
-        raise UserError(
-            f"{checkpoints} holds {len(there)} checkpoints of another run, up to "
-            f"{there[0][1].name}; an `output_dir` without any was expected: two runs in one folder "
-            "would mix. Continue that run with `resume` auto, or choose another `output_dir`."
-        )
-
-
 def clear_way(point: ResumePoint, checkpoints: Path, *, say: Callable[[str], None]) -> None:
-    """Renames later checkpoints in the run's own folder: this run will write those steps anew."""
+    """Rename later checkpoints in the run's own folder: this run will write those steps again."""
     for path in set_aside(checkpoints, after=point.step):
         say(f"kept a checkpoint of a later step as {path.name}, this run comes by there again")
 
@@ -125,16 +116,13 @@ def check_same_run(
     say: Callable[[str], None],
     why: str = "",
 ) -> None:
-    """Compares what decides the course of training.
+    """Refuse to resume a run with other settings; all differences are listed.
 
     Args:
         saved, current: option -> value as the config file has it, and other facts.
-        may_change: whether an option leaves the course as it is.
-        allows_changes: differences are told and nothing more.
+        may_change: whether an option has no effect on the course of training.
+        allows_changes: only print the differences.
         why: more of the reason, for the error.
-
-    Raises:
-        CheckpointError: something differs; all of it is listed.
     """
     differences = [
         f"{name}: {saved.get(name)!r} then, {current.get(name)!r} now"
@@ -148,8 +136,7 @@ def check_same_run(
         say(f"resumed with other settings, so the course is another one:\n{listed}")
         return
     raise CheckpointError(
-        f"the checkpoint is of a run with {len(differences)} other settings, the same ones were "
-        "expected: resumed with others it would not be the run that was begun. Use those of that "
+        f"the checkpoint is of a run with {len(differences)} other settings. Use those of that "
         f"run, or add `allow_changes` if you mean it.{why}\n{listed}"
     )
 
@@ -159,7 +146,7 @@ _held: list[IO[str]] = []  # until the process ends: the kernel lets go of them,
 
 
 def _let_go() -> None:
-    """Data workers outlive a killed rank by seconds; the lock must not."""
+    """Drop the lock in data workers, which outlive a killed rank by seconds."""
     while _held:
         _held.pop().close()
 
@@ -168,27 +155,21 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def claim_run_folder(folder: Path, *, say: Callable[[str], None]) -> None:
-    """Makes the folder, locks it, and removes what a killed run left half-written.
-
-    Raises:
-        UserError: another run has it, or it cannot be written.
-    """
+    """Make the folder, lock it, and remove what a killed run left half-written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK_FILE).open("a+", encoding="utf-8")
     except OSError as error:
         raise UserError(
-            f"`output_dir` {folder} cannot be written ({error.strerror}), a folder for the run was "
-            "expected: checkpoints and logs go there. Choose another one."
+            f"`output_dir` {folder} cannot be written ({error.strerror}). Choose another one."
         ) from error
     try:
         # of this process alone: worker processes, which may outlive it, do not inherit this kind
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         raise UserError(
-            f"`output_dir` {folder} is in use by {_holder(file)}, a folder of its own was expected "
-            "for each run: two would write over each other. Wait for that run, end it, or choose "
-            "another `output_dir`."
+            f"`output_dir` {folder} is in use by {_holder(file)}. Wait for that run, end it, or "
+            "choose another `output_dir`."
         ) from error
     file.truncate(0)
     json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}, file)

@@ -1,10 +1,7 @@
-"""A model that scores answers: the library's sequence classifier with one label, on one device.
+"""A model that scores answers: a sequence classifier of transformers with one label, on one device.
 
-So are the checkpoints of a reward model's run, and most reward models that others publish. It reads
-texts, not the ids of the model that answered: its own chat template writes the conversation and its
-own tokenizer cuts it, so that the two models need not be of one family.
-
-Shapes: B rows, T tokens.
+It reads texts with its own chat template and tokenizer, so it need not be of the family of the
+model that answered.
 """
 
 import functools
@@ -50,15 +47,15 @@ _loading = threading.Lock()  # a late call may still load when that of the next 
 def reward_model(
     path: str | Path, *, device: str = "cpu", dtype: Precision = "auto"
 ) -> "RewardModel":
-    """The reward model of a folder, which is loaded the first time.
+    """Return the reward model of a folder, loaded the first time.
 
     Args:
-        path: a classifier's folder, or that of an adapter with its `score`; safetensors alone.
+        path: a classifier's folder, or that of an adapter with its `score`; only safetensors.
         device: as torch names it; an accelerator without a number is the current one.
-        dtype: of its weights; auto: as the files have them.
+        dtype: of its weights; auto: as in the files.
 
     Raises:
-        UserError: nothing is there, or a model that gives no score; or it has no chat template.
+        UserError: there is no model that gives a score, or it has no chat template.
         CheckpointError: weights are missing or damaged, or the tokenizer is another model's.
     """
     with _loading:
@@ -74,9 +71,8 @@ def _load(path: str, device: str, dtype: Precision) -> "RewardModel":
     if not name.endswith(CLASSIFIER) or count != 1:
         came = f"with {count} labels" if name.endswith(CLASSIFIER) else "which has no score head"
         raise UserError(
-            f"{folder} holds a {name}, {came}. A sequence classifier with one label was expected, "
-            "because the reward of an answer is its score: take a checkpoint that `loss_fn` rm "
-            "trained, or a reward model of AutoModelForSequenceClassification."
+            f"{folder} holds a {name}, {came}. A sequence classifier with one label gives scores: "
+            "take a checkpoint that `loss_fn` rm trained, or a reward model of transformers."
         )
     origin = processor_folder(folder, base_of(folder)) if is_adapter else folder
     model = model.to(device).requires_grad_(False)
@@ -114,9 +110,8 @@ class RewardModel:
             )
         if template_of(processor) is None:
             raise UserError(
-                f"the tokenizer in {folder} has no chat template. One was expected, because a "
-                "reward model scores a conversation as it saw them in training: put its "
-                "chat_template.jinja there."
+                f"the tokenizer in {folder} has no chat template, by which a reward model reads a "
+                "conversation. Put its chat_template.jinja there."
             )
 
     @torch.no_grad()
@@ -128,13 +123,13 @@ class RewardModel:
         prompt: str,
         batch_size: int = 8,
     ) -> list[float | None]:
-        """The score of each completion as an answer to its sample.
+        """Return the score of each completion as an answer to its sample.
 
         None of one that is too long, or that the chat template would write as another text.
 
         Args:
             samples: with `messages`, or with the fields of `prompt`; `images` are PIL images, which
-                a model that sees none is not shown.
+                a text model does not get.
             prompt: a template, whose text before [ANSWER] is the user's turn.
             batch_size: rows at once, those of near-equal length together.
 
@@ -168,7 +163,7 @@ class RewardModel:
     def _encode(
         self, sample: Sample, completion: str, images: Sequence[Any], prompt: str
     ) -> Encoded | UserError:
-        """The row of a conversation that ends with the completion, or why there is none."""
+        """Return the row of a conversation that ends with the completion, or why there is none."""
         name = sample_name(sample)
         answered = {**answered_sample(sample, completion), "num_images": len(images)}
         turns = turns_of(answered, prompt, system=None, for_generation=False)
@@ -197,7 +192,7 @@ class RewardModel:
 
 
 def answered_sample(sample: Sample, completion: str) -> dict[str, Any]:
-    """The sample with another answer: in the place of its own, or of its last message."""
+    """Return the sample with another answer, or another last message."""
     messages = sample.get("messages")
     if not messages:
         return {**sample, "answer": completion}

@@ -1,7 +1,4 @@
-"""Calls reward parts, with a time limit and errors that name the part; rewards become advantages.
-
-A reward says how good answers are; it runs on the host of a replica's first rank. Advantages are
-made of plain numbers before answers fall into micro-batches.
+"""Call reward parts on the host of a replica's first rank, and turn rewards into advantages.
 
 Shapes: P prompts, G answers of each, N answers in all, R rewards.
 """
@@ -30,8 +27,7 @@ class Reward:
     """A reward part, its key and its weight in the sum.
 
     Attributes:
-        takes_lots: it sees a lot of answers at a time, as soon as they are there; else all
-            answers of a step at once.
+        takes_lots: it gets answers in lots, as soon as they are there; else all of a step at once.
         is_dear: calls cost money, or load a model.
     """
 
@@ -47,7 +43,7 @@ class Rewards:
     """Several rewards of the same answers.
 
     Attributes:
-        timeout: seconds that one part may take for all answers of a step; 0: any number.
+        timeout: seconds that one part may take for all answers of a step; 0 = none.
     """
 
     parts: Sequence[Reward]
@@ -59,18 +55,14 @@ class Rewards:
         return [one.weight for one in self.parts]
 
     def begin(self) -> "Judging":
-        """Judges what comes in, beside what the caller does.
-
-        A part is never called twice at a time: it goes on with these answers when it is done with
-        those before.
-        """
+        """Start to judge a step; a part takes its answers when it is done with those before."""
         self._newest = Judging(self.parts, self.timeout, behind=self._newest)
         return self._newest
 
     def __call__(
         self, prompts: Sequence[str], completions: Sequence[str], samples: Samples
     ) -> torch.Tensor:
-        """The rewards of answers that are all there; see `Judging.result`."""
+        """Return the rewards of answers that are all there; see `Judging.result`."""
         judging = self.begin()
         judging.add(prompts, completions, samples)
         return judging.result()
@@ -79,14 +71,12 @@ class Rewards:
 class Judging:
     """The rewards of a step at work, each part in a thread of its own.
 
-    Values follow from the order in which answers come in, and from no timing.
-
     Args:
         behind: answers that are judged before these.
 
     Attributes:
-        num_late: parts that took longer than they may: their answers have no reward of theirs.
-        seconds: that the slowest part took.
+        num_late: parts that exceeded the timeout: their answers have no reward of theirs.
+        seconds: of the slowest part.
         seconds_waited: for them, in `result`.
     """
 
@@ -102,7 +92,7 @@ class Judging:
         self.num_late, self.seconds, self.seconds_waited = 0, 0.0, 0.0
 
     def add(self, prompts: Sequence[str], completions: Sequence[str], samples: Samples) -> None:
-        """Hands over a lot of answers."""
+        """Hand over a lot of answers."""
         known_prompts, known_completions, known_samples = self._answers
         known_prompts += prompts
         known_completions += completions
@@ -112,7 +102,7 @@ class Judging:
                 work.asked.put((prompts, completions, samples))
 
     def end(self) -> None:
-        """No more answers come: parts that want all of a step get them."""
+        """Tell that no more answers come: parts that take all of a step at once get them."""
         if self._is_whole:
             return
         self._is_whole = True
@@ -122,68 +112,63 @@ class Judging:
             work.asked.put(None)
 
     def result(self) -> torch.Tensor:
-        """Waits for [R, N] in float64: of each part and answer; NaN where it has nothing to say.
+        """Wait for the rewards [R, N] in float64; NaN where a part has none.
 
         Raises:
             ContractError: a part raised, or returned something else than one number or None for
-                each answer; part, file and line are named.
+                each answer.
         """
         if self._found is not None:
             return self._found
-        if self._behind is not None:  # a part that hangs there is given up, and comes here
+        if self._behind is not None:  # a part that hangs there is given up there
             self._behind.result()
             self._behind = None
-        count = len(self._answers[0])
-        began = time.monotonic()
+        began, found = time.monotonic(), []
         with progress.doing("rewards"):
             self.end()
-            found = [self._wait_for(work, count) for work in self._works]
+            for work in self._works:
+                left = work.seconds_left(self.timeout)
+                while not work.is_over.wait(left) and left != 0:
+                    left = work.seconds_left(self.timeout)  # only its calls count
+                if work.is_over.is_set() and work.seconds_left(self.timeout) != 0:
+                    found.append(work.result())
+                else:
+                    work.is_over.set()  # a thread cannot be ended; the next step does not wait
+                    self.num_late += 1
+                    found.append([math.nan] * len(self._answers[0]))
         self.seconds = max((work.seconds for work in self._works), default=0.0)
         self.seconds_waited = time.monotonic() - began
-        self._found = torch.tensor(found, dtype=torch.float64).view(len(found), count)
+        shape = len(found), len(self._answers[0])
+        self._found = torch.tensor(found, dtype=torch.float64).view(shape)
         return self._found
-
-    def _wait_for(self, work: "_Work", count: int) -> list[float]:
-        while not work.is_over.wait(self._left(work)) and self._left(work) != 0:
-            pass  # it was not at work all the time: its limit counts calls alone
-        if work.is_over.is_set() and self._left(work) != 0:
-            return work.result()
-        work.is_over.set()  # a thread cannot be ended; neither this process nor the next waits
-        self.num_late += 1
-        return [math.nan] * count
-
-    def _left(self, work: "_Work") -> float | None:
-        return max(self.timeout - work.seconds, 0.0) if self.timeout else None
 
 
 class _Work:
-    """A part at work: a call after the other.
-
-    Args:
-        before: what the part does first.
-    """
+    """The calls of a part for one step, in a thread, after those of the step `before`."""
 
     def __init__(self, reward: Reward, before: "_Work | None") -> None:
         self.reward = reward
         self.asked: queue.SimpleQueue[Sequence[Sequence[Any]] | None] = queue.SimpleQueue()
         self.is_over = threading.Event()
+        self._before = None if before is None else before.is_over
         self._device = device_in_use()
         self._found: list[float] = []
         self._error: BaseException | None = None
         self._clock: tuple[float, float | None] = 0.0, None  # of calls done; since when one runs
-        gate = None if before is None else before.is_over
-        name = f"reward {reward.key}"
-        threading.Thread(target=self._run, args=(gate,), daemon=True, name=name).start()
+        threading.Thread(target=self._run, daemon=True, name=f"reward {reward.key}").start()
 
     @property
     def seconds(self) -> float:
-        """That its calls have taken up to now."""
+        """Return the seconds of its calls up to now."""
         done, since = self._clock
         return done if since is None else done + time.monotonic() - since
 
-    def _run(self, gate: threading.Event | None) -> None:
-        if gate is not None:
-            gate.wait()
+    def seconds_left(self, timeout: float) -> float | None:
+        return max(timeout - self.seconds, 0.0) if timeout else None
+
+    def _run(self) -> None:
+        if self._before is not None:
+            self._before.wait()
         try:
             if self._device is not None:  # a new thread would begin on the machine's first one
                 torch.accelerator.set_device_index(self._device)
@@ -192,62 +177,50 @@ class _Work:
                 found = call("reward", self.reward.part, *given)
                 self._found += _checked(self.reward.part, found, len(given[1]))
                 self._clock = self.seconds, None
-        except BaseException as error:  # told in the thread that waits
+        except BaseException as error:  # raised again in the thread that waits
             self._error = error
         self._clock = self.seconds, None
         self.is_over.set()
 
     def result(self) -> list[float]:
-        if self._error is not None:
-            if isinstance(self._error, UserError) or is_out_of_memory(self._error):
-                raise self._error
-            told = ContractError(
-                f"the reward {part_name(self.reward.part)} raised {type(self._error).__name__}: "
-                f"{self._error}. A number or None for each answer was expected: catch what an "
-                "answer may do to it, and return None for one that it cannot judge."
-            )
-            raise told from self._error
-        return self._found
+        error = self._error
+        if error is None:
+            return self._found
+        if isinstance(error, UserError) or is_out_of_memory(error):
+            raise error
+        raise ContractError(
+            f"the reward {part_name(self.reward.part)} raised {type(error).__name__}: {error}. "
+            "Catch what an answer may do to it, and return None for one that it cannot judge."
+        ) from error
 
 
 def _checked(part: object, found: Any, count: int) -> list[float]:
-    is_list = isinstance(found, Sequence) and not isinstance(found, str)
     came = None
-    if not is_list:
+    if not isinstance(found, Sequence) or isinstance(found, str):
         came = f"returned {shown(found)}"
     elif len(found) != count:
         came = f"returned {len(found)} rewards for {count} answers"
     else:
-        wrong = [value for value in found if not _is_reward(value)]
-        if wrong:
-            came = f"returned {shown(wrong[0])} among its rewards"
+        for value in found:
+            is_number = isinstance(value, int | float) and math.isfinite(value)
+            if value is not None and not is_number:
+                came = f"returned {shown(value)} among its rewards"
     if came is not None:
         raise broken(
             "reward",
             part,
             came,
-            why="A list with one number or None for each answer was expected, because answers to "
-            "the same prompt are compared by it",
+            why="A list with one number or None for each answer was expected",
             cure="return a float of each completion, in their order; None for one that it cannot "
             "judge",
         )
     return [math.nan if value is None else float(value) for value in found]
 
 
-def _is_reward(value: object) -> bool:
-    return value is None or (isinstance(value, int | float) and math.isfinite(value))
-
-
 def try_rewards(
     rewards: Rewards, prompts: Sequence[str], samples: Samples, *, num_tokens: Callable[[str], int]
 ) -> list[str]:
-    """What each reward gives for the own answers of some rows and for empty ones, for people.
-
-    Those that cost are not called.
-
-    Raises:
-        UserError: a row lacks what a reward needs, or a part is wrong; see `Judging.result`.
-    """
+    """Return a line for each reward: its mean for the rows' own answers and for empty ones."""
     told = []
     own = [str((one.get("answers") or [one.get("answer", "")])[0]) for one in samples]
     for reward in rewards.parts:
@@ -259,37 +232,35 @@ def try_rewards(
             facts = [{"num_tokens": num_tokens(text), "is_cut": False} for text in texts]
             known = [{**sample, **fact} for sample, fact in zip(samples, facts, strict=True)]
             values.append(replace(rewards, parts=[reward])(prompts, texts, known)[0])
-        told.append(f"reward {reward.key}: {_outcome(values[0], values[1], samples)}")
+        own_N, empty_N = values
+        line = (
+            f"reward {reward.key}: {own_N.nanmean().item():.3g} for a row's own answer, "
+            f"{empty_N.nanmean().item():.3g} for an empty one, on average"
+        )
+        if torch.equal(own_N.nan_to_num(), empty_N.nan_to_num()):
+            line += "; the same for both, so it does not tell right from wrong in these rows"
+        if silent := own_N.isnan().nonzero()[:, 0].tolist():
+            first = samples[silent[0]]
+            line += f"; nothing to say of {len(silent)} of {len(samples)} rows, the first is "
+            line += str(first.get("source") or first.get("id"))
+        told.append(line)
     return told
-
-
-def _outcome(own_N: torch.Tensor, empty_N: torch.Tensor, samples: Samples) -> str:
-    said = f"{own_N.nanmean().item():.3g} for a row's own answer, {empty_N.nanmean().item():.3g} "
-    said += "for an empty one, on average"
-    if torch.equal(own_N.nan_to_num(), empty_N.nan_to_num()):
-        said += "; the same for both, so it does not tell right from wrong in these rows"
-    silent = own_N.isnan().nonzero()[:, 0].tolist()
-    if silent:
-        first = samples[silent[0]]
-        said += f"; nothing to say of {len(silent)} of {len(samples)} rows, the first is "
-        said += str(first.get("source") or first.get("id"))
-    return said
 
 
 LEAST_STD = 1e-4  # as trl: a spread of nothing divides by this
 
 
 def weighted(rewards_RPG: torch.Tensor, weights: list[float]) -> torch.Tensor:
-    """The weighted sum of several rewards [P, G]; NaN where every reward has nothing to say."""
+    """Return the weighted sum of several rewards [P, G]; NaN where no reward has a value."""
     weights_R = torch.tensor(weights, dtype=rewards_RPG.dtype)[:, None, None]
     sums_PG = (rewards_RPG * weights_R).nansum(dim=0)
     return sums_PG.masked_fill(rewards_RPG.isnan().all(dim=0), torch.nan)
 
 
 def advantages(rewards_PG: torch.Tensor, kind: Advantage) -> torch.Tensor:
-    """How much better each answer is than the others to its prompt, [P, G].
+    """Return how much better each answer is than the others to its prompt, [P, G].
 
-    An answer without a reward (NaN) is in no mean and no deviation, and has the advantage 0.
+    An answer without a reward (NaN) is in no mean and no deviation; its advantage is 0.
 
     Args:
         rewards_PG: of all prompts of the step, of all replicas: "batch" divides by the spread of
@@ -310,7 +281,7 @@ def advantages(rewards_PG: torch.Tensor, kind: Advantage) -> torch.Tensor:
 
 
 def deviations(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """The standard deviation of each group [P], of n - 1; 0 of fewer than two rewards."""
+    """Return the standard deviation of each group [P], of n - 1; 0 of fewer than two rewards."""
     counts_P = (~rewards_PG.isnan()).sum(dim=1)
     apart_PG = rewards_PG - rewards_PG.nanmean(dim=1, keepdim=True)
     variances_P = apart_PG.square().nansum(dim=1) / (counts_P - 1).clamp(min=1)
@@ -318,5 +289,5 @@ def deviations(rewards_PG: torch.Tensor) -> torch.Tensor:
 
 
 def has_spread(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """Which groups say anything [P]: answers of one reward all have the advantage 0."""
+    """Return which groups have several rewards [P]; in others all advantages are 0."""
     return deviations(rewards_PG) > 1e-8

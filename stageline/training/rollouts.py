@@ -1,10 +1,8 @@
-"""Answers of the very stages that train, rewarded, as the micro-batches of optimizer steps.
+"""Answers of the stages that train, rewarded, as the micro-batches of optimizer steps (GRPO).
 
-Answering takes no second copy of the weights: before a step the stages answer the prompts of the
-batch (`answering`), rewards judge on the host of the first rank, and prompts with answers become
-the rows of an ordinary step. Which answers are drawn follows from seeds and weights, so that
-nothing of them is saved; but those that were drawn ahead, by weights that are gone when they are
-learnt.
+Before a step the stages answer the prompts of the batch, rewards judge on the host of the first
+rank, and prompts with answers become the rows of an ordinary step. Answers follow from seeds and
+weights, so a checkpoint stores only those that were drawn ahead, by weights that are gone later.
 
 Every rank of a pipeline calls the same methods. Shapes: P prompts of this replica, G answers of
 each, R rewards; B rows of a micro-batch, T tokens.
@@ -13,7 +11,6 @@ each, R rewards; B rows of a micro-batch, T tokens.
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,15 +27,17 @@ from stageline.modules.lora import adapters_off
 from stageline.modules.policy_loss import OLD, START, token_log_probs
 from stageline.pipeline.runner import MicroBatch
 from stageline.seeds import derive_seed
-from stageline.training.answer_rows import (
+from stageline.training.answers import (
     AnswerRow,
+    Drawn,
+    PromptRow,
+    StageAnswers,
     answer_batches,
     note_old,
     read_answer,
     rows_in,
     with_rewards,
 )
-from stageline.training.answers import Drawn, PromptRow, StageAnswers
 from stageline.training.evaluation import EvalResult
 from stageline.training.frozen_copy import FrozenCopy, StartStage
 from stageline.training.loss_part import Output
@@ -59,65 +58,64 @@ from stageline.training.step import StepProgress, StepResult
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutOptions:
-    """How answers are drawn, and what becomes of them.
+    """How answers are drawn, and what becomes of them; names as on the command line.
 
     Attributes:
         inner_steps: optimizer steps on the same answers.
-        reference: how the start model is come by: auto, adapters_off or frozen_copy.
-        masks_cut: answers without an end are not learnt.
-        drops_equal: groups of one reward do not count.
+        reference: where the start model comes from: auto, adapters_off or frozen_copy.
+        mask_truncated_completions: answers without an end are not learnt.
+        drop_equal_groups: groups of one reward do not count.
         prompts_together: prompts whose answers are drawn together.
-        is_ahead: answers are drawn before the last step on those before, whose weights drew them
-            then.
+        ahead: 1: answers are drawn before the last step on those before, by its weights.
         row_capacity: tokens of a row that holds several answers; None: it holds one.
-        keep_samples: steps between two whose answers are told; 0: those of none are.
+        keep_samples: steps between two whose answers are written down; 0 = off.
     """
 
     seed: int
     group_size: int = 8
     inner_steps: int = 1
     advantage: Advantage = "group"
-    temperature: float = 1.0
+    sampling_temperature: float = 1.0
     max_completion_length: int = 512
-    stop: tuple[str, ...] = ()
+    stop_strings: Sequence[str] | None = None
     kl_beta: float = 0.0
     reference: Mode = "auto"
-    masks_cut: bool = False
-    drops_equal: bool = False
+    mask_truncated_completions: bool = False
+    drop_equal_groups: bool = False
     prompts_together: int = 8
-    is_ahead: bool = False
+    ahead: int = 0
     micro_batch_size: int = 1
     is_sorted: bool = True
     row_capacity: int | None = None
     keep_samples: int = 1
 
-    @property
-    def sampling(self) -> Sampling:
+    def sampling(self, temperature: float = 0.0) -> Sampling:
+        stop = tuple(self.stop_strings or ())
         return Sampling(
-            max_new_tokens=self.max_completion_length, temperature=self.temperature, stop=self.stop
+            max_new_tokens=self.max_completion_length, temperature=temperature, stop=stop
         )
 
 
 class Rollouts:
-    """Gives the micro-batches of each optimizer step: `for micro_batches in rollouts`.
+    """The micro-batches of each optimizer step: `for micro_batches in rollouts`.
 
     Args:
         prompts: gives the prompts of each step: lists of `PromptRow`.
         collate: makes a micro-batch of encoded samples, on this rank.
-        facts: what the stages want to be told of each micro-batch.
+        facts: what the stages need of each micro-batch on the host.
         start_step: optimizer steps done.
         end_step: optimizer steps after which no answers are wanted.
-        saved: what `answers_ahead` said after `start_step`, where that is known.
-        start_stage: gives a stage of the start model again; needed after `start_step`.
-        saved_start: what `start_fingerprint` was then.
-        begun_as: what `start_mode` was then.
-        on_samples: told, on the main rank, the answers of a step: (step, records).
+        saved: `answers_ahead` of the checkpoint, if any.
+        start_stage: builds a stage of the start model again; needed after `start_step`.
+        saved_start: `start_fingerprint` of the checkpoint.
+        begun_as: `start_mode` of the checkpoint.
+        on_samples: gets the answers of a step on the main rank: (step, records).
 
     Attributes:
-        figures: of the answers that the last step learnt from; the same on all ranks.
+        figures: of the answers of the last step; the same on all ranks.
         seconds: of the last step, by what they went to.
-        busy_seconds: that the last step took before its passes began.
-        is_last: new answers are drawn behind the step that runs.
+        busy_seconds: of the last step before its passes began.
+        is_last: new answers are drawn after the running step.
 
     Raises:
         UserError: adapters off were asked for, and would not be the start model.
@@ -145,7 +143,7 @@ class Rollouts:
         self.runner = answers.runner
         self.prompts, self.collate, self.facts = prompts, collate, facts
         self.replicas, self.start_step, self.on_samples = replicas, start_step, on_samples
-        self.end_step, self._saved = end_step, saved if options.is_ahead else None
+        self.end_step, self._saved = end_step, saved if options.ahead else None
         self._ahead: Drawn | None = None
         self.figures: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
@@ -168,46 +166,26 @@ class Rollouts:
             )
 
     def __len__(self) -> int:
-        """Optimizer steps of an epoch."""
+        """Return the optimizer steps of an epoch."""
         return len(self.prompts) * self.options.inner_steps
 
     def state_after(self, step: int) -> Any:
-        """Where prompts are drawn from after so many optimizer steps."""
+        """Return where prompts are drawn from after that many optimizer steps."""
         return self.prompts.state_after(step // self.options.inner_steps)
 
-    def when_between(self, stop_requested: Callable[[], bool]) -> Callable[[], bool]:
-        """Asked where new answers are drawn alone: those of a step half done are not saved."""
-        return lambda: self.is_last and stop_requested()
-
     def answers_ahead(self) -> list[dict[str, Any]] | None:
-        """Answers of all replicas that are not learnt yet, as JSON has them; None: there are none.
-
-        Every rank calls this together.
-        """
+        """Return the answers of all replicas that are not learnt yet; every rank calls this."""
         if self._ahead is None:
             return None
         told = self.replicas.gather([one.saved() for one in self._ahead.made])
         return [one for own in told for one in own]
 
     def start_fingerprint(self) -> str | None:
-        """Of the start weights, where there is a copy of them."""
+        """Return the fingerprint of the start weights, where there is a copy of them."""
         return None if self._frozen is None else self._frozen.fingerprint
 
-    def _start_model(self) -> AbstractContextManager[None]:
-        """While open, passes are those of the model that training began with."""
-        return adapters_off(self.runner.local) if self._frozen is None else self._frozen.in_place()
-
-    def _keep_start(self) -> None:
-        """Copies the start weights, before they are trained; those of a resumed run come anew."""
-        self.replicas.put_together()
-        self._frozen = FrozenCopy(
-            self.runner,
-            start_stage=self._start_stage if self.start_step > 0 else None,
-            saved=self._saved_start,
-        )
-
     def told(self, result: StepResult) -> StepResult:
-        """What a step did, with what was told of its answers, for which nobody waited."""
+        """Return a step's result with the figures of its answers."""
         wait = max(0.0, result.data_wait - self.busy_seconds)
         all_seconds = self.replicas.gather(self.seconds)
         slowest = {f"{n}_seconds": max(one[n] for one in all_seconds) for n in self.seconds}
@@ -215,8 +193,13 @@ class Rollouts:
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         options, step, prompts = self.options, self.start_step, iter(self.prompts)
-        if self.start_mode == "frozen_copy":
-            self._keep_start()
+        if self.start_mode == "frozen_copy":  # before anything is trained
+            self.replicas.put_together()
+            self._frozen = FrozenCopy(
+                self.runner,
+                start_stage=self._start_stage if self.start_step > 0 else None,
+                saved=self._saved_start,
+            )
         began = time.perf_counter()
         self.seconds = {}
         while True:
@@ -225,9 +208,9 @@ class Rollouts:
             self._ahead = None
             for inner in range(options.inner_steps):
                 self.is_last = inner == options.inner_steps - 1
-                if options.is_ahead and self.is_last and step + 1 < self.end_step:
+                if options.ahead and self.is_last and step + 1 < self.end_step:
                     if inner > 0:
-                        self.replicas.put_together()  # the step before has parted them
+                        self.replicas.put_together()  # the step before has sharded them again
                     self._ahead = self._drawn(next(prompts), step + 1, staleness=1)
                 if inner == 0:  # behind the draw, so that rewards have had that long
                     batches = self._make(drawn, step)
@@ -238,23 +221,34 @@ class Rollouts:
                 step += 1
 
     def _drawn(self, rows: Sequence[PromptRow], step: int, *, staleness: int = 0) -> Drawn:
-        """Answers that a step is to learn from, by the weights as they are; rewards begin.
-
-        Those that a checkpoint has were drawn a step before, by weights that are gone.
+        """Draw the answers of a step, or read those of the checkpoint; rewards begin.
 
         Args:
-            staleness: optimizer steps until then.
+            staleness: optimizer steps until they are used.
         """
         options, prompts = self.options, [one for *_, one in rows]
         saved, self._saved = self._own_saved(len(rows)), None
         if saved is None:
-            seeds = [self._seeds(step // options.inner_steps, place) for _, place, _ in rows]
+            number = step // options.inner_steps
+            seeds = [
+                tuple(
+                    derive_seed(options.seed, "answer", number, place, one)
+                    for one in range(options.group_size)
+                )
+                for _, place, _ in rows
+            ]
+            sampling = options.sampling(options.sampling_temperature)
             lot_size = options.prompts_together
-            answers, judging = self._answers_to(prompts, seeds, options.sampling, lot_size)
+            answers, judging = self._answers_to(prompts, seeds, sampling, lot_size)
             drawn = Drawn(rows, answers, judging, staleness)
         else:
             answers = [[one for one, _ in group] for group in saved]
-            drawn = Drawn(rows, answers, self._judged_anew(prompts, answers), staleness=1)
+            judging, judge = self._begin_to_judge(prompts)
+            if judging is not None:  # in the lots that they were drawn in
+                for first in range(0, len(answers), options.prompts_together):
+                    judge(first, answers[first : first + options.prompts_together])
+                judging.end()
+            drawn = Drawn(rows, answers, judging, staleness=1)
         drawn.made = [
             AnswerRow.of(row, prompt, answer, image_ids=self._image_ids)
             for (row, _, prompt), group in zip(rows, answers, strict=True)
@@ -264,13 +258,16 @@ class Rollouts:
         if saved is not None:
             for one, (_, old) in zip(drawn.made, itertools.chain(*saved), strict=True):
                 one.old = old
-        elif options.is_ahead:
-            self._add_old(drawn)
+        elif options.ahead:
+            # log-probabilities by a training pass of the weights that drew them, on all ranks
+            found = self._log_probs(drawn.batches, "old")
+            if found is not None:
+                for batch, log_probs_BT in zip(drawn.batches, found, strict=True):
+                    note_old(batch, rows_in(batch, drawn.made), log_probs_BT.cpu())
+            olds = self.answers.shared([one.old for one in drawn.made], stage=-1)
+            for one, old in zip(drawn.made, olds, strict=True):
+                one.old = old
         return drawn
-
-    def _seeds(self, number: int, place: int) -> tuple[int, ...]:
-        seed, count = self.options.seed, self.options.group_size
-        return tuple(derive_seed(seed, "answer", number, place, one) for one in range(count))
 
     def _answers_to(
         self,
@@ -279,7 +276,7 @@ class Rollouts:
         sampling: Sampling,
         lot_size: int,
     ) -> tuple[list[list[SampledAnswer]], Judging | None]:
-        """Draws answers, on all ranks of the pipeline; the first one judges beside it."""
+        """Draw answers, on all ranks of the pipeline; the first one judges meanwhile."""
         began = time.perf_counter()
         judging, judge = self._begin_to_judge(prompts)
         found = self.answers(prompts, seeds, sampling, lot_size=lot_size, on_lot=judge)
@@ -290,43 +287,25 @@ class Rollouts:
         return answers, judging
 
     def _begin_to_judge(self, prompts: Sequence[EncodedSample]) -> tuple[Judging | None, OnLot]:
-        """What judges answers, and what is told of a lot of them."""
+        """Return the rewards at work, and what is called with each lot of answers."""
         judging = self.rewards.begin() if self.answers.is_first else None
 
         def judge(first: int, lot: Sequence[Sequence[SampledAnswer]]) -> None:
+            asked, said, samples = [], [], []
+            for prompt, group in zip(prompts[first : first + len(lot)], lot, strict=True):
+                text = self._text(prompt)
+                for answer in group:
+                    facts = {"num_tokens": len(answer.token_ids), "is_cut": answer.is_cut}
+                    asked.append(text)
+                    said.append(answer.text)
+                    samples.append({**prompt.sample, **facts, "images": prompt.images})
             if judging is not None:
-                judging.add(*self._asked(prompts[first : first + len(lot)], lot))
+                judging.add(asked, said, samples)
 
         return judging, judge
 
-    def _asked(
-        self, prompts: Sequence[EncodedSample], lot: Sequence[Sequence[SampledAnswer]]
-    ) -> tuple[list[str], list[str], list[dict[str, Any]]]:
-        """What rewards are asked about: prompts, answers and samples."""
-        asked, said, samples = [], [], []
-        for prompt, group in zip(prompts, lot, strict=True):
-            text = self._text(prompt)
-            for answer in group:
-                facts = {"num_tokens": len(answer.token_ids), "is_cut": answer.is_cut}
-                asked.append(text)
-                said.append(answer.text)
-                samples.append({**prompt.sample, **facts, "images": prompt.images})
-        return asked, said, samples
-
-    def _judged_anew(
-        self, prompts: Sequence[EncodedSample], answers: Sequence[Sequence[SampledAnswer]]
-    ) -> Judging | None:
-        """Judges answers that are there, in the lots that they were drawn in."""
-        judging, judge = self._begin_to_judge(prompts)
-        size = self.options.prompts_together
-        for first in range(0, len(answers), size):
-            judge(first, answers[first : first + size])
-        if judging is not None:
-            judging.end()
-        return judging
-
     def _judged(self, judging: Judging | None, num_prompts: int) -> tuple[torch.Tensor, int]:
-        """Rewards [R, P, G], NaN where there is none, and late parts; on all ranks."""
+        """Return rewards [R, P, G], NaN where there is none, and late parts; on all ranks."""
         told = None
         if judging is not None:
             found = judging.result().view(len(self.rewards.parts), num_prompts, -1)
@@ -340,10 +319,7 @@ class Rollouts:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def _own_saved(self, num_prompts: int) -> list[list[tuple[SampledAnswer, list[float]]]] | None:
-        """What a checkpoint has for the prompts of this replica, in groups.
-
-        None where it has nothing, or those of a run with other settings, that went on all the same.
-        """
+        """Return the checkpoint's answers to the prompts of this replica, in groups, if any."""
         size, saved = self.options.group_size, self._saved or []
         if len(saved) != num_prompts * size * self.replicas.size:
             return None
@@ -352,7 +328,7 @@ class Rollouts:
         return [own[start : start + size] for start in range(0, len(own), size)]
 
     def _make(self, drawn: Drawn, step: int) -> list[MicroBatch]:
-        """The micro-batches of a step."""
+        """Return the micro-batches of a step."""
         options, rows = self.options, drawn.rows
         rewards_RPG, num_late = self._judged(drawn.judging, len(rows))
         all_RPG = torch.cat(self.replicas.gather(rewards_RPG), dim=1)
@@ -360,17 +336,18 @@ class Rollouts:
         mine = slice(self.replicas.rank * len(rows), (self.replicas.rank + 1) * len(rows))
         advantages_PG = advantages(total_PG, options.advantage)[mine]
         self.figures = self._figures(drawn.answers, num_late, all_RPG, total_PG)
-        if options.is_ahead:
+        if options.ahead:
             self.figures["staleness"] = float(drawn.staleness)
         self._tell(step, drawn, rewards_RPG, total_PG[mine], advantages_PG)
         has_spread_P = has_spread(total_PG)[mine].repeat_interleave(options.group_size)
         worth = zip(advantages_PG.flatten().tolist(), has_spread_P.tolist(), strict=True)
         for one, (advantage, is_spread) in zip(drawn.made, worth, strict=True):
             one.advantage = advantage
-            one.is_counted = is_spread or not options.drops_equal
-            one.is_learnt = one.is_counted and not (options.masks_cut and one.answer.is_cut)
+            one.is_counted = is_spread or not options.drop_equal_groups
+            is_masked = options.mask_truncated_completions and one.answer.is_cut
+            one.is_learnt = one.is_counted and not is_masked
         batches = [
-            with_rewards(one, rows_in(one, drawn.made), has_old=options.is_ahead)
+            with_rewards(one, rows_in(one, drawn.made), has_old=bool(options.ahead))
             for one in drawn.batches
         ]
         return self._with_log_probs(batches)
@@ -385,7 +362,7 @@ class Rollouts:
         all_RPG: torch.Tensor,
         total_PG: torch.Tensor,
     ) -> dict[str, float]:
-        """What the log tells of the answers of all replicas."""
+        """Return the figures of the answers of all replicas."""
         lengths = [len(one.token_ids) for group in answers for one in group]
         num_cut = sum(one.is_cut for group in answers for one in group)
         told = self.replicas.gather((lengths, num_cut, num_late))
@@ -413,7 +390,7 @@ class Rollouts:
         total_PG: torch.Tensor,
         advantages_PG: torch.Tensor,
     ) -> None:
-        """Hands the answers of all replicas to who writes them down."""
+        """Hand the answers of all replicas to `on_samples`."""
         every = self.options.keep_samples
         if not self.answers.is_first or not every or step % every:
             return
@@ -443,7 +420,7 @@ class Rollouts:
             self.on_samples(step + 1, [record for own in gathered for record in own])
 
     def _batches(self, made: Sequence[AnswerRow], step: int) -> list[MicroBatch]:
-        """Prompts with answers as micro-batches, rows of near-equal length together."""
+        """Return prompts with answers as micro-batches, rows of near-equal length together."""
         options, packing = self.options, None
         if options.row_capacity is not None:
             packing = {
@@ -461,33 +438,25 @@ class Rollouts:
             facts=self.facts,
         )
 
-    def _add_old(self, drawn: Drawn) -> None:
-        """Log-probabilities of a training pass of the weights that drew answers, on all ranks."""
-        found = self._log_probs(drawn.batches, "old")
-        if found is not None:
-            for batch, log_probs_BT in zip(drawn.batches, found, strict=True):
-                note_old(batch, rows_in(batch, drawn.made), log_probs_BT.cpu())
-        olds = self.answers.shared([one.old for one in drawn.made], stage=-1)
-        for one, old in zip(drawn.made, olds, strict=True):
-            one.old = old
-
     def _with_log_probs(self, batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Adds log-probabilities before the first of several steps, and of the start model."""
-        if self.options.inner_steps > 1 and not self.options.is_ahead:
+        """Add log-probabilities before the first of several steps, and of the start model."""
+        if self.options.inner_steps > 1 and not self.options.ahead:
             batches = _added(batches, OLD, self._log_probs(batches, "old"))
         if self.options.kl_beta:
-            with self._start_model():
+            frozen = self._frozen
+            with adapters_off(self.runner.local) if frozen is None else frozen.in_place():
                 batches = _added(batches, START, self._log_probs(batches, "start"))
         return batches
 
     def _log_probs(self, batches: list[MicroBatch], name: str) -> list[torch.Tensor] | None:
-        """Of each micro-batch by a pass without gradients, [B, T]; None: no last stage is here."""
+        """Return those of each micro-batch [B, T]; None where the last stage is not."""
         began = time.perf_counter()
+        temperature = self.options.sampling_temperature
         found: list[torch.Tensor] = []
 
         def take(output: Output, batch: MicroBatch) -> None:
             logits = self.answers.logits_of(output)
-            found.append(token_log_probs(logits, batch, temperature=self.options.temperature))
+            found.append(token_log_probs(logits, batch, temperature=temperature))
 
         told = StepProgress(device=self.runner.device, forward="log-probabilities")
         self.runner.evaluate(batches, on_output=take, recorder=told)
@@ -495,10 +464,8 @@ class Rollouts:
         return found if holds_last_stage(self.runner) else None
 
     def judge(self, prompts: Any) -> EvalResult:
-        """Rewards of held-out prompts, whose likeliest answers are taken."""
-        sampling = Sampling(
-            max_new_tokens=self.options.max_completion_length, stop=self.options.stop
-        )
+        """Return the rewards of the likeliest answers to held-out prompts."""
+        sampling = self.options.sampling()
         lot_size = self.options.prompts_together * self.options.group_size
         sums: list[torch.Tensor] = []
         num_tokens = 0
@@ -526,7 +493,7 @@ class Rollouts:
 
 
 def _plain(value: float) -> float | None:
-    """As JSON can say it: an answer that no reward judged has none."""
+    """Return NaN, of an answer that no reward judged, as JSON's null."""
     return value if value == value else None
 
 

@@ -1,6 +1,4 @@
-"""One optimizer step over the pipeline, and the loop over them.
-
-A step: schedule, replicas, tied weights, norm, clipping, update.
+"""One optimizer step over the pipeline: passes, replicas, tied weights, norm, clipping, update.
 
 Every rank of a pipeline calls `TrainStep` with the same micro-batches; replicas have others. All
 get the same result.
@@ -8,7 +6,6 @@ get the same result.
 
 import functools
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,7 +32,7 @@ from stageline.training.grad_norm import (
     total_norm,
 )
 from stageline.training.loss_part import LossPart, StepLoss
-from stageline.training.nonfinite import Skips, StepVerdict, find_non_finite
+from stageline.training.nonfinite import Skips, find_non_finite
 from stageline.training.optimizers import set_learning_rate
 from stageline.training.precision import LossScaler, MasterWeights
 from stageline.training.replicas import Replicas
@@ -51,13 +48,11 @@ OPERATIONS = {
 
 
 class StepProgress(Recorder):
-    """A recorder that tells `stageline.progress` what it sees, then another recorder.
-
-    Failure reports and the watchdog look there.
+    """A recorder that notes each pass in `stageline.progress`, for failure reports.
 
     Args:
         inner: times the passes.
-        device: does the passes. Beside a GPU the main thread runs ahead, and waits for no transfer.
+        device: does the passes; a GPU is behind the main thread, so its queue gets marks.
         names: other names for the operations, such as "evaluation" for "forward".
     """
 
@@ -71,7 +66,6 @@ class StepProgress(Recorder):
 
     @contextmanager
     def span(self, action: Action) -> Iterator[None]:
-        """Note a pass under its name."""
         stage, kind, index = action
         name = self.names[kind]
         note = progress.doing(name, stage=stage, micro_batch=index, mark=self.mark)
@@ -80,7 +74,6 @@ class StepProgress(Recorder):
 
     @contextmanager
     def wait(self, action: Action) -> Iterator[None]:
-        """The time that a pass waits for a tensor of another rank."""
         stage, kind, index = action
         what = "activations" if kind == Kind.FORWARD else "gradients"
         with (
@@ -91,31 +84,30 @@ class StepProgress(Recorder):
 
 
 def recorded_event(device: torch.device) -> Any:
-    """A mark in the running stream: behind a wait for a transfer it comes when that is done."""
+    """Return a mark in the running stream, after the transfers that it waits for."""
     event = torch.get_device_module(device).Event()
     event.record()
     return event
 
 
 def begin_step(step: int, micro_batches: Sequence[MicroBatch] = ()) -> None:
-    """Notes how many optimizer steps are done when the next one begins, and what it is made of."""
+    """Note how many optimizer steps are done, and the shapes of the next one, for reports."""
     progress.at_step(step)
     _shapes[:] = [tuple(batch["input_ids"].shape) for batch in micro_batches]
 
 
 def current_shapes() -> list[tuple[int, ...]]:
-    """[rows, tokens] of each micro-batch of the running step."""
+    """Return [rows, tokens] of each micro-batch of the running step."""
     return list(_shapes)
 
 
 class SharedFigures:
-    """Adds scalars up over the ranks of a pipeline and its replicas; every rank calls this.
+    """Sums of scalars over the ranks of a pipeline and its replicas; every rank calls this.
 
-    Only the last stage learns how the figures of a loss are called, when it calls the loss; the
-    names are told once.
+    Only the last stage knows the names of a loss's figures, when it calls the loss; they are
+    exchanged once.
 
     Args:
-        group: of the pipeline.
         device: where tensors lie that are sent.
 
     Attributes:
@@ -137,12 +129,12 @@ class SharedFigures:
         *,
         beside: torch.Tensor,
     ) -> tuple[list[float], dict[str, float], list[float]]:
-        """Sums of scalars that every rank has, and of figures that some have; and `beside`.
+        """Sum scalars that every rank has, and figures that some have; and return `beside`.
 
-        One exchange; in a step with figures that are new another two.
+        One exchange; two more in a step whose figures are new.
 
         Args:
-            beside: numbers of this rank's device that come to the host with the sums, so that the
+            beside: numbers on this rank's device that come to the host with the sums, so that the
                 host waits for its device once.
         """
         is_new = torch.tensor(float(any(name not in self.names for name in figures)))
@@ -150,7 +142,10 @@ class SharedFigures:
         found, brought = found[: -len(beside)], found[-len(beside) :]
         values = found[len(facts) + 1 :]
         if found[len(facts)] > 0:
-            self._tell_names(list(figures))
+            gathered: list[Any] = [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(gathered, list(figures), group=self.group)
+            told = self.replicas.gather([name for names in gathered for name in names])
+            self.names = list(dict.fromkeys([*self.names, *(n for names in told for n in names)]))
             values = self._sum(self._values(figures))
         return found[: len(facts)], dict(zip(self.names, values, strict=True)), brought
 
@@ -160,30 +155,18 @@ class SharedFigures:
     def _sum(
         self, values: Sequence[torch.Tensor], beside: torch.Tensor | None = None
     ) -> list[float]:
-        total = torch.stack(self._on_device(values))
+        own = [value.detach() for value in values]
+        of_host = [value for value in own if value.device.type == "cpu"]
+        if self.device.type != "cpu" and of_host:
+            # one copy to the device, which nobody waits for
+            arrived = iter(sent(torch.stack(of_host), self.device).unbind())
+            own = [next(arrived) if value.device.type == "cpu" else value for value in own]
+        total = torch.stack([value.to(self.device) for value in own])
         with progress.doing("the other ranks at the end of a step", is_waiting=True):
             dist.all_reduce(total, group=self.group)
             if self.replicas.size > 1:
                 dist.all_reduce(total, group=self.replicas.group)
             return (total if beside is None else torch.cat((total, beside))).tolist()
-
-    def _on_device(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of the host go there in one copy, which nobody waits for."""
-        own = [value.detach() for value in values]
-        if self.device.type == "cpu":
-            return [value.to(self.device) for value in own]
-        of_host = [value for value in own if value.device.type == "cpu"]
-        if not of_host:
-            return own
-        arrived = iter(sent(torch.stack(of_host), self.device).unbind())
-        return [next(arrived) if value.device.type == "cpu" else value for value in own]
-
-    def _tell_names(self, own: list[str]) -> None:
-        gathered: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(gathered, own, group=self.group)
-        told = [name for names in gathered for name in names]
-        told = [name for names in self.replicas.gather(told) for name in names]
-        self.names = list(dict.fromkeys([*self.names, *told]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,23 +174,22 @@ class StepResult:
     """What one optimizer step did; equal on all ranks.
 
     Attributes:
-        loss: of the whole batch, of all replicas; what the loss_fn part says alone, so that it can
-            be compared between models.
+        loss: of the whole batch, of all replicas; only what the loss_fn part returned, so that it
+            can be compared between models.
         grad_norm: before clipping; may be inf or nan when the step was skipped.
-        num_tokens: real tokens, padding left out.
+        num_tokens: tokens without padding.
         num_targets: supervised tokens.
         num_samples: samples with at least one of them.
         is_skipped: the loss or a gradient was not finite, or a spike; no weight changed.
         wants_stop: some rank was asked to stop, by a signal.
-        extra_loss: what the model adds by itself, weight included (the router loss of a mixture
-            of experts); not in `loss`, but trained on. 0 for models without.
+        extra_loss: the model's own (router) loss, weighted; trained on, not in `loss`.
         problem: why the step was skipped, or what is odd about it, with its place.
-        rows: rows of the dataset that a step with a problem took, of all replicas.
+        rows: dataset rows of a step with a problem, of all replicas.
         skipped_in_a_row, num_skipped: steps up to this one, and since the start of the run.
-        warnings: things that do not stop a run.
-        figures: what the loss_fn part tells besides its loss, of the whole batch.
-        answers: what is told of the answers that a step learnt from, where the model gave them.
-        data_wait: seconds that the micro-batches took to come, where that took longest.
+        warnings: what does not stop a run.
+        figures: named figures that the loss_fn part returned besides its loss.
+        answers: figures of the answers that a step was trained on, where the model gave them.
+        data_wait: seconds that the micro-batches took to come, on the slowest rank.
     """
 
     loss: float
@@ -236,14 +218,13 @@ class TrainStep:
         runner: the pipeline of this rank's stage.
         make_optimizer: gets this stage's {name: parameter to update}; returns the optimizer, or
             None where nothing trains.
-        loss_fn: a loss_fn part.
         learning_rate: step -> rate; the first step is 0.
         max_grad_norm: clip to this norm; 0 does not clip.
         scaler: loss scaling for fp16.
-        timeline: times the passes of one of the steps.
+        timeline: times the passes of some steps.
         replicas: copies of the pipeline that share each step; None: there is one.
         skips: decides which steps change no weight, and counts them.
-        prepare: adds to the micro-batches of a step what the loss needs besides, on all ranks.
+        prepare: adds to the micro-batches what the loss needs besides, on all ranks.
         make_weights: gets the trainable parameters; makes what the optimizer updates.
     """
 
@@ -306,38 +287,79 @@ class TrainStep:
         stop_requested: Callable[[], bool] = lambda: False,
         data_wait: float = 0.0,
     ) -> StepResult:
-        """Runs step number `step` on the micro-batches of one global batch.
+        """Run step number `step` on the micro-batches of one global batch.
 
         Args:
-            data_wait: seconds that this rank waited for the micro-batches.
             stop_requested: asked at the end of the step, so that it is the last one.
+            data_wait: seconds that this rank waited for the micro-batches.
         """
         begin_step(step, micro_batches)
         check_agreement(micro_batches, group=self.runner.group)
         with progress.doing("the other ranks at the start of a step", is_waiting=True):
             counts, num_tokens, num_samples = self._count(micro_batches)
         rate = self.learning_rate(step)
+
+        # Passes: gradients of this rank
         random_state = RandomState(self.runner.device)
-        passes = functools.partial(self._passes, self.prepare(micro_batches), counts, step=step)
+        passes = functools.partial(self.run_passes, self.prepare(micro_batches), counts, step=step)
         loss_of = passes()
+
+        # Reduce: gradients of all replicas, equal on them to the bit; tied weights; the norms
+        parameters = self.weights.parameters
         with progress.doing("gradients of the other ranks", is_waiting=True):
-            norm, norms = self._reduce()
+            self.replicas.reduce_gradients(self.weights)
+            self.ownership.sum_tied_gradients(parameters)
+            self.scaler.unscale(parameters)
+            norms = gather_norms(
+                parameters,
+                ownership=self.ownership,
+                device=self.shared_figures.device,
+                shares=self.weights.shares,
+                replica_group=self.replicas.group,
+            )
+            norm = total_norm(norms)
+        # a place for each rank of all replicas, so that the sum holds the number of each
+        num_ranks = self.runner.schedule.num_ranks
+        waits = torch.zeros(num_ranks * self.replicas.size)
+        waits[self.replicas.rank * num_ranks + self.runner.pp_rank] = data_wait
         stop = torch.tensor(float(stop_requested()))
-        facts = [loss_of.loss, loss_of.extra_loss, stop, norm * 0, *self._own_place(data_wait)]
-        (loss, extra_loss, stop_count, no_number, *waits), figures, (grad_norm, *each_norm) = (
+        facts = [loss_of.loss, loss_of.extra_loss, stop, norm * 0, *waits]
+        (loss, extra_loss, stop_count, no_number, *all_waits), figures, (grad_norm, *each_norm) = (
             self.shared_figures.sum(facts, loss_of.figures, beside=torch.cat((norm[None], norms)))
         )
         if math.isfinite(grad_norm):
-            grad_norm += no_number  # a number is one on every rank, or on none
+            grad_norm += no_number  # finite on every rank, or on none
+
+        # Decide, the same on all ranks; find the place of a problem
         verdict = self.skips.judge(loss, extra_loss, grad_norm)
         where, rows, warnings = "", tuple[int, ...](), tuple[str, ...]()
         if verdict.problem is not None:
+            # an overflow of scaled gradients is no fault, and shares have been given away
+            can_repeat = not (verdict.is_finite or self.scaler.enabled or self.weights.shares)
             with random_state.replayed():
-                where, rows = self._find(micro_batches, verdict, loss_of, each_norm, passes)
-        if not verdict.is_skipped:
+                where, rows = find_non_finite(
+                    self.runner,
+                    micro_batches,
+                    verdict.problem,
+                    losses=loss_of.each,
+                    norms=each_norm,
+                    owners=self.owners,
+                    run_again=passes if can_repeat else None,
+                    gradients=parameters,
+                    replicas=self.replicas,
+                )
+
+        # Clip and update
+        if verdict.is_skipped:
+            self.weights.zero_grad()
+        else:
             warnings = self._zero_gradients(each_norm)
             with progress.doing("optimizer"):
-                self._update(rate, norm)
+                if self.max_grad_norm > 0:
+                    clip_gradients(parameters, max_norm=self.max_grad_norm, total_norm=norm)
+                if self.optimizer is not None:
+                    set_learning_rate(self.optimizer.param_groups, rate)
+                    self.weights.update(self.optimizer.step)
         self.scaler.update(overflowed=not verdict.is_finite)
         return StepResult(
             loss=loss,
@@ -355,19 +377,10 @@ class TrainStep:
             num_skipped=self.skips.total,
             warnings=warnings,
             figures=figures,
-            data_wait=max(waits),
+            data_wait=max(all_waits),
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the numbers of later steps depend on, besides weights and optimizer."""
-        return {"skips": self.skips.state_dict(), "scaler": self.scaler.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` gave."""
-        self.skips.load_state_dict(state["skips"])
-        self.scaler.load_state_dict(state["scaler"])
-
-    def _passes(
+    def run_passes(
         self,
         micro_batches: Sequence[MicroBatch],
         counts: Mapping[str, int],
@@ -375,7 +388,7 @@ class TrainStep:
         *,
         step: int,
     ) -> StepLoss:
-        """Forward and backward of all micro-batches, from gradients of zero on."""
+        """Run forward and backward of all micro-batches, starting from gradients of zero."""
         self.weights.zero_grad()
         loss_of = StepLoss(
             self.loss_fn,
@@ -396,7 +409,7 @@ class TrainStep:
         return loss_of
 
     def _count(self, micro_batches: Sequence[MicroBatch]) -> tuple[dict[str, int], int, int]:
-        """What the loss counts, tokens and samples of the whole batch, over all replicas."""
+        """Return the loss's counts, tokens and samples of the whole batch, over all replicas."""
         own = self.part.count(micro_batches)
         *totals, num_tokens, num_samples = self.replicas.sum(
             [
@@ -413,34 +426,8 @@ class TrainStep:
             )
         return counts, num_tokens, num_samples
 
-    def _reduce(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds gradients up; returns their norm and those of all parameters.
-
-        All replicas have the same gradients afterwards, to the bit, and so decide the same.
-        """
-        parameters = self.weights.parameters
-        self.replicas.reduce_gradients(self.weights)
-        self.ownership.sum_tied_gradients(parameters)
-        self.scaler.unscale(parameters)
-        norms = gather_norms(
-            parameters,
-            ownership=self.ownership,
-            device=self.shared_figures.device,
-            shares=self.weights.shares,
-            replica_group=self.replicas.group,
-        )
-        return total_norm(norms), norms
-
-    def _update(self, rate: float, norm: torch.Tensor) -> None:
-        """Clipping and the optimizer's step."""
-        if self.max_grad_norm > 0:
-            clip_gradients(self.weights.parameters, max_norm=self.max_grad_norm, total_norm=norm)
-        if self.optimizer is not None:
-            set_learning_rate(self.optimizer.param_groups, rate)
-            self.weights.update(self.optimizer.step)
-
     def _zero_gradients(self, norms: Sequence[float]) -> tuple[str, ...]:
-        """Warnings about stages that train and got no gradient; each stage once."""
+        """Return warnings about stages that train and got no gradient; each stage once."""
         if len(self._stages_told) == self.runner.schedule.num_stages:
             return ()
         stages = set(stages_without_gradient(norms, self.owners)) - self._stages_told
@@ -451,100 +438,10 @@ class TrainStep:
             for stage in sorted(stages)
         )
 
-    def _find(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        verdict: StepVerdict,
-        loss_of: StepLoss,
-        norms: Sequence[float],
-        passes: Callable[[Recorder], StepLoss],
-    ) -> tuple[str, tuple[int, ...]]:
-        """What is told about an odd step; drops the gradients if they are not to be used."""
-        # an overflow of scaled gradients is no fault, and shares have been given away
-        can_repeat = not (verdict.is_finite or self.scaler.enabled or self.weights.shares)
-        found = find_non_finite(
-            self.runner,
-            micro_batches,
-            verdict.problem or "",
-            losses=loss_of.each,
-            norms=norms,
-            owners=self.owners,
-            run_again=passes if can_repeat else None,
-            gradients=self.weights.parameters,
-            replicas=self.replicas,
-        )
-        if verdict.is_skipped:
-            self.weights.zero_grad()
-        return found
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later steps depend on, besides weights and optimizer."""
+        return {"skips": self.skips.state_dict(), "scaler": self.scaler.state_dict()}
 
-    def _own_place(self, seconds: float) -> torch.Tensor:
-        """A place for each rank of all replicas, so that their sum holds the number of each."""
-        num_ranks = self.runner.schedule.num_ranks
-        places = torch.zeros(num_ranks * self.replicas.size)
-        places[self.replicas.rank * num_ranks + self.runner.pp_rank] = seconds
-        return places
-
-
-def train(
-    train_step: TrainStep,
-    batches: Iterator[Sequence[MicroBatch]],
-    *,
-    total_steps: int,
-    start_step: int = 0,
-    is_evaluated: bool = False,
-    eval_steps: int = 0,
-    save_steps: int = 0,
-    on_step: Callable[[int, StepResult, float], None],
-    evaluate: Callable[[int], bool] | None,
-    save: Callable[[int], None],
-    stop_requested: Callable[[], bool],
-) -> bool:
-    """Trains from `start_step` to `total_steps`.
-
-    Args:
-        batches: yields, for each step, the list of micro-batches.
-        start_step: the first step to run: 0, or where a checkpoint left off.
-        is_evaluated: after `start_step`; a run may have been stopped between a checkpoint and that.
-        eval_steps, save_steps: evaluate / save after so many, and the last; 0: the last alone.
-        on_step: called after each step with (steps done, result, seconds).
-        evaluate: called with the steps done; before the first one too. Says whether to end here.
-        save: called with the steps done.
-        stop_requested: whether this rank was asked to stop; ranks agree at the end of a step.
-
-    Returns:
-        False when it was asked to stop before the last step; the weights are saved then too.
-
-    Raises:
-        NonFiniteError: too many steps in a row were skipped.
-    """
-    is_due = start_step == 0 or _is_due(start_step, eval_steps, start_step == total_steps)
-    if evaluate is not None and is_due and not is_evaluated and evaluate(start_step) and start_step:
-        return True
-    progress.at_step(start_step)
-    for step in range(start_step, total_steps):
-        start = time.perf_counter()
-        with progress.doing("data"):
-            micro_batches = next(batches)
-        data_wait = time.perf_counter() - start
-        result = train_step(
-            micro_batches, step=step, stop_requested=stop_requested, data_wait=data_wait
-        )
-        done = step + 1
-        progress.at_step(done)
-        on_step(done, result, time.perf_counter() - start)
-        train_step.skips.check(result.problem, step=done)
-        is_end = done == total_steps
-        is_saved = _is_due(done, save_steps, is_end or result.wants_stop)
-        if is_saved:
-            save(done)
-        if result.wants_stop and not is_end:  # it may be in a hurry
-            return False
-        if evaluate is not None and _is_due(done, eval_steps, is_end) and evaluate(done):
-            if not is_saved:
-                save(done)
-            return True
-    return True
-
-
-def _is_due(done: int, interval: int, is_end: bool) -> bool:
-    return is_end or (interval > 0 and done % interval == 0)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.skips.load_state_dict(state["skips"])
+        self.scaler.load_state_dict(state["scaler"])

@@ -1,6 +1,6 @@
-"""The timeline of one optimizer step: times the passes of all ranks, writes a trace.
+"""The timeline of one optimizer step: the times of all ranks' passes, as a trace.
 
-`stageline/plotting/figures.py` draws it; whoever times steps needs no matplotlib.
+`stageline/plotting/figures.py` draws it.
 """
 
 import json
@@ -30,11 +30,7 @@ BUBBLE_EVERY = 10  # steps between two measurements of the bubble
 
 
 class StepTimeline:
-    """Records step number `step` and every tenth, but no other: timing a GPU costs a little.
-
-    Args:
-        step: counted from 0; the first ones are slower than the rest. Below 0: none is recorded.
-    """
+    """A record of step `step` (from 0; below 0: none) and every tenth one."""
 
     def __init__(self, runner: PipelineRunner, *, step: int) -> None:
         self.runner = runner
@@ -43,12 +39,12 @@ class StepTimeline:
         self._recorder = Recorder(runner.device, rank=runner.pp_rank)
 
     def is_timed(self, step: int) -> bool:
-        """Whether the passes of this step are recorded; the same on all ranks."""
+        """Whether the passes of this step are recorded."""
         is_tenth = self.runner.schedule.num_ranks > 1 and (step + 1) % BUBBLE_EVERY == 0
         return self.step >= 0 and (step == self.step or is_tenth)
 
     def recorder(self, step: int, *, num_micro_batches: int) -> Recorder:
-        """What the runner gets for this step; ranks start the clock together."""
+        """Return the recorder of this step; ranks start the clock together."""
         if not self.is_timed(step):
             return NO_RECORDER
         self._num_micro_batches = num_micro_batches
@@ -57,13 +53,13 @@ class StepTimeline:
         return self._recorder
 
     def measured(self) -> list[TimelineEvent]:
-        """After a timed step, what all ranks did; every rank calls this."""
+        """Return what all ranks did in a timed step; every rank calls this."""
         gathered: list[list[TimelineEvent]] = [[] for _ in range(self.runner.schedule.num_ranks)]
         dist.all_gather_object(gathered, self._recorder.events(), group=self.runner.group)
         return split_waits([event for events in gathered for event in events])
 
     def ideal(self, measured: Sequence[TimelineEvent]) -> list[TimelineEvent]:
-        """The same passes with mean times, waiting for nothing but each other."""
+        """Return the same passes with mean times, waiting only for each other."""
         schedule = self.runner.schedule
         return simulate(
             schedule.orders(self._num_micro_batches),
@@ -74,7 +70,7 @@ class StepTimeline:
 
 
 def mean_durations(events: Sequence[TimelineEvent]) -> Durations:
-    """(stage, kind) -> the mean seconds of a pass."""
+    """Return (stage, kind) -> the mean seconds of a pass."""
     seconds: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for event in events:
         if event.kind not in WAITS:
@@ -83,7 +79,7 @@ def mean_durations(events: Sequence[TimelineEvent]) -> Durations:
 
 
 def write_trace(events: Sequence[TimelineEvent], path: Path) -> None:
-    """Writes Chrome trace events; the same events, in any order, give the same file."""
+    """Write Chrome trace events; the same events, in any order, give the same file."""
     temporary = path.with_name(path.name + ".tmp")
     trace = {"traceEvents": trace_events(events), "displayTimeUnit": "ms"}
     temporary.write_text(json.dumps(trace, indent=0, allow_nan=False) + "\n", encoding="utf-8")
@@ -91,44 +87,46 @@ def write_trace(events: Sequence[TimelineEvent], path: Path) -> None:
 
 
 def trace_events(events: Sequence[TimelineEvent]) -> list[dict[str, Any]]:
-    """Names of ranks and stages first, then the spans in order of rank and time, in microseconds.
+    """Return names of ranks and stages first, then the spans in order of rank and time, in us.
 
     A process per rank; in it a thread per stage, and one for waits.
     """
     held = stages_by_rank(events)
     # a number that is no stage's, and the same in every process
     waits = 1 + max((stage for stages in held.values() for stage in stages), default=0)
-    start, _ = extent(events)
-    named = []
+    origin, _ = extent(events)
+    told: list[dict[str, Any]] = []
+
+    def name(rank: int, thread: int, what: str, text: str, *, order: int) -> None:
+        place = {"ph": "M", "pid": rank, "tid": thread}
+        told.append({"name": f"{what}_name", **place, "args": {"name": text}})
+        told.append({"name": f"{what}_sort_index", **place, "args": {"sort_index": order}})
+
     for rank, stages in held.items():
-        named += _metadata(rank, 0, "process", f"rank {rank}", order=rank)
+        name(rank, 0, "process", f"rank {rank}", order=rank)
         for stage in stages:
-            named += _metadata(rank, stage, "thread", f"stage {stage}", order=stage)
+            name(rank, stage, "thread", f"stage {stage}", order=stage)
         if any(event.kind in WAITS for event in events if event.rank == rank):
-            named += _metadata(rank, waits, "thread", "waits", order=waits)
-    ordered = sorted(events, key=lambda e: (e.rank, e.start, e.end, e.stage, e.kind, e.micro_batch))
-    return named + [_complete(event, waits=waits, origin=start) for event in ordered]
-
-
-def _metadata(rank: int, thread: int, what: str, name: str, *, order: int) -> list[dict[str, Any]]:
-    """A name, and the place in the list."""
-    place = {"ph": "M", "pid": rank, "tid": thread}
-    return [
-        {"name": f"{what}_name", **place, "args": {"name": name}},
-        {"name": f"{what}_sort_index", **place, "args": {"sort_index": order}},
-    ]
-
-
-def _complete(event: TimelineEvent, *, waits: int, origin: float) -> dict[str, Any]:
-    is_wait = event.kind in WAITS
-    return {
-        # one colour a kind: Perfetto leaves numbers out when it chooses
-        "name": f"{KIND_NAMES[event.kind]} {event.micro_batch}",
-        "cat": event.kind if is_wait else "compute",
-        "ph": "X",
-        "pid": event.rank,
-        "tid": waits if is_wait else event.stage,
-        "ts": round((event.start - origin) * 1e6, 3),
-        "dur": round((event.end - event.start) * 1e6, 3),
-        "args": {"stage": event.stage, "micro_batch": event.micro_batch, "kind": event.kind},
-    }
+            name(rank, waits, "thread", "waits", order=waits)
+    for event in sorted(
+        events, key=lambda e: (e.rank, e.start, e.end, e.stage, e.kind, e.micro_batch)
+    ):
+        is_wait = event.kind in WAITS
+        told.append(
+            {
+                # one colour a kind: Perfetto leaves numbers out when it chooses
+                "name": f"{KIND_NAMES[event.kind]} {event.micro_batch}",
+                "cat": event.kind if is_wait else "compute",
+                "ph": "X",
+                "pid": event.rank,
+                "tid": waits if is_wait else event.stage,
+                "ts": round((event.start - origin) * 1e6, 3),
+                "dur": round((event.end - event.start) * 1e6, 3),
+                "args": {
+                    "stage": event.stage,
+                    "micro_batch": event.micro_batch,
+                    "kind": event.kind,
+                },
+            }
+        )
+    return told

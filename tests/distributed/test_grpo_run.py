@@ -481,7 +481,6 @@ def test_pictures_are_asked_about(family, tmp_path, monkeypatch):
         kept = [Image.open(tmp_path / "two" / name) for name in record.get("images", ())]
         shown = [Image.open(tmp_path / row["image"])] if "image" in row else []
         assert [one.tobytes() for one in kept] == [one.tobytes() for one in shown]
-    assert "<img src=" in (tmp_path / "two" / "samples.html").read_text()
     monkeypatch.setattr(Rollouts, "_batches", packs_several(made))
     options += ("--packing", "--max-token-num", 256)
     done = run(pictured, "packed", *options, ranks=2)

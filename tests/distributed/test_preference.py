@@ -18,7 +18,7 @@ from stageline.modules.lora import LoRAWrapper, adapters_off
 from stageline.modules.losses import row_log_probs
 from stageline.pipeline.runner import PipelineRunner
 from stageline.training.evaluation import evaluate
-from stageline.training.reference import Reference, TableMaker, mixed_batch
+from stageline.training.reference import Reference, mixed_batch, reference_table
 from stageline.training.step import TrainStep
 from tests.helpers.chain import evaluate_chain, run_chain
 from tests.helpers.ranks import run_ranks
@@ -320,10 +320,10 @@ def train(rank, num_ranks, schedule, kind, folder=None):
     runner = PipelineRunner(models, device=CPU, schedule=schedule)
     source = None
     if folder:
-        table = TableMaker(runner, path=folder / "t.safetensors", key="k", needs_kl=kind == "kto")
-        made = {"num_samples": 5, "num_batches": 1}
-        source = table([batches], **made, is_start=True)
-        again = table([], **made, is_start=False)
+        made = {"path": folder / "t.safetensors", "key": "k", "needs_kl": kind == "kto"}
+        made |= {"num_samples": 5, "num_batches": 1}
+        source = reference_table(runner, [batches], **made, is_start=True)
+        again = reference_table(runner, [], **made, is_start=False)
         assert (source.values is None) == (again.values is None)
         assert source.values is None or torch.equal(source.values, again.values)
     for model in models:

@@ -200,7 +200,7 @@ def _wrap_step(module: ModuleType) -> None:
 
         return passes
 
-    _replace(module.TrainStep, "_passes", make)
+    _replace(module.TrainStep, "run_passes", make)
 
 
 def _wrap_loss(module: ModuleType) -> None:

@@ -18,7 +18,7 @@ PAIRS = [
     *((DOCS / f"{name}.md", DOCS / f"{name}.zh.md") for name in ("start", "glossary")),
     *((DOCS / f"{name}.md", DOCS / f"{name}.zh.md") for name in ("add_a_model", "add_a_part")),
 ]
-WALKS = ("walk_sample.md", "walk_checkpoint.md")
+WALKS = ("walk_training.md", "walk_sample.md", "walk_checkpoint.md")
 FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, masking_utils
 
-from commands.train_run import facts_of
+from commands.train_parts import host_facts
 from pp_models import CausalLMStage, stage_class_of
 from stageline.data.batches.batch import pack_rows
 from stageline.data.batches.loader import MicroBatchLoader
@@ -213,5 +213,5 @@ def test_a_run_makes_them_where_micro_batches_are_made():
         return SimpleNamespace(local=SimpleNamespace(models=[model]))
 
     stage = CausalLMStage(tiny_config("llama"), stage=0, num_stages=2)
-    assert facts_of(runner(stage)) == stage.host_facts
-    assert facts_of(runner(torch.nn.Linear(1, 1))) is None  # a stage of somebody's own
+    assert host_facts(runner(stage)) == stage.host_facts
+    assert host_facts(runner(torch.nn.Linear(1, 1))) is None  # a stage of somebody's own

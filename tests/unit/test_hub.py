@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from commands import with_folders
-from commands.train_run import check_same_commits
+from commands.train_parts import check_same_commits
 from options.answer import ChatConfig, InferConfig
 from options.fields import OptionError, absolute, check_limits, option_fields, value_of
 from options.train import RunConfig

@@ -9,7 +9,7 @@ import yaml
 
 import parse_args
 from commands import run_configs
-from commands.train_run import newer_options
+from commands.train_parts import newer_options
 from options.command_line import read_config
 from options.fields import handed_to, option_fields, option_groups, value_of
 from options.model import PartTraining

@@ -94,7 +94,7 @@ def test_a_tied_head_has_no_rate_and_is_not_frozen_alone(capsys):
     tied, untied = tiny_config("llama", tied=True), tiny_config("llama")
     rate = replaced(RunConfig(), {"parts.lm_head.lr": 1e-4})
     check_tied_head(rate, untied)
-    with pytest.raises(UserError, match="--parts.lm_head.lr 0.0001 came, and the head shares"):
+    with pytest.raises(UserError, match="--parts.lm_head.lr 0.0001: the head shares"):
         check_tied_head(rate, tied)
     frozen = replaced(RunConfig(), {"parts.lm_head.frozen": True})
     check_tied_head(frozen, untied)

@@ -16,7 +16,6 @@ from stageline.run_records import finite
 from stageline.training.evaluation import EvalResult
 from stageline.training.run_log import (
     RunLog,
-    RunReport,
     StepRecord,
     line_interval,
     scalars,
@@ -149,7 +148,9 @@ def test_a_torn_last_line_does_not_swallow_the_next(tmp_path):
 def test_events_that_cannot_be_written_do_not_end_a_run(tmp_path, capsys):
     log = RunLog(tmp_path, total_steps=3)
     full = OSError(errno.ENOSPC, "No space left on device")
-    log._events = SimpleNamespace(add_scalar=Mock(side_effect=full), close=Mock(side_effect=full))
+    log._listeners["events"] = SimpleNamespace(
+        add_scalar=Mock(side_effect=full), close=Mock(side_effect=full)
+    )
     log.log_step(record(1))
     log.log_step(record(2))
     log.close()
@@ -158,12 +159,12 @@ def test_events_that_cannot_be_written_do_not_end_a_run(tmp_path, capsys):
     assert said.count("no more TensorBoard events") == 1 and "No space left" in said
     assert str(tmp_path / "tensorboard") in said
     log = RunLog(tmp_path, total_steps=3)
-    log._events = SimpleNamespace(close=Mock(side_effect=full))
+    log._listeners["events"] = SimpleNamespace(close=Mock(side_effect=full))
     log.close()
 
 
 def test_other_ranks_write_and_say_nothing(tmp_path, capsys):
-    log = write_log(tmp_path / "run", [1.0], is_main=False)
+    log = write_log(tmp_path / "run", [1.0], context=SimpleNamespace(is_main=False))
     log.say("text")
     log.draw()
     assert not (tmp_path / "run").exists()
@@ -191,7 +192,7 @@ def test_held_out_samples_are_kept_with_their_ids(tmp_path):
     ]
     tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(ids))
     result = EvalResult(1.0, 0.5, 3, predicted=[["a"], [], ["x"]])  # the second: another rank's
-    with RunReport(tmp_path, context=context, total_steps=5) as report:
+    with RunLog(tmp_path, context=context, total_steps=5) as report:
         report.evaluated(2, result, dataset=rows, processor=tokenizer)
     lines = (tmp_path / "samples/step-00000002.md").read_text().splitlines()
     assert lines[0] == "1 wrong of 2." and len(lines) == 6

@@ -1,6 +1,5 @@
-"""Answers in the run folder: lines, small pictures, and a page on which all of it is text."""
+"""Answers in the run folder: lines and small pictures."""
 
-import html.parser
 import io
 import json
 
@@ -9,7 +8,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from stageline.training import samples
-from stageline.training.samples import MOST_STEPS, SampleFile, thumbnail
+from stageline.training.samples import SampleFile, thumbnail
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -38,57 +37,16 @@ def record(step, *texts, **fields):
     }
 
 
-class Page(html.parser.HTMLParser):
-    """The elements of a page, and the texts in those that show what was said."""
-
-    def __init__(self, path):
-        super().__init__()
-        self.tags, self.attributes, self.said, self.headings = set(), set(), [], []
-        self.sources, self._into = [], None
-        self.feed(path.read_text(encoding="utf-8"))
-
-    def handle_starttag(self, tag, attrs):
-        attrs = dict(attrs)
-        self.tags.add(tag)
-        self.attributes.update(attrs)
-        self.sources += [attrs["src"]] if "src" in attrs else []
-        self._into = self.said if attrs.get("class") == "said" else None
-        if tag == "summary":
-            self._into = self.headings
-        if self._into is not None:
-            self._into.append("")
-
-    def handle_endtag(self, tag):
-        self._into = None
-
-    def handle_data(self, data):
-        if self._into is not None:
-            self._into[-1] += data
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
-def test_what_was_said_is_text_on_the_page(tmp_path):
+def test_what_was_said_is_read_again_as_it_was(tmp_path):
     file = SampleFile(tmp_path, start_step=0)
-    file(1, [record(1, "fine", "better")])
-    plain = Page(tmp_path / "samples.html")
-    file(2, [record(2, *HOSTILE, prompt=HOSTILE[0], id=HOSTILE[1])])
-    page = Page(tmp_path / "samples.html")
-    assert page.tags == plain.tags and page.attributes == plain.attributes
-    assert "script" not in page.tags and page.sources == []
-    shown = [text.encode("utf-8", "backslashreplace").decode() for text in HOSTILE]
-    assert page.said == [HOSTILE[0], *shown, "?", "fine", "better"]
-    assert page.headings == ["Step 2: reward 0.5", "Step 1: reward 0.5"]
-    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert [one["text"] for one in lines[1]["answers"]] == HOSTILE and "images" not in lines[1]
-
-
-def test_the_page_has_the_first_step_and_the_newest(tmp_path):
-    file = SampleFile(tmp_path, start_step=0)
-    for step in range(1, MOST_STEPS + 6):
-        file(step, [record(step, "x")])
-    wanted = [*range(MOST_STEPS + 5, 6, -1), 1]
-    headings = Page(tmp_path / "samples.html").headings
-    assert [int(one.split()[1][:-1]) for one in headings] == wanted
-    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == MOST_STEPS + 5
+    file(1, [record(1, *HOSTILE, prompt=HOSTILE[0], id=HOSTILE[1])])
+    [line] = lines_of(tmp_path)
+    assert [one["text"] for one in line["answers"]] == HOSTILE and "images" not in line
+    assert (line["prompt"], line["id"]) == (HOSTILE[0], HOSTILE[1])
 
 
 def pictures():
@@ -116,12 +74,10 @@ def test_a_picture_is_small_upright_and_written_once(tmp_path, monkeypatch):
     file = SampleFile(tmp_path, start_step=0)
     for step in (1, 2):
         file(step, [record(step, "x", images=written[:2]), record(step, "x", images=written[1:])])
-    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    names = [line["images"] for line in lines]
+    names = [line["images"] for line in lines_of(tmp_path)]
     assert names[0] == [*names[0]] and names[1] == names[0][1:] and names[2:] == names[:2]
     assert sorted(tmp_path.glob("samples/*")) == sorted(tmp_path / name for name in names[0])
     assert [(tmp_path / name).read_bytes() for name in names[0]] == written[:2]
-    assert Page(tmp_path / "samples.html").sources == [*names[0], *names[1]] * 2
 
 
 @pytest.mark.parametrize("start_step", [0, 2])
@@ -134,10 +90,8 @@ def test_a_resumed_run_goes_on_behind_its_checkpoint(start_step, tmp_path, monke
             file(step, [record(step, "x", images=[content[step % 3]])])
 
     write(SampleFile(tmp_path, start_step=0), range(1, 5))
-    whole = {name: (tmp_path / name).read_bytes() for name in ("samples.jsonl", "samples.html")}
+    whole = (tmp_path / "samples.jsonl").read_bytes()
     with (tmp_path / "samples.jsonl").open("a") as file:
         file.write('{"step": 5, "answ')
-    again = SampleFile(tmp_path, start_step=start_step)
-    assert (tmp_path / "samples.html").exists() == bool(start_step)
-    write(again, range(start_step + 1, 5))
-    assert {name: (tmp_path / name).read_bytes() for name in whole} == whole
+    write(SampleFile(tmp_path, start_step=start_step), range(start_step + 1, 5))
+    assert (tmp_path / "samples.jsonl").read_bytes() == whole

@@ -124,9 +124,9 @@ def test_streaming_tells_the_memory_of_its_gpus_and_not_the_hosts(monkeypatch):
         mem_get_info=lambda card: (2**30 * (2 - card.index), 2**32),
     )
     found = []
-    monkeypatch.setattr(train_engines, "open_run_folder", lambda plan, data, context: None)
+    monkeypatch.setattr(train_engines, "TrainingParts", lambda *_, **__: None)
     monkeypatch.setattr(
-        train_engines, "train", lambda plan, data, context, *_, **__: found.append(context.devices)
+        train_engines, "train", lambda parts, context, **_: found.append(context.devices)
     )
     plan = SimpleNamespace(run=RunConfig())
     plan.topology = SimpleNamespace(schedule=streaming_schedule(3))

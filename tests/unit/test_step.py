@@ -28,7 +28,8 @@ from stageline.pipeline.stage_passes import (
 )
 from stageline.training.optimizers import optimizer_groups
 from stageline.training.precision import LossScaler
-from stageline.training.step import TrainStep, train
+from stageline.training.step import TrainStep
+from stageline.training.trainer import Trainer
 from tests.helpers.tiny_batches import count_targets, tiny_micro_batches
 from tests.helpers.tiny_checkpoints import tiny_whole
 
@@ -225,35 +226,38 @@ def test_a_model_gets_neither_labels_nor_what_is_for_the_loss():
     assert list(model_inputs(batch)) == ["input_ids", "attention_mask", "lossless", "labels_seen"]
 
 
-def run_loop(
-    *, start_step=0, is_evaluated=False, stop_at=None, evaluates=True, ends_at=None, total_steps=7
-):
-    """What the loop over steps did: a letter and how many steps were done."""
-    told = []
+class Loop(Trainer):
+    """A trainer that only notes what its loop asks for: a letter and how many steps were done."""
 
-    def step_of(micro_batches, *, step, stop_requested, data_wait):
-        told.append(f"s{step}:{micro_batches}")
-        return SimpleNamespace(problem=None, wants_stop=step + 1 == stop_at)
+    def __init__(
+        self, *, start_step=0, is_evaluated=False, stop_at=None, ends_at=None, total_steps=7
+    ):
+        self.config = SimpleNamespace(total_steps=total_steps, eval_steps=3, save_steps=2)
+        self.start_step, self.is_evaluated, self.ends_at = start_step, is_evaluated, ends_at
+        self.batches, self.held_out, self.told = itertools.count(), [], []
 
-    def evaluate(done):
-        told.append(f"e{done}")
-        return done == ends_at
+        def step_of(micro_batches, *, step, stop_requested, data_wait):
+            self.told.append(f"s{step}:{micro_batches}")
+            return SimpleNamespace(problem=None, wants_stop=step + 1 == stop_at)
 
-    step_of.skips = SimpleNamespace(check=lambda problem, step: told.append(f"c{step}"))
-    is_whole = train(
-        step_of,
-        itertools.count(),
-        total_steps=total_steps,
-        start_step=start_step,
-        is_evaluated=is_evaluated,
-        eval_steps=3,
-        save_steps=2,
-        on_step=lambda done, result, seconds: told.append(f"d{done}"),
-        evaluate=evaluate if evaluates else None,
-        save=lambda done: told.append(f"w{done}"),
-        stop_requested=lambda: False,
-    )
-    return is_whole, " ".join(told)
+        step_of.skips = SimpleNamespace(check=lambda problem, step: self.told.append(f"c{step}"))
+        self.train_step = step_of
+
+    def log(self, step, result, seconds):
+        self.told.append(f"d{step}")
+
+    def save(self, step):
+        self.told.append(f"w{step}")
+
+    def evaluate(self, step):
+        self.told.append(f"e{step}")
+        return step == self.ends_at
+
+
+def run_loop(*, evaluates=True, **options):
+    loop = Loop(**options)
+    loop.held_out = [] if evaluates else None
+    return loop.train(), " ".join(loop.told)
 
 
 def test_the_loop_evaluates_and_saves_when_due_and_at_the_end():

@@ -9,6 +9,7 @@ import struct
 import sys
 import termios
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
@@ -134,7 +135,7 @@ def test_in_a_pipe_there_are_plain_lines(tmp_path):
 def other_rank(folder):
     os.environ["RANK"] = "1"
     print("  7%|half a bar", end="", flush=True)  # another process drew it
-    log = RunLog(folder, total_steps=4, is_main=False)
+    log = RunLog(folder, total_steps=4, context=SimpleNamespace(is_main=False))
     log.say("said")
     terminal.say("said")
     warnings.warn("of rank 1", stacklevel=1)

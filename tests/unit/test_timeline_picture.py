@@ -29,7 +29,7 @@ from stageline.plotting.figures import (
     rank_label,
     timeline_figure,
 )
-from stageline.training.run_log import RunReport
+from stageline.training.run_log import RunLog
 from stageline.training.step import StepResult
 from stageline.training.timeline import StepTimeline, trace_events, write_trace
 
@@ -394,7 +394,7 @@ def test_the_memory_of_a_run_that_goes_on_is_told_from_its_first_line(tmp_path, 
     context = SimpleNamespace(is_main=True, rank=0, devices=[torch.device("cpu")], pp_group=None)
     figures = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1}
     counts = {"num_tokens": 1, "num_targets": 1, "num_samples": 1}
-    with RunReport(tmp_path / "run", context=context, total_steps=25, start_step=21) as report:
+    with RunLog(tmp_path / "run", context=context, total_steps=25, start_step=21) as report:
         report.stepped(22, StepResult(**figures, **counts), 1.0)
     shown = capsys.readouterr().out
     assert "step 22/25" in shown and re.search(r"memory \d", shown), shown
@@ -403,7 +403,7 @@ def test_the_memory_of_a_run_that_goes_on_is_told_from_its_first_line(tmp_path, 
 @pytest.mark.parametrize("is_main", [True, False])
 def test_a_run_keeps_picture_and_trace_in_its_folder(is_main, tmp_path, capsys):
     context = SimpleNamespace(is_main=is_main, rank=0, device=None, pp_group=None)
-    with RunReport(tmp_path / "run", context=context, total_steps=5) as report:
+    with RunLog(tmp_path / "run", context=context, total_steps=5) as report:
         report.timeline(3, MEASURED, IDEAL)
         report.timeline(3, [], None)  # nothing was recorded: nothing is replaced
     shown = capsys.readouterr().out

@@ -1,0 +1,504 @@
+"""One training run: the constructor builds it in reading order, `train` is the loop over steps.
+
+What a run is made of comes from `Parts`. Streaming, GRPO and preference training enter at two
+seams: `make_batch` (a loader, or answers that the stages draw) and `TrainStep.run_passes` (the
+runner, and what `prepare` adds to the micro-batches).
+"""
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch.distributed as dist
+
+from stageline import progress
+from stageline.checkpoint.layout import Ranks
+from stageline.checkpoint.save import save_split_model
+from stageline.checkpoint.writer import CheckpointWriter
+from stageline.data.batches.loader import MicroBatchLoader
+from stageline.data.rows.readers import data_fingerprint
+from stageline.distributed.failure_record import open_log
+from stageline.distributed.process_group import DistributedContext
+from stageline.distributed.stop import stop_requested
+from stageline.errors import NonFiniteError, spelled
+from stageline.pipeline.recorder import bubble
+from stageline.pipeline.runner import MicroBatch, PipelineRunner
+from stageline.stage import Stage
+from stageline.terminal import terminal
+from stageline.training.evaluation import (
+    BestCheckpoint,
+    EarlyStop,
+    EvalResult,
+    evaluate,
+    figure_of,
+)
+from stageline.training.loss_part import LossPart
+from stageline.training.memory import MemoryAccount
+from stageline.training.nonfinite import Skips
+from stageline.training.precision import LossScaler, MasterWeights
+from stageline.training.reference import (
+    Mode,
+    Reference,
+    choose_mode,
+    from_columns,
+    reference_table,
+)
+from stageline.training.replicas import Replicas, ShardedReplicas, share_rows
+from stageline.training.resume import ResumePoint, claim_run_folder, clear_way, find_resume_point
+from stageline.training.run_log import RunLog, show_stages, summarize_stage
+from stageline.training.step import StepResult, TrainStep
+from stageline.training.timeline import StepTimeline
+
+COLUMNS = {"ref_chosen_logps", "ref_logps"}  # of rows, under the reference model
+LONGEST_SAVE = timedelta(hours=2)  # that a rank waits for the others while they write
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """The settings of the loop.
+
+    Attributes:
+        output_dir: run folder.
+        resume: "auto", the path of a checkpoint, or None.
+        dp_shard: replicas share weights and optimizer state.
+        max_grad_norm: clip to this norm; 0 = off.
+        max_skipped, spike_sigma, spike_action: see `Skips`.
+        timeline_step: step whose passes are drawn; 0 = none.
+        log_steps: steps between two records of the log.
+        eval_steps, save_steps: steps between evaluations and checkpoints; 0 = only at the end.
+        patience, stop_metric, stop_delta: see `EarlyStop`.
+        save_best: held-out figure whose best weights are kept; "none" = off.
+        keep_last: checkpoints that stay; 0 = all.
+        sync_save: write checkpoints before training continues.
+        reference: where the reference model of a preference loss comes from.
+    """
+
+    output_dir: str
+    resume: str | None
+    precision: Literal["fp32", "bf16", "fp16"]
+    dp_shard: bool
+    total_steps: int
+    max_grad_norm: float
+    max_skipped: int
+    spike_sigma: float
+    spike_action: Literal["warn", "skip"]
+    timeline_step: int
+    log_steps: int
+    eval_steps: int | Literal["epoch"]
+    patience: int
+    stop_metric: str
+    stop_delta: float
+    save_steps: int | Literal["epoch"]
+    save_best: str
+    keep_last: int
+    sync_save: bool
+    reference: Mode
+
+
+class Parts(Protocol):
+    """The components of a run with their options bound; `commands/train_parts.py` makes them.
+
+    Attributes:
+        data: with `train` and `test`, datasets or None, and `processor`.
+        lr_scales: part of the model -> multiple of the scheduled learning rate.
+        make_runner: what runs the passes: a `PipelineRunner`, or one that streams the stages from
+            host memory.
+        make_loss: gets the last stage of this rank.
+        make_optimizer: gets parameters by name, and the function name -> part of the model.
+        make_learning_rate: returns a function step -> rate.
+    """
+
+    data: Any
+    lr_scales: Mapping[str, float]
+    make_runner: Callable[[Sequence[Stage], DistributedContext], Any]
+    make_loss: Callable[[Stage], LossPart]
+    make_optimizer: Callable[..., Any]
+    make_learning_rate: Callable[[], Any]
+
+    def settings(self) -> dict[str, object]:
+        """Return what decides the course of training; it is saved with each checkpoint."""
+
+    def check_same_run(self, point: ResumePoint) -> None:
+        """Refuse to resume a checkpoint of a run with other settings."""
+
+    def build_stages(
+        self, context: DistributedContext, point: ResumePoint | None
+    ) -> Sequence[Stage]:
+        """Check the split, then build and fill the stages of this rank."""
+
+    def make_loader(
+        self,
+        dataset: Any,
+        context: DistributedContext,
+        runner: PipelineRunner,
+        *,
+        is_evaluation: bool,
+        start_step: int = 0,
+        position: Any = None,
+    ) -> MicroBatchLoader:
+        """Return what gives the micro-batches of each step."""
+
+    def make_rollouts(
+        self,
+        context: DistributedContext,
+        runner: PipelineRunner,
+        replicas: Replicas,
+        point: ResumePoint | None,
+    ) -> Any:
+        """Return (`Rollouts`, held-out prompts); None where rows have their answers."""
+
+    def reference_key(self, dataset: Any) -> str:
+        """Identify what the reference log-probabilities of a dataset depend on."""
+
+    def save_config(self, folder: Path) -> None:
+        """Write the settled options and the rows that are left out; rank 0 calls this."""
+
+    def make_tracker(self, folder: Path, start_step: int) -> object | None: ...
+
+
+class Trainer:
+    """A run from its folder to its last checkpoint; every rank makes one and calls `run`.
+
+    Args:
+        memory: is told the step, whose tensors it counts when memory runs out.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        parts: Parts,
+        context: DistributedContext,
+        *,
+        memory: MemoryAccount,
+    ) -> None:
+        self.config, self.parts, self.context, self.data = config, parts, context, parts.data
+        folder = Path(config.output_dir).absolute()
+        self.checkpoints = folder / "checkpoints"
+
+        # The run folder, and the checkpoint that this run continues
+        ranks = Ranks.of(None)
+        ranks.together(
+            lambda: claim_run_folder(folder, say=terminal.say) if context.is_main else None
+        )
+        if context.is_main:
+            terminal.keep(folder / "run.log")
+        point = find_resume_point(config.resume, self.checkpoints, ranks=ranks, say=terminal.say)
+        if point is not None:
+            parts.check_same_run(point)
+            if context.is_main:
+                clear_way(point, self.checkpoints, say=terminal.say)
+            steps = f"{point.step} of {config.total_steps} steps are done"
+            terminal.say(f"resumed from {point.folder}: {steps}")
+        self.start_step = point.step if point else 0
+        facts: Mapping[str, Any] = point.state.facts if point else {}
+
+        # Stages, shared out among replicas, and their runner
+        stages = parts.build_stages(context, point)
+        summaries = [summarize_stage(stage, context) for stage in stages]
+        self.replicas = Replicas(context.dp_group)
+        self.replicas.check_equal(stages)
+        if config.dp_shard:
+            self.replicas = ShardedReplicas(stages, mesh=context.mesh["dp"])
+        self.runner = runner = parts.make_runner(stages, context)
+        if context.is_main:
+            parts.save_config(folder)
+        open_log()
+        show_stages(summaries, group=context.pp_group)
+
+        # Loss, optimizer, and the step that uses them
+        self.settings = parts.settings()
+        self.loss_fn = parts.make_loss(runner.local.models[-1])
+        self.timeline = StepTimeline(runner, step=min(config.timeline_step, config.total_steps) - 1)
+        self.train_step = memory.train_step = TrainStep(
+            runner,
+            make_optimizer=lambda named: parts.make_optimizer(named, part_of=runner.local.part_of),
+            loss_fn=self.loss_fn,
+            learning_rate=parts.make_learning_rate(),
+            max_grad_norm=config.max_grad_norm,
+            scaler=LossScaler(enabled=config.precision == "fp16"),
+            timeline=self.timeline,
+            replicas=self.replicas,
+            skips=Skips(config.max_skipped, config.spike_sigma, config.spike_action),
+            make_weights=getattr(runner, "make_weights", MasterWeights),
+        )
+
+        # Batches: rows of the data, or prompts that the stages answer
+        held_out = self.data.test
+        self.held_out_rows = data_fingerprint(held_out) if held_out is not None else None
+        self.rollouts = None
+        if (found := parts.make_rollouts(context, runner, self.replicas, point)) is not None:
+            self.rollouts, self.held_out = found
+            self.batches = self.rollouts
+        else:
+            self.batches = parts.make_loader(
+                self.data.train,
+                context,
+                runner,
+                is_evaluation=False,
+                start_step=self.start_step,
+                position=facts.get("position"),
+            )
+            self.held_out = None
+            if held_out is not None:
+                self.held_out = parts.make_loader(held_out, context, runner, is_evaluation=True)
+
+        # Checkpoints; a resumed run takes over optimizer, masters, adapters and counters
+        weights = self.train_step.weights
+        self.writer = CheckpointWriter(
+            self.checkpoints,
+            stages=runner.local.models,
+            processor=self.data.processor,
+            optimizer=self.train_step.optimizer,
+            parameters=weights.parameters,
+            rows=share_rows(weights),
+            with_weights=config.precision != "fp32",
+            group=dist.new_group(backend="gloo", timeout=LONGEST_SAVE),
+            dp_rank=context.dp_rank,
+            keep=config.keep_last,
+            waits=config.sync_save,
+        )
+        if point is not None:
+            names = Ranks.of(runner.group).gather(list(weights.parameters))
+            point.state.check_names(name for rank_names in names for name in rank_names)
+            point.state.restore(
+                self.train_step.optimizer, weights.parameters, rows=share_rows(weights)
+            )
+            weights.write_back()
+            self.train_step.load_state_dict(facts["numbers"])
+
+        # The reference model of a preference loss; its passes put shared-out weights together, so
+        # it comes after the optimizer, which must not see them
+        if self.rollouts is None:
+            self.reference_mode = self._prepare_reference(begun_as=facts.get("reference"))
+        else:
+            self.reference_mode = self.rollouts.start_mode
+            if self.reference_mode is not None:
+                why = self.rollouts.start_reason
+                terminal.say(f"reference of the loss: {self.reference_mode} ({why})")
+
+        # Evaluation: the best weights so far, and whether the run continues
+        is_known = facts.get("held_out", self.held_out_rows) == self.held_out_rows
+        if not is_known and (config.patience or config.save_best != "none"):
+            terminal.say("other held-out rows than before: the best figure is looked for anew")
+        self.best = BestCheckpoint(
+            self.checkpoints,
+            metric=config.save_best,
+            save=lambda path, **given: save_split_model(
+                runner.local.models,
+                self.data.processor,
+                path,
+                group=context.pp_group,
+                replicas=context.dp_group,
+                **given,
+            ),
+            start_step=self.start_step if is_known else 0,
+        )
+        self.report = RunLog(
+            folder,
+            context=context,
+            total_steps=config.total_steps,
+            start_step=self.start_step,
+            log_steps=config.log_steps,
+            lr_scales=parts.lr_scales,
+            tracker=parts.make_tracker(folder, self.start_step) if context.is_main else None,
+        )
+        self.early_stop = EarlyStop(
+            config.patience, metric=config.stop_metric, delta=config.stop_delta
+        )
+        self.is_evaluated = False  # after `start_step`
+        if point is not None and is_known:  # the checkpoint may be of a run in another folder
+            earlier = self.report.evaluations(point.folder.parent.parent)
+            self.is_evaluated = any(one["step"] == self.start_step for one in earlier)
+            self.early_stop.see_log(earlier, until=self.start_step)
+
+    def _prepare_reference(self, begun_as: Mode | None) -> Mode | None:
+        """Compute what the loss needs of the reference model before the first step.
+
+        Returns:
+            Where it comes from; None: the loss needs none.
+        """
+        runner = self.runner
+        plain = Reference(runner, loss=self.loss_fn, replicas=self.replicas)
+        self.train_step.prepare = self.prepare_held_out = plain
+        if not plain.needs_reference:
+            return None
+        mode, why = choose_mode(
+            self.config.reference,
+            runner,
+            has_columns=not plain.needs_kl and not COLUMNS.isdisjoint(self.data.train[0][1]),
+            begun_as=begun_as,
+        )
+        terminal.say(f"reference of the loss: {mode} ({why})")
+        prepared = {}
+        for name, dataset in (("train", self.data.train), ("test", self.data.test)):
+            source: Any = functools.partial(from_columns, runner) if mode == "columns" else None
+            if mode == "precompute" and dataset is not None:
+                loader = self.parts.make_loader(dataset, self.context, runner, is_evaluation=True)
+                source = reference_table(
+                    runner,
+                    loader,
+                    path=self.checkpoints.parent / "reference" / f"{name}.safetensors",
+                    key=self.parts.reference_key(dataset),
+                    num_samples=len(dataset),
+                    num_batches=len(loader),
+                    needs_kl=plain.needs_kl,
+                    is_start=self.start_step == 0,
+                    replicas=self.replicas,
+                    say=terminal.say,
+                )
+            prepared[name] = Reference(
+                runner, loss=self.loss_fn, source=source, replicas=self.replicas
+            )
+        self.train_step.prepare, self.prepare_held_out = prepared["train"], prepared["test"]
+        return mode
+
+    def run(self) -> None:
+        """Train to the end, or until a signal asks to stop."""
+        with self.report:
+            if self.early_stop.is_over:
+                terminal.say(str(self.early_stop))
+                return
+            stop_requested()  # from here on Ctrl-C ends the run after a step, with a checkpoint
+            try:
+                is_done = self.train()
+            except NonFiniteError:  # all ranks raise it: the last checkpoint is still to be written
+                self.writer.finish()
+                raise
+            self.writer.finish()
+            self.tell_saved()
+            if not is_done:
+                text = "stopped before the last step; `resume` auto goes on from there"
+                terminal.say(spelled(text))
+
+    def train(self) -> bool:
+        """Run the loop over steps.
+
+        Returns:
+            False when a signal ended it before the last step; the weights are saved then too.
+
+        Raises:
+            NonFiniteError: too many steps in a row were skipped.
+        """
+        first, last = self.start_step, self.config.total_steps
+        eval_steps, save_steps = (
+            len(self.batches) if steps == "epoch" else steps
+            for steps in (self.config.eval_steps, self.config.save_steps)
+        )
+
+        def is_due(done: int, interval: int, *, is_end: bool) -> bool:
+            return is_end or (interval > 0 and done % interval == 0)
+
+        self._iterator = iter(self.batches)
+        evaluates = self.held_out is not None
+        # Before the first step, or where a run was stopped between a checkpoint and an evaluation
+        is_first_due = first == 0 or is_due(first, eval_steps, is_end=first == last)
+        if evaluates and is_first_due and not self.is_evaluated and self.evaluate(first) and first:
+            return True
+        progress.at_step(first)
+        for step in range(first, last):
+            start = time.perf_counter()
+            with progress.doing("data"):
+                micro_batches = self.make_batch()
+            data_wait = time.perf_counter() - start
+            # Passes, reduce, clip, update
+            result = self.train_step(
+                micro_batches, step=step, stop_requested=self.asks_to_stop, data_wait=data_wait
+            )
+            done = step + 1
+            progress.at_step(done)
+            self.log(done, result, time.perf_counter() - start)
+            self.train_step.skips.check(result.problem, step=done)
+            is_end = done == last
+            is_saved = is_due(done, save_steps, is_end=is_end or result.wants_stop)
+            if is_saved:
+                self.save(done)
+            if result.wants_stop and not is_end:  # it may be in a hurry
+                return False
+            if evaluates and is_due(done, eval_steps, is_end=is_end) and self.evaluate(done):
+                if not is_saved:
+                    self.save(done)
+                return True
+        return True
+
+    def make_batch(self) -> Sequence[MicroBatch]:
+        """Return the micro-batches of the next step: of the loader, or answers of the stages."""
+        return next(self._iterator)
+
+    def asks_to_stop(self) -> bool:
+        """Whether this rank was asked to stop; answers that are half used are not saved."""
+        return (self.rollouts is None or self.rollouts.is_last) and stop_requested()
+
+    def log(self, step: int, result: StepResult, seconds: float) -> None:
+        """Log a step, with its bubble where it was timed; draw the one that is to be drawn."""
+        if self.rollouts is not None:
+            result = self.rollouts.told(result)
+        with progress.doing("log"):
+            events = self.timeline.measured() if self.timeline.is_timed(step - 1) else []
+            self.report.stepped(step, result, seconds, bubble=bubble(events) if events else None)
+            self.tell_saved()
+        if step == self.start_step + 1:
+            self.report.transfers(self.runner.sent_bytes, self.runner.num_micro_batches)
+        if step == self.timeline.step + 1:
+            self.report.timeline(step, events, self.timeline.ideal(events))
+
+    def evaluate(self, step: int) -> bool:
+        """Evaluate on the held-out rows; keep the weights if they are the best.
+
+        Returns:
+            Whether the run is to end, because it no longer improves.
+        """
+        with progress.doing("evaluation"):
+            result = self.held_out_figures(step)
+        is_best = self.best.improves(result)
+        # first: a run that is killed here makes an evaluation again that is not in the log
+        kept = self.best.keep(step, result) if is_best else ""
+        self.report.evaluated(
+            step, result, dataset=self.data.test, processor=self.data.processor, is_best=is_best
+        )
+        if kept:
+            terminal.say(kept)
+        if self.config.patience:
+            self.early_stop.see(step, figure_of(result, self.early_stop.metric))
+            if self.early_stop.is_over:
+                terminal.say(str(self.early_stop))
+        return self.early_stop.is_over
+
+    def held_out_figures(self, step: int) -> EvalResult:
+        """Return the loss on held-out rows, or the rewards of answers to held-out prompts."""
+        assert self.held_out is not None
+        if self.rollouts is not None:
+            return self.rollouts.judge(self.held_out)
+        return evaluate(
+            self.runner,
+            self.held_out,
+            loss_fn=self.loss_fn,
+            step=step,
+            keep=self.report.num_pictures,
+            replicas=self.replicas,
+            prepare=self.prepare_held_out,
+        )
+
+    def save(self, step: int) -> None:
+        """Copy a checkpoint; it is written while training continues."""
+        self.train_step.weights.settle()
+        facts = {
+            "settings": self.settings,
+            "numbers": self.train_step.state_dict(),
+            "position": self.batches.state_after(step),
+            "reference": self.reference_mode,
+            "held_out": self.held_out_rows,
+        }
+        if self.rollouts is not None:
+            facts["answers"] = self.rollouts.answers_ahead()
+            facts["start"] = self.rollouts.start_fingerprint()
+        self.writer.save(step, facts)
+        self.tell_saved()
+
+    def tell_saved(self) -> None:
+        """Print what was saved since the last call; raise if it could not be."""
+        for line in self.writer.news():
+            terminal.say(line)
