@@ -90,8 +90,8 @@ def corpus(
         )
     if test_size is not None and not test_size > 0:
         raise UserError(
-            f"--dataset.test_size {test_size}: give a number of segments, or a share between 0 and "
-            "1, or leave it out."
+            f"--dataset.test_size {test_size}. A number of segments, or a share between 0 and 1, "
+            "is needed: correct it, or leave it out."
         )
     if rows == "packed" and test_size is not None:
         raise UserError(

@@ -33,7 +33,7 @@ def dataset_folder(dataset_path: str | None, *, name: str) -> Path:
     if not dataset_path or not Path(dataset_path).exists():
         raise UserError(
             f"`dataset_path` {dataset_path or '(not given)'}: there is no such file or folder. "
-            f"Download the dataset {name}, and give its folder."
+            f"The dataset {name} was expected there: download it, and give its folder."
         )
     return Path(dataset_path)
 
