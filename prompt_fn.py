@@ -82,7 +82,16 @@ def chat(
         with_examples,
     )
 
-    _check_masks(mask_history, train_on_prompt, mask_system)
+    if mask_history and train_on_prompt:
+        raise UserError(
+            "--prompt-fn.mask_history and --prompt-fn.train_on_prompt came together: the first "
+            "trains on the last answer only, the second on all text. Leave one out."
+        )
+    if mask_system and not train_on_prompt:
+        raise UserError(
+            "--prompt-fn.mask_system came without --prompt-fn.train_on_prompt, which trains on the "
+            "system message. Leave it out, or give both."
+        )
     turns = turns_of(sample, prompt, system=system, for_generation=for_generation)
     turns = with_examples(turns, examples, prompt)
     tools = tools_of(sample)
@@ -100,20 +109,6 @@ def chat(
         learnt=("all_but_system" if mask_system else "all") if train_on_prompt else "answers",
         source=sample.get("source", ""),
     )
-
-
-def _check_masks(mask_history: bool, train_on_prompt: bool, mask_system: bool) -> None:
-    if mask_history and train_on_prompt:
-        raise UserError(
-            "--prompt-fn.mask_history and --prompt-fn.train_on_prompt came together. One of them "
-            "was expected, because the first learns the last answer alone and the second all "
-            "text: leave one out."
-        )
-    if mask_system and not train_on_prompt:
-        raise UserError(
-            "--prompt-fn.mask_system came without --prompt-fn.train_on_prompt. The system message "
-            "is learnt with that option alone, so there is nothing to mask: leave it out."
-        )
 
 
 @image_token_register("auto")

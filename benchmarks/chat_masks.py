@@ -194,7 +194,7 @@ def compare(family: str, kind: str, tokenizer: Any) -> Outcome:
     try:
         ours = learnt(messages, tools, tokenizer)
     except UserError as error:
-        why = str(error).partition("cannot be followed: ")[2].partition(". A template")[0]
+        why = str(error).partition("cannot be followed: ")[2].partition(". So it is")[0]
         return Outcome("r", why.split("; ")[0], "")
     try:
         theirs = marked(family, messages, tools, tokenizer)[1]

@@ -28,12 +28,11 @@ from parse_args import TrainArguments
 from register import load_target
 from stageline.checkpoint.adapter import base_of
 from stageline.data.batches.batch import MicroBatch
-from stageline.data.batches.check_batch import CheckedCollate
 from stageline.data.batches.collate import encode_sft
 from stageline.data.batches.collate_part import as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.batches.preference import WithOthers
-from stageline.data.batches.preflight import check_vocabulary, preflight
+from stageline.data.batches.preflight import CheckedCollate, check_vocabulary, preflight
 from stageline.data.batches.preview import preview
 from stageline.data.batches.sampler import (
     StepSampler,

@@ -37,8 +37,8 @@ from parse_args import TrainArguments, save_config
 from register import load_target
 from stageline.checkpoint.layout import Ranks
 from stageline.contracts import call, check_call
-from stageline.data.batches.check_batch import check_encode
 from stageline.data.batches.loader import MicroBatchLoader, example_micro_batch
+from stageline.data.batches.preflight import check_encode
 from stageline.data.batches.sampler import group_size_of
 from stageline.data.batches.step_maker import read_row
 from stageline.data.images.tiling import Tiling

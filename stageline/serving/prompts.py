@@ -279,7 +279,7 @@ class PromptMaker:
         if name := str(getattr(self.tokenizer, "name_or_path", "") or ""):
             text = text.replace(repr(name), "the model").replace(name, "the model")
         if not isinstance(error, DataError):
-            for end in (". A template that", ": use ", "Final message to continue"):
+            for end in (". So it isn't", ": use ", "Final message to continue"):
                 text = text.partition(end)[0]
         return bad_request(f"The messages can't be given to the model: {text}", param="messages")
 

@@ -1,4 +1,4 @@
-"""Bad ids, batches and texts (cases G14 to G17, G25 to G27): found on the host, samples named."""
+"""Bad ids, batches and texts (cases G14 to G15, G25 to G27): found on the host, samples named."""
 
 import functools
 
@@ -7,11 +7,10 @@ import torch
 
 from prompt_fn import auto, chat, fill
 from register import dataset_register, import_shelf
-from stageline.data.batches.check_batch import CheckedCollate
 from stageline.data.batches.collate import collate_packed_sft, collate_sft, encode_sft
 from stageline.data.batches.collate_part import CollatePart
 from stageline.data.batches.loader import MicroBatchLoader
-from stageline.data.batches.preflight import check_vocabulary, preflight
+from stageline.data.batches.preflight import CheckedCollate, preflight
 from stageline.data.rows.bad_rows import BadRows
 from stageline.data.text.encode import TextEncoder
 from stageline.errors import DataError, UserError
@@ -100,19 +99,6 @@ def test_g14_good_batches_pass(tmp_path):
     checked = CheckedCollate(functools.partial(collate_sft, **given), len(tokenizer))
     batch = checked([rows[i] for i in range(4)])
     assert all(torch.equal(batch[name], value) for name, value in expected.items())
-
-
-def test_g17_tokenizer_larger_than_the_embedding():
-    """A tokenizer larger than the embedding: both sizes and how to enlarge it."""
-    tokenizer = tiny_tokenizer()
-    with pytest.raises(UserError) as caught:
-        check_vocabulary(tokenizer, 50)
-    for word in (
-        f"{len(tokenizer)} tokens",
-        "50 rows",
-        f"resize_token_embeddings({len(tokenizer)}",
-    ):
-        assert word in str(caught.value)
 
 
 def test_g25_fewer_rows_than_a_batch(tmp_path):

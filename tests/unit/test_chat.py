@@ -6,7 +6,6 @@ from prompt_fn import chat
 from stageline.data.text.encode import TextEncoder, encode_rendered
 from stageline.errors import DataError, UserError
 from tests.helpers.tiny_models import CHATML, tiny_tokenizer
-from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
 
 QA = "[QUESTION]\n[ANSWER]"
 # takes lists of parts only, trims, adds a system message, and ends turns with EOS
@@ -15,15 +14,6 @@ LISTS_ONLY = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] | trim }}"
     "{% endif %}{% endfor %}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-# shows the thoughts of the last answer only, as Qwen3 does
-THINKING = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set text = m.content %}"
-    "{% if '</think>' in text %}{% set thought = text.split('</think>')[0].split('<think>')[-1] %}"
-    "{% set text = text.split('</think>')[-1].lstrip('\n') %}"
-    "{% if loop.last %}{{ '<think>\n' + thought.strip('\n') + '\n</think>\n\n' }}{% endif %}"
-    "{% endif %}{{ text }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # no special token ends a turn, as in LLaVA 1.5
@@ -48,27 +38,6 @@ def _learnt(tokenizer, rendered):
     encoded = encode_rendered(rendered, tokenizer)
     kept = zip(encoded.input_ids, encoded.is_target, strict=True)
     return tokenizer.decode([token_id for token_id, is_target in kept if is_target])
-
-
-@pytest.mark.parametrize("make", [tiny_tokenizer, tiny_metaspace_tokenizer], ids=["bytes", "meta"])
-@pytest.mark.parametrize("for_generation", [False, True])
-def test_text_and_ids_are_the_librarys(make, for_generation):
-    tokenizer = make()
-    rendered = chat({"messages": TURNS}, "", processor=tokenizer, for_generation=for_generation)
-    messages = TURNS[:-1] if for_generation else TURNS
-    expected = _official(tokenizer, messages, add_generation_prompt=for_generation)
-    assert rendered.text == expected
-    ids = tokenizer(expected, add_special_tokens=False)["input_ids"]
-    assert encode_rendered(rendered, tokenizer).input_ids == ids
-
-
-def test_answers_and_their_end_are_learnt():
-    tokenizer = tiny_tokenizer()
-    rendered = chat({"messages": TURNS}, "", processor=tokenizer)
-    assert _learnt(tokenizer, rendered) == "Hi<|im_end|>seven \u4e2d<|im_end|>"
-    turns = [*TURNS[:2], {**TURNS[2], "weight": 0}, *TURNS[3:]]
-    rendered = chat({"messages": turns}, "", processor=tokenizer)
-    assert _learnt(tokenizer, rendered) == "seven \u4e2d<|im_end|>"
 
 
 def test_markup_in_the_data_stays_text():
@@ -97,21 +66,6 @@ def test_templates_that_take_lists_and_trim():
     assert _learnt(tokenizer, rendered) == "7</s>"
 
 
-def test_thoughts_are_learnt_where_the_template_shows_them():
-    tokenizer = tiny_tokenizer(chat_template=THINKING)
-    tokenizer.add_tokens(["<think>", "</think>"])
-    turns = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "<think>\nold\n</think>\n\nok"},
-        {"role": "user", "content": "more"},
-        {"role": "assistant", "content": "<think>\nnew\n</think>\n\nfine"},
-    ]
-    rendered = chat({"messages": turns}, "", processor=tokenizer)
-    assert rendered.text == _official(tokenizer, turns)
-    learnt = "ok<|im_end|><think>\nnew\n</think>\n\nfine<|im_end|>"
-    assert _learnt(tokenizer, rendered) == learnt
-
-
 def test_an_end_is_added_where_the_template_has_none():
     tokenizer = tiny_tokenizer(chat_template=WITHOUT_END)
     rendered = chat({"question": "Which?", "answer": "7"}, QA, processor=tokenizer)
@@ -120,14 +74,6 @@ def test_an_end_is_added_where_the_template_has_none():
     prompt = chat({"question": "Which?"} | {"answer": "7"}, QA, processor=tokenizer,
                   for_generation=True)  # fmt: skip
     assert prompt.text == "USER: Which? ASSISTANT:"
-
-
-def test_generation_starts_where_training_learns():
-    tokenizer = tiny_tokenizer()
-    sample = {"question": "Which?", "answer": "7"}
-    trained = encode_rendered(chat(sample, QA, processor=tokenizer), tokenizer)
-    prompt = encode_rendered(chat(sample, QA, processor=tokenizer, for_generation=True), tokenizer)
-    assert prompt.input_ids == trained.input_ids[: trained.is_target.index(True)]
 
 
 def test_system_message_and_template_options():
@@ -148,7 +94,6 @@ def test_system_message_and_template_options():
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (CHATML.replace("| trim", "| upper"), "changes"),
         (CHATML.replace("| trim", "| length"), "changes"),
         ("{{ raise_exception('no system please') }}", "no system please"),
     ],
@@ -157,6 +102,13 @@ def test_a_template_that_cannot_be_followed(template, reason):
     tokenizer = tiny_tokenizer(chat_template=template)
     with pytest.raises(UserError, match=reason):
         chat({"question": "q", "answer": "ab"}, QA, processor=tokenizer)
+
+
+def test_contents_that_a_template_changes_are_followed():
+    tokenizer = tiny_tokenizer(chat_template=CHATML.replace("| trim", "| upper"))
+    rendered = chat({"question": " q ", "answer": " ab"}, QA, processor=tokenizer)
+    assert _learnt(tokenizer, rendered) == " AB<|im_end|>"
+    assert [piece.text for piece in rendered if piece.is_user] == [" Q ", " AB"]
 
 
 def test_no_chat_template():
@@ -180,13 +132,6 @@ def test_messages_that_cannot_be_used(message, reason):
     sample = {"source": "rows.jsonl:17", "messages": [message]}
     with pytest.raises(DataError, match=f"rows.jsonl:17.*{reason}"):
         chat(sample, "", processor=tiny_tokenizer())
-
-
-@pytest.mark.parametrize("name", ["loss", "train"])
-def test_an_answer_that_others_say_is_not_learnt(name):
-    turns = [{**turn, name: False} for turn in TURNS]
-    rendered = chat({"messages": turns}, "", processor=tiny_tokenizer())
-    assert not any(piece.is_target for piece in rendered.pieces)
 
 
 @pytest.mark.parametrize("system", [5, "Be short."])

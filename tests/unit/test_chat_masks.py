@@ -8,7 +8,7 @@ from PIL import Image
 from prompt_fn import auto, chat
 from stageline.data.batches.batch import encode_sample, render_sample
 from stageline.data.rows.conversations import WEIGHTS
-from stageline.data.text import chat_template
+from stageline.data.text import chat as rendering
 from stageline.data.text.chat_template import ChatTemplate
 from stageline.data.text.encode import encode_rendered
 from stageline.errors import DataError, UserError
@@ -143,24 +143,24 @@ def test_a_structure_is_found_out_once():
     assert counts == [3, 1, 1]
 
 
-def test_what_was_found_out_is_given_up_when_the_template_writes_something_else(monkeypatch):
+def test_what_was_found_out_is_given_up_when_the_template_writes_something_else():
     tokenizer = format_tokenizer("chatml")
     chat(ROW, "", processor=tokenizer)
     template = ChatTemplate.of(tokenizer)
     (key,) = template.layouts
     kept = template.layouts[key]
     segments = (kept.segments[0].__class__("Yesterday"), *kept.segments)
-    template.layouts[key] = kept.__class__("Yesterday" + kept.masked, segments)
+    template.layouts[key] = kept.__class__("Yesterday" + kept.bare, segments)
     assert learnt(chat(ROW, "", processor=tokenizer)) == "Seven<|im_end|>Yes<|im_end|>"
 
 
 def test_few_structures_are_kept(monkeypatch):
-    monkeypatch.setattr(chat_template, "_MOST_LAYOUTS", 2)
+    monkeypatch.setattr(rendering, "_MOST_LAYOUTS", 2)
     tokenizer = format_tokenizer("chatml")
     for count in (1, 2, 3):
         turns = [TURNS[1], TURNS[2]] * count
         chat({"messages": turns}, "", processor=tokenizer)
-    assert len(ChatTemplate.of(tokenizer).layouts) == 2
+    assert len(ChatTemplate.of(tokenizer).layouts) <= 2
 
 
 def test_texts_decide_where_a_template_looks_at_them():

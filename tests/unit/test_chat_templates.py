@@ -340,9 +340,12 @@ def test_a_thought_where_generation_has_an_empty_one(tokenizers):
 
 
 def test_a_thought_in_the_content_is_one_too(tokenizers):
-    turns = [say("user", "q"), say("assistant", "<think>\nhm\n</think>\n\nok")]
+    turns = [
+        say("user", "q"), say("assistant", "<think>\nold\n</think>\n\nok"),
+        say("user", "more"), say("assistant", "<think>\nnew\n</think>\n\nfine"),
+    ]  # fmt: skip
     rendered = chat({"messages": turns}, "", processor=tokenizers["qwen"])
-    assert learnt_of(rendered) == "<think>\nhm\n</think>\n\nok<|im_end|>"
+    assert learnt_of(rendered) == "ok<|im_end|><think>\nnew\n</think>\n\nfine<|im_end|>"
 
 
 # -- what calls may look like --------------------------------------------------------------------

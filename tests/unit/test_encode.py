@@ -4,6 +4,7 @@ import random
 
 import numpy
 import pytest
+from tokenizers import decoders
 
 from prompt_fn import fill
 from stageline.data.text import limit
@@ -82,20 +83,15 @@ def test_generation_starts_where_training_learns(tokenizer):
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_text_from_the_data_is_never_a_special_token(tokenizer, text):
-    _, encoded = _encode(tokenizer, f"{text} {text}", text)
+    rendered, encoded = _encode(tokenizer, f"{text} {text}", text)
     reserved = TextEncoder.of(tokenizer).reserved_ids - {tokenizer.unk_token_id}
     expected = [tokenizer.bos_token_id] if encoded.input_ids[0] == tokenizer.bos_token_id else []
     found = [token_id for token_id in encoded.input_ids if token_id in reserved]
     assert found == [*expected, tokenizer.eos_token_id], "only its own first and last token"
+    if not expected and isinstance(tokenizer.backend_tokenizer.decoder, decoders.ByteLevel):
+        assert tokenizer.decode(encoded.input_ids[:-1]) == rendered.text
+        assert tokenizer.decode(_targets(encoded)[:-1]) == " " + text
     assert encoded.num_targets >= 2
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_hostile_text_decodes_to_itself(text):
-    tokenizer = tiny_tokenizer()
-    rendered, encoded = _encode(tokenizer, text, text)
-    assert tokenizer.decode(encoded.input_ids[:-1]) == rendered.text
-    assert tokenizer.decode(_targets(encoded)[:-1]) == " " + text
 
 
 def test_runs_are_tokenized_as_between_special_tokens(tokenizer):
@@ -224,13 +220,6 @@ def test_an_answer_that_is_empty_still_learns_the_end(tokenizer):
     _, encoded = _encode(tokenizer, "Which digit?", "")
     assert _targets(encoded)[-1] == tokenizer.eos_token_id
     check_targets(encoded, name="s")
-
-
-def test_pad_that_is_eos_is_still_learnt():
-    tokenizer = tiny_tokenizer()
-    tokenizer.pad_token = tokenizer.eos_token
-    _, encoded = _encode(tokenizer, "q", "7")
-    assert _targets(encoded)[-1] == tokenizer.eos_token_id
 
 
 def test_a_tokenizer_without_an_end_is_told_of():

@@ -65,7 +65,7 @@ def test_whole_words_the_longest_first(words, text, wanted):
 
 @pytest.mark.parametrize("word", ["", " ", "--", "!"])
 def test_a_word_without_a_letter_is_refused(word):
-    with pytest.raises(UserError, match="A letter or a digit was expected"):
+    with pytest.raises(UserError, match="marked has the word"):
         MarkedWords(["left", word])
 
 

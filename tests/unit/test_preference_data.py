@@ -10,9 +10,8 @@ import dataset as parts
 from prompt_fn import auto, chat, fill
 from prompt_fn import none as no_image
 from stageline.data.batches.batch import count_samples
-from stageline.data.batches.check_batch import CheckedCollate
 from stageline.data.batches.preference import WithOthers
-from stageline.data.batches.preflight import preflight
+from stageline.data.batches.preflight import CheckedCollate, preflight
 from stageline.data.batches.step_maker import StepMaker
 from stageline.errors import DataError
 from tests.helpers.tiny_models import tiny_processor, tiny_tokenizer
@@ -155,7 +154,7 @@ def test_mixed_rows_have_the_prompt_and_the_answer_of_the_row_before():
     limit = int(batch["attention_mask"].sum(1).max())
     short = parts.kto([dataset[2]], **COMMON | {"max_token_num": limit - 4})
     assert short["loss_kl_input_ids"].shape[1] == limit - 4  # cut at its end
-    with pytest.raises(DataError, match="Two at least"):
+    with pytest.raises(DataError, match="has 1 row"):
         WithOthers(Rows([answer()]))
 
 

@@ -76,15 +76,13 @@ def test_many_rows_are_sampled_always_the_same():
     assert asked[0] == asked[1] and len(set(asked[0])) == 20
 
 
-def test_it_ends_in_time():
-    rows = Rows([(None, _sample(i)) for i in range(100)])
-    assert _preflight(rows, tiny_tokenizer(), seconds=0).num_checked == 1
-
-
 def test_a_tokenizer_larger_than_the_embedding():
     tokenizer = tiny_tokenizer()
     check_vocabulary(tokenizer, len(tokenizer))
-    with pytest.raises(UserError, match=f"ids up to {len(tokenizer) - 1} .* has 50 rows"):
+    words = (
+        f"ids up to {len(tokenizer) - 1} .* has 50 rows.*resize_token_embeddings.{len(tokenizer)}"
+    )
+    with pytest.raises(UserError, match=words):
         check_vocabulary(tokenizer, 50)
     with pytest.raises(UserError, match="embedding"):
         _preflight(Rows([(None, _sample(0))]), tokenizer, vocab_size=50)

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from loss_fn import sft
 from register import collate_fn_register, import_shelf
-from stageline.data.batches.check_batch import CheckedCollate
 from stageline.data.batches.loader import MicroBatchLoader
+from stageline.data.batches.preflight import CheckedCollate
 from stageline.data.text import limit
 from stageline.errors import DataError
 from tests.helpers.tiny_batches import count_targets

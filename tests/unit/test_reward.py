@@ -259,7 +259,7 @@ def test_keys_that_suit_the_rm_collate_part_need_not_be_given(tmp_path):
         given = parse_train_args([*words, "--loss-fn", "sft", "--prompt", "question"]).parts
         assert given["loss_fn"].key == "sft" and given["prompt"].key == "question"
         encode = collate_fn_register["rm"].encode
-        assert encode.target == "stageline.data.batches.preference:encode_scored_pair"
+        assert encode.args == ("stageline.data.batches.preference:encode_scored_pair",)
 
 
 @pytest.mark.parametrize(

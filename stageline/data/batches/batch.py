@@ -125,15 +125,14 @@ def _pieces_of_text(
 
 
 def _check_rendered(register: str, part: Callable[..., Any], found: object) -> None:
-    pieces = found.pieces if isinstance(found, Rendered) else ()
-    wrong: list[object] = [piece for piece in pieces if not isinstance(piece, Piece)]
+    pieces: Sequence[object] = found.pieces if isinstance(found, Rendered) else ()
+    wrong = [piece for piece in pieces if not isinstance(piece, Piece)]
     if not isinstance(found, Rendered) or wrong:
         raise broken(
             register,
             part,
             f"returned {'a Rendered that holds ' if wrong else ''}{shown((wrong or [found])[0])}",
-            why="A Rendered was expected, because it knows which text is learnt, which came from "
-            "the data and where images go",
+            why="A Rendered was expected, which says what is learnt and what came from the data",
             cure="return Rendered((Piece(question, is_user=True), Piece(answer, is_target=True))) "
             "of stageline.data.text.rendered, or what `prompt_fn` fill makes",
         )

@@ -203,9 +203,22 @@ def group_numbers(samples: Sequence[Sample]) -> list[int]:
     Raises:
         DataError: a group is not whole: names the sample, and what was expected in its place.
     """
+
+    def not_whole(sample: Sample, expected: str) -> DataError:
+        return DataError(
+            f"{sample_name(sample)}: group not whole: it has contrast_group "
+            f"{sample.get('contrast_group')!r} and role {sample.get('role')!r}, expected was "
+            f"{expected}. The samples of a group come one behind the other: anchor, positive, "
+            "negatives. Use a dataset with group_size (`dataset` groups), and correct its rows."
+        )
+
     # a group may come twice: one fills up the last steps of an evaluation
     starts = [index for index, sample in enumerate(samples) if sample.get("role") == "anchor"]
-    size = _size(samples, starts)
+    if starts[:1] != [0]:
+        raise not_whole(samples[0], "the anchor (sample 1) of a new group")
+    size = [*starts, len(samples)][1]
+    if size < _LEAST:
+        raise not_whole(samples[size - 1], "an anchor, a positive and at least one negative")
     for index, sample in enumerate(samples):
         place = index % size
         anchor = samples[index - place]
@@ -213,30 +226,8 @@ def group_numbers(samples: Sequence[Sample]) -> list[int]:
         expected = ROLES[min(place, 2)]
         if role != expected or group is None or group != anchor.get("contrast_group"):
             wanted = f"{anchor.get('contrast_group')!r}" if place else "a new group"
-            raise _not_whole(sample, f"the {expected} (sample {place + 1} of {size}) of {wanted}")
+            raise not_whole(sample, f"the {expected} (sample {place + 1} of {size}) of {wanted}")
     if len(samples) % size:
-        raise _not_whole(
-            samples[-1],
-            f"{size - len(samples) % size} more behind it, since groups have {size} samples",
-        )
+        missing = size - len(samples) % size
+        raise not_whole(samples[-1], f"{missing} more behind it, since groups have {size} samples")
     return [index // size for index in range(len(samples))]
-
-
-def _size(samples: Sequence[Sample], starts: Sequence[int]) -> int:
-    """Samples of a group, as the first one has them."""
-    if not starts or starts[0] != 0:
-        raise _not_whole(samples[0], "the anchor (sample 1) of a new group")
-    size = starts[1] if len(starts) > 1 else len(samples)
-    if size < _LEAST:
-        raise _not_whole(samples[size - 1], "an anchor, a positive and at least one negative")
-    return size
-
-
-def _not_whole(sample: Sample, expected: str) -> DataError:
-    return DataError(
-        f"{sample_name(sample)}: group not whole: it has contrast_group "
-        f"{sample.get('contrast_group')!r} and role {sample.get('role')!r}, expected was "
-        f"{expected}. The samples of a group are compared with each other, so they have to come "
-        "one behind the other: anchor, positive, negatives. Use a dataset with group_size "
-        "(`dataset` groups), and correct its rows."
-    )

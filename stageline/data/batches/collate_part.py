@@ -49,22 +49,6 @@ class EncodedSample:
         return iter((self.images, self.sample))
 
 
-@dataclass(frozen=True)
-class LateImport:
-    """A function that is imported when it is called.
-
-    Attributes:
-        target: module:name.
-    """
-
-    target: str
-
-    def __call__(self, *given: Any, **options: Any) -> Any:
-        """What the function gives."""
-        module, _, name = self.target.partition(":")
-        return getattr(importlib.import_module(module), name)(*given, **options)
-
-
 class CollatePart:
     """Name, docstring and options (the signature) are those of `collate`.
 
@@ -96,13 +80,10 @@ class CollatePart:
     def bind(self, **options: Any) -> CollatePart:
         """The part with some of its arguments."""
 
-        def bound(function: Callable | None) -> Callable | None:
-            return None if function is None else functools.partial(function, **options)
-
         return CollatePart(
             functools.partial(self.collate, **options),
-            encode=bound(self.encode),
-            pack=bound(self.pack),
+            encode=self.encode and functools.partial(self.encode, **options),
+            pack=self.pack and functools.partial(self.pack, **options),
         )
 
 
@@ -115,11 +96,17 @@ def collate_part(
         encode: or "module:name", which is imported when it is needed.
         pack: as `encode`.
     """
-    return functools.partial(
-        CollatePart,
-        encode=LateImport(encode) if isinstance(encode, str) else encode,
-        pack=LateImport(pack) if isinstance(pack, str) else pack,
-    )
+    if isinstance(encode, str):
+        encode = functools.partial(_call, encode)
+    if isinstance(pack, str):
+        pack = functools.partial(_call, pack)
+    return functools.partial(CollatePart, encode=encode, pack=pack)
+
+
+def _call(target: str, *given: Any, **options: Any) -> Any:
+    """What the function module:name gives."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)(*given, **options)
 
 
 def as_collate_part(collate: Callable[..., Any]) -> CollatePart:

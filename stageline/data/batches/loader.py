@@ -94,7 +94,13 @@ class MicroBatchLoader:
         facts: Callable[[MicroBatch], MicroBatch] | None = None,
         maker: type[StepMaker] = StepMaker,
     ) -> None:
-        _check_step(batch_size, accumulate_steps, micro_batch_size)
+        step_samples = batch_size * accumulate_steps
+        if step_samples % micro_batch_size:
+            raise UserError(
+                f"{step_samples} rows of a step (`batch_size` {batch_size} x `accumulate_steps` "
+                f"{accumulate_steps}) do not fall into micro-batches of {micro_batch_size}. Choose "
+                "a `micro_batch_size` that divides it."
+            )
         group_size = group_size_of(dataset)
         check_batch_sizes(
             batch_size=batch_size,
@@ -102,19 +108,20 @@ class MicroBatchLoader:
             group_size=group_size,
             is_packed=packing is not None,
         )
-        self.sampler = _make_sampler(
-            dataset,
-            batch_size=batch_size,
-            step_samples=batch_size * accumulate_steps,
-            dp_rank=dp_rank,
-            dp_degree=dp_degree,
-            seed=seed,
-            shuffle=shuffle,
-            eval=eval,
-            pads=pads,
-            start_step=start_step,
-            position=position,
-        )
+        drawn: dict[str, Any] = {
+            "step_samples": step_samples,
+            "dp_rank": dp_rank,
+            "dp_degree": dp_degree,
+            "seed": seed,
+            "shuffle": shuffle,
+        }
+        if has_sampler(dataset) and not eval:
+            drawn |= {"batch_size": batch_size, "start_step": start_step, "position": position}
+            self.sampler = dataset.make_sampler(**drawn)
+        else:
+            sampler = StreamSampler if is_stream(dataset) else StepSampler
+            drawn |= {"eval": eval, "pads": pads and not eval, "group_size": group_size}
+            self.sampler = sampler(len(dataset), **drawn)
         options: dict[str, Any] = {
             "collate": collate,
             "micro_batch_size": micro_batch_size,
@@ -169,36 +176,6 @@ class MicroBatchLoader:
             # of its own: drawing from the global generator would shift dropout
             generator=torch.Generator(),
         )
-
-
-def _check_step(batch_size: int, accumulate_steps: int, micro_batch_size: int) -> None:
-    step_samples = batch_size * accumulate_steps
-    if step_samples % micro_batch_size:
-        raise UserError(
-            f"{step_samples} rows of a step (`batch_size` {batch_size} x `accumulate_steps` "
-            f"{accumulate_steps}) do not fall into micro-batches of {micro_batch_size}. Equal "
-            "ones were expected, because each travels through the stages alone: choose a "
-            "`micro_batch_size` that divides it."
-        )
-
-
-def _make_sampler(
-    dataset: Any,
-    *,
-    batch_size: int,
-    eval: bool,
-    pads: bool,
-    start_step: int,
-    position: Any,
-    **common: Any,
-) -> Any:
-    """The dataset's own for training, if it has one."""
-    if has_sampler(dataset) and not eval:
-        place = {"start_step": start_step, "position": position}
-        return dataset.make_sampler(batch_size=batch_size, **place, **common)
-    sampler = StreamSampler if is_stream(dataset) else StepSampler
-    common |= {"pads": pads and not eval, "group_size": group_size_of(dataset)}
-    return sampler(len(dataset), eval=eval, **common)
 
 
 class _Shares:

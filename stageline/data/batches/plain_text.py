@@ -146,55 +146,37 @@ class CorpusRows(Dataset):
         Raises:
             UserError: it is of another tokenizer, has ids without a row, or rows that are too long.
         """
-        self._check_tokenizer(processor)
-        self._check_ids(vocab_size)
-        self._check_lengths(max_token_num, overlong)
-        header, kind = self.corpus.header, "segments" if self.packed is None else "packed rows"
+        header, known = self.corpus.header, self.corpus.header.tokenizer
+        if known is not None and known.fingerprint and self._fingerprint_of is not None:
+            tokenizer = get_tokenizer(processor)
+            if self._fingerprint_of(tokenizer) != known.fingerprint:
+                name = Path(str(getattr(tokenizer, "name_or_path", "") or "?")).name
+                raise UserError(
+                    f"{self.source} was made with the tokenizer {known.name}, and the one of the "
+                    f"run ({name}) is another. Use the tokenizer of the corpus (`processor_path`), "
+                    "build the corpus again, or, if you know that both give the same ids (new "
+                    "tokens were added since), give `dataset.any_tokenizer` true."
+                )
+        if vocab_size is not None and known is not None and known.vocab_size > vocab_size:
+            raise UserError(
+                f"{self.source} has ids up to {known.vocab_size - 1} (tokenizer {known.name}), the "
+                f"model's embedding has {vocab_size} rows. Use a config whose vocab_size is large "
+                "enough, or build the corpus with the tokenizer of the model."
+            )
+        is_packed = self.packed is not None
+        if self.row_length > max_token_num and (overlong == "error" or is_packed):
+            cure = "build it with a smaller `seq_length`, or let `collate_fn.overlong` cut them"
+            if is_packed:
+                cure = "pack the corpus into shorter rows (`dataset.row_length`)"
+            raise UserError(
+                f"{self.source} has rows of up to {self.row_length} tokens, `max_token_num` is "
+                f"{max_token_num}. Raise `max_token_num` to {self.row_length}, or {cure}."
+            )
+        kind = "packed rows" if is_packed else "segments"
         types = ", ".join(
             f"{item.name}: {size}" for item, size in zip(header.types, self.sizes, strict=True)
         )
         return f"{len(self)} {kind} of {self.source} ({types}), at most {self.row_length} tokens"
-
-    def _check_tokenizer(self, processor: Any) -> None:
-        known = self.corpus.header.tokenizer
-        if known is None or not known.fingerprint or self._fingerprint_of is None:
-            return
-        tokenizer = get_tokenizer(processor)
-        if self._fingerprint_of(tokenizer) == known.fingerprint:
-            return
-        name = Path(str(getattr(tokenizer, "name_or_path", "") or "?")).name
-        raise UserError(
-            f"{self.source} was made with the tokenizer {known.name}, and the one of the run "
-            f"({name}) is another. The same one was expected, because its ids mean other words to "
-            "this model: use the tokenizer of the corpus (`processor_path`), build the corpus "
-            "anew, or, if you know that both give the same ids (new tokens were added since), "
-            "give `dataset.any_tokenizer` true."
-        )
-
-    def _check_ids(self, vocab_size: int | None) -> None:
-        known = self.corpus.header.tokenizer
-        if vocab_size is None or known is None or known.vocab_size <= vocab_size:
-            return
-        raise UserError(
-            f"{self.source} has ids up to {known.vocab_size - 1} (tokenizer {known.name}), the "
-            f"model's embedding has {vocab_size} rows. Each id needs a row, because looking it up "
-            "fails otherwise: use a config whose vocab_size is large enough, or build the corpus "
-            "with the tokenizer of the model."
-        )
-
-    def _check_lengths(self, max_token_num: int, overlong: TextOverlong) -> None:
-        if self.row_length <= max_token_num or (overlong != "error" and self.packed is None):
-            return
-        cure = (
-            "pack the corpus into shorter rows (`dataset.row_length`)"
-            if self.packed is not None
-            else "build it with a smaller `seq_length`, or let `collate_fn.overlong` cut them"
-        )
-        raise UserError(
-            f"{self.source} has rows of up to {self.row_length} tokens, `max_token_num` is "
-            f"{max_token_num}. At least {self.row_length} was expected, because rows are trained "
-            f"on whole: raise `max_token_num` to {self.row_length}, or {cure}."
-        )
 
 
 def type_ranges(starts: Sequence[int]) -> list[Range]:
@@ -256,21 +238,15 @@ def encode_text(images: Images, sample: Sample, **common: Any) -> EncodedSample:
             f"{sample_name(sample)} has {len(images)} images. Text alone was expected by "
             "`collate_fn` pt, because image tokens can't be learnt: use `collate_fn` sft."
         )
-    if "messages" not in sample and _lacks_fields(sample, common["prompt"]):
-        common["prompt"] = "[TEXT]"
+    if isinstance(sample.get("text"), str) and "messages" not in sample:
+        slots = {part.slot for part in parse_template(common["prompt"])} - {"", IMAGE}
+        if "TEXT" not in slots and not all(slot.lower() in sample for slot in slots):
+            common["prompt"] = "[TEXT]"  # the template is of other rows
     encoded = encode_sft(images, sample, **common)
     (row,) = encoded.rows
     if not any(row.is_target):
         return encoded  # dropped
     return replace(encoded, rows=[replace(row, is_target=[True] * len(row))])
-
-
-def _lacks_fields(sample: Sample, prompt: str) -> bool:
-    """Whether a row of text was given the template of other rows: there is none to choose."""
-    if not isinstance(sample.get("text"), str) or "[TEXT]" in prompt:
-        return False
-    slots = {part.slot for part in parse_template(prompt)} - {"", IMAGE}
-    return any(slot.lower() not in sample for slot in slots)
 
 
 def _encode_ready(
@@ -291,29 +267,26 @@ def _encode_ready(
     segments = sample["segments"]
     total = sum(map(len, segments))
     if total <= max_token_num:
-        return [_encoded(ids) for ids in segments]
-    if len(segments) == 1:
-        count = len(segments[0])
-        limited = limit_length(
-            Encoded(segments[0].tolist(), [True] * count, [False] * count),
-            max_token_num=max_token_num,
-            overlong=overlong,
-            name=sample_name(sample),
-            pad_token_id=pad_token_id,
-            warn=stage == 0,
+        # in arrays, not lists: a corpus is read as fast as its tokens can be copied
+        return [
+            Encoded(ids, numpy.ones(len(ids), bool), numpy.zeros(len(ids), bool))  # type: ignore
+            for ids in segments
+        ]
+    if len(segments) > 1:
+        raise DataError(
+            f"{sample_name(sample)}: {len(segments)} segments of {total} tokens do not fit "
+            f"`max_token_num` {max_token_num}. Raise `max_token_num` to {total}, or pack the "
+            "corpus into shorter rows."
         )
-        return [limited]
-    raise DataError(
-        f"{sample_name(sample)}: {len(segments)} segments of {total} tokens do not fit "
-        f"`max_token_num` {max_token_num}. A row has to fit as a whole, because it was packed "
-        f"so: raise `max_token_num` to {total}, or pack the corpus into shorter rows."
+    limited = limit_length(
+        Encoded(segments[0].tolist(), [True] * total, [False] * total),
+        max_token_num=max_token_num,
+        overlong=overlong,
+        name=sample_name(sample),
+        pad_token_id=pad_token_id,
+        warn=stage == 0,
     )
-
-
-def _encoded(ids: numpy.ndarray) -> Encoded:
-    """In arrays, not lists: a corpus is read as fast as its tokens can be copied."""
-    count = len(ids)
-    return Encoded(ids, numpy.ones(count, bool), numpy.zeros(count, bool))  # type: ignore
+    return [limited]
 
 
 def collate_text(samples: Sequence[Item], **common: Any) -> MicroBatch:

@@ -47,26 +47,20 @@ def both_answers(sample: Sample) -> list[Sample]:
 
 
 def _with_answer(sample: Sample, name: str) -> Sample:
-    answer = sample.get(name)
+    answer, messages = sample.get(name), sample.get("messages")
     rest = {key: value for key, value in sample.items() if key not in ANSWERS}
-    messages = sample.get("messages")
     if messages is None:
-        text = _text_of(answer)
-        if text is None:
-            raise bad_row(sample, name, answer, "text, or one assistant message")
-        return {**rest, "answer": text}
+        if isinstance(answer, list) and len(answer) == 1 and is_answer(answer[0]):
+            answer = answer[0].get("content")
+        if not isinstance(answer, str):
+            raise bad_row(sample, name, sample.get(name), "text, or one assistant message")
+        return {**rest, "answer": answer}
     told = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     if not isinstance(told, list) or not any(map(is_answer, told)):
         raise bad_row(sample, name, answer, "text, or a list of messages with an assistant's")
     if not isinstance(messages, list):
         raise bad_row(sample, "messages", messages, "a list of messages, the prompt")
     return {**rest, "messages": [*map(unlearnt, messages), *told]}
-
-
-def _text_of(answer: Any) -> str | None:
-    if isinstance(answer, list) and len(answer) == 1 and is_answer(answer[0]):
-        answer = answer[0].get("content")
-    return answer if isinstance(answer, str) else None
 
 
 def is_answer(message: Any) -> bool:
@@ -160,9 +154,8 @@ class WithOthers(Subset):
     def __init__(self, dataset: Any) -> None:
         if len(dataset) < 2:
             raise DataError(
-                f"the dataset has {len(dataset)} row. Two at least were expected, because KTO "
-                "estimates its baseline from prompts with the answers of other rows: give more "
-                "rows, or use `loss_fn.use_kl` false."
+                f"the dataset has {len(dataset)} row, and KTO estimates its baseline from prompts "
+                "with the answers of other rows. Give more rows, or use `loss_fn.use_kl` false."
             )
         super().__init__(dataset, range(len(dataset)))
 
@@ -259,42 +252,39 @@ def encode_scored_pair(
         encode_sft(images, one, pad_token_id=pad_token_id, **common) for one in both_answers(sample)
     ]
     limited = [row for one in pair for row in one.rows]
-    is_whole = all(any(row.is_target) for row in limited)
-    rows = [_read_at_end(row, pad_token_id, is_whole, sample) for row in limited]
+    if all(any(row.is_target) for row in limited):
+        rows = [_read_at_end(row, pad_token_id, sample) for row in limited]
+    else:
+        rows = [replace(row, is_target=[False] * len(row)) for row in limited]
     whole = [row for one in pair for row in one.whole]
     return EncodedSample(images, sample, rows, max(map(len, rows)), whole)
 
 
-def collate_rewards(samples: Sequence[Item], **common: Any) -> MicroBatch:
-    """One micro-batch of two rows a sample, and `loss_margins` [P] of the pairs."""
-    pairs = all_encoded(samples, encode_scored_pair, **common)
-    batch = collate_encoded(pairs, **common)
-    batch["loss_margins"] = torch.tensor([_margin(sample) for _, sample in samples])
-    return batch
-
-
-def _read_at_end(row: Encoded, pad_token_id: int, is_whole: bool, sample: Sample) -> Encoded:
-    if not is_whole:
-        return replace(row, is_target=[False] * len(row))
+def _read_at_end(row: Encoded, pad_token_id: int, sample: Sample) -> Encoded:
     length = len(row)
     while length and row.input_ids[length - 1] == pad_token_id:
         length -= 1
     if length < 2:
         raise DataError(
             f"{sample_name(sample)}: a row of {length} tokens is left of a question and an answer. "
-            "Two or more were expected, because a reward is read at the last one: correct the row."
+            "A reward is read at the last of two or more: correct the row."
         )
     kept = row.keep(list(range(length)))
     return replace(kept, is_target=[False] * (length - 1) + [True])
 
 
-def _margin(sample: Sample) -> float:
-    margin = sample.get("margin")
-    if margin is None:
-        return 0.0
-    if isinstance(margin, bool) or not isinstance(margin, int | float):
-        raise DataError(
-            f"{sample_name(sample)}: `margin` is {margin!r:.100}. A number was expected, because "
-            "the chosen answer's reward is to be greater by it: correct the row, or leave it out."
-        )
-    return float(margin)
+def collate_rewards(samples: Sequence[Item], **common: Any) -> MicroBatch:
+    """One micro-batch of two rows a sample, and `loss_margins` [P] of the pairs."""
+    pairs = all_encoded(samples, encode_scored_pair, **common)
+    batch = collate_encoded(pairs, **common)
+    margins = []
+    for _, sample in samples:
+        margin = sample.get("margin") or 0.0
+        if not isinstance(margin, int | float):
+            raise DataError(
+                f"{sample_name(sample)}: `margin` is {margin!r:.100}. Give the number by which the "
+                "chosen answer's reward is to be greater, or leave it out."
+            )
+        margins.append(float(margin))
+    batch["loss_margins"] = torch.tensor(margins)
+    return batch

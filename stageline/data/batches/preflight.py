@@ -1,8 +1,8 @@
-"""Looks through the data before any model is loaded: the first bad row ends the run at once.
+"""Looks at the data before the model does: at its rows in the beginning, at each micro-batch later.
 
-Renders and tokenizes rows and decodes their images, on the CPU and without a process group. Where
-rows may be left out (bad ones, or too long ones that are dropped), it looks at all of them, however
-long it takes: what is left has to be the same on every rank.
+The first bad row ends the run before any model is loaded: rows are rendered and tokenized, and
+their images decoded, on the CPU and without a process group. Where rows may be left out (bad ones,
+or too long ones that are dropped), all are looked at: the rest has to be the same on every rank.
 """
 
 import functools
@@ -13,11 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.utils.data import Subset
 
-from stageline.data.batches.batch import Images, Sample, sample_name
+from stageline.contracts import broken, call, shown
+from stageline.data.batches.batch import IGNORE, Images, MicroBatch, Sample, sample_name
 from stageline.data.batches.collate import encode_sft
-from stageline.data.batches.collate_part import EncodedSample
+from stageline.data.batches.collate_part import CollatePart, EncodedSample, as_collate_part
 from stageline.data.batches.sampler import is_stream
 from stageline.data.batches.step_maker import read_row
 from stageline.data.images.image_settings import ImageSettings
@@ -37,6 +39,7 @@ _HANDLING = {
     "drop": "dropped",
     "error": "refused",
 }
+_TENSORS = ("input_ids", "attention_mask", "labels")
 
 
 @dataclass
@@ -74,27 +77,16 @@ class PreflightReport:
 
     def add(self, row: int, encoded: EncodedSample, max_token_num: int) -> None:
         """Counts a row."""
-        length = max(map(len, encoded.whole))
+        lengths = list(map(len, encoded.whole))
         self.num_checked += 1
-        self.num_overlong += length > max_token_num
-        self.shortest, self.longest = min(self.shortest, length), max(self.longest, length)
-        self.num_sequences += len(encoded.whole)
-        self.num_tokens += sum(map(len, encoded.whole))
+        self.num_overlong += max(lengths) > max_token_num
+        self.shortest = min(self.shortest, max(lengths))
+        self.longest = max(self.longest, *lengths)
+        self.num_sequences += len(lengths)
+        self.num_tokens += sum(lengths)
         self.num_targets += sum(whole.num_targets for whole in encoded.whole)
         if not all(any(one.is_target) for one in encoded.rows):
             self.dropped.append(row)
-
-    def finished(self, max_token_num: int) -> "PreflightReport":
-        """The report of all rows; refuses a dataset of which all would be dropped."""
-        if self.dropped and self.num_dropped == self.num_checked:
-            raise DataError(
-                f"all {self.num_dropped} rows that were looked at are too long and would be "
-                f"dropped: they have {self.shortest} tokens and more, and `max_token_num` is "
-                f"{max_token_num}. Some that fit were expected, because nothing would be learnt: "
-                "raise `max_token_num`, or shorten the rows."
-            )
-        self.num_checked += len(self.bad)
-        return self
 
     def __str__(self) -> str:
         mean = self.num_tokens / max(self.num_sequences, 1)
@@ -125,10 +117,9 @@ def check_vocabulary(processor: Any, vocab_size: int) -> None:
     if largest >= vocab_size:
         raise UserError(
             f"the tokenizer has {len(vocabulary)} tokens with ids up to {largest} ({token!r}), the "
-            f"model's embedding has {vocab_size} rows. Each id needs a row, because looking it up "
-            "fails otherwise: use the tokenizer that belongs to the model (`processor_path`), a "
-            "config whose vocab_size is large enough, or `vocab.resize`, which adds rows (as "
-            f"resize_token_embeddings({largest + 1}) of the library does)."
+            f"model's embedding has {vocab_size} rows. Use the tokenizer that belongs to the model "
+            "(`processor_path`), a config whose vocab_size is large enough, or `vocab.resize`, "
+            f"which adds rows (as resize_token_embeddings({largest + 1}) of transformers does)."
         )
 
 
@@ -161,28 +152,41 @@ def preflight(
 
     Raises:
         DataError: for the first bad row: it does not render, has nothing to learn, is too long,
-            or has an image that does not decode.
+            or has an image that does not decode; or all rows would be dropped.
         UserError: the tokenizer does not fit the embedding.
     """
     if vocab_size is not None:
         check_vocabulary(processor, vocab_size)
-    if bad_rows is None or is_stream(dataset):
+    has_end = not is_stream(dataset)
+    if bad_rows is None or not has_end:
         bad_rows = BadRows()
-    rows = _chosen_rows(dataset, seed=seed, limit=None if bad_rows.limit else limit)
-    deadline = time.monotonic() + (seconds if not bad_rows.limit else float("inf"))
-    texts = {"prompt": prompt, "prompt_fn": prompt_fn, "image_token": image_token}
+    deadline = time.monotonic() + (float("inf") if bad_rows.limit else seconds)
+    rows: Sequence[int] = range(len(dataset) if has_end else limit)
+    if has_end and not bad_rows.limit and len(rows) > limit:
+        rows = sorted(random.Random(seed).sample(rows, limit))
     if encode is None:
-        encode = _encode_as_one_row(processor, max_token_num, overlong, **texts)
-    report = PreflightReport(None if is_stream(dataset) else len(dataset), _HANDLING[overlong])
-    takes_all = overlong in DROPPING and not is_stream(dataset)
+        encode = functools.partial(
+            encode_sft,
+            prompt=prompt,
+            prompt_fn=prompt_fn,
+            image_token=image_token,
+            processor=processor,
+            max_token_num=max_token_num,
+            overlong=overlong,
+            pad_token_id=0,
+            stage=1,
+        )
+    expander = ImageExpander.of(processor)
+    max_pixels = (ImageSettings() if expander is None else expander.settings).max_pixels
+    report = PreflightReport(len(dataset) if has_end else None, _HANDLING[overlong])
+    takes_all = overlong in DROPPING and has_end
     with_images = set(rows)
     for row in range(len(dataset)) if takes_all else rows:
         try:
             images, sample = read_row(dataset, row)
-            encoded = encode(images, sample)
-            report.add(row, encoded, max_token_num)
-            if row in with_images:
-                _check_images(images, sample_name(sample), processor)
+            report.add(row, encode(images, sample), max_token_num)
+            for image in (images or ()) if row in with_images else ():
+                check_image(image, name=sample_name(sample), max_pixels=max_pixels)
         except DataError as error:
             bad_rows.take(_source(dataset, row), error)
             report.bad.append(row)
@@ -190,30 +194,14 @@ def preflight(
             with_images = set()
             if not takes_all:
                 break
-    return report.finished(max_token_num)
-
-
-def _encode_as_one_row(
-    processor: Any, max_token_num: int, overlong: Overlong, **texts: Any
-) -> Callable[[Images, Sample], EncodedSample]:
-    return functools.partial(
-        encode_sft,
-        **texts,
-        processor=processor,
-        max_token_num=max_token_num,
-        overlong=overlong,
-        pad_token_id=0,
-        stage=1,
-    )
-
-
-def _chosen_rows(dataset: Any, *, seed: int, limit: int | None) -> Sequence[int]:
-    if is_stream(dataset):
-        return range(limit or 0)
-    rows = range(len(dataset))
-    if limit is None or len(rows) <= limit:
-        return rows
-    return sorted(random.Random(seed).sample(rows, limit))
+    if report.dropped and report.num_dropped == report.num_checked:
+        raise DataError(
+            f"all {report.num_dropped} rows that were looked at are too long and would be dropped: "
+            f"they have {report.shortest} tokens and more, and `max_token_num` is {max_token_num}. "
+            "Raise `max_token_num`, or shorten the rows."
+        )
+    report.num_checked += len(report.bad)
+    return report
 
 
 def _source(dataset: Any, row: int) -> str:
@@ -223,8 +211,129 @@ def _source(dataset: Any, row: int) -> str:
     return dataset.describe(row) if hasattr(dataset, "describe") else f"row {row}"
 
 
-def _check_images(images: Images, name: str, processor: Any) -> None:
-    expander = ImageExpander.of(processor)
-    settings = ImageSettings() if expander is None else expander.settings
-    for image in images or ():
-        check_image(image, name=name, max_pixels=settings.max_pixels)
+class CheckedCollate(CollatePart):
+    """A collate part, and a look at what it made.
+
+    On a GPU an id without a row in the embedding kills the process with a message that names
+    nothing.
+
+    Args:
+        collate: the part, or a function: samples -> micro-batch.
+        vocab_size: rows of the model's embedding; None: nobody knows.
+    """
+
+    def __init__(self, collate: Callable[..., Any], vocab_size: int | None) -> None:
+        part = as_collate_part(collate)
+        super().__init__(part.collate, encode=part.encode, pack=part.pack)
+        self._vocab_size = vocab_size
+        self.collate = functools.partial(self._checked, part.collate)
+        if part.pack is not None:
+            self.pack = functools.partial(self._checked, part.pack, is_packed=True)
+
+    def _checked(
+        self,
+        make: Callable[..., MicroBatch],
+        rows: Sequence[Any],
+        *,
+        is_packed: bool = False,
+        **options: Any,
+    ) -> MicroBatch:
+        """The micro-batch of samples, or of rows of them.
+
+        Raises:
+            ContractError: the part takes other arguments, or gave something else.
+            DataError: names the sample, place and id of the first id out of range.
+        """
+        batch = call("collate_fn", make, rows, **options)
+        problem = _problem_of(batch, len(rows))
+        if problem is not None:
+            came, cure = problem
+            why = (
+                "A dict of tensors was expected, with input_ids, attention_mask and labels of one "
+                "shape, rows x tokens, in integers, because stages and loss take them by name"
+            )
+            raise broken("collate_fn", make, came, why=why, cure=cure)
+        if self._vocab_size is not None:
+            samples = rows if is_packed else [[sample] for sample in rows]
+            _check_ids(batch, self._vocab_size, samples=samples)
+        return batch
+
+
+def check_encode(collate: Callable[..., Any], sample: tuple[Any, Any]) -> Any:
+    """Tries the `encode` of a collate part, if it has one; gives what it made, or the sample.
+
+    Raises:
+        ContractError: it takes other arguments, or gives something else than an encoded sample.
+    """
+    encode = as_collate_part(collate).encode
+    if encode is None:
+        return sample
+    encoded = call("encode", encode, *sample)
+    if isinstance(encoded, EncodedSample) and isinstance(encoded.length, int) and encoded.length:
+        return encoded
+    length = getattr(encoded, "length", None)
+    is_encoded = isinstance(encoded, EncodedSample)
+    raise broken(
+        "encode",
+        encode,
+        f"returned an EncodedSample with the length {shown(length)}"
+        if is_encoded
+        else f"returned {shown(encoded)}",
+        why="An EncodedSample was expected, with its number of tokens as length",
+        cure="return what encode_sft of stageline.data.batches.collate gives, or "
+        "EncodedSample(images, sample, rows, length, whole)",
+    )
+
+
+def _problem_of(batch: object, num_samples: int) -> tuple[str, str] | None:
+    """What is wrong with the types and shapes of a micro-batch, and the cure."""
+    if not isinstance(batch, dict):
+        return f"returned {shown(batch)}", "return a dict, as collate_sft of stageline.data does"
+    missing = [name for name in _TENSORS if name not in batch]
+    if missing:
+        came = f"returned {shown(batch)}, without {' and '.join(missing)}"
+        return came, "add them; labels are the token ids, -100 where nothing is learnt"
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor):
+            return f"returned {name!r} as {shown(value)}", "make a tensor of it, torch.tensor(...)"
+    ids = batch["input_ids"]
+    for name in _TENSORS:
+        value = batch[name]
+        is_whole = not value.is_floating_point() and not value.is_complex()
+        if value.ndim != 2 or not is_whole or value.shape != ids.shape:
+            cure = f"give it the shape of input_ids ({shown(ids)}), and torch.long"
+            if name == "input_ids":
+                cure = "give it two dimensions, a row for each sample, and torch.long"
+            return f"returned {name!r} as {shown(value)}", cure
+    if len(ids) == 0 or ids.shape[1] == 0 or len(ids) % num_samples:
+        came = f"made {len(ids)} rows of {ids.shape[1]} tokens out of {num_samples} samples"
+        return came, "make one row of each sample, or the same number of each, in their order"
+    return None
+
+
+def _check_ids(batch: MicroBatch, vocab_size: int, *, samples: Sequence[Sequence[Any]]) -> None:
+    """Refuses token ids and labels for which the model has no row.
+
+    Args:
+        samples: (images, sample) of each row.
+    """
+    ids_BT, labels_BT = batch["input_ids"], batch["labels"]
+    for kind, values_BT, is_free in (
+        ("token id", ids_BT, torch.zeros((), dtype=torch.bool)),
+        ("label", labels_BT, labels_BT == IGNORE),
+    ):
+        is_bad_BT = ((values_BT >= vocab_size) | (values_BT < 0)) & ~is_free
+        if not is_bad_BT.any():
+            continue
+        number, place = is_bad_BT.nonzero()[0].tolist()
+        row = number * len(samples) // len(values_BT)  # a sample may be several rows
+        names = [sample_name(sample) for _, sample in samples[row]]
+        if "sample_ids" in batch and len(names) > 1:  # a packed row: which of its samples
+            own = int(batch["sample_ids"][row, place])
+            names = names[own : own + 1] or names
+        raise DataError(
+            f"{' and '.join(names) or '?'}: the {kind} at place {place} is "
+            f"{int(values_BT[number, place])}, and the model's embedding has {vocab_size} rows. "
+            "Use the tokenizer that belongs to the model (`processor_path`), or correct the part "
+            "that makes the ids."
+        )

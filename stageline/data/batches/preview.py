@@ -57,15 +57,14 @@ def preview(
         stream: standard output by default.
     """
     stream = stream or sys.stdout
+    encoding = getattr(stream, "encoding", None) or "utf-8"
     tokenizer = get_tokenizer(processor)
     has_colour = use_colour(stream)
     for number, shown in zip(range(count), samples_of(loader), strict=False):
-        print(
-            f"-- sample {number + 1} of {count}: {_name_of(shown, dataset, full_length)}",
-            file=stream,
-        )
+        name = _name_of(shown, dataset, full_length)
+        print(f"-- sample {number + 1} of {count}: {name}", file=stream)
         text = paint(shown, tokenizer) if has_colour else bracket(shown, tokenizer)
-        print(_encodable(text, stream), file=stream)
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
     how = "in colour is learnt" if has_colour else "in [[ ]] is learnt"
     print(f"-- {how}", file=stream, flush=True)
 
@@ -151,20 +150,13 @@ def _read(shown: Shown, tokenizer: Any) -> Iterator[tuple[str, bool, int]]:
         if text.endswith("\ufffd") and end < len(ids) and end - read < _LONGEST_CHARACTER:
             continue
         known = _decode(ids[before:read], tokenizer) if read else ""
-        yield _harmless(text[len(known) :]), any(shown.is_learnt[read:end]), ids[end - 1]
+        own = (  # nothing that would steer a terminal
+            char if char.isprintable() or char in "\n\t" else repr(char)[1:-1]
+            for char in text[len(known) :]
+        )
+        yield "".join(own), any(shown.is_learnt[read:end]), ids[end - 1]
         before, read = read, end
 
 
 def _decode(ids: list[int], tokenizer: Any) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def _harmless(text: str) -> str:
-    """Without what would steer a terminal."""
-    shown = (char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
-    return "".join(shown)
-
-
-def _encodable(text: str, stream: TextIO) -> str:
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -85,8 +85,7 @@ class StepSampler:
             raise UserError(
                 f"the dataset has {num_samples} rows, one optimizer step takes "
                 f"{self._global_samples} (`batch_size` x `accumulate_steps` x {dp_degree} data "
-                "parallel replicas). At least one step was expected, because training uses whole "
-                "steps only: lower `batch_size`, give more rows, or use `rows.last` pad."
+                "parallel replicas). Lower `batch_size`, give more rows, or use `rows.last` pad."
             )
 
     @property
@@ -158,16 +157,15 @@ def group_size_of(dataset: Any) -> int:
         return group_size_of(dataset.dataset)
     size = getattr(dataset, "group_size", 1)
     name = type(dataset).__name__
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+    if not isinstance(size, int) or size < 1:
         raise UserError(
-            f"the dataset {name} has group_size {size!r}. A number from 1 upwards was expected, "
-            "because so many consecutive rows are a group: correct the dataset part."
+            f"the dataset {name} has group_size {size!r}. Give the dataset part a number from 1 "
+            "upwards: so many consecutive rows are a group."
         )
     if len(dataset) % size:
         raise UserError(
             f"the dataset {name} has {len(dataset)} rows in groups of {size}, so the last group is "
-            "not whole. Whole groups were expected, because a group is compared as one: correct "
-            "the dataset part."
+            "not whole. Correct the dataset part."
         )
     return size
 
@@ -184,21 +182,25 @@ def check_batch_sizes(
         return
     if is_packed:
         raise UserError(
-            f"`packing` came with a dataset of groups of {group_size} samples. Rows of one sample "
-            "each were expected, because the samples of a group have to stay side by side in a "
-            "micro-batch, and packing moves them: leave `packing` out."
+            f"`packing` came with a dataset of groups of {group_size} samples, which have to stay "
+            "next to each other in a micro-batch. Leave `packing` out."
         )
     if batch_size % group_size == 0 and micro_batch_size % group_size == 0:
         return
+
+    def near(number: int, divisor: int) -> list[int]:
+        """The multiples below and above a number; itself where it is one."""
+        return sorted({number // divisor * divisor, -(-number // divisor) * divisor} - {0})
+
     legal = [
-        f"`micro_batch_size` {micro} with `batch_size` {_either(_near(batch_size, micro))}"
-        for micro in _near(micro_batch_size, group_size)
+        f"`micro_batch_size` {micro} with `batch_size` "
+        f"{' or '.join(map(str, near(batch_size, micro)))}"
+        for micro in near(micro_batch_size, group_size)
     ]
     raise UserError(
         f"`batch_size` {batch_size} and `micro_batch_size` {micro_batch_size} do not both hold "
-        f"whole groups of {group_size} samples. Multiples of {group_size} were expected, because "
-        "both count samples, and a group (anchor, positive, negatives) travels in one "
-        f"micro-batch: set {', or '.join(legal)}."
+        f"whole groups of {group_size} samples, which travel in one micro-batch. Set "
+        f"{', or '.join(legal)}."
     )
 
 
@@ -235,14 +237,3 @@ def some_rows(dataset: Any, count: int) -> Subset:
         first, end = (total * edge // wanted for edge in (stretch, stretch + 1))
         groups.append(first + int(_GOLDEN * stretch % 1 * (end - first)))
     return Subset(dataset, expand(groups, size))
-
-
-def _near(number: int, divisor: int) -> list[int]:
-    """The multiples below and above a number; itself where it is one."""
-    below = number // divisor * divisor
-    near = {below, number if below == number else below + divisor}
-    return sorted(near - {0})
-
-
-def _either(numbers: Sequence[int]) -> str:
-    return " or ".join(map(str, numbers))

@@ -51,15 +51,15 @@ def make_dataset(part: Callable[..., Any], *, dataset_path: str | None, **given:
             why="A path was expected, because dataset_path is None without the option",
             cure="give `dataset_path`, or let the part do without: dataset_path=None",
         ) from error
-    lacks = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
-    if lacks:
-        raise broken(
-            "dataset",
-            part if dataset is None else dataset,
-            f"returned {shown(None)}" if dataset is None else f"has no {lacks[0]}",
-            why="Rows with numbers were expected, because each rank takes its rows by number",
-            cure="give it __len__(self) and __getitem__(self, index)",
-        )
+    for name in ("__len__", "__getitem__"):
+        if not hasattr(dataset, name):
+            raise broken(
+                "dataset",
+                part if dataset is None else dataset,
+                f"returned {shown(None)}" if dataset is None else f"has no {name}",
+                why="Rows with numbers were expected, because each rank takes its rows by number",
+                cure="give it __len__(self) and __getitem__(self, index)",
+            )
     return dataset
 
 
@@ -142,8 +142,8 @@ class Rows:
         """
         if not self._is_fixed:
             self._seed_row(step, place)
-        images_and_sample = self._dataset[row]
-        return images_and_sample if self._encode is None else self._encode(*images_and_sample)
+        item = self._dataset[row]
+        return item if self._encode is None else self._encode(*item)
 
     def length(self, row: int, step: int, place: int) -> int:
         """The length of a row that another replica trains on.
@@ -167,19 +167,29 @@ def group_by_length(lengths: Sequence[int], num_groups: int) -> list[list[int]]:
     """Indices in groups of near-equal length and near-equal cost; none is empty.
 
     Rows are cut in order of length, long ones into small groups and short ones into large groups,
-    so that the costliest group is as cheap as any such cut allows. So no micro-batch is larger,
-    in tokens, than the longest rows would be in groups of equal number.
+    so that the costliest group is as cheap as any such cut allows.
     """
     assert 1 <= num_groups <= len(lengths)
-    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    order = _longest_first(lengths)
+
+    def cut(most: int) -> list[list[int]]:
+        """The fewest groups, each of at most that cost."""
+        groups: list[list[int]] = []
+        for index in order:
+            if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= most:
+                groups[-1].append(index)
+            else:
+                groups.append([index])
+        return groups
+
     low, high = lengths[order[0]], lengths[order[0]] * len(lengths)
     while low < high:
         middle = (low + high) // 2
-        if len(_cut(order, lengths, most=middle)) <= num_groups:
+        if len(cut(middle)) <= num_groups:
             high = middle
         else:
             low = middle + 1
-    groups = _cut(order, lengths, most=low)
+    groups = cut(low)
     while len(groups) < num_groups:
         costliest = max(
             (group for group in groups if len(group) > 1),
@@ -191,17 +201,6 @@ def group_by_length(lengths: Sequence[int], num_groups: int) -> list[list[int]]:
     return groups
 
 
-def _cut(order: Sequence[int], lengths: Sequence[int], *, most: int) -> list[list[int]]:
-    """The fewest groups, each of at most that cost; `order` begins with the longest row."""
-    groups: list[list[int]] = []
-    for index in order:
-        if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= most:
-            groups[-1].append(index)
-        else:
-            groups.append([index])
-    return groups
-
-
 def padded_cost(lengths: Sequence[int]) -> int:
     """Tokens of a micro-batch with its padding."""
     return len(lengths) * max(lengths, default=0)
@@ -210,9 +209,8 @@ def padded_cost(lengths: Sequence[int]) -> int:
 def order_by_cost(costs: Sequence[int]) -> list[int]:
     """Indices so that costs rise to the middle and fall again.
 
-    The first micro-batch alone fills the pipeline and the last alone drains it, so both are cheap
-    ones; in between stages work on neighbours at the same time, and wait for each other by the
-    difference of their costs (simulated in tests/unit/test_arrange.py).
+    The first micro-batch fills the pipeline and the last drains it, so both are cheap; in between
+    stages wait by the difference of neighbours (simulated in tests/unit/test_arrange.py).
     """
     rising = sorted(range(len(costs)), key=lambda index: (costs[index], index))
     return rising[::2] + rising[1::2][::-1]
@@ -305,15 +303,14 @@ def padding_argument(collate: Callable, multiple_of: int) -> dict[str, int]:
     if multiple_of == 1:
         return {}
     taken = inspect.signature(collate).parameters
-    if "pad_to_multiple_of" in taken or any(
-        item.kind is item.VAR_KEYWORD for item in taken.values()
-    ):
-        return {"pad_to_multiple_of": multiple_of}
-    raise UserError(
-        f"`pad_to_multiple_of` {multiple_of} was given, and the chosen `collate_fn` does not take "
-        "pad_to_multiple_of. It was expected to, because it pads the rows: add the argument and "
-        "hand it to collate_sft or pad_rows, use `collate_fn` sft, or leave the option out."
-    )
+    takes_all = any(item.kind is item.VAR_KEYWORD for item in taken.values())
+    if "pad_to_multiple_of" not in taken and not takes_all:
+        raise UserError(
+            f"`pad_to_multiple_of` {multiple_of} was given, and the chosen `collate_fn` does not "
+            "take pad_to_multiple_of. Add the argument and hand it to collate_sft or pad_rows, use "
+            "`collate_fn` sft, or leave the option out."
+        )
+    return {"pad_to_multiple_of": multiple_of}
 
 
 class StepMaker(Dataset):
@@ -361,7 +358,13 @@ class StepMaker(Dataset):
         """The micro-batches of this replica."""
         rows = shares[self.dp_rank]
         items = self._read(step, shares)
-        groups = self._groups(items)
+        groups = _consecutive(range(len(items)), self.micro_batch_size)
+        if self.is_sorted and self.part.encode is not None:
+            # a group of rows moves as one, as long as its longest row
+            lengths = [item.length for item in items]
+            longest = [max(unit) for unit in _consecutive(lengths, self.group_size)]
+            grouped = group_by_length(longest, len(items) // self.micro_batch_size)
+            groups = [expand(units, self.group_size) for units in _in_order(grouped, longest)]
         made = []
         for place, group in enumerate(groups):
             self._seed_micro_batch(step, place, of=len(groups))
@@ -388,15 +391,6 @@ class StepMaker(Dataset):
     def _seed_micro_batch(self, step: int, place: int, *, of: int) -> None:
         """For what the collate part draws; all replicas make `of` micro-batches."""
         seed_host(derive_seed(self.seed, "micro-batch", step, self.dp_rank * of + place))
-
-    def _groups(self, items: Sequence[Any]) -> list[list[int]]:
-        if not self.is_sorted or self.part.encode is None:
-            return _consecutive(range(len(items)), self.micro_batch_size)
-        lengths = [item.length for item in items]
-        # a group moves as one, as long as its longest row
-        longest = [max(unit) for unit in _consecutive(lengths, self.group_size)]
-        made = group_by_length(longest, len(items) // self.micro_batch_size)
-        return [expand(units, self.group_size) for units in _in_order(made, longest)]
 
     def _collate(self, items: list[Any], rows: list[int | None]) -> MicroBatch:
         """A micro-batch; rows that only fill up get labels of -100.
@@ -461,9 +455,9 @@ class PackedStepMaker(StepMaker):
         self.agree = agree
         if self.part.encode is None or self.part.pack is None:
             raise UserError(
-                "`packing` was given, and the chosen `collate_fn` has no `encode` and `pack`. "
-                "Both were expected, because it decides how samples become rows: use `collate_fn` "
-                "sft, add the two functions (docs/add_a_part.md), or leave `packing` out."
+                "`packing` was given, and the chosen `collate_fn` has no `encode` and `pack`. Use "
+                "`collate_fn` sft, add the two functions (docs/add_a_part.md), or leave `packing` "
+                "out."
             )
 
     def make(self, step: int, shares: Shares) -> list[MicroBatch]:
@@ -471,7 +465,15 @@ class PackedStepMaker(StepMaker):
         assert self.part.pack is not None
         rows, items = shares[self.dp_rank], self._read(step, shares)
         own = [item.length for item in items]
-        most_rows = self._most_rows(step, shares, own)
+        most_rows = len(pack(own, self.capacity))  # of the replica that needs most
+        if self.agree is not None:
+            most_rows = self.agree(step, most_rows)
+        else:
+            for replica in range(len(shares)):
+                if replica != self.dp_rank:
+                    places = self._places(shares, replica)
+                    lengths = [self.rows.length(row, step, place) for row, place in places]
+                    most_rows = max(most_rows, len(pack(lengths, self.capacity)))
         count = self.legal_counts(-(-most_rows // self.micro_batch_size))
         bins = pack_into(own, self.capacity, count * self.micro_batch_size)
         fill = [sum(own[index] for index in members) for members in bins]
@@ -487,18 +489,6 @@ class PackedStepMaker(StepMaker):
             numbers = torch.tensor(members, dtype=torch.int64)
             made.append({**batch, **self.facts(batch), "loss_packed_rows": numbers})
         return made
-
-    def _most_rows(self, step: int, shares: Shares, own: Sequence[int]) -> int:
-        """How many rows the replica needs that needs most."""
-        most = len(pack(own, self.capacity))
-        if self.agree is not None:
-            return self.agree(step, most)
-        others = [replica for replica in range(len(shares)) if replica != self.dp_rank]
-        for replica in others:
-            places = self._places(shares, replica)
-            lengths = [self.rows.length(row, step, place) for row, place in places]
-            most = max(most, len(pack(lengths, self.capacity)))
-        return most
 
 
 def _consecutive(indices: Sequence[int], size: int) -> list[list[int]]:

@@ -63,9 +63,8 @@ def check_shape(image: Image.Image, *, name: str, max_pixels: int = MAX_PIXELS) 
 def bad_image(file: object, error: Exception, *, name: str) -> DataError:
     """The error for an image that cannot be opened or decoded."""
     return DataError(
-        f"{name}: the image {file} does not decode ({type(error).__name__}: {error}). A whole "
-        f"picture was expected, one of {', '.join(FORMATS)}, because its pixels are the model's "
-        "input: replace the file, or take the row out."
+        f"{name}: the image {file} does not decode ({type(error).__name__}: {error}). Replace it "
+        f"by a whole picture, one of {', '.join(FORMATS)}, or take the row out."
     )
 
 
@@ -125,10 +124,9 @@ class ImageFolders:
         if path is None and not all(self._is_below(place) for place in places):
             raise DataError(
                 f"{source}: the image name {name[:200]!r} leads out of the dataset's folders of "
-                f"images ({', '.join(map(str, self.roots))}). A file below them was expected, "
-                "because rows that others wrote must not read other files of this machine: "
-                "correct the row, or give the dataset's option for the folder of images the "
-                "folder that holds it."
+                f"images ({', '.join(map(str, self.roots))}). Rows must not read other files of "
+                "this machine: correct the row, or give the dataset's option for the folder of "
+                "images the folder that holds it."
             )
         return path, allowed
 

@@ -203,13 +203,7 @@ class ImageExpander:
     def decode_pixels(
         self, images: Sequence[Sequence[Any]], names: Sequence[str]
     ) -> dict[str, torch.Tensor]:
-        """All image inputs of a micro-batch, from images as datasets give them.
-
-        Args:
-            names: of each row, for errors.
-        """
-        if not any(images):
-            return {}
+        """As `pixels`, from images as datasets give them; names of each row, for errors."""
         most = self.settings.max_pixels
         return self.pixels(
             [
@@ -229,13 +223,14 @@ class ImageExpander:
             for name, value in output.items()
             if name not in _TEXT_INPUTS and not name.startswith("pixel")
         }
-        type_input, type_of_id = None, {}
+        type_input: str | None = None
+        type_of_id: dict[int, int] = {}
         for name in _TYPE_INPUTS:
+            if type_of_id:
+                break
             marks = zip(output["input_ids"][0], output.get(name, [[]])[0], strict=False)
             type_of_id = {int(token_id): int(mark) for token_id, mark in marks if mark}
-            if type_of_id:
-                type_input = name
-                break
+            type_input = name if type_of_id else None
         # Mllama's puts the first token of a text into each text that lacks it
         text = texts[0].replace(getattr(self.processor, "bos_token", None) or "\0", "")
         return ImageFacts(text, side_inputs, type_input, type_of_id)
@@ -299,9 +294,8 @@ def check_image(image: Image.Image, *, name: str, max_pixels: int = MAX_PIXELS) 
     check_shape(image, name=name, max_pixels=max_pixels)
     if image.mode in ("I", "F"):
         raise DataError(
-            f"{name}: the image {file_of(image)} has pixels of 32 bits (mode {image.mode}). 8 or "
-            "16 bits were expected, because it isn't known which of its values is white: save it "
-            "with 8 bits, or take the row out."
+            f"{name}: the image {file_of(image)} has pixels of 32 bits (mode {image.mode}), and it "
+            "isn't known which value is white. Save it with 8 bits, or take the row out."
         )
     try:
         # where a part has switched it on, missing pixels would be gray without a word
@@ -328,16 +322,14 @@ def expand_images(
     most = expander.settings.max_images if expander is not None else None
     if most is not None and len(sizes) > most:
         raise DataError(
-            f"{name}: it came with {len(sizes)} images; at most {most} were expected "
-            "(`images.max_count`), because all of them are processed together. Take some "
-            "out, split the row, or raise the limit."
+            f"{name}: it came with {len(sizes)} images; at most {most} are allowed "
+            "(`images.max_count`). Take some out, split the row, or raise the limit."
         )
     if rendered.num_images != len(sizes):
         raise DataError(
             f"{name}: its text has {rendered.num_images} places for images, it came with "
-            f"{len(sizes)} images. One place for each was expected, because image features are "
-            "put where the places are: use one [IMAGE] in the `prompt` (it stands for all images "
-            "of a sample) or as many as there are images."
+            f"{len(sizes)} images. Use one [IMAGE] in the `prompt` (it stands for all images of a "
+            "sample) or as many as there are images."
         )
     if expander is None:
         return rendered
@@ -345,10 +337,9 @@ def expand_images(
     for piece in rendered:
         if piece.is_image and token is not None and token not in piece.text:
             raise UserError(
-                f"{name}: the text for its image is {piece.text!r}. {token!r} was expected in it, "
-                f"because {type(processor).__name__} writes that out and the model puts the "
-                "image's features there: use `image_token` auto, which takes what the processor "
-                "has, or the key that belongs to the model."
+                f"{name}: the text for its image is {piece.text!r}, without {token!r}, which "
+                f"{type(processor).__name__} writes out. Use `image_token` auto, which takes what "
+                "the processor has, or the key that belongs to the model."
             )
     try:
         return expander.expand(rendered, sizes)

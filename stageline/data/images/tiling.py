@@ -50,10 +50,13 @@ def apply_tiling(processor: Any, tiling: Tiling) -> None:
     images = get_image_processor(processor)
     if images is None:
         raise _refusal(tiling, processor, "takes no images")
-    for fits, change in _KINDS:
-        if fits(images):
+    for names, change in _KINDS:
+        if all(hasattr(images, name) for name in names):
             change(processor, images, tiling)
             return
+    if type(images).__name__.startswith("Qwen2VL"):
+        _scaled(processor, images, tiling)
+        return
     why = "makes of every image the same number of tiles, or decides it by itself"
     raise _refusal(tiling, processor, why)
 
@@ -69,10 +72,7 @@ def _refusal(
     tiling: Tiling, processor: Any, why: str, instead: str = "leave the option out"
 ) -> UserError:
     name = type(get_image_processor(processor) or processor).__name__
-    return UserError(
-        f"{tiling} was given, and {name} {why}. A processor with that setting was expected, "
-        f"because the number of an image's tokens follows from it: {instead}."
-    )
+    return UserError(f"{tiling} was given, and {name} {why}. Instead: {instead}.")
 
 
 def _needs(tiling: Tiling, processor: Any, kind: str) -> None:
@@ -139,15 +139,11 @@ def _scaled(processor: Any, images: Any, tiling: Tiling) -> None:
     images.size = type(images.size)(shortest_edge=low, longest_edge=high)
 
 
-def _has(*names: str) -> Callable[[Any], bool]:
-    return lambda images: all(hasattr(images, name) for name in names)
-
-
-_KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any, Any, Tiling], None]], ...] = (
-    (_has("crop_to_patches", "min_patches", "max_patches"), _patches),
-    (_has("image_grid_pinpoints"), _grids),
-    (_has("do_image_splitting", "max_image_size"), _splits),
-    (lambda images: type(images).__name__.startswith("Qwen2VL"), _scaled),
+# the settings of an image processor that tell its kind
+_KINDS: tuple[tuple[tuple[str, ...], Callable[[Any, Any, Tiling], None]], ...] = (
+    (("crop_to_patches", "min_patches", "max_patches"), _patches),
+    (("image_grid_pinpoints",), _grids),
+    (("do_image_splitting", "max_image_size"), _splits),
 )
 
 

@@ -83,10 +83,7 @@ def read_frames(
         source: the row, for errors.
     """
     if num_frames < 1:
-        raise UserError(
-            f"num_frames is {num_frames}. At least 1 was expected, because a video becomes images: "
-            "give a larger one."
-        )
+        raise UserError(f"num_frames is {num_frames}. Give at least 1: a video becomes images.")
     if not isinstance(video, str):
         if not video:
             raise _no_frames(source, "[]", "the list of its frames is empty")
@@ -131,10 +128,10 @@ def _decoded(path: Path, num_frames: int, source: str) -> list[Image.Image]:
         import av
     except ImportError as error:
         raise UserError(
-            f"{source}: the video {path} is a {path.suffix or 'file without a suffix'}. A folder "
-            f"of images or one of {', '.join(ANIMATIONS)} was expected, because the package av, "
-            "which reads other videos, is not installed: bash scripts/setup.sh video (or pip "
-            "install av), or make images of it (ffmpeg -i VIDEO FOLDER/%05d.jpg)."
+            f"{source}: the video {path} is a {path.suffix or 'file without a suffix'}, for which "
+            "the package av is not installed. Run bash scripts/setup.sh video (or pip install av), "
+            "make images of it (ffmpeg -i VIDEO FOLDER/%05d.jpg), or use one of "
+            f"{', '.join(ANIMATIONS)}."
         ) from error
     with av.open(str(path)) as opened:
         count = sum(1 for _ in opened.decode(video=0))
@@ -145,7 +142,4 @@ def _decoded(path: Path, num_frames: int, source: str) -> list[Image.Image]:
 
 
 def _no_frames(source: str, video: str, what: str) -> DataError:
-    return DataError(
-        f"{source}: the video {video} cannot be used: {what}. At least one frame was expected, "
-        "because the frames are what the model sees: correct the row."
-    )
+    return DataError(f"{source}: the video {video} cannot be used: {what}. Correct the row.")

@@ -1,18 +1,14 @@
-"""Runs the chat template of one processor, also on messages whose texts are hidden from it.
+"""The chat template of one processor, and the templates that have a name here.
 
-Private sentinels stand in place of their texts, so that a template shows where they go. Hidden are
-all contents, reasoning, names and texts of tool calls, and whatever else could become a special
-token. Empty texts stay: templates ask whether there is one.
+What a template writes is followed in chat.py.
 """
 
 import functools
 import re
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jinja2 import TemplateError, meta
 from transformers.utils.chat_template_utils import (
@@ -21,31 +17,22 @@ from transformers.utils.chat_template_utils import (
 )
 
 from stageline.data.text.encode import TextEncoder
-from stageline.data.text.messages import Tool, Turn
+from stageline.data.text.messages import Tool
 from stageline.data.text.processor import get_image_token, get_tokenizer
-from stageline.data.text.rendered import Piece
 from stageline.data.text.tokenizers import any_of
-from stageline.errors import DataError, UserError
-
-LEFT_OUT = "it leaves out or changes"  # so begins a reason
+from stageline.errors import UserError
 
 Message = dict[str, Any]
-Form = Literal["text", "list"]
-Part = Literal["content", "reasoning", "call", "other"]
-Cut = Callable[[str], Iterable[tuple[str, bool]]]
-OPEN, CLOSE = "\ue000", "\ue001"
-TOOLS = -1  # in place of the number of a turn
 # templates look for them, whether or not the tokenizer has them as tokens
 _TAGS = ("<think>", "</think>")
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_MOST_LAYOUTS = 256
 
 
 class ChatTemplate:
     """The chat template of a processor; use `ChatTemplate.of`, which keeps one for each.
 
     Attributes:
-        layouts: what was found out of conversations of one structure, the last ones used.
+        layouts: where texts and answers stand in conversations of one structure (chat.py).
         turn_ends: the tokens that end its answers; None until somebody asks (chat.py).
         num_renders: how often the template ran.
 
@@ -61,7 +48,7 @@ class ChatTemplate:
         self.template = template_of(processor)
         self.image_token = get_image_token(processor)
         self.reserved = TextEncoder.of(processor).reserved
-        self.layouts: OrderedDict[str, Any] = OrderedDict()
+        self.layouts: dict[str, Any] = {}
         self.turn_ends: tuple[str, ...] | None = None
         self.num_renders = 0
         if not self.template:
@@ -159,10 +146,10 @@ class ChatTemplate:
         return "<" in text and self._tag_pattern.search(text) is not None
 
     def cut_at_tags(self, text: str) -> Iterator[tuple[str, bool]]:
-        """(part, whether it may be hidden from the template): tags stay visible."""
+        """(part, whether it is a tag)."""
         for index, part in enumerate(self._tag_pattern.split(text)):
             if part:
-                yield part, index % 2 == 0
+                yield part, index % 2 == 1
 
     @functools.cached_property
     def _risky(self) -> re.Pattern[str]:
@@ -173,39 +160,6 @@ class ChatTemplate:
         """It could be, or become with its neighbours, a special token."""
         # what is not ASCII might be made so by a tokenizer that normalizes
         return not text.isascii() or self._risky.search(text) is not None
-
-    def keep_layout(self, key: str, layout: Any) -> None:
-        """Keeps what was found out; the one not used for longest makes room."""
-        self.layouts[key] = layout
-        self.layouts.move_to_end(key)
-        while len(self.layouts) > _MOST_LAYOUTS:
-            self.layouts.popitem(last=False)
-
-
-def not_followed(name: str, reasons: Sequence[str], *, source: str) -> UserError:
-    """What a conversation gets that a template refuses, or writes in no way that is understood.
-
-    Args:
-        source: the row, by its file and line; empty: nobody wrote it into a file.
-    """
-    # what begins so may only say that the template takes contents in the other form
-    others = [reason for reason in reasons if not reason.startswith(LEFT_OUT)] or reasons
-    refused = next((one for one in others if one.startswith("TemplateError: ")), None)
-    if refused and source:  # by its raise_exception
-        return DataError(
-            f"{source}: the chat template of {name} refuses the conversation: "
-            f"{refused.partition(': ')[2]}. Messages as the template wants them were expected, "
-            "because it writes each role in its own way: correct the row, or use another template."
-        )
-    return UserError(
-        f"the chat template of {name} cannot be followed{source and f' in {source}'}: "
-        f"{'; '.join(dict.fromkeys(others))}. A "
-        "template that puts each content, whole or trimmed, into its text was expected, and "
-        "answers that begin where its prompt for generation ends, because otherwise it isn't "
-        "known which tokens are the answer: use another chat template (a chat_template.jinja in "
-        "the folder of `processor_path`), other `prompt_fn.template_options` (enable_thinking "
-        "...), rows without what it does not write, or a plain template (`prompt_fn` fill)."
-    )
 
 
 def template_of(processor: Any) -> Any:
@@ -246,160 +200,17 @@ def use_template(processor: Any, *, template: str | None = None, **others: Any) 
         return
     if text is None:
         raise UserError(
-            f"`prompt_fn.template` {template} came. One of {', '.join(_templates())} was expected, "
-            "because those are written here: choose one, or put another as chat_template.jinja "
-            "into the processor's folder."
+            f"`prompt_fn.template` {template} came. One of {', '.join(_templates())} was expected: "
+            "choose one, or put another as chat_template.jinja into the processor's folder."
         )
     lacks = _lacking(tokenizer, text)
     if lacks:
         raise UserError(
             f"`prompt_fn.template` {template} came, and the tokenizer has no {' '.join(lacks)}. "
-            "Tokens of their own were expected, because the template marks turns with them: choose "
-            f"one that fits ({', '.join(fitting_templates(tokenizer))}), or add them to the "
+            f"Choose one that fits ({', '.join(fitting_templates(tokenizer))}), or add them to the "
             "tokenizer as special tokens (its add_special_tokens) and give `vocab.resize`."
         )
     tokenizer.chat_template = processor.chat_template = text
-
-
-@dataclass(frozen=True)
-class TextSlot:
-    """A hidden text: of which turn, and which part of it."""
-
-    turn: int
-    part: Part
-    text: str
-    is_image: bool = False
-    is_answer: bool = False
-
-
-def whole(text: str) -> Iterator[tuple[str, bool]]:
-    """A text hidden as one."""
-    yield text, True
-
-
-def messages_of(turns: Sequence[Turn], *, form: Form) -> list[Message]:
-    """The messages as they are, with contents as text or as lists of parts."""
-    return [_message(turn, _content(turn.pieces, form)) for turn in turns]
-
-
-class Masking:
-    """The messages and tools of one conversation with hidden texts.
-
-    Attributes:
-        messages, tools: what the template gets.
-        slots: by the number of the sentinel.
-        nonce: what no text of the conversation begins a sentinel with.
-    """
-
-    def __init__(
-        self,
-        template: ChatTemplate,
-        turns: Sequence[Turn],
-        tools: Sequence[Tool],
-        *,
-        form: Form,
-        cut: Cut,
-    ) -> None:
-        self._template = template
-        self.form = form
-        self._cut = cut
-        self.slots: list[TextSlot] = []
-        self.nonce = "s"
-        texts = [text for turn in turns for text in _texts(turn)] + list(strings_in(list(tools)))
-        while any(OPEN + self.nonce in text for text in texts if OPEN in text):
-            self.nonce += "s"
-        self.messages = [self._masked(number, turn) for number, turn in enumerate(turns)]
-        self.tools = [self._tree(TOOLS, "other", tool, is_open=True) for tool in tools]
-
-    def _hide(self, turn: int, part: Part, text: str, **kind: bool) -> str:
-        self.slots.append(TextSlot(turn, part, text, **kind))
-        return f"{OPEN}{self.nonce}{len(self.slots) - 1}{CLOSE}"
-
-    def _masked(self, number: int, turn: Turn) -> Message:
-        message = _message(turn, _content(list(self._pieces(number, turn)), self.form))
-        for name in ("name", "tool_call_id"):
-            if name in message and self._template.is_risky(message[name]):
-                message[name] = self._hide(number, "other", message[name])
-        if turn.reasoning.strip():
-            message["reasoning_content"] = self._hide(number, "reasoning", turn.reasoning)
-        if turn.tool_calls:
-            message["tool_calls"] = [self._call(number, call) for call in turn.tool_calls]
-        return message
-
-    def _pieces(self, number: int, turn: Turn) -> Iterator[Piece]:
-        """The turn's pieces with sentinels in place of text from the data."""
-        is_all = turn.is_target and not turn.tool_calls and not turn.reasoning
-        for piece in turn.pieces:
-            if piece.is_image and self.form == "text":
-                yield Piece(self._hide(number, "content", "", is_image=True), is_image=True)
-            elif piece.is_image or not piece.is_user:
-                yield piece
-            elif not piece.text.strip() and not (is_all and len(turn.pieces) == 1):
-                yield piece
-            else:
-                for text, may_hide in self._cut(piece.text):
-                    kind = {"is_answer": piece.is_answer}
-                    yield Piece(self._hide(number, "content", text, **kind) if may_hide else text)
-
-    def _call(self, number: int, call: Tool) -> Tool:
-        function = call["function"]
-        masked = {**call, "function": {**function}}
-        masked["function"]["name"] = self._hide(number, "call", function["name"])
-        masked["function"]["arguments"] = self._tree(number, "call", function["arguments"])
-        if "id" in call and self._template.is_risky(call["id"]):
-            masked["id"] = self._hide(number, "call", call["id"])
-        return masked
-
-    def _tree(self, number: int, part: Part, value: Any, *, is_open: bool = False) -> Any:
-        """A value of JSON with hidden texts.
-
-        Args:
-            is_open: texts that cannot become a special token stay: templates read types in tools.
-        """
-        if isinstance(value, str):
-            hides = self._template.is_risky(value) if is_open else bool(value.strip())
-            return self._hide(number, part, value) if hides else value
-        if isinstance(value, dict):
-            return {
-                self._tree(number, part, key, is_open=True): self._tree(
-                    number, part, item, is_open=is_open
-                )
-                for key, item in value.items()
-            }
-        if isinstance(value, list | tuple):
-            return [self._tree(number, part, item, is_open=is_open) for item in value]
-        return value
-
-
-def _message(turn: Turn, content: Any) -> Message:
-    message: Message = {"role": turn.role, "content": content}
-    optional = {
-        "name": turn.name,
-        "reasoning_content": turn.reasoning,
-        "tool_calls": list(turn.tool_calls),
-        "tool_call_id": turn.tool_call_id,
-    }
-    return {**message, **{name: value for name, value in optional.items() if value}}
-
-
-def _content(pieces: Sequence[Piece], form: Form) -> Any:
-    if form == "text":
-        return "".join(piece.text for piece in pieces)
-    content: list[dict[str, str]] = []
-    for piece in pieces:
-        if piece.is_image:
-            content.append({"type": "image"})
-        elif content and content[-1]["type"] == "text":
-            content[-1]["text"] += piece.text
-        else:
-            content.append({"type": "text", "text": piece.text})
-    return content
-
-
-def _texts(turn: Turn) -> Iterator[str]:
-    yield from (piece.text for piece in turn.pieces)
-    yield turn.reasoning
-    yield from strings_in(list(turn.tool_calls))
 
 
 def strings_in(value: Any) -> Iterator[str]:

@@ -38,7 +38,6 @@ _HAS_TARGET, _HAS_MARK, _HAS_ANSWER, _HAS_IMAGE = (
 )
 _IS_TEXT = (_ALL & (_USER | _FIXED) == _USER).tobytes()
 _IS_CUTTABLE = (_ALL & (_USER | _FIXED | _TARGET) == _USER).tobytes()
-_CONTENTS = ("q", "a", "q")
 _ZERO = numpy.zeros(1, dtype=numpy.int64)
 _MOST_HEADS = 1024  # that are kept
 _BYTE_OF_LETTER: defaultdict[int, int] = defaultdict(lambda: 0xFF)  # which is in no UTF-8
@@ -63,22 +62,19 @@ def structural_tokens(processor: Any) -> set[str]:
     template = getattr(processor, "chat_template", None) or tokenizer.chat_template
     if not added or not isinstance(template, str):
         return set()
-    written = _plain_conversation(tokenizer, template)
-    return {token for token in added if token in written}
-
-
-def _plain_conversation(tokenizer: Any, template: str) -> str:
-    roles = ("user", "assistant", "user")
     for is_list in (False, True):
         messages = [
-            {"role": role, "content": [{"type": "text", "text": text}] if is_list else text}
-            for role, text in zip(roles, _CONTENTS, strict=True)
+            {"role": role, "content": [{"type": "text", "text": "q"}] if is_list else "q"}
+            for role in ("user", "assistant", "user")
         ]
         try:
-            return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+            written = tokenizer.apply_chat_template(
+                messages, chat_template=template, tokenize=False
+            )
         except Exception:  # a template raises anything; chat.py reports that when it is used
             continue
-    return ""
+        return {token for token in added if token in written}
+    return set()
 
 
 def token_kinds(
@@ -223,9 +219,8 @@ class TextEncoder:
         if not getattr(self.tokenizer, "is_fast", False):
             raise UserError(
                 f"the tokenizer is a {type(self.tokenizer).__name__}, which gives no character "
-                "offsets. A fast one (with a tokenizer.json) was expected, because offsets say "
-                "which tokens are the answer: convert it with the library's AutoTokenizer and "
-                "save it again."
+                "offsets. Convert it into a fast one (with a tokenizer.json) with AutoTokenizer "
+                "of transformers, and save it again."
             )
         self.reserved = _reserved_tokens(processor)
         self.reserved_ids = frozenset(self.reserved.values())
@@ -275,7 +270,13 @@ class TextEncoder:
         spans = list(rendered.spans())
         ids, starts, ends = _with_gaps(*self.tokenize(rendered.text))
         kinds = token_kinds(spans, starts, ends)
-        if self._has_reserved_user_token(ids, starts, ends, kinds, rendered.text):
+        unk_id, unk_text = self.tokenizer.unk_token_id, self.tokenizer.unk_token
+        if any(
+            # an unknown word is plain text; the string "<unk>" is not
+            token_id != unk_id or unk_text in rendered.text[starts[place] : ends[place]]
+            for place, token_id in enumerate(ids)
+            if token_id in self.reserved_ids and kinds[place] & _USER
+        ):
             ids, starts, ends = _with_gaps(*self._tokenize_by_runs(spans))
             kinds = token_kinds(spans, starts, ends)
         return ids, kinds
@@ -357,22 +358,6 @@ class TextEncoder:
         )
         return output["input_ids"], output["offset_mapping"]
 
-    def _has_reserved_user_token(
-        self,
-        ids: list[int],
-        starts: numpy.ndarray,
-        ends: numpy.ndarray,
-        kinds: Kinds,
-        text: str,
-    ) -> bool:
-        unk_id, unk_text = self.tokenizer.unk_token_id, self.tokenizer.unk_token
-        return any(
-            # an unknown word is plain text; the string "<unk>" is not
-            token_id != unk_id or unk_text in text[starts[place] : ends[place]]
-            for place, token_id in enumerate(ids)
-            if token_id in self.reserved_ids and kinds[place] & _USER
-        )
-
     def _tokenize_by_runs(self, spans: list[tuple[int, int, Piece]]) -> tuple[list[int], Offsets]:
         """Special tokens from the template only; everything between is plain text."""
         ids: list[int] = []
@@ -418,13 +403,10 @@ class TextEncoder:
         if ids[-1] == eos_id:  # the template ends with it
             is_target[-1] = True
             return
-        others = [marks for marks in encoded.marks if marks is not is_target]
+        others = encoded.marks
         ids.append(eos_id)
-        is_target.append(True)
         for marks in others:
-            marks.append(False)
-        if encoded.is_answer:
-            encoded.is_answer[-1] = True
+            marks.append(marks is is_target or marks is encoded.is_answer)
 
 
 def encode_rendered(rendered: Rendered, processor: Any) -> Encoded:
@@ -440,9 +422,8 @@ def check_targets(encoded: Encoded, *, name: str) -> None:
     """
     if encoded.num_targets == 0:
         raise DataError(
-            f"{name}: none of its {len(encoded)} tokens is supervised. At least one was expected, "
-            "because a sample without one teaches nothing: its answer is empty, or the template "
-            "holds no [ANSWER]. Correct the row or the `prompt`."
+            f"{name}: none of its {len(encoded)} tokens is supervised: its answer is empty, or the "
+            "template holds no [ANSWER]. Correct the row or the `prompt`."
         )
 
 

@@ -12,8 +12,9 @@ nor a token of an image.
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from itertools import groupby
+from typing import Literal, NamedTuple
 
 from stageline.data.text.encode import Encoded
 from stageline.errors import DataError
@@ -41,8 +42,7 @@ def share_budget(num_source: int, num_target: int, budget: int) -> tuple[int, in
     return min(max(budget - kept_target, 0), num_source), kept_target
 
 
-@dataclass(frozen=True)
-class _Pair:
+class _Pair(NamedTuple):
     """Tokens from `start` on are the prompt, from `answer` on the answer, up to `end`."""
 
     start: int
@@ -65,7 +65,11 @@ def share_places(encoded: Encoded, budget: int) -> list[int] | None:
     learnt = [any(encoded.is_target[pair.answer : pair.end]) for pair in pairs]
     if len(pairs) > 1 and learnt == [False] * (len(pairs) - 1) + [True]:
         pairs = pairs[::-1]
-    kept = _first_tokens(encoded, pairs)
+    kept: list[int] = []
+    if len(pairs) > 1 and pairs[-1].start == 0:
+        # a token that begins the text and comes nowhere else stays, also without the first pair
+        ids = encoded.input_ids
+        kept = [0] if not encoded.is_text[0] and ids.count(ids[0]) == 1 else []
     budget -= len(kept)
     for pair in pairs:
         chosen = _kept_of(encoded, pair, budget, without=kept)
@@ -84,26 +88,16 @@ def _pairs(encoded: Encoded) -> list[_Pair]:
     """Each answer with all before it; what comes after the last one belongs to it."""
     marks = encoded.is_answer or encoded.is_target
     pairs: list[_Pair] = []
-    start = 0
-    for place in range(1, len(marks) + 1):
-        is_end = place == len(marks) or not marks[place]
-        if is_end and marks[place - 1]:
-            answer = place - 1
-            while answer > start and marks[answer - 1]:
-                answer -= 1
-            pairs.append(_Pair(start, answer, place))
-            start = place
+    start = place = 0
+    for is_answer, run in groupby(marks):
+        end = place + len(list(run))
+        if is_answer:
+            pairs.append(_Pair(start, place, end))
+            start = end
+        place = end
     if pairs:
-        pairs[-1] = _Pair(pairs[-1].start, pairs[-1].answer, len(marks))
+        pairs[-1] = pairs[-1]._replace(end=len(marks))
     return pairs
-
-
-def _first_tokens(encoded: Encoded, pairs: Sequence[_Pair]) -> list[int]:
-    """A token that begins the text and comes nowhere else stays, also without the first pair."""
-    is_first = bool(pairs) and pairs[-1].start == 0 and len(pairs) > 1
-    ids = encoded.input_ids
-    is_own = is_first and not encoded.is_text[0] and ids.count(ids[0]) == 1
-    return [0] if is_own else []
 
 
 def _kept_of(encoded: Encoded, pair: _Pair, budget: int, *, without: Sequence[int]) -> list[int]:
@@ -170,7 +164,22 @@ def limit_length(
         f"{len(encoded)} tokens, {sum(encoded.is_target)} of them the answer, do not fit "
         f"`max_token_num` {max_token_num}"
     )
-    kept, what = _shortened(encoded, max_token_num, overlong)
+    surplus = len(encoded) - max_token_num
+    cuttable = [place for place, may_go in enumerate(encoded.is_cuttable) if may_go]
+    kept: list[int] | None = None
+    what = ""
+    if overlong == "share":
+        kept = share_places(encoded, max_token_num)
+        num_kept = sum(encoded.is_target[place] for place in kept or ())
+        what = f" is cut to {len(kept or ())} tokens, {num_kept} of them the answer"
+        if num_kept < sum(encoded.is_target):
+            what += ", so it has lost its end, and the model learns none there"
+    elif overlong == "cut":
+        kept, what = list(range(max_token_num)), f" keeps its first {max_token_num} tokens"
+    elif overlong == "cut_prompt" and len(cuttable) >= surplus:
+        gone = set(cuttable[:surplus])
+        kept = [place for place in range(len(encoded)) if place not in gone]
+        what = f": the first {surplus} tokens of its prompt's {len(cuttable)} from the data are cut"
     if kept is not None:
         if warn:
             _warn_once(overlong, f"{name}{what}: {lengths}")
@@ -181,48 +190,19 @@ def limit_length(
             message = f"{name} is dropped: {lengths}{why if overlong == 'share' else ''}"
             _warn_once(f"{overlong}, drop", message)
         return Encoded([pad_token_id], [False], [False])
-    raise DataError(
-        f"{name}: {lengths}. A sample has to fit as a whole, because a cut answer would teach a "
-        "wrong end and cut image tokens break the model. Raise `max_token_num` to "
-        f"{len(encoded)}, or shorten the row; {_cure(sum(encoded.is_cuttable), overlong)}."
-    )
-
-
-def _shortened(
-    encoded: Encoded, max_token_num: int, overlong: Overlong
-) -> tuple[list[int] | None, str]:
-    """The places that are kept, None where the sample can't be cut so; and what happened to it."""
-    if overlong == "share":
-        kept = share_places(encoded, max_token_num)
-        if kept is None:
-            return None, ""
-        num_kept = sum(encoded.is_target[place] for place in kept)
-        what = f" is cut to {len(kept)} tokens, {num_kept} of them the answer"
-        if num_kept < sum(encoded.is_target):
-            what += ", so it has lost its end, and the model learns none there"
-        return kept, what
-    if overlong == "cut":
-        return list(range(max_token_num)), f" keeps its first {max_token_num} tokens"
-    surplus = len(encoded) - max_token_num
-    cuttable = [place for place, may_go in enumerate(encoded.is_cuttable) if may_go]
-    if overlong != "cut_prompt" or len(cuttable) < surplus:
-        return None, ""
-    gone = set(cuttable[:surplus])
-    what = f": the first {surplus} tokens of its prompt's {len(cuttable)} from the data are cut"
-    return [place for place in range(len(encoded)) if place not in gone], what
-
-
-def _cure(num_cuttable: int, overlong: Overlong) -> str:
-    drop = "`collate_fn.overlong` drop leaves such samples out"
+    cure = "`collate_fn.overlong` drop leaves such samples out"
     if overlong != "error":
-        return f"only {num_cuttable} tokens of its prompt may be cut, {drop}"
-    if num_cuttable == 0:
-        cut = "`collate_fn.overlong` cut keeps the beginning of a text"
-        return f"{drop}, and with `collate_fn` pt {cut}"
-    return (
-        f"`collate_fn.overlong` cut_prompt would cut up to {num_cuttable} tokens from the "
-        "beginning of its prompt's text, `collate_fn.overlong` share cuts prompt and answer, "
-        f"{drop}"
+        cure = f"only {len(cuttable)} tokens of its prompt may be cut, {cure}"
+    elif not cuttable:
+        cure += ", and with `collate_fn` pt `collate_fn.overlong` cut keeps the beginning of a text"
+    else:
+        cure = (
+            f"`collate_fn.overlong` cut_prompt would cut up to {len(cuttable)} tokens from the "
+            "beginning of its prompt's text, `collate_fn.overlong` share cuts prompt and answer, "
+            f"{cure}"
+        )
+    raise DataError(
+        f"{name}: {lengths}. Raise `max_token_num` to {len(encoded)}, or shorten the row; {cure}."
     )
 
 

@@ -125,8 +125,6 @@ def with_examples(
 
 
 def _not_learnt(turn: Turn) -> Turn:
-    if not turn.is_target:
-        return turn
     return replace(turn, pieces=tuple(not_learnt(turn.pieces)), is_target=False)
 
 
@@ -144,15 +142,13 @@ def _from_template(sample: Mapping[str, Any], prompt: str) -> list[Turn]:
     behind = "".join(part.text or f"[{part.slot}]" for part in parts[place + 1 :]).strip()
     if behind:
         raise UserError(
-            f"the template {prompt!r} has {behind!r} after the answer. With `prompt_fn` chat the "
-            "answer is a message of its own and ends the template: take that text out, or use "
-            "`prompt_fn` fill."
+            f"the template {prompt!r} has {behind!r} after the answer, which with `prompt_fn` chat "
+            "is a message of its own. Take that text out, or use `prompt_fn` fill."
         )
     if place == 0:
         raise UserError(
-            f"the template {prompt!r} begins with what is learnt. With `prompt_fn` chat something "
-            "of the user was expected before it, because an answer is a turn: plain text has no "
-            "turns, so use `prompt_fn` fill, or give rows with messages."
+            f"the template {prompt!r} begins with what is learnt, and with `prompt_fn` chat an "
+            "answer is a turn. Use `prompt_fn` fill for plain text, or give rows with messages."
         )
     question = _trimmed(list(fill_parts(parts, sample, for_generation=True)))
     answer = slot_value(sample, parts[place].slot)
@@ -276,26 +272,25 @@ def calls_of(sample: Mapping[str, Any], place: str, message: Mapping[str, Any]) 
         raise _bad(sample, f"{place} of {message['role']} has tool_calls", "them with assistant")
     if not isinstance(calls, list):
         raise _bad(sample, f"{place} has the tool_calls {calls!r}", "a list")
-    return tuple(_call(sample, place, call) for call in calls)
-
-
-def _call(sample: Mapping[str, Any], place: str, call: Any) -> Tool:
-    function = call.get("function", call) if isinstance(call, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    arguments = function.get("arguments", {}) if isinstance(function, dict) else None
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict | str | None):
-        raise _bad(
-            sample,
-            f"{place} has the tool call {call!r}",
-            '{"type": "function", "function": {"name": ..., "arguments": {...}}}',
-        )
-    if isinstance(arguments, str):
-        read = _parsed(sample, arguments, None) if arguments.strip() else {}
-        arguments = read if isinstance(read, dict) else arguments
-    made: Tool = {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
-    if isinstance(call.get("id"), str) and call["id"]:
-        made["id"] = call["id"]
-    return made
+    found = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        arguments = function.get("arguments", {}) if isinstance(function, dict) else None
+        if not isinstance(name, str) or not name or not isinstance(arguments, dict | str | None):
+            raise _bad(
+                sample,
+                f"{place} has the tool call {call!r}",
+                '{"type": "function", "function": {"name": ..., "arguments": {...}}}',
+            )
+        if isinstance(arguments, str):
+            read = _parsed(sample, arguments, None) if arguments.strip() else {}
+            arguments = read if isinstance(read, dict) else arguments
+        made: Tool = {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
+        if isinstance(call.get("id"), str) and call["id"]:
+            made["id"] = call["id"]
+        found.append(made)
+    return tuple(found)
 
 
 def _parsed(sample: Mapping[str, Any], text: str, otherwise: Any) -> Any:
@@ -325,7 +320,7 @@ def _name_of(sample: Mapping[str, Any]) -> str:
 
 def _bad(sample: Mapping[str, Any], what: str, expected: str) -> DataError:
     return DataError(
-        f"{_name_of(sample)}: {what[:400]}. Expected is {expected}, because the chat template is "
-        "filled from role, content, reasoning_content, tool_calls, tool_call_id and name, and from "
-        "the tools, alone: correct the row, or convert it with the dataset part."
+        f"{_name_of(sample)}: {what[:400]}. Expected is {expected}. Correct the row, or convert it "
+        "with the dataset part: a chat template reads role, content, reasoning_content, "
+        "tool_calls, tool_call_id and name, and the tools."
     )

@@ -7,7 +7,7 @@ text. A pair of double brackets is literal: "[[INST]]" means "[INST]".
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -50,45 +50,22 @@ def parse_template(prompt: str) -> list[TemplatePart]:
             TemplatePart(text=f"[{match[1]}]") if match[1] else TemplatePart(slot=match[2])
         )
     parts.append(TemplatePart(text=prompt[end:]))
-    target = _target_slot(prompt, [part.slot for part in parts if part.slot])
-    return [
-        TemplatePart(part.text, part.slot, bool(part.slot) and part.slot == target)
-        for part in parts
-        if part.text or part.slot
-    ]
-
-
-def _target_slot(prompt: str, slots: list[str]) -> str:
+    slots = [part.slot for part in parts if part.slot]
     filled = [slot for slot in slots if slot != IMAGE]
     if slots.count("ANSWER") > 1:
         raise UserError(
-            f"the template {prompt!r} has [ANSWER] {slots.count('ANSWER')} times. It was expected "
-            "once, because it is what the model learns to write: leave one."
+            f"the template {prompt!r} has [ANSWER] {slots.count('ANSWER')} times. It is what the "
+            "model learns to write: leave one."
         )
-    if "ANSWER" in filled:
-        return "ANSWER"
-    if filled and filled[-1] in _TARGETS and filled.count(filled[-1]) == 1:
-        return filled[-1]
-    raise UserError(
-        f"the template {prompt!r} has nothing to learn. [ANSWER] was expected, or [CAPTION] or "
-        f"[TEXT] at its end, because training needs supervised text: add it to the `prompt`."
-    )
-
-
-def count_images(parts: list[TemplatePart], num_images: int | None) -> list[int]:
-    """How many images stand at each [IMAGE] of the template, in order.
-
-    One [IMAGE] stands for all images of a sample; several for one each.
-
-    Args:
-        num_images: of the sample; None if it is not known: one for each [IMAGE].
-    """
-    num_places = sum(part.slot == IMAGE for part in parts)
-    if num_places == 1 and num_images is not None:
-        return [num_images]
-    if num_images == 0:
-        return [0] * num_places
-    return [1] * num_places
+    target = "ANSWER" if "ANSWER" in filled else filled[-1] if filled else ""
+    if target not in _TARGETS or filled.count(target) > 1:
+        raise UserError(
+            f"the template {prompt!r} has nothing to learn. Add [ANSWER] to the `prompt`, or "
+            "[CAPTION] or [TEXT] at its end."
+        )
+    return [
+        replace(part, is_target=part.slot == target) for part in parts if part.text or part.slot
+    ]
 
 
 def fill_parts(
@@ -103,20 +80,22 @@ def fill_parts(
         for_generation: stop before the answer; spaces before it go too, since tokenizers put a
             space and the word after it into one token.
     """
-    counts = iter(count_images(parts, sample.get("num_images")))
+    num_images, num_places = sample.get("num_images"), sum(part.slot == IMAGE for part in parts)
+    # one [IMAGE] stands for all images of a sample; several for one each
+    count = num_images if num_places == 1 and num_images is not None else int(num_images != 0)
     is_after_target = skips_break = False
     for index, part in enumerate(parts):
         if part.is_target and for_generation:
             return
         if part.slot == IMAGE:
-            count = next(counts)
             yield from [Piece("", is_image=True)] * count
             skips_break = count == 0
             continue
         text = part.text or slot_value(sample, part.slot)
         if not part.slot:
             text = text.removeprefix("\n") if skips_break else text
-            lead = _trailing_spaces(text) if _is_target(parts, index + 1) else ""
+            is_lead = index + 1 < len(parts) and parts[index + 1].is_target
+            lead = text[len(text.rstrip(" ")) :] if is_lead else ""
             yield Piece(text.removesuffix(lead), is_target=is_after_target)
             if lead and not for_generation:
                 yield Piece(lead, is_target=True)
@@ -124,14 +103,6 @@ def fill_parts(
             yield Piece(text, is_user=True, is_target=part.is_target)
         skips_break = False
         is_after_target = is_after_target or part.is_target
-
-
-def _is_target(parts: list[TemplatePart], index: int) -> bool:
-    return index < len(parts) and parts[index].is_target
-
-
-def _trailing_spaces(text: str) -> str:
-    return text[len(text.rstrip(" ")) :]
 
 
 def slot_value(sample: Mapping[str, Any], slot: str) -> str:
@@ -145,39 +116,38 @@ def slot_value(sample: Mapping[str, Any], slot: str) -> str:
         return "\n".join(f"{chr(ord('A') + i)}. {choice}" for i, choice in enumerate(value))
     if isinstance(value, str | int | float):
         return str(value)
-    name = sample.get("source") or sample.get("id", "?")
-    fields = ", ".join(sorted(sample)) or "none"
     raise DataError(
-        f"sample {name}: the template's [{slot}] needs text in the field {slot.lower()!r}, which "
+        f"sample {sample.get('source') or sample.get('id', '?')}: the template's [{slot}] needs "
+        f"text in the field {slot.lower()!r}, which "
         f"{'is missing' if value is None else f'is a {type(value).__name__}'}; the fields are: "
-        f"{fields}. Correct the row or the template; [[{slot}]] is the literal text [{slot}]."
+        f"{', '.join(sorted(sample)) or 'none'}. Correct the row or the template; [[{slot}]] is "
+        f"the literal text [{slot}]."
     )
 
 
 BuiltIn = Literal["directions", "clock", "none"]
 
-_SIDES = "left right front back rear behind ahead above below under over beneath underneath".split()
-_PLACES = "up down top bottom upper lower middle center centre".split()
-_WAYS = "forward forwards backward backwards upward upwards downward downwards".split()
-_TURNS = "leftward leftwards rightward rightwards leftmost rightmost".split()
-_WINDS = "north south east west northeast northwest southeast southwest".split()
 _FIRST = "upper lower top bottom front back rear".split()
 _NUMBERS = "one two three four five six seven eight nine ten eleven twelve".split()
-
-
-def _directions() -> list[str]:
-    compounds = [f"{first} {side}" for first in _FIRST for side in ("left", "right")]
-    compounds += [f"{side} {first}" for first in _FIRST for side in ("left", "right")]
-    compounds += [f"{ns} {ew}" for ns in ("north", "south") for ew in ("east", "west")]
-    return [*_SIDES, *_PLACES, *_WAYS, *_TURNS, *_WINDS, *compounds, "in front"]
-
-
-def _clock() -> list[str]:
-    numbers = [*map(str, range(1, 13)), *(f"0{n}" for n in range(1, 10)), *_NUMBERS]
-    return [f"{number} {hour}" for number in numbers for hour in ("o'clock", "oclock", "o clock")]
-
-
-BUILT_IN: dict[str, list[str]] = {"directions": _directions(), "clock": _clock(), "none": []}
+BUILT_IN: dict[str, list[str]] = {
+    "directions": [
+        *"left right front back rear behind ahead above below under over beneath".split(),
+        *"underneath up down top bottom upper lower middle center centre".split(),
+        *"forward forwards backward backwards upward upwards downward downwards".split(),
+        *"leftward leftwards rightward rightwards leftmost rightmost".split(),
+        *"north south east west northeast northwest southeast southwest".split(),
+        *(f"{first} {side}" for first in _FIRST for side in ("left", "right")),
+        *(f"{side} {first}" for first in _FIRST for side in ("left", "right")),
+        *(f"{ns} {ew}" for ns in ("north", "south") for ew in ("east", "west")),
+        "in front",
+    ],
+    "clock": [
+        f"{number} {hour}"
+        for number in [*map(str, range(1, 13)), *(f"0{n}" for n in range(1, 10)), *_NUMBERS]
+        for hour in ("o'clock", "oclock", "o clock")
+    ],
+    "none": [],
+}
 
 # scripts that write no space between words, or hang endings on them: no boundary is asked there
 _UNSPACED = (
@@ -210,9 +180,8 @@ class MarkedWords:
         for word in self.words:
             if not any(character.isalnum() for character in word):
                 raise UserError(
-                    f"`collate_fn.marked` has the word {word!r}. A letter or a digit was expected "
-                    f"in each, because words are looked for in the answers: give words, or "
-                    f"{', '.join(BUILT_IN)}."
+                    f"`collate_fn.marked` has the word {word!r}. Give words with a letter or a "
+                    f"digit, or {', '.join(BUILT_IN)}."
                 )
         longest_first = sorted(set(self.words), key=lambda word: (-len(word), word))
         self._pattern = re.compile("|".join(map(_pattern, longest_first)) or "(?!)", re.IGNORECASE)
@@ -227,9 +196,13 @@ class MarkedWords:
         Neighbouring learnt pieces are read as one text, so a match may cross from one to the next,
         never from the prompt into the answer.
         """
+        joined: list[tuple[int, int]] = []
+        for start, end in rendered.target_spans():
+            is_next = bool(joined) and joined[-1][1] == start
+            joined.append((joined.pop()[0] if is_next else start, end))
         matches = [
             (start + first, start + last)
-            for start, end in _joined(rendered.target_spans())
+            for start, end in joined
             for first, last in self.spans(rendered.text[start:end])
         ]
         if not matches:
@@ -255,17 +228,6 @@ def _pattern(word: str) -> str:
         before += r"(?<!\d[.,:])"
     after = f"(?!{_SPACED_LETTER})" if re.match(_SPACED_LETTER, last) else ""
     return before + body + after
-
-
-def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans that touch become one."""
-    joined: list[tuple[int, int]] = []
-    for start, end in spans:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], end)
-        else:
-            joined.append((start, end))
-    return joined
 
 
 def _cut(piece: Piece, start: int, matches: Sequence[tuple[int, int]]) -> Iterator[Piece]:

@@ -32,7 +32,13 @@ class PlainTokenizer:
     def __init__(self, tokenizer: Any, reserved: dict[str, int]) -> None:
         self._reserved = reserved
         flags = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
-        self._pattern = _reserved_pattern(reserved, flags)
+        choices = []  # a reserved token with the space that it swallows; the longest wins
+        for text in sorted(reserved, key=len, reverse=True):
+            token = flags.get(text)
+            before = r"\s*" if token is not None and token.lstrip else ""
+            after = r"\s*" if token is not None and token.rstrip else ""
+            choices.append(before + re.escape(text) + after)
+        self._pattern = re.compile("(" + "|".join(choices) + ")") if choices else re.compile("(?!)")
         state = json.loads(tokenizer.backend_tokenizer.to_str())
         state["post_processor"] = state["truncation"] = state["padding"] = None
         _hide_reserved(state, reserved)
@@ -72,17 +78,6 @@ def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile("(?:" + "|".join(map(re.escape, longest_first)) + ")")
 
 
-def _reserved_pattern(reserved: dict[str, int], flags: dict[str, AddedToken]) -> re.Pattern[str]:
-    """Matches a reserved token with the space that it swallows; the longest token wins."""
-    choices = []
-    for text in sorted(reserved, key=len, reverse=True):
-        token = flags.get(text)
-        before = r"\s*" if token is not None and token.lstrip else ""
-        after = r"\s*" if token is not None and token.rstrip else ""
-        choices.append(before + re.escape(text) + after)
-    return re.compile("(" + "|".join(choices) + ")") if choices else re.compile("(?!)")
-
-
 def _hide_reserved(state: dict[str, Any], reserved: dict[str, int]) -> None:
     """Renames reserved tokens to what no text holds; every other token keeps its id.
 
@@ -91,7 +86,10 @@ def _hide_reserved(state: dict[str, Any], reserved: dict[str, int]) -> None:
     """
     model = state["model"]
     hidden = {text: f"\ue0f2{token_id}\ue0f3" for text, token_id in reserved.items()}
-    in_merges = _words_of_merges(model)
+    in_merges: set[str] = set()
+    for merge in model.get("merges", []):
+        left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+        in_merges.update((left, right, left + right))
     # an id in the list follows from the place, so nothing may be taken out of it, but for tokens
     # whose id is that of a vocabulary entry which merges hold in place
     state["added_tokens"] = [
@@ -107,14 +105,6 @@ def _hide_reserved(state: dict[str, Any], reserved: dict[str, int]) -> None:
         model["vocab"] = [[renamed.get(word, word), score] for word, score in vocabulary]
     else:
         model["vocab"] = {renamed.get(word, word): number for word, number in vocabulary.items()}
-
-
-def _words_of_merges(model: dict[str, Any]) -> set[str]:
-    words: set[str] = set()
-    for merge in model.get("merges", []):
-        left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
-        words.update((left, right, left + right))
-    return words
 
 
 @dataclass(frozen=True)
@@ -210,8 +200,7 @@ def _known(tokenizer: Any, texts: Sequence[str]) -> dict[str, int]:
             what = "a special token" if is_special else "a word of its own vocabulary"
             raise UserError(
                 f"`new_tokens` has {text!r}, which the tokenizer has as {what} (id "
-                f"{vocabulary[text]}); a text that it splits was expected: a new token gets a row "
-                "of its own. Choose another text, such as one in angle brackets."
+                f"{vocabulary[text]}). Choose another text, such as one in angle brackets."
             )
     return {text: vocabulary[text] for text in texts if text in added}
 

@@ -44,7 +44,11 @@ def forms_of(turns: Sequence[Turn], tools: Sequence[Tool], *, knows_tools: bool)
     if knows_tools and has_any and (named := with_ids(turns)) != ways[0]:
         ways.append(named)
     if knows_tools or not tools:
-        ways += [_with_arguments_as_text(way) for way in ways if has_calls]
+        ways += [
+            [replace(turn, tool_calls=tuple(map(_call_as_text, turn.tool_calls))) for turn in way]
+            for way in ways
+            if has_calls
+        ]
         for way in ways:
             yield way, tools, ""
     if not knows_tools and (tools or has_any):
@@ -81,10 +85,6 @@ def with_ids(turns: Sequence[Turn]) -> list[Turn]:
             turn = replace(turn, tool_call_id=new)
         made.append(turn)
     return made
-
-
-def _with_arguments_as_text(turns: Sequence[Turn]) -> list[Turn]:
-    return [replace(turn, tool_calls=tuple(map(_call_as_text, turn.tool_calls))) for turn in turns]
 
 
 def _call_as_text(call: Tool) -> Tool:
