@@ -4,7 +4,6 @@ The train_model part of the model's architecture builds them, so a checkpoint an
 trained, without an export.
 """
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
     from parse_args import Arguments
     from stageline.checkpoint.layout import Ranks
-    from stageline.verify.scaled_copy import ScaledCopy, VerifyMode
+    from stageline.verify.scaled_copy import VerifyMode
 
 AnyArguments = TypeVar("AnyArguments", bound="Arguments")
 # what says where a tower lies: the whole model on one stage has no such choice
@@ -200,13 +199,21 @@ class StageBuilder:
             **({"methods": None} if "methods" in self.options else {}),
         )
 
-    def check_names(self, stages: Sequence[int], *, ranks: "Ranks", checkpoint: str | None) -> bool:
+    def check_names(
+        self,
+        stages: Sequence[int],
+        *,
+        ranks: "Ranks",
+        checkpoint: str | None,
+        has_shapes: bool = False,
+    ) -> bool:
         """Compares what all stages will hold with the whole model, before anything is read.
 
         Args:
             stages: those of this rank.
             ranks: of the pipeline, which call this together.
             checkpoint: what will fill the stages.
+            has_shapes: compare the shapes of its weights, too.
 
         Returns:
             Whether that was possible without weights.
@@ -219,25 +226,16 @@ class StageBuilder:
             num_stages=self.num_stages,
             ranks=ranks,
             checkpoint=checkpoint,
+            has_shapes=has_shapes,
         )
 
     def check_fit(self) -> None:
         """Compares weights in a folder with the model of the options; reads none of them."""
-        from stageline.model_folder import load_config
-        from stageline.verify.names import check_fit
+        from stageline.checkpoint.layout import Ranks
 
-        if self.checkpoint_path is None or self.config_path is None:
-            return
-        num_layers = 0
-        with contextlib.suppress(UserError):  # a part of the user's may have a form of its own
-            config = load_config(self.config_path, trust_remote_code=self.trust_remote_code)
-            num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-        check_fit(
-            self.outline,
-            num_layers=num_layers,
-            num_stages=self.num_stages,
-            checkpoint=self.checkpoint_path,
-        )
+        if self.checkpoint_path is not None:
+            stages, ranks = range(self.num_stages), Ranks(0, 1, None)
+            self.check_names(stages, ranks=ranks, checkpoint=self.checkpoint_path, has_shapes=True)
 
     def verify(
         self,
@@ -266,16 +264,17 @@ class StageBuilder:
             return
         if not (is_split or answers or packed_rows):
             return  # imports below take a while
-        from stageline.verify.checks import checks_of
-        from stageline.verify.scaled_copy import verify
+        from stageline.verify.answers import answers as check_answers
+        from stageline.verify.scaled_copy import ScaledCopy, options_of_copy, verify
+        from stageline.verify.scaled_copy import packed_rows as rows_check
+        from stageline.verify.training import training
 
-        checks = checks_of(is_split=is_split, answers=answers, num_packed=packed_rows)
-        verify(self._copy(), checks, mode=mode, ranks=ranks, say=say)
-
-    def _copy(self) -> "ScaledCopy":
-        from stageline.verify.scaled_copy import ScaledCopy, options_of_copy
-
-        return ScaledCopy(
+        checks = {"loss and gradients": training} if is_split else {}
+        if packed_rows:
+            checks[f"{packed_rows} packed rows"] = rows_check(packed_rows)
+        if answers:
+            checks["answers"] = check_answers
+        copy = ScaledCopy(
             self.part.part,
             self.config_path,
             self.num_stages,
@@ -286,6 +285,7 @@ class StageBuilder:
             gives_scores=self.part.facts["gives_scores"],
             options=options_of_copy(self.part.kwargs, self.options.get("attn_implementation")),
         )
+        verify(copy, checks, mode=mode, ranks=ranks, say=say)
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def test_a_row_that_reads_what_another_one_left_is_found(proven, monkeypatch):
 
 def test_a_model_whose_rows_depend_on_their_batch_is_refused(proven):
     """CPM-Ant counts the padding of a row among its positions."""
-    with pytest.raises(UserError, match=r"answers of cpmant .* let the library answer"):
+    with pytest.raises(UserError, match=r"answers of cpmant .* let transformers answer"):
         proven("cpmant", 1)
 
 
