@@ -40,7 +40,7 @@ VerifyMode = Literal["auto", "always", "never"]
 # what a split is made of: files of the package
 CODE = (
     *("stages/*.py", "verify/*.py", "modules/pass_through.py", "inference/decoding/*.py"),
-    *("shrink.py", "family_configs.py", "cache_trial.py"),
+    *("shrink.py", "cache_trial.py"),
 )
 MOST_STAGES = 4  # of a copy
 PACKED = 19  # tokens of a sample: above each window of a copy, no multiple of one

@@ -8,11 +8,11 @@ from register import train_model_register
 from stageline.cache_trial import cache_name
 from stageline.checkpoint.layout import Ranks
 from stageline.errors import UserError
-from stageline.family_configs import family_config
 from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.stages import causal_lm
 from stageline.verify.answers import TOLERANCE, answers
 from stageline.verify.scaled_copy import ScaledCopy, verify
+from tests.helpers.family_configs import family_config
 from tests.helpers.tiny_checkpoints import tiny_whole
 
 PICTURES = ("qwen2_vl", "gemma3", "internvl")

@@ -9,11 +9,11 @@ from transformers import CONFIG_MAPPING
 from pp_models import CausalLMStage, VisionLanguageStage
 from stageline.checkpoint.layout import Ranks
 from stageline.errors import UserError
-from stageline.family_configs import family_config
 from stageline.modules.pass_through import PassThrough
 from stageline.verify import scaled_copy
 from stageline.verify.scaled_copy import ScaledCopy, verify
 from stageline.verify.training import training
+from tests.helpers.family_configs import family_config
 from tests.helpers.tiny_models import tiny_config
 
 ALONE = Ranks.of(None)
