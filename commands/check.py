@@ -130,7 +130,7 @@ def notes_of(arguments: CheckArguments) -> list[str]:
     """What of the training command is done otherwise here."""
     run = arguments.run
     notes, fields = [], option_fields(run)
-    told = ("bf16", "fp16", "lora.dropout")
+    told = ("bf16", "fp16", "lora.dropout")  # below, in other words
     if run.precision != "fp32":
         notes.append(
             f"compared in float32: --{run.precision} rounds more than a mistake may change"

@@ -58,8 +58,8 @@ def answers(
             logits_TV = logits_of(output)[0, -len(found) :].float()
             expected_T = logits_TV.log_softmax(-1).gather(1, ids_1T[0, -len(found) :, None])[:, 0]
             apart_T = (torch.tensor(found) - expected_T).abs()
-            place = int(apart_T.argmax())
-            gaps[f"token {place} of answer {number}"] = apart_T[place].item()
+            worst = int(apart_T.argmax())
+            gaps[f"token {worst} of answer {number}"] = apart_T[worst].item()
     place = max(gaps, key=lambda one: gaps[one])
     gap = gaps[place]
     if not gap <= TOLERANCE:

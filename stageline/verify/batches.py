@@ -71,17 +71,17 @@ def probe_batches(
         dtype: of pictures.
         num_micro_batches: None: one of each kind.
     """
-    config, kinds = whole.config, PICTURES if kind == "vision" else TEXT_LENGTHS
+    config = whole.config
     ends = torch.tensor(sorted(special_tokens(config)), dtype=torch.long)
     made = []
-    for index in range(num_micro_batches or len(kinds)):
-        own = kinds[index % len(kinds)]
+    for index in range(num_micro_batches or len(PICTURES if kind == "vision" else TEXT_LENGTHS)):
+        own = seed + index
         if kind == "vision":
-            one = {"rows": own, "dtype": dtype, "seed": seed + index, "longer": index}
-            batch = picture_batch(config, whole, **one)
+            rows = PICTURES[index % len(PICTURES)]
+            batch = picture_batch(config, whole, rows=rows, dtype=dtype, seed=own, longer=index)
         else:
-            generator = torch.Generator().manual_seed(seed + index)
-            batch = draw_text(config, *own, generator=generator)
+            size = TEXT_LENGTHS[index % len(TEXT_LENGTHS)]
+            batch = draw_text(config, *size, generator=torch.Generator().manual_seed(own))
         ids, mask = batch["input_ids"], batch["attention_mask"]
         batch["labels"] = ids.masked_fill((mask == 0) | torch.isin(ids, ends), IGNORE)
         made.append(batch)
@@ -214,13 +214,13 @@ def run_chain(
     for index, batch in enumerate(micro_batches):
         tensors: Tensors = (batch["input_ids"],)
         for number, passes in enumerate(chain):
-            model = passes.model
-            own = batch if model.stage == 0 else drop_pixels(batch)
-            loss_of = (lambda output, own=own: loss_fn(output, own)) if model.is_last else None
-            _check(tensors, batch_input(model, own))
+            stage = passes.model
+            own = batch if stage.stage == 0 else drop_pixels(batch)
+            loss_of = (lambda output, own=own: loss_fn(output, own)) if stage.is_last else None
+            _check(tensors, batch_input(stage, own))
             made = passes.forward(index, tensors, model_inputs(own), loss_of=loss_of)
-            if not model.is_last:
-                _check(made, batch_output(model, own))
+            if not stage.is_last:
+                _check(made, batch_output(stage, own))
                 if watch is not None:
                     watch(number, made)
             # a network copies; here a view of one stage's output is not to be another's input

@@ -87,7 +87,7 @@ def _compare(
     found: list[StageNames], single: StageNames | None, *, ranks: Ranks, checkpoint: str | None
 ) -> None:
     found.sort(key=lambda one: one.stage)
-    check_names(found, found[0].whole or (single and single.held))
+    check_names(found, found[0].whole or (None if single is None else single.held))
     if found[0].whole is None and checkpoint is not None:
         ranks.on_first(lambda: _check_files(found, checkpoint))
 
