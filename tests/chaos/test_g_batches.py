@@ -11,7 +11,7 @@ from stageline.data.batches.check_batch import CheckedCollate
 from stageline.data.batches.collate import collate_packed_sft, collate_sft, encode_sft
 from stageline.data.batches.collate_part import CollatePart
 from stageline.data.batches.loader import MicroBatchLoader
-from stageline.data.batches.preflight import check_vocabulary, preflight
+from stageline.data.batches.preflight import preflight
 from stageline.data.rows.bad_rows import BadRows
 from stageline.data.text.encode import TextEncoder
 from stageline.errors import DataError, UserError
@@ -40,11 +40,7 @@ def dataset(folder, rows):
 
 @pytest.mark.parametrize(
     ("field", "value", "num_workers"),
-    [
-        pytest.param(field, value, workers, id=f"{field}-{value}-{workers}_workers")
-        for field in ("g14_token_id", "g15_label")
-        for value, workers in ((300, 0), (300, 1), (-7, 0), (2**40, 0))
-    ],
+    [("g14_token_id", 300, 1), ("g14_token_id", -7, 0), ("g15_label", 2**40, 0)],
 )
 def test_id_out_of_range(field, value, num_workers, tmp_path):
     """An id that the embedding does not have: refused on the host, sample, place and id named."""
@@ -100,19 +96,6 @@ def test_g14_good_batches_pass(tmp_path):
     checked = CheckedCollate(functools.partial(collate_sft, **given), len(tokenizer))
     batch = checked([rows[i] for i in range(4)])
     assert all(torch.equal(batch[name], value) for name, value in expected.items())
-
-
-def test_g17_tokenizer_larger_than_the_embedding():
-    """A tokenizer larger than the embedding: both sizes and how to enlarge it."""
-    tokenizer = tiny_tokenizer()
-    with pytest.raises(UserError) as caught:
-        check_vocabulary(tokenizer, 50)
-    for word in (
-        f"{len(tokenizer)} tokens",
-        "50 rows",
-        f"resize_token_embeddings({len(tokenizer)}",
-    ):
-        assert word in str(caught.value)
 
 
 def test_g25_fewer_rows_than_a_batch(tmp_path):
