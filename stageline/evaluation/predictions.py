@@ -8,7 +8,6 @@ number of its replicas. Here is also what asking needs: solved samples to stand 
 and where replicas of a model meet.
 """
 
-import functools
 import hashlib
 import json
 import os
@@ -255,15 +254,13 @@ def predict(
         unit="sample",
         disable=not asking.is_shown,
     )
-    render = functools.partial(
-        render_sample, **texts, processor=processor, for_generation=asking.for_generation
-    )
+    texts = {**texts, "processor": processor, "for_generation": asking.for_generation}
     outcome, done = Outcome(), set[int]()
 
     def ask(batch: Sequence[int]) -> None:
         """One call of `answer`; each answer is written at once."""
         pairs = [dataset[row] for row in batch]
-        prompts = [render(images, sample) for images, sample in pairs]
+        prompts = [render_sample(images, sample, **texts) for images, sample in pairs]
         further = {
             "samples": [sample for _, sample in pairs],
             "batch_size": min(asking.batch_size, len(batch)),
@@ -273,8 +270,7 @@ def predict(
             prompts=prompts,
             **{name: further[name] for name in asking.hands_over},
         )
-        is_list = isinstance(answers, Sequence)  # at once; an iterator gives one by one
-        for found in [list(enumerate(answers))] if is_list else ([one] for one in answers):
+        for found in _as_they_come(answers):
             records = []
             for place, result in found:
                 sample = pairs[place][1]
@@ -312,7 +308,7 @@ def predict(
             lengths = {}
             for row in left:
                 images, sample = dataset[row]
-                lengths[row] = asking.length_of(render(images, sample), images)
+                lengths[row] = asking.length_of(render_sample(images, sample, **texts), images)
             left.sort(key=lambda row: -lengths[row])
         size = window if asking.has_own_batches else size
         while left:
@@ -325,6 +321,15 @@ def predict(
             left = [row for row in left if row not in done]
     bar.close()
     return outcome
+
+
+def _as_they_come(answers: Answers) -> Iterator[list[tuple[int, Result]]]:
+    """A list at once, an iterator one by one."""
+    if isinstance(answers, Sequence):
+        yield list(enumerate(answers))
+        return
+    for one in answers:
+        yield [one]
 
 
 def _record(sample: dict[str, Any], prompt: str, result: dict[str, Any]) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Picture:
     """A drawn file that is asked for the colour at a time of a row."""
 
     def __init__(self, figure, path):
-        figure.savefig(path, dpi=120)
+        figure.savefig(path, dpi=figure.dpi)
         self.figure = figure
         self.pixels = numpy.asarray(Image.open(path).convert("RGB")).astype(int)
 
