@@ -26,6 +26,14 @@ DATA = Path(__file__).with_name("contract_data_parts.py")
 RUN = Path(__file__).with_name("contract_run_parts.py")
 
 
+@pytest.fixture(autouse=True)
+def _parts_are_imported_anew():
+    """Registers are put back after each test, so the parts have to register again."""
+    yield
+    for file in (DATA, RUN):
+        sys.modules.pop(file.stem, None)
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     return Job(tmp_path_factory.mktemp("text"), num_layers=4)
@@ -100,8 +108,6 @@ PARTS = [  # options, kind of part, its name, file, what came
     ("words", "register", "name", "file", "came"), PARTS, ids=[one[0].split()[1] for one in PARTS]
 )
 def test_a_part_that_breaks_its_contract(job, words, register, name, file, came):
-    for module in (DATA.stem, RUN.stem):  # registers are put back after each test
-        sys.modules.pop(module, None)
     imports = ("--import", DATA, "--import", RUN, "--num-stages", 1)
     command = job.command("run", *imports, *words.split())
     arguments = parse_train_args(command[command.index("--train-model") :])

@@ -33,6 +33,16 @@ START = """
 import json, os, runpy, sys, tempfile
 from stageline.distributed import launch
 launch._launch = lambda *_, **__: sys.exit(40)
+leave = os._exit
+
+def tell():
+    heavy = {"torch", "transformers", "huggingface_hub"} & set(sys.modules)
+    print("HEAVY", sorted(heavy), flush=True)
+
+def tell_and_leave(code):
+    tell()
+    leave(code)
+
 for words in json.load(sys.stdin):
     with tempfile.TemporaryFile("w+") as out:
         if os.fork():
@@ -44,11 +54,11 @@ for words in json.load(sys.stdin):
         first, *rest = words.split()
         is_module = first == "-m"
         sys.argv = rest if is_module else [first, *rest]
+        os._exit = tell_and_leave  # which an error of a user ends in
         try:
             (runpy.run_module if is_module else runpy.run_path)(sys.argv[0], run_name="__main__")
         finally:
-            heavy = {"torch", "transformers", "huggingface_hub"} & set(sys.modules)
-            print("HEAVY", sorted(heavy), flush=True)
+            tell()
 """
 
 
