@@ -34,8 +34,8 @@ from benchmarks.families_split import told, try_family
 from commands.stages import stage_key
 from register import train_model_register
 from stageline.errors import UserError
-from stageline.family_configs import family_config
 from stageline.model_folder import load_config
+from tests.helpers.family_configs import family_config
 from tests.helpers.stand_in_tower import stand_in_for_timm
 
 stand_in_for_timm()

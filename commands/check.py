@@ -17,24 +17,19 @@ from commands.stages import with_family_key
 from commands.train import SHELF  # which registers the engine that a training command names
 from options.fields import given_options, option_fields, spelled
 from options.model import check_vision
-from options.parts import ChosenPart, chosen_part
 from options.train import for_check
 from parse_args import CheckArguments, parse_check_args
 from register import freeze_registers
 from stageline.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from stageline.distributed.process_group import DistributedContext
     from stageline.pipeline.schedules import Schedule
-    from stageline.verify.batches import MicroBatch, RandomPictures
-    from stageline.verify.setup import ModelSource, Preparation
+    from stageline.verify.batches import MicroBatch
+    from stageline.verify.whole_model import ModelSource, Preparation, WholeModel
 
 LEAST_MICRO_BATCHES = 4
 MOST_MICRO_BATCHES = 8  # of a dataset: a difference shows in a few
-PICTURE_PROMPT = "[IMAGE]\n[QUESTION]\n[ANSWER]"
-DEFAULT_PICTURE_SIZE = 112
 
 
 def main() -> int:
@@ -58,7 +53,7 @@ def main() -> int:
         from stageline.distributed.process_group import distributed_context
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    # rank 0 also trains the whole model: the others may have to wait for it
+    # rank 0 also trains the whole model, for which the others may have to wait
     with distributed_context(num_ranks=schedule.num_ranks, device="cpu", timeout=7200.0) as context:
         name_stages(schedule.stages_of(context.pp_rank))
         return check(arguments, context, schedule)
@@ -97,7 +92,7 @@ def check(arguments: CheckArguments, context: DistributedContext, schedule: Sche
         from commands.train_parts import bind_loss
         from stageline.verify.checker import check_split
         from stageline.verify.compare import Report
-        from stageline.verify.setup import ModelSource
+        from stageline.verify.whole_model import ModelSource
 
     run, model = arguments.run, arguments.parts["train_model"]
     check_scores(arguments)
@@ -135,7 +130,7 @@ def notes_of(arguments: CheckArguments) -> list[str]:
     """What of the training command is done otherwise here."""
     run = arguments.run
     notes, fields = [], option_fields(run)
-    told = ("bf16", "fp16", "lora.dropout")
+    told = ("bf16", "fp16", "lora.dropout")  # below, in other words
     if run.precision != "fp32":
         notes.append(
             f"compared in float32: --{run.precision} rounds more than a mistake may change"
@@ -184,31 +179,38 @@ def make_batches(
     context: DistributedContext,
     schedule: Schedule,
     preparation: Preparation,
+    whole: WholeModel | None,
 ) -> Callable[[int], list[MicroBatch]]:
-    """Number of a step -> its micro-batches: of the dataset, of random pictures, or random ids."""
+    """Number of a step -> its micro-batches: of the dataset, of random ids, or pictures."""
     from commands.train_data import Data, make_loader
-    from stageline.verify.batches import random_batches
+    from stageline.checkpoint.layout import Ranks
+    from stageline.verify.batches import drop_pixels, random_batches
 
-    config, source = preparation.config, preparation.source
-    has_tower = getattr(config, "vision_config", None) is not None
-    if "dataset" not in arguments.parts and not (has_tower and source.has_processor):
+    run, config = arguments.run, preparation.config
+    if "dataset" not in arguments.parts:
         count = schedule.legal_micro_batches(LEAST_MICRO_BATCHES)
-        seed = arguments.run.seed
-        return functools.cache(
-            lambda step: random_batches(config, num_micro_batches=count, seed=seed + step)
-        )
-    changes: dict[str, Any] = {"eval_samples": 0, "processor_path": source.processor_path}
-    parts, micro_batch_size = arguments.parts, arguments.run.micro_batch_size
-    if "dataset" in parts:
-        wanted = min(arguments.run.num_micro_batches, MOST_MICRO_BATCHES)
-    else:
-        wanted, micro_batch_size = LEAST_MICRO_BATCHES, 2
-        changes["max_token_num"] = 1 << 16
-        parts = {**parts, **picture_parts(arguments, config)}
-    changes["micro_batch_size"] = micro_batch_size
-    changes["batch_size"] = schedule.legal_micro_batches(wanted) * micro_batch_size
-    run = for_check(arguments.run, **changes)
-    changed = dataclasses.replace(arguments, run=run, parts=parts)
+        ranks = Ranks.of(context.pp_group)
+        has_images = 0 in schedule.stages_of(context.pp_rank)
+
+        @functools.cache
+        def drawn(step: int) -> list[MicroBatch]:
+            """Made on rank 0, which has the tower: it tells which pictures it takes."""
+            made = None
+            if getattr(config, "vision_config", None) is not None:
+                made = ranks.on_first(lambda: pictures(whole, count, run.seed + step * count))
+            if made is None:
+                return random_batches(config, num_micro_batches=count, seed=run.seed + step)
+            return made if has_images else [drop_pixels(batch) for batch in made]
+
+        return drawn
+
+    changes: dict[str, Any] = {
+        "eval_samples": 0,
+        "processor_path": preparation.source.processor_path,
+    }
+    num_micro_batches = schedule.legal_micro_batches(min(run.num_micro_batches, MOST_MICRO_BATCHES))
+    changes["batch_size"] = num_micro_batches * run.micro_batch_size
+    changed = dataclasses.replace(arguments, run=for_check(run, **changes))
     data = Data(changed)
     if getattr(data.train, "packed", None) is not None:
         data.train = data.train.unpacked()
@@ -223,23 +225,15 @@ def make_batches(
     return batches
 
 
-def picture_parts(arguments: CheckArguments, config: PretrainedConfig) -> dict[str, ChosenPart]:
-    """Parts in place of those of a dataset: random pictures with a question and an answer."""
-    from stageline.verify.batches import RandomPictures
+def pictures(whole: WholeModel | None, count: int, seed: int) -> list[MicroBatch] | None:
+    """Micro-batches of random pictures and ids; None: a family whose pictures are not known."""
+    import torch
 
-    size = getattr(config.vision_config, "image_size", None) or DEFAULT_PICTURE_SIZE
-    size = max(size) if isinstance(size, list | tuple) else size
+    from stageline.verify.batches import probe_batches
 
-    def pictures(*, dataset_path: str | None, split: str) -> RandomPictures:
-        return RandomPictures(size=size)
-
-    chosen = {
-        "image_token": chosen_part("image_token", "auto"),
-        "collate_fn": chosen_part("collate_fn", "sft"),
-    }
-    return {
-        "dataset": ChosenPart("dataset", "random", pictures),
-        "prompt": ChosenPart("prompt", "random", PICTURE_PROMPT),
-        "prompt_fn": chosen_part("prompt_fn", "fill"),
-        **{name: arguments.parts.get(name, part) for name, part in chosen.items()},
-    }
+    assert whole is not None  # rank 0 has it
+    model = getattr(whole.model, "whole", whole.model)
+    try:
+        return probe_batches(model, "vision", torch.float32, num_micro_batches=count, seed=seed)
+    except (UserError, AttributeError):
+        return None

@@ -27,7 +27,9 @@ FATAL = (UserError.exit_code, INTERRUPTED, PREEMPTED)  # the next run would end 
 
 def main() -> int:
     """Reads the command line; trains what is to be trained; prints the table and draws the plot."""
-    own, has_job, job = _split(command_words())
+    words = command_words()
+    place = words.index("--") if "--" in words else len(words)
+    own, job = words[:place], words[place + 1 :]
     parser = argparse.ArgumentParser(
         prog="stageline runs",
         description=__doc__,
@@ -39,7 +41,7 @@ def main() -> int:
         "--sweep", nargs="+", default=[], metavar="NAME=V1,V2", help="train every combination"
     )
     given = parser.parse_args(own)
-    if has_job != bool(given.sweep):
+    if ("--" in words) != bool(given.sweep):
         raise UserError(
             "--sweep and a job belong together. Write stageline runs FOLDER --sweep "
             "seed=0,1 -- JOB.yaml, or leave out both to compare runs that are there."
@@ -48,8 +50,8 @@ def main() -> int:
     runs = find_runs(given.folder, given.metric)
     if not runs:
         raise UserError(
-            f"{given.folder} has no runs: no folder one or two levels below it has a config.yaml. "
-            "Name the folder in which run folders are, such as runs."
+            f"{given.folder} has no runs: no config.yaml one or two levels below it. Name the "
+            "folder in which run folders are, such as runs."
         )
     evaluations = [record for run in runs for record in run["log"][1]]
     known = {name for record in evaluations for name in record if type(record[name]) is float}
@@ -66,11 +68,6 @@ def main() -> int:
     save_figure(runs_figure({run["name"]: run["log"] for run in runs}, given.metric), picture)
     print(f"\n{picture}")
     return code
-
-
-def _split(words: Sequence[str]) -> tuple[list[str], bool, list[str]]:
-    place = words.index("--") if "--" in words else len(words)
-    return list(words[:place]), place < len(words), list(words[place + 1 :])
 
 
 def combinations(sweep: Sequence[str]) -> dict[str, list[str]]:
@@ -171,28 +168,23 @@ def read_run(folder: Path, metric: str = "loss") -> dict[str, Any] | None:
     }
 
 
-def differences(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The options that have not the same value in all configs, in their order."""
-    names = dict.fromkeys(name for config in configs for name in config)
-    return [
+def table(runs: Sequence[Mapping[str, Any]], metric: str) -> str:
+    """A line a run, with the options that have not the same value in all of them."""
+    configs = [run["config"] for run in runs]
+    names = [
         name
-        for name in names
+        for name in dict.fromkeys(name for config in configs for name in config)
         if name != "output-dir" and any(one.get(name) != configs[0].get(name) for one in configs)
     ]
-
-
-def table(runs: Sequence[Mapping[str, Any]], metric: str) -> str:
-    """A line a run."""
-    names = differences([run["config"] for run in runs])
     shown, rest = names[:MOST_COLUMNS], names[MOST_COLUMNS:]
     figures = ["loss", f"best held-out {metric}", "at step", "seconds"]
     rows = [["run", *shown, "state", *figures]]
     for run in runs:
-        best = run["best"]
+        best, values = run["best"], [run["config"].get(name) for name in shown]
         rows.append(
             [
                 run["name"],
-                *(shortened(_written(run["config"].get(name))) for name in shown),
+                *("-" if value is None else shortened(str(value)) for value in values),
                 run["state"],
                 "-" if run["loss"] is None else f"{run['loss']:.4f}",
                 *(("-", "-") if best is None else (f"{best[metric]:.4f}", str(best["step"]))),
@@ -201,7 +193,3 @@ def table(runs: Sequence[Mapping[str, Any]], metric: str) -> str:
         )
     more = f"\n{len(rest)} more options differ: {', '.join(rest)}" if rest else ""
     return format_table(rows, num_texts=len(shown) + 2) + more
-
-
-def _written(value: object) -> str:
-    return "-" if value is None else str(value)

@@ -4,11 +4,11 @@ The train_model part of the model's architecture builds them, so a checkpoint an
 trained, without an export.
 """
 
-import contextlib
 import dataclasses
 import functools
 import inspect
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
     from parse_args import Arguments
     from stageline.checkpoint.layout import Ranks
-    from stageline.verify.scaled_copy import ScaledCopy, VerifyMode
+    from stageline.verify.scaled_copy import VerifyMode
 
 AnyArguments = TypeVar("AnyArguments", bound="Arguments")
-# what says where a tower lies: the whole model on one stage has no such choice
 PROVES = "STAGELINE_PROVE_SPLIT"  # stands for auto: never, where many short runs start
+# where a tower is: the whole model on one stage has no such choice
 _OF_A_CUT = frozenset(option_fields(VisionOptions))
 
 
@@ -75,24 +75,36 @@ def start_processes(arguments: AnyArguments) -> AnyArguments:
     """
     from stageline.distributed.launch import launch_if_needed
 
-    run = arguments.run
-    check_model_path(run, arguments.parts["builder"].part)
+    run, builder = arguments.run, arguments.parts["builder"]
+    check_model_path(run, builder.part)
     if run.plan or run.check_only:
         return arguments
-    _check_builder(arguments)
+    if run.engine in ("pipeline", "vllm"):  # which build their model by themselves
+        defaults = inspect.signature(builder.part).parameters
+        given = [f"--builder {builder.key}"] if builder.key != ENGINE_KEYS["builder"] else []
+        given += [
+            f"--builder.{name} {value}"
+            for name, value in builder.kwargs.items()
+            if name in defaults and value != defaults[name].default
+        ]
+        if given:
+            raise UserError(
+                f"{' '.join(given)} came with --engine {run.engine}, which builds its model by "
+                "itself. Leave it out, or use --engine device_map."
+            )
     if run.engine == "pipeline":
         run, wanted = place_stages(run, num_replicas=run.num_replicas)
         num_replicas = wanted // run.num_stages
     else:
         num_replicas = wanted = run.num_replicas or 1
-    run = dataclasses.replace(run, num_replicas=num_replicas)
     launch_if_needed(wanted)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size != wanted:
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != wanted:
         raise UserError(
-            f"{world_size} processes were started for --num-replicas {run.num_replicas}. Leave "
-            "torchrun out, or correct the numbers."
+            f"{started} processes were started for --num-replicas {num_replicas}. Leave torchrun "
+            "out, or correct the numbers."
         )
+    run = dataclasses.replace(run, num_replicas=num_replicas)
     return dataclasses.replace(arguments, run=run)
 
 
@@ -101,26 +113,6 @@ def check_model_path(run: Any, builder: Callable) -> None:
     first = next(iter(inspect.signature(builder).parameters.values()))
     if first.default is first.empty:
         check_has_model(run)
-
-
-def _check_builder(arguments: "Arguments") -> None:
-    """Refuses options of a builder part that an engine does not call."""
-    engine, builder = arguments.run.engine, arguments.parts["builder"]
-    if engine not in ("pipeline", "vllm"):
-        return
-    defaults = inspect.signature(builder.part).parameters
-    given = [
-        f"--builder.{name} {value}"
-        for name, value in builder.kwargs.items()
-        if name in defaults and value != defaults[name].default
-    ]
-    if builder.key != ENGINE_KEYS["builder"]:
-        given.insert(0, f"--builder {builder.key}")
-    if given:
-        raise UserError(
-            f"{' '.join(given)} came with --engine {engine}. It was expected with --engine "
-            "device_map alone, because this engine builds its model by itself: leave it out."
-        )
 
 
 def texts_of(parts: Mapping[str, ChosenPart]) -> dict[str, Any]:
@@ -200,17 +192,15 @@ class StageBuilder:
             **({"methods": None} if "methods" in self.options else {}),
         )
 
-    def check_names(self, stages: Sequence[int], *, ranks: "Ranks", checkpoint: str | None) -> bool:
-        """Compares what all stages will hold with the whole model, before anything is read.
-
-        Args:
-            stages: those of this rank.
-            ranks: of the pipeline, which call this together.
-            checkpoint: what will fill the stages.
-
-        Returns:
-            Whether that was possible without weights.
-        """
+    def check_names(
+        self,
+        stages: Sequence[int],
+        *,
+        ranks: "Ranks",
+        checkpoint: str | None,
+        has_shapes: bool = False,
+    ) -> bool:
+        """`check_outlines` of these stages, before anything is read."""
         from stageline.verify.names import check_outlines
 
         return check_outlines(
@@ -219,25 +209,16 @@ class StageBuilder:
             num_stages=self.num_stages,
             ranks=ranks,
             checkpoint=checkpoint,
+            has_shapes=has_shapes,
         )
 
     def check_fit(self) -> None:
         """Compares weights in a folder with the model of the options; reads none of them."""
-        from stageline.model_folder import load_config
-        from stageline.verify.names import check_fit
+        from stageline.checkpoint.layout import Ranks
 
-        if self.checkpoint_path is None or self.config_path is None:
-            return
-        num_layers = 0
-        with contextlib.suppress(UserError):  # a part of the user's may have a form of its own
-            config = load_config(self.config_path, trust_remote_code=self.trust_remote_code)
-            num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-        check_fit(
-            self.outline,
-            num_layers=num_layers,
-            num_stages=self.num_stages,
-            checkpoint=self.checkpoint_path,
-        )
+        if self.checkpoint_path is not None:
+            stages, ranks = range(self.num_stages), Ranks(0, 1, None)
+            self.check_names(stages, ranks=ranks, checkpoint=self.checkpoint_path, has_shapes=True)
 
     def verify(
         self,
@@ -248,11 +229,9 @@ class StageBuilder:
         answers: bool = False,
         packed_rows: int = 0,
     ) -> None:
-        """Compare a scaled-down copy of the model, split and whole; all ranks call this.
+        """Compare a scaled-down copy of the model, split and whole; all ranks of the run call this.
 
         Args:
-            mode: auto, always or never.
-            ranks: of the whole run.
             answers: the stages will answer, so decoding is checked too.
             packed_rows: rows of a micro-batch that hold several samples each; 0: none do.
         """
@@ -266,16 +245,17 @@ class StageBuilder:
             return
         if not (is_split or answers or packed_rows):
             return  # imports below take a while
-        from stageline.verify.checks import checks_of
-        from stageline.verify.scaled_copy import verify
+        from stageline.verify.answers import answers as check_answers
+        from stageline.verify.scaled_copy import Check, ScaledCopy, options_of_copy, verify
+        from stageline.verify.scaled_copy import packed_rows as rows_check
+        from stageline.verify.training import training
 
-        checks = checks_of(is_split=is_split, answers=answers, num_packed=packed_rows)
-        verify(self._copy(), checks, mode=mode, ranks=ranks, say=say)
-
-    def _copy(self) -> "ScaledCopy":
-        from stageline.verify.scaled_copy import ScaledCopy, options_of_copy
-
-        return ScaledCopy(
+        checks: dict[str, Check] = {"loss and gradients": training} if is_split else {}
+        if packed_rows:
+            checks[f"{packed_rows} packed rows"] = rows_check(packed_rows)
+        if answers:
+            checks["answers"] = check_answers
+        copy = ScaledCopy(
             self.part.part,
             self.config_path,
             self.num_stages,
@@ -286,6 +266,7 @@ class StageBuilder:
             gives_scores=self.part.facts["gives_scores"],
             options=options_of_copy(self.part.kwargs, self.options.get("attn_implementation")),
         )
+        verify(copy, checks, mode=mode, ranks=ranks, say=say)
 
 
 @dataclass(frozen=True)
@@ -378,8 +359,8 @@ class AnsweringModel:
         if key is None or key == "reward":
             raise UserError(
                 f"{self.folder} holds {(self.config.architectures or ['a model'])[0]}, which no "
-                "train_model part is made for. A language or vision-language model was expected: "
-                "name a part of your own with --train-model, or use --engine device_map."
+                "train_model part is made for. Name a part of your own with --train-model, or use "
+                "--engine device_map."
             )
         return key
 
@@ -406,28 +387,24 @@ class AnsweringModel:
             UserError: adapters beside the model have another.
         """
         from stageline.checkpoint.adapter import processor_folder
-        from stageline.data.text.processor import load_processor
+        from stageline.data.text.chat_template import template_of
+        from stageline.data.text.processor import get_tokenizer, load_processor
 
         last = Path(self.adapters[-1]) if self.adapters else self.folder
         folder = processor_folder(last, self.base)
         load = functools.partial(load_processor, trust_remote_code=self.trust_remote_code)
         found = load(folder)
+        facts = get_tokenizer(found).get_vocab(), template_of(found)
         for path in map(Path, self.beside):
-            if processor_folder(path, self.base) == path and not _reads_alike(load(path), found):
+            if processor_folder(path, self.base) != path:
+                continue
+            other = load(path)
+            if (get_tokenizer(other).get_vocab(), template_of(other)) != facts:
                 raise UserError(
                     f"{path} has another tokenizer or chat template than {folder}. Serve that "
                     "adapter by itself, or take its tokenizer files away if the base's are right."
                 )
         return found
-
-
-def _reads_alike(one: Any, other: Any) -> bool:
-    """Whether two processors make the same tokens of the same messages."""
-    from stageline.data.text.chat_template import template_of
-    from stageline.data.text.processor import get_tokenizer
-
-    same_words = get_tokenizer(one).get_vocab() == get_tokenizer(other).get_vocab()
-    return same_words and template_of(one) == template_of(other)
 
 
 def stage_key(config: "PretrainedConfig") -> str | None:
@@ -499,11 +476,8 @@ def lora_options(folder: Path, builder: StageBuilder) -> dict[str, Any]:
     from stageline.checkpoint.adapter import read_stack
 
     whole = builder.build(0, checkpoint_path=None, device="meta")
-    counts: dict[str, int] = {}
     adapters = read_stack(folder)
-    for adapter in adapters:
-        for name in adapter.pairs:
-            counts[name] = counts.get(name, 0) + 1
+    counts = Counter(name for adapter in adapters for name in adapter.pairs)
     depths: dict[str, int] = {}
     for name, count in counts.items():
         part = whole.part_of(name)

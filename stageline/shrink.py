@@ -3,7 +3,7 @@
 What makes a family special stays: multipliers, caps, flags, the kinds of layers and what they have
 to do with each other. What makes it large goes, by the name of the field: depth, width, heads,
 experts, vocabulary, towers. Rules by name serve families that nobody has seen yet: the first rule
-that fits counts. What no such rule can know about a family stands in `family_configs.py`.
+that fits counts. What no such rule can know about a family stands in `EXCEPTIONS`, at the end.
 """
 
 import math
@@ -16,7 +16,6 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from stageline.errors import UserError
-from stageline.family_configs import EXCEPTIONS, LEAST_HEAD_DIM, SECTIONS
 from stageline.model_folder import is_token, parts_of, special_tokens, walk_config
 
 
@@ -42,7 +41,7 @@ def shrink_config(config: PretrainedConfig, *, num_layers: int) -> PretrainedCon
             f"{config.model_type} could not be cut down to {num_layers} layers: "
             f"{type(error).__name__}: {' '.join(str(error).split())}. Fields of its configuration "
             "belong together in a way that no rule by name knows: add the family to "
-            "stageline/family_configs.py."
+            "stageline/shrink.py."
         ) from error
 
 
@@ -558,3 +557,77 @@ def _few_indices(values: list[int], depth: int) -> list[int]:
         return [max(-depth, min(value, depth - 1)) for value in values]
     count = min(len(values), depth - 1)
     return list(range(depth - count, depth))
+
+
+# -- what no rule can know about a family, with the reason -----------------------------------------
+
+# rotary positions of three axes: the shares that the model's code takes where the configuration
+# tells none, in numbers of the head of the real model
+SECTIONS: dict[str, list[int]] = {
+    **dict.fromkeys(
+        ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "paddleocr_vl_text"), [16, 24, 24]
+    ),
+    **dict.fromkeys(
+        (
+            *("qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_omni_moe_text", "cohere_compass_text"),
+            *("cosmos3_edge_text", "cosmos3_omni_text"),
+        ),
+        [24, 20, 20],
+    ),
+    **dict.fromkeys(("glm4v_text", "glm4v_moe_text", "glm_ocr_text", "glm46v_text"), [8, 12, 12]),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"), [11, 11, 10]),
+    "ernie4_5_vl_moe_text": [22, 22, 20],
+}
+
+# the class of the configuration divides a width by 64 for its number of heads
+LEAST_HEAD_DIM = {"granite4_vision": 16}
+
+
+def _absolute_positions(small: dict[str, Any], sizes: Any) -> None:
+    """Reformer's axial positions take rows of one length alone."""
+    small["axial_pos_embds"] = False
+
+
+def _soft_tokens(small: dict[str, Any], sizes: Any) -> None:
+    """Gemma3n knows pictures and sounds by ids above those of text."""
+    for name, start, token in (("vision", 112, "image"), ("audio", 120, "audio")):
+        small[f"{name}_config"] |= {"vocab_offset": start, "vocab_size": 8}
+        small[f"{token}_token_id"] = start + 1
+    small["text_config"]["vocab_size_per_layer_input"] = 112
+
+
+def _merged_patches(small: dict[str, Any], sizes: Any) -> None:
+    """Muse hands out as many times the tower's width as patches become one token."""
+    small["out_hidden_size"] = sizes.width * small["vision_config"]["merge_size"] ** 2
+
+
+def _queries_of_patches(small: dict[str, Any], sizes: Any) -> None:
+    """Aria's projector has so many tokens for so many patches."""
+    small["projector_patch_to_query_dict"] = {16: 4}
+
+
+def _states_for_layers(small: dict[str, Any], sizes: Any) -> None:
+    """Granite 4 Vision adds states of the tower to the inputs of deeper layers."""
+    last = sizes.num_layers - 1
+    small["deepstack_layer_map"] = [(-3, min(1, last)), (-2, min(2, last))]
+    places = range(len(small["spatial_target_layers"]))
+    small["spatial_target_layers"] = [min(place + 1, last) for place in places]
+
+
+def _shuffled_patches(small: dict[str, Any], sizes: Any) -> None:
+    """Llama 4's projector takes what of the tower's width the shuffle of pixels makes."""
+    vision = small["vision_config"]
+    times = round(1 / vision["pixel_shuffle_ratio"]) ** 2
+    vision["intermediate_size"] = sizes.width * times
+
+
+# model type -> what is changed in the fields of a copy, which has these sizes
+EXCEPTIONS: dict[str, Callable[[dict[str, Any], Any], None]] = {
+    "aria": _queries_of_patches,
+    "granite4_vision": _states_for_layers,
+    "llama4": _shuffled_patches,
+    "muse_glimmer": _merged_patches,
+    "muse_spark": _merged_patches,
+    "gemma3n": _soft_tokens,
+    "reformer": _absolute_positions,
+}

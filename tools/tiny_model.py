@@ -73,8 +73,8 @@ def make(family: str) -> tuple[Any, Any]:
 def _shrunk(family: str, tokenizer: Any, *, pictured: list[str]) -> Any:
     import transformers
 
-    from stageline.family_configs import family_config
     from stageline.shrink import layer_period, shrink_config
+    from tests.helpers.family_configs import family_config
 
     known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if family not in known:

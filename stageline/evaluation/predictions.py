@@ -65,7 +65,9 @@ class PredictionFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.records: dict[str, dict[str, Any]] = {}
         self.errors: dict[str, str] = {}
-        self._drop_torn_line()
+        self.path.touch()
+        # the process was killed while it wrote a last line without its end
+        os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
         for record in _checked(self.path):
             if record.get("settings") == settings_key:
                 self._take(record)
@@ -86,11 +88,6 @@ class PredictionFile:
         else:
             self.records[record["id"]] = record
 
-    def _drop_torn_line(self) -> None:
-        """Cuts off a last line without its end: the process was killed while writing it."""
-        self.path.touch()
-        os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
-
 
 def newest_records(path: Path) -> dict[str, dict[str, Any]]:
     """Sample id -> record, of the settings that the last line was written with.
@@ -101,8 +98,7 @@ def newest_records(path: Path) -> dict[str, dict[str, Any]]:
     records = [record for record in _checked(path) if "error" not in record]
     if not records:
         raise DataError(
-            f"{path} holds no prediction. At least one was expected, because they are compared: "
-            "give the predictions.jsonl of a finished evaluation."
+            f"{path} holds no prediction. Give the predictions.jsonl of a finished evaluation."
         )
     newest = records[-1].get("settings")
     return {record["id"]: record for record in records if record.get("settings") == newest}
@@ -113,13 +109,13 @@ def _checked(path: Path) -> Iterator[dict[str, Any]]:
     seen: dict[Key, tuple[int, str]] = {}
     for number, record, _ in _lines(path):
         if "error" not in record:
-            first, text = seen.setdefault(_key(record), (number, record["prediction"]))
+            key = record.get("settings"), record["id"]
+            first, text = seen.setdefault(key, (number, record["prediction"]))
             if text != record["prediction"]:
                 raise DataError(
                     f"{path}:{number}: sample {record['id']!r} has another prediction in line "
-                    f"{first}. One was expected, because nobody knows which counts: two runs may "
-                    "have written into this folder at once. Delete one of the lines, or give "
-                    "another `output_dir`."
+                    f"{first}. Two runs may have written into this folder at once. Delete one of "
+                    "the lines, or give another `output_dir`."
                 )
         yield record
 
@@ -127,7 +123,7 @@ def _checked(path: Path) -> Iterator[dict[str, Any]]:
 def _lines(
     path: Path, *, leaves_out_torn: bool = False
 ) -> Iterator[tuple[int, dict[str, Any], str]]:
-    """(number, record, line) of each line that is not empty.
+    """(number, record, line) of each line that is not empty; of a failed sample it has `error`.
 
     Raises:
         DataError: a line is no record.
@@ -137,31 +133,19 @@ def _lines(
         content = content[: content.rfind(b"\n") + 1]
     # not splitlines(): a text may hold line breaks that are no "\n", such as U+2028
     for number, line in enumerate(content.decode("utf-8").split("\n"), start=1):
-        if line.strip():
-            yield number, parse_line(line, f"{path}:{number}"), line
-
-
-def _key(record: dict[str, Any]) -> Key:
-    return record.get("settings"), record["id"]
-
-
-def parse_line(line: str, source: str) -> dict[str, Any]:
-    """The record of a line; of a sample that failed it has `error`.
-
-    Raises:
-        DataError: it is none.
-    """
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        record = str(error)
-    is_record = isinstance(record, dict) and isinstance(record.get("id"), str)
-    if is_record and ("error" in record or isinstance(record.get("prediction"), str)):
-        return record
-    raise DataError(
-        f"{source}: {line[:60]!r} is no prediction. An object with id and prediction was expected, "
-        "as evaluate.py writes them: delete the line, and its sample is answered again."
-    )
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            record = None
+        is_record = isinstance(record, dict) and isinstance(record.get("id"), str)
+        if not (is_record and ("error" in record or isinstance(record.get("prediction"), str))):
+            raise DataError(
+                f"{path}:{number}: {line[:60]!r} is no prediction, an object with id and "
+                "prediction. Delete the line, and its sample is answered again."
+            )
+        yield number, record, line
 
 
 def shard_path(path: Path, replica: int) -> Path:
@@ -170,7 +154,7 @@ def shard_path(path: Path, replica: int) -> Path:
 
 
 def find_shards(path: Path) -> list[Path]:
-    """The shards that lie beside a file of predictions, the one that was last written to last."""
+    """The shards next to a file of predictions, the one that was last written to last."""
     pattern = re.compile(rf"{re.escape(path.stem)}-\d+{re.escape(path.suffix)}")
     found = [one for one in path.parent.iterdir() if pattern.fullmatch(one.name)]
     return sorted(found, key=lambda one: (one.stat().st_mtime_ns, one.name))
@@ -192,7 +176,7 @@ def merge_shards(path: Path) -> int:
     kept: dict[Key, tuple[bool, str]] = {}  # whether it is an answer, its line
     for source in [*([path] if path.exists() else []), *shards]:
         for _, record, line in _lines(source, leaves_out_torn=True):
-            key, is_answer = _key(record), "error" not in record
+            key, is_answer = (record.get("settings"), record["id"]), "error" not in record
             if is_answer or not kept.get(key, (False, ""))[0]:
                 kept.pop(key, None)  # the newest lines stand last
                 kept[key] = (is_answer, line)
@@ -271,62 +255,40 @@ def predict(
         disable=not asking.is_shown,
     )
     texts = {**texts, "processor": processor, "for_generation": asking.for_generation}
-    run = _Run(dataset, answer, texts, file, asking, bar)
-    size = asking.batch_size
-    window = size * BATCHES_OF_A_WINDOW
-    if asking.has_own_batches:
-        window = min(window, MOST_AT_ONCE)
-    if not (asking.length_of or asking.has_own_batches):
-        window = size
-    for start in range(0, len(waiting), window):
-        own = run.in_order(waiting[start : start + window])
-        size = run.ask_all(own, window if asking.has_own_batches else size)
-    bar.close()
-    return run.outcome
+    outcome, done = Outcome(), set[int]()
 
+    def ask(batch: Sequence[int]) -> None:
+        """One call of `answer`; each answer is written at once."""
+        pairs = [dataset[row] for row in batch]
+        prompts = [render_sample(images, sample, **texts) for images, sample in pairs]
+        further = {
+            "samples": [sample for _, sample in pairs],
+            "batch_size": min(asking.batch_size, len(batch)),
+        }
+        answers = answer(
+            images=[images for images, _ in pairs],
+            prompts=prompts,
+            **{name: further[name] for name in asking.hands_over},
+        )
+        for found in _as_they_come(answers):
+            records = []
+            for place, result in found:
+                sample = pairs[place][1]
+                done.add(batch[place])
+                if result is None:
+                    outcome.pending.append(str(sample["id"]))
+                    continue
+                if "error" in result:
+                    outcome.failed[str(sample["id"])] = result["error"]
+                records.append(_record(sample, prompts[place].text, result))
+            file.append(records)
+            bar.update(len(found))
 
-@dataclass
-class _Run:
-    """The samples that are on their way to their lines."""
-
-    dataset: Any
-    answer: Answer
-    texts: dict[str, Any]
-    file: PredictionFile
-    asking: Asking
-    bar: Any
-    outcome: Outcome = field(default_factory=Outcome)
-    done: set[int] = field(default_factory=set)
-
-    def in_order(self, rows: Sequence[int]) -> list[int]:
-        """The longest first; a row's place in the file makes no difference."""
-        length_of = self.asking.length_of
-        if length_of is None:
-            return list(rows)
-        lengths = {}
-        for row in rows:
-            images, sample = self.dataset[row]
-            lengths[row] = length_of(render_sample(images, sample, **self.texts), images)
-        return sorted(rows, key=lambda row: -lengths[row])
-
-    def ask_all(self, rows: Sequence[int], size: int) -> int:
-        """Asks in batches, which are halved where memory is full; returns their last size."""
-        left = list(rows)
-        while left:
-            batch = left[:size]
-            if self._fits(batch):
-                left = left[len(batch) :]
-                continue
-            size = len(batch) // 2
-            print(f"memory was full with {len(batch)} samples at once: going on with {size}")
-            left = [row for row in left if row not in self.done]
-        return size
-
-    def _fits(self, rows: Sequence[int]) -> bool:
+    def fits(batch: Sequence[int]) -> bool:
         try:
-            self.ask(rows)
+            ask(batch)
         except RuntimeError as error:
-            if len(rows) == 1 or not is_out_of_memory(error):
+            if len(batch) == 1 or not is_out_of_memory(error):
                 raise
         else:
             return True
@@ -334,32 +296,31 @@ class _Run:
         empty_cache()
         return False
 
-    def ask(self, rows: Sequence[int]) -> None:
-        """One call of `answer`; what comes is written at once."""
-        pairs = [self.dataset[row] for row in rows]
-        prompts = [render_sample(images, sample, **self.texts) for images, sample in pairs]
-        further = {
-            "samples": [sample for _, sample in pairs],
-            "batch_size": min(self.asking.batch_size, len(rows)),
-        }
-        answers = self.answer(
-            images=[images for images, _ in pairs],
-            prompts=prompts,
-            **{name: further[name] for name in self.asking.hands_over},
-        )
-        for found in _as_they_come(answers):
-            records = []
-            for place, result in found:
-                sample = pairs[place][1]
-                self.done.add(rows[place])
-                if result is None:
-                    self.outcome.pending.append(str(sample["id"]))
-                    continue
-                if "error" in result:
-                    self.outcome.failed[str(sample["id"])] = result["error"]
-                records.append(_record(sample, prompts[place].text, result))
-            self.file.append(records)
-            self.bar.update(len(found))
+    size = asking.batch_size
+    window = size * BATCHES_OF_A_WINDOW
+    if asking.has_own_batches:
+        window = min(window, MOST_AT_ONCE)
+    elif asking.length_of is None:
+        window = size
+    for start in range(0, len(waiting), window):
+        left = waiting[start : start + window]
+        if asking.length_of is not None:  # the longest first
+            lengths = {}
+            for row in left:
+                images, sample = dataset[row]
+                lengths[row] = asking.length_of(render_sample(images, sample, **texts), images)
+            left.sort(key=lambda row: -lengths[row])
+        size = window if asking.has_own_batches else size
+        while left:
+            batch = left[:size]
+            if fits(batch):
+                left = left[len(batch) :]
+                continue
+            size = len(batch) // 2
+            print(f"memory was full with {len(batch)} samples at once: going on with {size}")
+            left = [row for row in left if row not in done]
+    bar.close()
+    return outcome
 
 
 def _as_they_come(answers: Answers) -> Iterator[list[tuple[int, Result]]]:
@@ -367,8 +328,8 @@ def _as_they_come(answers: Answers) -> Iterator[list[tuple[int, Result]]]:
     if isinstance(answers, Sequence):
         yield list(enumerate(answers))
         return
-    for place, result in answers:
-        yield [(place, result)]
+    for one in answers:
+        yield [one]
 
 
 def _record(sample: dict[str, Any], prompt: str, result: dict[str, Any]) -> dict[str, Any]:
@@ -437,36 +398,28 @@ class FewShot:
             UserError: there are too few, or they have pictures.
         """
         found: list[dict[str, Any]] = []
-        for row in self._order(sample):
-            if len(found) == self.count:
-                break
+        seen: set[int] = set()
+        own = f"/{sample.get('id')}" if self.per_sample else ""
+        draw = random.Random(f"{self.seed}{own}")
+        while len(found) < self.count and len(seen) < len(self.dataset):
+            row = draw.randrange(len(self.dataset))
+            if row in seen:
+                continue
+            seen.add(row)
             images, example = self.dataset[row]
             if images:
                 raise UserError(
-                    f"`num_fewshot` {self.count} came with samples that have pictures. Text alone "
-                    "was expected in examples, because a template has places for the pictures of "
-                    "one sample: leave `num_fewshot` out."
+                    f"`num_fewshot` {self.count} came with samples that have pictures: a template "
+                    "has places for the pictures of one sample only. Leave `num_fewshot` out."
                 )
             if not _is_same(example, sample):
                 found.append(example)
         if len(found) < self.count:
             raise UserError(
-                f"`num_fewshot` {self.count} came, and {len(found)} samples can stand before "
-                f"sample {sample.get('id')}. As many were expected, because each prompt shows as "
-                "many: lower it, or choose another `fewshot.split`."
+                f"`num_fewshot` {self.count}: only {len(found)} samples can stand before sample "
+                f"{sample.get('id')}. Lower it, or choose another `fewshot.split`."
             )
         return found
-
-    def _order(self, sample: Mapping[str, Any]) -> Iterator[int]:
-        """Rows in the order of the draw, each once."""
-        own = f"/{sample.get('id')}" if self.per_sample else ""
-        draw = random.Random(f"{self.seed}{own}")
-        seen: set[int] = set()
-        while len(seen) < len(self.dataset):
-            row = draw.randrange(len(self.dataset))
-            if row not in seen:
-                seen.add(row)
-                yield row
 
 
 def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -5,6 +5,7 @@ And the comparison of two runs over the same samples.
 
 import json
 import os
+import reprlib
 import zlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Sized
@@ -230,11 +231,7 @@ FiguresOf = Callable[[Sequence[int], str], dict[str, Any]]  # of a group's indic
 
 
 def _by_name(groups: Groups, figures_of: FiguresOf) -> dict[str, Any]:
-    return {name: figures_of(indices, name) for name, indices in _sorted(groups)}
-
-
-def _sorted(groups: Groups) -> list[tuple[str, list[int]]]:
-    return sorted(groups.items(), key=lambda item: natural_key(item[0]))
+    return {name: figures_of(groups[name], name) for name in sorted(groups, key=natural_key)}
 
 
 def _by_grouping(samples: Sequence[dict[str, Any]], figures_of: FiguresOf) -> dict[str, Any]:
@@ -261,22 +258,23 @@ def _tables(report: dict[str, Any]) -> Iterator[list[list[str]]]:
     if not groupings or (report["groups"] and report["groups"] not in groupings.values()):
         groupings = {"group": report["groups"], **groupings}
     for grouping, groups in groupings.items():
-        rows = [*groups.items(), ("all", report)]
-        guessed = ["chance"] if any("chance" in share for _, share in rows) else []
-        head = [grouping, "score", *guessed, "95 % interval", "bootstrap", "samples", "unparsed"]
-        yield [head, *([name, *_share_cells(share, bool(guessed))] for name, share in rows)]
-
-
-def _share_cells(share: dict[str, Any], has_chance: bool) -> list[str]:
-    chance = [f"{share['chance']:.4f}" if "chance" in share else "-"] if has_chance else []
-    return [
-        "-" if share["score"] is None else f"{share['score']:.4f}",
-        *chance,
-        _interval_text(share["interval_95"]),
-        _interval_text(share["bootstrap_95"]),
-        str(share["num_samples"]),
-        str(share.get("num_unparsed", "-")),
-    ]
+        shares = [*groups.items(), ("all", report)]
+        guessed = ["chance"] if any("chance" in share for _, share in shares) else []
+        rows = [[grouping, "score", *guessed, "95 % interval", "bootstrap", "samples", "unparsed"]]
+        for name, share in shares:
+            chance = f"{share['chance']:.4f}" if "chance" in share else "-"
+            rows.append(
+                [
+                    name,
+                    "-" if share["score"] is None else f"{share['score']:.4f}",
+                    *([chance] if guessed else []),
+                    _interval_text(share["interval_95"]),
+                    _interval_text(share["bootstrap_95"]),
+                    str(share["num_samples"]),
+                    str(share.get("num_unparsed", "-")),
+                ]
+            )
+        yield rows
 
 
 def _interval_text(interval: Sequence[float] | None) -> str:
@@ -326,17 +324,12 @@ def check_same_samples(
             continue
         for field in _FIELDS:
             if field in kept and field in sample and kept[field] != sample[field]:
+                then, now = (reprlib.repr(one[field]) for one in (kept, sample))
                 raise UserError(
                     f"{path}: the prediction of sample {str(sample['id'])!r} was made for "
-                    f"{field} {_short(kept[field])}, and the dataset has {_short(sample[field])}. "
-                    "Predictions of the same data were expected, because others can't be scored "
-                    "with it: give another `output_dir` (or `compare_with`), or the data as it was."
+                    f"{field} {then}, and the dataset has {now}. Give another `output_dir` (or "
+                    "`compare_with`), or the data as it was."
                 )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def read_other(path: str | Path, samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -353,9 +346,8 @@ def read_other(path: str | Path, samples: Sequence[dict[str, Any]]) -> list[dict
     if missing:
         raise UserError(
             f"`compare_with` {path}: {len(missing)} of {len(samples)} samples have no prediction "
-            f"there, {missing[0]!r} among them. All were expected, because runs are compared "
-            "sample by sample: evaluate the other model on the same dataset and split, or `limit` "
-            "both to the same rows."
+            f"there, {missing[0]!r} among them. Evaluate the other model on the same dataset and "
+            "split, or `limit` both to the same rows."
         )
     check_same_samples(records, samples, path=path)
     return [records[str(sample["id"])] for sample in samples]
@@ -424,23 +416,15 @@ def comparison_markdown(comparison: dict[str, Any]) -> str:
 
 
 def _comparison_table(title: str, comparison: dict[str, Any]) -> list[list[str]]:
-    rows = [
-        (f"{grouping}: {name}", part)
+    parts = {
+        f"{grouping}: {name}": part
         for grouping, groups in comparison["groupings"].items()
         for name, part in groups.items()
-    ]
-    head = [title, "difference", "95 % interval", "better", "worse", "p"]
-    return [
-        head,
-        *([name, *_difference_cells(part)] for name, part in [*rows, ("all", comparison)]),
-    ]
-
-
-def _difference_cells(part: dict[str, Any]) -> list[str]:
-    return [
-        "-" if part["difference"] is None else f"{part['difference']:+.4f}",
-        _interval_text(part["interval_95"]),
-        str(part["num_better"]),
-        str(part["num_worse"]),
-        f"{part['p_value']:.4f}",
-    ]
+    }
+    rows = [[title, "difference", "95 % interval", "better", "worse", "p"]]
+    for name, part in [*parts.items(), ("all", comparison)]:
+        difference = "-" if part["difference"] is None else f"{part['difference']:+.4f}"
+        counts = [str(part["num_better"]), str(part["num_worse"])]
+        interval = _interval_text(part["interval_95"])
+        rows.append([name, difference, interval, *counts, f"{part['p_value']:.4f}"])
+    return rows

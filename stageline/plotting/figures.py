@@ -21,7 +21,7 @@ from stageline.pipeline.recorder import (
     extent,
     stages_by_rank,
 )
-from stageline.plotting.pictures import drawable, font_families, save_figure, text_inches
+from stageline.plotting.pictures import drawable, font_families, save_figure
 from stageline.run_records import read_log
 
 # a loss that falls by more than this factor shows its end on a logarithmic axis only
@@ -74,9 +74,7 @@ def loss_figure(
     lower.set_ylabel("learning rate")
     lower.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
     lower.set_xlabel("optimizer step")
-    for axes in (upper, lower):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+    _style(upper, lower)
     return figure
 
 
@@ -111,8 +109,7 @@ def runs_figure(logs: Mapping[str, tuple[Sequence[dict], Sequence[dict]]], metri
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(metric)
     axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    _style(axes)
     return figure
 
 
@@ -135,15 +132,21 @@ def reward_figure(steps: Sequence[dict], evaluations: Sequence[dict], *, title: 
     lengths.set_xlabel("optimizer step")
     for axes in (rewards, shares, lengths):
         axes.legend(fontsize=8)
+    _style(rewards, shares, lengths)
+    return figure
+
+
+def _style(*panels: Axes) -> None:
+    for axes in panels:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    return figure
 
 
 def _points(records: Sequence[dict], name: str) -> tuple[list[int], list[float]]:
     """Steps and values, where a record has a finite one."""
-    known = [record for record in records if _is_number(record.get(name))]
-    return [record["step"] for record in known], [record[name] for record in known]
+    found = [(record["step"], record.get(name)) for record in records]
+    known = [(x, y) for x, y in found if isinstance(y, int | float) and math.isfinite(y)]
+    return [x for x, _ in known], [y for _, y in known]
 
 
 def _draw_losses(axes: Axes, steps: Sequence[dict]) -> list[float]:
@@ -192,10 +195,6 @@ def _mark_non_finite(axes: Axes, steps: Sequence[dict]) -> None:
             transform=axes.get_xaxis_transform(),  # the foot of the picture, whatever the scale
             label=f"not finite ({len(bad)} steps)",
         )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 MOST_TYPES = 20  # with bars of their own; the largest ones
@@ -280,13 +279,7 @@ COLORS = {"F": "#3b75c4", "B": "#d9822b", "I": "#c9a227", "W": "#3f9a5b"}
 COLORS |= {WAIT: "#e3a5ad", TRANSFER: "#7d4fa3"}
 IDLE = "#e9ebee"
 LIGHTEST = 0.55  # how far a rank's last stage goes towards white
-BAR_HEIGHT = 0.8  # of a row
-DPI = 120
-FONT_SIZE = 7  # points, of micro-batch numbers
-EDGE = 0.6  # points; a tenth of narrow bars, which would be all edge
-# inches
-WIDTH, LEFT, RIGHT = 14.0, 1.4, 0.25
-ROW, HEAD, FOOT, TOP = 0.36, 0.34, 0.36, 0.56
+NARROW = 0.012  # of the time axis: no number fits on a shorter bar
 _UNITS = ((1.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "µs"))
 
 
@@ -298,7 +291,7 @@ def plot_timeline(
     title: str,
 ) -> None:
     """Writes the picture of `timeline_figure`."""
-    save_figure(timeline_figure(measured, ideal, title=title), path, dpi=DPI)
+    save_figure(timeline_figure(measured, ideal, title=title), path, dpi=120)
 
 
 def timeline_figure(
@@ -314,135 +307,69 @@ def timeline_figure(
     if ideal:
         panels.append(("ideal: the mean time of each pass, no time for transfers", ideal))
     rows = [max(1, len(stages_by_rank(spans))) for _, spans in panels]
-    height = TOP + sum(ROW * count + HEAD + FOOT for count in rows)
-    figure = Figure(figsize=(WIDTH, height), dpi=DPI)
+    height = 0.9 + sum(0.36 * count + 0.7 for count in rows)
+    figure = Figure(figsize=(14.0, height), layout="constrained")
+    figure.suptitle(drawable(title), fontsize=11, parse_math=False)
     length = max(end - start for start, end in (extent(spans) for _, spans in panels))
-    top = height - TOP
-    for (name, spans), count in zip(panels, rows, strict=True):
-        top -= HEAD + ROW * count
-        box = (LEFT / WIDTH, top / height, 1 - (LEFT + RIGHT) / WIDTH, ROW * count / height)
-        _draw_panel(figure.add_axes(box), spans, name=name, length=length)
-        top -= FOOT
-    left = 0.1 / WIDTH
-    figure.text(left, 1 - 0.1 / height, drawable(title), va="top", fontsize=11, parse_math=False)
-    _add_legend(figure, [span for _, spans in panels for span in spans], height)
+    _, factor, unit = next(entry for entry in _UNITS if length >= entry[0])
+    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=rows)[:, 0]
+    for panel, (name, spans) in zip(axes, panels, strict=True):
+        start, end = extent(spans)
+        held = stages_by_rank(spans)
+        for row, rank in enumerate(held):
+            place = (row - 0.4, 0.8)
+            panel.broken_barh([(0.0, (end - start) * factor)], place, facecolors=IDLE, lw=0)
+            # waits lie below
+            own = sorted(
+                (span for span in spans if span.rank == rank),
+                key=lambda span: span.kind not in WAITS,
+            )
+            bars = [
+                ((span.start - start) * factor, (span.end - span.start) * factor) for span in own
+            ]
+            colors = [_span_color(span, held[rank]) for span in own]
+            panel.broken_barh(bars, place, facecolors=colors, edgecolors="white", linewidths=0.2)
+            for span, (first, width) in zip(own, bars, strict=True):
+                if span.kind not in WAITS and width >= NARROW * length * factor:
+                    middle = first + width / 2
+                    panel.text(middle, row, str(span.micro_batch), ha="center", va="center",
+                               fontsize=7, clip_on=True)  # fmt: skip
+        labels = [_rank_label(rank, stages) for rank, stages in held.items()]
+        panel.set(xlim=(0, length * factor or 1.0), ylim=(max(len(held), 1) - 0.5, -0.5))
+        panel.set_yticks(range(len(held)), labels, fontsize=8)
+        panel.set_xlabel(unit, fontsize=8)
+        panel.spines[["top", "right", "left"]].set_visible(False)
+        seconds = f"{(end - start) * factor:.4g} {unit}"
+        heading = f"{name} — bubble {100 * bubble(spans):.1f} %, {seconds}"
+        panel.set_title(heading, fontsize=9, loc="left")
+
+    present = {span.kind for _, spans in panels for span in spans}
+    names = {name: COLORS[kind] for kind, name in KIND_NAMES.items() if kind in present}
+    names["idle"] = IDLE
+    if any(len(stages) > 1 for _, spans in panels for stages in stages_by_rank(spans).values()):
+        names["lighter: a later stage of the rank"] = _lighter(COLORS["F"], LIGHTEST)
+    handles = [Patch(facecolor=color, label=name) for name, color in names.items()]
+    figure.legend(handles=handles, loc="outside lower left", ncols=len(names), fontsize=8,
+                  frameon=False)  # fmt: skip
     return figure
 
 
-def _draw_panel(axes: Axes, spans: Sequence[TimelineEvent], *, name: str, length: float) -> None:
-    """Bars of all ranks; the axis is `length` seconds long."""
-    start, end = extent(spans)
-    _, factor, unit = next(entry for entry in _UNITS if length >= entry[0])
-    held = stages_by_rank(spans)
-    axes.set(xlim=(0, length * factor or 1.0), ylim=(max(len(held), 1) - 0.5, -0.5))
-    for row in range(len(held)):
-        axes.broken_barh([(0.0, (end - start) * factor)], _height(row), facecolors=IDLE, lw=0)
-    _draw_bars(axes, spans, held, factor=factor)
-    axes.set_yticks(range(len(held)), [rank_label(rank, held[rank]) for rank in held])
-    axes.tick_params(labelsize=8, length=0, axis="y")
-    axes.tick_params(labelsize=8, axis="x")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.annotate(
-        unit,
-        (0, 0),
-        (-14, -6.5),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        ha="right",
-        va="top",
-        fontsize=8,
-    )
-    seconds = f"{(end - start) * factor:.4g} {unit}"
-    heading = f"{name} — bubble {100 * bubble(spans):.1f} %, {seconds}"
-    axes.set_title(heading, fontsize=9, loc="left", pad=4)
+def _span_color(span: TimelineEvent, stages: Sequence[int]) -> str:
+    """That of its kind; the later stages of a rank are lighter."""
+    share = 0.0
+    if len(stages) > 1 and span.kind not in WAITS:
+        share = LIGHTEST * stages.index(span.stage) / (len(stages) - 1)
+    return _lighter(COLORS[span.kind], share)
 
 
-def _draw_bars(
-    axes: Axes, spans: Sequence[TimelineEvent], held: dict[int, list[int]], *, factor: float
-) -> None:
-    """A box a span; a number on those that are wide enough for the widest number."""
-    start, _ = extent(spans)
-    inches = (WIDTH - LEFT - RIGHT) / axes.get_xlim()[1]
-    widest = str(max((span.micro_batch for span in spans), default=0))
-    room = text_inches(widest, size=FONT_SIZE) + 0.03
-    for row, rank in enumerate(held):
-        own = [span for span in spans if span.rank == rank]
-        own.sort(key=lambda span: span.kind not in WAITS)  # waits lie below
-        boxes, colors, edges = [], [], []
-        for span in own:
-            first, length = (span.start - start) * factor, (span.end - span.start) * factor
-            width, color = length * inches, span_color(span, held)
-            boxes.append((first, length))
-            colors.append(color)
-            edges.append(min(EDGE, 72 * width / 10) if span.kind not in WAITS else 0.0)
-            if span.kind not in WAITS and width >= room:
-                _write_number(axes, str(span.micro_batch), (first + length / 2, row), color)
-        axes.broken_barh(
-            boxes, _height(row), facecolors=colors, edgecolors="white", linewidths=edges
-        )
-
-
-def span_color(span: TimelineEvent, held: dict[int, list[int]]) -> str:
-    """Of its kind; the later stages of a rank are lighter."""
-    color = COLORS[span.kind]
-    most = max(len(stages) for stages in held.values())
-    if most == 1 or span.kind in WAITS:
-        return color
-    share = LIGHTEST * held[span.rank].index(span.stage) / (most - 1)
-    return _lighten(color, share)
-
-
-def _lighten(color: str, share: float) -> str:
+def _lighter(color: str, share: float) -> str:
     red, green, blue = (channel + (1.0 - channel) * share for channel in to_rgb(color))
     return to_hex((red, green, blue))
 
 
-def rank_label(rank: int, stages: Sequence[int]) -> str:
-    """What stands beside a bar; of many stages the first two and the last."""
-    if len(stages) == 1:
-        return f"rank {rank}: stage {stages[0]}"
+def _rank_label(rank: int, stages: Sequence[int]) -> str:
+    """The label of a bar; of many stages the first two and the last."""
     shown = [str(stage) for stage in stages]
     if len(shown) > 3:
-        shown = [*shown[:2], "…", shown[-1]]
-    return f"rank {rank}: stages {', '.join(shown).replace('…,', '…')}"
-
-
-def _write_number(axes: Axes, text: str, place: tuple[float, float], color: str) -> None:
-    """The micro-batch, legible on a bar of `color`."""
-    red, green, blue = to_rgb(color)
-    is_dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.6
-    axes.text(
-        *place,
-        text,
-        ha="center",
-        va="center_baseline",
-        fontsize=FONT_SIZE,
-        color="white" if is_dark else "#24292f",
-        clip_on=True,
-    )
-
-
-def _add_legend(figure: Figure, spans: Sequence[TimelineEvent], height: float) -> None:
-    present = {span.kind for span in spans}
-    handles = [
-        Patch(facecolor=COLORS[kind], label=name)
-        for kind, name in KIND_NAMES.items()
-        if kind in present
-    ]
-    handles.append(Patch(facecolor=IDLE, label="idle"))
-    if any(len(stages) > 1 for stages in stages_by_rank(spans).values()):
-        lighter = _lighten(COLORS["F"], LIGHTEST)
-        handles.append(Patch(facecolor=lighter, label="lighter: a later stage of the rank"))
-    figure.legend(
-        handles=handles,
-        loc="upper left",
-        bbox_to_anchor=(0.0, 1 - 0.3 / height),
-        ncols=len(handles),
-        fontsize=8,
-        frameon=False,
-    )
-
-
-def _height(row: int) -> tuple[float, float]:
-    """Where the bars of a row begin, and how high they are."""
-    return row - BAR_HEIGHT / 2, BAR_HEIGHT
+        shown = [f"{shown[0]}, {shown[1]}, … {shown[-1]}"]
+    return f"rank {rank}: stage{'s' if len(stages) > 1 else ''} {', '.join(shown)}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import regex  # transformers brings it
 from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -40,7 +41,11 @@ _CJK_FONTS = (
     "Unifont",
 )
 _PLACEHOLDER = "□"
-_NOT_FIRST = frozenset(",.;:!?)]}，。、；：！？）】》」』”’")
+# pieces that are not broken, with the spaces before them: words, and wide characters one by one;
+# no line begins with a closing mark
+_WIDE = rf"\p{{East_Asian_Width=W}}\p{{East_Asian_Width=F}}{_PLACEHOLDER}"
+_CLOSING = r"[,.;:!?)\]}，。、；：！？）】》」』”’]"
+_PIECES = regex.compile(rf" *(?:[^ {_WIDE}]+|[{_WIDE}]){_CLOSING}*| +")
 
 
 @lru_cache(maxsize=1)
@@ -81,59 +86,33 @@ def wrap_text(
 ) -> list[str]:
     """Lines that are not wider than `width`.
 
-    Breaks at spaces, beside wide characters, and inside words that are longer than a line. What
-    does not fit into `max_lines` ends in "…".
+    Breaks at spaces, next to wide characters, and inside words that are longer than a line. The
+    text that does not fit into `max_lines` ends in "…".
 
     Args:
         measure: width of a text, in the unit of `width`.
     """
     lines: list[str] = []
     for paragraph in text.splitlines() or [""]:
-        lines += _wrap_paragraph(paragraph, width, measure)
+        line = ""
+        for word in _PIECES.findall(paragraph):
+            if line and measure(line + word) > width:
+                lines.append(line.rstrip())
+                line, word = "", word.lstrip()
+            while measure(word) > width:  # a word longer than a line
+                end = 1
+                while measure(word[: end + 1]) <= width:
+                    end += 1
+                lines.append(word[:end].rstrip())
+                word = word[end:]
+            line += word
+        lines.append(line.rstrip())
     if len(lines) <= max_lines:
         return lines
     last = lines[max_lines - 1]
     while last and measure(last + "…") > width:
         last = last[:-1]
     return [*lines[: max_lines - 1], last.rstrip() + "…"]
-
-
-def _wrap_paragraph(paragraph: str, width: float, measure: Callable[[str], float]) -> list[str]:
-    lines, line = [], ""
-    for word in _words(paragraph):
-        if line and measure(line + word) > width:
-            lines.append(line.rstrip())
-            line, word = "", word.lstrip()
-        while measure(word) > width:  # a word longer than a line
-            head = _head(word, width, measure)
-            lines.append(head.rstrip())
-            word = word[len(head) :]
-        line += word
-    return [*lines, line.rstrip()]
-
-
-def _words(paragraph: str) -> list[str]:
-    """What must not be broken; the spaces before a word belong to it."""
-    words: list[str] = []
-    for character in paragraph:
-        is_own = _is_wide(character) or (bool(words) and _is_wide(words[-1][-1]))
-        starts = is_own and character not in _NOT_FIRST
-        if not words or starts or (character == " " and words[-1].strip() != ""):
-            words.append(character)
-        else:
-            words[-1] += character
-    return words
-
-
-def _head(word: str, width: float, measure: Callable[[str], float]) -> str:
-    end = 1
-    while end < len(word) and measure(word[: end + 1]) <= width:
-        end += 1
-    return word[:end]
-
-
-def _is_wide(character: str) -> bool:
-    return character == _PLACEHOLDER or unicodedata.east_asian_width(character) in "WF"
 
 
 def save_figure(figure: Figure, path: Path, *, dpi: int = 100, has_pdf: bool = True) -> None:
@@ -371,13 +350,18 @@ def predictions_figure(
         one_line = functools.partial(wrap_text, measure=measure, max_lines=1)
         for own, name in zip(texts, ids, strict=True):
             own[:0] = [(one_line(drawable(name), width - 2 * MARGIN)[0], _GREY)]
-    pictures = [_small(image) for image in images]
+    pictures = [None if image is None else image.convert("RGB") for image in images]
+    for picture in filter(None, pictures):
+        picture.thumbnail((512, 512))  # no larger than what is drawn
     rows = [
         range(start, min(start + columns, len(images))) for start in range(0, len(images), columns)
     ]
-    boxes = [_row_height([pictures[index] for index in row], width) for row in rows]
     captions = [LINE_HEIGHT * max(len(texts[index]) for index in row) + 2 * MARGIN for row in rows]
-    heights = [box + below for box, below in zip(boxes, captions, strict=True)]
+    heights = []
+    for row, below in zip(rows, captions, strict=True):
+        ratios = [one.height / one.width for index in row if (one := pictures[index]) is not None]
+        # a very tall picture is drawn narrower instead
+        heights.append(width * min(1.4, max(ratios, default=0.0)) + below)
     full_width = columns * (width + GAP) + GAP
     head = HEAD if summary else 0.0
     full_height = sum(heights) + GAP * (len(rows) + 1) + head
@@ -447,21 +431,6 @@ def _wrap_title(title: str, width: float) -> list[tuple[str, str]]:
         wrapped = wrap_text(drawable(paragraph), width, measure=measure)
         lines += [(line, "" if is_prediction else _PLAIN) for line in wrapped]
     return lines
-
-
-def _row_height(pictures: Sequence[Any | None], width: float) -> float:
-    """Of the pictures of a row; a very tall one is drawn narrower instead."""
-    ratios = [picture.height / picture.width for picture in pictures if picture is not None]
-    return width * min(1.4, max(ratios, default=0.0))
-
-
-def _small(image: Any | None) -> Any | None:
-    """A copy that is not larger than what is drawn."""
-    if image is None:
-        return None
-    picture = image.convert("RGB")
-    picture.thumbnail((512, 512))
-    return picture
 
 
 def _one_line(text: str) -> str:

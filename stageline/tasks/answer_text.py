@@ -15,15 +15,8 @@ _DIGITS = {
     **{"十二": "12", "十一": "11", "十": "10", "一": "1", "二": "2", "两": "2", "三": "3"},
     **{"四": "4", "五": "5", "六": "6", "七": "7", "八": "8", "九": "9"},
 }
-_HOURS = "|".join(_DIGITS)
-_ANGLES = {
-    "一百八十": "180",
-    "二百七十": "270",
-    "两百七十": "270",
-    "九十": "90",
-    "四十五": "45",
-    "零": "0",
-}
+_ANGLES = {"一百八十": "180", "二百七十": "270", "两百七十": "270"}
+_ANGLES |= {"九十": "90", "四十五": "45", "零": "0"}
 _END = r"(?=的?\s*(?:[,.。!;]|$))"
 
 # in this order: longer words and those that hold others come first
@@ -72,27 +65,23 @@ _WORDS: tuple[tuple[str, str], ...] = (
     (r"南", " south "),
     (r"北", " north "),
 )
-_RULES = tuple((re.compile(pattern, re.M), word) for pattern, word in _WORDS)
-_IS_CHINESE = re.compile(r"[\u4e00-\u9fff]")
+_CHINESE = r"[\u4e00-\u9fff]"
 
 
 def to_english(text: str) -> str:
     """Chinese directions, clock positions, angles, verdicts and connectives in English."""
-    if not _IS_CHINESE.search(text):
+    if not re.search(_CHINESE, text):
         return text
-    text = re.sub(rf"({_HOURS}|\d+)\s*点半", r" half past \1 ", text)
-    text = re.sub(rf"({_HOURS}|\d+)\s*点(?:钟|整)?", lambda f: f" {_number(f[1])} o'clock ", text)
-    angles = "|".join(_ANGLES)
+    hours, angles = "|".join(_DIGITS), "|".join(_ANGLES)
+    text = re.sub(rf"({hours}|\d+)\s*点半", r" half past \1 ", text)
+    text = re.sub(
+        rf"({hours}|\d+)\s*点(?:钟|整)?", lambda f: f" {_DIGITS.get(f[1], f[1])} o'clock ", text
+    )
     text = re.sub(rf"({angles}|\d+)\s*度", lambda f: f" {_ANGLES.get(f[1], f[1])} degrees ", text)
     text = text.replace("、", " and ")
-    for pattern, word in _RULES:
-        text = pattern.sub(word, text)
-    text = text.replace("。", ". ")
-    return re.sub(r"[\u4e00-\u9fff]+", lambda found: f" {found[0]} ", text)
-
-
-def _number(word: str) -> str:
-    return _DIGITS.get(word, word)
+    for pattern, word in _WORDS:
+        text = re.sub(pattern, word, text, flags=re.M)
+    return re.sub(rf"{_CHINESE}+", lambda found: f" {found[0]} ", text.replace("。", ". "))
 
 
 Said = TypeVar("Said")
@@ -223,7 +212,8 @@ def read_answer(
         is_verdict: it reads yes and no: then "no" corrects nothing, and `read` itself knows what
             the first and the last word count.
     """
-    text = _without_questions(text)
+    without = _QUESTION.sub(" ", text)
+    text = without if re.search(r"\w", without) else text
     for rest in _marked(text, is_verdict):
         for place in (first_segment(rest), rest):
             said = read(without_refusals(place))
@@ -232,16 +222,13 @@ def read_answer(
         if _REFUSAL.search(rest):
             return None  # "left... actually, I can't tell"
     text = _REASON.sub(" ", without_refusals(text))
-    found = [] if is_verdict else [said for said in map(read, _ends(text)) if said is not None]
-    if found:
-        return found[0] if all(said == found[0] for said in found) else None
+    if not is_verdict:  # the first and the last sentence, where they are short
+        parts = [part.strip() for part in _SENTENCE_END.split(text) if re.search(r"\w", part)]
+        ends = [part for part in parts[:1] + parts[1:][-1:] if len(part.split()) <= SHORT]
+        found = [said for said in map(read, ends) if said is not None]
+        if found:
+            return found[0] if all(said == found[0] for said in found) else None
     return read(text)
-
-
-def _ends(text: str) -> list[str]:
-    """The first and the last sentence, where they are short."""
-    sentences = [part.strip() for part in _SENTENCE_END.split(text) if re.search(r"\w", part)]
-    return [part for part in sentences[:1] + sentences[1:][-1:] if len(part.split()) <= SHORT]
 
 
 def first_segment(text: str) -> str:
@@ -256,23 +243,19 @@ def without_refusals(text: str) -> str:
 
 def _marked(text: str, is_verdict: bool) -> Iterator[str]:
     """What follows "the answer is" or "actually", the last one first; then "therefore"."""
-    strong = [*_ANSWER.finditer(text), *_CORRECTION.finditer(text)]
+    strong = [
+        found
+        for found in _ANSWER.finditer(text)
+        # not "I don't think the answer is ..."
+        if not _NEGATED_BEFORE.search(text[: found.start()])
+    ]
+    strong += _CORRECTION.finditer(text)
     strong += [] if is_verdict else _NO_FIRST.finditer(text)
-    places = sorted((found.end() for found in strong if _is_meant(text, found)), reverse=True)
+    places = sorted((found.end() for found in strong), reverse=True)
     places += [found.end() for found in [*_CONCLUSION.finditer(text)][-1:]]
     for place in places:
         if re.search(r"\w", text[place:]):
             yield text[place:]
-
-
-def _is_meant(text: str, found: re.Match[str]) -> bool:
-    """Whether it isn't denied: "I don't think the answer is ..."."""
-    return found.re is not _ANSWER or not _NEGATED_BEFORE.search(text[: found.start()])
-
-
-def _without_questions(text: str) -> str:
-    rest = _QUESTION.sub(" ", text)
-    return rest if re.search(r"\w", rest) else text
 
 
 def _without_thoughts(text: str) -> str:
@@ -351,17 +334,17 @@ def parse_choice(
     said = _without_list(without_question(text, question), options)
     if tidy(said) in options:
         return options.index(tidy(said))
-    found = read_answer(said, lambda place: _read_choice(place, options, read or by_text))
-    return None if found == _OUTSIDE else found
 
-
-def _read_choice(place: str, options: Sequence[str], read: ReadOption) -> int | None:
-    said = without_negated(place)
-    letters = _letters(said, len(options))
-    if len(letters) == 1:
+    def read_place(place: str) -> int | None:
+        told = without_negated(place)
+        letters = _letters(told, len(options))
+        if len(letters) != 1:
+            return None if letters else (read or by_text)(told, place, options)
         index = ord(letters.pop()) - ord("a")
         return index if index < len(options) else _OUTSIDE
-    return None if letters else read(said, place, options)
+
+    found = read_answer(said, read_place)
+    return None if found == _OUTSIDE else found
 
 
 def _letters(said: str, num_options: int) -> set[str]:
@@ -387,12 +370,12 @@ def named_options(said: str, options: Sequence[str]) -> list[int]:
     plain = said.strip(" .,;:!?\"'()\n")
     if plain in options:
         return [options.index(plain)]
-    return _named(said, options) or _named(_essence(said), [_essence(o) for o in options])
 
+    def essence(text: str) -> str:
+        """Without articles and "is": "the mug is on a table" says "A mug on the table"."""
+        return re.sub(r"\s+", " ", _SMALL_WORDS.sub(" ", text)).strip()
 
-def _essence(text: str) -> str:
-    """Without articles and "is": "the mug is on a table" says the option "A mug on the table"."""
-    return re.sub(r"\s+", " ", _SMALL_WORDS.sub(" ", text)).strip()
+    return _named(said, options) or _named(essence(said), [essence(o) for o in options])
 
 
 def _named(said: str, options: Sequence[str]) -> list[int]:

@@ -20,10 +20,10 @@ from stageline.inference.decoding.chain import LocalChain
 from stageline.inference.decoding.request import PassOrder, Sampling, error_of, together
 from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.stage import Stage
+from stageline.training.loss_part import logits_of
 from stageline.verify.batches import ordinary_ids
-from stageline.verify.reference import run_library_model, run_stage_model
-from stageline.verify.scaled_copy import ScaledCopy, WrongSplit, shown
-from stageline.verify.setup import copies, copy_weights
+from stageline.verify.scaled_copy import ScaledCopy, WrongSplit, copy_weights, shown
+from stageline.verify.whole_model import run_library_model, run_stage_model
 
 LENGTHS = (9, 4, 7)  # tokens of prompts; the last one comes later, is read in pieces and copied
 NUM_TOKENS = 6  # of each answer; the longest go beyond the window of a copy
@@ -40,25 +40,7 @@ def answers(
     for name in NUM_CHOSEN:
         if getattr(text, name, None):  # a random copy has equally good keys, of which any is chosen
             setattr(text, name, max(LENGTHS) + NUM_TOKENS)
-    gap, place = _compare(copy, small, partition)
-    if not gap <= TOLERANCE:
-        raise WrongSplit(
-            f"answers of {small.model_type} by {copy.name} are not those of the whole model. On a "
-            f"scaled-down copy on {len(partition)} stages, the log-probability of {place} is "
-            f"{gap:.1e} off, and at most {TOLERANCE:.0e} is rounding. The usual cause: the model "
-            "remembers more of earlier tokens than keys and values, or uses their positions in "
-            "another way. A stage model of your own may say `can_decode` False: each token then "
-            "reads its whole row. Or let the library answer (device_map)."
-        )
-    told = f"answers of {shown(small, partition)}, equal the whole model's (within {gap:.0e} of a "
-    return f"{told}log-probability)", {"gap": gap}
-
-
-def _compare(
-    copy: ScaledCopy, small: PretrainedConfig, partition: Sequence[int]
-) -> tuple[float, str]:
-    """The largest difference, and of what."""
-    with copies(copy, small, partition) as build:
+    with copy.stages(small, partition) as build:
         torch.manual_seed(0)
         if copy.library_class(small) is None or not copy.is_ours:
             whole, forward = build(0, 1, torch.float32), run_stage_model
@@ -68,21 +50,29 @@ def _compare(
         stages = [build(stage, len(partition), torch.float32) for stage in range(len(partition))]
         copy_weights(whole, stages)
     whole.eval()
-
-    def log_probs(ids_T: torch.Tensor, count: int) -> torch.Tensor:
-        inputs = {"input_ids": ids_T[None, :-1], "attention_mask": torch.ones_like(ids_T[None, 1:])}
-        output = forward(whole, inputs)
-        logits = output[0] if isinstance(output, tuple) else output
-        return logits[0, -count:].float().log_softmax(-1).gather(1, ids_T[-count:, None])[:, 0]
-
     gaps = {}
     with torch.no_grad():
         for number, (ids, found) in enumerate(_Answers(stages, small).drawn()):
-            apart = (torch.tensor(found) - log_probs(torch.tensor(ids), len(found))).abs()
-            place = int(apart.argmax())
-            gaps[f"token {place} of answer {number}"] = apart[place].item()
-    worst = max(gaps, key=lambda place: gaps[place])
-    return gaps[worst], worst
+            ids_1T, mask_1T = torch.tensor([ids]), torch.ones(1, len(ids) - 1, dtype=torch.long)
+            output = forward(whole, {"input_ids": ids_1T[:, :-1], "attention_mask": mask_1T})
+            logits_TV = logits_of(output)[0, -len(found) :].float()
+            expected_T = logits_TV.log_softmax(-1).gather(1, ids_1T[0, -len(found) :, None])[:, 0]
+            apart_T = (torch.tensor(found) - expected_T).abs()
+            worst = int(apart_T.argmax())
+            gaps[f"token {worst} of answer {number}"] = apart_T[worst].item()
+    place = max(gaps, key=lambda one: gaps[one])
+    gap = gaps[place]
+    if not gap <= TOLERANCE:
+        raise WrongSplit(
+            f"answers of {small.model_type} by {copy.name} are not those of the whole model. On a "
+            f"scaled-down copy on {len(partition)} stages, the log-probability of {place} is "
+            f"{gap:.1e} off, and at most {TOLERANCE:.0e} is rounding. The usual cause: the model "
+            "remembers more of earlier tokens than keys and values, or uses their positions in "
+            "another way. Set `can_decode` False in a stage model of your own, so that each token "
+            "reads its whole row, or let transformers answer (device_map)."
+        )
+    told = f"answers of {shown(small, partition)}, equal the whole model's (within {gap:.0e} of a "
+    return f"{told}log-probability)", {"gap": gap}
 
 
 class _Answers:

@@ -32,7 +32,6 @@ LENGTHS = (14, 11, 19, 12, 17)  # of a check
 TEXT_LENGTHS = ((11, 4), (7, 0))  # of a proof: tokens, padding of the last row
 PICTURES = ((2, 0, 1), (0, 0), (1, 1))  # of a proof: of each row of each micro-batch
 ROWS = 2
-NUM_PICTURES = 64  # of a check without a dataset
 PADDED = 3  # tokens of padding at the end of the last row
 
 
@@ -57,28 +56,35 @@ def draw_text(
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def probe_batches(whole: Any, kind: str, dtype: torch.dtype) -> list[MicroBatch]:
+def probe_batches(
+    whole: Any,
+    kind: str,
+    dtype: torch.dtype,
+    *,
+    num_micro_batches: int | None = None,
+    seed: int = 0,
+) -> list[MicroBatch]:
     """Micro-batches of different lengths: padded and full; of pictures many, none and some.
 
     Args:
         kind: "vision" or "text".
         dtype: of pictures.
+        num_micro_batches: None: one of each kind.
     """
     config = whole.config
-    if kind == "vision":
-        made = [
-            picture_batch(config, whole, rows=rows, dtype=dtype, seed=seed, longer=seed)
-            for seed, rows in enumerate(PICTURES)
-        ]
-    else:
-        made = [
-            draw_text(config, *size, generator=torch.Generator().manual_seed(seed))
-            for seed, size in enumerate(TEXT_LENGTHS)
-        ]
     ends = torch.tensor(sorted(special_tokens(config)), dtype=torch.long)
-    for batch in made:
+    made = []
+    for index in range(num_micro_batches or len(PICTURES if kind == "vision" else TEXT_LENGTHS)):
+        own = seed + index
+        if kind == "vision":
+            rows = PICTURES[index % len(PICTURES)]
+            batch = picture_batch(config, whole, rows=rows, dtype=dtype, seed=own, longer=index)
+        else:
+            size = TEXT_LENGTHS[index % len(TEXT_LENGTHS)]
+            batch = draw_text(config, *size, generator=torch.Generator().manual_seed(own))
         ids, mask = batch["input_ids"], batch["attention_mask"]
         batch["labels"] = ids.masked_fill((mask == 0) | torch.isin(ids, ends), IGNORE)
+        made.append(batch)
     return made
 
 
@@ -155,33 +161,6 @@ def add_padding(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     return padded
 
 
-class RandomPictures:
-    """A dataset of random pictures of two sizes with a question and an answer.
-
-    Args:
-        size: pixels of the longer edge.
-    """
-
-    def __init__(self, *, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return NUM_PICTURES
-
-    def __getitem__(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        from PIL import Image  # a text model's check needs no pictures
-
-        if index >= NUM_PICTURES:
-            raise IndexError(index)
-        generator = torch.Generator().manual_seed(index)
-        edges = (self.size, self.size if index % 2 else max(1, self.size * 3 // 4), 3)
-        pixels = torch.randint(256, edges, generator=generator, dtype=torch.uint8)
-        words = torch.randint(1000, (1 + index % 4,), generator=generator).tolist()
-        question = " ".join(str(word) for word in words)
-        sample = {"id": f"random-{index}", "question": question, "answer": str(index * 37 % 100)}
-        return (Image.fromarray(pixels.numpy()),), sample
-
-
 LossFn = Callable[[torch.Tensor | Tensors, MicroBatch], torch.Tensor]
 # (stage, what it sends on of a micro-batch)
 Watch = Callable[[int, Tensors], None]
@@ -231,13 +210,37 @@ def run_chain(
         chain.append(
             StagePasses(model, computes_grad=is_trained, sends_grad=sends, saving=nullcontext)
         )
-    losses = [
-        _forward(chain, index, batch, loss_fn, watch) for index, batch in enumerate(micro_batches)
-    ]
-    if torch.is_grad_enabled():
-        for index in range(len(micro_batches)):
-            _backward(chain, index, splits_backward)
+    losses = []
+    for index, batch in enumerate(micro_batches):
+        tensors: Tensors = (batch["input_ids"],)
+        for number, passes in enumerate(chain):
+            stage = passes.model
+            own = batch if stage.stage == 0 else drop_pixels(batch)
+            loss_of = (lambda output, own=own: loss_fn(output, own)) if stage.is_last else None
+            _check(tensors, batch_input(stage, own))
+            made = passes.forward(index, tensors, model_inputs(own), loss_of=loss_of)
+            if not stage.is_last:
+                _check(made, batch_output(stage, own))
+                if watch is not None:
+                    watch(number, made)
+            # a network copies; here a view of one stage's output is not to be another's input
+            tensors = tuple(value.detach().clone() for value in made)
+        losses.append(tensors[0])
+    for index in range(len(micro_batches) if torch.is_grad_enabled() else 0):
+        grads: Tensors | None = None
+        for passes in reversed([passes for passes in chain if passes.computes_grad]):
+            kind = Kind.INPUT_GRAD if splits_backward and passes.sends_grad else Kind.BACKWARD
+            grads = passes.backward(index, kind, grads)
+        for passes in chain if splits_backward else ():
+            if passes.sends_grad:
+                passes.backward(index, Kind.WEIGHT_GRAD, None)
     return losses
+
+
+def _check(found: Tensors, metas: Sequence[torch.Tensor]) -> None:
+    crossed = [(tuple(tensor.shape), tensor.dtype) for tensor in found]
+    declared = [(tuple(meta.shape), meta.dtype) for meta in metas]
+    assert crossed == declared, f"{crossed} crossed a border, {declared} was declared"
 
 
 def with_facts(
@@ -253,45 +256,3 @@ def with_facts(
 def drop_pixels(micro_batch: MicroBatch) -> MicroBatch:
     """The micro-batch as a later stage gets it."""
     return {name: value for name, value in micro_batch.items() if not name.startswith("pixel")}
-
-
-def _forward(
-    chain: Sequence[StagePasses],
-    index: int,
-    batch: MicroBatch,
-    loss_fn: LossFn,
-    watch: Watch | None,
-) -> torch.Tensor:
-    tensors: Tensors = (batch["input_ids"],)
-    for number, passes in enumerate(chain):
-        own = batch if passes.model.stage == 0 else drop_pixels(batch)
-        is_last = passes.model.is_last
-        loss_of = (lambda output, own=own: loss_fn(output, own)) if is_last else None
-        _check(tensors, batch_input(passes.model, own))
-        made = passes.forward(index, tensors, model_inputs(own), loss_of=loss_of)
-        if not is_last:
-            _check(made, batch_output(passes.model, own))
-            if watch is not None:
-                watch(number, made)
-        # a network copies; here a view of one stage's output is not to be another's input
-        tensors = tuple(value.detach().clone() for value in made)
-    return tensors[0]
-
-
-def _backward(chain: Sequence[StagePasses], index: int, splits_backward: bool) -> None:
-    grads: Tensors | None = None
-    for passes in reversed(chain):
-        if not passes.computes_grad:
-            break
-        kind = Kind.INPUT_GRAD if splits_backward and passes.sends_grad else Kind.BACKWARD
-        grads = passes.backward(index, kind, grads)
-    if splits_backward:
-        for passes in chain:
-            if passes.sends_grad:
-                passes.backward(index, Kind.WEIGHT_GRAD, None)
-
-
-def _check(came: Tensors, metas: Sequence[torch.Tensor]) -> None:
-    found = [(tuple(tensor.shape), tensor.dtype) for tensor in came]
-    declared = [(tuple(meta.shape), meta.dtype) for meta in metas]
-    assert found == declared, f"{found} crossed a border, {declared} was declared"

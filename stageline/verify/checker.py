@@ -1,17 +1,17 @@
 """Compares the stages of all ranks with the whole model on rank 0: `stageline check`.
 
-Every rank runs the same methods in the same order; rank 0 alone judges and reports.
+Every rank runs the same methods in the same order; only rank 0 judges and reports.
 """
 
 import functools
 import math
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from stageline.checkpoint.layout import Ranks
@@ -20,37 +20,26 @@ from stageline.distributed.process_group import DistributedContext
 from stageline.errors import spelled
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import Schedule
-from stageline.pipeline.stage_passes import model_inputs
-from stageline.verify.batches import (
-    MicroBatch,
-    add_padding,
-    change_first_token,
-    change_images,
-    has_pixels,
-)
-from stageline.verify.compare import (
-    Comparison,
-    Expected,
-    Report,
-    StageTensors,
-    compare_named,
-    numbers_agree,
-)
+from stageline.pipeline.stage_passes import MicroBatch, model_inputs
+from stageline.training.loss_part import logits_of
+from stageline.training.optimizers import optimizer_groups
+from stageline.training.step import TrainStep
+from stageline.verify.batches import add_padding, change_first_token, change_images, has_pixels
+from stageline.verify.compare import Comparison, Expected, Report, StageTensors, compare_named
 from stageline.verify.names import check_filled_stages
-from stageline.verify.reference import (
-    Split,
-    WholeModelRun,
-    border_name,
-    layers_behind_borders,
-    on_hidden_states,
-)
-from stageline.verify.setup import (
+from stageline.verify.whole_model import (
+    EPS,
+    LEARNING_RATE,
+    WEIGHT_DECAY,
     Build,
     ModelSource,
     Preparation,
     ReferenceKind,
     WholeModel,
+    WholeModelRun,
+    layers_behind_borders,
     load_whole,
+    on_hidden_states,
     prepare,
     start_lora,
 )
@@ -59,35 +48,80 @@ TIED_TOLERANCE = 1e-6
 PADDING_TOLERANCE = 1e-5  # other shapes, so sums in another order
 
 
-@dataclass(frozen=True)
-class StageFacts:
-    """What a stage holds: names of its parameters and of the trained ones, number of its layers."""
+class Split:
+    """This rank's stages, trained as `train_pp.py` trains them; all ranks call a method together.
 
-    stage: int
-    names: tuple[str, ...]
-    trained: tuple[str, ...]
-    layers: int
-
-    @classmethod
-    def of(cls, model: Any) -> "StageFacts":
-        named = dict(model.named_parameters())
-        trained = tuple(name for name, parameter in named.items() if parameter.requires_grad)
-        return cls(model.stage, tuple(named), trained, model.partition[model.stage])
-
-
-@dataclass
-class StepsFound:
-    """What comparing optimizer steps found, on rank 0.
-
-    Attributes:
-        losses, norms: (ours, the whole model's) of each step.
-        seen: (stage, name) of parameters that had a gradient in some step.
+    Args:
+        runner: holds the stages.
+        loss_fn: a loss_fn part.
     """
 
-    losses: list[tuple[float, float]] = field(default_factory=list)
-    norms: list[tuple[float, float]] = field(default_factory=list)
-    gradients: Comparison = field(default_factory=Comparison)
-    seen: set[tuple[int, str]] = field(default_factory=set)
+    def __init__(self, runner: PipelineRunner, *, loss_fn: Callable[..., torch.Tensor]) -> None:
+        self.runner, self.group = runner, runner.group
+        self.models: list[Any] = list(runner.local)
+        self.loss_fn = loss_fn
+
+        def make_optimizer(parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer | None:
+            groups = optimizer_groups(parameters, weight_decay=WEIGHT_DECAY)
+            return torch.optim.AdamW(groups, lr=LEARNING_RATE, eps=EPS) if groups else None
+
+        self.train_step = TrainStep(
+            runner,
+            make_optimizer=make_optimizer,
+            loss_fn=loss_fn,
+            learning_rate=lambda step: LEARNING_RATE,
+        )
+
+    def loss(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """The loss of a batch, forward only; the same on all ranks."""
+        part, total = self.train_step.part, torch.zeros(())
+        counts = part.count(micro_batches)
+        totals = {name: torch.tensor(float(count)) for name, count in counts.items()}
+
+        def add(output: Any, batch: MicroBatch) -> None:
+            loss, _ = part(logits_of(output), batch, totals=totals, step=0)
+            total.add_(loss.float())
+
+        self.runner.evaluate(micro_batches, on_output=add)
+        dist.all_reduce(total, group=self.group)
+        return total.item()
+
+    def borders(self, batch: MicroBatch) -> StageTensors:
+        """The hidden states that each stage with layers sends on, as (stage, name, value)."""
+        sent: list[tuple[int, str, torch.Tensor]] = []
+
+        def keep(model: Any, _: Any, output: Any) -> None:
+            value = output[0] if isinstance(output, tuple) else output
+            sent.append((model.stage, border_name(model.stage), value))
+
+        senders = [model for model in self.models if model.layers and not model.is_last]
+        hooks = [model.register_forward_hook(keep) for model in senders]
+        self.loss([batch])
+        for hook in hooks:
+            hook.remove()
+        return sent
+
+    def parameters(self) -> list[tuple[int, str, nn.Parameter]]:
+        """(stage, name, parameter)."""
+        return [
+            (model.stage, name, parameter)
+            for model in self.models
+            for name, parameter in model.named_parameters()
+        ]
+
+    def gradients(self) -> StageTensors:
+        """Of every trained parameter; clipped, after a step."""
+        updated = self.train_step.weights.parameters
+        return [
+            (stage, name, updated[name].grad)
+            for stage, name, parameter in self.parameters()
+            if parameter.requires_grad
+        ]
+
+
+def border_name(stage: int) -> str:
+    """Name the hidden states between a stage and the next one."""
+    return f"stage {stage} -> {stage + 1}"
 
 
 class SplitCheck:
@@ -110,43 +144,39 @@ class SplitCheck:
         tolerance: float | None,
         report: Report,
     ) -> None:
-        self.split, self.group = split, split.group
-        self.ranks = Ranks.of(split.group)
-        self.whole, self.preparation = whole, preparation
-        self.batches, self.report = batches, report
-        own = [StageFacts.of(model) for model in split.models]
-        facts = [fact for some in self.ranks.gather(own) for fact in some]
-        self.facts = sorted(facts, key=lambda fact: fact.stage)
-        held = [name for fact in self.facts for name in fact.names]
+        self.split, self.preparation = split, preparation
+        self.ranks, self.batches, self.report = Ranks.of(split.group), batches, report
+        told = [
+            (
+                model.stage,
+                model.partition[model.stage],
+                [(name, parameter.requires_grad) for name, parameter in model.named_parameters()],
+            )
+            for model in split.models
+        ]
+        stages = sorted(one for some in self.ranks.gather(told) for one in some)
+        held = [name for _, _, named in stages for name, _ in named]
+        self.trained = [
+            (stage, name) for stage, _, named in stages for name, is_trained in named if is_trained
+        ]
         if tolerance is None:
             tolerance = TIED_TOLERANCE if len(held) > len(set(held)) else 0.0
         self.tolerance = tolerance
+        # a sum depends on its order; transformers' own model has its own
+        order = None if preparation.is_library else held
         self.reference: WholeModelRun | None = None
         if whole is not None:
-            self.reference = WholeModelRun(
-                whole.model,
-                forward=whole.forward,
-                loss_fn=split.loss_fn,
-                # a sum depends on its order; the library's own model has its own
-                order=None if preparation.is_library else held,
-            )
-        self._describe()
-
-    def _describe(self) -> None:
-        """Writes down what is compared with what."""
-        schedule, made = self.split.runner.schedule, self.batches(0)
-        layers = [fact.layers for fact in self.facts]
-        lengths = ", ".join("x".join(map(str, batch["input_ids"].shape)) for batch in made)
-        compared = type(self.whole.model).__name__ if self.whole is not None else ""
-        origin = "on one stage"
-        if self.preparation.is_library:
-            origin = "of transformers, in plain PyTorch"
-        self.report.facts |= {
-            "model": f"{self.preparation.config.model_type}, {sum(layers)} layers",
-            "split": f"{schedule.num_stages} stages of {', '.join(map(str, layers))} layers on "
+            self.reference = WholeModelRun(whole, loss_fn=split.loss_fn, order=order)
+        schedule, all_layers = split.runner.schedule, [layers for _, layers, _ in stages]
+        made = batches(0)
+        shapes = ", ".join("x".join(map(str, batch["input_ids"].shape)) for batch in made)
+        origin = "of transformers, in plain PyTorch" if preparation.is_library else "on one stage"
+        report.facts |= {
+            "model": f"{preparation.config.model_type}, {sum(all_layers)} layers",
+            "split": f"{schedule.num_stages} stages of {', '.join(map(str, all_layers))} layers on "
             f"{schedule.num_ranks} processes, {schedule.name}",
-            "compared with": f"{compared} {origin}",
-            "micro-batches": f"{len(made)} of {lengths} tokens",
+            "compared with": f"{type(whole.model).__name__ if whole else ''} {origin}",
+            "micro-batches": f"{len(made)} of {shapes} tokens",
         }
 
     def run(self, *, steps: int) -> None:
@@ -157,56 +187,50 @@ class SplitCheck:
         self._settle_mode()
         self._check_steps(steps)
 
+    @torch.no_grad()
     def _check_borders(self) -> None:
-        """Says at which stage a difference begins."""
-        if not self.preparation.is_library or len(self.facts) == 1:
+        """Says at which stage a difference begins; some models do not name their layers."""
+        if not self.preparation.is_library or self.split.runner.schedule.num_stages == 1:
             return
         batch = self.batches(0)[0]
         own = self.split.borders(batch)
-        expected = None if self.whole is None else self._hidden_states(self.whole.model, batch)
-        if self._first(expected is None):
-            return  # a model that does not give them
-        self._add("hidden states between stages", self._compare(own, expected))
-
-    @torch.no_grad()
-    def _hidden_states(self, model: nn.Module, batch: MicroBatch) -> dict[str, torch.Tensor] | None:
-        layers = layers_behind_borders(model, self.split.models[0])
-        if layers is None:
-            return None
         states: dict[str, torch.Tensor] = {}
-        # what the first layer behind a border gets: some models add to what the last one gives
-        hooks = [
-            on_hidden_states(layer, functools.partial(states.__setitem__, border_name(stage)))
-            for stage, layer in layers.items()
-        ]
-        was_training = model.training
-        model.eval()
-        model(**model_inputs(batch), use_cache=False)
-        model.train(was_training)
-        for hook in hooks:
-            hook.remove()
-        return states
+        model = None if self.reference is None else self.reference.model
+        layers = None if model is None else layers_behind_borders(model, self.split.models[0])
+        if model is not None and layers is not None:
+            # what the first layer behind a border gets: some models add to the output of the last
+            hooks = [
+                on_hidden_states(layer, functools.partial(states.__setitem__, border_name(stage)))
+                for stage, layer in layers.items()
+            ]
+            was_training = model.training
+            model.eval()
+            model(**model_inputs(batch), use_cache=False)
+            model.train(was_training)
+            for hook in hooks:
+                hook.remove()
+        if self._first(layers is not None):
+            found = self._compare(own, None if model is None else states)
+            self._add("hidden states between stages", found)
 
     def _check_inputs(self) -> None:
-        """What a stage gets must reach the loss; padding must not."""
+        """Every input of a stage must reach the loss; padding must not."""
         batches, config = self.batches(0), self.preparation.config
         loss = self.split.loss(batches)
-        other = self.split.loss(change_first_token(batches, config))
-        self._add_change("first token changes the loss", loss, other)
+        changes = {"first token": change_first_token(batches, config)}
         if self._first(has_pixels(batches)):
-            other = self.split.loss(change_images(batches))
-            self._add_change("image changes the loss", loss, other)
-        elif getattr(config, "vision_config", None) is not None:
-            missing = "there is no image: it takes a `dataset` or a processor"
+            changes["image"] = change_images(batches)
+        for name, changed in changes.items():
+            other = self.split.loss(changed)
+            differs = loss != other and math.isfinite(loss) and math.isfinite(other)
+            self._row(f"{name} changes the loss", differs, f"{loss:.6f} -> {other:.6f}")
+        if "image" not in changes and getattr(config, "vision_config", None) is not None:
+            missing = "there is no image: add a `dataset` with images"
             self._row("image changes the loss", None, spelled(missing))
         if all("attention_mask" in batch for batch in batches):
             apart = abs(loss - self.split.loss(add_padding(batches)))
             fits = apart <= PADDING_TOLERANCE * (1 + abs(loss))
             self._row("padding changes nothing", fits, f"{apart:.1e} apart")
-
-    def _add_change(self, name: str, loss: float, other: float) -> None:
-        changed = loss != other and math.isfinite(loss) and math.isfinite(other)
-        self._row(name, changed, f"{loss:.6f} -> {other:.6f}")
 
     def _settle_mode(self) -> None:
         """Where something random acts in training (dropout), both sides are checked without it."""
@@ -224,39 +248,53 @@ class SplitCheck:
             )
 
     def _check_steps(self, count: int) -> None:
-        steps = self._compare_steps(range(count))
+        """Trains both, and compares losses, norms, gradients and, at the end, weights."""
+        found = Comparison()
+        losses: list[tuple[float, float]] = []  # (ours, the whole model's) of each step
+        norms: list[tuple[float, float]] = []
+        seen: set[tuple[int, str]] = set()  # (stage, name) with a gradient in some step
+        step, reference = self.split.train_step, self.reference
+        for number in range(count):
+            batches, loss, norm, limit, expected = self.batches(number), 0.0, 0.0, 0.0, None
+            if reference is not None:
+                # to half of the norm of the first step: clipping must act
+                known = None if number == 0 else step.max_grad_norm
+                loss, norm, limit = reference.step(batches, max_norm=known)
+                expected = reference.gradients()
+            step.max_grad_norm = self._first(limit)
+            result = step(batches, step=0)
+            own = self.split.gradients()
+            self._compare(own, expected, found=found, when=f"step {number + 1}: ")
+            have = [(stage, name) for stage, name, grad in own if grad is not None]
+            seen.update(pair for pairs in self.ranks.gather(have) for pair in pairs)
+            losses.append((result.loss, loss))
+            norms.append((result.grad_norm, norm))
         weights = self._compare_weights()
-        if self.reference is None:
+        if reference is None:
             return
-        self._add_numbers(f"loss of {count} steps", steps.losses)
-        self._add_numbers(f"clip norm of {count} steps", steps.norms)
-        self._add(f"gradients of {count} steps", steps.gradients)
-        self._add_missing_gradients(steps)
+        self._add_numbers(f"loss of {count} steps", losses)
+        self._add_numbers(f"clip norm of {count} steps", norms)
+        self._add(f"gradients of {count} steps", found)
+        missing = [pair for pair in self.trained if pair not in seen]
+        figure = f"{len(self.trained) - len(missing)} of {len(self.trained)}"
+        if self.preparation.is_library:
+            had = {name for name, grad in reference.gradients().items() if grad is not None}
+            unused = [name for _, name in missing if name not in had]
+            missing = [(stage, name) for stage, name in missing if name in had]
+            if unused:
+                self.report.notes.append(
+                    f"{len(unused)} trained parameters get no gradient, neither here nor in "
+                    f"transformers' model: {', '.join(unused[:4])}{' ...' if unused[4:] else ''}"
+                )
+        details = [f"{name} (stage {stage}) has none in any step" for stage, name in missing]
+        self._row("trained ones have a gradient", not missing, figure, details)
         self._add(f"weights after {count} steps", weights)
 
-    def _compare_steps(self, numbers: Sequence[int]) -> StepsFound:
-        steps = StepsFound()
-        for number in numbers:
-            batches = self.batches(number)
-            loss = norm = 0.0
-            limit: float | None = 0.0
-            if self.reference is not None:
-                # to half of the norm of the first step: clipping must act
-                limit = None if number == 0 else self.split.train_step.max_grad_norm
-                loss, norm, limit = self.reference.step(batches, max_norm=limit)
-            result = self.split.step(batches, max_norm=self._first(limit))
-            expected = None if self.reference is None else self.reference.gradients()
-            own = self.split.gradients()
-            self._compare(own, expected, found=steps.gradients, when=f"step {number + 1}: ")
-            have = [(stage, name) for stage, name, grad in own if grad is not None]
-            steps.seen.update(pair for pairs in self.ranks.gather(have) for pair in pairs)
-            steps.losses.append((result.loss, loss))
-            steps.norms.append((result.grad_norm, norm))
-        return steps
-
     def _compare_weights(self) -> Comparison:
-        expected = None if self.reference is None else self.reference.weights()
-        return self._compare(self.split.weights(), expected)
+        expected = None
+        if self.reference is not None:
+            expected = dict(self.reference.model.named_parameters())
+        return self._compare(self.split.parameters(), expected)
 
     def _compare(
         self,
@@ -267,29 +305,9 @@ class SplitCheck:
         when: str = "",
     ) -> Comparison:
         found = Comparison() if found is None else found
-        compare_named(found, own, expected, tolerance=self.tolerance, group=self.group, when=when)
+        tolerance, group = self.tolerance, self.split.group
+        compare_named(found, own, expected, tolerance=tolerance, group=group, when=when)
         return found
-
-    def _add_missing_gradients(self, steps: StepsFound) -> None:
-        trained = [(fact.stage, name) for fact in self.facts for name in fact.trained]
-        missing = [pair for pair in trained if pair not in steps.seen]
-        num_seen = len(trained) - len(missing)
-        if self.preparation.is_library:
-            assert self.reference is not None  # the caller looked
-            had = {name for name, grad in self.reference.gradients().items() if grad is not None}
-            unused = [name for _, name in missing if name not in had]
-            missing = [(stage, name) for stage, name in missing if name in had]
-            if unused:
-                self.report.notes.append(
-                    f"{len(unused)} trained parameters get no gradient, neither here nor in the "
-                    f"library's model: {', '.join(unused[:4])}{' ...' if unused[4:] else ''}"
-                )
-        self._row(
-            "trained ones have a gradient",
-            not missing,
-            f"{num_seen} of {len(trained)}",
-            [f"{name} (stage {stage}) has none in any step" for stage, name in missing],
-        )
 
     def _first(self, value: Any) -> Any:
         """The value that rank 0 has, on all ranks."""
@@ -309,7 +327,7 @@ class SplitCheck:
         wrong = [
             f"step {step}: {ours!r} instead of {theirs!r}"
             for step, (ours, theirs) in enumerate(pairs, start=1)
-            if not numbers_agree(ours, theirs, tolerance=self.tolerance)
+            if not abs(ours - theirs) <= self.tolerance * (1 + abs(theirs))  # NaN is wrong
         ]
         values = ", ".join(f"{ours:.6f}" for ours, _ in pairs[:3])
         how = "equal to the bit" if apart == 0 else f"{apart:.1e} apart"
@@ -322,7 +340,7 @@ def check_split(
     schedule: Schedule,
     source: ModelSource,
     build: Build,
-    make_batches: Callable[[Preparation], Callable[[int], list[MicroBatch]]],
+    make_batches: Callable[[Preparation, WholeModel | None], Callable[[int], list[MicroBatch]]],
     loss_fn: Callable[..., Any],
     steps: int,
     tolerance: float | None,
@@ -337,7 +355,8 @@ def check_split(
     Args:
         source: paths of config, weights and processor.
         build: (stage=, num_stages=, source=) -> a stage model, as training builds it.
-        make_batches: what was prepared -> (number of a step -> its micro-batches).
+        make_batches: (preparation, on rank 0 the whole model) -> (number of a step -> its
+            micro-batches).
         tolerance: None: 0, or 1e-6 where stages share a weight.
         layers: the model is cut to so many; None: the whole model.
 
@@ -355,46 +374,30 @@ def check_split(
         preparation = ranks.on_first(lambda: make(**options))
         assert preparation is not None  # rank 0 made one
         report.notes += preparation.notes
-        stages, with_whole = schedule.stages_of(context.pp_rank), ranks.rank == 0
-        loaded, problem = _load(
-            preparation, stages, schedule.num_stages, with_whole=with_whole, **options
-        )
+        whole, models, problem = None, [], ""
+        try:
+            if ranks.rank == 0:
+                whole = load_whole(preparation, **options)
+            for stage in schedule.stages_of(context.pp_rank):
+                told = {"num_stages": schedule.num_stages, "source": preparation.source}
+                models.append(build(stage=stage, **told))
+                start_lora(models[-1], seed=seed)
+        except CheckpointMismatch as error:
+            problem = str(error)
         problems = dict.fromkeys(text for text in ranks.gather(problem) if text)
         if problems:
             report.add("checkpoint fits the model", False, "it does not load", list(problems))
         else:
-            whole, models = loaded
             runner = PipelineRunner(
                 models, device=context.device, group=context.pp_group, schedule=schedule
             )
             check_filled_stages(models, ranks=ranks, checkpoint=preparation.source.model_path)
-            split, batches = Split(runner, loss_fn=loss_fn), make_batches(preparation)
-            check = SplitCheck(
-                split, whole, preparation, batches=batches, tolerance=tolerance, report=report
-            )
-            check.run(steps=steps)
+            SplitCheck(
+                Split(runner, loss_fn=loss_fn),
+                whole,
+                preparation,
+                batches=make_batches(preparation, whole),
+                tolerance=tolerance,
+                report=report,
+            ).run(steps=steps)
         return ranks.gather(report.passed)[0]  # all wait here before the folder is removed
-
-
-def _load(
-    preparation: Preparation,
-    stages: Sequence[int],
-    num_stages: int,
-    *,
-    build: Build,
-    with_whole: bool,
-    seed: int,
-    **options: Any,
-) -> tuple[Any, str]:
-    """(the whole model or None, this rank's stages), or why the checkpoint does not fit."""
-    try:
-        whole = None
-        if with_whole:
-            whole = load_whole(preparation, build=build, seed=seed, **options)
-        source = preparation.source
-        models = [build(stage=stage, num_stages=num_stages, source=source) for stage in stages]
-    except CheckpointMismatch as error:
-        return None, str(error)
-    for model in models:
-        start_lora(model, seed=seed)
-    return (whole, models), ""

@@ -1,11 +1,10 @@
 """Checks of a split on a scaled-down copy of its model: training, packed rows, decoding.
 
-A run that starts builds a copy with the user's own multipliers, flags and kinds of layers
-(`stageline/shrink.py`) and random weights, and compares its stages with the whole copy. What was
-checked is on record in one small file for each copy. The file's name is a hash of everything the
-checks depend on: the scaled-down configuration, the layers of each stage, the `train_model` part
-and its options, the versions of torch and transformers, and the code that splits and decodes.
-A check that is on record builds nothing.
+A copy has the user's own multipliers, flags and kinds of layers (`stageline/shrink.py`) and random
+weights; its stages are compared with the whole copy. Each copy has one small record of what was
+checked, named by a hash of everything the checks depend on: the scaled-down configuration, the
+layers of each stage, the `train_model` part and its options, the versions of torch and
+transformers, and the code that splits and decodes. A check that is on record builds nothing.
 """
 
 import contextlib
@@ -13,8 +12,9 @@ import hashlib
 import importlib.metadata
 import inspect
 import json
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from transformers import PretrainedConfig
 from stageline import progress
 from stageline.cache_trial import randomise
 from stageline.checkpoint.layout import Ranks
+from stageline.checkpoint.load import quiet
 from stageline.errors import UserError
 from stageline.model_folder import attention_options, called_alike, find_folder, load_config
 from stageline.pipeline.topology import stage_layers
@@ -33,16 +34,15 @@ from stageline.shrink import layer_period, shrink_config
 from stageline.stages.discover import VERSIONS, cache_folder, keep_record
 from stageline.stages.packing import check_packing
 from stageline.verify.batches import ordinary_ids
-from stageline.verify.setup import copies, library_class
+from stageline.verify.whole_model import library_class, save_config
 
 VerifyMode = Literal["auto", "always", "never"]
 # what a split is made of: files of the package
 CODE = (
     *("stages/*.py", "verify/*.py", "modules/pass_through.py", "inference/decoding/*.py"),
-    *("shrink.py", "family_configs.py", "cache_trial.py"),
+    *("shrink.py", "cache_trial.py"),
 )
 MOST_STAGES = 4  # of a copy
-MOST_WEIGHTS = 20_000_000  # of a copy; a user's own configuration may not have become small
 PACKED = 19  # tokens of a sample: above each window of a copy, no multiple of one
 
 
@@ -115,7 +115,20 @@ class ScaledCopy:
         return model
 
     def facts(self, small: PretrainedConfig, partition: Sequence[int]) -> dict[str, Any]:
-        """All that a check depends on, as JSON has it."""
+        """All that a check depends on, as JSON has it; code by its hash, the part's too."""
+        package, owner = Path(__file__).resolve().parents[1], getattr(self.part, "__self__", None)
+        files = {file for pattern in CODE for file in package.glob(pattern)}
+        if self.trust_remote_code and self.config_path:
+            files |= set(find_folder(self.config_path).glob("*.py"))
+        one: Any
+        for one in (self.part, *(owner.__mro__ if isinstance(owner, type) else ())):
+            with contextlib.suppress(TypeError):  # it has no file
+                home = Path(inspect.getsourcefile(inspect.unwrap(one)) or "")
+                if home.is_file() and "site-packages" not in home.parts:
+                    files.add(home)
+        code = hashlib.sha256()
+        for file in sorted(files):
+            code.update(file.name.encode() + b"\0" + file.read_bytes())
         told = small.to_dict()
         for name in ("_name_or_path", "transformers_version"):
             told.pop(name, None)
@@ -126,26 +139,53 @@ class ScaledCopy:
             "part": self.name,
             "options": {name: str(value) for name, value in sorted(self.options.items())},
             "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
-            "code": self._hash_of_code(),
+            "code": code.hexdigest(),
         }
 
-    def _hash_of_code(self) -> str:
-        """Of the code that splits and is split: of engine, part and model folder."""
-        package = Path(__file__).resolve().parents[1]
-        files = {file for pattern in CODE for file in package.glob(pattern)}
-        if self.trust_remote_code and self.config_path:
-            files |= set(find_folder(self.config_path).glob("*.py"))
-        owner = getattr(self.part, "__self__", None)
-        one: Any
-        for one in (self.part, *(owner.__mro__ if isinstance(owner, type) else ())):
-            with contextlib.suppress(TypeError):  # it has no file
-                home = Path(inspect.getsourcefile(inspect.unwrap(one)) or "")
-                if home.is_file() and "site-packages" not in home.parts:
-                    files.add(home)
-        found = hashlib.sha256()
-        for file in sorted(files):
-            found.update(file.name.encode() + b"\0" + file.read_bytes())
-        return found.hexdigest()
+    @contextlib.contextmanager
+    def stages(
+        self,
+        small: PretrainedConfig,
+        partition: Sequence[int] | None = None,
+        vision_stages: int = 0,
+    ) -> Iterator[Callable[..., Any]]:
+        """While open: (stage, number of stages, dtype) -> a stage of the copy, on the CPU."""
+        with quiet(), tempfile.TemporaryDirectory() as name, torch.random.fork_rng(devices=[]):
+            save_config(small, str(self.config_path), Path(name))
+
+            def build(stage: int, count: int, dtype: torch.dtype, **changes: Any) -> nn.Module:
+                is_whole, options = count == 1, dict(self.options)
+                if vision_stages and not is_whole:
+                    options["vision_stages"] = vision_stages
+                options |= {
+                    "config_path": name,
+                    "processor_path": None,
+                    "checkpoint_path": None,
+                    "stage": stage,
+                    "num_stages": count,
+                    "partition": None if is_whole else partition,
+                    "dtype": dtype,
+                    "device": "cpu",
+                    "is_piece": True,
+                    "trust_remote_code": self.trust_remote_code,
+                }
+                return self.part(**{**options, **changes})[0]
+
+            yield build
+
+
+@torch.no_grad()
+def copy_weights(whole: nn.Module, stages: Sequence[Any]) -> None:
+    """Gives stages the weights of the whole model, by name."""
+    values: dict[str, torch.Tensor] = dict(whole.named_parameters(remove_duplicate=False))
+    values |= dict(whole.named_buffers(remove_duplicate=False))
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            parameter.copy_(values[name])
+            parameter.requires_grad_(parameter.is_floating_point())
+        for name, buffer in stage.named_buffers():
+            if name in values and values[name].shape == buffer.shape:
+                buffer.copy_(values[name])
 
 
 def options_of_copy(kwargs: Mapping[str, Any], attention: str | None) -> dict[str, Any]:
@@ -184,17 +224,6 @@ def shown(small: PretrainedConfig, partition: Sequence[int]) -> str:
     return f"{small.model_type}, scaled down to {layers}"
 
 
-def refuse_large(build: Callable[..., Any]) -> None:
-    """Raises RuntimeError where a part builds no copy, or one that is not small."""
-    try:
-        outline = build(0, 1, torch.float32, device="meta")
-    except Exception as error:
-        raise RuntimeError(f"the part builds no scaled-down model: {error}") from error
-    count = sum(parameter.numel() for parameter in outline.parameters())
-    if count > MOST_WEIGHTS:
-        raise RuntimeError(f"its scaled-down copy has {count} weights still")
-
-
 # (copy, its configuration, its partition) -> (a sentence for the log, numbers for the record)
 Check = Callable[[ScaledCopy, PretrainedConfig, list[int]], tuple[str, dict[str, Any]]]
 
@@ -212,7 +241,7 @@ def packed_rows(rows: int) -> Check:
     def check(
         copy: ScaledCopy, small: PretrainedConfig, partition: list[int]
     ) -> tuple[str, dict[str, Any]]:
-        with copies(copy, small) as build:
+        with copy.stages(small) as build:
             whole = build(0, 1, torch.float32)
         randomise(whole)
         ids = ordinary_ids(small)
@@ -234,57 +263,49 @@ def verify(
     ranks: Ranks,
     say: Callable[[str], None],
 ) -> None:
-    """Run the checks of a split that are not on record yet; all ranks call this.
+    """Run the checks of a split that are not on record yet, on rank 0; all ranks call this.
 
     Args:
-        checks: what is checked, in words, which are its name on record -> the check.
-        mode: auto: what is not on record; always: all of them.
+        checks: the words for a check, which are its name on record -> the check.
+        mode: auto: those that are not on record; always: all of them.
         say: prints a line, on the first rank.
 
     Raises:
         UserError: the stages compute something else than the whole model.
     """
-    ranks.on_first(lambda: _verify(copy, checks, mode, say))
 
-
-def _verify(
-    copy: ScaledCopy, checks: Mapping[str, Check], mode: str, say: Callable[[str], None]
-) -> None:
     def note(what: str, error: Exception) -> None:
         text = " ".join(str(error).split())
         say(f"note: {what} not compared with the whole model on a scaled-down copy: {text[:400]}")
 
-    try:
-        small, partition = copy.scaled_down()
-        facts = copy.facts(small, partition)
-    except Exception as error:
-        # what is wrong with the model's folder is reported where it is read
-        if copy.config_path and Path(copy.config_path).exists():
-            note(" and ".join(checks), error)
-        return
-    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-    record = cache_folder() / "verified" / f"{key}.json"
-    known = _read(record)
-    for name, check in checks.items():
-        if mode == "auto" and name in known:
-            continue
-        started = time.perf_counter()
+    def run() -> None:
         try:
-            with progress.doing(f"check of {name}"):
-                told, known[name] = check(copy, small, partition)
-        except WrongSplit as error:
-            raise UserError(str(error)) from error
-        except Exception as error:  # a copy that cannot be built, run, saved or read again
-            note(name, error)
-            continue
-        keep_record(record, {"copy": shown(small, partition), "facts": facts, "checks": known})
-        if told:
-            say(f"{told}: {time.perf_counter() - started:.1f} s, recorded")
+            small, partition = copy.scaled_down()
+            facts = copy.facts(small, partition)
+        except Exception as error:
+            # a mistake in the model's folder is reported where it is read
+            if copy.config_path and Path(copy.config_path).exists():
+                note(" and ".join(checks), error)
+            return
+        key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+        record = cache_folder() / "verified" / f"{key}.json"
+        known: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            known |= json.loads(record.read_bytes())["checks"]
+        for name, check in checks.items():
+            if mode == "auto" and name in known:
+                continue
+            started = time.perf_counter()
+            try:
+                with progress.doing(f"check of {name}"):
+                    told, known[name] = check(copy, small, partition)
+            except WrongSplit as error:
+                raise UserError(str(error)) from error
+            except Exception as error:  # a copy that cannot be built, run, saved or read again
+                note(name, error)
+                continue
+            keep_record(record, {"copy": shown(small, partition), "facts": facts, "checks": known})
+            if told:
+                say(f"{told}: {time.perf_counter() - started:.1f} s, recorded")
 
-
-def _read(record: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(record.read_bytes())["checks"]
-        return found
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    ranks.on_first(run)

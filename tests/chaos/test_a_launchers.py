@@ -29,7 +29,6 @@ def job(tmp_path_factory):
     [
         pytest.param("sigkill", "killed by signal 9 (SIGKILL; the system may", id="a06_sigkill"),
         pytest.param("sigsegv", "killed by signal 11 (SIGSEGV; threads: ", id="a07_sigsegv"),
-        pytest.param("exit,value=3", "ended with exit status 3 in the middle", id="a08_exit_3"),
         pytest.param("exit,value=0", "ended with exit status 0 in the middle", id="a09_exit_0"),
     ],
 )

@@ -54,7 +54,7 @@ def assert_kept(job: Job, name: str, steps: int) -> None:
     ("at", "rank"),
     [
         pytest.param("forward", 1, id="a01_last_stage"),
-        *(pytest.param("forward", 0, id=f"a02_first_stage_{i}") for i in range(3)),
+        pytest.param("forward", 0, id="a02_first_stage"),
         pytest.param("backward", 1, id="a04_backward"),
         pytest.param("loss", 1, id="a05_loss"),
         pytest.param("log", 0, id="a18_log"),
@@ -89,17 +89,15 @@ def test_a09_an_early_sys_exit_is_an_error(job, name):
     assert_kept(job, name, 2)
 
 
-@pytest.mark.parametrize("turn", range(3))
-def test_a14_slow_cleanup_does_not_hide_the_rank(job, name, turn, monkeypatch):
+def test_a14_slow_cleanup_does_not_hide_the_rank(job, name, monkeypatch):
     monkeypatch.setenv("FAULTS", json.dumps({"1": {"step": 3, "do": "clean_up_slowly"}}))
     done = job.fork(name, "--sync-save", "--import", PARTS, "--collate-fn", "faulty")
     assert_reported(done, "error[crash] rank=1 stage=1 step=", "KeyError: 'the cause'")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a15_a_fault_before_the_ranks_have_met(job, name, rank):
-    done = job.fork(name, "--sync-save", chaos=f"at=start,rank={rank},do=raise")
-    assert_reported(done, f"error[crash] rank={rank}: ", "a fault was asked for")
+def test_a15_a_fault_before_the_ranks_have_met(job, name):
+    done = job.fork(name, "--sync-save", chaos="at=start,rank=1,do=raise")
+    assert_reported(done, "error[crash] rank=1: ", "a fault was asked for")
     assert job.checkpoints(name) == []
 
 
@@ -115,15 +113,14 @@ def test_a17_of_two_faults_the_earlier_one_is_told(job, name, first, monkeypatch
     assert told(job, name)["rank"] == first
 
 
-@pytest.mark.parametrize("do", ["longer", "shorter", "ragged", "retyped", "other_tokens"])
+@pytest.mark.parametrize("do", ["longer", "ragged", "other_tokens"])
 def test_a20_other_micro_batches_on_a_rank_are_refused(job, name, do, monkeypatch):
     monkeypatch.setenv("FAULTS", json.dumps({"1": {"step": 2, "do": do}}))
     index = 2 if do == "ragged" else 0
     options = ("--import", PARTS, "--collate-fn", "faulty", "--micro-batch-size", 2)
     done = job.fork(name, "--sync-save", *options)
     assert_reported(done, "error[data] ", f"micro-batches {index} of one step", "on rank 0", code=3)
-    words = {"retyped": "int32", "other_tokens": "contents"}
-    assert words.get(do, "input_ids (2, ") in done.err
+    assert ("contents" if do == "other_tokens" else "input_ids (2, ") in done.err
     assert told(job, name)["step"] == 2
     assert_kept(job, name, 2)
     assert len(job.losses(name)) == 2  # nothing was computed on the wrong data

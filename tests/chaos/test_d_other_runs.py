@@ -1,16 +1,10 @@
 """Resuming from the checkpoint of a run that is not the same one, and from one that was cut off."""
 
-import json
-import os
-import random
 import shutil
-import signal
-import time
 
 import pytest
 from safetensors.torch import load_file, save
 
-from stageline.checkpoint.layout import verify
 from tests.helpers.small_run import Job
 
 RESUME = ("--resume", "auto")
@@ -124,29 +118,3 @@ def test_a_best_checkpoint_is_no_place_to_resume_from(job):
     shutil.rmtree(folder / "training_state")
     done = job.fork(name, "--total-steps", 4, "--resume", folder, ranks=1)
     assert done.code == 4 and "training_state" in done.err
-
-
-def test_c03_all_ranks_killed_at_any_moment(job):
-    """Five times, after a random delay: all checkpoints verify, and the run ends as undisturbed."""
-    draw = random.Random(5)
-    options = ("--total-steps", 40, "--save-steps", 2)
-    assert job.fork("undisturbed", *options).code == 0
-    for _ in range(5):
-        run = job.start_forked("killed", *options, *RESUME)
-        time.sleep(draw.uniform(0.7, 1.7))
-        for pid in run.pids.values():
-            os.kill(pid, signal.SIGKILL)
-        run.wait()
-        for name in job.checkpoints("killed"):
-            verify(job.folder / "killed" / "checkpoints" / name)
-    assert job.fork("killed", *options, *RESUME).code == 0
-    assert job.losses("killed") == job.losses("undisturbed")
-    manifests = [
-        json.loads((job.folder / name / "checkpoints/step-00000040/manifest.json").read_text())
-        for name in ("killed", "undisturbed")
-    ]
-    weights, expected = (
-        {file: facts for file, facts in manifest["files"].items() if "safetensors" in file}
-        for manifest in manifests
-    )
-    assert weights == expected

@@ -37,9 +37,9 @@ def last(job, name):
     return job.folder / name / "checkpoints" / f"step-{STEPS:08d}"
 
 
-@pytest.mark.parametrize("step", range(1, STEPS))
-def test_e01_e03_resumed_at_each_step(step, job, straight):
-    """Resumed after each step of a run in turn; epochs end at 4 and 8 (E3)."""
+@pytest.mark.parametrize("step", [1, 4, 7, STEPS - 1])
+def test_e01_e03_resumed_after_a_step(step, job, straight):
+    """Resumed after the first and last steps, within an epoch, and at its end (E3)."""
     name = f"from-{step}"
     done = job.fork(name, "--resume", straight / f"step-{step:08d}", "--save-steps", 6, ranks=1)
     assert done.code == 0, done.err
@@ -60,17 +60,14 @@ def test_e02_three_resumes_in_a_chain(job, straight):
 
 
 OPTIONS = {
-    "e04_data_workers": ("--num-workers", 2),
-    "e05_accumulation": ("--accumulate-steps", 2, "--batch-size", 4),
-    "e06_warm_up_and_decay": ("--warmup-steps", 5, "--weight-decay", 0.3, "--max-grad-norm", 0.5),
-    "e07_dropout": ("--llm-lora-num", 1, "--lora.dropout", 0.3),
+    "e04_data_workers_and_packing": ("--num-workers", 2, "--packing"),
+    "e05_e06_accumulation_and_warm_up": (
+        *("--accumulate-steps", 2, "--batch-size", 4, "--gradient-checkpointing"),
+        *("--warmup-steps", 5, "--weight-decay", 0.3, "--max-grad-norm", 0.5),
+    ),
+    "e07_lora_with_dropout": ("--llm-lora-num", 1, "--lora.dropout", 0.3),
     "e13_bf16_masters": ("--bf16",),
     "e13_fp16_scale": ("--fp16",),
-    "packed": ("--packing",),
-    "recomputed": ("--gradient-checkpointing",),
-    "frozen": ("--parts.lm_head.frozen",),
-    "lora": ("--llm-lora-num", 1),
-    "waits": ("--sync-save",),
     "muon": ("--optimizer", "muon"),
     "adafactor": ("--optimizer", "adafactor"),
     "adamw_8bit": ("--optimizer", "adamw_8bit"),
@@ -150,8 +147,8 @@ def test_e09_each_sample_once_in_the_same_order(job, monkeypatch):
 
 
 def test_e10_and_e11_stages_change_nothing(job, straight):
-    """The same run again and with 2 and 3 stages: equal to the bit."""
-    for name, ranks in (("again", 1), ("two", 2), ("three", 3)):
+    """The same run again and with 3 stages: equal to the bit."""
+    for name, ranks in (("again", 1), ("three", 3)):
         done = job.fork(name, ranks=ranks)
         assert done.code == 0, done.err
         assert job.losses(name) == job.losses("straight")
@@ -171,18 +168,8 @@ def test_d12_two_stages_then_four_then_one_and_back(job, straight):
             "moves", *resume, *options, ranks=ranks, chaos=KILL.format(step), waits=True
         )
         assert done.code != 0
-    done = job.fork(
-        "moves",
-        "--resume",
-        "auto",
-        "--num-stages",
-        4,
-        "--schedule",
-        "zbv",
-        "--stages-per-rank",
-        2,
-        ranks=2,
-    )
+    zbv = ("--num-stages", 4, "--schedule", "zbv", "--stages-per-rank", 2)
+    done = job.fork("moves", "--resume", "auto", *zbv, ranks=2)
     assert done.code == 0, done.err
     assert job.losses("moves") == job.losses("straight")
     assert_same(last(job, "moves"), last(job, "straight"))
@@ -247,16 +234,8 @@ def tensors_joined(folder: Path) -> dict[str, torch.Tensor]:
 def test_lora_on_lora(job):
     """A second adapter on a first one: killed and resumed on another number of stages."""
     assert job.fork("first", "--llm-lora-num", 1, ranks=1).code == 0
-    options = (
-        "--model-path",
-        last(job, "first"),
-        "--llm-lora-num",
-        2,
-        "--processor-path",
-        job.model,
-        "--config-path",
-        job.model,
-    )
+    options = ("--model-path", last(job, "first"), "--llm-lora-num", 2)
+    options += ("--processor-path", job.model, "--config-path", job.model)
     assert job.fork("second", *options, ranks=1).code == 0
     assert job.fork("second-parts", *options, ranks=2, chaos=KILL.format(7), waits=True).code != 0
     done = job.fork("second-parts", *options, "--resume", "auto", ranks=1)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from loss_fn import sft
 from pp_models import CausalLMStage
@@ -149,28 +149,16 @@ def test_f05_nan_is_not_hidden(job):
     assert "step 5/9: skipped" in ended.out and "the loss is nan" in ended.out
 
 
-@pytest.mark.parametrize("action", ["warn", "skip"])
-def test_f06_a_spike(job, action):
-    name = f"spike-{action}"
-    options = (
-        "--total-steps",
-        20,
-        "--save-steps",
-        1,
-        "--bad-steps.spike_sigma",
-        6,
-        "--bad-steps.spike_action",
-        action,
-    )
-    ended = job.fork(name, *options, chaos="at=spike,rank=1,step=17,do=value")
+def test_f06_a_spike(job):
+    options = ("--total-steps", 18, "--save-steps", 1)
+    options += ("--bad-steps.spike_sigma", 6, "--bad-steps.spike_action", "skip")
+    ended = job.fork("spike", *options, chaos="at=spike,rank=1,step=17,do=value")
     assert ended.code == 0, ended.err
-    told = records(job, name)
+    told = records(job, "spike")
     assert "is a spike, more than 6 standard deviations" in told[18]["trouble"]["problem"]
     assert [step for step in told if "trouble" in told[step]] == [18]
-    assert told[18]["is_skipped"] == (action == "skip")
-    before, after = (weights(job, name, f"step-000000{step}") for step in (17, 18))
-    is_same = all(torch.equal(before[key], after[key]) for key in before)
-    assert is_same == (action == "skip")
+    assert told[18]["is_skipped"]
+    assert_equal(*(weights(job, "spike", f"step-000000{step}") for step in (17, 18)))
 
 
 def test_f06_a_resumed_run_decides_the_same():
@@ -196,22 +184,6 @@ def test_f08_a_stage_that_learns_nothing_is_named_once(job):
     assert ended.out.count("all gradients of stage 1 are zero") == 1
     assert "all gradients of stage 0" not in ended.out
     assert [step for step, r in records(job, "zero").items() if "warnings" in r] == [2]
-
-
-def test_d20_nan_in_loaded_weights(job, tmp_path):
-    file = tmp_path / "model" / "model.safetensors"
-    file.parent.mkdir()
-    for path in job.model.iterdir():
-        (file.parent / path.name).write_bytes(path.read_bytes())
-    tensors = load_file(file)
-    name = "model.layers.3.mlp.up_proj.weight"
-    tensors[name][0, 0] = math.nan
-    save_file(tensors, file, metadata={"format": "pt"})
-    ended = job.fork("nan", "--model-path", file.parent)
-    assert ended.code == 6
-    for word in (name, str(file), "1 nan, 0 inf", "stage 1"):
-        assert word in ended.err
-    assert job.checkpoints("nan") == []
 
 
 # -- without the entry file ------------------------------------------------------------------
@@ -268,8 +240,7 @@ def skip_one(rank, num_ranks, kind):
     }
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("kind", ["loss", "gradient"])
+@pytest.mark.parametrize(("kind", "num_ranks"), [("loss", 1), ("gradient", 2)])
 def test_f02_f03_all_stages_skip_together_and_know_the_micro_batch(kind, num_ranks):
     results = run_ranks(skip_one, num_ranks, num_ranks, kind)
     assert all(result == results[0] for result in results)

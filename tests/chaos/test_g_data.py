@@ -34,21 +34,14 @@ def refused(file, *words, **options):
 
 BAD_LINES = {
     "g01_broken_line": (b'{"question": "q", "answer": }\n', ":3:29: no JSON"),
-    "g01_two_values_in_a_line": (b'{"answer": "a"} {"answer": "a"}\n', ":3:17: no JSON"),
-    "g01_line_of_a_python_dict": (b"{'question': 'q'}\n", ":3:2: no JSON"),
     "g03_invalid_utf8": (b'{"question": "\xff", "answer": "a"}\n', ":3:", "not UTF-8", "byte 80 "),
     "g06_key_missing": (b'{"question": "q"}\n', ":3:", "'answer' is missing"),
-    "g06_no_object": (b"5\n", ":3:", "the row is 5", "object was expected"),
     "g06_wrong_type": (b'{"question": "q", "answer": {"a": 1}}\n', ":3:", "'answer'"),
     "g06_image_is_a_number": (b'{"answer": "a", "image": 5}\n', ":3:", "image is 5"),
     "g07_nan": (b'{"answer": NaN}\n', ":3: NaN is no number"),
-    "g07_infinity": (b'{"answer": [-Infinity]}\n', ":3: -Infinity is no number"),
     "g08_deep_list": (b'{"answer": ' + b"[" * 100_000 + b"\n", ":3:", "nested too deeply"),
-    "g08_deep_object": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"\n", "nested too deeply"),
     "g09_lone_surrogate": (b'{"question": "q\\ud83d", "answer": "a"}\n', "\\ud83d", "'question'"),
-    "g09_surrogate_in_a_list": (b'{"x": [{"y": "\\uDE00"}], "answer": "a"}\n', "\\ude00", "'y'"),
     "g09_nul": (b'{"question": "q\\u0000", "answer": "a"}\n', ":3:", "a NUL", "'question'"),
-    "g09_raw_nul": (b'{"question": "q\x00", "answer": "a"}\n', ":3:", "no JSON"),
 }  # fmt: skip
 
 
@@ -102,7 +95,7 @@ def test_g04_bom(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
-@pytest.mark.parametrize("content", [b"", b"\n \r\n\n", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("content", [b"", b"\n \r\n\n"])
 def test_g05_empty_file(content, name, tmp_path):
     """An empty file or one of blanks: refused by name."""
     file = tmp_path / name
@@ -114,12 +107,9 @@ def test_g05_empty_file(content, name, tmp_path):
     ("text", "words"),
     [
         ('[{"answer": "a"},\n {"answer": NaN}]', ("row 2: NaN is no number",)),
-        ('[{"answer": "a"},\n {"answer": "\\u0000"}]', ("a NUL", "row 2")),
         ('[{"answer": "a"},\n 5]', ("row 2: the row is 5",)),
         ('[{"answer": "a"}\n {"answer": "b"}]', ("rows.json:2:2: no JSON", "',' delimiter")),
-        ('[{"answer": "a"}] x', ("rows.json:1:19: no JSON", "Extra data")),
         ('{"answer": "a"}', ("holds a JSON dict",)),
-        ('{"answer": ', ("rows.json:1:12", "cut short")),
         ("[" * 100_000, ("nested too deeply",)),
     ],
     ids=lambda value: None if isinstance(value, tuple) else "",
@@ -129,16 +119,6 @@ def test_g07_bad_element_of_a_list(text, words, tmp_path):
     file = tmp_path / "rows.json"
     file.write_text(text)
     refused(file, *words)
-
-
-def test_g07_bad_elements_may_be_left_out(tmp_path):
-    """Refused elements of a list that are JSON all the same: left out where asked."""
-    file = tmp_path / "rows.json"
-    bad = ('{"a": NaN}', '{"a": "\\ud800"}', "5")
-    file.write_text("[" + ", ".join(['{"answer": "a"}', *bad, '{"answer": "b"}']) + "]")
-    with leaving_out(BadRows(3)) as found:
-        rows = read_rows(file)
-    assert [row.number for row in rows] == [1, 5] and len(found) == 3
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import zlib
 
 import numpy
 import pytest
-from PIL import Image, ImageFile
+from PIL import Image
 
 from prompt_fn import auto, fill
 from register import dataset_register, import_shelf
@@ -16,7 +16,6 @@ from stageline.data.batches.preflight import preflight
 from stageline.data.images.images import MAX_PIXELS, ImageExpander, check_image, decode_image
 from stageline.data.rows.bad_rows import BadRows
 from stageline.errors import DataError
-from tests.helpers.peak_memory import peak_rise
 from tests.helpers.tiny_datasets import write_lines
 from tests.helpers.tiny_models import tiny_processor
 
@@ -87,23 +86,12 @@ BAD_FILES = {
     "g19_missing": ("gone.jpg", None, "there is no image gone.jpg"),
     "g19_empty": ("a.png", b"", "a.png does not decode", "it is empty"),
     "g19_html_as_jpg": ("a.jpg", b"<!DOCTYPE html><html>404", "a.jpg does not decode", "web page"),
-    "g19_text_as_png": ("a.png", b"version https://git-lfs", "it begins with b'version https:"),
     "g19_other_format": ("a.tiff", saved(noise(), "TIFF"), "one of PNG, JPEG"),
-    "g19_program_as_png": ("a.png", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9", "begins"),
     "g20_truncated_jpeg": ("a.jpg", saved(noise(), "JPEG")[:1500], "a.jpg does not", "truncated"),
     "g20_truncated_png": ("a.png", saved(noise(), "PNG")[:2000], "a.png does not", "truncated"),
-    "g20_truncated_header": ("a.png", saved(noise(), "PNG")[:20], "a.png does not", "runcated"),
-    "g20_broken_header": ("a.png", saved(noise(), "PNG")[:30], "header is damaged or cut"),
-    "g20_truncated_webp": ("a.webp", saved(noise(), "WEBP")[:800], "a.webp does not decode"),
-    "g20_truncated_gif": ("a.gif", saved(noise(mode="P"), "GIF")[:1500], "a.gif does not decode"),
-    "g20_flipped_png": (
-        "a.png", saved(noise(), "PNG").replace(b"IDAT", b"IDAT\x00\x01", 1), "a.png does not",
-    ),
     "g21_bomb_20000": ("a.png", png(20000, 20000), "a.png does not", "400000000 pixels"),
     "g21_bomb_10000": ("a.png", png(10000, 10000), "a.png of 10000 x 10000", "100000000 pixels"),
-    "g22_0x0": ("a.png", png(0, 0), "a.png does not decode"),
     "g22_1x30000": ("a.png", png(1, 30000), "a.png of 1 x 30000", "more than 200 to 1"),
-    "g22_30000x1": ("a.png", png(30000, 1), "a.png of 30000 x 1", "more than 200 to 1"),
 }  # fmt: skip
 
 
@@ -114,30 +102,6 @@ def test_bad_image(case, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         refused(dataset(tmp_path, name, content), *words)
-
-
-def test_g20_truncated_though_a_part_allowed_it(tmp_path, monkeypatch):
-    """A part that lets Pillow fill up cut images: they are refused all the same."""
-    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
-    refused(dataset(tmp_path, "a.jpg", saved(noise(), "JPEG")[:1500]), "truncated")
-
-
-@pytest.mark.parametrize("side", [20000, 10000])
-def test_g21_bomb_takes_no_memory(side, tmp_path):
-    """A bomb of 20000 or 10000 squared: refused with less than 200 MiB; decoded it takes more."""
-    rows = dataset(tmp_path, "a.png", png(side, side))
-
-    def check():
-        with pytest.raises(DataError, match="pixels"):
-            look(rows)
-
-    def decode():
-        Image.MAX_IMAGE_PIXELS = None
-        Image.open(tmp_path / "a.png").convert("RGB")
-
-    assert peak_rise(check) < 200
-    if side == 10000:
-        assert peak_rise(decode) > 250, "the measure sees a decoded image"
 
 
 def test_g21_bomb_from_any_dataset():
@@ -162,16 +126,6 @@ TAKEN = {
         lambda: saved(Image.new("L", (30, 20), 10), "GIF", save_all=True,
                       append_images=[Image.new("L", (30, 20), 200)]),
         (30, 20), numpy.full(600, 10),
-    ),
-    "g22_animated_png": (
-        lambda: saved(Image.new("L", (30, 20), 10), "PNG", save_all=True,
-                      append_images=[Image.new("L", (30, 20), 200)]),
-        (30, 20), numpy.full(600, 10),
-    ),
-    "g22_animated_webp": (
-        lambda: saved(Image.new("RGB", (30, 20), (9, 9, 9)), "WEBP", save_all=True, lossless=True,
-                      append_images=[Image.new("RGB", (30, 20), (200, 0, 0))]),
-        (30, 20), numpy.full(600, 9),
     ),
 }  # fmt: skip
 
@@ -229,8 +183,6 @@ ESCAPES = {
     "g23_parent": "../outside/{}.png",
     "g23_etc_passwd": "../../../../../../../../../etc/{}",
     "g23_absolute": "{root}/outside/{}.png",
-    "g23_absolute_dots": "{root}/data/../outside/{}.png",
-    "g23_there_and_back": "images/../../outside/{}.png",
 }
 
 
@@ -275,23 +227,3 @@ def test_g23_names_that_stay(house):
     assert elsewhere[0][0][0].size == (60, 50)
     with pytest.raises(DataError, match="leads out"):
         dataset(house / "data", f"{house}/data/a.png", image_path=f"{house}/outside")
-
-
-@pytest.mark.parametrize("name", ["x" * 5000, "a/" * 3000 + "b.png", "http://host/a.png", "."])
-def test_g23_names_that_are_none(name, tmp_path):
-    """Names that no file can have: refused by row, no trace of the file system's errors."""
-    with pytest.raises(DataError, match="rows.jsonl:1"):
-        look(dataset(tmp_path, name))
-
-
-def test_g24_places_and_images(tmp_path):
-    """More or fewer places for images than images: the sample is named with both numbers."""
-    rows = dataset(tmp_path, "a.png", saved(noise(), "PNG"))
-    for prompt, places in (("[ANSWER]", 0), ("[IMAGE][IMAGE][ANSWER]", 2)):
-        with pytest.raises(
-            DataError, match=rf"rows.jsonl:1: sample rows-1: .*{places} places.*1 im"
-        ):
-            preflight(
-                rows, prompt=prompt, prompt_fn=fill, image_token=auto,
-                processor=tiny_processor("llava"), max_token_num=99,
-            )  # fmt: skip

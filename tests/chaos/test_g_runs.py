@@ -57,11 +57,3 @@ def test_g01_one_bad_row_too_many(tmp_path):
     assert done.code == 3, done.err
     assert "more than 2 bad rows" in done.err
     assert all(f"{job.rows}:{line}" in done.err for line in (5, 20, 33))
-
-
-def test_g25_fewer_rows_than_a_step(tmp_path):
-    """Fewer rows than a step takes: refused with both numbers before a model is built."""
-    job = Job(tmp_path, num_rows=7)
-    done = job.fork("run", "--dataset.test_size", 0)
-    assert done.code == 2, done.err
-    assert "7 rows" in done.err and "takes 8" in done.err and "parameters" not in done.out

@@ -6,11 +6,9 @@ import subprocess
 
 import pytest
 
-from commands.run_plan import make_plan
 from commands.train import SHELF
 from parse_args import parse_train_args
 from register import ALL_REGISTERS, import_parts, import_shelf
-from stageline.pipeline.schedules import SCHEDULES
 from tests.helpers.ready_venv import mark_ready
 from tests.helpers.small_run import ROOT, Job
 
@@ -51,37 +49,12 @@ def assert_in(message, *wanted):
 # -- H1, H2: expressions, malformed lists ---------------------------------------------
 
 
-@pytest.mark.parametrize("option", ["--partition", "--batch-size", "--learning-rate", "--seed"])
-@pytest.mark.parametrize("form", ["{}", "[{}]", "[1, {}]", "!!python/object/apply:{}"])
-def test_h01_an_expression_is_not_evaluated(parts, tmp_path, option, form):
+@pytest.mark.parametrize("form", ["{}", "[1, {}]"])
+def test_h01_an_expression_is_not_evaluated(parts, tmp_path, form):
     canary = tmp_path / "X"
     code = form.format(f"__import__('os').system('touch {canary}')")
-    assert_in(error_of(f"{option}={code}"), option, "has a wrong value")
+    assert_in(error_of(f"--partition={code}"), "--partition", "has a wrong value")
     assert not canary.exists()
-
-
-def test_h01_an_expression_among_names_stays_text(parts, tmp_path):
-    code = f"__import__('os').system('touch {tmp_path / 'X'}')"
-    run = parse_train_args([*TRAIN, "--lora.target", code]).run
-    assert run.lora.target == [code] and not (tmp_path / "X").exists()
-
-
-@pytest.mark.parametrize(
-    ("value", "wanted"),
-    [
-        ("[1,2", ["has a wrong value", "list[int]"]),
-        ("1,2]", ["has a wrong value"]),
-        ("[1,[2]]", ["has a wrong value"]),
-        ("{1: 2}", ["has a wrong value"]),
-        ("1,,2", ["nothing in place 2"]),
-        ("1,2,", ["nothing in place 3"]),
-        ("1.5,2", ["has a wrong value"]),
-        ("1\0,2", ["has a wrong value"]),
-        ("[1, !!python/name:os.system ]", ["has a wrong value"]),
-    ],
-)
-def test_h02_a_malformed_list(parts, value, wanted):
-    assert_in(error_of(f"--partition={value}"), "--partition", *wanted)
 
 
 @pytest.mark.parametrize(
@@ -95,101 +68,6 @@ def test_h02_a_malformed_config_file(parts, tmp_path, text, wanted):
     file = tmp_path / "run.yaml"
     file.write_text(text)
     assert_in(error_of("--config", file), str(file), *wanted)
-
-
-# -- H3, H4, H6: names, ranges, batches --------------------------------------------------------
-
-
-def test_h03_unknown_names_get_the_closest(parts):
-    assert_in(error_of("--batch-siez", 4), "--batch-siez", "Did you mean --batch-size")
-    assert_in(error_of("--dataset", "rowz"), "--dataset", "rowz", "rows")
-    assert_in(error_of("--dataset.nmaes", "x"), "mean --dataset.names")
-
-
-@pytest.mark.parametrize(
-    ("words", "wanted"),
-    [
-        ("--learning-rate fast", ["--learning-rate fast", "float"]),
-        ("--learning-rate nan", ["--learning-rate nan", "float"]),
-        ("--learning-rate .nan", ["--learning-rate nan is out of range", "at least 0"]),
-        ("--learning-rate -1e-4", ["--learning-rate -0.0001", "at least 0"]),
-        ("--max-grad-norm .inf", ["--max-grad-norm inf is out of range"]),
-        ("--batch-size 0", ["--batch-size 0", "at least 1"]),
-        ("--micro-batch-size -2", ["--micro-batch-size -2", "at least 1"]),
-        ("--batch-size true", ["--batch-size true", "int"]),
-        ("--seed -1", ["--seed -1", "at least 0"]),
-        ("--total-steps 1.5", ["--total-steps 1.5", "int"]),
-    ],
-)
-def test_h04_wrong_types_and_ranges(parts, words, wanted):
-    assert_in(error_of(*words.split()), *wanted)
-
-
-def test_h06_a_batch_that_does_not_fall_into_micro_batches(parts):
-    message = error_of("--batch-size", 10, "--micro-batch-size", 4)
-    assert_in(message, "--batch-size 10", "--micro-batch-size 4", "8 or 12")
-
-
-# -- H5, H7, H8: micro-batches, stages and processes -------------------------------------------
-
-
-def topology_of(*words):
-    return make_plan(parse_train_args([*TRAIN, *map(str, words)])).topology
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("count", [1, 3, 4, 5, 8])
-def test_h05_fewer_micro_batches_than_stages(parts, monkeypatch, name, count):
-    """Refused with both numbers, or one of the numbers that a schedule's own tests run."""
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    words = ("--schedule", name, "--num-stages", 8)
-    words += ("--batch-size", count, "--micro-batch-size", 1)
-    try:
-        schedule = topology_of(*words).schedule
-    except ValueError as error:
-        assert error.exit_code == 2
-        assert_in(str(error), f"{count} micro-batches", "8 stages", "Set --batch-size to")
-    else:
-        orders = schedule.orders(count)
-        assert sum(map(len, orders)) >= 8 * 2 * count, "each micro-batch goes through every stage"
-
-
-def test_h08_processes_and_stages_that_do_not_fit(parts, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ValueError, match="3 processes were started, the run has 2") as caught:
-        topology_of("--num-stages", 2, "--dp-degree", 1)
-    assert caught.value.exit_code == 2
-    monkeypatch.delenv("WORLD_SIZE")
-    with pytest.raises(ValueError, match="--num-stages 3 can't be spread"):
-        topology_of("--num-stages", 3, "--schedule", "zbv")
-
-
-@pytest.mark.parametrize(
-    ("options", "wanted"),
-    [
-        (("--num-stages", 5, "--schedule", "looped_bfs", "--stages-per-rank", 5), ["4 layers"]),
-        (("--partition", "2,3"), ["--partition 2,3", "sums to 5", "4 layers"]),
-        (("--partition", "1,2"), ["--partition 1,2", "sums to 3", "4 layers"]),
-    ],
-    ids=["few", "overlap", "gap"],
-)
-def test_h07_layers_that_do_not_fit_the_stages(tmp_path, options, wanted):
-    ranks = 1 if "--stages-per-rank" in options else 2
-    finished = Job(tmp_path, num_layers=4).fork("run", *options, ranks=ranks)
-    assert finished.code == 2
-    assert_in(finished.err, *wanted)
-    assert {path.name for path in (tmp_path / "run").iterdir()} <= {
-        "run.lock",
-        "run.log",
-        "failures",
-    }
-
-
-@pytest.mark.parametrize(
-    ("counts", "wanted"), [("3,0", "a stage without a layer"), ("3,-1", "a stage without a layer")]
-)
-def test_h07_stages_without_layers(parts, counts, wanted):
-    assert_in(error_of(f"--partition={counts}"), wanted)
 
 
 # -- H9, H10: registers and YAML ---------------------------------------------------------------
@@ -207,20 +85,10 @@ def test_h09_a_name_that_is_taken_names_both_places(tmp_path):
     assert_in(str(caught.value), "sft", "loss_fn.py:", f"{part.name}:")
 
 
-@pytest.mark.parametrize(
-    "tag",
-    [
-        "!!python/object/apply:os.system ['touch {}']",
-        "!!python/object/new:os.system ['touch {}']",
-        "!!python/object:os.system {{}}",
-        "!!python/name:os.system",
-        "!!python/module:os",
-    ],
-)
 @pytest.mark.parametrize("place", ["config", "value"])
-def test_h10_python_objects_in_yaml(parts, tmp_path, tag, place):
+def test_h10_python_objects_in_yaml(parts, tmp_path, place):
     canary = tmp_path / "X"
-    text = tag.format(canary)
+    text = f"!!python/object/apply:os.system ['touch {canary}']"
     if place == "value":
         assert_in(error_of(f"--partition=[{text}]"), "--partition", "wrong value")
     else:
@@ -237,9 +105,7 @@ NASTY = "a; touch X1 $(touch X2) `touch X3` & | > X4\n#'\""
 FAKE = '#!/usr/bin/env bash\nprintf "%s\\0" "$@" >"$WORDS"\n'
 
 
-@pytest.mark.parametrize(
-    "recipe", ["train_pp.sh", "train_smollm2_lora.sh", "evaluate.sh", "export.sh"]
-)
+@pytest.mark.parametrize("recipe", ["train_pp.sh", "export.sh"])
 def test_h11_recipes_pass_words_on_as_they_are(tmp_path, recipe):
     root = tmp_path / NASTY
     shutil.copytree(ROOT / "scripts", root / "scripts")

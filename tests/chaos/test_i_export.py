@@ -30,10 +30,8 @@ MOST_OPERATIONS = 60
 KILLED = 137
 # name -> (LoRAs of the run, options of the export)
 KINDS = {
-    "model": (0, {"max_shard_bytes": 9000}),
     "adapter": (1, {}),
-    "merged": (1, {"merge": True}),
-    "over_another": (0, {"overwrites": True}),
+    "over_another": (0, {"overwrites": True, "max_shard_bytes": 9000}),
 }
 
 

@@ -130,14 +130,6 @@ class RowHasATensor(Rows):
         return torch.zeros(3, 24, 24), self.sample(row)
 
 
-@dataset_register("row_raises")
-class RowRaises(Rows):
-    """A mistake of its own."""
-
-    def __getitem__(self, row):
-        return None, {"id": str(row), "question": self.no_such_table[row]}
-
-
 @dataset_register("takes_no_split")
 class TakesNoSplit(Rows):
     """A class without `split`."""
@@ -160,14 +152,6 @@ class NeedsAPath(Rows):
 
     def __init__(self, *, dataset_path, split="train"):
         self.number = len(open(dataset_path).readlines())
-
-
-@dataset_register("lets_path_open")
-class LetsPathOpen(Rows):
-    """A class that opens what --dataset-path names, and fails otherwise than by a path."""
-
-    def __init__(self, *, dataset_path=None, split="train"):
-        self.number = len(dataset_path.split(","))
 
 
 @dataset_register("has_no_len")
@@ -198,14 +182,6 @@ def makes_none(*, dataset_path=None, split="train"):
     Rows(split=split)
 
 
-@dataset_register("is_empty")
-class IsEmpty(Rows):
-    """No rows."""
-
-    def __init__(self, *, dataset_path=None, split="train"):
-        self.number = 0
-
-
 @dataset_register("long_test_rows")
 class LongTestRows(Rows):
     """Held-out rows that are all too long."""
@@ -226,12 +202,6 @@ class SomeLongRows(Rows):
 
 
 # -- texts ---------------------------------------------------------------------------------------
-
-
-@prompt_fn_register("gives_a_str")
-def gives_a_str(sample, prompt, *, processor=None, for_generation=False):
-    """The text alone."""
-    return f"{sample['question']} {sample['answer']}"
 
 
 @prompt_fn_register("gives_none")
@@ -334,13 +304,6 @@ def collate_fewer_rows(samples, *, num_stages, **common):
     return {name: value[:-1] for name, value in batch.items()} if len(samples) > 1 else batch
 
 
-@collate_fn_register("collate_no_targets")
-def collate_no_targets(samples, *, num_stages, **common):
-    """Nothing is learnt."""
-    batch = collate_sft(samples, num_stages=num_stages, **common)
-    return {**batch, "labels": torch.full_like(batch["labels"], -100)}
-
-
 @collate_fn_register("collate_no_test_targets")
 def collate_no_test_targets(samples, *, num_stages, **common):
     """Nothing is learnt of rows that are held out."""
@@ -355,19 +318,6 @@ def collate_one(samples):
     return collate_sft(samples)
 
 
-@collate_fn_register("collate_raises")
-def collate_raises(samples, *, num_stages, **common):
-    """A mistake of its own."""
-    return {"labels": [sample["no_such_field"] for _, sample in samples]}
-
-
-@collate_fn_register("collate_other_ids")
-def collate_other_ids(samples, *, num_stages, stage, **common):
-    """Other ids on each stage."""
-    batch = collate_sft(samples, num_stages=num_stages, stage=stage, **common)
-    return {**batch, "input_ids": batch["input_ids"].roll(stage)}
-
-
 # -- metrics -------------------------------------------------------------------------------------
 
 
@@ -375,18 +325,6 @@ def collate_other_ids(samples, *, num_stages, stage, **common):
 def metric_number(predictions, samples):
     """The score alone."""
     return 0.5
-
-
-@metric_register("metric_of_one")
-def metric_of_one(predictions, samples):
-    """A list that is too short."""
-    return {"score": 1.0, "per_sample": [1], "groups": {}}
-
-
-@metric_register("metric_signature")
-def metric_signature(prediction):
-    """Another signature."""
-    return {"per_sample": [1]}
 
 
 @dataset_register("has_no_id")

@@ -1,7 +1,5 @@
 """Losses, optimizers, schedules and stage models that break their contract, one way each."""
 
-import os
-
 import torch
 from torch import nn
 from torch.nn import functional
@@ -208,21 +206,6 @@ class DictStage(CausalLMStage):
         return hidden if self.is_last else {"hidden_states": hidden}
 
 
-class LastDictStage(CausalLMStage):
-    """The last stage returns the library's output."""
-
-    def forward(self, hidden_or_ids, *extras, **batch):
-        hidden = super().forward(hidden_or_ids, *extras, **batch)
-        return {"logits": hidden} if self.is_last else hidden
-
-
-class NoneStage(CausalLMStage):
-    """A forgotten return."""
-
-    def forward(self, hidden_or_ids, *extras, **batch):
-        super().forward(hidden_or_ids, *extras, **batch)
-
-
 class SaysItself(CausalLMStage):
     """One that says by get_example_input alone what travels."""
 
@@ -236,14 +219,6 @@ class WrongShape(SaysItself):
     def get_example_input(self, micro_batch_size, max_token_num):
         (one,) = super().get_example_input(micro_batch_size, max_token_num)
         return (one if self.is_first else one[..., : one.shape[-1] // 2],)
-
-
-class WrongDtype(SaysItself):
-    """Says float64."""
-
-    def get_example_input(self, micro_batch_size, max_token_num):
-        (one,) = super().get_example_input(micro_batch_size, max_token_num)
-        return (one if self.is_first else one.double(),)
 
 
 class WrongCount(SaysItself):
@@ -279,14 +254,12 @@ class LostTensor(CausalLMStage):
 
 
 class LostBuffer(CausalLMStage):
-    """A buffer made under meta; FLOATS says of which kind."""
+    """A buffer made under meta."""
 
     def __init__(self, config, **kwargs):
         super().__init__(config, **kwargs)
         with torch.device("meta"):
-            table = torch.arange(4)
-            table = table.float() if os.environ.get("FLOATS") else table
-            self.register_buffer("table", table, persistent=False)
+            self.register_buffer("table", torch.arange(4), persistent=False)
 
 
 class LastToken(CausalLMStage):
@@ -305,10 +278,7 @@ class TakesOne(CausalLMStage):
 
 
 for _name, _class in {
-    "stage_last_dict": LastDictStage,
-    "stage_none": NoneStage,
     "stage_wrong_shape": WrongShape,
-    "stage_wrong_dtype": WrongDtype,
     "stage_wrong_count": WrongCount,
     "stage_example_tensor": ExampleIsATensor,
     "stage_example_none": ExampleIsNone,

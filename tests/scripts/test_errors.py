@@ -69,13 +69,6 @@ def test_a_good_run_ends_with_0(model, rows, monkeypatch):
     assert list((model.parent / "run" / "checkpoints").glob("step-*/manifest.json"))
 
 
-def test_bad_line_17(model, rows):
-    lines = rows.read_text().splitlines()
-    lines[16] = lines[16][:-5]
-    rows.write_text("\n".join(lines) + "\n")
-    assert_refused(train(model, rows), 3, f"{rows}:17")
-
-
 def test_sample_longer_than_the_context(model, rows):
     with rows.open("a") as file:
         file.write(json.dumps({"id": "long", "question": "1 " * 80, "answer": "2"}) + "\n")
@@ -101,11 +94,6 @@ def test_image_that_does_not_decode(rows, tmp_path):
     assert_refused(done, 3, "torn.png", "rows.jsonl:6")
 
 
-def test_tokenizer_larger_than_the_embedding(model, rows):
-    tiny_config("llama", vocab_size=50).save_pretrained(model)
-    assert_refused(train(model, rows), 2, "50 rows", "--processor-path")
-
-
 def test_more_stages_than_layers(model, rows):
     tiny_config("llama", vocab_size=400, num_hidden_layers=1).save_pretrained(model)
     done = train(model, rows, num_stages=2)
@@ -119,32 +107,3 @@ def test_wrong_architecture_for_the_key(model, rows):
 def test_everything_frozen(model, rows):
     done = train(model, rows, "--parts.llm.frozen", "--parts.lm_head.frozen")
     assert_refused(done, 2, "frozen", "--llm-lora-num")
-
-
-def test_plug_in_that_does_not_import(model, rows, tmp_path):
-    broken = tmp_path / "broken_parts.py"
-    broken.write_text("import register\n\nnot_defined\n")
-    assert_refused(train(model, rows, "--import", str(broken)), 2, f"{broken}", "3")
-
-
-def test_an_exception_on_rank_1_is_told_first(model, rows, tmp_path):
-    parts = tmp_path / "failing_parts.py"
-    parts.write_text(
-        "from register import train_model_register\n"
-        "from pp_models import CausalLMStage\n"
-        "class Failing(CausalLMStage):\n"
-        "    def forward(self, hidden, **batch):\n"
-        "        if self.stage == 1 and self.training:\n"
-        "            raise KeyError('broken on purpose')\n"
-        "        return super().forward(hidden, **batch)\n"
-        "@train_model_register('failing')\n"
-        "def failing(**kwargs):\n"
-        "    return Failing.build(**kwargs)\n"
-    )
-    options = ("--import", str(parts), "--eval-samples", "0")
-    done = train(model, rows, *options, key="failing", num_stages=2, launches=True)
-    assert done.returncode == 9
-    first = done.stderr.strip().splitlines()[0]
-    assert first.startswith("error[crash] rank=1 stage=1 step=0: KeyError")
-    assert "broken on purpose" in first
-    assert done.stderr.count("error[") == 1

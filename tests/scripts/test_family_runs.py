@@ -5,6 +5,7 @@
 """
 
 import json
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -15,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from commands.export import make_stages
 from stageline.data.text.processor import save_processor
-from stageline.family_configs import family_config
 from stageline.shrink import layer_period, shrink_config
 from tests.helpers.exports import export_folder
+from tests.helpers.family_configs import family_config
 from tests.helpers.small_run import Job
 from tests.helpers.tiny_models import tiny_processor
 from tests.scripts.test_check_model import check, failed
@@ -75,8 +76,7 @@ def folders(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", [*TEXT, *VISION])
+@pytest.mark.parametrize(("family", "way"), zip((*TEXT, *VISION), cycle(WAYS)))
 def test_three_steps_equal_plain_transformers(family, way, folders, tmp_path):
     key = "causal_lm" if family in TEXT else "vision_language"
     words = f"--train-model {key} {WAYS[way]} --check.steps 3"
@@ -87,8 +87,9 @@ def test_three_steps_equal_plain_transformers(family, way, folders, tmp_path):
     assert "of transformers" in report["facts"]["compared with"]
 
 
-@pytest.mark.parametrize("lora", [(), ("--llm-lora-num", 1)], ids=["full", "lora"])
-@pytest.mark.parametrize("family", [*TEXT, *VISION])
+@pytest.mark.parametrize(
+    ("family", "lora"), zip((*TEXT, *VISION), cycle([("--llm-lora-num", 1), ()]))
+)
 def test_runs_are_resumed_on_other_stages_and_exported(family, lora, folders, tmp_path):
     key = "causal_lm" if family in TEXT else "vision_language"
     job = Job(tmp_path, family=key, num_layers=4, make_model=False)

@@ -3,7 +3,6 @@
 The first part runs small checks in forks of this process; the second part starts the script.
 """
 
-import contextlib
 import json
 import os
 import signal
@@ -188,27 +187,6 @@ def test_numbers_run_side_by_side_on_a_thread_each_before_time(state, tmp_path):
     assert [state.outcomes[name].rows[0]["came"] for name in "ab"] == ["1", "1"]
 
 
-def test_a_check_is_cut_off_at_the_end_of_the_call_and_keeps_its_rows(state, tmp_path):
-    checks = [
-        Check("slow numbers", noted(tmp_path, "slow", seconds=60, rows=600), 60, 0.1, beside=True),
-        Check("first", noted(tmp_path, "first"), 60, 0.1),
-        Check("too long", noted(tmp_path, "too long"), 60, least=50),
-        Check("cut", noted(tmp_path, "cut", seconds=60, rows=600), 60, 0.1),
-        Check("late", noted(tmp_path, "late"), 60, 0.1),
-    ]
-    began = time.monotonic()
-    call = run(checks, state, seconds=4)
-    assert time.monotonic() - began < 20
-    outcomes = state.outcomes
-    assert list(outcomes) == ["slow numbers", "first", "cut"]
-    assert not outcomes["first"].why
-    for name in ("slow numbers", "cut"):
-        assert outcomes[name].why.startswith("out of time") and outcomes[name].rows
-    # a file that is written after each check has all of them
-    again = gpu_check.choose_state(tmp_path, state.machine, is_new=False)
-    assert again.outcomes == outcomes and again.path == call.state.path
-
-
 def test_out_has_the_report_its_state_the_console_and_the_logs(state, tmp_path, capsys):
     out = tmp_path / "out"
     with gpu_check.filled(out):
@@ -225,45 +203,6 @@ def test_out_has_the_report_its_state_the_console_and_the_logs(state, tmp_path, 
     # a state that came back from a machine that is gone is continued elsewhere
     state = gpu_check.choose_state(out, state.machine, is_new=False)
     assert list(state.outcomes) == ["good", "breaks"]
-
-
-def test_the_commit_of_a_copy_without_git(monkeypatch):
-    monkeypatch.setenv("STAGELINE_COMMIT", "abc1234")
-    assert gpu_check.commit_of() == "abc1234"
-
-
-def test_a_library_of_the_driver_that_the_loader_does_not_search(monkeypatch, tmp_path):
-    began = []
-    monkeypatch.setattr(gpu_check, "NVML", "libnothing.so.1")
-    monkeypatch.setattr(gpu_check, "NVML_FOLDERS", (str(tmp_path / "none"), str(tmp_path)))
-    monkeypatch.setattr(os, "execv", lambda *words: began.append(os.environ["LD_LIBRARY_PATH"]))
-    monkeypatch.setenv("LD_LIBRARY_PATH", "/elsewhere")
-    gpu_check.find_nvml()
-    assert not began, "there is none"
-    (tmp_path / "libnothing.so.1").touch()
-    gpu_check.find_nvml()
-    gpu_check.find_nvml()
-    assert began == [f"{tmp_path}:/elsewhere"], "once"
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_here_takes_the_python_that_is_there(tmp_path, known):
-    """It sets nothing up, and names what this Python lacks."""
-    python = tmp_path / "python"
-    python.write_text(
-        '#!/bin/sh\necho "ran $@"\n' if known else f'#!/bin/sh\nexec {sys.executable} -S "$@"\n'
-    )
-    python.chmod(0o755)
-    given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    given |= {"STAGELINE_PYTHON": str(python), "STAGELINE_VENV": str(tmp_path / "venv")}
-    script = str(ROOT / "scripts" / "gpu_check.sh")
-    words = ["bash", script, "--here", "--folder", str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, env=given, timeout=120)
-    assert not (tmp_path / "venv").exists()
-    if known:
-        assert done.stdout.startswith(f"ran {ROOT}/benchmarks/gpu_check.py --here")
-    else:
-        assert done.returncode == 2 and "lacks torch. Install it there" in done.stderr
 
 
 def test_more_cards_than_there_are(tmp_path, capsys):
@@ -314,34 +253,6 @@ def test_a_run_on_a_card_is_compared_with_the_cpus(capsys):
         assert not met and "exit code 9: error[crash]: the driver" in came
 
 
-def test_kernels_are_counted_by_kind(monkeypatch, capsys):
-    class Averages(list):
-        def table(self, **options):
-            return "the table"
-
-    kernels = {
-        "flash_fwd": 30.0,
-        "nvjet_tst": 50.0,
-        "vectorized_elementwise": 20.0,
-        "aten::mm": 0.0,
-    }
-    averages = Averages(
-        SimpleNamespace(key=name, self_device_time_total=1e4 * micro, count=2)
-        for name, micro in kernels.items()
-    )
-    profiler = contextlib.nullcontext(SimpleNamespace(key_averages=lambda: averages))
-    monkeypatch.setattr("torch.profiler.profile", lambda activities: profiler)
-    steps = []
-    found = gpu_checks.gpu_training.where_time_goes(
-        lambda batches, step: steps.append(step), [1, 2], torch.device("cpu"), step=7
-    )
-    assert steps == [7, 8, 9] and capsys.readouterr().out == "the table\n"
-    assert found.endswith(
-        "s a step of 2 micro-batches, 1.000 s of it in 6 kernels and copies: matrices 50 %, "
-        "attention 30 %, elementwise and others 20 %"
-    )
-
-
 def call(folder, *words):
     command = ["bash", ROOT / "scripts" / "gpu_check.sh", "--emulated", "2", "--folder", folder]
     given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -370,12 +281,3 @@ def test_the_whole_on_two_emulated_cards(tmp_path):
     assert "Emulated cards" in path.with_suffix(".md").read_text()
     judged = [name for name, found in rows.items() if any(one[3] == "met" for one in found)]
     assert len(judged) >= 12, "numbers are true on emulated cards"
-
-    state = json.loads(path.read_text())
-    state["outcomes"]["chunked loss"]["why"] = "out of time: it ran 2.0 minutes"
-    path.write_text(json.dumps(state))
-    done = call(tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    ran = [line for line in done.stdout.splitlines() if line.endswith(" ...")]
-    assert [line.partition("] ")[2] for line in ran] == ["chunked loss ..."]
-    assert list(tmp_path.glob("*.json")) == [path]

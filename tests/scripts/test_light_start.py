@@ -1,5 +1,6 @@
 """What needs no torch does not import it: help, lists, and what is wrong with a command line."""
 
+import json
 import os
 import re
 import subprocess
@@ -10,7 +11,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTION = re.compile(r"^  (--[a-z0-9._-]+) ", re.MULTILINE)
-HEAVY = re.compile(r"\| +(torch|transformers|huggingface_hub)$", re.MULTILINE)
 TRAIN = (
     "train_pp.py --train-model llama --dataset jsonl --prompt vqa --prompt-fn chat "
     "--image-token auto --collate-fn sft"
@@ -28,33 +28,69 @@ DATASETS = "digits jsonl groups sets corpus"
 COLLATE_FNS = ("sft", "contrastive", "dpo", "kto", "pt", "rm")
 
 
-def start(words: str, *, code: int) -> str:
-    """What a command writes; it must not have imported torch, transformers or what fetches."""
+# runs each command in a fork of one light process, up to where it would start its ranks
+START = """
+import json, os, runpy, sys, tempfile
+from stageline.distributed import launch
+launch._launch = lambda *_, **__: sys.exit(40)
+leave = os._exit
+
+def tell():
+    heavy = {"torch", "transformers", "huggingface_hub"} & set(sys.modules)
+    print("HEAVY", sorted(heavy), flush=True)
+
+def tell_and_leave(code):
+    tell()
+    leave(code)
+
+for words in json.load(sys.stdin):
+    with tempfile.TemporaryFile("w+") as out:
+        if os.fork():
+            code = os.waitstatus_to_exitcode(os.wait()[1])
+            out.seek(0)
+            print(json.dumps([code, out.read()]))
+            continue
+        os.dup2(out.fileno(), 1), os.dup2(out.fileno(), 2)
+        first, *rest = words.split()
+        is_module = first == "-m"
+        sys.argv = rest if is_module else [first, *rest]
+        os._exit = tell_and_leave  # which an error of a user ends in
+        try:
+            (runpy.run_module if is_module else runpy.run_path)(sys.argv[0], run_name="__main__")
+        finally:
+            tell()
+"""
+
+
+def start(commands, *, code, heavy=()):
+    """Command -> what it writes; it must not have imported torch, transformers or what fetches."""
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", *words.split()],
+        [sys.executable, "-c", START],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
+        input=json.dumps(commands),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
-    told = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
-    text = done.stdout + "\n".join(told)
-    assert done.returncode == code, text
-    assert HEAVY.findall(done.stderr) == [], words
-    return text
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    texts = {}
+    for words, (found, text) in zip(commands, told, strict=True):
+        texts[words], _, modules = text.partition("HEAVY ")
+        assert found == code, (words, text)
+        assert modules.partition("\n")[0] == str(sorted(heavy)), (words, text)
+    return texts
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_imports_no_torch(command):
-    assert "usage: " in start(f"{command} --help", code=0)
+def test_help_imports_no_torch():
+    texts = start([f"{command} --help" for command in COMMANDS], code=0)
+    assert all("usage: " in text for text in texts.values())
 
 
-@pytest.mark.parametrize("command", [one for one in COMMANDS if one != "export.py"])
-def test_a_list_imports_no_torch(command):
-    if command == "corpus.py":
-        command = "corpus.py stats"
-    assert "[pp_models.py:" in start(f"{command} --list", code=0)
+def test_a_list_imports_no_torch():
+    commands = ["corpus.py stats" if one == "corpus.py" else one for one in COMMANDS]
+    texts = start([f"{one} --list" for one in commands if one != "export.py"], code=0)
+    assert all("[pp_models.py:" in text for text in texts.values())
 
 
 NEEDED = {  # by the command, before it looks at other options
@@ -65,52 +101,48 @@ NEEDED = {  # by the command, before it looks at other options
 }
 
 
-@pytest.mark.parametrize("command", [NEEDED.get(one, one) for one in COMMANDS])
-def test_an_unknown_option_imports_no_torch(command):
-    assert "--nonsense" in start(f"{command} --nonsense 3", code=2)
+SLIPS = {
+    f"{TRAIN} --loss-fn sftt": "no key 'sftt'. Did you mean 'sft'?",
+    f"{EVALUATE} --metric exact": "no key 'exact'",
+    "serve.py --model-path . --prompt-fn chatt": "no key 'chatt'",
+    "corpus.py write --language klingon": "no key 'klingon'",
+    "-m stageline check --train-model lama": "no key 'lama'",
+    "-m stageline infer --text a --builder autoo": "no key 'autoo'",
+    "-m stageline chat --builder autoo": "no key 'autoo'",
+    "-m stageline trian": "no command of stageline",
+    f"{TRAIN} --total-steps many": "--total-steps many has a wrong value",
+    **{f"{NEEDED.get(one, one)} --nonsense 3": "--nonsense" for one in COMMANDS},
+}
 
 
-@pytest.mark.parametrize(
-    ("words", "wanted"),
-    [
-        (f"{TRAIN} --loss-fn sftt", "no key 'sftt'. Did you mean 'sft'?"),
-        (f"{EVALUATE} --metric exact", "no key 'exact'"),
-        ("serve.py --model-path . --prompt-fn chatt", "no key 'chatt'"),
-        ("corpus.py write --language klingon", "no key 'klingon'"),
-        ("-m stageline check --train-model lama", "no key 'lama'"),
-        ("-m stageline infer --text a --builder autoo", "no key 'autoo'"),
-        ("-m stageline chat --builder autoo", "no key 'autoo'"),
-        ("-m stageline trian", "no command of stageline"),
-        (f"{TRAIN} --total-steps many", "--total-steps many has a wrong value"),
-    ],
-)
-def test_a_slip_imports_no_torch(words, wanted):
-    assert wanted in start(words, code=2)
+def test_a_slip_imports_no_torch():
+    texts = start(list(SLIPS), code=2)
+    assert [words for words, wanted in SLIPS.items() if wanted not in texts[words]] == []
 
 
 def test_options_of_every_dataset_and_collate_part_are_read_without_torch():
-    for key in DATASETS.split():
-        assert f"--dataset {key}" in start(f"{TRAIN} --dataset {key} --help", code=0)
-    for key in COLLATE_FNS:
-        shown = start(f"{TRAIN} --collate-fn {key} --help", code=0)
-        assert "--collate-fn.overlong" in shown
+    wanted = {f"--dataset {key}": f"--dataset {key}" for key in DATASETS.split()}
+    wanted |= {f"--collate-fn {key}": "--collate-fn.overlong" for key in COLLATE_FNS}
+    texts = start([f"{TRAIN} {words} --help" for words in wanted], code=0)
+    for (words, option), text in zip(wanted.items(), texts.values(), strict=True):
+        assert option in text, words
 
 
-@pytest.mark.parametrize("command", ["train_pp.py", "evaluate.py"])
-def test_help_shows_a_dozen_options_and_all_the_others_by_group(command):
-    short, whole = (start(f"{command} {words}", code=0) for words in ("--help", "--help all"))
-    few, many = (
-        set(re.findall(r"^  (--[a-z0-9._-]+) ", text, re.MULTILINE)) for text in (short, whole)
-    )
-    assert "--model-path" in few and "--visual-gpu-ratio" in many - few
-    section = short.partition("Options that most runs need:")[2].partition("\n\n")[0]
-    assert 10 <= len(OPTION.findall(section)) <= 14
-    left = int(re.search(r"--help all +(\d+) more options", short)[1])
-    assert left == len(many - few)
-    assert "more options" not in whole and "\nFiles and machine:\n" in whole
+def test_help_shows_a_dozen_options_and_all_the_others_by_group():
+    commands = ["train_pp.py --help", "train_pp.py --help all"]
+    commands += ["evaluate.py --help", "evaluate.py --help all"]
+    texts = list(start(commands, code=0).values())
+    for short, whole in zip(texts[::2], texts[1::2], strict=True):
+        few, many = (set(OPTION.findall(text)) for text in (short, whole))
+        assert "--model-path" in few and "--visual-gpu-ratio" in many - few
+        section = short.partition("Options that most runs need:")[2].partition("\n\n")[0]
+        assert 10 <= len(OPTION.findall(section)) <= 14
+        left = int(re.search(r"--help all +(\d+) more options", short)[1])
+        assert left == len(many - few)
+        assert "more options" not in whole and "\nFiles and machine:\n" in whole
 
 
-@pytest.mark.parametrize("words", ["--help", "--help all", "--list"])
+@pytest.mark.parametrize("words", ["--help", "--list"])
 def test_a_reader_that_leaves_early_is_no_failure(words):
     """As `train_pp.py --help | head -1`: nobody reads any more when the text is written."""
     reading, writing = os.pipe()
@@ -128,34 +160,11 @@ LAUNCHERS = [
     "-m stageline check --train-model llama --num-stages 2",
     "serve.py --num-stages 2 --model-path .",
 ]
-# runs each command in a fork, up to where it would start its ranks
-START = """
-import os, runpy, sys
-from stageline.distributed import launch
-launch._launch = lambda *_, **__: os._exit(40 + ("transformers" in sys.modules))
-for words in sys.stdin.read().splitlines():
-    if not os.fork():
-        first, *rest = words.split()
-        is_module = first == "-m"
-        sys.argv = rest if is_module else [first, *rest]
-        (runpy.run_module if is_module else runpy.run_path)(sys.argv[0], run_name="__main__")
-    print(os.waitstatus_to_exitcode(os.wait()[1]))
-"""
 
 
 def test_what_starts_the_ranks_imports_no_transformers():
     """Its ranks do, each for itself: in their launcher it is three seconds that all wait."""
-    done = subprocess.run(
-        [sys.executable, "-c", START],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        input="\n".join(LAUNCHERS),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    codes = dict(zip(LAUNCHERS, done.stdout.split(), strict=True))
-    assert set(codes.values()) == {"40"}, (codes, done.stderr)
+    start(LAUNCHERS, code=40, heavy=["torch"])
 
 
 def test_a_training_rank_draws_nothing_at_its_start():

@@ -36,12 +36,8 @@ def run(command, **told):
     ("changed", "word"),
     [
         ({"NNODES": None}, "NNODES is not set"),
-        ({"NODE_RANK": None}, "NODE_RANK is not set"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
         ({"NODE_RANK": "2"}, "NODE_RANK=2 does not fit: a whole number from 0 to 1"),
-        ({"NNODES": "two"}, "NNODES=two does not fit"),
-        ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0 does not fit"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT=http does not fit"),
     ],
 )
 def test_what_a_machine_was_not_told_is_refused(changed, word):

@@ -102,12 +102,11 @@ def test_a_purpose_adds_what_is_missing_and_makes_nothing_again(machine):
     assert len(machine.set_up("serve", "remote")[0]) == 1
 
 
-@pytest.mark.parametrize("changed", ["requirements.lock", "pyproject.toml"])
-def test_a_changed_lock_or_list_makes_it_again(machine, changed):
+def test_a_changed_list_makes_it_again(machine):
     machine.set_up("serve")
     stale = machine.root / ".venv/stale"
     stale.touch()
-    file = machine.root / changed
+    file = machine.root / "pyproject.toml"
     file.write_text(file.read_text().replace("numpy", "numpy2", 1))
     calls, _ = machine.set_up()
     assert "-m venv" in calls[0] and not stale.exists()
@@ -121,9 +120,8 @@ def test_settings_of_other_tools_make_nothing_again(machine):
     assert machine.set_up()[0] == []
 
 
-@pytest.mark.parametrize("place", ["torch==2.13.0", "needs.txt", "--editable"])
-def test_an_interrupted_set_up_starts_again(machine, place):
-    machine.set_up(FAILS_AT=place, code=1)
+def test_an_interrupted_set_up_starts_again(machine):
+    machine.set_up(FAILS_AT="needs.txt", code=1)
     calls, _ = machine.set_up()
     assert "-m venv" in calls[0] and machine.set_up()[0] == []
 

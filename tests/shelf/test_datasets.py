@@ -183,7 +183,6 @@ def test_jsonl_instructions_and_messages(tmp_path):
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b'{"question": "q", "answer": "a", "image": 5}', "file name"),
         (b'{"question": "q", "answer": "a", "videos": ["a.gif"]}', "videos, which its text has no"),
         (b'{"question": "q", "answer": "a", "video": "a.gif"}', "has video, which"),
         (b'{"messages": [{"role": "user"}], "instruction": "q", "output": "a"}', "several formats"),

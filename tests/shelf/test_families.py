@@ -12,8 +12,8 @@ from benchmarks.families import KINDS, build_stage
 from benchmarks.families_split import Family, judge, make_family
 from pp_models import CausalLMStage
 from stageline.errors import UserError
-from stageline.family_configs import family_config
 from stageline.shrink import shrink_config
+from tests.helpers.family_configs import family_config
 
 TEXT = [
     *("granite", "granitemoehybrid", "lfm2", "mamba2", "biogpt", "nanochat", "zamba2"),

@@ -4,7 +4,6 @@ import json
 import shutil
 
 import pytest
-from PIL import Image
 
 from tests.helpers.sample_runs import (
     assert_refused,
@@ -56,48 +55,8 @@ def test_bad_rows_end_an_evaluation_or_are_left_out(model, tmp_path):
     assert_refused(done, 2, "--compare-with", "1 of 8 samples", "'vsr-random-test-3' among them")
 
 
-@pytest.mark.parametrize(
-    ("name", "file", "change", "words"),
-    [
-        (
-            "spatial_mm", "spatial_mm_one_obj.json", {"answer": "E. up"},
-            ("one_obj.json: row 1: sample spatial_mm-one_obj-1", "none of the 4 options"),
-        ),
-        (
-            "rotate_qa", "rotate_qa.json", {"options": ["right", "below"]},
-            ("rotate_qa.json: row 1: sample rotate_qa-1", "'left' is none of the options"),
-        ),
-        ("vsr", "splits/random/train.jsonl", {"image": "gone.jpg"},
-         ("train.jsonl:1: sample vsr-random-train-1", "no image gone.jpg")),
-        ("vsr", "splits/random/train.jsonl", {"image": "huge.png"},
-         ("train.jsonl:1: sample vsr-random-train-1", "pixels", "huge.png")),
-    ],
-)  # fmt: skip
-def test_bad_rows_end_a_training_run(name, file, change, words, model, tmp_path):
-    data = changed_copy(name, tmp_path, file, lambda rows: rows[0].update(change))
-    if "huge.png" in change.values():
-        huge_picture(data / "images/huge.png")
-    sizes = () if name == "vsr" else ("--dataset.test_size", 0)
-    done = train(model, name, tmp_path / "run", "--dataset-path", data, *sizes, ranks=1)
-    assert_refused(done, 3, *words)
-
-
-def huge_picture(path):
-    """More pixels than are decoded, in a small file."""
-    Image.new("1", (8000, 8000)).save(path)
-
-
-def test_pictures_against_places(model, tmp_path):
-    """A template with two places for the one picture of a row: exit code 3, with the sample."""
-    words = ("--prompt", "two_pictures", "--import", two_pictures(tmp_path))
-    done = train(model, "vsr", tmp_path / "run", *words, ranks=1)
-    assert_refused(done, 3, "sample vsr-random-train-1", "2 places", "1 image")
-
-
-def two_pictures(folder):
-    path = folder / "two_pictures_part.py"
-    path.write_text(
-        "from register import prompt_register\n"
-        'prompt_register["two_pictures"] = "[IMAGE][IMAGE]\\n[QUESTION] [ANSWER]"\n'
-    )
-    return path
+def test_bad_rows_end_a_training_run(model, tmp_path):
+    change = {"image": "gone.jpg"}
+    data = changed_copy("vsr", tmp_path, "splits/random/train.jsonl", lambda r: r[0].update(change))
+    done = train(model, "vsr", tmp_path / "run", "--dataset-path", data, ranks=1)
+    assert_refused(done, 3, "train.jsonl:1: sample vsr-random-train-1", "no image gone.jpg")

@@ -102,19 +102,6 @@ def test_seeds_that_differ_widen_the_interval_over_seeds_alone():
     assert figure == bootstrap(scores), "the same each time"
 
 
-def test_pairing_makes_an_interval_narrow():
-    """Arms that fail at the same samples differ by less than their intervals suggest."""
-    hard = numpy.arange(1000) % 2
-    runs = []
-    for arm, extra in (("sft", 0), ("contrastive", 20)):
-        scores = {str(i): float(hard[i] or i < 2 * extra) for i in range(1000)}
-        runs.append(Run(arm, 0, scores, dict.fromkeys(scores, "a")))
-    study = Study(runs)
-    low, high = study.difference("sft", "contrastive").over_samples
-    assert 0 < low < 0.02 < high < 0.035
-    assert study.accuracy("sft").over_samples[1] > study.accuracy("contrastive").over_samples[0]
-
-
 def test_views_of_a_scene_are_judged_alone_and_together(tmp_path):
     """Two scenes of two views, written as `evaluate` does; the figures are counted by hand."""
     said = {"a": ["left", "right"], "b": ["left", "left"]}
@@ -219,40 +206,6 @@ def test_the_pictures_show_the_figures(tmp_path):
     save_figure(losses_figure({"sft": [plain]}), tmp_path / "l.png")
     for name in ("a.png", "l.png"):
         Image.open(tmp_path / name).verify()
-
-
-def spans(axes, label):
-    """[(low, high)] of the intervals with this width, in order."""
-    width = {"samples": 1.2, "seeds": 5}[label]
-    found = [c for c in axes.collections if c.get_linewidth()[0] == width]
-    return [tuple(y for _, y in segment) for c in found for segment in c.get_segments()]
-
-
-def test_the_picture_draws_the_intervals_that_decide():
-    figures = figures_of({"sft": [0.5, 0.6, 0.4], "contrastive": [0.9, 0.8, 0.9]})
-    _, differences = accuracy_figure(figures).axes
-    wanted = figures["differences"]["contrastive - sft"]
-    for kind in ("samples", "seeds"):
-        assert spans(differences, kind) == [
-            pytest.approx(wanted[group][f"interval_95_over_{kind}"]) for group in figures["chance"]
-        ]
-    labels = [text.get_text() for text in differences.get_legend().get_texts()]
-    assert "over seeds too: decides" in labels
-
-
-def test_one_seed_has_no_interval_over_seeds():
-    figures = figures_of({"sft": [0.5], "contrastive": [0.9]})
-    assert figures["arms"]["sft"][ALL]["interval_95_over_seeds"] is None
-    accuracy, differences = accuracy_figure(figures).axes
-    assert spans(differences, "seeds") == [] and len(spans(differences, "samples")) == 3
-    for axes in (accuracy, differences):
-        labels = [text.get_text() for text in axes.get_legend().get_texts()]
-        assert not any("seed" in label for label in labels)
-    row = next(
-        line for line in study_markdown(figures, title="", settings={}).splitlines()
-        if line.startswith("| contrastive - sft | all")
-    )  # fmt: skip
-    assert row.split(" | ")[4] == "-"
 
 
 # -- the script --------------------------------------------------------------------------

@@ -14,12 +14,12 @@ from loss_fn import sft
 from options.parts import ChosenPart, chosen_part
 from pp_models import class_of_key
 from stageline.errors import UserError
-from stageline.family_configs import family_config
 from stageline.modules import chunked_loss
 from stageline.modules.chunked_loss import ChunkedLogits, ChunkedLoss, LossByToken, head_of
 from stageline.modules.lora import wrap_linear
 from stageline.modules.policy_loss import PolicyOptions, policy_loss, token_log_probs
 from stageline.shrink import shrink_config
+from tests.helpers.family_configs import family_config
 from tests.helpers.split_backward import plain_backward, split_backward
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, VOCAB_SIZE, tiny_config

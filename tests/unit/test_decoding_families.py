@@ -15,7 +15,6 @@ from stageline.checkpoint.load import quiet
 from stageline.data.images.images import ImageExpander
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import UserError
-from stageline.family_configs import family_config
 from stageline.inference.decoding.answer_groups import AnswerLoad, answer_cost
 from stageline.inference.decoding.request import Failed, Request, Sampling, ScoreRequest
 from stageline.inference.decoding.stage_decoder import StageDecoder, can_keep_logits
@@ -25,6 +24,7 @@ from stageline.shrink import shrink_config
 from stageline.stages.example_batch import picture_batch
 from tests.helpers.decoded_models import text_prompts
 from tests.helpers.decoding_engines import built_stages, local_engine
+from tests.helpers.family_configs import family_config
 from tests.helpers.tiny_checkpoints import tiny_whole
 from tests.helpers.tiny_models import tiny_tokenizer
 from tools.tiny_model import make

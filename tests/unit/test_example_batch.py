@@ -5,9 +5,9 @@ import torch
 import transformers
 
 from stageline.errors import UserError
-from stageline.family_configs import family_config
 from stageline.shrink import shrink_config
 from stageline.stages.example_batch import example_pictures, image_token, picture_batch
+from tests.helpers.family_configs import family_config
 
 FAMILIES = [
     *("llava", "llava_next", "llava_onevision", "internvl", "qwen2_vl", "qwen3_vl_moe"),

@@ -14,9 +14,9 @@ from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
-from stageline.family_configs import family_config
 from stageline.shrink import shrink_config
 from tests.helpers.exports import export_alone, export_folder
+from tests.helpers.family_configs import family_config
 from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
 
 

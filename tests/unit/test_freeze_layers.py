@@ -10,12 +10,12 @@ from parse_args import parse_train_args
 from pp_models import CausalLMStage, VisionLanguageStage
 from register import ALL_REGISTERS
 from stageline.errors import UserError
-from stageline.family_configs import family_config
 from stageline.modules.methods import FreezeRule, Methods
 from stageline.pipeline.stage_passes import StagePasses
 from stageline.shrink import shrink_config
 from stageline.stages.base import WeightSource, fill_stage
 from tests.helpers.chain import run_chain
+from tests.helpers.family_configs import family_config
 from tests.helpers.tiny_batches import count_targets, tiny_micro_batches
 from tests.helpers.tiny_checkpoints import tiny_whole
 from tests.helpers.tiny_models import VISION_LANGUAGE

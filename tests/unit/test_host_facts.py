@@ -16,11 +16,11 @@ from pp_models import CausalLMStage, stage_class_of
 from stageline.data.batches.batch import pack_rows
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.text.encode import Encoded
-from stageline.family_configs import family_config
 from stageline.shrink import shrink_config
 from stageline.stages.packing import known_rows, row_lengths
 from stageline.training.reference import mixed_batch
 from stageline.verify.batches import draw_text, loss_of, run_chain, with_facts
+from tests.helpers.family_configs import family_config
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_models import IMAGE_TOKEN_ID, tiny_config
 

@@ -10,7 +10,6 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from stageline.errors import UserError
-from stageline.family_configs import family_config
 from stageline.modules.lora import (
     LoRAWrapper,
     key_map_without_last_lora,
@@ -23,6 +22,7 @@ from stageline.modules.lora import (
 )
 from stageline.modules.lora_layer import restored_weight
 from stageline.shrink import shrink_config
+from tests.helpers.family_configs import family_config
 
 
 class Block(nn.Module):

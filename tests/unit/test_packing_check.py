@@ -11,10 +11,10 @@ from register import train_model_register
 from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.layout import Ranks
 from stageline.errors import UserError
-from stageline.family_configs import family_config
 from stageline.shrink import layer_period, shrink_config
 from stageline.stages.packing import check_packing
 from stageline.verify.scaled_copy import ScaledCopy, packed_rows, verify
+from tests.helpers.family_configs import family_config
 from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}

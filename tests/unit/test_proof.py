@@ -9,11 +9,11 @@ from transformers import CONFIG_MAPPING
 from pp_models import CausalLMStage, VisionLanguageStage
 from stageline.checkpoint.layout import Ranks
 from stageline.errors import UserError
-from stageline.family_configs import family_config
 from stageline.modules.pass_through import PassThrough
 from stageline.verify import scaled_copy
 from stageline.verify.scaled_copy import ScaledCopy, verify
 from stageline.verify.training import training
+from tests.helpers.family_configs import family_config
 from tests.helpers.tiny_models import tiny_config
 
 ALONE = Ranks.of(None)
@@ -134,7 +134,7 @@ def test_other_versions_code_and_settings_are_not_proven_by_a_record(tmp_path, m
     assert "recorded" in prove(tmp_path, CausalLMStage, config, 3)
     monkeypatch.setattr(scaled_copy, "VERSIONS", ("torch", "transformers", "tokenizers"))
     assert "recorded" in prove(tmp_path, CausalLMStage, config)
-    monkeypatch.setattr(ScaledCopy, "_hash_of_code", lambda _: "changed")
+    monkeypatch.setattr(scaled_copy, "CODE", ("seeds.py",))
     assert "recorded" in prove(tmp_path, CausalLMStage, config)
     records = [json.loads(file.read_text()) for file in tmp_path.glob("cache/verified/*.json")]
     assert len(records) == 5 and not list(tmp_path.glob("cache/verified/*.json.*"))

@@ -21,7 +21,7 @@ from stageline.inference.generation import encode_prompts, generate
 from stageline.inference.model_cutter import ModelCutter
 from stageline.model_folder import load_config
 from stageline.planner.estimate import model_on_meta
-from stageline.verify import setup
+from stageline.verify import whole_model
 from stageline.verify.scaled_copy import ScaledCopy, verify
 from stageline.verify.training import training
 from tests.helpers.exports import export_folder
@@ -165,8 +165,8 @@ def test_weights_that_were_read_are_not_drawn_again(tmp_path):
 def test_what_ranks_are_told_of_a_check_can_be_pickled(tmp_path):
     """The class of the config is not known to another process."""
     folder = str(remote_model(tmp_path / "model"))
-    told = setup.prepare(
-        setup.ModelSource(folder, folder, folder),
+    told = whole_model.prepare(
+        whole_model.ModelSource(folder, folder, folder),
         tmp_path,
         layers=None,
         reference="auto",
@@ -205,11 +205,11 @@ def test_code_that_does_not_run_is_refused_in_one_sentence(tmp_path):
     folder = remote_model(tmp_path / "model", tied=True, keys="a list", seed=None)
     whole = remote_model(tmp_path / "whole", tied=True)
     (folder / "model.safetensors").write_bytes((whole / "model.safetensors").read_bytes())
-    source = setup.ModelSource(str(folder), None, str(folder))
+    source = whole_model.ModelSource(str(folder), None, str(folder))
     ways = [
         lambda: stages_of(folder, 2),
         lambda: load_plain(folder, trust_remote_code=True),
-        lambda: setup.prepare(
+        lambda: whole_model.prepare(
             source,
             tmp_path,
             layers=None,

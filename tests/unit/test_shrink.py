@@ -6,9 +6,9 @@ import transformers
 from transformers import PretrainedConfig
 
 from stageline.errors import UserError
-from stageline.family_configs import family_config
 from stageline.model_folder import special_tokens
 from stageline.shrink import layer_period, shrink_config
+from tests.helpers.family_configs import family_config
 
 
 def test_multipliers_and_caps_stay() -> None:
@@ -90,7 +90,7 @@ def runs(config: PretrainedConfig) -> bool:
 def test_a_class_that_refuses_the_copy_is_named() -> None:
     config = transformers.LlamaConfig()
     config.layer_types = "nonsense"
-    with pytest.raises(UserError, match=r"llama could not be cut down .*family_configs\.py"):
+    with pytest.raises(UserError, match=r"llama could not be cut down .*shrink\.py"):
         shrink_config(config, num_layers=2)
 
 

@@ -20,15 +20,7 @@ from stageline.pipeline.recorder import (
     describe_timeline,
     split_waits,
 )
-from stageline.plotting.figures import (
-    COLORS,
-    DPI,
-    IDLE,
-    LIGHTEST,
-    plot_timeline,
-    rank_label,
-    timeline_figure,
-)
+from stageline.plotting.figures import COLORS, IDLE, LIGHTEST, plot_timeline, timeline_figure
 from stageline.training.run_log import RunLog
 from stageline.training.step import StepResult
 from stageline.training.timeline import StepTimeline, trace_events, write_trace
@@ -80,7 +72,7 @@ class Picture:
     """A drawn file that is asked for the colour at a time of a row."""
 
     def __init__(self, figure, path):
-        figure.savefig(path, dpi=DPI)
+        figure.savefig(path, dpi=figure.dpi)
         self.figure = figure
         self.pixels = numpy.asarray(Image.open(path).convert("RGB")).astype(int)
 
@@ -127,19 +119,15 @@ def test_the_bubble_stands_above_each_panel():
     assert f"bubble {100 * IDEAL_BUBBLE:.1f} %, 5 s" in lower.get_title("left")
 
 
-def test_the_bubble_equals_the_one_by_hand():
-    assert bubble(MEASURED) == pytest.approx(MEASURED_BUBBLE)
-    assert bubble(IDEAL) == pytest.approx(0.5)
-
-
 def test_ranks_lie_below_each_other_and_say_what_they_hold():
     axes = timeline_figure(MEASURED, None, title="x").axes
     assert len(axes) == 1, "without an ideal there is one panel"
     labels = [label.get_text() for label in axes[0].get_yticklabels()]
     assert labels == ["rank 0: stage 0", "rank 1: stage 1"]
     assert axes[0].get_ylim()[0] > axes[0].get_ylim()[1], "rank 0 on top"
-    assert rank_label(1, [1, 5]) == "rank 1: stages 1, 5"
-    assert rank_label(0, [0, 2, 4, 6]) == "rank 0: stages 0, 2, … 6"
+    held = [TimelineEvent(0, stage, "F", 0, stage, stage + 1) for stage in (0, 2, 4, 6)]
+    (axes,) = timeline_figure(held, None, title="x").axes
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["rank 0: stages 0, 2, … 6"]
 
 
 def test_a_later_stage_of_a_rank_is_lighter(tmp_path):
@@ -169,27 +157,11 @@ def numbers(axes):
     return [text.get_text() for text in axes.texts if text.get_text().isdigit()]
 
 
-@pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(2, 2), (4, 12), (2, 30)])
-def test_numbers_lie_inside_their_bars(num_ranks, num_micro_batches):
-    events = many(num_ranks, num_micro_batches)
-    figure = timeline_figure(events, None, title="x")
-    (axes,) = figure.axes
-    assert sorted(numbers(axes)) == sorted(str(event.micro_batch) for event in events)
-    figure.canvas.draw()
-    pixels = abs(numpy.diff(axes.transData.transform([(0, 0), (1, 0)])[:, 0]))[0]
-    assert all(
-        text.get_window_extent().width <= pixels for text in axes.texts if text.get_text().isdigit()
-    )
-
-
-def test_narrow_bars_carry_no_number_and_keep_their_colour(tmp_path):
-    events = many(8, 64)
-    figure = timeline_figure(events, events, title="x")
-    assert [numbers(axes) for axes in figure.axes] == [[], []]
-    picture = Picture(figure, tmp_path / "t.png")
-    for time in (0, 63, 127):
-        color = COLORS["F" if time % 2 == 0 else "B"]
-        assert picture.is_there(color, panel=1, row=7, time=time + 0.5)
+def test_bars_have_the_number_of_their_micro_batch_where_it_fits():
+    (axes,) = timeline_figure(many(4, 12), None, title="x").axes
+    assert sorted(numbers(axes)) == sorted(str(event.micro_batch) for event in many(4, 12))
+    (axes,) = timeline_figure(many(8, 64), None, title="x").axes
+    assert numbers(axes) == []
 
 
 @pytest.mark.parametrize(
@@ -198,7 +170,7 @@ def test_narrow_bars_carry_no_number_and_keep_their_colour(tmp_path):
 def test_short_steps_are_shown_in_small_units(width, unit, ticks):
     (axes,) = timeline_figure(many(2, 4, width), None, title="x").axes
     assert axes.get_xlim()[1] == pytest.approx(ticks)
-    assert [text.get_text() for text in axes.texts if text.get_text() == unit] == [unit]
+    assert axes.get_xlabel() == unit
 
 
 def test_the_file_appears_whole_and_hostile_titles_are_text(tmp_path):
@@ -237,16 +209,6 @@ def test_the_trace_holds_each_span_in_microseconds(tmp_path):
     }
     assert {event["name"] for event in spans} >= {"forward 1", "weight gradient 0"}
     assert {event["cat"] for event in spans} == {"compute", "wait"}
-
-
-def test_every_event_has_the_fields_of_the_format():
-    for event in trace_events(MEASURED):
-        assert {"name", "ph", "pid", "tid", "args"} <= set(event)
-        assert type(event["pid"]) is int and type(event["tid"]) is int
-        if event["ph"] == "X":
-            assert event["ts"] >= 0 and event["dur"] >= 0
-        else:
-            assert event["ph"] == "M" and "ts" not in event
 
 
 def test_ranks_stages_and_waits_have_names():
