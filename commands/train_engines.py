@@ -29,9 +29,8 @@ from options.memory import answering_remedies, memory_remedies
 from options.model import learning_rate_scales
 from options.train import RunConfig
 from parse_args import save_config
-from stageline.checkpoint.host_memory import settle_allocators
 from stageline.checkpoint.layout import Ranks
-from stageline.device import is_accelerator, stage_devices
+from stageline.device import is_accelerator, settle_allocators, stage_devices
 from stageline.distributed.failure import name_stages
 from stageline.distributed.failure_record import on_full_memory, open_log
 from stageline.distributed.process_group import (

@@ -13,10 +13,10 @@ from stageline.checkpoint.adapter import (
     attach_adapter,
     config_folder,
     find_base,
+    merge_adapters,
     processor_folder,
     refuse_two_ways,
 )
-from stageline.checkpoint.adapter_start import Adapters
 from stageline.checkpoint.plain_model import load_whole
 from stageline.data.text.processor import load_processor
 from stageline.device import VISIBLE, accelerators
@@ -165,8 +165,7 @@ def _add_adapters(model: PreTrainedModel, adapters: list[str], weights: list[flo
     if len(adapters) == 1 and weights is None:
         attach_adapter(model, adapters[0])
     else:
-        own = None if weights is None else tuple(weights)
-        Adapters(tuple(map(Path, adapters)), own).merge(model)
+        merge_adapters(model, list(map(Path, adapters)), weights)
 
 
 def make_device_map(
