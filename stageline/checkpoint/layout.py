@@ -260,5 +260,7 @@ class Ranks:
 
 
 # the most special kinds first
-_PASSED_ON = (DataError, CheckpointError, UserError, NonFiniteError)
-_TRAVELLING = {kind.__name__: kind for kind in (*_PASSED_ON, StorageError, RuntimeError)}
+_PASSED_ON: list[type[Exception]] = [DataError, CheckpointError, UserError, NonFiniteError]
+_TRAVELLING: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (*_PASSED_ON, StorageError, RuntimeError)
+}
