@@ -18,7 +18,7 @@ from stageline.checkpoint.layout import verify
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.plain_folder import export_folder
 from stageline.checkpoint.save import save_split_model
-from stageline.data.text.chat_template import use_template
+from stageline.data.text.chat import prepare_chat
 from stageline.errors import UserError
 from stageline.inference.generation import stop_ids_of, stop_token_ids
 from stageline.modules.lora import lora_stacks, merge_lora
@@ -117,7 +117,7 @@ def test_an_adapter_brings_the_tokens_that_end_its_answers(tmp_path):
     )
     stages = load_stages("llama", tmp_path / "base", tmp_path / "base", llm_lora_num=1)
     tokenizer = tiny_tokenizer(chat_template=None)
-    use_template(tokenizer, template="chatml")
+    prepare_chat(tokenizer, template="chatml")
     expected = {2, tokenizer.convert_tokens_to_ids("<|im_end|>")}
     run = save_split_model(stages, tokenizer, tmp_path / "run")
     report = export_folder(run, tmp_path / "out")
