@@ -128,9 +128,10 @@ def pinned_set(given: str, *, option: str = "`dataset_path`") -> str:
             info = HfApi().dataset_info(name.repo, revision=name.revision, timeout=TIMEOUT)
             found = f"{PREFIX}{name.repo}@{info.sha}"
         except Exception as error:  # the client raises what its transport does
-            is_http = isinstance(error, HfHubHTTPError)
-            is_refusal = error.response.status_code < 500 if is_http else False
-            if not (is_refusal or isinstance(error, HFValidationError)):
+            is_refusal = isinstance(error, HFValidationError)
+            if isinstance(error, HfHubHTTPError):
+                is_refusal = error.response.status_code < 500
+            if not is_refusal:
                 return f"{PREFIX}{name}"
             raise _refused(name, option, error, kind="datasets") from error
         _note(f"{PREFIX}{name}", found)
