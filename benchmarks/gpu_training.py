@@ -31,7 +31,7 @@ from transformers import AutoConfig
 from loss_fn import sft
 from optimizer import adamw
 from pp_models import CausalLMStage
-from stageline.checkpoint.host_memory import settle_allocators
+from stageline.device import settle_allocators
 from stageline.distributed.process_group import distributed_context
 from stageline.modules.recompute import compile_layers
 from stageline.pipeline.runner import PipelineRunner

@@ -85,7 +85,7 @@ def _with_dtype(run: Any) -> Any:
     parts = [config, *(config.get(name) or {} for name in ("text_config", "llm_config"))]
     dtypes = [part.get(key) for part in parts for key in ("dtype", "torch_dtype")]
     named = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype]
-    found = {"bf16": run.bf16, "fp16": run.fp16}
+    found: dict[str, Any] = {"bf16": run.bf16, "fp16": run.fp16}
     if named:
         if named[0] not in ("bfloat16", "float16", "float32"):
             raise UserError(
@@ -93,6 +93,8 @@ def _with_dtype(run: Any) -> Any:
                 "`dtype` and give `bf16`, `fp16` or neither."
             )
         found = {"bf16": named[0] == "bfloat16", "fp16": named[0] == "float16"}
+    if hasattr(run, "fp32") and not any(found.values()):
+        found["fp32"] = type(run.fp32)()  # all is float32; the saved config must be repeatable
     return dataclasses.replace(run, dtype=None, **found)
 
 

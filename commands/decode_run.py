@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from commands.stages import AnsweringModel, dtype_of
-from stageline.checkpoint.host_memory import available_memory
 from stageline.checkpoint.layout import Ranks
 from stageline.data.text.processor import get_tokenizer
+from stageline.device import available_memory
 from stageline.distributed.failure import name_stages
 from stageline.distributed.process_group import distributed_context, wait_for_weights
 from stageline.errors import UserError

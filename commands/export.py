@@ -27,42 +27,36 @@ if TYPE_CHECKING:
     from stageline.verify.scaled_copy import VerifyMode
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ANY_FOLDER = "any Hugging Face folder or hub name (owner/name[@revision])"
 NUM_STAGES = 2  # that an export is compared with
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def num_bytes(text: str) -> int:
-    """A number of bytes, alone or with a unit: 5GB."""
+    """Parse a number of bytes, alone or with a unit: 5GB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    unit = match[2].upper() if match else ""
-    if match is None or unit not in UNITS or float(match[1]) * UNITS[unit] < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no size, a number of bytes such as 5000000000, 5GB or 4.5GiB was "
-            "expected: no file of weights gets greater than it"
-        )
-    return int(float(match[1]) * UNITS[unit])
+    size = float(match[1]) * UNITS.get(match[2].upper(), 0) if match else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size. Give 5000000000, 5GB or 4.5GiB")
+    return int(size)
 
 
 def folders(text: str) -> tuple[Path, ...]:
-    """Folders between commas, all of which exist, or names on a hub."""
+    """Parse folders between commas, all of which exist, or names on a hub."""
     found = tuple(Path(one).expanduser() for one in text.split(","))
-    missing = [path for path in found if not path.is_dir() and read_name(path) is None]
-    if missing:
+    if missing := [path for path in found if not path.is_dir() and read_name(path) is None]:
         raise argparse.ArgumentTypeError(
-            f"{missing[0]} is no folder, an adapter folder or a hub's owner/name was expected: "
-            "check the path"
+            f"{missing[0]} is no folder. Check the path of the adapter, or give a hub's owner/name"
         )
     return found
 
 
 def numbers(text: str) -> tuple[float, ...]:
-    """Numbers between commas."""
+    """Parse numbers between commas."""
     try:
         return tuple(float(one) for one in text.split(","))
     except ValueError as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r} has {error}, numbers between commas were expected, 1,0.5: one an adapter"
+            f"{text!r} has {error}. Give one an adapter: 1,0.5"
         ) from error
 
 
@@ -74,61 +68,28 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model-path", type=Path, required=True, help=f"a checkpoint, or {ANY_FOLDER}")
-    add("--output-path", type=Path, required=True, help="a new folder")
+    add("--model-path", type=Path, required=True, help="checkpoint, model folder or hub name")
+    add("--output-path", type=Path, required=True, help="new folder")
     add(
         "--merge",
         action="store_true",
-        help="add an adapter to its base model; else it is exported as an adapter for peft",
+        help="add an adapter to its base (else: an adapter for peft)",
     )
+    add("--adapter-path", type=folders, default=(), metavar="A,B", help="adapters to add in turn")
+    add("--adapter-weights", type=numbers, metavar="X,Y", help="share of each adapter (default: 1)")
+    add("--dtype", choices=DTYPES, default="auto", help="of the weights (default: as they are)")
+    add("--max-shard-size", type=num_bytes, default=5 * 10**9, metavar="SIZE", help="default: 5GB")
+    own = "a file or module with parts and models of yours; may be given several times"
+    add("--import", dest="imports", action="append", default=[], metavar="FILE", help=own)
+    add("--overwrite", action="store_true", help="replace a model folder at --output-path")
     add(
-        "--adapter-path",
-        type=folders,
-        metavar="A,B",
-        help="adapters, folders or hub names, that are added to the model one after the other",
-    )
-    add(
-        "--adapter-weights",
-        type=numbers,
-        metavar="X,Y",
-        help="how much of each adapter is added (default: all of it)",
-    )
-    add(
-        "--dtype",
-        choices=DTYPES,
-        default="auto",
-        help="of the exported weights (default: auto: those of the checkpoint)",
-    )
-    add(
-        "--max-shard-size",
-        type=num_bytes,
-        default=num_bytes("5GB"),
-        metavar="SIZE",
-        help="largest file of weights, in bytes or as 5GB (default: 5GB)",
-    )
-    add(
-        "--import",
-        dest="imports",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="a file or module with parts and models of yours; may be given several times",
-    )
-    add(
-        "--overwrite",
-        action="store_true",
-        help="replace the model folder at --output-path, once the new one is complete",
-    )
-    add(
-        "--trust-remote-code",
-        action="store_true",
-        help="run the Python code that a model folder brings along, and copy it",
+        "--trust-remote-code", action="store_true", help="run and copy a model folder's Python code"
     )
     return parser
 
 
 def main() -> None:
-    """Exports and says what was written."""
+    """Export, and print what was written."""
     gone = {spelled(name): why for name, why in old_names("gone_from_export").items()}
     for word in sys.argv[1:]:
         if why := gone.get(word.partition("=")[0]):
@@ -138,23 +99,21 @@ def main() -> None:
         import torch
         import transformers
 
-        from stageline.checkpoint.adapter_start import Adapters
         from stageline.checkpoint.plain_folder import export_folder
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     import_parts(dict.fromkeys(options.imports))
-    paths = [local_folder(path, option="`adapter_path`") for path in options.adapter_path or ()]
-    if options.adapter_weights and not paths:
+    if options.adapter_weights and not options.adapter_path:
         raise UserError(
-            "--adapter-weights came without --adapter-path, the adapters were expected: it says "
-            "how much of each is added. Add them, or leave it out."
+            "--adapter-weights came without --adapter-path. Name the adapters, or leave it out."
         )
     report = export_folder(
         local_folder(options.model_path),
         options.output_path,
         merge=options.merge,
-        adapters=Adapters(tuple(paths), options.adapter_weights) if paths else None,
+        adapter_paths=[local_folder(p, option="`adapter_path`") for p in options.adapter_path],
+        adapter_weights=options.adapter_weights,
         dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
         max_shard_bytes=options.max_shard_size,
         overwrites=options.overwrite,
@@ -166,19 +125,14 @@ def main() -> None:
 
 
 def check_exported(arguments: "CheckArguments") -> int:
-    """Compares an exported folder with its checkpoint, says how, and returns the exit code."""
+    """Compare an exported folder with its checkpoint, print how, and return the exit code."""
     with importing():
-        from stageline.checkpoint.adapter_start import Adapters
         from stageline.checkpoint.check_export import check_export
         from stageline.checkpoint.export_files import find_source
     run, part = arguments.run, arguments.parts.get("train_model")
     if run.model_path is None:
-        raise UserError(
-            "--exported has nothing to be compared with. Add --model-path and the checkpoint that "
-            "was exported."
-        )
+        raise UserError("--exported has nothing to be compared with. Add --model-path CHECKPOINT.")
     assert run.exported is not None
-    added, weights = tuple(map(Path, run.adapter_path or ())), run.adapter_weights
     verdict = check_export(
         find_source(run.model_path),
         Path(run.exported),
@@ -188,7 +142,8 @@ def check_exported(arguments: "CheckArguments") -> int:
             trust_remote_code=run.trust_remote_code,
             prove_split=run.prove_split,
         ),
-        adapters=Adapters(added, tuple(weights) if weights else None) if added else None,
+        adapter_paths=[Path(path) for path in run.adapter_path or ()],
+        adapter_weights=run.adapter_weights,
         trust_remote_code=run.trust_remote_code,
     )
     print(

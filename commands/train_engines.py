@@ -24,9 +24,8 @@ from commands.train_parts import (
 from options.memory import answering_remedies, check_streaming, memory_remedies
 from options.train import RunConfig
 from parse_args import TrainArguments
-from stageline.checkpoint.host_memory import settle_allocators
 from stageline.checkpoint.layout import Ranks
-from stageline.device import is_accelerator, stage_devices
+from stageline.device import is_accelerator, settle_allocators, stage_devices
 from stageline.distributed.failure import name_stages
 from stageline.distributed.failure_record import on_full_memory
 from stageline.distributed.process_group import (

@@ -43,8 +43,7 @@ def auto(
     import torch
 
     from models.devices import find_source, make_device_map, quantization_config
-    from stageline.checkpoint.adapter import attach_adapter
-    from stageline.checkpoint.adapter_start import Adapters
+    from stageline.checkpoint.adapter import attach_adapter, merge_adapters
     from stageline.checkpoint.plain_model import load_whole
     from stageline.data.text.processor import load_processor
     from stageline.planner.estimate import auto_class_of
@@ -90,7 +89,6 @@ def auto(
     if len(source.adapters) == 1 and adapter_weights is None:
         attach_adapter(model, source.adapters[0])
     else:  # several, or what is weighted, are merged into the weights
-        weights = None if adapter_weights is None else tuple(adapter_weights)
-        Adapters(tuple(map(Path, source.adapters)), weights).merge(model)
+        merge_adapters(model, list(map(Path, source.adapters)), adapter_weights)
     processor = load_processor(source.processor_folder, trust_remote_code=trust_remote_code)
     return model.eval(), processor, device_map

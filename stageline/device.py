@@ -5,9 +5,12 @@ memory are asked of the module of its kind (`torch.get_device_module`): torch.cu
 torch_npu's torch.npu have one face. torch.Event has no wait in which the host's thread sleeps.
 """
 
+import contextlib
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -159,3 +162,52 @@ def empty_cache() -> None:
     """Gives memory back that torch's allocator holds and does not use."""
     for device in accelerators()[:1]:
         torch.get_device_module(device).empty_cache()
+
+
+def available_memory() -> int | None:
+    """Bytes that this process may still take of the host, or of its container; None: not known."""
+    found = []
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        values = dict(line.split(":", 1) for line in lines)
+        found.append(int(values["MemAvailable"].split()[0]) * 1024)
+    folder = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
+        limit = int((folder / "memory.max").read_text())
+        used = int((folder / "memory.current").read_text())
+        facts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        # pages of files are given back when memory is wanted
+        found.append(limit - used + int(facts.get("inactive_file", 0)))
+    return min(found, default=None)
+
+
+# settings of torch's allocators; who sets one of them has decided for himself
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_ROUND_UP = "pinned_max_round_threshold_mb"  # blocks above it are as long as was asked for
+
+
+def settle_allocators() -> None:
+    """Set torch's allocators for GPUs, before the first one is used; not where the user has.
+
+    Segments that grow: micro-batches have lengths of their own, and what one length leaves behind
+    is of no use to the next. Pinned blocks of the size that was asked for: torch would round each
+    up to a power of two, which of a large layer's weights can be twice their memory.
+    """
+    is_settled = any(name in os.environ for name in ALLOCATOR_VARIABLES)
+    if is_settled or not torch.cuda.is_available():
+        return
+    wanted = "expandable_segments:True"
+    # a key that a release does not know would end the run
+    header = Path(torch.__file__).parent / "include/c10/core/AllocatorConfig.h"
+    if header.is_file() and _ROUND_UP.removesuffix("_mb") in header.read_text(errors="replace"):
+        wanted += f",{_ROUND_UP}:1"
+    os.environ[ALLOCATOR_VARIABLES[0]] = wanted
+
+
+def pinned_block(num_bytes: int) -> int:
+    """Bytes that torch takes of the host for a pinned tensor of `num_bytes`."""
+    told = next((os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ), "")
+    found = re.search(rf"{_ROUND_UP}:(\d+)", told)
+    if num_bytes == 0 or (found is not None and num_bytes > int(found[1]) << 20):
+        return num_bytes
+    return 1 << (num_bytes - 1).bit_length()

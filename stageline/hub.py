@@ -1,8 +1,7 @@
-"""Models by their names: `owner/name[@revision]` becomes a folder of this machine, here alone.
+"""Turn a name on a hub, `owner/name[@revision]`, into a folder of this machine.
 
-huggingface_hub fetches, and keeps what it fetched in its cache: small files (config, tokenizer,
-index) at once, a file of weights when it is first opened. A folder of the cache tells by its path
-of which model and commit it is, so whoever opens a file in it needs to know nothing else.
+huggingface_hub fetches and caches: small files (config, tokenizer, index) at once, a file of
+weights when it is first opened. The path of a folder in the cache names its model and commit.
 """
 
 import json
@@ -12,7 +11,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from stageline.errors import UserError
 from stageline.terminal import is_first
@@ -23,6 +22,7 @@ _NAME = re.compile(r"(?:hub:)?(\w[\w.-]*/\w[\w.-]*?)(?:@(\w[\w./-]*))?")
 _FILE = re.compile(r".*\.(jsonl?|ndjson|[ct]sv|txt|parquet|arrow|safetensors|bin|py|ya?ml|idx)")
 _SNAPSHOT = re.compile(r"(.+)/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_TRUE = ("1", "true", "yes", "on")
 # Weights other than these are never fetched: what torch.save writes can run any program.
 _AT_ONCE = "*.json *.jinja *.txt *.model *.tiktoken *.spm *.bpe *.vocab *.py".split()
 _LEFT_OUT = ["onnx/*", "openvino/*", "original/*", "runs/*", "*checkpoint-*/*"]
@@ -46,10 +46,10 @@ class HubName:
 
 
 def read_name(text: str | Path, *, folder: Path = Path()) -> HubName | None:
-    """The name that `owner/name[@revision]` is; None: it is a path.
+    """Parse `owner/name[@revision]`; None: it is a path.
 
-    It is one where something of this name, or a folder called as the owner, lies in `folder`; never
-    behind `hub:`.
+    It is a path where something of this name, or a folder called as the owner, is in `folder`;
+    never behind `hub:`.
     """
     text = str(text)
     match = _NAME.fullmatch(text)
@@ -88,19 +88,21 @@ def local_folder(given: str | Path, *, option: str = "`model_path`") -> Path:
     """The folder of a model, adapter or tokenizer, fetched if it is none of this machine.
 
     Raises:
-        UserError: nothing of this name can be had; it says why and what to do.
+        UserError: nothing of this name can be had.
     """
     name = read_name(given)
     if name is None:
         return Path(given).expanduser()
     found = _fetched().get(str(name))
     if found is None:
-        if _uses_modelscope():
-            found = _from_modelscope(name, option)
-        else:
-            found = _from_hub(name, option)
-            if Path(found, "adapter_config.json").exists():
-                fetch_missing(Path(found, _ADAPTER))
+        uses_modelscope = os.environ.get("USE_MODELSCOPE_HUB", "").lower() in _TRUE
+        try:
+            found = _from_modelscope(name, option) if uses_modelscope else _from_hub(name)
+        except UserError:
+            raise
+        except Exception as error:  # a client raises what its transport does
+            at = "ModelScope" if uses_modelscope else ""
+            raise _refused(name, option, error, at=at) from error
         _note(name, found)
     return Path(found)
 
@@ -108,8 +110,8 @@ def local_folder(given: str | Path, *, option: str = "`model_path`") -> Path:
 def pinned_set(given: str, *, option: str = "`dataset_path`") -> str:
     """The name of a data set with its commit, `hub:owner/name@commit`; a path stays as it is.
 
-    The library for data sets fetches the files itself. A name stays without a commit where the hub
-    does not answer: what the library has kept of it may do.
+    `datasets` fetches the files. A name stays without a commit where the hub does not answer: the
+    cache of `datasets` may do.
     """
     name = read_name(given)
     if name is None:
@@ -120,12 +122,16 @@ def pinned_set(given: str, *, option: str = "`dataset_path`") -> str:
     if found is None:
         from huggingface_hub import HfApi
         from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT as TIMEOUT
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
         try:
             info = HfApi().dataset_info(name.repo, revision=name.revision, timeout=TIMEOUT)
             found = f"{PREFIX}{name.repo}@{info.sha}"
-        except Exception as error:  # the library raises what its transport does
-            if _is_silence(error):
+        except Exception as error:  # the client raises what its transport does
+            is_refusal = isinstance(error, HFValidationError)
+            if isinstance(error, HfHubHTTPError):
+                is_refusal = error.response.status_code < 500
+            if not is_refusal:
                 return f"{PREFIX}{name}"
             raise _refused(name, option, error, kind="datasets") from error
         _note(f"{PREFIX}{name}", found)
@@ -138,10 +144,9 @@ def can_fetch(path: Path) -> bool:
 
 
 def fetch_missing(path: Path) -> None:
-    """Fetches a file of weights into its folder of the cache, if it is not there yet.
+    """Fetch a file of weights into its folder of the cache, if it is not there yet.
 
-    Processes of a machine that want the same file wait for the first of them. A file whose name
-    the hub does not have stays away: whoever wants it says so.
+    A file whose name the hub does not have stays away.
 
     Raises:
         UserError: the hub does not give it.
@@ -149,76 +154,55 @@ def fetch_missing(path: Path) -> None:
     name = name_of(path.parent)
     if name is None or path.exists():
         return
-    from filelock import FileLock
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    cache = path.parents[3]
-    lock = cache / ".locks" / path.parents[2].name / f"{path.name}.stageline.lock"
     try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(lock):
-            if not path.exists():
-                hf_hub_download(name.repo, path.name, revision=name.revision, cache_dir=cache)
+        hf_hub_download(name.repo, path.name, revision=name.revision, cache_dir=path.parents[3])
     except Exception as error:
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             return
         raise _refused(name, path.name, error) from error
 
 
-def _from_hub(name: HubName, option: str) -> str:
+def _from_hub(name: HubName) -> str:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
+    from huggingface_hub.utils import tqdm
+
+    class Silent(tqdm):  # small files
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": True})
+
+    found = snapshot_download(
+        name.repo,
+        revision=name.revision,
+        allow_patterns=_AT_ONCE,
+        ignore_patterns=_LEFT_OUT,
+        tqdm_class=Silent,
     )
-
-    had_bars = not are_progress_bars_disabled()
-    disable_progress_bars()  # of small files
-    try:
-        return snapshot_download(
-            name.repo,
-            revision=name.revision,
-            allow_patterns=_AT_ONCE,
-            ignore_patterns=_LEFT_OUT,
-        )
-    except Exception as error:  # the library raises what its transport does
-        raise _refused(name, option, error) from error
-    finally:
-        if had_bars:
-            enable_progress_bars()
-
-
-def _uses_modelscope() -> bool:
-    return os.environ.get("USE_MODELSCOPE_HUB", "").lower() in ("1", "true", "yes", "on")
+    if Path(found, "adapter_config.json").exists():
+        fetch_missing(Path(found, _ADAPTER))
+    return found
 
 
 def _from_modelscope(name: HubName, option: str) -> str:
     """The whole folder: its cache does not tell commits, so no file can be fetched later."""
-    from filelock import FileLock
-
     try:
         from modelscope import snapshot_download
     except ImportError as error:
         raise UserError(
-            f"{option} {name} was to come from ModelScope (USE_MODELSCOPE_HUB), whose package was "
-            "expected: it is not installed. pip install modelscope, or take the variable away."
+            f"{option} {name} was to come from ModelScope (USE_MODELSCOPE_HUB), whose client is "
+            "not installed. pip install modelscope, or unset the variable."
         ) from error
-    lock = Path.home() / ".cache" / "modelscope" / f"{name.repo.replace('/', '--')}.stageline.lock"
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(lock):
-            return str(
-                snapshot_download(
-                    name.repo,
-                    revision=name.revision,
-                    allow_patterns=[*_AT_ONCE, _ADAPTER, "model*.safetensors"],
-                    ignore_patterns=_LEFT_OUT,
-                )
-            )
-    except Exception as error:
-        raise _refused(name, option, error, where="ModelScope") from error
+    patterns = [*_AT_ONCE, _ADAPTER, "model*.safetensors"]
+    return str(
+        snapshot_download(
+            name.repo,
+            revision=name.revision,
+            allow_patterns=patterns,
+            ignore_patterns=_LEFT_OUT,
+        )
+    )
 
 
 def _fetched() -> dict[str, str]:
@@ -232,60 +216,32 @@ def _note(name: HubName | str, found: str) -> None:
         print(commit, file=sys.stderr, flush=True)
 
 
-def _is_silence(error: BaseException) -> bool:
-    """Whether nobody answered; what refuses has the class of its refusal."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    if isinstance(error, HfHubHTTPError):
-        return error.response.status_code >= 500
-    return not isinstance(error, HFValidationError)
-
-
 def _refused(
-    name: HubName,
-    what: str,
-    error: Exception,
-    *,
-    kind: Literal["models", "datasets"] = "models",
-    where: str = "",
+    name: HubName, what: str, error: Exception, *, kind: str = "models", at: str = ""
 ) -> UserError:
     """The error for what a hub would not give: what was asked for, why, and the cure."""
     from huggingface_hub import constants, errors
 
-    at = where or constants.ENDPOINT
-    asked = f"{what} {name}: {at}"
-    logged_in = "log in with `hf auth login` or set HF_TOKEN"
-    if isinstance(error, errors.GatedRepoError):
-        return UserError(
-            f"{asked} gives it only to people whom its owner has let in, and a token of one of "
-            f"them was expected. Ask on {constants.ENDPOINT}/{name.repo}, then {logged_in}."
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return UserError(
-            f"{asked} has no revision {name.revision} of {name.repo}, a branch, a tag or a commit "
-            f"was expected behind the @. Its page lists them: {constants.ENDPOINT}/{name.repo}."
-        )
-    if isinstance(error, errors.RepositoryNotFoundError):
-        local = "" if kind == "datasets" else f", and no folder {Path(name.repo).absolute()}"
-        return UserError(
-            f"{asked} knows nothing of this name that you may see{local}. A folder of this machine "
-            f"or a name of the hub's {kind} was expected. Check the spelling; if it is private, "
-            f"{logged_in}."
-        )
-    if isinstance(error, errors.HFValidationError):
-        return UserError(
-            f"{asked} has no such names ({error}). owner/name[@revision] was expected."
-        )
+    page = f"{constants.ENDPOINT}/{name.repo}"
+    log_in = "log in with `hf auth login` or set HF_TOKEN"
     told = str(error).strip().splitlines()
-    reason = f"{type(error).__name__}: {told[0][:200] if told else ''}"
-    if constants.is_offline_mode() and not where:
-        return UserError(
-            f"{asked} is not asked, because HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} "
-            "does not have all of it; a copy there was expected. Fetch it once with a network "
-            f"(`hf download {name.repo}`), or give a folder."
-        )
-    return UserError(
-        f"{asked} did not give it ({reason}), and {constants.HF_HUB_CACHE} does not have it. An "
-        "answer or a copy was expected. Look at the network, the proxy, the room on the disk and "
-        "HF_ENDPOINT, and start again: whole files that came are kept. Or give a folder."
+    why = f"did not give it ({type(error).__name__}: {told[0][:200] if told else ''})"
+    cure = (
+        f"{constants.HF_HUB_CACHE} has no copy either. Look at the network, the proxy, the room on "
+        "the disk and HF_ENDPOINT, and start again, or give a folder"
     )
+    if isinstance(error, errors.GatedRepoError):
+        why, cure = "gives it only to people on its list", f"Ask on {page}, then {log_in}"
+    elif isinstance(error, errors.RevisionNotFoundError):
+        why = f"has no revision {name.revision} of {name.repo}"
+        cure = f"Its page lists the branches, tags and commits: {page}"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        local = f", and no folder {Path(name.repo).absolute()} is here" if kind == "models" else ""
+        why = f"has no such name among the {kind} that you may see{local}"
+        cure = f"Check the spelling; if it is private, {log_in}"
+    elif isinstance(error, errors.HFValidationError):
+        why, cure = f"has no such names ({error})", "Write owner/name[@revision]"
+    elif constants.is_offline_mode() and not at:
+        why = f"is not asked, because HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} lacks it"
+        cure = f"Fetch it once with a network (`hf download {name.repo}`), or give a folder"
+    return UserError(f"{what} {name}: {at or constants.ENDPOINT} {why}. {cure}.")

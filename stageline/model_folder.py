@@ -1,7 +1,7 @@
-"""Looks at a model folder before the library does: broken JSON, code of its own, no folder at all.
+"""Look at a model folder before transformers does: broken JSON, own code, no folder at all.
 
-All that loads a config, tokenizer or processor comes by here. The library would run code or ask for
-leave on the terminal, and look up on the network what is no folder.
+All that loads a config, tokenizer or processor comes by here: transformers would run code, ask for
+leave on the terminal, or look up on the network what is no folder.
 """
 
 import functools
@@ -42,7 +42,7 @@ _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementati
 
 
 def find_folder(path: str | Path, *, option: str = "`model_path`") -> Path:
-    """The folder of a model on this machine; of a file, the folder it lies in.
+    """The folder of a model on this machine; of a file, the folder that it is in.
 
     Raises:
         UserError: nothing is there. Names on a hub are looked up for options of commands alone.
@@ -50,39 +50,30 @@ def find_folder(path: str | Path, *, option: str = "`model_path`") -> Path:
     found = Path(path).expanduser()
     if not found.exists():
         raise UserError(
-            f"{path} is no folder of this machine, a model's folder was expected in {option}: "
-            "only the options of a command fetch a hub's owner/name[@revision] to it. Check the "
-            f"path, or fetch it first: `hf download {path} --local-dir FOLDER`."
+            f"{path} in {option} is no folder of this machine. Check the path, or fetch it first: "
+            f"`hf download {path} --local-dir FOLDER`."
         )
     return found.parent if found.is_file() else found
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object in a file of a model folder.
+    """Read a JSON object in a file of a model folder.
 
     Raises:
         CheckpointError: it is missing, is no JSON, or no object.
     """
     try:
         content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise _broken(path, error.strerror or str(error)) from error
-    except (ValueError, RecursionError) as error:
-        raise _broken(path, str(error)[:100]) from error
-    if not isinstance(content, dict):
-        raise _broken(path, f"it holds a {type(content).__name__}")
+        why = "" if isinstance(content, dict) else f"it holds a {type(content).__name__}"
+    except (OSError, ValueError, RecursionError) as error:
+        why = (isinstance(error, OSError) and error.strerror) or str(error)[:100]
+    if why:
+        raise CheckpointError(f"{path} cannot be read as a JSON object ({why}). Copy it again.")
     return content
 
 
-def _broken(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} cannot be read ({why}), a JSON object was expected: it was cut short or changed, "
-        "or is something else by that name. Copy it again."
-    )
-
-
 def check_folder(path: str | Path, *, trust_remote_code: bool) -> Path:
-    """Refuses a folder with broken settings, or with code that nobody allowed; returns it.
+    """Refuse a folder with broken settings, or with code that nobody allowed; returns it.
 
     Raises:
         UserError: no folder, or its settings name Python code and `trust_remote_code` is off.
@@ -97,7 +88,7 @@ def check_folder(path: str | Path, *, trust_remote_code: bool) -> Path:
 
 
 def files_fingerprint(path: str | Path, *, answers: bool = False) -> str:
-    """Tells apart the settings, tokenizers and processors of folders, wherever these lie.
+    """A hash of the settings, tokenizer and processor of a folder, wherever it is.
 
     Args:
         answers: the model is asked, so that what ends an answer counts.
@@ -112,11 +103,7 @@ def files_fingerprint(path: str | Path, *, answers: bool = False) -> str:
 
 
 def check_bulky(folder: Path) -> None:
-    """Names the broken one of the files that `check_folder` leaves out.
-
-    Raises:
-        CheckpointError: one is no JSON.
-    """
+    """Refuse a broken one of the files that `check_folder` leaves out."""
     for name in _BULKY:
         if (folder / name).is_file():
             read_json(folder / name)
@@ -150,15 +137,14 @@ def _has_code(file: Path, code: list[str]) -> UserError:
         name = name_of(file.parent)
         ready = f"Take {name.repo}-hf, if the hub has it, or convert" if name else "Convert"
         return UserError(
-            f"{file} is of InternVLChatModel, which comes as code of its own, a model of the "
-            "library was expected: it has the same model as InternVLForConditionalGeneration. "
-            f"{ready} the folder once: python tools/convert_internvl.py {file.parent} NEW_FOLDER"
+            f"{file} is of InternVLChatModel, which comes as code of its own. {ready} the folder "
+            "to transformers' InternVLForConditionalGeneration: python tools/convert_internvl.py "
+            f"{file.parent} NEW_FOLDER"
         )
     return UserError(
-        f"{file} names code of its own in auto_map ({', '.join(code)[:200]}), a model, tokenizer "
-        "and processor of the library were expected: code from elsewhere can do anything, so it "
-        "is not run unasked. If you have read it and trust it, give `trust_remote_code`; if the "
-        "library has this architecture too, take auto_map out of the file, and its own is used."
+        f"{file} names code of its own in auto_map ({', '.join(code)[:200]}), which is not run "
+        "unasked. If you have read it and trust it, give `trust_remote_code`; if transformers has "
+        "this architecture too, take auto_map out of the file."
     )
 
 
@@ -166,27 +152,24 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Pretrai
     """The model's config, from this machine alone.
 
     Raises:
-        UserError: no folder, code that nobody allowed, or a model that the library does not know.
+        UserError: no folder, code that nobody allowed, or a model that transformers does not know.
         CheckpointError: config.json is missing, broken or has wrong values.
     """
     folder = check_folder(path, trust_remote_code=trust_remote_code)
     file = folder / "config.json"
     if not file.exists():
-        raise UserError(
-            f"{folder} holds no config.json, the folder of a model was expected: it says what the "
-            "model is. Give the folder that has it, of a model in the library's format."
-        )
-    settings = read_json(file)
+        raise UserError(f"{folder} holds no config.json. Give the folder of a model.")
+    kind = read_json(file).get("model_type")
     try:
         return AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except Exception as error:  # wrong values raise what they like
-        kind = settings.get("model_type")
+        lines = str(error).strip().splitlines()
         is_unknown = isinstance(kind, str) and kind not in CONFIG_MAPPING
         raise (UserError if is_unknown else CheckpointError)(
-            f"{file} holds no config that can be read ({_first_line(error)}). A folder with "
-            "config.json of a known model_type was expected: a type of your own is made known by "
+            f"{file} holds no config that can be read ({type(error).__name__}: "
+            f"{lines[0] if lines else ''}). Correct it, or make a model_type of your own known by "
             "AutoConfig.register() in the file that you `import`."
         ) from error
 
@@ -219,42 +202,31 @@ def refused_build(
     error: Exception,
     attn_implementation: str | None = None,
 ) -> UserError:
-    """The library's refusal to build a model as the user's error."""
+    """transformers' refusal to build a model as the user's error."""
     if isinstance(error, UserError):
         return error
-    text = str(error)
+    text = " ".join(str(error).split())[:300]
+    kind, version = config.model_type, transformers.__version__
     if isinstance(error, ValueError) and "Unrecognized configuration class" in text:
         return UserError(
-            f"transformers' {auto_class.__name__} has no model for {config.model_type}. Choose a "
-            "`train_model` of the model's kind (causal_lm for text, vision_language for pictures), "
-            f"or register its class in the file that you `import`: {auto_class.__name__}.register("
-            "ConfigClass, ModelClass)."
+            f"transformers' {auto_class.__name__} has no model for {kind}. Choose a `train_model` "
+            "of the model's kind (causal_lm for text, vision_language for pictures), or register "
+            f"its class in the file that you `import`: {auto_class.__name__}.register(ConfigClass, "
+            "ModelClass)."
         )
+    what, cure = f"built by transformers {version}", "Correct its config.json"
     if attn_implementation and ("attention" in text.lower() or "flash" in text.lower()):
-        return UserError(
-            f"{config.model_type} cannot be built with the attention {attn_implementation} "
-            f"({text.splitlines()[0][:300]}). A kernel that this architecture has and this machine "
-            "can run was expected: leave `attention` (or `train_model.attn_implementation`) out "
-            "for the one that the library chooses, or use `attention` eager."
+        what = f"built with the attention {attn_implementation}"
+        cure = "Drop `attention` (or `train_model.attn_implementation`), or use `attention` eager"
+    elif isinstance(error, ImportError):
+        what, cure = "built", "Install the packages that it needs"
+    elif has_trusted_code(config):
+        what = f"built: the code of its folder does not run with transformers {version}"
+        cure = (
+            "Correct the code, for example a list `_tied_weights_keys`, which is a mapping {head: "
+            "embedding} since transformers 5, or install the version that it was written for"
         )
-    if isinstance(error, ImportError):
-        return UserError(
-            f"{config.model_type} cannot be built ({' '.join(text.split())[:300]}). All packages "
-            "that it needs were expected: install them."
-        )
-    if has_trusted_code(config):
-        return UserError(
-            f"The code of the {config.model_type} folder does not run with transformers "
-            f"{transformers.__version__} ({type(error).__name__}: {' '.join(text.split())[:300]}). "
-            "Correct it, for example a list `_tied_weights_keys`, which is a mapping {head: "
-            "embedding} since transformers 5, or install the version that it was written for."
-        )
-    return UserError(
-        f"transformers {transformers.__version__} builds no model from the config.json of type "
-        f"{config.model_type} ({type(error).__name__}: {' '.join(text.split())[:300]}). A config "
-        "of which it does was expected, because the stages are cut out of its model: correct it, "
-        "or take the one that belongs to the weights."
-    )
+    return UserError(f"{kind} cannot be {what} ({type(error).__name__}: {text}). {cure}.")
 
 
 def is_of_library(model: object) -> bool:
@@ -292,11 +264,6 @@ def called_alike(model: ModelT) -> ModelT:
     kind.forward = run
     _CALLED_ALIKE.add(kind)
     return model
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 # Which token ids are no text, by what a configuration and those inside it name.

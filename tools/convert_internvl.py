@@ -30,13 +30,12 @@ from transformers.core_model_loading import revert_weight_conversion
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from stageline.checkpoint.files import find_checkpoint, misfits, other_shape, weight_files
-from stageline.checkpoint.layout import new_folder
-from stageline.checkpoint.shards import rewrite_weights
 from stageline.data.text.processor import compose_processor, save_processor
 from stageline.distributed.failure import run_entry
 from stageline.errors import CheckpointError, UserError
 from stageline.hub import local_folder
 from stageline.model_folder import find_folder, read_json
+from tools.weight_files import new_folder, rewrite_weights
 
 OLD_TYPE = "internvl_chat"
 HEAD = "language_model.lm_head.weight"

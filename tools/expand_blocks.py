@@ -22,12 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from stageline.checkpoint.export_files import copy_side_files
 from stageline.checkpoint.files import ADAPTER_CONFIG, find_checkpoint, weight_files
-from stageline.checkpoint.layout import new_folder
-from stageline.checkpoint.shards import rewrite_weights
 from stageline.distributed.failure import run_entry
 from stageline.errors import UserError
 from stageline.hub import local_folder
 from stageline.model_folder import load_config
+from tools.weight_files import new_folder, rewrite_weights
 
 # last matrices of attention and of the feed-forward part, by the names that families give them
 OUTPUTS = ("o_proj", "out_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h", "fc2", "w2", "wo")

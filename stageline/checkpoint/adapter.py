@@ -1,19 +1,19 @@
-"""Adapters in the format of `peft`, read into our LoRA.
+"""Read adapters in the format of `peft` into our LoRA.
 
-An adapter folder holds adapter_config.json and adapter_model.safetensors with names below
-`base_model.model.`. Where several LoRAs are stacked, the folder itself is their sum as one adapter
-(ranks side by side), which `peft` can load, and `stack/0`, `stack/1` ... are the single ones.
+Where several LoRAs are stacked, the folder itself is their sum as one adapter (ranks side by side),
+which `peft` can load, and `stack/0`, `stack/1` ... are the single ones.
 """
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from stageline.checkpoint.files import (
     ADAPTER_CONFIG,
@@ -26,7 +26,7 @@ from stageline.checkpoint.layout import BASE_FOLDER, base_sum, own_manifest
 from stageline.errors import CheckpointError, UserError
 from stageline.hub import PREFIX, local_folder, read_name
 from stageline.model_folder import load_config, read_json
-from stageline.modules.lora import LoRAWrapper, innermost, is_linear, lora_stacks
+from stageline.modules.lora import LoRAWrapper, innermost, is_linear, lora_stacks, merge_lora
 from stageline.modules.lora_layer import MAGNITUDE, LoRALayer
 from stageline.modules.new_rows import (
     enlarge,
@@ -52,8 +52,7 @@ HARMLESS_FIELDS = frozenset(
 )
 # Starts that leave the base as it is; pissa, olora, corda, loftq and lora_ga change it
 PLAIN_STARTS = ("true", "false", "none", "gaussian", "eva", "orthogonal", "mica")
-# rows of new tokens, as peft names them: the rows themselves, not what was added to them. The base
-# is enlarged for them; before peft loads them: `model.resize_token_embeddings(len(tokenizer))`
+# rows of new tokens, as peft names them: the rows themselves, not what was added to them
 INDICES = "trainable_token_indices"
 ROWS_OF_PEFT = ".token_adapter.trainable_tokens_delta"
 # what peft keeps of a whole matrix whose rows it trains
@@ -64,39 +63,8 @@ Model = TypeVar("Model", bound=nn.Module)
 Rows = dict[str, tuple[list[int], torch.Tensor]]
 
 
-def split_rows(
-    extras: Mapping[str, torch.Tensor], config: Mapping[str, Any], file: Path
-) -> tuple[Rows, dict[str, torch.Tensor]]:
-    """What is beside LoRA in an adapter: module -> (ids, rows), and whole parameters by name."""
-    told = config.get(INDICES) or {}
-    rows: Rows = {}
-    whole = {}
-    for name, tensor in extras.items():
-        module, is_rows, _ = name.partition(ROWS_OF_PEFT)
-        if not is_rows:
-            whole[name.replace(WHOLE_OF_PEFT, "")] = tensor
-            continue
-        ids = told if isinstance(told, list) else _of_module(told, module)
-        if ids is None or tensor.ndim != 2 or len(ids) != len(tensor):
-            raise CheckpointError(
-                f"{file} holds {list(tensor.shape)} rows of new tokens for {module}, and "
-                f"{ADAPTER_CONFIG} names {0 if ids is None else len(ids)} of them in {INDICES}: "
-                "one id a row was expected. Copy the adapter again."
-            )
-        rows[module] = (list(ids), tensor)
-    return rows, whole
-
-
-def _of_module(told: Mapping[str, list[int]], module: str) -> list[int] | None:
-    if len(told) == 1:  # of a tied head, too, which peft does not name
-        return next(iter(told.values()))
-    return next(
-        (ids for name, ids in told.items() if module == name or module.endswith("." + name)), None
-    )
-
-
 def fit_vocabulary(model: nn.Module, adapters: "Iterable[Adapter]") -> None:
-    """Enlarges embedding and head of a filled model to what adapters hold for them."""
+    """Enlarge embedding and head of a filled model to what adapters hold for them."""
     paths = _paths(model)
     needed = [0]
     for adapter in adapters:
@@ -108,14 +76,14 @@ def fit_vocabulary(model: nn.Module, adapters: "Iterable[Adapter]") -> None:
 
 @torch.no_grad()
 def put_rows(model: nn.Module, adapter: "Adapter") -> None:
-    """Writes the rows of an adapter into those matrices of a model that are here."""
+    """Write the rows of an adapter into those matrices of a model that are here."""
     paths = _paths(model)
     unknown = set(adapter.rows) - set(paths)
     if unknown:
         raise CheckpointError(
-            f"the adapter {adapter.folder} has rows of new tokens for {', '.join(sorted(unknown))},"
-            f" embedding or head were expected, which are {', '.join(paths)} here: use it with the "
-            "model it was trained on."
+            f"the adapter {adapter.folder} has rows of new tokens for {list_names(unknown)}, but "
+            f"embedding and head are {', '.join(paths)} here. Use it with the model it was trained "
+            "on."
         )
     here = vocabulary_modules(model, paths)
     for path, (ids, values) in adapter.rows.items():
@@ -127,12 +95,9 @@ def put_rows(model: nn.Module, adapter: "Adapter") -> None:
 
 
 def _paths(model: nn.Module) -> tuple[str, ...]:
-    found = getattr(model, "vocabulary", None)
-    if found is not None:
+    if (found := getattr(model, "vocabulary", None)) is not None:
         return found
-    if not hasattr(model, "get_input_embeddings"):
-        return ()
-    return vocabulary_paths(cast(PreTrainedModel, model))
+    return vocabulary_paths(model) if isinstance(model, PreTrainedModel) else ()
 
 
 def rows_share(stage: Stage, *, trained: Sequence[str]) -> Rows:
@@ -141,16 +106,15 @@ def rows_share(stage: Stage, *, trained: Sequence[str]) -> Rows:
     if not ids:
         return {}
     fold_rows(stage)
-    rows: Rows = {}
-    done: set[int] = set()
+    weights: dict[int, tuple[str, torch.Tensor]] = {}  # a tied one once
     for path, module in vocabulary_modules(stage, stage.vocabulary).items():
-        weight = module.weight
-        if f"{path}.weight" in trained or id(weight) in done:
-            continue
-        done.add(id(weight))
-        index = torch.tensor(ids, device=weight.device)
-        rows[path] = (list(ids), weight.detach()[index].to("cpu", copy=True))
-    return rows
+        if f"{path}.weight" not in trained:
+            weights.setdefault(id(module.weight), (path, module.weight.detach()))
+    index = torch.tensor(ids)
+    return {
+        path: (list(ids), weight[index.to(weight.device)].to("cpu", copy=True))
+        for path, weight in weights.values()
+    }
 
 
 @dataclass(frozen=True)
@@ -174,27 +138,21 @@ class Adapter:
     def scale(self, module: str) -> float:
         """alpha / rank of one module, or alpha / sqrt(rank) if the adapter says so."""
         rank = self.pairs[module][0].shape[0]
-        alpha = float(self.config["lora_alpha"])
-        for pattern, value in (self.config.get("alpha_pattern") or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                alpha = float(value)
-                break
-        return alpha / rank**0.5 if self.config.get("use_rslora") else alpha / rank
+        patterns = (self.config.get("alpha_pattern") or {}).items()
+        found = (value for name, value in patterns if re.match(rf"(.*\.)?({name})$", module))
+        alpha = float(next(found, self.config["lora_alpha"]))
+        return alpha / (rank**0.5 if self.config.get("use_rslora") else rank)
 
     def fill(self, layer: LoRALayer, module: str) -> None:
-        """Gives a layer the weights of one module.
-
-        Raises:
-            CheckpointError: they are for a layer of another shape.
-        """
+        """Give a layer the weights of one module."""
         a, b = self.pairs[module]
         found = a.shape[1], b.shape[0]
         expected = layer.lora_A.in_features, layer.lora_B.out_features
         if found != expected:
             raise CheckpointError(
                 f"{self.folder / ADAPTER_FILE} is for {module} with {found[0]} inputs and "
-                f"{found[1]} outputs, the model's has {expected[0]} and {expected[1]}: an adapter "
-                "fits the model it was trained on alone. Use it with that one."
+                f"{found[1]} outputs, the model's has {expected[0]} and {expected[1]}. Use it with "
+                "the model it was trained on."
             )
         layer.load(a, b, self.scale(module), self.magnitudes.get(module))
 
@@ -206,7 +164,7 @@ class Adapter:
 
 
 def find_base(folder: Path) -> Path:
-    """The folder of the model that an adapter belongs to, by its name on a hub if it has none.
+    """The folder of the model that an adapter belongs to, fetched if it is a hub's.
 
     One that was saved by the adapter's run is known by its content, and may have moved with it.
 
@@ -220,10 +178,10 @@ def find_base(folder: Path) -> Path:
     if saved is not None:
         own = folder.parent.parent / BASE_FOLDER
         places = [place for place in (*places, own) if base_sum(place) == saved]
-    found = next((place for place in places if place.exists()), None)
-    if found is not None:
-        return found
-    # with a revision it was written as a name, whatever lies in the current directory
+    for place in places:
+        if place.exists():
+            return place
+    # with a revision it was written as a name, whatever is in the current directory
     name = f"{PREFIX}{named}@{config['revision']}" if config.get("revision") else named
     why = ""
     if read_name(name) is not None:
@@ -233,8 +191,8 @@ def find_base(folder: Path) -> Path:
             why = f" ({error})"
     raise CheckpointError(
         f"the adapter {folder} belongs to the model {named!r}, which is not on this machine, or is "
-        f"another one now: its weights are the greater part{why}. Put them there, or change "
-        f"base_model_name_or_path in {folder / ADAPTER_CONFIG}."
+        f"another one now{why}. Put it there, or change base_model_name_or_path in "
+        f"{folder / ADAPTER_CONFIG}."
     )
 
 
@@ -254,9 +212,9 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     ]
     if used:
         raise CheckpointError(
-            f"{path} sets {', '.join(used)}, which is more than plain LoRA or DoRA. Merge the "
-            "adapter into its base with peft (merge_and_unload), or convert it to plain LoRA "
-            "(save_pretrained with path_initial_model_for_weight_conversion)."
+            f"{path} sets {', '.join(used)}, which is more than plain LoRA or DoRA. Merge it with "
+            "peft (merge_and_unload), or convert it to plain LoRA (save_pretrained with "
+            "path_initial_model_for_weight_conversion)."
         )
     return config
 
@@ -269,95 +227,85 @@ def _is_plain(name: str, value: object) -> bool:
         return str(value).lower() in PLAIN_STARTS
     if not value or (name, value) == ("bias", "none"):
         return True
-    try:
+    with contextlib.suppress(ImportError):
         from peft import LoraConfig
-    except ImportError:
-        return False
-    return bool(value == getattr(LoraConfig, name, None))
+
+        return bool(value == getattr(LoraConfig, name, None))
+    return False
 
 
 def read_adapter(folder: str | Path) -> Adapter:
-    """Reads an adapter folder, of ours or of `peft`.
+    """Read an adapter folder, of ours or of `peft`.
 
     Raises:
         CheckpointError: a file is missing, damaged or holds something else than plain LoRA.
     """
     folder = Path(folder)
-    config = read_adapter_config(folder)
-    file = folder / ADAPTER_FILE
+    config, file = read_adapter_config(folder), folder / ADAPTER_FILE
     if not file.exists():
-        raise CheckpointError(
-            f"{file} is missing, the adapter's weights were expected in it: {ADAPTER_CONFIG} alone "
-            "is no adapter. Copy the adapter again, with safetensors weights."
-        )
+        raise CheckpointError(f"{file} is missing. Copy the adapter again, with its safetensors.")
     halves: dict[str, dict[str, torch.Tensor]] = {}
     extras, magnitudes = {}, {}
+    rows: Rows = {}
     for name, tensor in read_tensors(file).items():
         plain = name.removeprefix(PEFT_PREFIX)
-        match = _PART.match(plain)
-        magnitude = _MAGNITUDE.match(plain)
-        if magnitude:
-            magnitudes[magnitude["module"]] = tensor
-        elif match:
+        if match := _MAGNITUDE.match(plain):
+            magnitudes[match["module"]] = tensor
+        elif match := _PART.match(plain):
             halves.setdefault(match["module"], {})[match["which"]] = tensor
         elif "lora_" in plain:
             raise CheckpointError(
-                f"{file} holds {name}, only lora_A and lora_B of linear layers were expected: "
-                "LoRA on embeddings or of experts is not supported. Merge it with peft first."
+                f"{file} holds {name}: LoRA on embeddings or of experts is not supported. Merge it "
+                "with peft first."
             )
+        elif ROWS_OF_PEFT in plain:
+            module = plain.partition(ROWS_OF_PEFT)[0]
+            rows[module] = (_row_ids(config, module), tensor)
         else:
-            extras[plain] = tensor
-    broken = {module for module, half in halves.items() if len(half) != 2}
+            extras[plain.replace(WHOLE_OF_PEFT, "")] = tensor
+    broken = [name for name, half in halves.items() if not _is_pair(half.get("A"), half.get("B"))]
+    broken += [name for name, (ids, values) in rows.items() if values.shape[:1] != (len(ids),)]
+    pairs = {module: (half["A"], half["B"]) for module, half in halves.items() if len(half) == 2}
+    if not broken:
+        wanted = pairs if config.get("use_dora") else {}
+        broken += wanted.keys() ^ magnitudes.keys()
+        both = wanted.keys() & magnitudes
+        broken += [n for n in both if magnitudes[n].shape != pairs[n][1].shape[:1]]
     if broken:
         raise CheckpointError(
-            f"{file} lacks lora_A or lora_B of {list_names(broken)}, both were expected: one alone "
-            "means nothing. Copy the adapter again."
+            f"{file} does not fit {ADAPTER_CONFIG} or is damaged at {list_names(broken)}: lora_A "
+            "is [rank, in] and lora_B [out, rank], with use_dora there is a magnitude for each "
+            f"output, and {INDICES} has an id for each row of new tokens. Copy the adapter again."
         )
-    pairs = {module: (half["A"], half["B"]) for module, half in halves.items()}
-    for module, (a, b) in pairs.items():
-        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or a.shape[0] == 0:
-            raise CheckpointError(
-                f"{file} holds for {module} lora_A {list(a.shape)} and lora_B {list(b.shape)}, "
-                "[rank, in] and [out, rank] were expected: they are multiplied. Copy the adapter "
-                "again."
-            )
-    _check_magnitudes(config, pairs, magnitudes, file)
-    rows, extras = split_rows(extras, config, file)
     return Adapter(folder, config, pairs, extras, rows, magnitudes)
 
 
-def _check_magnitudes(
-    config: dict[str, Any],
-    pairs: dict[str, tuple[torch.Tensor, torch.Tensor]],
-    magnitudes: dict[str, torch.Tensor],
-    file: Path,
-) -> None:
-    wanted = {name: [b.shape[0]] for name, (_, b) in pairs.items()}
-    found = {name: list(value.shape) for name, value in magnitudes.items()}
-    if found != (wanted if config.get("use_dora") else {}):
-        raise CheckpointError(
-            f"{file} holds {len(found)} magnitude vectors for {len(wanted)} layers and "
-            f"{ADAPTER_CONFIG} says use_dora={bool(config.get('use_dora'))}; one a layer, as long "
-            "as its outputs, was expected with DoRA, none without. Copy the adapter again."
-        )
+def _is_pair(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None or a.ndim != 2 or b.ndim != 2:
+        return False
+    return a.shape[0] == b.shape[1] > 0
+
+
+def _row_ids(config: Mapping[str, Any], module: str) -> list[int]:
+    """Ids of the new tokens whose rows an adapter holds for a module."""
+    told = config.get(INDICES) or {}
+    if isinstance(told, list):
+        return told
+    if len(told) == 1:  # of a tied head, too, which peft does not name
+        return list(next(iter(told.values())))
+    found = (ids for name, ids in told.items() if f".{module}".endswith(f".{name}"))
+    return list(next(found, []))
 
 
 def read_stack(folder: Path) -> list[Adapter]:
     """The adapters in a folder, innermost first; one, unless a run stacked several."""
-    return [read_adapter(path) for path in _stack_folders(folder)]
-
-
-def _stack_folders(folder: Path) -> list[Path]:
     found = [path for path in (folder / STACK_FOLDER).glob("*") if path.name.isdecimal()]
-    return sorted(found, key=lambda path: int(path.name)) or [folder]
+    ordered = sorted(found, key=lambda path: int(path.name))
+    return [read_adapter(path) for path in ordered or [folder]]
 
 
 def attach_adapter(hf_model: Model, adapter_path: str | Path) -> Model:
-    """Puts an adapter on a filled transformers model, in place: same outputs as with `peft`.
-
-    Raises:
-        CheckpointError: the adapter names modules that the model has not, or other shapes.
-    """
+    """Put an adapter on a filled transformers model, in place: same outputs as with `peft`."""
     adapter = read_adapter(adapter_path)
     modules = dict(hf_model.named_modules())
     unknown = {name for name in adapter.pairs if not is_linear(modules.get(name))}
@@ -374,18 +322,44 @@ def attach_adapter(hf_model: Model, adapter_path: str | Path) -> Model:
 
 
 def refuse_unknown(adapter: Adapter, unknown: set[str], model_name: str) -> None:
-    """Refuses an adapter with weights for modules that are not there."""
+    """Refuse an adapter with weights for modules that are not there."""
     if unknown:
         raise CheckpointError(
-            f"the adapter {adapter.folder} has weights for {list_names(unknown)}, linear layers of "
-            f"{model_name} were expected: left out, the model would answer differently. Use the "
-            "adapter with the model it was trained on, with LoRA on the same parts and the same "
-            "`lora_target`."
+            f"the adapter {adapter.folder} has weights for {list_names(unknown)}, which are no "
+            f"linear layers of {model_name}. Use it with the model it was trained on, with LoRA on "
+            "the same parts and the same `lora_target`."
         )
 
 
+def merge_adapters(
+    model: nn.Module, paths: Sequence[Path], weights: Sequence[float] | None = None
+) -> None:
+    """Add adapters to a plain transformers model one after the other, in place, as `peft` would.
+
+    Args:
+        weights: how much of each is added; None: all of it.
+    """
+    weights = weights or (1.0,) * len(paths)
+    if len(weights) != len(paths):
+        raise UserError(
+            f"`adapter_weights` has {len(weights)} numbers for {len(paths)} folders in "
+            "`adapter_path`. Give one a folder."
+        )
+    for path, weight in zip(paths, weights, strict=True):
+        attach_adapter(model, path)
+        for module in model.modules():
+            if isinstance(module, LoRAWrapper):
+                if weight != 1 and module.lora.use_dora:  # its lengths are no share of a sum
+                    raise UserError(
+                        f"`adapter_weights` {weight:g} came for {path}, which is DoRA and cannot "
+                        "be weighted. Give 1 for it."
+                    )
+                module.lora.scale *= weight
+        merge_lora(model)
+
+
 def put_extras(model: nn.Module, extras: dict[str, torch.Tensor]) -> None:
-    """Puts modules that were trained whole; a tied head with other values gets its own weight."""
+    """Put modules that were trained whole; a tied head with other values gets its own weight."""
     made: dict[torch.Tensor, nn.Parameter] = {}
     for name, value in extras.items():
         path, _, leaf = name.rpartition(".")
@@ -398,46 +372,49 @@ def put_extras(model: nn.Module, extras: dict[str, torch.Tensor]) -> None:
         setattr(module, leaf, new)
 
 
-def untie_if_changed(model: Stage, weights: Mapping[str, torch.Tensor]) -> None:
-    """Unties a head that gets other weights than its embedding: on each stage, by what files hold.
+def note_untied(config: PretrainedConfig) -> None:
+    """Say in a configuration that the head has a weight of its own."""
+    for one in (config, config.get_text_config(decoder=True)):
+        if getattr(one, "tie_word_embeddings", False):
+            one.tie_word_embeddings = False
 
-    Args:
-        weights: name -> what is there for embedding and head, if anything is.
-    """
+
+def untie_if_changed(model: Stage, weights: Mapping[str, torch.Tensor]) -> None:
+    """Untie a head for which `weights`, by name, are other than those of its embedding."""
     names = [f"{path}.weight" for path in getattr(model, "vocabulary", ())]
     kept = [weights.get(name) for name in names]
     if len(kept) < 2 or all(value is None for value in kept):
         return
-    first = kept[0]
-    if first is not None and all(value is not None and value.equal(first) for value in kept):
+    if all(one is not None and kept[0] is not None and one.equal(kept[0]) for one in kept):
         return
     embedding, head = names
-    for config in (model.config, model.config.get_text_config(decoder=True)):
-        if getattr(config, "tie_word_embeddings", False):
-            config.tie_word_embeddings = False
+    note_untied(model.config)
     whole = getattr(model, "whole_names", None)
     if whole is not None and whole.aliases.get(head) == embedding:
-        others = {name: first for name, first in whole.aliases.items() if name != head}
+        aliases = {name: first for name, first in whole.aliases.items() if name != head}
         shapes = {**whole.shapes, head: whole.shapes[embedding]}
-        model.whole_names = replace(whole, shapes=shapes, aliases=others)
+        model.whole_names = replace(whole, shapes=shapes, aliases=aliases)
         model.parameter_order.append(head)
 
 
 def fill_earlier_lora(model: Stage, folder: Path, adapters: list[Adapter]) -> None:
-    """Fills a stage's LoRAs from an adapter folder: all but the last, or as many as it holds.
+    """Fill a stage's LoRAs from an adapter folder: all but the last, or as many as it holds.
 
     With as many adapters (innermost first) as LoRAs the last one is filled too: that run goes on.
     What was trained whole is noted in `model.carried`: a folder saved from here has to hold it too.
 
     Raises:
-        UserError: the counts do not fit.
+        UserError: the counts or kinds do not fit.
         CheckpointError: the adapter has weights that no stage could hold.
     """
     fit_vocabulary(model, adapters)
     stacks = lora_stacks(model)
     whole_names = {name.rpartition(".")[0] for name in model.parameter_order}
+    held = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
     for level, adapter in enumerate(adapters):
-        refuse_unknown(adapter, _unplaced(adapter, whole_names, model), type(model).__name__)
+        without_lora = adapter.pairs.keys() - stacks.keys()
+        unknown = {name for name in without_lora if name in held or name not in whole_names}
+        refuse_unknown(adapter, unknown, type(model).__name__)
         for name in adapter.pairs:
             if name not in stacks:
                 continue  # another stage has it
@@ -446,12 +423,23 @@ def fill_earlier_lora(model: Stage, folder: Path, adapters: list[Adapter]) -> No
             if len(wrappers) - count not in (0, 1):
                 raise UserError(
                     f"{folder} holds {count} adapters for {name}, which has {len(wrappers)} LoRAs "
-                    f"here; as many or one more were expected: each adapter fills one LoRA and the "
-                    f"last may be new. Set `llm_lora_num` (or `vit_lora_num`, `mlp_lora_num`) to "
-                    f"{count + 1}, or merge them with export.py `merge`."
+                    f"here. Set `llm_lora_num` (or `vit_lora_num`, `mlp_lora_num`) to {count + 1}, "
+                    "or merge them with export.py `merge`."
                 )
             layer = wrappers[level].lora
-            _check_kind(adapter, name, layer, is_alone=len(wrappers) == 1)
+            is_dora = name in adapter.magnitudes
+            if is_dora != layer.use_dora or (is_dora and len(wrappers) > 1):
+                raise UserError(
+                    f"{adapter.folder} holds {'DoRA' if is_dora else 'plain LoRA'} for {name}, "
+                    "whose layer here is of another kind, or has two with DoRA. Give it with "
+                    "`adapter_path` (with `create_new_adapter` it is merged first)."
+                )
+            if layer.taken is not None:
+                raise UserError(
+                    f"{adapter.folder} came with `lora_init` {layer.start}, but a saved adapter "
+                    "belongs to the weights before PiSSA. Leave `lora_init` out, or add "
+                    "`create_new_adapter` to `adapter_path`."
+                )
             adapter.fill(layer, name)
             layer.use_rslora = bool(adapter.config.get("use_rslora"))
         here = dict(model.named_parameters(remove_duplicate=False))
@@ -466,37 +454,12 @@ def fill_earlier_lora(model: Stage, folder: Path, adapters: list[Adapter]) -> No
         model.carried = frozenset({*getattr(model, "carried", ()), *extras})
 
 
-def _check_kind(adapter: Adapter, name: str, layer: LoRALayer, *, is_alone: bool) -> None:
-    """Refuses an adapter of another kind than the layer that is to hold it."""
-    is_dora = name in adapter.magnitudes
-    if is_dora != layer.use_dora or (is_dora and not is_alone):
-        raise UserError(
-            f"{adapter.folder} holds {'DoRA' if is_dora else 'plain LoRA'} for {name}, the same "
-            "kind was expected here, and DoRA without another adapter on its layer: its length is "
-            "that of one sum. Give it with `adapter_path`, which takes the kind from the file "
-            "(with `create_new_adapter` it is merged first)."
-        )
-    if layer.taken is not None:
-        raise UserError(
-            f"{adapter.folder} came with `lora_init` {layer.start}, a new adapter was expected: a "
-            "saved one belongs to the weights before PiSSA. Leave `lora_init` out, or add "
-            "`create_new_adapter` to `adapter_path`."
-        )
-
-
-def _unplaced(adapter: Adapter, whole_names: set[str], model: nn.Module) -> set[str]:
-    """Modules of an adapter that are this stage's and have no LoRA, or that are nowhere."""
-    holds = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
-    without_lora = adapter.pairs.keys() - lora_stacks(model).keys()
-    return {name for name in without_lora if name in holds or name not in whole_names}
-
-
 def num_rows_on_disk(
     folder: Path, *, of_base: bool = False, trust_remote_code: bool = False
 ) -> int:
-    """Rows of embedding and head that a model with these weights has; 0: not known.
+    """Rows of embedding and head of a model with these weights, for `of_base` without an adapter's.
 
-    Reads no weights. With `of_base` an adapter's own rows do not count.
+    Reads no weights; 0: not known.
     """
     base = base_of(folder)
     if not (base / "config.json").exists():
@@ -514,7 +477,7 @@ def token_ids_on_disk(folder: Path) -> list[int]:
     if not (folder / ADAPTER_CONFIG).exists():
         return []
     indices = read_adapter_config(folder).get(INDICES) or {}
-    lists = list(indices.values()) if isinstance(indices, dict) else [indices]
+    lists = indices.values() if isinstance(indices, dict) else [indices]
     return sorted({token for ids in lists for token in ids})
 
 
@@ -537,25 +500,22 @@ def rows_of_adapter(folder: Path, width: int | None) -> list[int]:
 def config_folder(folder: Path, adapters: Sequence[str | Path] = ()) -> Path:
     """The folder whose config.json counts for a model folder, or for an adapter above its base.
 
-    An adapter has its own where the run changed it (scaled positions). Of `adapters` that are put
-    on the model, the last one that has a configuration counts.
+    An adapter has its own where the run changed it (scaled positions); the last of `adapters`
+    that are put on the model counts.
     """
-    for adapter in reversed(adapters):
-        if (Path(adapter) / CONFIG).exists():
-            return Path(adapter)
-    if (folder / CONFIG).exists() or not (folder / ADAPTER_CONFIG).exists():
-        return folder
-    return find_base(folder)
+    for one in (*reversed(adapters), folder):
+        if (Path(one) / CONFIG).exists():
+            return Path(one)
+    return base_of(folder)
 
 
 def refuse_two_ways(folder: Path, adapters: Sequence[str | Path]) -> None:
-    """Refuses adapters by `adapter_path` above one by `model_path`."""
+    """Refuse adapters by `adapter_path` above one by `model_path`."""
     if adapters:
         raise UserError(
             f"`model_path` {folder} is an adapter, and `adapter_path` "
-            f"{','.join(map(str, adapters))} came too; the base of these was expected as "
-            "`model_path`: it is what they are put on. Name all adapters in `adapter_path`, in "
-            "their order."
+            f"{','.join(map(str, adapters))} came too. Give the base as `model_path`, and name all "
+            "adapters in `adapter_path`, in their order."
         )
 
 

@@ -1,7 +1,7 @@
-"""Saved adapters that a run begins with: earlier ones are merged, the last one goes on.
+"""Begin a run with saved adapters: earlier ones are merged, the last one goes on.
 
-A merged base is no longer the folder that it was read from, so that a run saves it beside its
-adapters. Not here: reading and stacking adapters (`adapter.py`).
+A merged base is no longer the folder that it was read from, so that a run saves it next to its
+adapters.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
 
 from stageline.checkpoint.adapter import (
     CONFIG,
     Adapter,
-    attach_adapter,
     fill_earlier_lora,
     fit_vocabulary,
     put_extras,
@@ -28,8 +26,8 @@ from stageline.checkpoint.adapter import (
 )
 from stageline.checkpoint.init import init_lora
 from stageline.errors import UserError, spelled
-from stageline.modules.lora import LoRAWrapper, RowChoice, RowLoRA, innermost, merge_lora
-from stageline.modules.lora_layer import PISSA, Linear, Pair, dense_weight, put_weight
+from stageline.modules.lora import RowChoice, RowLoRA, innermost
+from stageline.modules.lora_layer import Linear, Pair, dense_weight, put_weight
 from stageline.modules.part_lora import LORA_PARTS, PartLoRA
 from stageline.stage import Stage
 
@@ -90,14 +88,24 @@ class AdapterStart:
         if others:
             raise UserError(
                 f"{self.resumed} has LoRA on {', '.join(sorted(others)[:5])}, which is in none of "
-                f"{', '.join(LORA_PARTS.values())}; an adapter on these was expected, to go on "
-                "with it. Merge it instead (`create_new_adapter`), or export it merged."
+                f"{', '.join(LORA_PARTS.values())}. Merge it instead (`create_new_adapter`), or "
+                "export it merged."
             )
         found = {}
         for part, one in lora.items():
-            found[part] = _as_in_file(adapter, names.get(part, []), one)
-            if found[part].num or one.num:
-                self.notes.append(f"{self.resumed} decides: {_words(part, found[part])}")
+            found[part] = own = _as_in_file(adapter, names.get(part, []), one)
+            what, told = LORA_PARTS[part], f"{self.resumed} decides: "
+            if own.num:
+                kind = "rank-stabilised LoRA" if own.use_rslora else "LoRA"
+                kind = "DoRA" if own.use_dora else kind
+                told += (
+                    f"{kind} on {len(own.target or ())} layers of the {what}, rank {own.rank}, "
+                    f"alpha {own.alpha:g}; `lora_rank`, `lora_alpha`, `lora_target` are those of "
+                    "new ones"
+                )
+                self.notes.append(spelled(told))
+            elif one.num:
+                self.notes.append(f"{told}no LoRA on the {what}")
         self.modules_to_save += tuple(
             name.rpartition(".")[0] for name in adapter.extras if "." in name
         )
@@ -146,21 +154,6 @@ def _as_in_file(adapter: Adapter, names: list[str], asked: PartLoRA) -> PartLoRA
     )
 
 
-def _words(part: str, lora: PartLoRA) -> str:
-    if not lora.num:
-        return f"no LoRA on the {LORA_PARTS[part]}"
-    kind = "DoRA" if lora.use_dora else "rank-stabilised LoRA" if lora.use_rslora else "LoRA"
-    return spelled(
-        f"{kind} on {len(lora.target or ())} layers of the {LORA_PARTS[part]}, rank {lora.rank}, "
-        f"alpha {lora.alpha:g}; `lora_rank`, `lora_alpha`, `lora_target` are those of new ones"
-    )
-
-
-def is_pissa(lora: Mapping[str, PartLoRA]) -> bool:
-    """Whether an adapter starts with a part of its weight."""
-    return any(one.num and one.start.startswith(PISSA) for one in lora.values())
-
-
 @torch.no_grad()
 def merge_adapter(model: Stage, adapter: Adapter) -> None:
     """Adds an adapter to the weights of a stage that are here, in place."""
@@ -184,7 +177,7 @@ def merge_adapter(model: Stage, adapter: Adapter) -> None:
 
 
 def attach_beside(model: Stage, folders: Sequence[str]) -> None:
-    """Puts adapters beside the weights of a filled stage; each row of a pass has one or none.
+    """Put adapters next to the weights of a filled stage; each row of a pass has one or none.
 
     `model.row_choice` says which; the first folder has the number 1.
 
@@ -196,7 +189,17 @@ def attach_beside(model: Stage, folders: Sequence[str]) -> None:
     for number, folder in enumerate(folders, start=1):
         adapter = read_adapter(folder)
         refuse_unknown(adapter, set(adapter.pairs) - names, type(model).__name__)
-        _check_beside(adapter)
+        shared = {
+            "weights that were trained whole": adapter.extras,
+            "rows of new tokens": adapter.rows,
+            "LoRA on single experts": [n for n in adapter.pairs if "experts" in n.split(".")],
+            "a configuration of its own": (adapter.folder / CONFIG).exists(),
+        }
+        if told := [what for what, is_there in shared.items() if is_there]:
+            raise UserError(
+                f"{adapter.folder} has {told[0]}, but models of several adapters share everything "
+                "but LoRA on linear layers. Serve it by itself (`adapter_path` without a name)."
+            )
         for name in adapter.pairs:
             try:
                 module = model.get_submodule(name)
@@ -209,62 +212,3 @@ def attach_beside(model: Stage, folders: Sequence[str]) -> None:
                 model.set_submodule(name, module)
             module.adapters[str(number)] = adapter.wrap(name, module.lora_module).lora
     model.__dict__["row_choice"] = choice
-
-
-def _check_beside(adapter: Adapter) -> None:
-    """Refuses what rows of other models in the same pass would see."""
-    experts = [name for name in adapter.pairs if "experts" in name.split(".")]
-    found = {
-        "weights that were trained whole": adapter.extras,
-        "rows of new tokens": adapter.rows,
-        "LoRA on single experts": experts,
-        "a configuration of its own": (adapter.folder / CONFIG).exists(),
-    }
-    for what, is_there in found.items():
-        if is_there:
-            raise UserError(
-                f"{adapter.folder} has {what}, LoRA on linear layers alone was expected: models of "
-                "several adapters share everything else. Serve it by itself (`adapter_path` "
-                "without a name)."
-            )
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """Adapter folders that are added to a model one after the other, as `peft` would.
-
-    Attributes:
-        weights: how much of each is added; None: all of it.
-    """
-
-    paths: tuple[Path, ...]
-    weights: tuple[float, ...] | None = None
-
-    def merge(self, model: nn.Module) -> nn.Module:
-        """Adds them to a plain transformers model, in place.
-
-        Raises:
-            UserError: a weight for DoRA, whose lengths are no sum, or another number of weights.
-        """
-        weights = self.weights or (1.0,) * len(self.paths)
-        if len(weights) != len(self.paths):
-            raise UserError(
-                f"`adapter_weights` has {len(weights)} numbers for {len(self.paths)} folders in "
-                "`adapter_path`, one a folder was expected: each is added by its own. Give as many."
-            )
-        for path, weight in zip(self.paths, weights, strict=True):
-            attach_adapter(model, path)
-            for module in model.modules():
-                if isinstance(module, LoRAWrapper):
-                    _weaken(module, weight, path)
-            merge_lora(model)
-        return model
-
-
-def _weaken(module: LoRAWrapper, weight: float, path: Path) -> None:
-    if weight != 1 and module.lora.use_dora:
-        raise UserError(
-            f"`adapter_weights` {weight:g} came for {path}, which is DoRA; 1 was expected: its "
-            "lengths take the place of the weight's own and are no share of a sum. Give 1 for it."
-        )
-    module.lora.scale *= weight

@@ -1,39 +1,47 @@
-"""Compares an exported folder with the checkpoint that it was made of.
+"""Compare an exported folder with the checkpoint that it was made of.
 
-Both answer the same probes in float32 on the CPU; two models in float32 need room in memory.
+Both compute the logits of the same rows in float32 on the CPU, one model after the other. The rows
+end in greedy tokens of the export; the checkpoint has to rank each of them first, too.
+
+Shapes: B rows, T tokens, N new tokens, V vocabulary.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from stageline.checkpoint.adapter import config_folder, token_ids_on_disk
-from stageline.checkpoint.adapter_start import Adapters
-from stageline.checkpoint.files import ADAPTER_CONFIG
-from stageline.checkpoint.plain_model import (
-    Answer,
-    Inputs,
-    answer_of_model,
-    answer_of_stages,
-    compare_answers,
-    load_base,
-    load_plain,
-    load_with_peft,
-    make_probes,
-    tensor_dtypes,
+from stageline.checkpoint.adapter import (
+    config_folder,
+    fit_vocabulary,
+    merge_adapters,
+    read_adapter,
+    token_ids_on_disk,
 )
-from stageline.model_folder import load_config
+from stageline.checkpoint.files import ADAPTER_CONFIG
+from stageline.checkpoint.plain_model import CLASSIFIER, load_base, load_plain, tensor_dtypes
+from stageline.data.batches.batch import add_image_inputs, encode_sample, pad_rows
+from stageline.data.images.images import CROSS_MASK, grow_cross_mask
+from stageline.data.text.processor import get_image_processor, get_pad_token_id, load_processor
+from stageline.data.text.rendered import Piece, Rendered, plain_image_text
+from stageline.errors import UserError
+from stageline.model_folder import load_config, special_tokens
 from stageline.stage import Stage
 
 # a checkpoint's folder -> its stages in float32 on the CPU, or why there are none
 StageMaker = Callable[[Path], Sequence[Stage] | str]
+Inputs = dict[str, torch.Tensor]
 # largest difference of a logit allowed, as a share of the largest; both sides are computed in
 # float32, so that the greater ones are what rounding the weights to a half type does
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 COMPUTE = torch.float32
+ROWS, TOKENS, NEW_TOKENS = 2, 12, 6
+IMAGE_SIZE = 112
+QUESTION = "What is in this picture?"
 
 
 class ExportError(RuntimeError):
@@ -61,38 +69,60 @@ class ExportVerdict:
     notes: tuple[str, ...] = ()
 
 
+@torch.no_grad()
 def check_export(
     source: Path,
     exported: Path,
     *,
     make_stages: StageMaker | None = None,
-    adapters: Adapters | None = None,
+    adapter_paths: Sequence[Path] = (),
+    adapter_weights: Sequence[float] | None = None,
     trust_remote_code: bool = False,
 ) -> ExportVerdict:
-    """Compares logits and greedy tokens of a checkpoint and of what was exported of it.
+    """Compare logits and greedy tokens of a checkpoint and of what was exported of it.
 
     Args:
         make_stages: makes the stages of the checkpoint; None: it answers in plain transformers.
-        adapters: what was added to the checkpoint.
+        adapter_paths, adapter_weights: what was added to the checkpoint.
 
     Raises:
         ExportError: they differ by more than the tolerance.
     """
-    config = load_config(config_folder(source), trust_remote_code=trust_remote_code)
-    told = [source, *(adapters.paths if adapters else ())]
+    code = trust_remote_code
+    config = load_config(config_folder(source), trust_remote_code=code)
+    told = [source, *adapter_paths]
     new_ids = sorted({token for folder in told for token in token_ids_on_disk(folder)})
-    probes, note = make_probes(
-        config, exported, new_ids=new_ids, trust_remote_code=trust_remote_code
-    )
+    probes, note = _make_probes(config, exported, new_ids=new_ids, trust_remote_code=code)
     notes = [] if note is None else [f"compared without an image: {note}"]
-    expected, reference, why = _expected(source, probes, make_stages, adapters, trust_remote_code)
-    notes += [] if why is None else [why]
-    model = _load_exported(exported, trust_remote_code=trust_remote_code)
-    tolerance = TOLERANCE[_rounded_to(source, exported, is_sum=adapters is not None) or COMPUTE]
+
+    # the export, as its user loads it
+    model = _load_exported(exported, trust_remote_code=code)
+    rows = {name: _with_answer(model, inputs) for name, inputs in probes.items()}
+    found = {name: _logits(model, inputs) for name, inputs in rows.items()}
+    has_answers = model.can_generate()
+    del model
+
+    # the checkpoint
+    stages = make_stages(source) if make_stages is not None and not adapter_paths else None
+    if stages is None or isinstance(stages, str):
+        if stages is not None:
+            notes.append(f"compared with plain transformers, not with stages: {stages}")
+        reference = "the checkpoint in plain transformers"
+        plain = load_plain(source, dtype=COMPUTE, trust_remote_code=code)
+        merge_adapters(plain, adapter_paths, adapter_weights)
+        expected = {name: _logits(plain, inputs) for name, inputs in rows.items()}
+    else:
+        reference = f"its {len(stages)} stages"
+        expected = {name: _logits_of_stages(stages, inputs) for name, inputs in rows.items()}
+
+    is_sum = bool(adapter_paths)
+    tolerance = TOLERANCE[_rounded_to(source, exported, is_sum=is_sum) or COMPUTE]
     worst = 0.0
-    for name, inputs in probes.items():
-        answer = answer_of_model(model, inputs)
-        difference, wrong_rows = compare_answers(expected[name], answer, tolerance=tolerance)
+    for name, inputs in rows.items():
+        num_new = NEW_TOKENS if has_answers else 0
+        difference, wrong_rows = compare_logits(
+            expected[name], found[name], inputs["input_ids"], num_new=num_new, tolerance=tolerance
+        )
         if not difference <= tolerance:  # also when it is NaN
             raise ExportError(
                 f"The logits of {exported} differ from the checkpoint's by {difference:.2e} of "
@@ -108,6 +138,31 @@ def check_export(
     return ExportVerdict(reference, worst, tolerance, tuple(probes), tuple(notes))
 
 
+def compare_logits(
+    expected: torch.Tensor,
+    found: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    num_new: int,
+    tolerance: float,
+) -> tuple[float, int]:
+    """Compare the logits [B, T, V] of rows that end in `num_new` tokens which `found` chose.
+
+    Returns:
+        The largest difference before the new tokens, as a share of the largest logit, and the
+        number of rows with a token that `expected` ranks lower than the tolerance explains.
+    """
+    start = expected.shape[1] - num_new
+    largest = expected[:, :start].abs().max()
+    difference = (found[:, :start] - expected[:, :start]).abs().max() / largest
+    if not num_new:
+        return difference.item(), 0
+    scores = expected[:, start - 1 : -1]
+    chosen = scores.gather(-1, ids[:, start:, None]).squeeze(-1)
+    is_wrong = ~(scores.amax(-1) - chosen <= 2 * tolerance * largest)
+    return difference.item(), int(is_wrong.any(-1).sum())
+
+
 def _rounded_to(source: Path, exported: Path, *, is_sum: bool) -> torch.dtype | None:
     """The half type that weights were rounded to; None: no weight was."""
     is_sum |= (source / ADAPTER_CONFIG).exists() and not (exported / ADAPTER_CONFIG).exists()
@@ -117,33 +172,123 @@ def _rounded_to(source: Path, exported: Path, *, is_sum: bool) -> torch.dtype | 
     return next((half for half in (torch.bfloat16, torch.float16) if half in written), None)
 
 
-def _expected(
-    source: Path,
-    probes: dict[str, Inputs],
-    make_stages: StageMaker | None,
-    adapters: Adapters | None,
-    trust_remote_code: bool,
-) -> tuple[dict[str, Answer], str, str | None]:
-    """Answers of the checkpoint, of whom they are, and why not of its stages."""
-    why = None
-    if make_stages is not None and adapters is None:
-        stages = make_stages(source)
-        if not isinstance(stages, str):
-            answers = {name: answer_of_stages(stages, inputs) for name, inputs in probes.items()}
-            return answers, f"its {len(stages)} stages", None
-        why = f"compared with plain transformers, not with stages: {stages}"
-    model = load_plain(source, dtype=COMPUTE, trust_remote_code=trust_remote_code)
-    if adapters is not None:
-        adapters.merge(model)
-    answers = {name: answer_of_model(model, inputs, steps=True) for name, inputs in probes.items()}
-    return answers, "the checkpoint in plain transformers", why
-
-
 def _load_exported(folder: Path, *, trust_remote_code: bool) -> PreTrainedModel:
-    """Loads an export as its user does: an adapter through `peft` where that is installed."""
+    """Load an export as its user does: an adapter through `peft` where that is installed."""
     if (folder / ADAPTER_CONFIG).exists():
         base = load_base(folder, dtype=COMPUTE, trust_remote_code=trust_remote_code)
         adapted = load_with_peft(folder, base)
         if adapted is not None:
             return adapted
     return load_plain(folder, dtype=COMPUTE, trust_remote_code=trust_remote_code)
+
+
+def load_with_peft(folder: Path, base: PreTrainedModel) -> PreTrainedModel | None:
+    """The base with an adapter put on by `peft`, in place; None where that is not installed."""
+    try:
+        from peft import PeftModel
+    except ImportError:
+        return None
+    fit_vocabulary(base, [read_adapter(folder)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # it asks transformers by an old name
+        adapted = PeftModel.from_pretrained(base, folder, local_files_only=True)
+        return cast(PreTrainedModel, adapted.get_base_model()).eval()
+
+
+def _make_probes(
+    config: PretrainedConfig,
+    folder: Path,
+    *,
+    new_ids: Sequence[int],
+    trust_remote_code: bool,
+) -> tuple[dict[str, Inputs], str | None]:
+    """Name -> inputs of a forward pass, and why there is no image among them where one belongs.
+
+    Args:
+        folder: of the processor, if there is one.
+        new_ids: of tokens whose rows the model got in training.
+    """
+    # fixed random ids [B, T] that stand for nothing special; the first row begins with new ones
+    text = config.get_text_config(decoder=True)
+    special = special_tokens(config)
+    plain = torch.tensor([i for i in range(text.vocab_size) if i not in special])
+    longest = getattr(text, "max_position_embeddings", None) or 2 * TOKENS
+    shape = (ROWS, max(1, min(TOKENS, longest // 2)))
+    ids = plain[torch.randint(len(plain), shape, generator=torch.Generator().manual_seed(0))]
+    shown = torch.tensor(new_ids[: shape[1]], dtype=ids.dtype)
+    ids[0, : len(shown)] = shown
+    probes = {"text": {"input_ids": ids, "attention_mask": torch.ones_like(ids)}}
+    if getattr(config, "vision_config", None) is None:
+        return probes, None
+    try:
+        processor = load_processor(folder, trust_remote_code=trust_remote_code)
+        if get_image_processor(processor) is None:
+            return probes, "the processor knows no images"
+        probes["image"] = _image_probe(config, processor)
+    except (UserError, OSError, ValueError, RuntimeError, AttributeError, ImportError) as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        return probes, f"no image could be prepared ({type(error).__name__}: {first})"
+    return probes, None
+
+
+def _image_probe(config: PretrainedConfig, processor: Any) -> Inputs:
+    """One random image with a question, as training gives it to a model."""
+    from PIL import Image  # with it come the readers of images, which a text model does not need
+
+    size = getattr(config.vision_config, "image_size", None) or IMAGE_SIZE
+    size = max(size) if isinstance(size, list | tuple) else size
+    pixels = torch.randint(
+        256, (size, size, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
+    image = Image.fromarray(pixels.numpy())
+    pieces = (Piece(plain_image_text(processor), is_image=True), Piece(QUESTION, is_user=True))
+    row = encode_sample(Rendered(pieces), [image], processor=processor, name="the image")
+    batch = pad_rows([row], pad_token_id=get_pad_token_id(processor), with_labels=False)
+    add_image_inputs(batch, [[image]], processor=processor, names=["the image"], with_pixels=True)
+    return batch
+
+
+def _logits(model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
+    """Logits [B, T, V] of a model of transformers; of a reward model [B, 1, 1], the rewards."""
+    if type(model).__name__.endswith(CLASSIFIER):
+        rows = zip(*(value.split(1) for value in inputs.values()), strict=True)
+        # one without a padding token takes single rows only
+        logits = [model(**dict(zip(inputs, row, strict=True))).logits for row in rows]
+        return torch.cat(logits).float()[:, None]
+    output = model(**inputs, use_cache=False) if model.can_generate() else model(**inputs)
+    return getattr(output, "logits", output[0]).float()
+
+
+def _logits_of_stages(stages: Sequence[Stage], inputs: Inputs) -> torch.Tensor:
+    """As `_logits`, of stages that run one after the other, as in training."""
+    values: tuple[torch.Tensor, ...] = (inputs["input_ids"],)
+    for stage in stages:
+        output = stage(*values, **inputs)
+        values = output if isinstance(output, tuple) else (output,)
+    logits = values[0].float()
+    return logits[:, -1:] if getattr(stages[-1], "gives_scores", False) else logits
+
+
+def _with_answer(model: PreTrainedModel, inputs: Inputs) -> Inputs:
+    """The inputs with the tokens that the model's own `generate` puts behind each row."""
+    if not model.can_generate():
+        return inputs
+    # the model's own settings would add penalties and stop early
+    model.generation_config = GenerationConfig()
+    wanted = GenerationConfig(do_sample=False, max_new_tokens=NEW_TOKENS)
+    rows = cast(Any, model).generate(**inputs, generation_config=wanted)
+    tokens = rows[:, inputs["input_ids"].shape[1] :]
+    zeros = torch.zeros_like(tokens)
+    more = {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "mm_token_type_ids": zeros,
+        "token_type_ids": zeros,
+    }
+    grown = {
+        name: torch.cat([value, more[name]], dim=1) if name in more else value
+        for name, value in inputs.items()
+    }
+    for _ in range(NEW_TOKENS if CROSS_MASK in inputs else 0):
+        grown[CROSS_MASK] = grow_cross_mask(grown[CROSS_MASK])
+    return grown

@@ -1,11 +1,12 @@
-"""Which files of a checkpoint folder hold which tensors, and reading and writing single files."""
+"""Find the files of a checkpoint folder that hold its tensors; read and write single files."""
 
+import contextlib
 import functools
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,30 +16,9 @@ from stageline.errors import CheckpointError, UserError
 from stageline.hub import can_fetch, fetch_missing, name_of
 from stageline.model_folder import read_json
 
-
-def inside(folder: Path, name: object, *, told_by: Path, is_plain: bool = False) -> Path:
-    """Return `folder / name`, as the file `told_by` names it; a plain name has no folder in it.
-
-    Raises:
-        CheckpointError: the name leads out of the folder.
-    """
-    if not _is_inner_name(name) or (is_plain and Path(name).name != name):
-        what = "a plain file name" if is_plain else "a path below its folder"
-        raise CheckpointError(
-            f"{told_by} names the file {name!r}, {what} was expected: other files of this machine "
-            "are not read for it. Do not use a checkpoint from a source you do not know."
-        )
-    return folder / name
-
-
-def _is_inner_name(name: object) -> TypeGuard[str]:
-    if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
-        return False
-    path = PurePosixPath(name)
-    is_absolute = path.is_absolute() or PureWindowsPath(name).drive
-    return not is_absolute and ".." not in path.parts and name != "."
-
-
+_UMASK = os.umask(0o077)  # at import: it is the whole process's while it is looked at
+os.umask(_UMASK)
+FILE_MODE = 0o666 & ~_UMASK  # of new files
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -57,6 +37,24 @@ _LOOKS = (
 )
 
 
+def inside(folder: Path, name: object, *, told_by: Path, is_plain: bool = False) -> Path:
+    """Return `folder / name`, as the file `told_by` names it; a plain name has no folder in it.
+
+    Raises:
+        CheckpointError: the name leads out of the folder.
+    """
+    text = name if isinstance(name, str) else ""
+    path = PurePosixPath(text)
+    leads_out = path.is_absolute() or PureWindowsPath(text).drive or ".." in path.parts
+    if leads_out or text in ("", ".") or {*"\0\\"} & {*text} or (is_plain and path.name != text):
+        what = "a plain file name" if is_plain else "a path below its folder"
+        raise CheckpointError(
+            f"{told_by} names the file {name!r}, which is not {what}. Do not use a checkpoint from "
+            "a source you do not know."
+        )
+    return folder / text
+
+
 def find_checkpoint(checkpoint_path: str | Path) -> Path:
     """The checkpoint as a path.
 
@@ -67,15 +65,13 @@ def find_checkpoint(checkpoint_path: str | Path) -> Path:
     path = Path(checkpoint_path).expanduser()
     if not path.exists():
         raise UserError(
-            f"`model_path` {checkpoint_path} does not exist, a folder with {SINGLE_FILE} or "
-            f"{INDEX_FILE} was expected: weights are read from this machine, and only the options "
-            "of a command fetch a hub's owner/name[@revision] to it. Check the path."
+            f"`model_path` {checkpoint_path} does not exist on this machine. Check the path; only "
+            "the options of a command fetch a hub's owner/name[@revision]."
         )
     if path.suffix in _PICKLES and not path.is_dir():
         raise CheckpointError(
-            f"{path} is a pickle by its name, safetensors were expected: a pickle can run any "
-            "program while it is read, so it is never opened. Give the folder of a model with "
-            "safetensors weights."
+            f"{path} is a pickle by its name, which can run any program, so it is never opened. "
+            "Give the folder of a model with safetensors weights."
         )
     return path
 
@@ -105,35 +101,26 @@ def weight_files(checkpoint: Path, *, fetches: bool = True) -> dict[str, Path]:
     if index.exists():
         return _read_index(index, fetches=fetches)
     fetch_missing(single)
-    if not single.exists():
-        raise _without_weights(checkpoint)
-    return dict.fromkeys(tensor_names(single), single)
-
-
-def _without_weights(checkpoint: Path) -> CheckpointError:
-    pickles = sorted(path.name for path in checkpoint.iterdir() if path.suffix in _PICKLES)
-    if pickles:
-        return CheckpointError(
-            f"{checkpoint} holds weights as pickle only ({list_names(pickles, 3)}), {SINGLE_FILE} "
-            f"or {INDEX_FILE} was expected: a pickle can run any program while it is read, so it "
-            "is never opened. If you trust where it came from, convert it once: python -c "
-            '"from transformers import AutoModelForCausalLM as M; '
+    if single.exists():
+        return dict.fromkeys(tensor_names(single), single)
+    held = [path.name for path in checkpoint.iterdir()]
+    pickles = [name for name in held if Path(name).suffix in _PICKLES]
+    cure = "Give the folder of a whole model with safetensors weights"
+    if (name := name_of(checkpoint)) is not None:
+        cure = (
+            f"On the hub {name} has no others (pickles are not fetched). Look for a revision with "
+            "safetensors (NAME@refs/pr/1, if somebody has proposed one)"
+        )
+    elif pickles:
+        cure = (
+            "A pickle can run any program, so it is never opened. If you trust where it came from, "
+            'convert it once: python -c "from transformers import AutoModelForCausalLM as M; '
             f"M.from_pretrained('{checkpoint}').save_pretrained('NEW_FOLDER')\", and copy the "
-            "tokenizer's files."
+            "tokenizer's files"
         )
-    held = list_names([path.name for path in checkpoint.iterdir()], 8)
-    name = name_of(checkpoint)
-    if name is not None:
-        return CheckpointError(
-            f"{name} has neither {SINGLE_FILE} nor {INDEX_FILE} on its hub, one of them was "
-            "expected: pickles, which can run any program while they are read, are not fetched. "
-            "Look for a revision with safetensors (NAME@refs/pr/1, if somebody has proposed one), "
-            "or convert the weights (`save_pretrained` of transformers does)."
-        )
-    return CheckpointError(
-        f"{checkpoint} holds neither {SINGLE_FILE} nor {INDEX_FILE}, one of them was expected: "
-        f"only safetensors can be read stage by stage. It holds: {held or 'nothing'}. Give the "
-        "folder of a whole model, or convert the weights (`save_pretrained` of transformers does)."
+    raise CheckpointError(
+        f"{checkpoint} holds neither {SINGLE_FILE} nor {INDEX_FILE}, but "
+        f"{list_names(pickles or held, 8) or 'nothing'}. {cure}."
     )
 
 
@@ -143,37 +130,33 @@ def _read_index(index: Path, *, fetches: bool) -> dict[str, Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
-            f"{index} cannot be read (no weight_map), a JSON object with weight_map was expected: "
-            "it says which file holds which tensor. Copy the checkpoint again."
+            f"{index} cannot be read (no weight_map, which says which file holds which tensor). "
+            "Copy the checkpoint again."
         )
     told: dict[str, set[str]] = {}
     for name, file in weight_map.items():
         told.setdefault(str(file), set()).add(name)
-    files, awaited = {}, set()
-    for file in sorted(told):
-        files[file] = inside(folder, file, told_by=index, is_plain=True)
-        if not fetches and can_fetch(files[file]):
-            awaited.add(file)
-            continue
-        fetch_missing(files[file])
-        if not files[file].exists():
-            raise CheckpointError(
-                f"{files[file]} is missing, {index.name} says that it holds weights: the "
-                "checkpoint is not whole. Copy it again."
-            )
+    files = {file: inside(folder, file, told_by=index, is_plain=True) for file in sorted(told)}
     if (folder / SINGLE_FILE).exists() and files.keys() != {SINGLE_FILE}:
         raise CheckpointError(
             f"{folder} holds two sets of weights: {SINGLE_FILE}, and the files that {index.name} "
             "names. Delete the set that is not meant: that file, or the index with its files."
         )
-    for file in files.keys() - awaited:
-        held = set(tensor_names(files[file]))
-        lacking, others = sorted(told[file] - held), sorted(held - told[file])
-        if lacking or others:
+    for file, path in files.items():
+        if not fetches and can_fetch(path):
+            continue
+        fetch_missing(path)
+        if not path.exists():
             raise CheckpointError(
-                f"{files[file]} has {'no' if lacking else 'a'} tensor {(lacking or others)[0]}, "
-                f"{index.name} says {'that it does' if lacking else 'nothing of it'}: the files "
-                "are of different checkpoints. Copy the checkpoint again, whole."
+                f"{path} is missing, and {index.name} says that it holds weights. Copy the "
+                "checkpoint again."
+            )
+        held = set(tensor_names(path))
+        if lacking := sorted(told[file] ^ held):
+            has, says = ("a", "nothing of it") if lacking[0] in held else ("no", "that it does")
+            raise CheckpointError(
+                f"{path} has {has} tensor {lacking[0]}, {index.name} says {says}: the files are of "
+                "different checkpoints. Copy the checkpoint again, whole."
             )
     return {name: files[str(file)] for name, file in weight_map.items()}
 
@@ -211,8 +194,7 @@ def open_tensors(file: Path, device: torch.device | str = "cpu") -> safe_open:
         return safe_open(file, framework="pt", device=str(device), backend="pread")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{file} cannot be read: {error}{_what_came(file)}. A whole safetensors file was "
-            "expected: it was cut short, changed, or is something else by that name. Copy it again."
+            f"{file} cannot be read: {error}{_what_came(file)}. Copy the safetensors file again."
         ) from error
 
 
@@ -231,12 +213,10 @@ def _what_came(file: Path) -> str:
             if start.startswith(magic):
                 return f"; it looks like {name}"
     expected = 8 + length if size >= 8 else 8
-    try:
+    with contextlib.suppress(ValueError, RecursionError, AttributeError, TypeError, LookupError):
         entries = json.loads(header)
         entries.pop("__metadata__", None)
         expected += max(entry["data_offsets"][1] for entry in entries.values())
-    except (ValueError, RecursionError, AttributeError, TypeError, LookupError):
-        pass  # a header that is cut or false: the library says how
     return f"; expected {expected} bytes, found {size}" if expected != size else ""
 
 
@@ -246,8 +226,8 @@ def read_tensor(tensors: safe_open, name: str, file: Path) -> torch.Tensor:
         return tensors.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{file} cannot be read ({error}), the tensor {name} was expected: it was cut short or "
-            "changed while it was read, or the disk fails. Copy it again."
+            f"{file} cannot be read ({error}) at the tensor {name}: it was cut short or changed "
+            "while it was read, or the disk fails. Copy it again."
         ) from error
 
 
@@ -257,19 +237,17 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
         return {name: read_tensor(tensors, name, file) for name in list(tensors.keys())}
 
 
+@dataclass(frozen=True, eq=False)
 class LazyTensor:
-    """A tensor in a file, read when the library takes `[...]` of it; `taken` gets its name then."""
+    """A tensor in a file, read when transformers takes `[...]` of it; `taken` gets its name."""
 
-    def __init__(
-        self, opened: Callable[[Path], safe_open], path: Path, name: str, taken: set[str]
-    ) -> None:
-        self.opened = opened
-        self.path = path
-        self.name = name
-        self.taken = taken
+    opened: Callable[[Path], safe_open]
+    path: Path
+    name: str
+    taken: set[str]
 
     def __getitem__(self, index: object) -> torch.Tensor:
-        assert index is Ellipsis, "the library reads whole tensors unless it shards them"
+        assert index is Ellipsis, "transformers reads whole tensors unless it shards them"
         self.taken.add(self.name)
         return read_tensor(self.opened(self.path), self.name, self.path)
 
@@ -280,7 +258,7 @@ def lazy_state(files: dict[str, Path], taken: set[str]) -> dict[str, LazyTensor]
     return {name: LazyTensor(opened, file, name, taken) for name, file in files.items()}
 
 
-def list_names(names: list[str] | set[str], limit: int = 20) -> str:
+def list_names(names: Iterable[str], limit: int = 20) -> str:
     """Names for an error message: the first ones in order, and how many more."""
     ordered = sorted(names)
     more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
@@ -305,19 +283,12 @@ def misfits(
         f"names belong to no {owner}": unknown,
         "names have another shape": wrong,
     }
-    told = [
-        f"{len(names)} {why}: {list_names(set(names))}" for why, names in kinds.items() if names
-    ]
-    return "; ".join(told)
+    return "; ".join(f"{len(n)} {why}: {list_names({*n})}" for why, n in kinds.items() if n)
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Writes a safetensors file, with the rights that other new files of this process get."""
+    """Write a safetensors file, with the rights that other new files of this process get."""
     # contiguous one file at a time: views of fused experts are not
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(whole, path, metadata={"format": "pt"})
-    path.chmod(0o666 & ~_UMASK)  # safetensors writes for the owner alone
-
-
-_UMASK = os.umask(0o077)  # at import: it is the whole process's while it is looked at
-os.umask(_UMASK)
+    path.chmod(FILE_MODE)  # safetensors writes for the owner alone

@@ -1,7 +1,7 @@
-"""A random start without a checkpoint: the same weights for every number of stages.
+"""Start without a checkpoint: the same random weights for every number of stages.
 
 Each module draws from a seed of its own, made of the run's seed and the module's name, with the
-model's own `_init_weights`. Not here: where the weights of a checkpoint come from (`load.py`).
+model's own `_init_weights`.
 """
 
 import copy
@@ -31,7 +31,7 @@ def check_finite(
     cure: str,
     place_of: Callable[[str], str] = lambda name: "",
 ) -> None:
-    """Looks at all floating tensors; one pass over each.
+    """Refuse floating tensors with inf or nan; one pass over each.
 
     Args:
         what: what they are: "weights of step 200".
@@ -45,12 +45,13 @@ def check_finite(
     bad = [(name, tensor) for name, tensor in items if not is_finite(tensor)]
     if not bad:
         return
-    told = [f"{name} ({place_of(name)}{_count(tensor)})" for name, tensor in bad[:MOST_NAMED]]
+    told = []
+    for name, tensor in bad[:MOST_NAMED]:
+        values = tensor.detach().float()
+        nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
+        told.append(f"{name} ({place_of(name)}{nan} nan, {inf} inf of {values.numel()} values)")
     more = f" and {len(bad) - MOST_NAMED} more tensors" if len(bad) > MOST_NAMED else ""
-    raise NonFiniteError(
-        f"{what} are not finite: {', '.join(told)}{more}. Finite numbers were expected: a model "
-        f"with such weights gives nothing else. {cure}"
-    )
+    raise NonFiniteError(f"{what} are not finite: {', '.join(told)}{more}. {cure}")
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -62,12 +63,6 @@ def is_finite(tensor: torch.Tensor) -> bool:
         tensor = tensor.float()
     wide = torch.promote_types(tensor.dtype, torch.float32)
     return bool(tensor.sum(dtype=wide).isfinite()) or bool(tensor.isfinite().all())
-
-
-def _count(tensor: torch.Tensor) -> str:
-    tensor = tensor.detach().float()
-    nan, inf = int(tensor.isnan().sum()), int(tensor.isinf().sum())
-    return f"{nan} nan, {inf} inf of {tensor.numel()} values"
 
 
 CPU = torch.device("cpu")
@@ -82,13 +77,13 @@ def init_split_model(
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> None:
-    """Fills a stage that lies on meta with random weights, in place.
+    """Fill a stage that is on meta with random weights, in place.
 
     Args:
         model: a stage model, with or without LoRA.
         seed: same seed, same weights, however many stages there are, and on whatever device: the
             host draws, since what a GPU draws depends on its number of multiprocessors.
-        device: where the weights are to lie.
+        device: of the weights, at the end.
         dtype: of the parameters; buffers keep theirs.
 
     Raises:
@@ -130,7 +125,7 @@ def loaded_dtype(
 
 @torch.no_grad()
 def round_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Rounds weights in place, to the types that `from_pretrained` with this `dtype` gives them."""
+    """Round weights in place, to the types that `from_pretrained` with this `dtype` gives them."""
     dtype_of = loaded_dtype(type(model)._from_config, model.config, dtype)
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point():
@@ -141,7 +136,7 @@ def round_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
 def materialise(
     model: nn.Module, *, device: torch.device, dtype: torch.dtype, casts_others: bool = True
 ) -> None:
-    """Gives every meta tensor memory, filled with NaN; a weight of two modules stays one.
+    """Give every meta tensor memory, filled with NaN; a weight of two modules stays one.
 
     Args:
         casts_others: also moves and casts tensors that are not on meta.
@@ -183,7 +178,7 @@ def _filled(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> t
 
 @torch.no_grad()
 def run_init(model: nn.Module, *, seed: int, device: torch.device) -> None:
-    """Runs every module's own initialisation; tensors that carry the mark `DONE` keep their value.
+    """Run every module's own initialisation; tensors that carry the mark `DONE` keep their value.
 
     Buffers that are not in checkpoints (rotary frequencies) get their values here too.
     """
@@ -203,49 +198,39 @@ def run_init(model: nn.Module, *, seed: int, device: torch.device) -> None:
             for generator in generators:
                 generator.manual_seed(name_seed(seed, name))
 
-        _init_tree(root, "", owner, reseed, shared, marked, guarded)
+        def visit(module: nn.Module, name: str, owner: PreTrainedModel | None) -> None:
+            """Children first, as transformers does; a model inside a model decides below it."""
+            for leaf, child in module.named_children():
+                child_owner = child if isinstance(child, PreTrainedModel) else owner
+                visit(child, f"{name}.{leaf}" if name else leaf, child_owner)
+            if isinstance(module, PassThrough):
+                return  # it may have the class of a layer, and has nothing of one
+            # code of torch and of model folders (nn.init, weight.data.normal_()) ignores the mark
+            knows_mark = owner is not None and type(owner).__module__.startswith("transformers.")
+            if not knows_mark:
+                _guard(module, guarded)
+            reseed(name)
+            if owner is not None:
+                owner._init_weights(module)
+            elif hasattr(module, "reset_parameters"):
+                cast(Callable[[], None], module.reset_parameters)()
+            for parameter in module.parameters(recurse=False):
+                # a tied weight is drawn once, by the embedding: the last stage's head comes later
+                if id(parameter) in shared and not hasattr(parameter, DONE):
+                    setattr(parameter, DONE, True)
+                    marked.append(parameter)
+            if not knows_mark:
+                _guard(module, guarded)  # the modules around it may write to its weights, too
+
+        visit(root, "", owner)
     for values, name, tensor in guarded:
         values[name] = tensor
     for tensor in marked:
         delattr(tensor, DONE)
 
 
-def _init_tree(
-    module: nn.Module,
-    name: str,
-    owner: PreTrainedModel | None,
-    reseed: Callable[[str], object],
-    shared: set[int],
-    marked: list[torch.Tensor],
-    guarded: list[tuple[dict[str, Any], str, torch.Tensor]],
-) -> None:
-    """Children first, as the library does; a model inside a model decides over what is below it."""
-    for leaf, child in module.named_children():
-        child_owner = child if isinstance(child, PreTrainedModel) else owner
-        path = f"{name}.{leaf}" if name else leaf
-        _init_tree(child, path, child_owner, reseed, shared, marked, guarded)
-    if isinstance(module, PassThrough):
-        return  # it may have the class of a layer, and has nothing of one
-    # code of torch and of model folders (nn.init, weight.data.normal_()) does not know the mark
-    knows_mark = owner is not None and type(owner).__module__.startswith("transformers.")
-    if not knows_mark:
-        _guard(module, guarded)
-    reseed(name)
-    if owner is not None:
-        owner._init_weights(module)
-    elif hasattr(module, "reset_parameters"):
-        cast(Callable[[], None], module.reset_parameters)()
-    for parameter in module.parameters(recurse=False):
-        # a tied weight is drawn once, by the embedding: on the last stage the head comes later
-        if id(parameter) in shared and not hasattr(parameter, DONE):
-            setattr(parameter, DONE, True)
-            marked.append(parameter)
-    if not knows_mark:
-        _guard(module, guarded)  # the modules around it may write to its weights, too
-
-
 def _guard(module: nn.Module, guarded: list[tuple[dict[str, Any], str, torch.Tensor]]) -> None:
-    """Puts zeros, which take memory when written to, in the place of a module's marked tensors."""
+    """Put zeros, which take memory when written to, in the place of a module's marked tensors."""
     stores: list[dict[str, Any]] = [module._parameters, module._buffers, module.__dict__]
     for values in stores:
         for name, value in list(values.items()):
@@ -258,7 +243,7 @@ def _guard(module: nn.Module, guarded: list[tuple[dict[str, Any], str, torch.Ten
 
 @torch.no_grad()
 def init_fresh(model: Stage, *, seed: int) -> None:
-    """Draws the weights in `model.keys_fresh`, which a checkpoint lacked, as `run_init` would."""
+    """Draw the weights in `model.keys_fresh`, which a checkpoint lacked, as `run_init` would."""
     for path in sorted({name.rpartition(".")[0] for name in getattr(model, "keys_fresh", ())}):
         module = model.get_submodule(path)
         device = next(module.parameters()).device
@@ -276,7 +261,7 @@ def init_lora(
     only_outermost: bool = False,
     taken: Mapping[str, Pair] | None = None,
 ) -> None:
-    """Starts the adapters: A random by its name and the seed, B zero, or as `lora_init` says.
+    """Start the adapters: A random by its name and the seed, B zero, or as `lora_init` says.
 
     Args:
         taken: plain module name -> what PiSSA took out of its weight when the run began.
@@ -295,35 +280,27 @@ def init_lora(
             )
 
 
-def _has_unset(tensor: torch.Tensor) -> bool:
-    if tensor.is_floating_point() or tensor.is_complex():
-        return not is_finite(tensor) and bool(torch.isnan(tensor).any())
-    return tensor.dtype in (torch.int64, torch.int32) and bool((tensor == UNSET).any())
-
-
 def check_filled(model: nn.Module, source: str) -> None:
-    """Refuses a model with a tensor that is on meta or was never given a value.
-
-    Raises:
-        UserError: it lists the names.
-    """
-    empty = []
+    """Refuse a model with a tensor that is on meta or was never given a value."""
     adapters = {
         id(tensor)
         for module in model.modules()
         if isinstance(module, LoRAWrapper)
         for tensor in module.lora.parameters()
     }
+    empty = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if id(tensor) in adapters:
-            continue
-        if tensor.is_meta or _has_unset(tensor):
+        if tensor.is_meta:
+            is_unset = True
+        elif tensor.is_floating_point() or tensor.is_complex():
+            is_unset = not is_finite(tensor) and bool(torch.isnan(tensor).any())
+        else:
+            is_unset = tensor.dtype in (torch.int64, torch.int32) and bool((tensor == UNSET).any())
+        if is_unset and id(tensor) not in adapters:
             empty.append(name)
     if empty:
         raise UserError(
             f"{len(empty)} tensors have no value, or NaN, after {source}: {', '.join(empty[:10])} "
-            f"of the stage model {part_name(type(model))}. "
-            "Every parameter and buffer needs one: give the module a reset_parameters() that sets "
-            "it (what is made inside torch.device('meta') has a shape alone), or start from a "
-            "checkpoint that is whole (`model_path`)."
+            f"of the stage model {part_name(type(model))}. Give the module a reset_parameters() "
+            "that sets them, or start from a checkpoint that is whole (`model_path`)."
         )

@@ -4,13 +4,13 @@ A folder with a manifest.json and without `.tmp-` in its name is whole. The mani
 sha256 of every file, and its own sha256. Ranks that write one folder fail together or not at all.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -27,7 +27,6 @@ BASE_FOLDER = "base"  # of a run, where a frozen model was not there before it
 FORMAT_VERSION = 2
 # files that loaders look for by name or by what they end with
 _LOADED_SUFFIXES = (".safetensors", ".index.json", "adapter_config.json")
-_CHUNK_BYTES = 1 << 22
 
 
 def draft_name(folder: Path) -> str:
@@ -36,15 +35,11 @@ def draft_name(folder: Path) -> str:
 
 
 def refuse_existing(folder: Path) -> None:
-    """A checkpoint is never written over another.
-
-    Raises:
-        UserError: something is there.
-    """
+    """Refuse to write a checkpoint over another: a crash in between would lose both."""
     if folder.exists():
         raise UserError(
-            f"{folder} exists, a new folder was expected: a checkpoint is never written over "
-            "another, a crash in between would lose both. Choose another folder or remove it."
+            f"{folder} exists, and a checkpoint is never written over another. Choose another "
+            "folder or remove it."
         )
 
 
@@ -64,19 +59,16 @@ def file_facts(path: Path) -> dict[str, int | str]:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def publish(
     draft: Path, folder: Path, *, facts: Mapping[str, Any], known: Mapping[str, dict]
 ) -> None:
-    """Writes the manifest, makes all durable and gives the draft its name.
+    """Write the manifest, make all durable and give the draft its name.
 
-    The manifest says `facts` too; `known` has size and sha256 of files that others have hashed.
+    The manifest has `facts` too; `known` has size and sha256 of files that others have hashed.
     """
     refuse_existing(folder)
     files = dict(known)
@@ -84,11 +76,7 @@ def publish(
         name = path.relative_to(draft).as_posix()
         if path.is_file() and name not in files:
             files[name] = file_facts(path)
-    manifest = {
-        "format_version": FORMAT_VERSION,
-        **facts,
-        "files": dict(sorted(files.items())),
-    }
+    manifest = {"format_version": FORMAT_VERSION, **facts, "files": dict(sorted(files.items()))}
     manifest["sha256"] = content_sum(manifest)
     # last: a torn write then leaves no valid manifest
     (draft / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
@@ -122,28 +110,34 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         why = error.strerror if isinstance(error, OSError) else repr(error)[:100]
         raise CheckpointError(
-            f"{path} cannot be read ({why}), the manifest of a whole checkpoint was expected: it "
-            "is written last, so the checkpoint is incomplete. Use another one."
+            f"{path} cannot be read ({why}). It is written last, so the checkpoint is incomplete: "
+            "use another one."
         ) from error
     if version != FORMAT_VERSION:
-        why = "an older Stageline wrote it, or it was changed:"
-        if isinstance(version, int) and version > FORMAT_VERSION:
-            why = f"a newer Stageline wrote it. Update Stageline to one that reads {version}, or"
+        is_newer = isinstance(version, int) and version > FORMAT_VERSION
+        cure = f"Update Stageline to one that reads {version}, or use" if is_newer else "Use"
         raise CheckpointError(
-            f"{path} has format version {version}, {FORMAT_VERSION} was expected: {why} "
-            "use another checkpoint."
+            f"{path} has format version {version}; this Stageline reads {FORMAT_VERSION}. {cure} "
+            "another checkpoint."
         )
     if manifest.get("sha256") != found:
         raise CheckpointError(
-            f"{path} has the sha256 {str(manifest.get('sha256'))[:12]}..., {found[:12]}... was "
-            "expected by its content: it was changed after it was saved. Use another checkpoint."
+            f"{path} has the sha256 {str(manifest.get('sha256'))[:12]}..., its content "
+            f"{found[:12]}...: it was changed after it was saved. Use another checkpoint."
         )
     return manifest
 
 
 def own_manifest(folder: Path) -> dict[str, Any]:
     """As `read_manifest`; empty where another program wrote the folder."""
-    return read_manifest(folder) if _is_ours(folder) else {}
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+    except OSError:
+        return {}
+    except (ValueError, RecursionError):
+        content = {"format_version": None}  # a broken one
+    is_ours = isinstance(content, dict) and "format_version" in content
+    return read_manifest(folder) if is_ours else {}
 
 
 def base_sum(folder: Path) -> str | None:
@@ -153,7 +147,7 @@ def base_sum(folder: Path) -> str | None:
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """Compares every file with the manifest; returns the manifest.
+    """Compare every file with the manifest; return the manifest.
 
     Raises:
         CheckpointError: a file is missing, cut short, changed, or one that loaders read was added.
@@ -168,62 +162,27 @@ def verify(folder: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Compares size and sha256 of files with the manifest, sizes first.
-
-    Raises:
-        CheckpointError: a file is missing, cut short, changed, or outside.
-    """
+    """Compare size and sha256 of files with the manifest, sizes first."""
     paths: dict[Path, dict] = {
         inside(folder, name, told_by=folder / MANIFEST): facts
         for name, facts in manifest["files"].items()
     }
     for path, facts in paths.items():
-        if not path.is_file():
-            raise _damaged(path, "is missing", f"{facts['size']} bytes")
-        if path.stat().st_size != facts["size"]:
-            found = f"is damaged: found {path.stat().st_size} bytes"
+        size = path.stat().st_size if path.is_file() else None
+        if size != facts["size"]:
+            found = "is missing" if size is None else f"is damaged: found {size} bytes"
             raise _damaged(path, found, f"{facts['size']} bytes")
     for path, facts in paths.items():
-        found = _sha256(path)
-        if found != facts["sha256"]:
-            raise _damaged(
-                path, f"is damaged: found sha256 {found[:12]}...", f"{facts['sha256'][:12]}..."
-            )
-
-
-def _is_ours(folder: Path) -> bool:
-    """Whether a manifest lies there, also a broken one; `manifest.json` is a common name."""
-    try:
-        content = json.loads((folder / MANIFEST).read_bytes())
-    except OSError:
-        return False
-    except (ValueError, RecursionError):
-        return True
-    return isinstance(content, dict) and "format_version" in content
+        found, wanted = _sha256(path), facts["sha256"]
+        if found != wanted:
+            raise _damaged(path, f"is damaged: found sha256 {found[:12]}...", f"{wanted[:12]}...")
 
 
 def _damaged(path: Path, found: str, expected: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} {found}, expected {expected}: {MANIFEST} says so, hence something changed after "
-        "it was saved. Use another checkpoint, or copy this one again."
+        f"{path} {found}, expected {expected} by {MANIFEST}. Use another checkpoint, or copy this "
+        "one again."
     )
-
-
-@contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """A draft to write in, which is called `folder` at the end; an error leaves nothing behind.
-
-    Raises:
-        UserError: the folder exists.
-    """
-    refuse_existing(folder)
-    draft = folder.parent / draft_name(folder)
-    draft.mkdir(parents=True)
-    try:
-        yield draft
-        draft.rename(folder)
-    finally:
-        discard(draft)
 
 
 def discard(draft: Path) -> None:
@@ -259,7 +218,7 @@ class Ranks:
         return values
 
     def together(self, function: Callable[[], Result], draft: Path | None = None) -> list[Result]:
-        """Runs a part of the work on every rank; what each returned.
+        """Run a part of the work on every rank; what each returned.
 
         Raises:
             UserError, StorageError, RuntimeError: a rank failed; every rank raises the same, and
@@ -270,58 +229,38 @@ class Ranks:
             result = function()
         except Exception as caught:
             error = caught
-        told = self.gather((result, None if error is None else RemoteFailure.of(error, draft)))
-        failed = [(rank, said) for rank, (_, said) in enumerate(told) if said is not None]
+        told = self.gather((result, None if error is None else self._in_words(error, draft)))
+        failed = [said for _, said in told if said is not None]
         if not failed:
             return cast("list[Result]", [value for value, _ in told])  # each rank has one
         if draft is not None and self.rank == 0:
             discard(draft)
-        rank, said = failed[0]
-        raise said.as_error(rank, draft) from error
+        kind, text = failed[0]
+        raise _TRAVELLING[kind](text) from error
+
+    def _in_words(self, error: Exception, draft: Path | None) -> tuple[str, str]:
+        """The kind and the text of an error, which travel to other ranks."""
+        for kind in _PASSED_ON:
+            if isinstance(error, kind):
+                return kind.__name__, str(error)
+        place = f"rank {self.rank}"
+        place = place if draft is None else f"saving to {draft} failed on {place}"
+        if not isinstance(error, OSError | SafetensorError):
+            return "RuntimeError", f"{place}: {type(error).__name__}: {error}"
+        space = ""
+        with contextlib.suppress(OSError):  # the folder itself is gone
+            free = shutil.disk_usage(draft.parent).free if draft else None
+            space = "" if free is None else f" ({free:,} bytes are free)"
+        cure = "What was saved before is as it was. Make room, then resume."
+        return "StorageError", f"{place}: {error}{space}. {cure}"
 
     def on_first(self, function: Callable[[], Result], draft: Path | None = None) -> Result | None:
         """What `function` returns on rank 0, which alone calls it; otherwise as `together`."""
         return self.together(lambda: function() if self.rank == 0 else None, draft)[0]
 
 
-@dataclass(frozen=True)
-class RemoteFailure:
-    """An error in words that travel to other ranks; `space` is what is left of a full disk."""
-
-    kind: str
-    text: str
-    space: str = ""
-
-    @classmethod
-    def of(cls, error: Exception, draft: Path | None) -> "RemoteFailure":
-        """Tells what went wrong on this rank."""
-        if isinstance(error, UserError | NonFiniteError):
-            return cls(type(error).__name__, str(error))
-        if isinstance(error, OSError | SafetensorError):
-            return cls("StorageError", str(error), "" if draft is None else _space(draft))
-        return cls("RuntimeError", f"{type(error).__name__}: {error}")
-
-    def as_error(self, rank: int, draft: Path | None) -> Exception:
-        """The error that every rank raises."""
-        if self.kind in _PASSED_ON:
-            return _PASSED_ON[self.kind](self.text)
-        what = "" if draft is None else f"saving to {draft} failed on "
-        text = f"{what}rank {rank}: {self.text}{self.space}"
-        if self.kind != "StorageError":
-            return RuntimeError(text)
-        return StorageError(f"{text}. What was saved before is as it was. Make room, then resume.")
-
-
-_PASSED_ON: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (UserError, DataError, CheckpointError, NonFiniteError)
+# the most special kinds first
+_PASSED_ON: list[type[Exception]] = [DataError, CheckpointError, UserError, NonFiniteError]
+_TRAVELLING: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (*_PASSED_ON, StorageError, RuntimeError)
 }
-
-
-def _space(draft: Path) -> str:
-    """Bytes written of a draft, and bytes free where it lies."""
-    written = sum(path.stat().st_size for path in draft.rglob("*") if path.is_file())
-    try:
-        free = f"{shutil.disk_usage(draft.parent).free:,}"
-    except OSError:
-        free = "unknown"  # the folder itself is gone
-    return f" ({written:,} bytes of it were written, {free} bytes are free)"

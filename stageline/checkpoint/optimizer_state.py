@@ -1,4 +1,4 @@
-"""What an optimizer knows of each parameter, as tensors by the parameter's name.
+"""Save and restore the state of an optimizer, as tensors by the parameter's name.
 
 Each rank writes one safetensors file with the names `<what>/<parameter>`, such as
 `exp_avg/model.layers.0.mlp.up_proj.weight`; of a parameter that is shared out among replicas it
@@ -50,7 +50,7 @@ class StateShare:
     extras: dict[str, dict[str, Any]]
 
     def write(self, path: Path) -> dict[str, dict[str, Any]]:
-        """Writes the file, if there is anything; returns the index with its name in it."""
+        """Write the file, if there is anything; return the index with its name in it."""
         if self.tensors:
             write_tensors(self.tensors, path)
         for entry in self.index.values():
@@ -70,7 +70,7 @@ def state_share(
     with_weights: bool,
     copies: HostCopies | None,
 ) -> StateShare:
-    """Collects what this rank saves.
+    """Collect what this rank saves.
 
     Args:
         parameters: those that the optimizer updates, by name.
@@ -123,10 +123,8 @@ def _as_tensor(
     key: str, value: object, optimizer: torch.optim.Optimizer | None
 ) -> tuple[torch.Tensor | None, str | None]:
     """A value as a tensor, and the name of its type if it was a number."""
-    if value is None:
-        return None, None
-    if isinstance(value, torch.Tensor):
-        return value.detach(), None
+    if value is None or isinstance(value, torch.Tensor):
+        return value if value is None else value.detach(), None
     if type(value) in _NUMBERS:
         return torch.tensor(value, dtype=_NUMBERS[type(value)]), type(value).__name__
     raise _cannot_save(optimizer, key, type(value).__name__)
@@ -134,9 +132,9 @@ def _as_tensor(
 
 def _cannot_save(optimizer: torch.optim.Optimizer | None, key: str, kind: str) -> UserError:
     return UserError(
-        f"the optimizer {type(optimizer).__name__} keeps {key} as {kind}, tensors and numbers of "
-        "parameters, and numbers of groups, were expected: others cannot be saved without pickled "
-        "code, or found again in another split. Use another `optimizer`."
+        f"the optimizer {type(optimizer).__name__} keeps {key} as {kind}; only tensors and numbers "
+        "of parameters and numbers of groups can be saved without pickled code. Use another "
+        "`optimizer`."
     )
 
 
@@ -144,16 +142,14 @@ def _piece(
     tensor: torch.Tensor, parameter: nn.Parameter, rows: RowRange | None, key: str
 ) -> dict[str, Any]:
     """Where a value belongs: rows of a share, or all of it."""
-    if rows is None:
-        return {}
+    if rows is None or (tensor.numel() == 1 and tensor.shape != parameter.shape):
+        return {}  # a count is the same for all rows
     if tensor.shape == parameter.shape:
         return {"start": rows.start, "rows": rows.count}
-    if tensor.numel() == 1:
-        return {}  # a count, the same for all rows
     raise UserError(
         f"the optimizer keeps {key} of shape {list(tensor.shape)} for a share of shape "
-        f"{list(parameter.shape)}, the same shape was expected: otherwise it cannot be shared out "
-        "anew. Leave `dp_shard` out or use another `optimizer`."
+        f"{list(parameter.shape)}, which cannot be shared out anew. Leave `dp_shard` out or use "
+        "another `optimizer`."
     )
 
 
@@ -177,14 +173,11 @@ def _group_extras(
     extras: dict[int, dict[str, Any]] = {}
     for parameter, now in group_values(optimizer).items():
         then = begun.get(parameter, {})
-        extras[parameter] = {
-            key: value
-            for key, value in now.items()
-            if key not in then or not _is_same(value, then[key])
-        }
-        for key, value in extras[parameter].items():
+        changed = {k: v for k, v in now.items() if k not in then or not _is_same(v, then[k])}
+        for key, value in changed.items():
             if value is not None and not isinstance(value, bool | int | float | str):
                 raise _cannot_save(optimizer, key, f"{type(value).__name__} of a group")
+        extras[parameter] = changed
     return extras
 
 
@@ -194,16 +187,12 @@ def _is_same(value: object, other: object) -> bool:
     return type(value) is type(other) and bool(value == other)
 
 
-# Gives an optimizer back what a checkpoint knows of each parameter, however the model is cut now.
-# Values are found by the parameter's name. Rows of parameters that were shared out are put
-# together, or cut anew, as this run needs them.
-
 STATE_FOLDER = "training_state"
 STATE_FILE = "state.json"
 
 
 class SavedState:
-    """The training state of a checkpoint; reads a tensor when it is asked for.
+    """The training state of a checkpoint, whatever its stages were; reads tensors when asked.
 
     Args:
         folder: of the checkpoint, which is known to be whole.
@@ -212,7 +201,7 @@ class SavedState:
         facts: what the run noted besides: steps done, counters, options.
 
     Raises:
-        CheckpointError: it holds weights alone.
+        CheckpointError: it holds only weights.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -220,10 +209,9 @@ class SavedState:
         path = self.folder / STATE_FILE
         if not path.is_file():
             raise CheckpointError(
-                f"{folder} holds weights alone, {STATE_FOLDER}/{STATE_FILE} was expected beside "
-                "them: without the optimizer's state a run does not go on as it would have. "
-                "Resume from a folder checkpoints/step-...; to start anew from these weights give "
-                "them as `model_path`."
+                f"{folder} holds weights alone, without {STATE_FOLDER}/{STATE_FILE}. Resume from a "
+                "folder checkpoints/step-...; to start anew from these weights give them as "
+                "`model_path`."
             )
         saved = read_json(path)
         self.facts: dict[str, Any] = saved["facts"]
@@ -232,11 +220,7 @@ class SavedState:
         self.optimizer: str | None = saved["optimizer"]
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Compares with the names that all ranks train now.
-
-        Raises:
-            CheckpointError: they are not those of this run.
-        """
+        """Refuse a state of other names than all ranks train now."""
         names = set(names)
         missing, unknown = names - set(self.index), set(self.index) - names
         problems = []
@@ -246,9 +230,8 @@ class SavedState:
             problems.append(f"has {len(unknown)} that do not ({list_names(unknown, 5)})")
         if problems:
             raise CheckpointError(
-                f"the state in {self.folder} {' and '.join(problems)}; the same parameters were "
-                "expected: a moment without its weight is worth nothing. Resume with the model, "
-                "the frozen parts and the LoRA of that run."
+                f"the state in {self.folder} {' and '.join(problems)}. Resume with the model, the "
+                "frozen parts and the LoRA of that run."
             )
 
     @torch.no_grad()
@@ -259,14 +242,19 @@ class SavedState:
         *,
         rows: Mapping[str, RowRange],
     ) -> None:
-        """Fills this rank's parameters, if their values are here, and its optimizer's state.
+        """Fill this rank's parameters, if their values are here, and its optimizer's state.
 
         Raises:
             CheckpointError: another optimizer's state, another shape, or groups that were two.
         """
         if optimizer is None:
             return
-        _check_optimizer(self.optimizer, optimizer, self.folder)
+        here = type(optimizer).__name__
+        if self.optimizer not in (None, here):
+            raise CheckpointError(
+                f"{self.folder} holds the state of {self.optimizer}, not that of {here}. Resume "
+                "with the `optimizer` of that run."
+            )
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         of_group: dict[int, dict[str, Any]] = {}
         with ExitStack() as stack:
@@ -283,9 +271,8 @@ class SavedState:
                 if of_group.setdefault(id(group), extras) != extras:
                     raise CheckpointError(
                         f"{self.folder} has {extras} for the group of {name}, and other values for "
-                        "parameters that are in one group with it now. One of them was expected, "
-                        "because the optimizer keeps these for a whole group: resume with the "
-                        "stages of that run, or use another `optimizer`."
+                        "parameters that are in one group with it now. Resume with the stages of "
+                        "that run, or use another `optimizer`."
                     )
                 group.update(extras)
 
@@ -301,8 +288,8 @@ class SavedState:
         shape = rows.shape if rows is not None else tuple(parameter.shape)
         if tuple(entry["shape"]) != shape:
             raise CheckpointError(
-                f"{self.folder} knows {name} with shape {entry['shape']}, {list(shape)} was "
-                "expected: it is the state of another model. Resume with the model of that run."
+                f"{self.folder} has {name} with shape {entry['shape']}, this model {list(shape)}. "
+                "Resume with the model of that run."
             )
         values: dict[str, Any] = {}
         for key, pieces in entry["values"].items():
@@ -334,27 +321,21 @@ class _Files:
         shape: tuple[int, ...],
     ) -> torch.Tensor:
         """A whole value, or the rows of it that are wanted."""
-        if "start" in pieces[0]:
-            first, count = (0, shape[0]) if rows is None else (rows.start, rows.count)
-            return self._join(key, pieces, first, first + count)
-        file = self._open(pieces[0])
-        value = file.get_slice(key)
-        if rows is not None and tuple(value.get_shape()) == shape:
+        if "start" not in pieces[0]:
+            value = self._open(pieces[0]).get_slice(key)
+            if rows is None or tuple(value.get_shape()) != shape:
+                return self._open(pieces[0]).get_tensor(key)
             first = rows.start if rows.count else 0  # none may begin behind the last row
             return value[first : first + rows.count]
-        return file.get_tensor(key)
-
-    def _join(self, key: str, pieces: list[dict[str, Any]], first: int, end: int) -> torch.Tensor:
+        first, count = (0, shape[0]) if rows is None else (rows.start, rows.count)
         parts = []
         for piece in sorted(pieces, key=lambda piece: piece["start"]):
             start = max(first, piece["start"])
-            stop = min(end, piece["start"] + piece["rows"])
+            stop = min(first + count, piece["start"] + piece["rows"])
             if start < stop:
                 values = self._open(piece).get_slice(key)
                 parts.append(values[start - piece["start"] : stop - piece["start"]])
-        if parts:
-            return torch.cat(parts)
-        return self._open(pieces[0]).get_slice(key)[:0]
+        return torch.cat(parts) if parts else self._open(pieces[0]).get_slice(key)[:0]
 
     def _open(self, piece: Mapping[str, Any]) -> safe_open:
         name = piece["file"]
@@ -362,12 +343,3 @@ class _Files:
             path = inside(self.folder, name, told_by=self.folder / STATE_FILE, is_plain=True)
             self.opened[name] = self.stack.enter_context(open_tensors(path))
         return self.opened[name]
-
-
-def _check_optimizer(saved: str | None, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    here = type(optimizer).__name__
-    if saved is not None and saved != here:
-        raise CheckpointError(
-            f"{folder} holds the state of {saved}, that of {here} was expected: one cannot go on "
-            "with the moments of the other. Resume with the `optimizer` of that run."
-        )

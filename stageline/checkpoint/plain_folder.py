@@ -1,66 +1,49 @@
-"""Exports a checkpoint as a plain Hugging Face folder.
+"""Export a checkpoint as a plain Hugging Face folder.
 
-For engines that read no other folder one is exported once, of a training checkpoint, an adapter, or
-a model with adapters: it lies in a cache under a name made from the content.
+For engines that read no other folder a training checkpoint, an adapter or a model with adapters is
+exported once, to a cache under a name made from the content.
 """
 
-import functools
 import hashlib
 import json
+import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from safetensors import SafetensorError
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from stageline.checkpoint.adapter import (
     config_folder,
     find_base,
+    merge_adapters,
     read_adapter_config,
 )
-from stageline.checkpoint.adapter_start import Adapters
 from stageline.checkpoint.export_files import (
     Kind,
-    ModelFacts,
     check_target,
     copy_side_files,
     find_source,
     model_card,
-    open_to_readers,
     publish_over,
     read_run_facts,
-    storage_errors,
     untie_changed_head,
     write_adapter,
-    write_card,
     write_model,
 )
-from stageline.checkpoint.files import ADAPTER_CONFIG, ADAPTER_FILE, weight_files
+from stageline.checkpoint.files import ADAPTER_CONFIG, weight_files
 from stageline.checkpoint.init import round_weights
 from stageline.checkpoint.layout import MANIFEST, discard, draft_name, read_manifest, verify
-from stageline.checkpoint.plain_model import (
-    CLASSIFIER,
-    adapter_dtype,
-    is_scored,
-    load_plain,
-    weight_sizes,
-)
+from stageline.checkpoint.plain_model import CLASSIFIER, adapter_dtype, is_scored, load_plain
 from stageline.checkpoint.shards import save_stop_ids
 from stageline.data.text.processor import get_pad_token_id
 from stageline.data.text.tokenizers import processor_of_weights
-from stageline.errors import UserError
+from stageline.errors import StorageError, UserError
 from stageline.hub import name_of
 from stageline.model_folder import load_config
 from stageline.modules.lora import merge_lora
-
-
-def read_config_of_base(folder: Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The configuration of a model folder, or of the model that an adapter belongs to."""
-    return load_config(config_folder(folder), trust_remote_code=trust_remote_code)
-
 
 MAX_SHARD_BYTES = 5_000_000_000
 
@@ -78,179 +61,136 @@ def export_folder(
     source: str | Path,
     target: str | Path,
     *,
+    merge: bool = False,
+    adapter_paths: Sequence[str | Path] = (),
+    adapter_weights: Sequence[float] | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrites: bool = False,
-    **options: Any,
+    trust_remote_code: bool = False,
 ) -> ExportReport:
-    """Exports a checkpoint folder, on one process that holds the whole model.
+    """Export a checkpoint folder, on one process that holds the whole model.
 
     Args:
         source: a folder that a run saved, or any Hugging Face model or adapter folder.
         target: a new folder; it gets its name when all is there.
-        overwrites: a model folder that is there is replaced at the end.
-        options: see `Export`.
+        merge: add the source, an adapter, to its base; the result is a whole model.
+        adapter_paths, adapter_weights: adapters that are added to the source, a whole model.
+        dtype: of the weights in the new folder; None: as they are.
+        overwrites: replace a model folder that is there, at the end.
 
     Raises:
         UserError: the source is not whole, or the target exists.
         StorageError: the new folder could not be written.
     """
-    export = Export(find_source(source), Path(target).expanduser().absolute(), **options)
-    check_target(export.source, export.target, overwrites=overwrites)
-    if (export.source / MANIFEST).exists():
-        verify(export.source)
-    export.check_kinds()
-    export.run()
-    notes = []
-    kind = read_run_facts(export.source).options.get("quantization") if export.merge else None
-    if kind:
-        notes.append(
-            f"the adapter was trained above a base kept as {kind} and is added to the base's own "
-            "weights, which the few bits had rounded: answers are near those of training"
+    source, target = find_source(source), Path(target).expanduser().absolute()
+    adapters = [Path(path) for path in adapter_paths]
+    is_adapter = (source / ADAPTER_CONFIG).exists()
+    keeps_adapter = is_adapter and not merge
+    is_sum = merge or bool(adapters)
+    check_target(source, target, overwrites=overwrites)
+    if (source / MANIFEST).exists():
+        verify(source)
+    if merge and not is_adapter:
+        raise UserError(
+            f"`merge` came with {source}, a whole model: there is nothing to merge. Leave `merge` "
+            "out."
         )
-    return ExportReport(export.target, export.keeps_adapter, tuple(notes))
+    if adapters and is_adapter:
+        raise UserError(
+            f"`adapter_path` came with {source}, which is an adapter itself. Give the base as "
+            "`model_path`, and name all adapters in `adapter_path`."
+        )
+    base = find_base(source) if merge else None
+    run = read_run_facts(source)
+    draft = target.parent / draft_name(target)
+    try:
+        draft.mkdir(parents=True)
 
-
-@dataclass(frozen=True)
-class Export:
-    """One source and what is to become of it.
-
-    Attributes:
-        merge: adds the source, an adapter, to its base; the result is a whole model.
-        adapters: are added to the source, a whole model, one after the other.
-        dtype: of the weights in the new folder; None: as they are.
-    """
-
-    source: Path
-    target: Path
-    merge: bool = False
-    adapters: Adapters | None = None
-    dtype: torch.dtype | None = None
-    max_shard_bytes: int = MAX_SHARD_BYTES
-    trust_remote_code: bool = False
-
-    @functools.cached_property
-    def base(self) -> Path | None:
-        """The model that the source, an adapter, is added to."""
-        return find_base(self.source) if self.merge else None
-
-    @property
-    def is_adapter(self) -> bool:
-        return (self.source / ADAPTER_CONFIG).exists()
-
-    @property
-    def keeps_adapter(self) -> bool:
-        return self.is_adapter and not self.merge
-
-    @property
-    def is_sum(self) -> bool:
-        """Whether weights are written that no file holds."""
-        return self.merge or self.adapters is not None
-
-    @property
-    def model_folder(self) -> Path:
-        return self.base or self.source
-
-    def check_kinds(self) -> None:
-        """Refuses to merge nothing, and adapters on an adapter."""
-        if self.merge and not self.is_adapter:
-            raise UserError(
-                f"`merge` came with {self.source}, an adapter folder was expected: there is "
-                "nothing to merge in a whole model. Leave `merge` out."
-            )
-        if self.adapters is not None and self.is_adapter:
-            raise UserError(
-                f"`adapter_path` came with {self.source}, which is an adapter itself; the base of "
-                "the adapters was expected as `model_path`. Name all adapters in `adapter_path`."
-            )
-
-    def run(self) -> None:
-        """Writes and publishes; whatever goes wrong, the target is as it was."""
-        draft = self.target.parent / draft_name(self.target)
-        try:
-            with storage_errors(self.target, self.num_bytes()):
-                draft.mkdir(parents=True)
-                self.write(draft)
-                publish_over(draft, self.target, facts={"kind": "export"})
-        except BaseException:
-            discard(draft)
-            raise
-
-    def num_bytes(self) -> int:
-        """About how much is written."""
-        if self.keeps_adapter:
-            file = self.source / ADAPTER_FILE
-            return file.stat().st_size if file.exists() else 0
-        count, num_bytes = weight_sizes(self.model_folder)
-        return num_bytes if self.dtype is None else count * self.dtype.itemsize
-
-    def write(self, draft: Path) -> None:
-        """Writes all files but the manifest."""
-        if self.keeps_adapter:
+        # weights
+        if keeps_adapter:
             dtype_of = None
-            if self.dtype is not None:
-                trusts = self.trust_remote_code
-                dtype_of = adapter_dtype(self.source, self.dtype, trust_remote_code=trusts)
-            write_adapter(self.source, draft, dtype_of)
+            if dtype is not None:
+                dtype_of = adapter_dtype(source, dtype, trust_remote_code=trust_remote_code)
+            write_adapter(source, draft, dtype_of)
         else:
-            self.write_model(draft)
-        # what an adapter's folder lacks is its base's
-        more = self.adapters.paths if self.adapters else ()
-        for folder in filter(None, (self.base, self.source, *more)):
-            copy_side_files(folder, draft, with_code=self.trust_remote_code)
-        if not self.keeps_adapter:
-            trusts = self.trust_remote_code
-            save_stop_ids(processor_of_weights(str(draft), trust_remote_code=trusts), draft)
-        self.write_card(draft)
+            # a sum in another type than the base's is rounded once, to that type
+            sums = torch.float32 if is_sum and dtype is not None else dtype
+            model = load_plain(source, dtype=sums, trust_remote_code=trust_remote_code)
+            merge_adapters(model, adapters, adapter_weights)
+            if is_sum:
+                merge_lora(model)
+                untie_changed_head(model)
+                if dtype is not None:
+                    round_weights(model, dtype)
+            if type(model).__name__.endswith(CLASSIFIER) and model.config.pad_token_id is None:
+                # by it transformers finds the end of a row; the base of an adapter may lack it
+                processor = processor_of_weights(str(source), trust_remote_code=trust_remote_code)
+                if processor is not None:
+                    model.config.pad_token_id = get_pad_token_id(processor)
+            generation = (base or source) / GENERATION_CONFIG_NAME
+            write_model(
+                model,
+                draft,
+                generation=generation if generation.exists() else None,
+                max_shard_bytes=max_shard_bytes,
+                keeps_code=trust_remote_code,
+            )
 
-    def write_model(self, draft: Path) -> None:
-        """The whole model; an adapter is added to it."""
-        # a sum in another type than the base's is rounded once, to that type
-        sums = torch.float32 if self.is_sum and self.dtype is not None else self.dtype
-        model = load_plain(self.source, dtype=sums, trust_remote_code=self.trust_remote_code)
-        if self.adapters is not None:
-            self.adapters.merge(model)
-        if self.is_sum:
-            merge_lora(model)
-            untie_changed_head(model)
-            if self.dtype is not None:
-                round_weights(model, self.dtype)
-        if type(model).__name__.endswith(CLASSIFIER) and model.config.pad_token_id is None:
-            # by it transformers finds the end of a row; the base of an adapter may lack it
-            trusts = self.trust_remote_code
-            processor = processor_of_weights(str(self.source), trust_remote_code=trusts)
-            if processor is not None:
-                model.config.pad_token_id = get_pad_token_id(processor)
-        generation = self.model_folder / GENERATION_CONFIG_NAME
-        write_model(
-            model,
-            draft,
-            generation=generation if generation.exists() else None,
-            max_shard_bytes=self.max_shard_bytes,
-            keeps_code=self.trust_remote_code,
-        )
+        # tokenizer and processor: what an adapter's folder lacks is its base's
+        for folder in filter(None, (base, source, *adapters)):
+            copy_side_files(folder, draft, with_code=trust_remote_code)
+        if not keeps_adapter:
+            processor = processor_of_weights(str(draft), trust_remote_code=trust_remote_code)
+            save_stop_ids(processor, draft)
 
-    def write_card(self, draft: Path) -> None:
-        """The model card, with what is known of the run around the source."""
-        run = read_run_facts(self.source)
-        kind: Kind = "adapter" if self.keeps_adapter else "merged" if self.is_sum else "model"
+        # the model card
+        kind: Kind = "adapter" if keeps_adapter else "merged" if is_sum else "model"
         try:
-            config = read_config_of_base(self.source, trust_remote_code=self.trust_remote_code)
+            config = load_config(config_folder(source), trust_remote_code=trust_remote_code)
         except UserError:
-            if not self.keeps_adapter:
+            if not keeps_adapter:
                 raise
             config = None  # an adapter whose base is elsewhere
-        base = str(self.source) if self.adapters is not None else None
-        if self.is_adapter:  # wherever that is
-            base = read_adapter_config(self.source).get("base_model_name_or_path") or None
-        facts = ModelFacts.of(config, name=self.target.name, kind=kind, base=base)
-        if self.is_adapter and is_scored(self.source):  # its base may be a language model
-            facts = replace(facts, class_name=f"AutoModel{CLASSIFIER}")
-        write_card(model_card(facts, run), run.curve, draft)
-        open_to_readers(draft)
+        started_from = str(source) if adapters else None
+        if is_adapter:  # wherever that is
+            started_from = read_adapter_config(source).get("base_model_name_or_path") or None
+        card = model_card(
+            run,
+            config,
+            name=target.name,
+            kind=kind,
+            base=started_from,
+            is_scored=is_adapter and is_scored(source),
+            has_ends=keeps_adapter and (draft / GENERATION_CONFIG_NAME).exists(),
+        )
+        (draft / "README.md").write_text(card, encoding="utf-8")
+        if run.curve is not None:
+            shutil.copyfile(run.curve, draft / "loss.png")
+        publish_over(draft, target, facts={"kind": "export"})
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, SafetensorError) and "os error" not in str(error):
+            raise
+        free = shutil.disk_usage(next(path for path in target.parents if path.exists())).free
+        raise StorageError(
+            f"{target} could not be written ({error}): {free:,} bytes are free there. Nothing was "
+            "left of it; make room or choose another `output_path`."
+        ) from error
+    finally:
+        discard(draft)
+
+    notes = []
+    kept_as = run.options.get("quantization") if merge else None
+    if kept_as:
+        notes.append(
+            f"the adapter was trained above a base kept as {kept_as} and is added to the base's "
+            "own weights, which the few bits had rounded: answers are near those of training"
+        )
+    return ExportReport(target, keeps_adapter, tuple(notes))
 
 
 _KEY_LENGTH = 16
-# what changes no answer
-_LEFT_OUT = (".md", ".log")
+_LEFT_OUT = (".md", ".log")  # change no answer
 
 
 def plain_folder(
@@ -262,7 +202,7 @@ def plain_folder(
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> Path:
-    """The folder of a model for engines that read no other, exported first where it isn't plain.
+    """Return the folder of a model for engines that read no other, exported first if need be.
 
     Args:
         source: a model folder, an adapter folder, or a checkpoint that a run saved.
@@ -272,36 +212,27 @@ def plain_folder(
     """
     folder = find_source(source)
     is_adapter = (folder / ADAPTER_CONFIG).exists()
-    if not (is_adapter or adapter_paths or _is_of_a_run(folder)):
+    # a run's folder may hold files that only training reads
+    of_a_run = (folder / MANIFEST).exists() and read_manifest(folder).get("kind") != "export"
+    if not (is_adapter or adapter_paths or of_a_run):
         weight_files(folder)  # all of them have come from a hub then
         return folder
     parts = [folder, *([find_base(folder)] if is_adapter else []), *map(Path, adapter_paths)]
-    key = _key(parts, [list(adapter_weights or ()), str(dtype)])
-    target = Path(cache).expanduser().absolute() / f"{folder.name}-{key}"
+    facts = [folder_facts(part.expanduser().absolute()) for part in parts]
+    settings = [list(adapter_weights or ()), str(dtype)]
+    key = hashlib.sha256(json.dumps([facts, settings], sort_keys=True).encode()).hexdigest()
+    target = Path(cache).expanduser().absolute() / f"{folder.name}-{key[:_KEY_LENGTH]}"
     if target.exists():
         return target
-    weights = tuple(adapter_weights) if adapter_weights else None
     return export_folder(
         folder,
         target,
         merge=is_adapter,
-        adapters=Adapters(tuple(map(Path, adapter_paths)), weights) if adapter_paths else None,
+        adapter_paths=adapter_paths,
+        adapter_weights=adapter_weights,
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     ).folder
-
-
-def _is_of_a_run(folder: Path) -> bool:
-    """Whether a run saved it: beside weights there may be files that only training reads."""
-    manifest = folder / MANIFEST
-    return manifest.exists() and read_manifest(folder).get("kind") != "export"
-
-
-def _key(folders: Sequence[Path], settings: object) -> str:
-    """Changes with any file; by content where a manifest has it, else by size and time."""
-    facts = [folder_facts(folder.expanduser().absolute()) for folder in folders]
-    text = json.dumps([facts, settings], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:_KEY_LENGTH]
 
 
 def folder_facts(folder: Path) -> object:

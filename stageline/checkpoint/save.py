@@ -1,15 +1,14 @@
-"""Saves a split model as one folder that Hugging Face libraries read.
+"""Save a split model as one folder that Hugging Face libraries read.
 
 A full fine-tune becomes a model folder: each stage writes its own shards with names as on disk, by
-the library's own reverse conversion. A LoRA run becomes an adapter folder in the format of `peft`,
-with the frozen base by reference. What else a run needs to go on is in optimizer_state.py, saving
-while training goes on in writer.py.
+transformers' own reverse conversion. A LoRA run becomes an adapter folder in the format of `peft`,
+with the frozen base by reference.
 """
 
 import importlib.metadata
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from stageline.checkpoint.adapter import (
     INDICES,
@@ -64,7 +64,7 @@ from stageline.modules.lora import (
 )
 from stageline.modules.lora_layer import MAGNITUDE
 from stageline.modules.new_rows import is_row_name
-from stageline.modules.stage_names import StageNames, check_names, names_of_stage
+from stageline.modules.stage_names import check_names, names_of_stage
 from stageline.stage import Stage
 
 SUM = -1  # stands for all levels as one adapter
@@ -123,20 +123,16 @@ def trained_names(stage: nn.Module) -> list[str]:
             continue
         if WRAPPED in name.split("."):
             raise UserError(
-                f"{strip_lora(name)} is trained and has a LoRA as well, one of both was expected: "
-                "an adapter folder holds no base weights. Freeze the base of layers with LoRA, or "
-                "merge an earlier adapter that changed it (`adapter_path`, `create_new_adapter`)."
+                f"{strip_lora(name)} is trained and has a LoRA as well; an adapter folder has no "
+                "place for it. Freeze the base of layers with LoRA, or merge an earlier adapter "
+                "that changed it (`adapter_path`, `create_new_adapter`)."
             )
         names.append(name)
     return names
 
 
 def adapter_share(stage: Stage, *, claimed: set[str]) -> AdapterShare:
-    """Copies this stage's share of every adapter.
-
-    Args:
-        claimed: trained names that an earlier stage saves.
-    """
+    """Copy this stage's share of every adapter, without trained names that others `claimed`."""
     stacks = lora_stacks(stage)
     depth = max((len(wrappers) for wrappers in stacks.values()), default=0)
     trained = trained_names(stage)
@@ -190,7 +186,7 @@ def _adapter_level(stacks: Mapping[str, Sequence[LoRAWrapper]], level: int) -> A
 
 
 def _write_part(share: AdapterShare, folder: Path) -> AdapterShare:
-    """Writes a stage's share; returns it with files in the place of tensors."""
+    """Write a stage's share; return it with files in the place of tensors."""
     levels = {}
     for number, level in share.levels.items():
         file = f"part-{share.stage:05d}-{number}.safetensors" if level.tensors else ""
@@ -201,10 +197,18 @@ def _write_part(share: AdapterShare, folder: Path) -> AdapterShare:
 
 
 def _merge_parts(parts: list[AdapterShare], folder: Path, *, base: str, model_class: str) -> None:
-    """Makes one adapter of the stages' parts, and one per level where adapters are stacked."""
+    """Make one adapter of the stages' parts, and one per level where adapters are stacked."""
     depth = max(part.depth for part in parts)
-    modules = _outermost(_without_adapters_inside(parts))
     token_ids = {module: ids for part in parts for module, ids in part.token_ids.items()}
+    # Modules that were trained whole. A parameter of the base model itself (the line end of
+    # LLaVA-NeXT) has no module that peft could replace; peft reads it by its name alone.
+    adapted = {name for part in parts for level in part.levels.values() for name in level.facts}
+    modules = [
+        module
+        for module in sorted({name for part in parts for name in part.modules})
+        if not any(name.startswith(f"{module}.") for name in adapted)
+    ]
+    outermost = [m for m in modules if not any(m.startswith(f"{other}.") for other in modules)]
     for number in _levels(depth):
         target = folder if number == SUM else folder / STACK_FOLDER / str(number)
         target.mkdir(parents=True, exist_ok=True)
@@ -217,17 +221,15 @@ def _merge_parts(parts: list[AdapterShare], folder: Path, *, base: str, model_cl
             {name: fact for level in levels for name, fact in level.facts.items()},
             base=base,
             dropout=max(part.dropout for part in parts),
-            modules_to_save=modules if has_extras else [],
-            token_ids=token_ids if has_extras else None,
+            modules_to_save=outermost if has_extras else [],
+            token_ids=token_ids if has_extras else {},
             kinds={kind for level in levels for kind in level.kinds},
             task=task_of(model_class),
         )
         write_tensors(dict(sorted(tensors.items())), target / ADAPTER_FILE)
         (target / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    for part in parts:
-        for level in part.levels.values():
-            if level.file:
-                (folder / level.file).unlink()
+    for level in [level for part in parts for level in part.levels.values() if level.file]:
+        (folder / level.file).unlink()
 
 
 def _peft_config(
@@ -237,18 +239,17 @@ def _peft_config(
     dropout: float,
     modules_to_save: list[str],
     task: str | None,
-    token_ids: dict[str, list[int]] | None = None,
-    kinds: Iterable[str] = (),
+    token_ids: dict[str, list[int]],
+    kinds: set[str],
 ) -> dict[str, object]:
     """The content of adapter_config.json.
 
     Args:
-        facts: of all stages, see `AdapterLevel`.
+        facts, kinds: of all stages, see `AdapterLevel`.
         base: the folder of the frozen model.
         modules_to_save: modules that were trained whole.
         task: what peft calls the kind of model.
         token_ids: module -> ids of the new tokens whose rows the adapter holds.
-        kinds: see `AdapterLevel`.
     """
     if "use_rslora" in kinds:  # the scale is alpha / sqrt(rank) then, and stays what it is
         facts = {n: (r, round(alpha / r**0.5, 9), t) for n, (r, alpha, t) in facts.items()}
@@ -276,29 +277,6 @@ def _peft_config(
     }
 
 
-def _without_adapters_inside(parts: list[AdapterShare]) -> list[str]:
-    """Modules that were trained whole, sorted.
-
-    A parameter that lies on the base model itself (the line end of LLaVA-NeXT) has no module that
-    peft could replace; it is in the file, and peft reads it by its name alone.
-    """
-    adapted = {name for part in parts for level in part.levels.values() for name in level.facts}
-    return [
-        module
-        for module in sorted({name for part in parts for name in part.modules})
-        if not any(name.startswith(module + ".") for name in adapted)
-    ]
-
-
-def _outermost(modules: list[str]) -> list[str]:
-    """Without modules that lie inside another one of the list, which has their weights too."""
-    return [
-        name
-        for name in modules
-        if not any(name != other and name.startswith(other + ".") for other in modules)
-    ]
-
-
 MAX_SHARD_BYTES = 5_000_000_000
 Files = dict[str, dict]  # path below the folder -> size and sha256
 
@@ -315,7 +293,7 @@ def save_split_model(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     facts: dict[str, object] | None = None,
 ) -> Path:
-    """Saves the stages of all ranks of `group` as one folder; every rank calls this.
+    """Save the stages of all ranks of `group` as one folder; every rank calls this.
 
     Args:
         model: this rank's stage, or stages.
@@ -324,11 +302,10 @@ def save_split_model(
         group: the ranks of one pipeline; gloo where there is a choice. Needs no process group.
         replicas: the ranks with the same stages, of which the first writes and the others wait; it
             puts sharded weights together, a stage on its rank. None: there is one replica.
-        step: for the manifest.
+        step, facts: for the manifest.
         base_path: of a LoRA run, the folder of the frozen model; None: where it was loaded from,
             and a base that started at random is saved too.
         max_shard_bytes: largest file of weights.
-        facts: more for the manifest.
 
     Raises:
         UserError: the folder exists, or a trained weight has no place in an adapter.
@@ -347,14 +324,8 @@ def save_split_model(
         shares: list[WeightShare] = []
         ranks.together(lambda: shares.append(saver.share()), draft)
         written, known = saver.write(shares[0], draft, folder)
-        finish_draft(
-            draft,
-            folder,
-            ranks,
-            processor=processor,
-            facts={**written, "step": step, **(facts or {})},
-            known=known,
-        )
+        told = {**written, "step": step, **(facts or {})}
+        finish_draft(draft, folder, ranks, processor=processor, facts=told, known=known)
 
     if replicas is None:
         write()
@@ -366,15 +337,14 @@ def save_split_model(
 
 
 def start_draft(folder: Path, ranks: Ranks) -> Path:
-    """Makes the folder in which all ranks write, under another name than `folder`."""
+    """Make the folder in which all ranks write, under another name than `folder`."""
     draft = folder.parent / ranks.gather(draft_name(folder))[0]
 
     def start() -> None:
-        if ranks.rank == 0:
-            refuse_existing(folder)
-            draft.mkdir()
+        refuse_existing(folder)
+        draft.mkdir()
 
-    ranks.together(start, draft)
+    ranks.on_first(start, draft)
     return draft
 
 
@@ -387,20 +357,16 @@ def finish_draft(
     facts: dict[str, object],
     known: Files,
 ) -> None:
-    """Writes the manifest when all ranks are done, and gives the folder its name."""
+    """Write the manifest when all ranks are done, and give the folder its name."""
+    packages = ("torch", "transformers", "safetensors")
+    versions = {name: importlib.metadata.version(name) for name in packages}
 
     def finish() -> None:
-        if ranks.rank == 0:
-            save_processor(processor, draft)
-            save_stop_ids(processor, draft)
-            publish(draft, folder, facts={**facts, **_versions()}, known=known)
+        save_processor(processor, draft)
+        save_stop_ids(processor, draft)
+        publish(draft, folder, facts={**facts, "versions": versions}, known=known)
 
-    ranks.together(finish, draft)
-
-
-def _versions() -> dict[str, object]:
-    packages = ("torch", "transformers", "safetensors")
-    return {"versions": {name: importlib.metadata.version(name) for name in packages}}
+    ranks.on_first(finish, draft)
 
 
 @dataclass(frozen=True)
@@ -447,9 +413,13 @@ class WeightSaver:
         self.ranks = ranks
         self.max_shard_bytes = max_shard_bytes
         self.is_adapter = any(ranks.gather(any(lora_stacks(stage) for stage in self.stages)))
-        found = [path for path in ranks.gather(_base_of(self.stages)) if path]
+        loaded = [getattr(stage, "loaded_from", None) for stage in self.stages]
+        found = [path for paths in ranks.gather(loaded) for path in paths if path]
         self.base = base_path or next(iter(found), None)
-        self._check_names(draft)
+        # a folder could hold one copy only of two weights with one name
+        told = ranks.together(lambda: [names_of_stage(stage) for stage in self.stages], draft)
+        named = [one for some in told for one in some]
+        ranks.together(lambda: check_names(named) if named else None, draft)
         self._claimed_names = self._claimed(_all_names, draft)
         self._claimed_trained = self._claimed(trained_names, draft) if self.is_adapter else []
 
@@ -472,8 +442,9 @@ class WeightSaver:
     def write(
         self, share: WeightShare, draft: Path, folder: Path
     ) -> tuple[dict[str, object], Files]:
-        """Writes a share of each rank; returns facts for the manifest, and what is hashed."""
-        facts: dict[str, object] = {"num_stages": self._num_stages()}
+        """Write a share of each rank; return facts for the manifest, and what is hashed."""
+        count = self.stages[0].num_stages if self.stages else None
+        facts: dict[str, object] = {"num_stages": count}
         if not self.is_adapter:
             return {"kind": "full", **facts}, self._write_full(share, draft, draft)
         known: Files = {}
@@ -486,20 +457,8 @@ class WeightSaver:
         return {"kind": "adapter", "base": base, **facts}, known
 
     def write_base(self, draft: Path) -> Files:
-        """Writes the frozen weights alone, as a model folder; `base` is for the caller to set."""
+        """Write only the frozen weights, as a model folder; `base` is for the caller to set."""
         return self._write_full(WeightShare(full=self._full(copies=None)), draft, draft)
-
-    def _num_stages(self) -> int | None:
-        return self.stages[0].num_stages if self.stages else None
-
-    def _check_names(self, draft: Path | None) -> None:
-        """Refuses to save stages of which a folder could hold one copy of two weights only."""
-
-        def tell() -> list[StageNames]:
-            return [names_of_stage(stage) for stage in self.stages]
-
-        told = [one for some in self.ranks.together(tell, draft) for one in some]
-        self.ranks.together(lambda: check_names(told) if told else None, draft)
 
     def _claimed(
         self, names_of: Callable[[nn.Module], list[str]], draft: Path | None
@@ -507,11 +466,8 @@ class WeightSaver:
         """For each stage here, the names that an earlier stage saves."""
         stages, ranks = self.stages, self.ranks
         told = ranks.together(lambda: [(stage.stage, names_of(stage)) for stage in stages], draft)
-        everything = [pair for pairs in told for pair in pairs]
-        return [
-            {name for index, names in everything if index < stage.stage for name in names}
-            for stage in stages
-        ]
+        everything = [(index, name) for pairs in told for index, names in pairs for name in names]
+        return [{name for index, name in everything if index < s.stage} for s in stages]
 
     def _full(self, *, copies: HostCopies | None) -> dict[int, Shard]:
         states = {}
@@ -521,7 +477,7 @@ class WeightSaver:
         return states
 
     def _write_full(self, share: WeightShare, folder: Path, draft: Path) -> Files:
-        """Writes shards, index and config."""
+        """Write shards, index and config."""
         planned: dict[int, list[Shard]] = {}
 
         def plan() -> dict[int, int]:
@@ -530,8 +486,7 @@ class WeightSaver:
                 planned[index] = split_state(state, self.max_shard_bytes)
             return {index: len(shards) for index, shards in planned.items()}
 
-        planned_by_all = self.ranks.together(plan, draft)
-        counts = {k: v for entry in planned_by_all for k, v in entry.items()}
+        counts = {k: v for told in self.ranks.together(plan, draft) for k, v in told.items()}
         keys = [(index, k) for index in sorted(counts) for k in range(counts[index])]
         names = {key: shard_name(number, len(keys)) for number, key in enumerate(keys, start=1)}
 
@@ -546,8 +501,7 @@ class WeightSaver:
                     save_config(stage, folder)
             return written
 
-        written_by_all = self.ranks.together(write, draft)
-        written = {k: v for entry in written_by_all for k, v in entry.items()}
+        written = {k: v for told in self.ranks.together(write, draft) for k, v in told.items()}
         if self.ranks.rank == 0 and len(names) > 1:
             write_index(folder, written)
         return {
@@ -562,17 +516,16 @@ class WeightSaver:
         parts = [part for entry in told for part in entry]
 
         def merge() -> None:
-            if self.ranks.rank == 0:
-                model_class = type(self.stages[0].whole).__name__
-                _merge_parts(parts, draft, base=base, model_class=model_class)
-                if getattr(self.stages[0], "changes_config", False):
-                    save_config(self.stages[0], draft)  # the base's says nothing of it
+            model_class = type(self.stages[0].whole).__name__
+            _merge_parts(parts, draft, base=base, model_class=model_class)
+            stage = self.stages[0]
+            if getattr(stage, "changes_config", False):
+                save_config(stage, draft)  # the base's says nothing of it
+            elif stage.whole is not None and stage.whole.can_generate():
+                # the base's; what ends a turn of the trained template is added to it
+                stage.whole.generation_config.to_json_file(draft / GENERATION_CONFIG_NAME)
 
-        self.ranks.together(merge, draft)
-
-
-def _base_of(stages: Sequence[Stage]) -> str | None:
-    return next((path for s in stages if (path := getattr(s, "loaded_from", None))), None)
+        self.ranks.on_first(merge, draft)
 
 
 def _all_names(stage: nn.Module) -> list[str]:

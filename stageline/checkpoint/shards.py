@@ -1,11 +1,8 @@
-"""One stage's share of a Hugging Face model folder: tensors with names as on disk, shards, config.
-
-Knows no ranks; `save.py` puts the stages together.
-"""
+"""Write one stage's share of a Hugging Face model folder: tensors named as on disk, config."""
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,8 +18,6 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from stageline.checkpoint.files import (
     INDEX_FILE,
     SINGLE_FILE,
-    open_tensors,
-    read_tensor,
     write_tensors,
 )
 from stageline.checkpoint.layout import file_facts
@@ -38,12 +33,11 @@ from stageline.stage import Stage
 
 
 class HostCopies:
-    """Keeps a place on the host for each tensor that is saved.
+    """A place on the host for each tensor that is saved.
 
-    Fresh memory at each save would be asked for page by page, which takes longer than the copying;
-    below a GPU it is page-locked, which is twice as fast, and copies come one behind the other:
-    they are there after `wait`, and not before. The last ones must be written before the next ones
-    are made.
+    Fresh memory at each save would take longer than the copying. Below a GPU it is page-locked,
+    which is twice as fast, and copies are there after `wait`. They must be written before the next
+    ones are made.
     """
 
     def __init__(self) -> None:
@@ -98,26 +92,24 @@ def gathered(stages: Iterable[nn.Module], *, keep: bool) -> Iterator[None]:
     before: dict[Place, nn.Parameter] = {}
     copies: dict[Place, nn.Parameter] = {}
     for module in modules:
-        sharded = _sharded(module)
+        sharded = {
+            (child, name): parameter
+            for child in module.modules()
+            for name, parameter in child._parameters.items()
+            if parameter is not None and isinstance(parameter, DTensor)
+        }
         module.unshard()
         if keep:
             before.update(sharded)
             copies.update(_copies(sharded))
         module.reshard()
     try:
-        _put(copies)
+        for (module, name), parameter in copies.items():
+            module._parameters[name] = parameter
         yield
     finally:
-        _put({place: before[place] for place in copies})
-
-
-def _sharded(module: nn.Module) -> dict[Place, nn.Parameter]:
-    return {
-        (child, name): parameter
-        for child in module.modules()
-        for name, parameter in child._parameters.items()
-        if parameter is not None and isinstance(parameter, DTensor)
-    }
+        for module, name in copies:
+            module._parameters[name] = before[module, name]
 
 
 @torch.no_grad()
@@ -136,11 +128,6 @@ def _copies(sharded: dict[Place, nn.Parameter]) -> dict[Place, nn.Parameter]:
     return copies
 
 
-def _put(parameters: dict[Place, nn.Parameter]) -> None:
-    for (module, name), parameter in parameters.items():
-        module._parameters[name] = parameter
-
-
 Shard = dict[str, torch.Tensor]
 WEIGHTS = "weights"
 
@@ -155,13 +142,16 @@ def disk_state(stage: Stage, claimed: set[str]) -> dict[str, torch.Tensor]:
     Tensors are those of the stage or views of them, wherever the names on disk allow it.
     """
     fold_rows(stage)
-    whole_weights = _before_pissa(stage)
+    before_pissa = {  # weights that PiSSA took a part of, whole again: adapters fit these
+        f"{name}.weight": restored_weight(wrappers[-1].lora, innermost(wrappers[-1]))
+        for name, wrappers in lora_stacks(stage).items()
+        if wrappers[-1].lora.taken is not None
+    }
     if stage.whole is None:
         on_disk = names_on_disk(stage).items()
         key_map = {strip_lora(n): strip_lora(d) for n, d in on_disk if not is_lora_name(n)}
     with unwrapped(stage):
-        state = stage.state_dict(keep_vars=True)
-        state |= whole_weights
+        state = stage.state_dict(keep_vars=True) | before_pissa
         state = {name: value for name, value in state.items() if not is_row_name(name)}
         taken = {id(value) for name, value in state.items() if name in claimed}
         own = {}
@@ -175,15 +165,6 @@ def disk_state(stage: Stage, claimed: set[str]) -> dict[str, torch.Tensor]:
             own.pop(name, None)
         # the public save_pretrained writes nothing on ranks other than 0
         return revert_weight_conversion(stage.whole, own)
-
-
-def _before_pissa(stage: nn.Module) -> dict[str, torch.Tensor]:
-    """Weights that PiSSA took a part of, whole again: adapters are saved for these."""
-    return {
-        f"{name}.weight": restored_weight(wrappers[-1].lora, innermost(wrappers[-1]))
-        for name, wrappers in lora_stacks(stage).items()
-        if wrappers[-1].lora.taken is not None
-    }
 
 
 def copy_state(
@@ -225,13 +206,13 @@ def shard_name(number: int, count: int) -> str:
 
 
 def write_shard(shard: Shard, path: Path) -> tuple[dict, dict[str, int]]:
-    """Writes a file of weights; its facts for a manifest, and the number of elements by name."""
+    """Write a file of weights; its facts for a manifest, and the number of elements by name."""
     write_tensors(shard, path)
     return file_facts(path), {name: tensor.numel() for name, tensor in shard.items()}
 
 
 def write_index(folder: Path, written: dict[str, tuple[dict, dict[str, int]]]) -> None:
-    """Writes which file has which tensor.
+    """Write which file has which tensor.
 
     Args:
         written: file -> (facts with its size, tensor name -> number of elements).
@@ -245,40 +226,8 @@ def write_index(folder: Path, written: dict[str, tuple[dict, dict[str, int]]]) -
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def rewrite_weights(
-    files: Mapping[str, Path],
-    folder: Path,
-    change: Callable[[str, torch.Tensor], dict[str, torch.Tensor]],
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Writes one new file of weights for each old one, and their index; one is in memory at a time.
-
-    Args:
-        files: name on disk -> file.
-        change: (name, tensor) -> what is written in its place, by name.
-
-    Returns:
-        Name -> shape and dtype of what was written.
-    """
-    paths = sorted(set(files.values()))
-    facts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    written = {}
-    for number, path in enumerate(paths, 1):
-        tensors: dict[str, torch.Tensor] = {}
-        with open_tensors(path) as file:
-            for name in [name for name, place in files.items() if place == path]:
-                tensors |= change(name, read_tensor(file, name, path))
-        if not tensors:
-            continue
-        target = folder / shard_name(number, len(paths))
-        written[target.name] = write_shard(tensors, target)
-        facts |= {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
-    if len(paths) > 1:
-        write_index(folder, written)
-    return facts
-
-
 def save_config(stage: Stage, folder: Path) -> None:
-    """Writes config.json, what generation needs, and the code of a model that brings its own."""
+    """Write config.json, what generation needs, and the code of a model that brings its own."""
     if stage.config is None:
         return
     config = copy.deepcopy(stage.config)
@@ -296,7 +245,7 @@ def save_config(stage: Stage, folder: Path) -> None:
 
 
 def save_processor(processor: Any, folder: Path) -> None:
-    """Saves a tokenizer or processor; one that cannot save itself whole, by its parts."""
+    """Save a tokenizer or processor; one that cannot save itself whole, by its parts."""
     if processor is None:
         return
     try:
@@ -304,15 +253,14 @@ def save_processor(processor: Any, folder: Path) -> None:
     except Exception:
         # a processor of a model with video has a part that exists with torchvision only
         parts = [getattr(processor, name, None) for name in ("tokenizer", "image_processor")]
-        if not any(part is not None for part in parts):
+        if parts == [None, None]:
             raise
-        for part in parts:
-            if part is not None:
-                part.save_pretrained(folder)
+        for part in filter(None, parts):
+            part.save_pretrained(folder)
 
 
 def save_stop_ids(processor: Any, folder: Path) -> None:
-    """Adds to generation_config.json the tokens that end an answer, for all who read it."""
+    """Add to generation_config.json the tokens that end an answer, for all who read it."""
     path = folder / GENERATION_CONFIG_NAME
     tokenizer = processor and get_tokenizer(processor)
     if getattr(tokenizer, "eos_token_id", None) is None or not path.is_file():

@@ -1,4 +1,4 @@
-"""Saves a run while it goes on: copies to the host at once, writes in the background.
+"""Save a run while it goes on: copy to the host at once, write in the background.
 
 At most one checkpoint is being written. Ranks agree over a process group of their own, so that
 their training threads may talk at the same time. An error stops the run at the next step.
@@ -40,18 +40,14 @@ from stageline.errors import CheckpointError, UserError, spelled
 from stageline.progress import doing
 from stageline.stage import Stage
 
-# The checkpoints of a run: the newest one that is whole, and which ones stay.
-# Nothing is deleted under its own name: a folder that is called step-... is whole at any time.
-
 _STEP = re.compile(r"step-(\d{8,})")
 Skipped = tuple[Path, str]
 
 
 def step_folders(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of all that is called a checkpoint, the newest first.
+    """(step, path) of all that is called a checkpoint, the newest first, by number.
 
-    By number and not by time of change: clocks go backwards, and copies are new. Drafts
-    (`step-00000200.tmp-1a2b3c4d`) are not called so.
+    Nothing is deleted under its own name: a folder that is called step-... is whole at any time.
     """
     if not folder.is_dir():
         return []
@@ -62,18 +58,15 @@ def step_folders(folder: Path) -> list[tuple[int, Path]]:
 def find_latest(folder: Path) -> tuple[Path | None, list[Skipped]]:
     """The newest checkpoint that verifies, and (path, reason) of each newer one.
 
-    Returns:
-        None in place of a path if none verifies. The caller must not start from scratch then,
-        unless nothing was skipped.
+    None in place of a path if none verifies: do not start from scratch if some were skipped.
     """
     skipped: list[Skipped] = []
     for _, path in step_folders(folder):
         try:
             verify(path)
+            return path, skipped
         except (UserError, OSError) as error:
             skipped.append((path, str(error)))
-        else:
-            return path, skipped
     return None, skipped
 
 
@@ -89,15 +82,13 @@ def no_checkpoint_left(skipped: Sequence[Skipped]) -> CheckpointError:
     folder = skipped[0][0].parent
     reasons = "\n".join(f"  {path.name}: {reason}" for path, reason in skipped)
     return CheckpointError(
-        f"none of the {len(skipped)} checkpoints in {folder} is whole, one was expected: a run "
-        "never starts from scratch in silence, where there was something to continue. Give a "
-        "checkpoint from elsewhere by its path, or choose another `output_dir` to start anew.\n"
-        f"{reasons}"
+        f"none of the {len(skipped)} checkpoints in {folder} is whole. Give a checkpoint from "
+        f"elsewhere by its path, or choose another `output_dir` to start anew.\n{reasons}"
     )
 
 
 def step_name(step: int) -> str:
-    """The name of the checkpoint after so many optimizer steps."""
+    """The name of the checkpoint after `step` optimizer steps."""
     return f"step-{step:08d}"
 
 
@@ -107,11 +98,7 @@ def replaced_name(folder: Path) -> str:
 
 
 def keep_last(folder: Path, count: int) -> list[str]:
-    """Removes all but the last `count` checkpoints.
-
-    Returns:
-        Names of those that went.
-    """
+    """Remove all but the last `count` checkpoints; return the names of those that went."""
     removed = []
     for _, path in reversed(step_folders(folder)[count:]):
         remove_checkpoint(path)
@@ -120,7 +107,7 @@ def keep_last(folder: Path, count: int) -> list[str]:
 
 
 def sweep(folder: Path) -> int:
-    """Removes drafts that a killed run left; returns how many bytes that freed."""
+    """Remove drafts that a killed run left; return how many bytes that freed."""
     freed = 0
     for path in folder.glob("*.tmp-*"):
         if path.is_symlink() or path.is_file():
@@ -132,11 +119,7 @@ def sweep(folder: Path) -> int:
 
 
 def set_aside(folder: Path, *, after: int) -> list[Path]:
-    """Renames checkpoints of later steps than `after`: the run will come by there again.
-
-    Returns:
-        What they are called now.
-    """
+    """Rename checkpoints of later steps than `after`, and return what they are called now."""
     renamed = []
     for step, path in step_folders(folder):
         if step > after:
@@ -155,7 +138,7 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run; every rank makes one and calls the same methods.
+    """Writer of the checkpoints of a run; every rank makes one and calls the same methods.
 
     Args:
         folder: gets step-00000010 and the like.
@@ -199,7 +182,9 @@ class CheckpointWriter:
         self.ranks = Ranks.of(group)
         self.saver = WeightSaver(self.stages if self.is_first else [], ranks=self.ranks)
         self.with_weights = with_weights or self.saver.is_adapter
-        self._left_out = self._saved_by_earlier_stages()
+        # tied weights are on two ranks under one name, and their states are equal
+        earlier = self.ranks.gather((dp_rank, list(self.parameters)))[: self.ranks.rank]
+        self._left_out = {n for replica, names in earlier if replica == dp_rank for n in names}
         if self.saver.is_adapter and self.saver.base is None:
             self._save_base(self.folder.parent / BASE_FOLDER)
         self._copies = None if waits else HostCopies()
@@ -208,17 +193,27 @@ class CheckpointWriter:
         self._said: list[str] = []
 
     def save(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Saves the state after `step` optimizer steps.
-
-        Args:
-            facts: what the run needs besides to go on, as JSON can say it.
+        """Save the state after `step` optimizer steps, and what the run needs besides to go on.
 
         Raises:
             StorageError, UserError: this or the checkpoint before could not be written.
         """
         self.finish()
         with doing("save"):
-            weights, state = self._copy()
+            with gathered(self.stages, keep=self.is_first):
+                weights = self.saver.share(copies=self._copies)
+            state = state_share(
+                self.optimizer,
+                self.parameters,
+                begun=self._begun,
+                rows=self.rows,
+                left_out=self._left_out,
+                is_first=self.is_first,
+                with_weights=self.with_weights,
+                copies=self._copies,
+            )
+            if self._copies is not None:
+                self._copies.wait()  # training changes what they are copies of
         target = self.folder / step_name(step)
         if self.waits:
             self._write(target, step, weights, state, facts)
@@ -229,17 +224,13 @@ class CheckpointWriter:
         self._thread.start()
 
     def news(self) -> list[str]:
-        """Lines about what was saved since the last call; raises what went wrong."""
+        """Lines about what was saved since the last call; raise what went wrong."""
         self._raise_error()
         said, self._said = self._said, []
         return said
 
     def finish(self) -> None:
-        """Waits until nothing is being written.
-
-        Raises:
-            StorageError, UserError: it could not be written.
-        """
+        """Wait until nothing is being written; raise what went wrong."""
         if self._thread is not None:
             with doing("checkpoint to be written", is_waiting=True):
                 self._thread.join()
@@ -251,14 +242,8 @@ class CheckpointWriter:
             error, self._error = self._error, None
             raise error
 
-    def _saved_by_earlier_stages(self) -> set[str]:
-        """Tied weights lie on two ranks under one name; their states are equal."""
-        told = self.ranks.gather((self.dp_rank, list(self.parameters)))
-        earlier = told[: self.ranks.rank]
-        return {name for replica, names in earlier if replica == self.dp_rank for name in names}
-
     def _save_base(self, target: Path) -> None:
-        """Frozen weights that started at random: once for all checkpoints of the run."""
+        """Save frozen weights that started at random, once for all checkpoints of the run."""
         if self.ranks.rank == 0 and target.exists():
             os.rename(target, target.with_name(replaced_name(target)))
         with gathered(self.stages, keep=self.is_first):
@@ -267,24 +252,6 @@ class CheckpointWriter:
         facts: dict[str, object] = {"kind": BASE_FOLDER}
         finish_draft(draft, target, self.ranks, processor=self.processor, facts=facts, known=known)
         self.saver.base = str(target)
-
-    def _copy(self) -> tuple[WeightShare, StateShare]:
-        copies = self._copies
-        with gathered(self.stages, keep=self.is_first):
-            weights = self.saver.share(copies=copies)
-        state = state_share(
-            self.optimizer,
-            self.parameters,
-            begun=self._begun,
-            rows=self.rows,
-            left_out=self._left_out,
-            is_first=self.is_first,
-            with_weights=self.with_weights,
-            copies=copies,
-        )
-        if copies is not None:
-            copies.wait()  # training changes what they are copies of
-        return weights, state
 
     def _try_to_write(self, *args: Any) -> None:
         try:
@@ -301,27 +268,24 @@ class CheckpointWriter:
         facts: Mapping[str, Any],
     ) -> None:
         draft = start_draft(target, self.ranks)
-        self.ranks.together(lambda: self._check_numbers(weights, state, step), draft)
+
+        def check() -> None:
+            check_finite(
+                [*weights.named_tensors(), *state.tensors.items()],
+                what=f"weights and optimizer state after step {step}",
+                cure="Nothing was saved: resume from the checkpoint before.",
+            )
+
+        self.ranks.together(check, draft)
         written, known = self.saver.write(weights, draft, target)
         known = {**known, **self._write_state(state, draft, {**facts, "step": step})}
-        finish_draft(
-            draft,
-            target,
-            self.ranks,
-            processor=self.processor,
-            facts={**written, "step": step},
-            known=known,
-        )
+        told = {**written, "step": step}
+        finish_draft(draft, target, self.ranks, processor=self.processor, facts=told, known=known)
         if self.ranks.rank == 0:
             self._said.append(f"saved {target}")
-            self._thin_out()
-
-    def _check_numbers(self, weights: WeightShare, state: StateShare, step: int) -> None:
-        check_finite(
-            [*weights.named_tensors(), *state.tensors.items()],
-            what=f"weights and optimizer state after step {step}",
-            cure="Nothing was saved: resume from the checkpoint before.",
-        )
+            if self.keep and (removed := keep_last(self.folder, self.keep)):
+                said = f"removed {', '.join(removed)} (`keep_last` {self.keep})"
+                self._said.append(spelled(said))
 
     def _write_state(self, share: StateShare, draft: Path, facts: dict[str, Any]) -> Files:
         folder = draft / STATE_FOLDER
@@ -338,34 +302,20 @@ class CheckpointWriter:
         told = self.ranks.together(write, draft)
 
         def join() -> None:
-            if self.ranks.rank == 0:
-                saved = {
-                    "facts": facts,
-                    "optimizer": next((kind for *_, kind in told if kind), None),
-                    "extras": {
-                        name: more for _, extras, *_ in told for name, more in extras.items()
-                    },
-                    "parameters": _join_indexes([index for index, *_ in told]),
-                }
-                text = json.dumps(saved, indent=1, allow_nan=False)
-                (folder / STATE_FILE).write_text(text + "\n")
+            parameters: dict[str, dict[str, Any]] = {}  # with their pieces over all ranks
+            for index, *_ in told:
+                for name, entry in index.items():
+                    mine = parameters.setdefault(name, {"shape": entry["shape"], "values": {}})
+                    for key, piece in entry["values"].items():
+                        mine["values"].setdefault(key, []).append(piece)
+            saved = {
+                "facts": facts,
+                "optimizer": next((kind for *_, kind in told if kind), None),
+                "extras": {n: more for _, extras, *_ in told for n, more in extras.items()},
+                "parameters": parameters,
+            }
+            text = json.dumps(saved, indent=1, allow_nan=False)
+            (folder / STATE_FILE).write_text(text + "\n")
 
-        self.ranks.together(join, draft)
+        self.ranks.on_first(join, draft)
         return {name: facts for _, _, files, _ in told for name, facts in files.items()}
-
-    def _thin_out(self) -> None:
-        """Removes older checkpoints."""
-        if self.keep and (removed := keep_last(self.folder, self.keep)):
-            said = f"removed {', '.join(removed)} (`keep_last` {self.keep})"
-            self._said.append(spelled(said))
-
-
-def _join_indexes(indexes: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """parameter -> shape and, for each value, its pieces over all ranks."""
-    joined: dict[str, dict[str, Any]] = {}
-    for index in indexes:
-        for name, entry in index.items():
-            mine = joined.setdefault(name, {"shape": entry["shape"], "values": {}})
-            for key, piece in entry["values"].items():
-                mine["values"].setdefault(key, []).append(piece)
-    return joined

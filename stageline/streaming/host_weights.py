@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stageline.checkpoint.host_memory import available_memory, pinned_block
-from stageline.device import accelerators, is_accelerator
+from stageline.device import accelerators, available_memory, is_accelerator, pinned_block
 from stageline.errors import UserError
 
 ALIGNMENT = 256  # bytes; what kernels and copies like

@@ -8,14 +8,11 @@ import struct
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
 
 from commands import train as train_pp  # noqa: F401  now: what a test registers goes after it
-from pp_models import CausalLMStage
 from stageline.checkpoint.adapter import attach_adapter
 from stageline.checkpoint.files import weight_files
-from stageline.checkpoint.layout import FORMAT_VERSION, MANIFEST, content_sum, read_manifest, verify
-from stageline.checkpoint.load import load_split_model
+from stageline.checkpoint.layout import FORMAT_VERSION, MANIFEST, read_manifest, verify
 from stageline.checkpoint.plain_model import load_plain
 from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.writer import find_latest, no_checkpoint_left, skip_lines
@@ -26,43 +23,6 @@ from tests.helpers.small_run import Job
 from tests.helpers.tiny_checkpoints import tiny_whole
 
 SHARD = "model-00002-of-00002.safetensors"
-
-
-def load(folder, path=None, *, stage=1, num_stages=2, dtype=torch.float32, **kwargs):
-    config = AutoConfig.from_pretrained(folder)
-    model = CausalLMStage(config, stage=stage, num_stages=num_stages, dtype=dtype, **kwargs)
-    load_split_model(model, path or folder, device="cpu", dtype=dtype)
-    return model
-
-
-@pytest.fixture(scope="module")
-def originals(tmp_path_factory):
-    """A model folder as a run saves it: two shards, and the weights of a whole llama."""
-    folder = tmp_path_factory.mktemp("originals")
-    tiny_whole("llama", folder / "whole", max_shard_size="1GB")
-    stages = [load(folder / "whole", stage=stage) for stage in range(2)]
-    save_split_model(stages, None, folder / "saved", step=2)
-    return folder
-
-
-@pytest.fixture
-def saved(originals, tmp_path):
-    return shutil.copytree(originals / "saved", tmp_path / "saved")
-
-
-@pytest.fixture
-def whole(originals, tmp_path):
-    """A folder of another program: one file, no manifest."""
-    return shutil.copytree(originals / "whole", tmp_path / "whole")
-
-
-def edit_manifest(folder, change, *, signs=True):
-    def both(manifest):
-        change(manifest)
-        if signs:
-            manifest["sha256"] = content_sum(manifest)
-
-    edit(folder / MANIFEST, both)
 
 
 def save_adapter(whole, folder):

@@ -8,62 +8,19 @@ import shutil
 import struct
 
 import pytest
-import torch
-from transformers import AutoConfig
 
-from pp_models import CausalLMStage
 from stageline.checkpoint import files as checkpoint_files
 from stageline.checkpoint.files import find_checkpoint, tensor_names, weight_files
-from stageline.checkpoint.layout import MANIFEST, content_sum, verify
-from stageline.checkpoint.load import load_split_model
-from stageline.checkpoint.save import save_split_model
-from tests.helpers.faulty_files import Canary, edit, refused
-from tests.helpers.tiny_checkpoints import tiny_whole
+from stageline.checkpoint.layout import MANIFEST, verify
+from tests.helpers.faulty_files import Canary, edit, edit_manifest, load, refused
 
 SHARD = "model-00002-of-00002.safetensors"
-
-
-def load(folder, path=None, *, stage=1, num_stages=2, dtype=torch.float32, **kwargs):
-    config = AutoConfig.from_pretrained(folder)
-    model = CausalLMStage(config, stage=stage, num_stages=num_stages, dtype=dtype, **kwargs)
-    load_split_model(model, path or folder, device="cpu", dtype=dtype)
-    return model
-
-
-@pytest.fixture(scope="module")
-def originals(tmp_path_factory):
-    """A model folder as a run saves it: two shards, and the weights of a whole llama."""
-    folder = tmp_path_factory.mktemp("originals")
-    tiny_whole("llama", folder / "whole", max_shard_size="1GB")
-    stages = [load(folder / "whole", stage=stage) for stage in range(2)]
-    save_split_model(stages, None, folder / "saved", step=2)
-    return folder
-
-
-@pytest.fixture
-def saved(originals, tmp_path):
-    return shutil.copytree(originals / "saved", tmp_path / "saved")
-
-
-@pytest.fixture
-def whole(originals, tmp_path):
-    """A folder of another program: one file, no manifest."""
-    return shutil.copytree(originals / "whole", tmp_path / "whole")
 
 
 def with_header(path, header, data=b""):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
     return path
-
-
-def edit_manifest(folder, change, *, signs=True):
-    def both(manifest):
-        change(manifest)
-        if signs:
-            manifest["sha256"] = content_sum(manifest)
-
-    edit(folder / MANIFEST, both)
 
 
 # -- malice --------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, modeling_utils
 
 from pp_models import CausalLMStage
-from stageline.checkpoint import export_files
 from stageline.checkpoint.check_export import check_export
 from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.layout import verify
@@ -130,8 +129,9 @@ def test_i08_export_killed_at_every_file_operation(job, tmp_path):
         if target.exists():
             verify(target)
             assert digests(target) in ([expected] if old is None else [expected, digests(old)])
-        else:
-            assert old is None  # the old and the new one swap their names in one step
+        elif old is not None:  # for a moment the old one is beside it, whole
+            (aside,) = folder.glob("out.old-*")
+            assert digests(aside) == digests(old)
         if code == 0:
             break
         assert code == KILLED
@@ -142,29 +142,6 @@ def test_i08_export_killed_at_every_file_operation(job, tmp_path):
     assert digests(target) == expected
     assert count > 8
     assert [path.name for path in folder.iterdir()] == ["out"]
-
-
-def test_i08_killed_while_replacing_on_a_system_that_cannot_swap(tmp_path, monkeypatch):
-    """There the target may be absent for a moment; the old one lies beside it, whole."""
-    monkeypatch.setattr(export_files, "_exchange", lambda one, other: False)
-    run = save_run(tmp_path)
-    target = tmp_path / "made" / "out"
-    export_folder(run, target, dtype=torch.float16)
-    old = digests(target)
-    was_absent = False
-    for count in range(1, MOST_OPERATIONS):
-        code = fork_export(run, target, f"at=file,count={count},do=exit", overwrites=True)
-        if not target.exists():
-            was_absent = True
-            (aside,) = (tmp_path / "made").glob("out.old-*")
-            assert digests(aside) == old
-            aside.rename(target)
-        verify(target)
-        if digests(target) != old:
-            break
-        assert code == KILLED
-    assert was_absent
-    assert digests(target) != old
 
 
 def test_i08_disk_full_at_every_file_operation(job, tmp_path):
@@ -181,8 +158,7 @@ def test_i08_disk_full_at_every_file_operation(job, tmp_path):
             assert error.exit_code == 5
             assert str(target) in str(error)
             assert "No space left on device" in str(error)
-            assert "bytes were needed" in str(error)
-            assert "are free there" in str(error)
+            assert "bytes are free there" in str(error)
         if target.exists():
             verify(target)
             assert digests(target) in ([expected] if old is None else [expected, digests(old)])
@@ -242,7 +218,7 @@ def test_i09_a_target_that_exists_is_refused(tmp_path):
     out = tmp_path / "out"
     export_folder(run, out, dtype=torch.float16)
     before = digests(out)
-    with pytest.raises(UserError, match="exists, a new folder was expected") as told:
+    with pytest.raises(UserError, match="exists, and a checkpoint is never") as told:
         export_folder(run, out)
     assert told.value.exit_code == 2
     assert digests(out) == before

@@ -89,7 +89,7 @@ def save_with_a_failing_rank(rank, base, folder, kind):
     [
         ("weights", "RuntimeError", "failed on rank 1: ZeroDivisionError: division by zero"),
         ("disk", "StorageError", "failed on rank 1: [Errno 28] No space left on device"),
-        ("exists", "UserError", "exists, a new folder was expected"),
+        ("exists", "UserError", "exists, and a checkpoint is never"),
     ],
 )
 def test_when_one_rank_fails_all_do(kind, error, text, tmp_path):

@@ -10,7 +10,8 @@ from stageline.checkpoint.plain_folder import export_folder as export_alone
 def export_folder(source, target, *, make_stages=None, **options):
     """The report of `stageline export` with the verdict of `stageline check --exported`."""
     report = export_alone(source, target, **options)
-    kept = {name: options[name] for name in ("adapters", "trust_remote_code") if name in options}
+    both = ("adapter_paths", "adapter_weights", "trust_remote_code")
+    kept = {name: options[name] for name in both if name in options}
     verdict = check_export(find_source(source), report.folder, make_stages=make_stages, **kept)
     return SimpleNamespace(
         folder=report.folder,

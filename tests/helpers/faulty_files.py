@@ -6,8 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
+from pp_models import CausalLMStage
+from stageline.checkpoint.layout import MANIFEST, content_sum
+from stageline.checkpoint.load import load_split_model
 from stageline.errors import UserError
 
 
@@ -22,6 +27,32 @@ def refused(call: Callable[[], object], *words: object, code: int = 4) -> str:
             assert str(word) in message, f"{word} is not in: {message}"
         return message
     raise AssertionError("nothing was refused")
+
+
+def load(
+    folder: Path,
+    path: str | Path | None = None,
+    *,
+    stage: int = 1,
+    num_stages: int = 2,
+    dtype: torch.dtype = torch.float32,
+    **kwargs: Any,
+) -> CausalLMStage:
+    """One stage of a model folder, filled from it or from `path`."""
+    config = AutoConfig.from_pretrained(folder)
+    model = CausalLMStage(config, stage=stage, num_stages=num_stages, dtype=dtype, **kwargs)
+    load_split_model(model, path or folder, device="cpu", dtype=dtype)
+    return model
+
+
+def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes a manifest and signs it anew."""
+
+    def both(manifest: dict[str, Any]) -> None:
+        change(manifest)
+        manifest["sha256"] = content_sum(manifest)
+
+    edit(folder / MANIFEST, both)
 
 
 def flip(path: Path, position: int, bit: int = 0) -> None:

@@ -38,7 +38,7 @@ def test_the_entry_file(tmp_path):
     assert "generated tokens agree" in checked.stdout
     again = run_entry_file(*options)
     assert again.returncode == 2
-    assert "exists, a new folder was expected" in again.stderr
+    assert "exists, and a checkpoint is never" in again.stderr
     assert "Traceback" not in again.stderr
     gone = run_entry_file(*options, "--overwrite", "--no-verify")
     assert gone.returncode == 2 and "stageline check --exported" in gone.stderr

@@ -6,9 +6,11 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from benchmarks import adapter_fields
+from commands.stages import AnsweringModel
+from models.builders import auto
 from pp_models import CausalLMStage, class_of_key
 from stageline.checkpoint.adapter import attach_adapter, read_adapter, read_adapter_config
 from stageline.checkpoint.init import init_split_model
@@ -16,11 +18,13 @@ from stageline.checkpoint.layout import verify
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.plain_folder import export_folder
 from stageline.checkpoint.save import save_split_model
+from stageline.data.text.chat import prepare_chat
 from stageline.errors import UserError
+from stageline.inference.generation import stop_ids_of, stop_token_ids
 from stageline.modules.lora import lora_stacks, merge_lora
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
-from tests.helpers.tiny_models import VISION_LANGUAGE, tiny_config
+from tests.helpers.tiny_models import VISION_LANGUAGE, tiny_config, tiny_tokenizer
 
 FAMILIES = ("llama", "gpt2", "gpt_neox", "phi3", "mixtral", *VISION_LANGUAGE)
 
@@ -102,6 +106,32 @@ def test_config_names_what_peft_reads(tmp_path):
     assert "base_model.model.transformer.h.3.attn.c_attn.lora_A.weight" in names
     assert len(names) == 8
     assert not list(folder.glob("part-*"))
+
+
+def test_an_adapter_brings_the_tokens_that_end_its_answers(tmp_path):
+    """The base ends with </s>; the template that was trained ends a turn with <|im_end|>."""
+    tiny_whole("llama", tmp_path / "base", vocab_size=400)
+    tiny_tokenizer(chat_template=None).save_pretrained(tmp_path / "base")
+    GenerationConfig(eos_token_id=2, temperature=0.5).to_json_file(
+        tmp_path / "base" / "generation_config.json"
+    )
+    stages = load_stages("llama", tmp_path / "base", tmp_path / "base", llm_lora_num=1)
+    tokenizer = tiny_tokenizer(chat_template=None)
+    prepare_chat(tokenizer, template="chatml")
+    expected = {2, tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    run = save_split_model(stages, tokenizer, tmp_path / "run")
+    report = export_folder(run, tmp_path / "out")
+    card = (report.folder / "README.md").read_text()
+    assert "model.generation_config = GenerationConfig.from_pretrained('out')" in card
+    for folder in (run, report.folder):
+        verify(folder)
+        settings = GenerationConfig.from_pretrained(folder)
+        assert (set(settings.eos_token_id), settings.temperature) == (expected, 0.5)
+    # device_map and stages, which take the tokenizer of an adapter above the base's settings
+    model, processor, _ = auto(str(run), device="cpu")
+    assert set(stop_token_ids(model, processor)) == expected
+    source = AnsweringModel(tmp_path / "base", 2, torch.float32, adapters=(str(run),))
+    assert set(stop_ids_of(source.base, source.config, source.processor)) == expected
 
 
 def test_modules_trained_whole_are_in_the_adapter(tmp_path):
@@ -285,9 +315,11 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
         old = f"base_model.model.model.layers.0.mlp.up_proj.lora_{part}.weight"
         state[old.replace("layers.0", "layers.9")] = state[old].clone()
     save_file(state, file)
-    with pytest.raises(UserError, match=r"model.layers.9.mlp.up_proj, linear layers of Llama"):
+    with pytest.raises(
+        UserError, match="layers.9.mlp.up_proj, which are no linear layers of Llama"
+    ):
         attach_adapter(base_model("llama", tmp_path), folder)
-    with pytest.raises(UserError, match=r"model.layers.9.mlp.up_proj, linear layers of"):
+    with pytest.raises(UserError, match="layers.9.mlp.up_proj, which are no linear layers of"):
         load_stages("llama", tmp_path / "base", folder, llm_lora_num=1)
 
 

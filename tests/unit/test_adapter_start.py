@@ -10,8 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from commands.export import make_stages
 from models.builders import auto
 from pp_models import CausalLMStage
-from stageline.checkpoint.adapter import read_adapter
-from stageline.checkpoint.adapter_start import Adapters
+from stageline.checkpoint.adapter import merge_adapters, read_adapter
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
@@ -100,8 +99,9 @@ def test_merged_one_after_the_other_as_peft_does(names, folder, tmp_path):
     paths = [str(folder / name) for name in names]
     model, _, _ = auto(str(folder / "base"), adapter_path=paths, device="cpu")
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
-    adapters = Adapters(tuple(folder / name for name in names))
-    export_folder(folder / "base", tmp_path / "out", adapters=adapters, make_stages=make_stages)
+    adapters = [folder / name for name in names]
+    out = tmp_path / "out"
+    export_folder(folder / "base", out, adapter_paths=adapters, make_stages=make_stages)
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(logits(found), expected, rtol=1e-4, atol=1e-5)
 
@@ -124,9 +124,9 @@ def test_weights_say_how_much_of_each(folder):
     )
     torch.testing.assert_close(logits(ours), logits(theirs), rtol=1e-4, atol=1e-5)
     with pytest.raises(UserError, match=r"--adapter-weights 0.5 came for .*b, which is DoRA"):
-        Adapters((folder / "b",), (0.5,)).merge(base_of(folder))
+        merge_adapters(base_of(folder), [folder / "b"], [0.5])
     with pytest.raises(UserError, match="has 1 numbers for 2 folders"):
-        Adapters((folder / "a", folder / "b"), (0.5,)).merge(base_of(folder))
+        merge_adapters(base_of(folder), [folder / "a", folder / "b"], [0.5])
 
 
 def test_all_but_the_last_are_merged_and_that_goes_on(folder, tmp_path):
@@ -197,7 +197,7 @@ def test_adapters_in_two_ways_are_refused(folder):
             **{"stage": 0, "num_stages": 1, "adapter_path": [folder / "a"]},
         )
         load_split_model(model, folder / "a", device="cpu", dtype=torch.float32)
-    with pytest.raises(UserError, match=r"holds DoRA for .* the same kind was expected"):
+    with pytest.raises(UserError, match=r"holds DoRA for .* is of another kind"):
         model = CausalLMStage(
             AutoConfig.from_pretrained(folder / "base"),
             **{"stage": 0, "num_stages": 1, "llm_lora_num": 1, "lora_target": ["q_proj", "k_proj"]},

@@ -28,8 +28,7 @@ PLAIN_WORDS |= set("serves takes that the to was with".split())
 
 # files that name a kind of accelerator, and why; all others go by stageline/device.py
 KINDS = {
-    "stageline/device.py": "the environment variable of each",
-    "stageline/checkpoint/host_memory.py": "settings of CUDA's caching allocator",
+    "stageline/device.py": "environment variables of each",
     "stageline/streaming/host_weights.py": "cudaHostRegister",
     "options/memory.py": "where flash and flex attention have kernels",
     "options/train.py": "what --device may be",

@@ -154,7 +154,7 @@ def test_what_is_refused(tmp_path):
     run = saved_run(tmp_path)
     with pytest.raises(UserError, match="nothing to merge"):
         export_alone(run, tmp_path / "out", merge=True)
-    with pytest.raises(UserError, match="exists, a new folder was expected"):
+    with pytest.raises(UserError, match="exists, and a checkpoint is never"):
         export_folder(run, tmp_path / "base")
     shard = sorted(run.glob("*.safetensors"))[0]
     content = bytearray(shard.read_bytes())

@@ -11,11 +11,10 @@ from transformers import AutoTokenizer
 import pp_models  # noqa: F401 - puts the parts that make_stages looks for on the shelf
 from commands.export import make_stages, stage_key
 from pp_models import CausalLMStage
-from stageline.checkpoint.check_export import ExportError
-from stageline.checkpoint.host_memory import available_memory
+from stageline.checkpoint.check_export import ExportError, compare_logits
 from stageline.checkpoint.layout import MANIFEST
-from stageline.checkpoint.plain_model import Answer, compare_answers
 from stageline.data.text.processor import save_processor
+from stageline.device import available_memory
 from stageline.errors import CheckpointError, UserError
 from tests.helpers.exports import export_alone, export_folder
 from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
@@ -52,15 +51,15 @@ def test_the_stages_see_what_plain_transformers_do(tmp_path):
 
 
 def test_other_tokens_are_found_though_logits_agree():
-    logits = torch.tensor([[[0.0, 1.0, 0.5]]])
-    own = Answer(logits, torch.tensor([[1, 2]]), torch.tensor([[[0.0, 1.0, 0.5], [0.0, 0.5, 1.0]]]))
-    same = Answer(logits, torch.tensor([[1, 2]]))
-    other = Answer(logits, torch.tensor([[1, 1]]))
-    assert compare_answers(own, same, tolerance=1e-5)[1] == 0
-    assert compare_answers(own, other, tolerance=1e-5)[1] == 1
+    """One prompt token [0] and two new ones; the checkpoint's choices are 1 and 2."""
+    logits = torch.tensor([[[0.0, 1.0, 0.5], [0.0, 0.5, 1.0], [0.0, 0.0, 0.0]]])
+    limits = {"num_new": 2, "tolerance": 1e-5}
+    same, other = torch.tensor([[0, 1, 2]]), torch.tensor([[0, 1, 1]])
+    assert compare_logits(logits, logits, same, **limits) == (0.0, 0)
+    assert compare_logits(logits, logits, other, **limits) == (0.0, 1)
     # two tokens as likely as each other: rounding decides
-    own.steps[0, 1, 1] = 1.0 - 1e-6
-    assert compare_answers(own, other, tolerance=1e-5)[1] == 0
+    logits[0, 1, 1] = 1.0 - 1e-6
+    assert compare_logits(logits, logits, other, **limits) == (0.0, 0)
 
 
 def test_nan_is_a_difference(tmp_path):

@@ -1,12 +1,16 @@
 """Layers that train alone, against plain transformers with the same requires_grad set by hand."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoConfig
 
+from commands import with_folders
 from loss_fn import sft
 from options.model import method_arguments
-from parse_args import parse_train_args
+from parse_args import parse_train_args, save_config
 from pp_models import CausalLMStage, VisionLanguageStage
 from register import ALL_REGISTERS
 from stageline.errors import UserError
@@ -217,6 +221,18 @@ def test_options_become_methods(parts):
     words = "--bf16 --fp32.norms --rope-scaling yarn --max-token-num 100"
     made = Methods.of(method_arguments(run_of(words))["methods"])
     assert made.norms_fp32 and made.rope_scaling.max_token_num == 100 and made.freeze is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_saved_config_repeats_a_run_with_dtype_auto(parts, dtype, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": dtype}))
+    words = ["--model-path", str(tmp_path), "--output-dir", str(tmp_path / "run")]
+    first = parse_train_args([*TRAIN, *words, "--dtype", "auto", "--fp32.norms", "--fp32.logits"])
+    first = replace(first, run=with_folders(first.run))
+    assert (first.run.fp32.norms, first.run.fp32.logits) == (dtype != "float32",) * 2
+    save_config(first, tmp_path / "config.yaml")
+    again = parse_train_args(["--config", str(tmp_path / "config.yaml")])
+    assert with_folders(again.run) == again.run == first.run
 
 
 @pytest.mark.parametrize(

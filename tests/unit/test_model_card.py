@@ -14,7 +14,6 @@ from commands import train as train_pp  # noqa: F401 - registers the engine that
 from parse_args import parse_train_args
 from register import import_shelf
 from stageline.checkpoint.export_files import (
-    ModelFacts,
     RunFacts,
     model_card,
     read_run_facts,
@@ -168,17 +167,17 @@ def test_what_is_not_known_is_left_out(tmp_path):
 
 
 def test_a_run_from_random_weights_names_no_base():
-    facts = ModelFacts.of(tiny_config("llama"), name="m", kind="model", base=None)
     run = RunFacts({"step": 1}, {"dataset": "digits", "model-path": None})
-    text = model_card(facts, run)
+    text = model_card(run, tiny_config("llama"), name="m", kind="model")
     assert "Its weights started at random." in text
     assert "base_model" not in text
 
 
 def test_figures_that_are_not_finite_are_not_best():
-    facts = ModelFacts.of(tiny_config("llama"), name="m", kind="model", base=None)
     evaluations = (record("eval", 1, loss=None), record("eval", 2, loss=2.0))
-    text = model_card(facts, RunFacts(evaluations=evaluations))
+    text = model_card(
+        RunFacts(evaluations=evaluations), tiny_config("llama"), name="m", kind="model"
+    )
     assert "| lowest evaluation loss | 2 | 2 |  |" in text
     assert "highest token accuracy" not in text
 

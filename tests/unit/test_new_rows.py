@@ -9,7 +9,8 @@ from transformers import AutoConfig
 
 from pp_models import CausalLMStage, VisionLanguageStage
 from stageline.checkpoint.adapter import attach_adapter, read_adapter
-from stageline.checkpoint.plain_model import load_plain, load_with_peft
+from stageline.checkpoint.check_export import load_with_peft
+from stageline.checkpoint.plain_model import load_plain
 from stageline.checkpoint.save import save_split_model
 from stageline.modules.methods import FreezeRule, Methods
 from stageline.modules.new_rows import NewRows

@@ -128,7 +128,7 @@ def test_nothing_is_written_over(tmp_path):
     tiny_whole("llama", tmp_path / "before")
     stages = load_stages("llama", tmp_path / "before", 1)
     before = sorted(path.read_bytes() for path in (tmp_path / "before").iterdir())
-    with pytest.raises(UserError, match="exists, a new folder was expected"):
+    with pytest.raises(UserError, match="exists, and a checkpoint is never"):
         save_split_model(stages, None, tmp_path / "before")
     assert sorted(path.read_bytes() for path in (tmp_path / "before").iterdir()) == before
     assert [path.name for path in tmp_path.iterdir()] == ["before"]
@@ -261,7 +261,7 @@ def test_an_empty_folder_is_not_written_over_either(tmp_path):
     draft, folder = tmp_path / "draft", tmp_path / "there"
     draft.mkdir()
     folder.mkdir()
-    with pytest.raises(UserError, match="exists, a new folder was expected"):
+    with pytest.raises(UserError, match="exists, and a checkpoint is never"):
         publish(draft, folder, facts={}, known={})
     assert draft.is_dir() and not any(folder.iterdir())
 

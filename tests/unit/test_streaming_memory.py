@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from optimizer import adamw
-from stageline.checkpoint.host_memory import (
+from stageline.device import (
     ALLOCATOR_VARIABLES,
     pinned_block,
     settle_allocators,
