@@ -18,7 +18,7 @@ from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.writer import find_latest, no_checkpoint_left, skip_lines
 from stageline.modules.lora import is_lora_name
 from stageline.verify.whole_model import ModelSource, Preparation, load_whole
-from tests.helpers.faulty_files import edit, flip, refused, rewrite
+from tests.helpers.faulty_files import edit, edit_manifest, flip, load, refused, rewrite
 from tests.helpers.small_run import Job
 from tests.helpers.tiny_checkpoints import tiny_whole
 
