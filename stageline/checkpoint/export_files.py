@@ -288,10 +288,11 @@ def model_card(
     base = started_from or options.get("model-path")
     dataset, path = options.get("dataset"), options.get("dataset-path")
     task = "image-text-to-text" if has_images else "text-generation"
-    tags = ["stageline", model_type, "lora" if kind != "model" else None]
+    source = path or dataset
+    tags: list[str | None] = ["stageline", model_type, "lora" if kind != "model" else None]
     data = ModelCardData(
         base_model=base,
-        datasets=[path or dataset] if path or dataset else None,
+        datasets=[source] if source else None,
         library_name="peft" if kind == "adapter" else "transformers",
         pipeline_tag="text-classification" if class_name.endswith(CLASSIFIER) else task,
         tags=[tag for tag in tags if tag],

@@ -92,7 +92,7 @@ def gathered(stages: Iterable[nn.Module], *, keep: bool) -> Iterator[None]:
     before: dict[Place, nn.Parameter] = {}
     copies: dict[Place, nn.Parameter] = {}
     for module in modules:
-        sharded = {
+        sharded: dict[Place, nn.Parameter] = {
             (child, name): parameter
             for child in module.modules()
             for name, parameter in child._parameters.items()
@@ -104,12 +104,12 @@ def gathered(stages: Iterable[nn.Module], *, keep: bool) -> Iterator[None]:
             copies.update(_copies(sharded))
         module.reshard()
     try:
-        for (module, name), parameter in copies.items():
-            module._parameters[name] = parameter
+        for (child, name), parameter in copies.items():
+            child._parameters[name] = parameter
         yield
     finally:
-        for module, name in copies:
-            module._parameters[name] = before[module, name]
+        for child, name in copies:
+            child._parameters[name] = before[child, name]
 
 
 @torch.no_grad()

@@ -230,12 +230,12 @@ def cut_document(
             ends = numpy.union1d(ends, inside[is_long[unit]])
     lengths = _lengths(ends, extra)
     if lengths.max() > rules.seq_length:
-        unit = int(lengths.argmax())
-        first, behind = int(ends[unit - 1]) if unit else 0, int(ends[unit])
+        longest = int(lengths.argmax())
+        first, behind = int(ends[longest - 1]) if longest else 0, int(ends[longest])
         in_bytes = numpy.concatenate([[0], document.bytes_before])
         counts = numpy.concatenate([[0], document.counts])
         start, stop = in_bytes[counts.searchsorted([first, behind])]
-        added = int(lengths[unit]) - (behind - first)
+        added = int(lengths[longest]) - (behind - first)
         with_signs = f" and {added} of BOS and EOS" if added else ""
         raise UserError(
             f"{data[start:stop].decode(errors='replace')!r} is {behind - first} token(s)"

@@ -170,7 +170,7 @@ def _find_format(
     """Return the format of a row; None for one whose fields a template takes as they are."""
     there = {name for name, value in row.items() if value is not None}
     has = {name for name in _DISTINCTIVE if columns.get(name, name) in there}
-    found = [name for name in ("messages", "conversations") if name in has]
+    found: list[str] = [name for name in ("messages", "conversations") if name in has]
     if "instruction" in has or {"query", "response"} & columns.keys():
         found.append("instruction")
     if "prompt" in has and {"completion", "chosen"} & has and not found:

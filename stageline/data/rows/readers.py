@@ -134,7 +134,9 @@ class RowsDataset:
         names, sample = self.convert(row)
         sample["source"] = row.source
         place = _place(row, sample)
-        images = names and [self._folders.open(name, source=place) for name in names]
+        images: list[Image.Image] | None = None
+        if names is not None:
+            images = [self._folders.open(name, source=place) for name in names]
         return with_videos(
             sample, images, folders=self._folders, num_frames=self._num_frames, source=place
         )
