@@ -190,15 +190,18 @@ def load_split_model(
     if adapter is not None:
         key_map = {name: strip_lora(there) for name, there in key_map.items()}
         key_map = {name: there for name, there in key_map.items() if not is_lora_name(there)}
+    on_disk = {name: name for name in files}
     if model.whole is None or any(WRAPPED in name.split(".") for name in files):
         _read_by_names(model, files, key_map, device=device, dtype=dtype, checkpoint=checkpoint)
     else:
-        _read_by_library(model, files, key_map, device=device, dtype=dtype, checkpoint=checkpoint)
+        on_disk = _read_by_library(
+            model, files, key_map, device=device, dtype=dtype, checkpoint=checkpoint
+        )
     whole: Names | None = getattr(model, "whole_names", None)
     for tied in list(whole.aliases.items()) if whole else []:
-        if all(name in files for name in tied):  # a head of its own, though config.json says tied
+        if all(name in on_disk for name in tied):  # a head of its own though the config says tied
             state = lazy_state(files, set())
-            untie_if_changed(model, {name: state[name][...] for name in tied})
+            untie_if_changed(model, {name: state[on_disk[name]][...] for name in tied})
     dtypes |= floats(model.keys_read - dtypes.keys())  # of files that were fetched meanwhile
     init_fresh(model, seed=seed)
     materialise(model, device=device, dtype=dtype, casts_others=False)
@@ -231,7 +234,8 @@ def _read_by_library(
     device: torch.device,
     dtype: torch.dtype,
     checkpoint: Path,
-) -> None:
+) -> dict[str, str]:
+    """Fills the stage by `from_pretrained`; returns name in the whole model -> name on disk."""
     assert model.whole is not None  # the caller looked
     if earlier := {there for there in key_map.values() if is_lora_name(there)}:
         raise UserError(
@@ -279,6 +283,7 @@ def _read_by_library(
         model.whole.generation_config = GenerationConfig.from_pretrained(
             checkpoint, local_files_only=True
         )
+    return {whole.renamed(name): name for name in files}
 
 
 class WholeNames:
@@ -298,13 +303,17 @@ class WholeNames:
         self.transforms = get_model_conversion_mapping(whole)
         self.base = whole.base_model_prefix
 
+    def renamed(self, name: str) -> str:
+        """Returns a name on disk as the whole model has it."""
+        return _renamed(name, self.transforms, self.base, self.names)
+
     def unknown(self, files: Iterable[str], pruned: PreTrainedModel) -> Callable[[str], bool]:
         """Says whether a name, as the pruned model has renamed it, is none of the whole model's."""
         ours, kept = get_model_conversion_mapping(pruned), pruned.state_dict()
         known = {
             _renamed(name, ours, self.base, kept)
             for name in files
-            if _renamed(name, self.transforms, self.base, self.names) in self.names
+            if self.renamed(name) in self.names
         }
         base = self.base + "."
         # a checkpoint of the bare base model lacks the prefix

@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from pp_models import CausalLMStage, StageModel, VisionLanguageStage
 from stageline.checkpoint.load import load_split_model
@@ -362,16 +362,22 @@ def test_a_part_that_is_a_linear_layer_itself_is_wrapped():
     assert "layers.1.weight" in names
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2_5_vl", "gemma3_vl", "idefics3"])
 def test_a_head_of_its_own_beside_a_config_that_says_tied(family, tmp_path):
-    """transformers reads both weights where they differ, and so do the stages."""
+    """transformers reads both weights where they differ, and so do the stages.
+
+    Files of qwen2_5_vl and gemma3_vl have other names than the model.
+    """
     tiny_whole(family, tmp_path / "base", tied=False)
     config = json.loads((tmp_path / "base" / "config.json").read_text())
-    text = json.dumps({**config, "tie_word_embeddings": True})
-    (tmp_path / "base" / "config.json").write_text(text)
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
+    for part in (config, config.get("text_config", {})):
+        part["tie_word_embeddings"] = True
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    is_vlm = "vision_config" in config
+    whole_class = AutoModelForImageTextToText if is_vlm else AutoModelForCausalLM
+    expected = whole_class.from_pretrained(tmp_path / "base").state_dict()
     stages = [load(tmp_path / "base", stage=stage, num_stages=2) for stage in (0, 1)]
     folder = save_split_model(stages, None, tmp_path / "run")
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False
-    found = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    found = whole_class.from_pretrained(folder).state_dict()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
