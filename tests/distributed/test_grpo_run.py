@@ -414,7 +414,7 @@ def test_a_reward_that_raises_ends_all_ranks_and_is_told_first(job, options, ran
         ),
         (("--engine", "streaming"), "--engine streaming came with --loss-fn grpo"),
         (("--neftune-alpha", 5), "--neftune-alpha came with --loss-fn grpo"),
-        (("--loss-fn", "sft"), "--reward letters,length came with --loss-fn sft"),
+        (("--loss-fn", "sft"), "--reward letters,length: --loss-fn sft takes no reward"),
         (("--collate-fn", "dpo", "--loss-fn", "grpo"), "Use --collate-fn grpo"),
         (
             ("--rollouts.max_completion_length", 60),
