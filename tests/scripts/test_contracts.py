@@ -130,7 +130,7 @@ def test_a_dataset_that_fails_without_a_path(job):
 @pytest.mark.parametrize("key", ["none", "qwen_vl"])
 def test_an_image_token_of_another_model(vision_job, key):
     done = run(vision_job, f"--image-token {key}")
-    assert_refused(done, 2, "rows.jsonl:1", "'<IMG_CONTEXT>' was expected", "InternVLProcessor")
+    assert_refused(done, 2, "rows.jsonl:1", "without '<IMG_CONTEXT>'", "InternVLProcessor")
 
 
 # -- rows that are too long ------------------------------------------------------------------
