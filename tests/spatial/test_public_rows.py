@@ -32,25 +32,18 @@ SETS = {
 MUG = ["A mug on a table", "A mug under a table"]
 ROWS = [
     ("vsr", {"label": "maybe"}, "label is 'maybe'"),
-    ("vsr", {"label": True}, "label is True"),
-    ("vsr", {"caption": None}, "'caption' is missing"),
     ("vsr", {"image": 5}, "'image' is 5"),
     ("vsr", {"image": "../x.jpg"}, "leads out"),
     ("vsr", {"relation": "lef of"}, r"relation 'lef of' is not known \(nearest: left of"),
-    ("vsr", {"relation": None}, "relation is missing"),
     ("spatial_mm", {"answer": "E. up"}, "'E. up' names none of the 2 options"),
     ("spatial_mm", {"answer": "A. top left"}, "the option 'left' and the text of another"),
-    ("spatial_mm", {"question": "Where?\nA. left\nC. right"}, "letters A, C. A, B was expected"),
     ("spatial_mm", {"question": "Where?\nA. left\nB. Left"}, "'left' stands twice"),
-    ("whats_up", {"caption_options": ["on one"]}, "options are"),
     ("whats_up", {"caption_options": [MUG[0], *MUG]}, "stands twice"),
     ("whats_up", {"caption_options": ["A mug nigh a table", *MUG]}, "it has none of the words"),
     ("rotate_qa", {"rotation": "ninety"}, "rotation is 'ninety'"),
     ("rotate_qa", {"task": "clok"}, r"task 'clok' is not known \(nearest: clock"),
     ("rotate_qa", {"task": "clock", "answer": "left"}, "'left' is none of the task 'clock'"),
-    ("rotate_qa", {"options": ["left"]}, "At least two texts"),
     ("rotate_qa", {"options": ["left", "up"], "answer": "C"}, "'C' is none of the options"),
-    ("rotate_caption", {"caption": 5}, "'caption' is 5"),
 ]
 
 

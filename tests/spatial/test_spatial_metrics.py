@@ -38,25 +38,14 @@ def test_whats_up_reads_captions_and_letters():
 @pytest.mark.parametrize(
     ("answer", "text", "right"),
     [
-        ("left", "Left", True),
-        ("left", "right", False),
-        ("left", "left and right", False),
         ("upper left", "top-left corner", True),
-        ("below", "underneath it", True),
         ("down", "upside down", False),
         ("upside down", "The picture is upside-down.", True),
-        ("upright", "right", False),
-        ("clockwise", "counter-clockwise", False),
         ("counterclockwise", "anti clockwise", True),
-        ("3 o'clock", "three o'clock", True),
         ("3 o'clock", "At 3 o\u2019clock.", True),
-        ("3 o'clock", "3", True),
         ("twelve o'clock", "12 o'clock", True),
-        ("12 o'clock", "2 o'clock", False),
         ("90 degrees", "90\u00b0", True),
         ("270", "-90", True),
-        ("90", "between 90 and 180", False),
-        ("0", "0", True),
     ],
 )
 def test_rotate_qa(answer, text, right):
@@ -103,11 +92,6 @@ def test_answers_that_say_nothing_are_wrong_and_counted():
         assert result["per_sample"] == [0, 0, 0, 0, 1]
     result = vsr(predictions[:3] + [{"prediction": "no"}], [{"label": 0, "answer": "false"}] * 4)
     assert (result["unparsed"], result["per_sample"]) == ([1, 1, 1, 0], [0, 0, 0, 1])
-
-
-def test_words_that_are_denied_are_no_answer():
-    assert not _is_right(spatial_mm, "It is not pink but red.", answer="pink")
-    assert _is_right(spatial_mm, "It is not red but pink.", answer="pink")
 
 
 def test_whats_up_counts_pairs_and_sets():

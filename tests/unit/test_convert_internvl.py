@@ -330,12 +330,6 @@ def test_wrong_sizes_and_names_are_named(tmp_path):
     assert [item.name for item in tmp_path.iterdir()] == ["old"]
 
 
-def test_the_old_folder_names_the_way(tmp_path):
-    make_old(tmp_path / "old", "internlm2")
-    with pytest.raises(UserError, match="convert_internvl.py"):
-        load_config(tmp_path / "old")
-
-
 @pytest.mark.parametrize("has_space", [False, True])
 def test_a_sentencepiece_tokenizer_reads_as_before(has_space, tmp_path):
     """InternLM2's folders have no tokenizer.json, and name code for their tokenizer."""

@@ -391,17 +391,3 @@ def test_modelscope_if_it_is_asked_for(here, tmp_path, monkeypatch):
     name, revision, allowed, _ = json.loads((folder / "told.json").read_text())
     assert (name, revision) == ("org/model", "v1") and here.requests == []
     assert "model*.safetensors" in allowed and not any("bin" in one for one in allowed)
-
-
-def test_every_option_that_names_a_model_takes_a_name():
-    from commands import run_configs
-
-    fields = [item for config in run_configs() for item in option_fields(config).values()]
-    named = {item.name for item in fields if item.metadata["takes_name"]}
-    assert named == {
-        *("model_path", "config_path", "processor_path", "adapter_path", "tokenizer_path"),
-        "dataset_path",
-    }
-    for item in fields:
-        if item.name in named:
-            assert item.metadata["takes_name"] and "hub name" in item.metadata["help"], item.name

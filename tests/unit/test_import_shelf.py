@@ -51,14 +51,6 @@ def test_a_module_beside_register_is_imported(tmp_path):
     assert (done.returncode, done.stdout) == (0, "['mine']\n")
 
 
-def test_a_package_beside_register_is_imported(tmp_path):
-    house = tmp_path / "house"
-    (house / "models").mkdir(parents=True)
-    (house / "models" / "__init__.py").write_text(SHELF_FILE)
-    done = _run(house, entry=_catching("models"))
-    assert (done.returncode, done.stdout) == (0, "['mine']\n")
-
-
 def test_a_shadowing_package_is_named_and_never_runs(tmp_path):
     house, installed = tmp_path / "house", tmp_path / "installed"
     (installed / "dataset").mkdir(parents=True)
@@ -70,27 +62,6 @@ def test_a_shadowing_package_is_named_and_never_runs(tmp_path):
     assert done.returncode == 2, done.stderr
     for wanted in (str(installed / "dataset"), str(house), "rename the other 'dataset'"):
         assert wanted in done.stdout
-
-
-def test_a_package_that_was_imported_before_is_noticed(tmp_path):
-    house, installed = tmp_path / "house", tmp_path / "installed"
-    installed.mkdir()
-    (installed / "metric.py").write_text("")
-    house.mkdir()
-    (house / "metric.py").write_text(SHELF_FILE)
-    entry = (
-        f"import sys; sys.path.insert(0, {str(installed)!r})\nimport metric\nsys.path.pop(0)\n"
-        + _catching("metric")
-    )
-    done = _run(house, entry=entry)
-    assert done.returncode == 2
-    assert str(installed / "metric.py") in done.stdout
-
-
-def test_a_missing_file_is_named(tmp_path):
-    done = _run(tmp_path / "house", entry=_catching("loss_fn"))
-    assert done.returncode == 2
-    assert "found at no place on sys.path" in done.stdout
 
 
 @pytest.mark.parametrize("cwd", ["other", "house"])

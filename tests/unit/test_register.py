@@ -1,6 +1,5 @@
 """Registers: keys, homes, duplicates, unknown keys, freezing."""
 
-import functools
 import inspect
 import sys
 from pathlib import Path
@@ -41,25 +40,6 @@ def test_decorator_registers_under_each_key_and_returns_the_part(parts):
     assert parts.summary("one") == "First line."
 
 
-def test_home_is_the_file_and_line_that_registered(parts):
-    parts["assigned"] = print
-    assigned = _line() - 1
-    parts.update(updated=print)
-    updated = _line() - 1
-    parts.register("called", print)
-    called = _line() - 1
-
-    @parts("decorated")
-    def part(): ...
-
-    decorated = _line() - 3
-    for key, line in [
-        *[("assigned", assigned), ("updated", updated)],
-        *[("called", called), ("decorated", decorated)],
-    ]:
-        assert parts.home(key) == f"{__file__}:{line}"
-
-
 @pytest.mark.parametrize(
     "again",
     [
@@ -82,15 +62,6 @@ def test_a_taken_key_is_refused_and_both_homes_are_named(parts, again):
     assert error.value.exit_code == 2
 
 
-def test_replace_is_explicit_and_moves_the_home(parts):
-    parts["key"] = print
-    parts("key", replace=True)(len)
-    assert parts["key"] is len
-    assert parts.home("key").endswith(f":{_line() - 2}")
-    parts.register("key", abs, replace=True)
-    assert parts["key"] is abs
-
-
 def test_unknown_key_names_register_option_nearest_all_and_how_to_add(parts):
     parts.update(cross_entropy=print, ppo=print, dpo=print)
     with pytest.raises(UnknownKeyError) as error:
@@ -109,35 +80,6 @@ def test_unknown_key_names_register_option_nearest_all_and_how_to_add(parts):
     assert error.value.exit_code == 2
 
 
-def test_the_option_that_asked_is_named(parts):
-    with pytest.raises(UnknownKeyError, match="^--held-out-loss x:"):
-        parts.entry("x", option="--held-out-loss")
-
-
-def test_it_is_a_mapping_in_every_other_way(parts):
-    parts["a"] = print
-    assert parts.get("b") is None
-    assert parts.pop("b", 7) == 7
-    assert "a" in parts and list(parts) == ["a"] and len(parts) == 1
-    assert parts.setdefault("c", abs) is abs
-    del parts["a"]
-    parts["a"] = len  # free again
-    assert parts["a"] is len
-
-
-@pytest.mark.parametrize("key", ["", " a", "-a", 3, None])
-def test_a_key_must_be_typeable(parts, key):
-    with pytest.raises(RegisterError, match="A key is a non-empty string"):
-        parts[key] = print
-
-
-def test_forgotten_key_of_the_decorator(parts):
-    with pytest.raises(RegisterError, match="without a key"):
-
-        @parts
-        def part(): ...
-
-
 def test_a_part_of_the_wrong_kind_is_refused(parts):
     with pytest.raises(RegisterError, match="got a int"):
         parts["a"] = 3
@@ -146,16 +88,6 @@ def test_a_part_of_the_wrong_kind_is_refused(parts):
         texts["a"] = print
     texts["b"] = "[IMAGE]\n[ANSWER]"
     assert texts.summary("b") == "[IMAGE]\\n[ANSWER]"
-
-
-def test_summary_looks_through_partials_and_says_when_there_is_none(parts):
-    def part(a):
-        """Says a."""
-
-    parts["partial"] = functools.partial(functools.partial(part, 1))
-    parts["silent"] = lambda: None
-    assert parts.summary("partial") == "Says a."
-    assert parts.summary("silent") == "(no docstring)"
 
 
 def test_a_frozen_register_refuses_every_change(parts):
@@ -185,18 +117,6 @@ def test_registers_are_restored_with_homes_and_frozen_state():
         metric.home("only_here")
 
 
-def test_all_registers_are_there_under_their_names():
-    names = (
-        "model train_model builder prompt prompt_fn image_token dataset collate_fn loss_fn sim_fn "
-        "reward metric optimizer lr_scheduler tracker engine document splitter"
-    )
-    assert list(ALL_REGISTERS) == names.split()
-    module = __import__("register")
-    for name, register in ALL_REGISTERS.items():
-        assert getattr(module, f"{name}_register") is register
-        assert register.holds
-
-
 # -- lazy targets, facts, true homes -----------------------------------------------------------
 
 
@@ -216,11 +136,6 @@ def test_a_target_that_does_not_import_names_its_home(parts, target):
     with pytest.raises(RegisterError, match="can't be imported") as error:
         parts["later"]
     assert home in str(error.value) and target in str(error.value)
-
-
-def test_text_that_is_no_target_is_no_part(parts):
-    with pytest.raises(RegisterError, match="got a str"):
-        parts["a"] = "[IMAGE]\n[ANSWER]"
 
 
 def test_facts_stand_in_the_entry_with_their_defaults():
@@ -246,15 +161,6 @@ def test_an_unknown_fact_is_refused(parts):
     with pytest.raises(RegisterError, match="Known are: none"):
         parts.register("a", print, counts={})
     assert not losses and not parts
-
-
-def _registers_by_a_helper(parts, key):
-    parts[key] = print
-
-
-def test_a_helper_function_of_the_file_is_not_the_home(parts):
-    _registers_by_a_helper(parts, "one")
-    assert parts.home("one") == f"{__file__}:{_line() - 1}"
 
 
 def test_the_home_of_each_shipped_part_is_the_line_that_names_its_key():

@@ -8,7 +8,6 @@ from PIL import Image
 
 from models.remote import RequestFiles, batch_file, read_answers, remote
 from prompt_fn import chat
-from stageline.data.text.messages import Conversation, Turn
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError, UserError
 from stageline.inference.remote import (
@@ -64,7 +63,7 @@ def test_answers_belong_to_their_prompts_and_requests_overlap():
     assert (body["max_tokens"], body["temperature"], body["seed"]) == (7, 0.0, 0)
 
 
-@pytest.mark.parametrize("trouble", [429, 500, 503, 0])
+@pytest.mark.parametrize("trouble", [429, 0])
 def test_passing_trouble_is_tried_again(trouble):
     def reply(body, seen):
         return (trouble, {"error": {"message": "busy"}}) if seen < 2 else "fine"
@@ -93,7 +92,7 @@ def test_a_broken_answer_is_a_failure_of_its_request(content):
     assert "error" in answer
 
 
-@pytest.mark.parametrize("status", [401, 403, 404])
+@pytest.mark.parametrize("status", [401, 404])
 def test_what_no_request_can_do_better_ends_all(status):
     with ChatServer(lambda body, seen: (status, {"error": {"message": "no"}})) as server:
         with pytest.raises(UserError, match="'tiny'.*OPENAI_API_KEY"):
@@ -162,17 +161,6 @@ def _part(url):
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def test_turns_become_messages():
-    turns = [
-        Turn("system", (Piece("Be brief."),)),
-        Turn("user", (Piece("", is_image=True), Piece("Hi", is_user=True))),
-    ]
-    picture = Image.new("RGB", (4, 4))
-    messages = messages_of(Conversation.of(turns, for_generation=True), [picture], name="row")
-    assert messages[0] == {"role": "system", "content": "Be brief."}
-    assert [part["type"] for part in messages[1]["content"]] == ["image_url", "text"]
-
-
 def test_tools_and_calls_are_sent():
     tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": {"at": 7}}}
@@ -189,11 +177,6 @@ def test_tools_and_calls_are_sent():
     assert asked["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"at": 7}'}
     assert answered == {"role": "tool", "tool_call_id": "1", "content": "seven"}
     assert tools_of(prompt) == {"tools": [tool]} and tools_of(prompts("a")[0]) == {}
-
-
-def test_places_and_images_must_agree():
-    with pytest.raises(DataError, match="row 7: 1 images came with 0 places"):
-        messages_of(prompts("a")[0], [Image.new("RGB", (4, 4))], name="row 7")
 
 
 # -- files for offline batches ---------------------------------------------------------------

@@ -15,7 +15,6 @@ from stageline.inference.decoding import stage_decoder as scores
 from stageline.inference.decoding.chain import LocalChain
 from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.request import (
-    Cancelled,
     Failed,
     Request,
     Sampling,
@@ -25,7 +24,6 @@ from stageline.inference.decoding.request import (
 )
 from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder
-from stageline.serving.errors import of_engine
 from stageline.serving.service import TokenTexts
 from tests.helpers.served import served
 from tests.helpers.tiny_checkpoints import tiny_whole
@@ -228,10 +226,6 @@ def test_of_two_tokens_with_one_text_the_likelier_is_told(model):
     assert found == [{"same": -0.5, "other": -1.0}]
 
 
-def test_a_score_that_is_cancelled_is_no_fault_of_the_server():
-    assert of_engine(Cancelled("it ends")).status == 503
-
-
 def rows(count, length=5):
     ids = torch.arange(length)[None] + 3
     one = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -275,10 +269,3 @@ def test_scores_that_nobody_wants_end(model):
     broken.stop()
     broken.run()
     assert isinstance(told[0], Failed) and "stopped" in str(told[0].error)
-
-
-@pytest.mark.parametrize(("num_targets", "length"), [(0, 5), (5, 5), (3, POSITIONS + 2)])
-def test_rows_that_cannot_be_scored_are_refused_at_once(model, num_targets, length):
-    row = rows(1, length)[0]
-    with pytest.raises(ValueError, match="tokens"):
-        engine_of(model[0], model[2]).submit(ScoreRequest("a", row.prompt, num_targets), print)

@@ -4,10 +4,6 @@ import base64
 import concurrent.futures
 import contextlib
 import io
-import json
-import socket
-import time
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -25,7 +21,6 @@ from tests.helpers.tiny_models import tiny_processor
 
 import_shelf(*serve.SHELF)
 PATH = "/v1/chat/completions"
-NEVER_ENDS = {str(token_id): -100.0 for token_id in range(8)}  # special tokens
 
 
 @pytest.fixture(scope="module")
@@ -105,45 +100,3 @@ def test_pictures_are_answered_as_by_the_library(model):
             wanted, length = by_the_library(whole, processor, content, images)
             assert answer["choices"][0]["message"]["content"] == wanted
             assert answer["usage"]["prompt_tokens"] == length
-
-
-def test_who_leaves_frees_the_place_in_the_engine(model):
-    body = {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": "yes"}],
-        "max_tokens": 900,
-        "logit_bias": NEVER_ENDS,
-    }
-
-    def client(url, service):
-        engine = service.engine
-
-        def wait(is_so):
-            until = time.monotonic() + 20
-            while not is_so(engine.stats()) and time.monotonic() < until:
-                time.sleep(0.01)
-            assert is_so(engine.stats())
-
-        left = [raw_post(url, body) for _ in range(3)]
-        wait(lambda stats: stats.running == 2 and stats.queued == 1)
-        for connection in left:
-            connection.close()
-        with httpx.Client(timeout=60) as one:
-            with one.stream("POST", url + PATH, json={**body, "stream": True}) as streamed:
-                assert next(streamed.iter_lines())
-        wait(lambda stats: stats.running == stats.queued == 0)
-        short = httpx.post(url + PATH, json={**body, "max_tokens": 3}, timeout=60)
-        return short.json()["usage"]["completion_tokens"], service.queue.num_places
-
-    options = ("--max-running", "2")
-    with talking(model[0], *options, client=client) as (num_tokens, num_places):
-        assert (num_tokens, num_places) == (3, 0)
-
-
-def raw_post(url, body):
-    parts = urlsplit(url)
-    connection = socket.create_connection((parts.hostname, parts.port), timeout=20)
-    content = json.dumps(body).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-    return connection

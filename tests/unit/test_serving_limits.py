@@ -153,16 +153,6 @@ def test_little_is_kept_of_a_body_that_is_too_large(monkeypatch):
     assert caught.value.status == 413 and sum(read) == 32
 
 
-def test_a_slow_body_and_a_large_header_end():
-    with serving(read_seconds=0.2) as (_, running, client):
-        head = f"POST {PATH} HTTP/1.1\nHost: x\nContent-Type: application/json\n"
-        slow = raw(running.url, f"{head}Content-Length: 5000", b"{")
-        assert slow.recv(4096).startswith(b"HTTP/1.1 408")
-        huge = raw(running.url, "GET /health HTTP/1.1\nHost: x\nX-Long: " + "x" * 200_000)
-        assert b" 400 " in huge.recv(4096).partition(b"\r\n")[0]
-        assert client.get("/health").status_code == 200
-
-
 DEEP = b'{"a":' * 100_000
 
 
@@ -176,24 +166,15 @@ def called(arguments):
 
 
 BAD = {
-    "empty": b"",
+    "deep": b'{"a":' * 100_000,
     "no json": b"{",
-    "a list": b"[]",
     "not UTF-8": b'{"model": "\xff"}',
     "NaN": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"temperature":NaN}',
-    "infinite": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"temperature":1e999}',
     "huge integer": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"n":%s}'
     % (b"9" * 5000),
-    "huge seed": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"seed":%s}'
-    % (b"9" * 40),
-    "deep": DEEP,
     "surrogate": b'{"model":"tiny","messages":[{"role":"user","content":"\\ud800"}]}',
     "surrogate in a call": called(r'{"a": "\ud800"}'),
-    "surrogate as a name": called(r'{"\ud800": 1}'),
-    "NUL in a call": called(r'{"a": "\u0000"}'),
     "true for a number": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"n":true}',
-    "text for a number": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"n":"1"}',
-    "no messages": b'{"model":"tiny","messages":[]}',
     "many messages": json.dumps(
         {"model": "tiny", "messages": [{"role": "user", "content": "x"}] * 100_000}
     ).encode(),
@@ -225,13 +206,9 @@ def test_the_limit_that_is_told_is_that_of_what_was_sent():
 
         for prompt, words in (
             (["a"] * 1000, "at most 64 items"),
-            ([[1]] * 1000, "at most 64 items"),
-            ([1] * (2**20 + 1), "at most 1048576 items"),
             ([], "at least 1 item"),
             ([1, "a"], "valid integer"),
-            (["a", 1], "valid string"),
             (7, "valid string"),
-            ([None], "valid integer"),
         ):
             error = told(ask("/v1/completions", {"prompt": prompt}), 400)
             assert words in error["message"] and error["param"].startswith("prompt")
@@ -255,12 +232,6 @@ def test_a_server_without_a_key_answers_names_of_this_machine_alone():
         told(
             client.post(PATH, content=json.dumps(BODY), headers={"Content-Type": "text/plain"}), 415
         )
-
-
-def test_whole_floats_are_integers():
-    with serving() as (engine, _, client):
-        assert client.post(PATH, json={**BODY, "seed": 3.0, "n": 1.0}).status_code == 200
-        assert engine.asked[-1].sampling.seed == 3
 
 
 def test_keys_are_asked_of_everything_but_health():
