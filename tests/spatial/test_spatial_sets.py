@@ -7,13 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from register import (
-    ALL_REGISTERS,
-    dataset_register,
-    import_shelf,
-    metric_register,
-    prompt_register,
-)
+from register import dataset_register, import_shelf, metric_register, prompt_register
 from stageline.errors import UserError
 from tests.helpers.dataset_checks import (
     check_micro_batch,
@@ -136,16 +130,3 @@ def test_a_run_gets_them_by_import_and_is_told_where_they_are():
     for key in (*SETS, "spatial_consistency", "spatial_choice"):
         assert f"  {key} " in done.stdout, key
     assert done.stdout.count("examples/spatial/parts.py:") >= 13
-
-
-def test_every_component_of_the_folder_is_tested():
-    ours = {
-        (name, key)
-        for name, register in ALL_REGISTERS.items()
-        for key in register
-        if "examples/spatial" in register.home(key)
-    }
-    metrics = {("metric", key) for key in ("vsr", "spatial_mm", "whats_up", "rotate_qa")}
-    rewards = {("reward", "spatial_consistency"), ("reward", "spatial_choice")}
-    datasets = {("dataset", key) for key in SETS}
-    assert ours == {*datasets, *metrics, *rewards, ("prompt", "vsr")}

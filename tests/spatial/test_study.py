@@ -22,7 +22,6 @@ from examples.spatial.study_spatial_report import (
     chance_by_group,
     read_run,
     study_figures,
-    verdict,
 )
 from stageline.errors import UserError
 from tests.helpers import small_run
@@ -90,14 +89,6 @@ def test_intervals_are_those_of_theory():
     assert (high - low) / 2 == pytest.approx(2 * half, rel=0.2)
 
 
-def test_seeds_that_differ_widen_the_interval_over_seeds_alone():
-    scores = numpy.stack([numpy.arange(1000) % 10 < share for share in (2, 5, 8)]).astype(float)
-    figure = bootstrap(scores)
-    width = [high - low for low, high in (figure.over_samples, figure.over_seeds)]
-    assert width[0] < 0.05 and width[1] > 0.4
-    assert figure == bootstrap(scores), "the same each time"
-
-
 def test_views_of_a_scene_are_judged_alone_and_together(tmp_path):
     """Two scenes of two views, written as `evaluate` does; the figures are counted by hand."""
     said = {"a": ["left", "right"], "b": ["left", "left"]}
@@ -151,20 +142,6 @@ def test_what_cannot_be_compared_is_refused():
 # -- words and pictures ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("interval", "seeds", "wanted"),
-    [
-        ((0.01, 0.2), 3, "c is ahead of s"),
-        ((-0.2, -0.01), 3, "s is ahead of c"),
-        ((-0.01, 0.2), 3, "cannot be told apart"),
-        ((0.01, 0.2), 1, "nothing can be said"),
-    ],
-)
-def test_the_sentence_says_no_more_than_the_interval(interval, seeds, wanted):
-    difference = {"interval_95_over_seeds": interval, "by_seed": [0.1] * seeds}
-    assert wanted in verdict("c - s", difference)
-
-
 # -- the script --------------------------------------------------------------------------
 
 # stands for python in the script: notes each command, and leaves what the next one looks for
@@ -202,43 +179,6 @@ def commands_of(tmp_path, *options, script="study_spatial.sh", **environment):
         env={**kept, **mine}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     return done, [json.loads(line) for line in notes.read_text().splitlines()]
-
-
-def test_the_arms_of_the_rewarded_study_have_one_start_and_the_same_rows(tmp_path):
-    given = {"script": "train_grpo_scenes.sh", "SEEDS": "4 5", "START_STEPS": "20", "STEPS": "10"}
-    done, commands = commands_of(tmp_path, "--loss-fn.entropy_coef", "0", **given)
-    assert done.returncode == 0, done.stderr
-    once = ["train_pp.py", "evaluate.py"] * 4
-    names = [name for name, *_ in commands]
-    assert names == ["make_scenes_model.py", *once] * 2 + ["study_spatial_report.py"]
-    start, sft, grpo, both = (options_of(commands[place]) for place in (1, 3, 5, 7))
-    study = tmp_path / "study"
-    assert start["--model-path"] == str(study / "random/seed-4")
-    first = str(study / "start/seed-4/checkpoints/step-00000020")
-    assert sft["--model-path"] == grpo["--model-path"] == first
-    assert both["--model-path"] == str(study / "sft/seed-4/checkpoints/step-00000005")
-    assert sft["--save-steps"] == "5" and sft["--keep-last"] == "2", "half of it is kept"
-    steps = [int(one["--total-steps"]) for one in (sft, grpo, both)]
-    assert steps == [10, 10, 5], "as many rows, of which half were learnt by both"
-    rows = int(grpo["--batch-size"]) / int(grpo["--rollouts.group_size"])
-    assert rows == int(sft["--batch-size"]), "a batch of grpo counts answers"
-    same = {"--seed", "--lr-scheduler", "--weight-decay", "--prompt", *DRAWN}
-    for name in same:
-        assert sft[name] == grpo[name] == both[name], name
-    assert {options_of(words)["--dataset.split"] for words in commands[2:9:2]} == {"test"}
-    assert grpo["--loss-fn.entropy_coef"] == "0" and "--loss-fn.entropy_coef" not in sft
-    (study / "both/seed-5/evaluation/report.json").unlink()
-    _, again = commands_of(tmp_path, **given)
-    assert [name for name, *_ in again] == [*once[:2], "study_spatial_report.py"]
-
-
-DRAWN = [f"--dataset.{name}" for name in ("mirrored", "tasks", "num_train", "num_things")]
-
-
-def options_of(words):
-    """Option -> value; the last one counts, as in the entry files."""
-    pairs = zip(words, [*words[1:], ""], strict=True)
-    return {name: value for name, value in pairs if name.startswith("--")}
 
 
 def test_the_commands_of_the_script_run_and_are_reported(tmp_path, monkeypatch):

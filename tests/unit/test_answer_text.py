@@ -2,19 +2,17 @@
 
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from stageline.inference.decoding.answer import AnswerText
 from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
 
-SMOLLM2 = Path(__file__).parents[2] / ".cache" / "smollm2"
 TEXT = "The café: 你好, 世界! 👩‍👩‍👧 naïve — 🇫🇷\n\n  It isn't , is it ? 'no' we 've ... \ufffd end"
 PAIRS = [
     "The café: 你好",
@@ -73,12 +71,6 @@ def _cleaning_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _smollm2() -> PreTrainedTokenizerFast:
-    if not SMOLLM2.exists():
-        pytest.skip("no SmolLM2 here")
-    return AutoTokenizer.from_pretrained(SMOLLM2)
-
-
 MAKERS = {
     "bytes": lambda: tiny_tokenizer([*PAIRS]),
     "bytes few merges": tiny_tokenizer,
@@ -88,7 +80,6 @@ MAKERS = {
     "byte fallback": _byte_fallback_tokenizer,
     "cleaning unigram": _cleaning_tokenizer,
     "cleaning word pieces": _word_piece_tokenizer,
-    "smollm2": _smollm2,
 }
 
 
@@ -174,7 +165,7 @@ def _first_stop(text: str, stop: Sequence[str]) -> tuple[int, str] | None:
     return None
 
 
-@pytest.mark.parametrize("kind", ["bytes", "metaspace first", "metaspace always", "smollm2"])
+@pytest.mark.parametrize("kind", ["bytes", "metaspace first", "metaspace always"])
 @given(data=st.data())
 @settings(max_examples=80, deadline=None)
 def test_stop_strings_end_the_text_at_the_first_token_that_completes_one(kind, data):

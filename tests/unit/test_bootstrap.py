@@ -21,7 +21,7 @@ from stageline.evaluation.report import (
     report_markdown,
     sign_test,
 )
-from stageline.plotting.pictures import groups_figure, plot_groups
+from stageline.plotting.pictures import groups_figure
 
 # -- intervals ---------------------------------------------------------------------------
 
@@ -126,21 +126,6 @@ def test_a_metric_that_counts_no_unparsed_answers_has_a_report():
     assert format_report(report).splitlines()[-1].split() == [
         "all", "1.0000", "0.207", "-", "1.000", "-", "1", "-",
     ]  # fmt: skip
-
-
-def test_the_picture_shows_what_the_report_says(tmp_path):
-    report = make_report(FIGURES, settings={}, samples=SAMPLES)
-    figure = groups_figure(report)
-    titles = [axes.get_title().split(":")[0] for axes in figure.axes]
-    assert titles == ["relation", "task"]
-    axes = figure.axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["on (2)", "in (1)"]
-    right = next(c for c in axes.containers if c.get_label() == "right" and hasattr(c, "patches"))
-    assert [bar.get_width() for bar in right.patches] == [0.5, 0.0]
-    plot_groups(report, tmp_path / "groups.png")
-    assert (tmp_path / "groups.png").read_bytes().startswith(b"\x89PNG")
-    plot_groups(make_report({"per_sample": [1]}, settings={}), tmp_path / "none.png")
-    assert not (tmp_path / "none.png").exists()
 
 
 def test_chance_is_drawn_where_the_number_of_choices_is_known():

@@ -276,9 +276,7 @@ def test_processor_and_end_of_answer(tmp_path):
     assert processor.image_processor.max_patches == 3
     assert processor.image_seq_length == 4
     assert len(processor.tokenizer) == len(old_tokenizer())  # as many as the embedding has rows
-    messages = [
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]},
-    ]
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
     text = processor.apply_chat_template(messages, add_generation_prompt=True)
     assert "<IMG_CONTEXT>\nWhat?<|im_end|>\n<|im_start|>assistant\n" in text
     generation = json.loads((folder / "generation_config.json").read_text())

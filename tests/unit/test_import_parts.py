@@ -40,16 +40,6 @@ def test_a_file_is_imported_by_its_stem(tmp_path):
     assert isinstance(pickle.loads(pickle.dumps(module.Row())), module.Row)
 
 
-def test_a_package_module(tmp_path, monkeypatch):
-    package = tmp_path / "package_of_mine"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "parts.py").write_text(GOOD)
-    monkeypatch.syspath_prepend(tmp_path)
-    import_parts(["package_of_mine.parts"])
-    assert "outside" in metric_register
-
-
 def test_an_entry_point_is_loaded_only_when_named(tmp_path, monkeypatch):
     (tmp_path / "entry_of_mine.py").write_text(GOOD)
     info = tmp_path / "mine-1.0.dist-info"
@@ -72,16 +62,6 @@ def test_a_taken_stem_is_an_error(tmp_path, stem):
         import_parts([str(file)])
     assert "Rename the file" in str(error.value)
     assert "outside" not in metric_register
-
-
-def test_two_files_of_one_stem(tmp_path):
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "a" / "same_stem.py").write_text(GOOD)
-    (tmp_path / "b" / "same_stem.py").write_text("")
-    import_parts([str(tmp_path / "a" / "same_stem.py")])
-    with pytest.raises(RegisterError, match="already the module"):
-        import_parts([str(tmp_path / "b" / "same_stem.py")])
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -125,7 +125,6 @@ def test_a_list_takes_the_place_of_a_default_list():
 
 SHARED = "--dataset pictures --prompt vqa --prompt-fn fill --image-token none".split()
 TRAIN = [*SHARED, *"--train-model tiny --collate-fn pack --tracker nowhere".split()]
-EVALUATE = [*SHARED, *"--model generate --builder load --metric exact".split()]
 
 
 def train(*words: str) -> parse_args.TrainArguments:
@@ -319,18 +318,6 @@ def test_imports_are_saved_with_their_place(tmp_path, monkeypatch):
     assert again.parts["loss_fn"].part is max
 
 
-def test_evaluate_lists_the_split_and_takes_the_held_out_one():
-    arguments = parse_evaluate_args(EVALUATE)
-    assert arguments.parts["dataset"].kwargs["split"] == "test"
-    assert arguments.run.max_new_tokens == 64
-    assert arguments.parts["model"].kwargs == {"top_p": 1.0}
-    assert arguments.parts["builder"].kwargs == {"compile_it": False}
-    assert arguments.parts["metric"].kwargs == {"ignore_case": False}
-    chosen = parse_evaluate_args([*EVALUATE, "--dataset.split", "train", "--limit", "5"])
-    assert chosen.parts["dataset"].kwargs["split"] == "train"
-    assert chosen.run.limit == 5
-
-
 def test_help_lists_the_options_of_chosen_parts_with_type_default_and_docstring(capsys):
     with pytest.raises(SystemExit):
         train("--help")
@@ -340,19 +327,6 @@ def test_help_lists_the_options_of_chosen_parts_with_type_default_and_docstring(
     assert "--loss-fn.smoothing SMOOTHING (type: float, default: 0.0)" in shown
     assert "Sentences about pictures. [tests/unit/test_parse_args.py:" in shown
     assert "--dataset.split " not in shown and "--dataset.engine" not in shown
-
-
-def test_list_shows_every_register_key_docstring_and_home(capsys):
-    with pytest.raises(SystemExit) as end:
-        parse_train_args(["--list"])
-    assert end.value.code == 0
-    shown = capsys.readouterr().out
-    for name, register in ALL_REGISTERS.items():
-        assert f"\n{name} ({register.option}): " in "\n" + shown
-        for key in register:
-            (line,) = [line for line in shown.splitlines() if line.startswith(f"  {key} ")]
-            assert line.endswith("]") and "test_parse_args.py:" in line
-    assert "Sentences about pictures." in shown
 
 
 @pytest.mark.parametrize("name", sorted(parse_args.TRAIN_KEYS))

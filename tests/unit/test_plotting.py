@@ -8,15 +8,7 @@ import pytest
 from PIL import Image
 
 from stageline.plotting.figures import loss_figure, plot_loss, reward_figure, smooth
-from stageline.plotting.pictures import (
-    caption,
-    drawable,
-    font_families,
-    plot_predictions,
-    predictions_figure,
-    predictions_markdown,
-    shown,
-)
+from stageline.plotting.pictures import caption, plot_predictions, predictions_markdown, shown
 from stageline.run_records import read_log
 
 
@@ -125,17 +117,6 @@ def test_smoothing_equals_a_mean_by_hand(width):
 # -- pictures ----------------------------------------------------------------------------
 
 
-def test_no_text_is_wider_than_its_cell():
-    titles = ["what does this do? " * 12, "x" * 300, "数字" * 80, caption("q", "MW " * 90, "")]
-    figure = predictions_figure([Image.new("L", (9, 9))] * 4, titles, [False] * 4, columns=4)
-    figure.canvas.draw()
-    for axes in figure.axes:
-        cell = axes.get_window_extent()
-        for text in axes.texts:
-            assert text.get_window_extent().x1 <= cell.x1 + 1
-            assert text.get_window_extent().y0 >= cell.y0 - 1
-
-
 def test_hostile_text_is_drawn_without_a_warning(tmp_path):
     texts = [
         "$x_{$",
@@ -174,15 +155,6 @@ def test_no_samples_no_file(tmp_path):
 
 
 # -- text --------------------------------------------------------------------------------
-
-
-def test_unknown_characters_become_boxes(monkeypatch):
-    assert drawable("Grün → 5") == "Grün → 5"
-    assert drawable("a\x07b\n") == "ab\n"
-    if len(font_families()) == 1:
-        assert drawable("数字") == "□□"
-    else:
-        assert drawable("数字") == "数字"
 
 
 def test_all_images_of_a_sample_and_the_last_turns_of_messages_are_shown():

@@ -10,13 +10,7 @@ from models.remote import RequestFiles, batch_file, read_answers, remote
 from prompt_fn import chat
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError, UserError
-from stageline.inference.remote import (
-    Endpoint,
-    Pace,
-    image_url,
-    messages_of,
-    tools_of,
-)
+from stageline.inference.remote import Endpoint, Pace, image_url, messages_of, tools_of
 from tests.helpers.chat_server import ChatServer, images_of, question_of
 from tests.helpers.small_run import ROOT, ForkedRun
 
@@ -72,17 +66,6 @@ def test_passing_trouble_is_tried_again(trouble):
         (answer,) = ask(server, "a", max_retries=3)
     assert answer["text"] == "fine"
     assert len(server.bodies) == 3
-
-
-def test_one_request_that_fails_leaves_the_others():
-    def reply(body, seen):
-        return (400, {"error": {"message": "too rude"}}) if question_of(body) == "b" else "fine"
-
-    with ChatServer(reply) as server:
-        answers = ask(server, "a", "b", "c", max_retries=1)
-    assert [answer.get("text") for answer in answers] == ["fine", None, "fine"]
-    assert "too rude" in answers[1]["error"]
-    assert len(server.bodies) == 3  # a request that is wrong is not sent again
 
 
 @pytest.mark.parametrize("content", [b"<html>", {"choices": []}, {"oops": 1}])

@@ -13,10 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from stageline.run_records import finite
 from stageline.training.evaluation import EvalResult
-from stageline.training.run_log import (
-    RunLog,
-    StepRecord,
-)
+from stageline.training.run_log import RunLog, StepRecord
 
 
 def record(step, loss=1.0, **other):
@@ -158,14 +155,6 @@ def test_events_that_cannot_be_written_do_not_end_a_run(tmp_path, capsys):
     log = RunLog(tmp_path, total_steps=3)
     log._listeners["events"] = SimpleNamespace(close=Mock(side_effect=full))
     log.close()
-
-
-def test_other_ranks_write_and_say_nothing(tmp_path, capsys):
-    log = write_log(tmp_path / "run", [1.0], context=SimpleNamespace(is_main=False))
-    log.say("text")
-    log.draw()
-    assert not (tmp_path / "run").exists()
-    assert capsys.readouterr() == ("", "")
 
 
 def test_the_curve_is_drawn_at_an_evaluation_and_at_the_end(tmp_path):

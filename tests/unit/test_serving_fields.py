@@ -207,23 +207,6 @@ def test_tokens_of_texts_and_messages():
             "token_strs"][1:]  # fmt: skip
 
 
-def test_tokenizing_has_the_gate_and_the_limits_of_the_rest():
-    with asking(format_tokenizer("qwen"), api_keys=("the right key",), max_body_bytes=4000) as (
-        client,
-        _,
-    ):
-        for path, body in (("tokenize", {"prompt": "x"}), ("detokenize", {"tokens": [1]})):
-            assert post(client, path, 401, **body)["error"]["code"] == "invalid_api_key"
-            right = client.with_options(api_key="the right key")
-            assert post(right, path, 404, model="other", **body)["error"]["param"] == "model"
-            assert post(right, path, **body)
-        assert post(right, "tokenize", 413, prompt="x" * 5000)
-        assert post(right, "tokenize", 400)["error"]["param"] == "prompt"
-        assert post(right, "tokenize", 400, prompt="x", messages=HELLO)
-        assert post(right, "detokenize", 400, tokens=[10**6])["error"]["param"] == "tokens"
-        assert post(right, "tokenize", 400, messages=BEGUN["plain"])["error"]["param"] == "messages"
-
-
 def test_a_message_that_the_template_leaves_out_is_not_gone_on_with():
     tokenizer = format_tokenizer("qwen")
     users = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"

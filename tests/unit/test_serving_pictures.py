@@ -53,7 +53,6 @@ def test_pictures_reach_the_engine(server):
     assert token_id not in engine.asked[-1].prompt["input_ids"]
 
 
-SECRET = "/etc/passwd"
 REFUSED = {
     "file:///etc/passwd": "files are not read",
     "https://example.org/x.png": "fetches none. Send a data URL .* or upload",

@@ -5,7 +5,6 @@ import resource
 from types import SimpleNamespace
 
 import psutil
-import pytest
 import torch
 import transformers
 
@@ -41,7 +40,7 @@ def test_a_line_a_stage_with_all_its_figures_and_totals():
     names = "stage rank device layers parts parameters trainable weights share"
     assert header.split() == names.split() and set(rule) == {"-", " "}
     assert cells(first) == [
-        *("0", "4", "cuda:0", "0-6", "vit+mlp+llm", "3.0 M", "10", "3.0 MiB", "75.0%"),
+        *("0", "4", "cuda:0", "0-6", "vit+mlp+llm", "3.0 M", "10", "3.0 MiB", "75.0%")
     ]
     assert cells(second)[-4:] == ["1.0 M", "1.0 M", "1.0 MiB", "25.0%"]
     assert cells(total) == ["all", "4.0 M", "1.0 M", "4.0 MiB", "100.0%"]
@@ -63,25 +62,11 @@ def test_totals_are_those_of_the_whole_model():
     assert cells(total)[1] == human_count(whole.num_parameters())
 
 
-@pytest.mark.parametrize(
-    "count, text",
-    [
-        (1023, "1023 B"),
-        (1536, "1.5 KiB"),
-        (2**20 - 1, "1.0 MiB"),
-        (3 * 2**50, "3072.0 TiB"),
-    ],
-)
-def test_human_bytes(count, text):
-    assert human_bytes(count) == text
-
-
-@pytest.mark.parametrize(
-    "count, text",
-    [(0, "0"), (999, "999"), (1000, "1.0 K"), (999_999, "1.0 M"), (134_515_008, "134.5 M")],
-)
-def test_human_count(count, text):
-    assert human_count(count) == text
+def test_sizes_and_counts_for_people():
+    sizes = {1023: "1023 B", 1536: "1.5 KiB", 2**20 - 1: "1.0 MiB", 3 * 2**50: "3072.0 TiB"}
+    assert {size: human_bytes(size) for size in sizes} == sizes
+    counts = {0: "0", 999: "999", 1000: "1.0 K", 999_999: "1.0 M", 134_515_008: "134.5 M"}
+    assert {count: human_count(count) for count in counts} == counts
 
 
 def test_memory_of_stages_has_one_unit():
@@ -123,15 +108,6 @@ def test_streaming_tells_the_memory_of_its_gpus_and_not_the_hosts(monkeypatch):
     monkeypatch.setattr(account, "parts", lambda: {"weights": weights[0].nbytes})
     assert "In use: 3.00 GiB of 4.00 GiB on cuda:1" in account.describe()
     assert "the peak was 2.00 GiB" in account.describe()
-
-
-def test_what_helps_a_streaming_run_is_what_it_has():
-    found = " ".join(memory_remedies(RunConfig(), has_gpu=True, streams=True))
-    assert "--recompute-grain layer" in found and "--streaming.budget" in found
-    assert (
-        "--logits-chunk" not in found and "--offload" not in found and "checkpointing" not in found
-    )
-    assert "--streaming.budget" not in " ".join(memory_remedies(RunConfig(), has_gpu=True))
 
 
 def test_what_helps_a_run_that_answers_is_said_while_it_does():

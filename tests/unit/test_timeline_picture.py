@@ -1,26 +1,14 @@
 """The picture, the trace and the words of a timeline say what the events say."""
 
 import json
-import random
 import re
-import warnings
 from types import SimpleNamespace
 
-import numpy
 import pytest
 import torch
-from matplotlib.colors import to_rgb
-from PIL import Image
 
-from stageline.pipeline.plan import Kind
-from stageline.pipeline.recorder import (
-    WAITS,
-    TimelineEvent,
-    bubble,
-    describe_timeline,
-    split_waits,
-)
-from stageline.plotting.figures import COLORS, plot_timeline, timeline_figure
+from stageline.pipeline.recorder import WAITS, TimelineEvent, bubble, describe_timeline, split_waits
+from stageline.plotting.figures import timeline_figure
 from stageline.training.run_log import RunLog
 from stageline.training.step import StepResult
 from stageline.training.timeline import StepTimeline, trace_events, write_trace
@@ -57,43 +45,7 @@ TWO_STAGES_A_RANK = [
 ]
 
 
-def many(num_ranks, num_micro_batches, width=1.0):
-    """Bars one after the other, as many as there are."""
-    return [
-        TimelineEvent(rank, rank, kind, index, at * width, (at + 1) * width)
-        for rank in range(num_ranks)
-        for at, (index, kind) in enumerate(
-            (index, kind) for index in range(num_micro_batches) for kind in ("F", "B")
-        )
-    ]
-
-
-class Picture:
-    """A drawn file that is asked for the colour at a time of a row."""
-
-    def __init__(self, figure, path):
-        figure.savefig(path, dpi=figure.dpi)
-        self.figure = figure
-        self.pixels = numpy.asarray(Image.open(path).convert("RGB")).astype(int)
-
-    def is_there(self, color, *, panel, row, time, height=0.3):
-        """Whether the point is of that colour; above the middle, where no number is."""
-        x, y = self.figure.axes[panel].transData.transform((time, row - height))
-        found = self.pixels[self.pixels.shape[0] - 1 - int(y), int(x)]
-        return bool((abs(found - 255 * numpy.array(to_rgb(color))) < 4).all())
-
-
 # -- the picture -------------------------------------------------------------------------
-
-
-def test_each_span_has_its_colour_at_its_time(tmp_path):
-    picture = Picture(timeline_figure(MEASURED, IDEAL, title="x"), tmp_path / "t.png")
-    for panel, events, origin in ((0, MEASURED, 10.0), (1, IDEAL, 0.0)):
-        for event in events:
-            place = {"panel": panel, "row": event.rank}
-            for share in (0.1, 0.5, 0.9):
-                time = event.start - origin + share * (event.end - event.start)
-                assert picture.is_there(COLORS[event.kind], time=time, **place), event
 
 
 def test_the_bubble_stands_above_each_panel():
@@ -101,17 +53,6 @@ def test_the_bubble_stands_above_each_panel():
     assert upper.get_title("left") == f"measured — bubble {100 * MEASURED_BUBBLE:.1f} %, 8 s"
     assert lower.get_title("left").startswith("ideal")
     assert f"bubble {100 * IDEAL_BUBBLE:.1f} %, 5 s" in lower.get_title("left")
-
-
-def test_the_file_appears_whole_and_hostile_titles_are_text(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        plot_timeline(MEASURED, IDEAL, tmp_path / "t.png", title="$x_{$ 数字 \x07 step 3")
-        plot_timeline([], None, tmp_path / "empty.png", title="")
-    Image.open(tmp_path / "t.png").verify()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "empty.pdf", "empty.png", "t.pdf", "t.png",
-    ]  # fmt: skip
 
 
 # -- the trace ---------------------------------------------------------------------------
@@ -149,23 +90,6 @@ def test_spans_of_a_thread_do_not_cross():
             thread = event["pid"], event["tid"]
             assert event["ts"] >= last.get(thread, 0.0)
             last[thread] = event["ts"] + event["dur"]
-
-
-def test_the_same_events_give_the_same_file(tmp_path):
-    shuffled = random.Random(1).sample(MEASURED, len(MEASURED))
-    write_trace(MEASURED, tmp_path / "a.json")
-    write_trace(shuffled, tmp_path / "b.json")
-    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
-    write_trace([], tmp_path / "c.json")
-    assert json.loads((tmp_path / "c.json").read_text())["traceEvents"] == []
-
-
-def test_kinds_may_be_those_of_actions(tmp_path):
-    """The executor may hand over the enumeration's members instead of their letters."""
-    typed = [TimelineEvent(0, 0, Kind.INPUT_GRAD, 0, 0.0, 1.0)]
-    plot_timeline(typed, typed, tmp_path / "t.png", title="x")
-    write_trace(typed, tmp_path / "t.json")
-    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"][-1]["args"]["kind"] == "I"
 
 
 # -- in words ----------------------------------------------------------------------------
