@@ -277,6 +277,14 @@ def test_a_json_file_is_read_as_well(tmp_path):
     assert run.model_path is None
 
 
+def test_a_later_config_file_wins(tmp_path):
+    for number in (1, 2):
+        (tmp_path / f"{number}.yaml").write_text(f"seed: {number}\nnum-workers: {number}\n")
+    (tmp_path / "2.yaml").write_text("seed: 2\n")
+    run = train("--config", str(tmp_path / "1.yaml"), "--config", str(tmp_path / "2.yaml")).run
+    assert (run.seed, run.num_workers) == (2, 1)
+
+
 def test_a_saved_config_repeats_the_run_from_another_directory(tmp_path, monkeypatch):
     data, elsewhere = tmp_path / "rows.jsonl", tmp_path / "elsewhere"
     data.touch()

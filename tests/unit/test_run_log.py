@@ -236,6 +236,14 @@ def test_a_line_says_when_the_time_goes_into_waiting_for_data(tmp_path, capsys):
     assert [line["data_wait"] for line in read_lines(tmp_path)] == [0.02, 0.2, 0.0, 0.5]
 
 
+def test_no_more_than_all_of_the_time_goes_into_waiting(tmp_path, capsys):
+    """The seconds of a step may leave out what its batch took to come."""
+    log = RunLog(tmp_path, total_steps=1)
+    log.log_step(record(1, data_wait=10.25))
+    log.close()
+    assert " 100 % waiting for data" in capsys.readouterr().out
+
+
 def test_the_share_is_of_the_steps_since_the_last_line(tmp_path, capsys):
     log = RunLog(tmp_path, total_steps=200)  # a line every 5 steps
     for step in range(1, 11):
