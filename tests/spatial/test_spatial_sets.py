@@ -1,9 +1,6 @@
 """The components of `--import examples.spatial.parts`: rows, splits and words of each dataset."""
 
 import functools
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +16,6 @@ from tests.helpers.tiny_datasets import make_rotate, make_spatial_mm, make_vsr, 
 
 import_shelf("prompt", "prompt_fn", "dataset", "metric")
 pytestmark = pytest.mark.usefixtures("parts")
-ROOT = Path(__file__).resolve().parents[2]
 # key -> makes the files, metric, template
 SETS = {
     "scenes": (lambda folder: None, "rotate_qa", "vqa"),
@@ -119,14 +115,3 @@ def test_missing_files_are_named(tmp_path):
         dataset_register["vsr"](dataset_path=None)
     with pytest.raises(UserError, match=r"random/train.jsonl.*lies in"):
         dataset_register["vsr"](dataset_path=str(tmp_path))
-
-
-def test_a_run_gets_them_by_import_and_is_told_where_they_are():
-    words = ["train_pp.py", "--import", "examples.spatial.parts", "--list"]
-    done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    for key in (*SETS, "spatial_consistency", "spatial_choice"):
-        assert f"  {key} " in done.stdout, key
-    assert done.stdout.count("examples/spatial/parts.py:") >= 13

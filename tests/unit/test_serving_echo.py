@@ -15,7 +15,6 @@ from stageline.inference.decoding import stage_decoder as scores
 from stageline.inference.decoding.chain import LocalChain
 from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.request import (
-    Failed,
     Request,
     Sampling,
     Scored,
@@ -246,26 +245,3 @@ def test_scores_and_answers_take_turns(model):
     first_piece = next(n for n, event in enumerate(order) if not isinstance(event, Scored))
     assert kinds.count(Scored) == 12 and isinstance(ends[0], Scored)
     assert first_piece < 6, "the answer began before all rows were scored"
-
-
-def test_scores_that_nobody_wants_end(model):
-    engine, told = engine_of(model[0], model[2]), []
-    for row in rows(3):
-        engine.submit(row, told.append)
-
-    def raising(event):
-        raise RuntimeError("of a test")
-
-    engine.submit(rows(4)[-1], raising)
-    engine.cancel("1")
-    engine.cancel("nobody")
-    engine.submit(rows(5)[-1], lambda event: (told.append(event), engine.stop()))
-    engine.run()
-    by_key = {event.key: event for event in told}
-    assert isinstance(by_key["1"], Failed) and "cancelled" in str(by_key["1"].error)
-    assert {key for key, event in by_key.items() if isinstance(event, Scored)} == {"0", "2", "4"}
-    broken, told = engine_of(model[0], model[2]), []
-    broken.submit(rows(1)[0], told.append)
-    broken.stop()
-    broken.run()
-    assert isinstance(told[0], Failed) and "stopped" in str(told[0].error)
