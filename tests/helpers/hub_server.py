@@ -6,7 +6,6 @@ file on its way, or keep a name from those without a token.
 
 import hashlib
 import json
-import os
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -50,13 +49,11 @@ class Hub:
 
     Attributes:
         requests: all that came, in order.
-        cuts: name of a file -> bytes after which its next download breaks off.
     """
 
     def __init__(self) -> None:
         self.repos: dict[tuple[str, str], Repo] = {}
         self.requests: list[Request] = []
-        self.cuts: dict[str, int] = {}
         self.url = ""
 
     def add(
@@ -86,13 +83,6 @@ class Hub:
         """Names of the files that were downloaded, in order, each as often as it was."""
         found = [_FILE.fullmatch(one.path) for one in self.requests if one.method == "GET"]
         return [match[4] for match in found if match and re.fullmatch(pattern, match[4])]
-
-    def environment(self, home: Path, **more: str) -> dict[str, str]:
-        """What a process is told to find this hub, with a cache of its own."""
-        left = ("HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
-        kept = {name: value for name, value in os.environ.items() if name not in left}
-        told = {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
-        return {**kept, **told, "HF_HUB_DISABLE_TELEMETRY": "1", **more}
 
     def answers_here(self, home: Path, patch: pytest.MonkeyPatch) -> None:
         """Lets this process, and those it forks, find this hub, with a cache of its own."""
@@ -224,11 +214,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        end = self.hub.cuts.pop(name, None)
-        self.wfile.write(content[start:end])
-        if end is not None:  # before all came that was promised
-            self.wfile.flush()
-            self.close_connection = True
+        self.wfile.write(content[start:])
 
 
 def _paths(body: bytes) -> list[str]:

@@ -5,14 +5,7 @@ import shutil
 
 import pytest
 
-from tests.helpers.sample_runs import (
-    assert_refused,
-    changed_copy,
-    evaluate,
-    make_llava,
-    scripted,
-    train,
-)
+from tests.helpers.sample_runs import assert_refused, changed_copy, evaluate, make_llava, scripted
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +46,3 @@ def test_bad_rows_end_an_evaluation_or_are_left_out(model, tmp_path):
     compared = ("--compare-with", tmp_path / "eval/predictions.jsonl", "--check-only")
     done = evaluate(model, "vsr", tmp_path / "third", *words, *others[:2], *compared)
     assert_refused(done, 2, "--compare-with", "1 of 8 samples", "'vsr-random-test-3' among them")
-
-
-def test_bad_rows_end_a_training_run(model, tmp_path):
-    change = {"image": "gone.jpg"}
-    data = changed_copy("vsr", tmp_path, "splits/random/train.jsonl", lambda r: r[0].update(change))
-    done = train(model, "vsr", tmp_path / "run", "--dataset-path", data, ranks=1)
-    assert_refused(done, 3, "train.jsonl:1: sample vsr-random-train-1", "no image gone.jpg")

@@ -5,7 +5,6 @@ import json
 import pytest
 from PIL import Image
 
-from examples.spatial.spatial_sets import VSR_RELATIONS
 from register import dataset_register, import_shelf
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.errors import DataError
@@ -32,25 +31,18 @@ SETS = {
 MUG = ["A mug on a table", "A mug under a table"]
 ROWS = [
     ("vsr", {"label": "maybe"}, "label is 'maybe'"),
-    ("vsr", {"label": True}, "label is True"),
-    ("vsr", {"caption": None}, "'caption' is missing"),
     ("vsr", {"image": 5}, "'image' is 5"),
     ("vsr", {"image": "../x.jpg"}, "leads out"),
     ("vsr", {"relation": "lef of"}, r"relation 'lef of' is not known \(nearest: left of"),
-    ("vsr", {"relation": None}, "relation is missing"),
     ("spatial_mm", {"answer": "E. up"}, "'E. up' names none of the 2 options"),
     ("spatial_mm", {"answer": "A. top left"}, "the option 'left' and the text of another"),
-    ("spatial_mm", {"question": "Where?\nA. left\nC. right"}, "letters A, C. A, B was expected"),
     ("spatial_mm", {"question": "Where?\nA. left\nB. Left"}, "'left' stands twice"),
-    ("whats_up", {"caption_options": ["on one"]}, "options are"),
     ("whats_up", {"caption_options": [MUG[0], *MUG]}, "stands twice"),
     ("whats_up", {"caption_options": ["A mug nigh a table", *MUG]}, "it has none of the words"),
     ("rotate_qa", {"rotation": "ninety"}, "rotation is 'ninety'"),
     ("rotate_qa", {"task": "clok"}, r"task 'clok' is not known \(nearest: clock"),
     ("rotate_qa", {"task": "clock", "answer": "left"}, "'left' is none of the task 'clock'"),
-    ("rotate_qa", {"options": ["left"]}, "At least two texts"),
     ("rotate_qa", {"options": ["left", "up"], "answer": "C"}, "'C' is none of the options"),
-    ("rotate_caption", {"caption": 5}, "'caption' is 5"),
 ]
 
 
@@ -86,16 +78,7 @@ def test_bad_rows_are_named_when_the_dataset_is_made(key, change, reason, tmp_pa
 
 @pytest.mark.parametrize(
     ("key", "change", "option", "group"),
-    [
-        ("vsr", {"relation": "Next  Door To"}, "other_relations", "next door to"),
-        (
-            "whats_up",
-            {"caption_options": ["A mug nigh a table", *MUG]},
-            "other_relations",
-            "other",
-        ),
-        ("rotate_qa", {"task": "view point", "answer": "far"}, "other_tasks", "view point"),
-    ],
+    [("vsr", {"relation": "Next  Door To"}, "other_relations", "next door to")],
 )
 def test_others_can_be_allowed(key, change, option, group, tmp_path):
     dataset = made(key, tmp_path, change, **{option: "allow"})
@@ -112,21 +95,9 @@ def test_a_picture_that_is_missing_is_told_with_its_sample(key, tmp_path):
         dataset[row]
 
 
-def test_the_relations_of_vsr_are_those_of_its_authors():
-    assert len(VSR_RELATIONS) == 70
-    assert {"to", "from", "up", "deep down", "after"} < set(VSR_RELATIONS)
-    assert VSR_RELATIONS["left of"] == "projective" and VSR_RELATIONS["facing"] == "orientation"
-    assert len(set(VSR_RELATIONS.values())) == 7
-
-
 def test_relations_are_compared_without_case_and_spaces(tmp_path):
     dataset = made("vsr", tmp_path, {"relation": " Left  of "})
     assert dataset[2][1]["relation"] == "left of"
-
-
-def test_rotations_of_one_angle_are_one_group(tmp_path):
-    dataset = made("rotate_qa", tmp_path, {"rotation": 90.0})
-    assert dataset[2][1]["groups"]["rotation"] == "90 degrees"
 
 
 def test_pictures_of_the_same_row_are_one_cluster(tmp_path):

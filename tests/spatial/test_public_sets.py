@@ -222,8 +222,3 @@ def test_continued_limited_and_compared(model, tmp_path):
     assert (
         "difference" in other.out and "Compared with" in (tmp_path / "other/report.md").read_text()
     )
-
-
-def test_the_samples_are_small():
-    files = [path for path in SAMPLES.rglob("*") if path.suffix != ".py" and path.is_file()]
-    assert sum(path.stat().st_size for path in files) < 200_000

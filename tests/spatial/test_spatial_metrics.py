@@ -6,8 +6,6 @@ from examples.spatial.metrics import rotate_qa, spatial_mm, vsr, whats_up
 from examples.spatial.rewards import spatial_choice, spatial_consistency
 from stageline.errors import DataError
 
-CAPTION = "The dog is on the surfboard."
-
 
 def _is_right(metric, text, **sample):
     return bool(metric([{"prediction": text}], [sample])["per_sample"][0])
@@ -23,40 +21,17 @@ def test_spatial_mm_with_and_without_options():
     assert _is_right(spatial_mm, "upper left", answer="top left")
 
 
-def test_whats_up_reads_captions_and_letters():
-    sample = {
-        "choices": ["A mug under a table", "A mug on a table", "A mug left of a table"],
-        "answer_index": 1,
-        "answer": "B. A mug on a table",
-    }
-    assert _is_right(whats_up, "B", **sample)
-    assert _is_right(whats_up, "A mug on a table.", **sample)
-    assert not _is_right(whats_up, "A mug under a table", **sample)
-    assert not _is_right(whats_up, "A", **sample)
-
-
 @pytest.mark.parametrize(
     ("answer", "text", "right"),
     [
-        ("left", "Left", True),
-        ("left", "right", False),
-        ("left", "left and right", False),
         ("upper left", "top-left corner", True),
-        ("below", "underneath it", True),
         ("down", "upside down", False),
         ("upside down", "The picture is upside-down.", True),
-        ("upright", "right", False),
-        ("clockwise", "counter-clockwise", False),
         ("counterclockwise", "anti clockwise", True),
-        ("3 o'clock", "three o'clock", True),
         ("3 o'clock", "At 3 o\u2019clock.", True),
-        ("3 o'clock", "3", True),
         ("twelve o'clock", "12 o'clock", True),
-        ("12 o'clock", "2 o'clock", False),
         ("90 degrees", "90\u00b0", True),
         ("270", "-90", True),
-        ("90", "between 90 and 180", False),
-        ("0", "0", True),
     ],
 )
 def test_rotate_qa(answer, text, right):
@@ -103,11 +78,6 @@ def test_answers_that_say_nothing_are_wrong_and_counted():
         assert result["per_sample"] == [0, 0, 0, 0, 1]
     result = vsr(predictions[:3] + [{"prediction": "no"}], [{"label": 0, "answer": "false"}] * 4)
     assert (result["unparsed"], result["per_sample"]) == ([1, 1, 1, 0], [0, 0, 0, 1])
-
-
-def test_words_that_are_denied_are_no_answer():
-    assert not _is_right(spatial_mm, "It is not pink but red.", answer="pink")
-    assert _is_right(spatial_mm, "It is not red but pink.", answer="pink")
 
 
 def test_whats_up_counts_pairs_and_sets():

@@ -1,19 +1,10 @@
 """The components of `--import examples.spatial.parts`: rows, splits and words of each dataset."""
 
 import functools
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from register import (
-    ALL_REGISTERS,
-    dataset_register,
-    import_shelf,
-    metric_register,
-    prompt_register,
-)
+from register import dataset_register, import_shelf, metric_register, prompt_register
 from stageline.errors import UserError
 from tests.helpers.dataset_checks import (
     check_micro_batch,
@@ -25,7 +16,6 @@ from tests.helpers.tiny_datasets import make_rotate, make_spatial_mm, make_vsr, 
 
 import_shelf("prompt", "prompt_fn", "dataset", "metric")
 pytestmark = pytest.mark.usefixtures("parts")
-ROOT = Path(__file__).resolve().parents[2]
 # key -> makes the files, metric, template
 SETS = {
     "scenes": (lambda folder: None, "rotate_qa", "vqa"),
@@ -125,27 +115,3 @@ def test_missing_files_are_named(tmp_path):
         dataset_register["vsr"](dataset_path=None)
     with pytest.raises(UserError, match=r"random/train.jsonl.*lies in"):
         dataset_register["vsr"](dataset_path=str(tmp_path))
-
-
-def test_a_run_gets_them_by_import_and_is_told_where_they_are():
-    words = ["train_pp.py", "--import", "examples.spatial.parts", "--list"]
-    done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    for key in (*SETS, "spatial_consistency", "spatial_choice"):
-        assert f"  {key} " in done.stdout, key
-    assert done.stdout.count("examples/spatial/parts.py:") >= 13
-
-
-def test_every_component_of_the_folder_is_tested():
-    ours = {
-        (name, key)
-        for name, register in ALL_REGISTERS.items()
-        for key in register
-        if "examples/spatial" in register.home(key)
-    }
-    metrics = {("metric", key) for key in ("vsr", "spatial_mm", "whats_up", "rotate_qa")}
-    rewards = {("reward", "spatial_consistency"), ("reward", "spatial_choice")}
-    datasets = {("dataset", key) for key in SETS}
-    assert ours == {*datasets, *metrics, *rewards, ("prompt", "vsr")}

@@ -18,17 +18,12 @@ from examples.spatial.study_spatial_report import (
     CONSISTENT,
     Run,
     Study,
-    accuracy_figure,
     bootstrap,
     chance_by_group,
-    losses_figure,
     read_run,
     study_figures,
-    study_markdown,
-    verdict,
 )
 from stageline.errors import UserError
-from stageline.plotting.pictures import save_figure
 from tests.helpers import small_run
 from tests.helpers.ready_venv import mark_ready
 from tests.helpers.small_run import ForkedRun
@@ -94,14 +89,6 @@ def test_intervals_are_those_of_theory():
     assert (high - low) / 2 == pytest.approx(2 * half, rel=0.2)
 
 
-def test_seeds_that_differ_widen_the_interval_over_seeds_alone():
-    scores = numpy.stack([numpy.arange(1000) % 10 < share for share in (2, 5, 8)]).astype(float)
-    figure = bootstrap(scores)
-    width = [high - low for low, high in (figure.over_samples, figure.over_seeds)]
-    assert width[0] < 0.05 and width[1] > 0.4
-    assert figure == bootstrap(scores), "the same each time"
-
-
 def test_views_of_a_scene_are_judged_alone_and_together(tmp_path):
     """Two scenes of two views, written as `evaluate` does; the figures are counted by hand."""
     said = {"a": ["left", "right"], "b": ["left", "left"]}
@@ -155,59 +142,6 @@ def test_what_cannot_be_compared_is_refused():
 # -- words and pictures ------------------------------------------------------------------
 
 
-def figures_of(accuracies):
-    return study_figures(Study(made_up(accuracies)), chance={"clock": 1 / 12, "direction": 0.25})
-
-
-def test_the_report_shows_arms_groups_and_seeds():
-    figures = figures_of({"sft": [0.5, 0.6, 0.4], "contrastive": [0.9, 0.8, 0.9]})
-    assert figures["chance"][ALL] == pytest.approx((1 / 12 + 0.25) / 2)
-    text = study_markdown(figures, title="A study", settings={"date": "today"})
-    assert text.startswith("# A study\n\n- date: today\n")
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    row = next(row for row in rows if row[0] == "| all")
-    sft = figures["arms"]["sft"][ALL]
-    low, high = sft["interval_95_over_samples"]
-    shown = f"{100 * sft['mean']:.1f} [{100 * low:.1f}, {100 * high:.1f}] ± "
-    assert row[1] == "16.7" and row[2].startswith(shown)
-    assert sum(row[0] in ("| sft", "| contrastive") for row in rows) == 6, "a row a run"
-    assert "contrastive is ahead of sft" in text
-    json.dumps(figures)
-
-
-@pytest.mark.parametrize(
-    ("interval", "seeds", "wanted"),
-    [
-        ((0.01, 0.2), 3, "c is ahead of s"),
-        ((-0.2, -0.01), 3, "s is ahead of c"),
-        ((-0.01, 0.2), 3, "cannot be told apart"),
-        ((0.01, 0.2), 1, "nothing can be said"),
-    ],
-)
-def test_the_sentence_says_no_more_than_the_interval(interval, seeds, wanted):
-    difference = {"interval_95_over_seeds": interval, "by_seed": [0.1] * seeds}
-    assert wanted in verdict("c - s", difference)
-
-
-def test_the_pictures_show_the_figures(tmp_path):
-    figures = figures_of({"sft": [0.5, 0.6, 0.4], "contrastive": [0.9, 0.8, 0.9]})
-    axes = accuracy_figure(figures).axes[0]
-    bars = [container for container in axes.containers if hasattr(container, "patches")]
-    for arm, bar in zip(figures["arms"], bars, strict=True):
-        heights = [patch.get_height() for patch in bar.patches]
-        assert heights == [figures["arms"][arm][group]["mean"] for group in figures["chance"]]
-    dots = [line for line in axes.lines if line.get_marker() == "." and len(line.get_ydata())]
-    assert sorted(len(line.get_ydata()) for line in dots) == [3] * 6
-    steps = [{"step": number, "loss": 9.0, "token_loss": 1.0} for number in range(1, 5)]
-    plain = [{"step": number, "loss": 2.0} for number in range(1, 5)]
-    lines = losses_figure({"sft": [plain], "contrastive": [steps, steps]}).axes[0].lines
-    assert [line.get_ydata()[0] for line in lines] == [2.0, 1.0, 1.0], "what arms have in common"
-    save_figure(accuracy_figure(figures), tmp_path / "a.png")
-    save_figure(losses_figure({"sft": [plain]}), tmp_path / "l.png")
-    for name in ("a.png", "l.png"):
-        Image.open(tmp_path / name).verify()
-
-
 # -- the script --------------------------------------------------------------------------
 
 # stands for python in the script: notes each command, and leaves what the next one looks for
@@ -245,68 +179,6 @@ def commands_of(tmp_path, *options, script="study_spatial.sh", **environment):
         env={**kept, **mine}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     return done, [json.loads(line) for line in notes.read_text().splitlines()]
-
-
-def test_the_script_makes_both_arms_alike_and_goes_on_where_it_was(tmp_path):
-    done, commands = commands_of(tmp_path, "--seeds", "0 1", "--weight-decay", "0.2")
-    assert done.returncode == 0, done.stderr
-    names = [name for name, *_ in commands]
-    once = ["train_pp.py", "evaluate.py"] * 2
-    assert names == ["make_scenes_model.py", *once] * 2 + ["study_spatial_report.py"]
-    sft, contrastive = commands[1], commands[3]
-    different = {"--collate-fn", "--loss-fn", "--output-dir"}
-    extra = {"--sim-fn", "--collate-fn.marked", "--loss-fn.warmup_steps"}
-    told = [options_of(words) for words in (sft, contrastive)]
-    assert set(told[1]) - set(told[0]) == extra and not set(told[0]) - set(told[1])
-    assert {name for name in told[0] if told[0][name] != told[1][name]} == different
-    assert told[0]["--weight-decay"] == "0.2", "what is appended wins"
-    assert [options_of(commands[i])["--seed"] for i in (1, 3, 6, 8)] == ["0", "0", "1", "1"]
-    (tmp_path / "study/contrastive/seed-1/evaluation/report.json").unlink()
-    _, again = commands_of(tmp_path, "--seeds", "0 1")
-    assert [name for name, *_ in again] == [*once[:2], "study_spatial_report.py"]
-    assert options_of(again[0])["--output-dir"].endswith("contrastive/seed-1")
-    _, large = commands_of(tmp_path, "--size", "large", "--seeds", "7", "--sim-fn", "cos")
-    assert options_of(large[3])["--sim-fn"] == "cos"
-    assert int(options_of(large[1])["--total-steps"]) > int(told[0]["--total-steps"])
-    done, _ = commands_of(tmp_path, "--size", "huge")
-    assert done.returncode == 2 and "small or large" in done.stderr
-
-
-def test_the_arms_of_the_rewarded_study_have_one_start_and_the_same_rows(tmp_path):
-    given = {"script": "train_grpo_scenes.sh", "SEEDS": "4 5", "START_STEPS": "20", "STEPS": "10"}
-    done, commands = commands_of(tmp_path, "--loss-fn.entropy_coef", "0", **given)
-    assert done.returncode == 0, done.stderr
-    once = ["train_pp.py", "evaluate.py"] * 4
-    names = [name for name, *_ in commands]
-    assert names == ["make_scenes_model.py", *once] * 2 + ["study_spatial_report.py"]
-    start, sft, grpo, both = (options_of(commands[place]) for place in (1, 3, 5, 7))
-    study = tmp_path / "study"
-    assert start["--model-path"] == str(study / "random/seed-4")
-    first = str(study / "start/seed-4/checkpoints/step-00000020")
-    assert sft["--model-path"] == grpo["--model-path"] == first
-    assert both["--model-path"] == str(study / "sft/seed-4/checkpoints/step-00000005")
-    assert sft["--save-steps"] == "5" and sft["--keep-last"] == "2", "half of it is kept"
-    steps = [int(one["--total-steps"]) for one in (sft, grpo, both)]
-    assert steps == [10, 10, 5], "as many rows, of which half were learnt by both"
-    rows = int(grpo["--batch-size"]) / int(grpo["--rollouts.group_size"])
-    assert rows == int(sft["--batch-size"]), "a batch of grpo counts answers"
-    same = {"--seed", "--lr-scheduler", "--weight-decay", "--prompt", *DRAWN}
-    for name in same:
-        assert sft[name] == grpo[name] == both[name], name
-    assert {options_of(words)["--dataset.split"] for words in commands[2:9:2]} == {"test"}
-    assert grpo["--loss-fn.entropy_coef"] == "0" and "--loss-fn.entropy_coef" not in sft
-    (study / "both/seed-5/evaluation/report.json").unlink()
-    _, again = commands_of(tmp_path, **given)
-    assert [name for name, *_ in again] == [*once[:2], "study_spatial_report.py"]
-
-
-DRAWN = [f"--dataset.{name}" for name in ("mirrored", "tasks", "num_train", "num_things")]
-
-
-def options_of(words):
-    """Option -> value; the last one counts, as in the entry files."""
-    pairs = zip(words, [*words[1:], ""], strict=True)
-    return {name: value for name, value in pairs if name.startswith("--")}
 
 
 def test_the_commands_of_the_script_run_and_are_reported(tmp_path, monkeypatch):

@@ -234,8 +234,6 @@ def test_commands(remote, server, tmp_path, picture, capsys):
         ("a\nb", ["a", "b"]),
         ("a\\\nb\\\nc\nd", ["a\nb\nc", "d"]),
         ("```py\nx = 1 \\\n\ny\n```\nnext", ["```py\nx = 1 \\\n\ny\n```", "next"]),
-        ("see:\\\n```\nx\n```\nnext", ["see:\n```\nx\n```", "next"]),
-        ("a\\", ["a"]),
         ("```\nopen", ["```\nopen"]),
     ],
 )

@@ -52,14 +52,6 @@ def test_a_left_padded_batch_equals_single_prompts(family):
     assert len(seen) > 1, "equal answers to all prompts would show nothing"
 
 
-def test_padding_is_on_the_left():
-    batch = encode_prompts(prompts(), [None] * 3, processor=tiny_tokenizer())
-    lengths = batch["attention_mask"].sum(dim=1)
-    assert lengths[1] < lengths[0]
-    assert batch["attention_mask"][:, -1].tolist() == [1, 1, 1]
-    assert batch["attention_mask"][1, 0] == 0
-
-
 def test_sampling_follows_the_seed():
     tokenizer = tiny_tokenizer()
     model = auto_class("llama").from_config(tiny_config("llama", vocab_size=len(tokenizer)))

@@ -2,9 +2,7 @@
 
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import datasets
 import pytest
@@ -40,7 +38,6 @@ from stageline.training.reference import weights_fingerprint
 from tests.helpers.hub_server import TOKEN, running_hub
 from tests.helpers.tiny_checkpoints import tiny_whole
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"config.json": b'{"a": 1}', "tokenizer.json": b"{}", "additional/x.jinja": b"{{ x }}"}
 FILES = {
     **SMALL,
@@ -49,7 +46,6 @@ FILES = {
     "onnx/config.json": b"{}",
     "README.md": b"",
 }
-COMMIT = "0123456789" * 4
 
 
 @pytest.fixture
@@ -102,20 +98,6 @@ def test_options_take_names_and_say_what_a_path_was_taken_for(tmp_path, monkeypa
     with pytest.raises(OptionError, match="no such file or folder") as caught:
         check_limits(RunConfig(dataset_path="sets/rows.jsonl"))
     assert "hub:" not in str(caught.value).split("Check")[1]
-
-
-def test_a_folder_wins_and_nothing_is_imported_for_it(tmp_path):
-    (tmp_path / "org" / "model").mkdir(parents=True)
-    code = (
-        "import sys; from stageline.hub import local_folder as f, fetch_missing;"
-        "print(f('org/model'));"
-        "fetch_missing(f('org/model') / 'model.safetensors');"
-        "print([n for n in ('huggingface_hub', 'filelock', 'torch') if n in sys.modules])"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-c", code]
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["org/model", "[]"], done.stderr
 
 
 # -- what is fetched ---------------------------------------------------------------------------
@@ -339,36 +321,6 @@ def test_without_a_network(here, monkeypatch):
     refused(lambda: local_folder("org/other"), "Look at the network", "HF_ENDPOINT")
 
 
-def test_a_download_that_was_cut_goes_on(here, monkeypatch):
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 2**14)  # what came of one is forgotten
-    here.add("org/model", FILES)
-    folder = local_folder("org/model")
-    here.cuts["model.safetensors"] = 70_000
-    fetch_missing(folder / "model.safetensors")
-    assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
-    asked = [r.bytes_from for r in here.requests if r.method == "GET" and "model.s" in r.path]
-    assert asked == [None, 65_536]
-
-
-def test_the_environment_is_heeded(hub, tmp_path):
-    """HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE, as a process finds them."""
-    hub.add("org/secret", FILES, is_private=True)
-    code = "from stageline.hub import *; f = local_folder('org/secret'); print(f)"
-    fetch = code + "; fetch_missing(f / 'model.safetensors')"
-    told = hub.environment(tmp_path / "home", PYTHONPATH=str(ROOT))
-    for words, more, succeeds in (
-        (code, {}, False),
-        (code, {"HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "1"}, False),
-        (fetch, {"HF_TOKEN": TOKEN}, True),
-        (fetch, {"HF_HUB_OFFLINE": "1"}, True),
-    ):
-        run = [sys.executable, "-c", words]
-        done = subprocess.run(run, env={**told, **more}, capture_output=True, text=True)
-        assert (done.returncode == 0) == succeeds, done.stderr
-    assert done.stdout.startswith(str(tmp_path / "home" / "hub"))
-    assert hub.downloads("model.safetensors") == ["model.safetensors"]
-
-
 MODELSCOPE = """
 import json, pathlib
 def snapshot_download(model_id, *, revision=None, allow_patterns=None, ignore_patterns=None):
@@ -391,17 +343,3 @@ def test_modelscope_if_it_is_asked_for(here, tmp_path, monkeypatch):
     name, revision, allowed, _ = json.loads((folder / "told.json").read_text())
     assert (name, revision) == ("org/model", "v1") and here.requests == []
     assert "model*.safetensors" in allowed and not any("bin" in one for one in allowed)
-
-
-def test_every_option_that_names_a_model_takes_a_name():
-    from commands import run_configs
-
-    fields = [item for config in run_configs() for item in option_fields(config).values()]
-    named = {item.name for item in fields if item.metadata["takes_name"]}
-    assert named == {
-        *("model_path", "config_path", "processor_path", "adapter_path", "tokenizer_path"),
-        "dataset_path",
-    }
-    for item in fields:
-        if item.name in named:
-            assert item.metadata["takes_name"] and "hub name" in item.metadata["help"], item.name

@@ -6,24 +6,18 @@ import re
 import shlex
 
 import peft
-import pytest
 import yaml
 from transformers import AutoConfig
 
 from commands import train as train_pp  # noqa: F401 - registers the engine that config.yaml names
 from parse_args import parse_train_args
 from register import import_shelf
-from stageline.checkpoint.export_files import (
-    RunFacts,
-    model_card,
-    read_run_facts,
-    short_path,
-)
+from stageline.checkpoint.export_files import read_run_facts, short_path
 from stageline.checkpoint.layout import FORMAT_VERSION, content_sum
 from stageline.checkpoint.plain_folder import export_folder
 from stageline.data.text.processor import save_processor
 from tests.helpers.tiny_checkpoints import tiny_whole
-from tests.helpers.tiny_models import tiny_config, tiny_processor, tiny_tokenizer
+from tests.helpers.tiny_models import tiny_processor, tiny_tokenizer
 
 OPTIONS = {
     "train-model": "llama",
@@ -149,39 +143,6 @@ def test_the_command_is_that_of_the_run(tmp_path, monkeypatch):
     assert run.bf16 is False
 
 
-def test_without_a_picture_the_curve_is_a_table(tmp_path):
-    export_folder(make_run(tmp_path, curve=False), tmp_path / "mine")
-    text = (tmp_path / "mine" / "README.md").read_text()
-    assert "loss.png" not in text
-    assert "| 1 | 5 |\n| 2 | 4 |\n| 3 | 3 |" in text
-
-
-def test_what_is_not_known_is_left_out(tmp_path):
-    tiny_whole("llama", tmp_path / "base")
-    export_folder(tmp_path / "base", tmp_path / "mine")
-    text = (tmp_path / "mine" / "README.md").read_text()
-    assert front_matter(text).keys() == {"library_name", "pipeline_tag", "tags"}
-    for word in ("None", "null", "Training", "Figures", "Versions", "dataset", "started", "nan"):
-        assert word not in text
-    assert "AutoModelForCausalLM.from_pretrained('mine'" in text
-
-
-def test_a_run_from_random_weights_names_no_base():
-    run = RunFacts({"step": 1}, {"dataset": "digits", "model-path": None})
-    text = model_card(run, tiny_config("llama"), name="m", kind="model")
-    assert "Its weights started at random." in text
-    assert "base_model" not in text
-
-
-def test_figures_that_are_not_finite_are_not_best():
-    evaluations = (record("eval", 1, loss=None), record("eval", 2, loss=2.0))
-    text = model_card(
-        RunFacts(evaluations=evaluations), tiny_config("llama"), name="m", kind="model"
-    )
-    assert "| lowest evaluation loss | 2 | 2 |  |" in text
-    assert "highest token accuracy" not in text
-
-
 def test_the_code_in_the_card_loads_the_model(tmp_path, monkeypatch):
     checkpoint = make_run(tmp_path)
     tiny_tokenizer().save_pretrained(checkpoint)
@@ -217,15 +178,3 @@ def test_the_code_in_the_card_of_an_adapter_loads_it(tmp_path, monkeypatch):
     names = {}
     exec(compile(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], "card", "exec"), names)
     assert isinstance(names["model"], peft.PeftModel)
-
-
-@pytest.mark.filterwarnings("ignore:Could not find a config")
-def test_an_adapter_whose_base_is_elsewhere_is_exported_all_the_same(tmp_path):
-    base = tiny_whole("llama", tmp_path / "base")
-    base.name_or_path = "/gone/models/tiny"
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
-    peft.get_peft_model(base, config).save_pretrained(tmp_path / "run")
-    export_folder(tmp_path / "run", tmp_path / "mine")
-    text = (tmp_path / "mine" / "README.md").read_text()
-    assert front_matter(text)["base_model"] == "models/tiny"
-    assert "/gone" not in text

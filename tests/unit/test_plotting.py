@@ -1,7 +1,6 @@
 """Curves and pictures: what is drawn equals what was logged."""
 
 import json
-import unicodedata
 import warnings
 
 import numpy
@@ -9,17 +8,7 @@ import pytest
 from PIL import Image
 
 from stageline.plotting.figures import loss_figure, plot_loss, reward_figure, smooth
-from stageline.plotting.pictures import (
-    caption,
-    drawable,
-    font_families,
-    plot_predictions,
-    predictions_figure,
-    predictions_markdown,
-    shown,
-    wrap_text,
-    wrong_first,
-)
+from stageline.plotting.pictures import caption, plot_predictions, predictions_markdown, shown
 from stageline.run_records import read_log
 
 
@@ -81,14 +70,6 @@ def test_steps_that_are_not_finite_are_marked_and_leave_no_gap_in_the_axis():
     assert [x for x, _ in data_of(upper.lines, "not finite")] == [2]
 
 
-def test_a_loss_that_falls_far_is_drawn_on_a_logarithmic_axis():
-    assert loss_figure([step(1, 6.0), step(2, 0.01)], []).axes[0].get_yscale() == "log"
-    assert loss_figure([step(1, 6.0), step(2, 0.0)], []).axes[0].get_yscale() == "linear"
-    margin = {"loss_figures": ["margin"], "margin": -2.0}  # which a logarithm would not show
-    upper = loss_figure([step(1, 6.0, **margin), step(2, 0.01, **margin)], []).axes[0]
-    assert (upper.get_yscale(), upper.get_ylabel()) == ("linear", "loss")
-
-
 def test_a_log_of_one_evaluation_or_of_nothing_can_be_drawn(tmp_path):
     for records in ([evaluation(0, 3.0)], [step(1, None)], []):
         write(tmp_path / "log.jsonl", records)
@@ -133,68 +114,7 @@ def test_smoothing_equals_a_mean_by_hand(width):
         assert value == pytest.approx(values[index - side : index + side + 1].mean(), abs=1e-12)
 
 
-def test_smoothing_does_not_lag():
-    line = [3.0 - 0.01 * number for number in range(200)]
-    assert smooth(line) == pytest.approx(line)
-
-
 # -- pictures ----------------------------------------------------------------------------
-
-COLORS = {True: (26, 127, 55), False: (207, 34, 46), None: (110, 119, 129)}
-
-
-def rendered(figure, path):
-    figure.savefig(path, dpi=100)
-    return numpy.asarray(Image.open(path).convert("RGB"))
-
-
-@pytest.mark.parametrize("is_correct", [True, False, None])
-def test_the_frame_and_the_prediction_say_whether_it_is_right(tmp_path, is_correct):
-    title = caption("Which digit?", "7", "9")
-    figure = predictions_figure([Image.new("RGB", (8, 8))], [title], [is_correct])
-    pixels = rendered(figure, tmp_path / "p.png")
-    present = {
-        value: bool((abs(pixels.astype(int) - color) < 3).all(axis=2).any())
-        for value, color in COLORS.items()
-    }
-    assert present == {value: value is is_correct for value in COLORS}
-    prediction = [text for text in figure.axes[0].texts if text.get_text() == "→ 7"]
-    assert len(prediction) == 1 and prediction[0].get_weight() == "bold"
-
-
-def test_a_picture_is_drawn_with_its_own_colours_and_shape(tmp_path):
-    wide = Image.new("RGB", (80, 20), (250, 100, 3))
-    pixels = rendered(predictions_figure([wide], ["x"], [None]), tmp_path / "p.png").astype(int)
-    rows, columns = numpy.nonzero((abs(pixels - (250, 100, 3)) < 3).all(axis=2))
-    height, width = numpy.ptp(rows) + 1, numpy.ptp(columns) + 1
-    assert width / height == pytest.approx(4.0, rel=0.1)
-
-
-def test_grid_has_a_cell_a_sample_and_stays_inside_the_figure():
-    images = [Image.new("L", (10, 10 * (1 + index % 5))) for index in range(8)]
-    figure = predictions_figure(images, ["a\nb " * 40] * 8, [True] * 8, columns=3)
-    assert len(figure.axes) == 8
-    boxes = [axes.get_position() for axes in figure.axes]
-    assert all(0 <= box.x0 < box.x1 <= 1 and 0 <= box.y0 < box.y1 <= 1 for box in boxes)
-    tops = [round(box.y1, 6) for box in boxes]
-    assert [tops.count(top) for top in sorted(set(tops), reverse=True)] == [3, 3, 2]
-
-
-def test_no_text_is_wider_than_its_cell():
-    titles = ["what does this do? " * 12, "x" * 300, "数字" * 80, caption("q", "MW " * 90, "")]
-    figure = predictions_figure([Image.new("L", (9, 9))] * 4, titles, [False] * 4, columns=4)
-    figure.canvas.draw()
-    for axes in figure.axes:
-        cell = axes.get_window_extent()
-        for text in axes.texts:
-            assert text.get_window_extent().x1 <= cell.x1 + 1
-            assert text.get_window_extent().y0 >= cell.y0 - 1
-
-
-def test_samples_of_text_become_cards(tmp_path):
-    plot_predictions([None] * 4, [caption("q", "p", "a")] * 4, [True] * 4, tmp_path / "p.png")
-    with Image.open(tmp_path / "p.png") as picture:
-        assert picture.width > 1300 and picture.height > 100
 
 
 def test_hostile_text_is_drawn_without_a_warning(tmp_path):
@@ -229,85 +149,12 @@ def test_the_table_beside_it_cuts_nothing(tmp_path):
     assert lines == ["| # |  | sample |", "| --- | --- | --- |", "| 0 |  | a<br>b |"]
 
 
-def test_wrong_ones_are_counted_over_all_and_samples_have_their_ids(tmp_path):
-    assert wrong_first(10, 360, 36) == "10 wrong of 360, shown first"
-    assert wrong_first(155, 360, 36) == "155 wrong of 360, 36 of them shown"
-    assert wrong_first(0, 360, 36) == "0 wrong of 360"
-    titles = [caption("q", "7", "9"), caption("# q", "9", "9")]
-    how = {"ids": ["digits-17", "x" * 300], "summary": "10 wrong of 360, shown first"}
-    plot_predictions([None, None], titles, [False, True], tmp_path / "p.png", **how)
-    lines = (tmp_path / "p.md").read_text().splitlines()
-    assert lines[0] == "10 wrong of 360, shown first." and lines[2] == "| id |  | sample |"
-    assert lines[4].startswith("| digits-17 | wrong | q<br>")
-    figure = predictions_figure([None, None], titles, [False, True], **how)
-    assert [text.get_text() for text in figure.texts] == ["10 wrong of 360, shown first"]
-    figure.canvas.draw()
-    (head,), cells = figure.texts, figure.axes
-    assert head.get_window_extent().y0 >= max(cell.get_window_extent().y1 for cell in cells)
-    shown = [[text.get_text() for text in cell.texts] for cell in cells]
-    assert shown[0] == ["digits-17", "q", "→ 7", "answer: 9"]
-    assert shown[1][0].endswith("…"), "an id has one line"
-    assert [text.get_weight() for text in cells[0].texts] == ["normal", "normal", "bold", "normal"]
-
-
 def test_no_samples_no_file(tmp_path):
     plot_predictions([], [], [], tmp_path / "p.png")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_caption_keeps_one_line_a_part():
-    assert caption("a\nb", " 7 \n", "9") == "a b\n→ 7\nanswer: 9"
-    assert caption("", "", "") == "→ (nothing)"
-
-
 # -- text --------------------------------------------------------------------------------
-
-TEXTS = [
-    "short",
-    "several words that do not fit into one line of a picture",
-    "Donaudampfschifffahrtsgesellschaftskapitänsmütze und mehr",
-    "这是一个很长的中文回答，没有空格，所以必须在任何字符之后换行。",
-    "mixed 中文 and English 词 in one",
-    " leading and  double spaces",
-]
-
-
-def columns(text):
-    """Of which a Chinese character takes two."""
-    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
-
-
-def wrap(text, width, **options):
-    return wrap_text(text, width, measure=columns, **options)
-
-
-@pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("width", [5, 12, 30])
-def test_lines_fit_and_lose_only_spaces(text, width):
-    lines = wrap(text, width, max_lines=100)
-    assert all(columns(line) <= width for line in lines)
-    assert "".join("".join(lines).split()) == "".join(text.split())
-
-
-def test_words_are_kept_whole_where_they_fit():
-    assert wrap("the quick brown fox", 10) == ["the quick", "brown fox"]
-    assert wrap("a\n\nb", 10) == ["a", "", "b"]
-    assert wrap("", 10) == [""]
-    assert wrap("中文，好", 4) == ["中", "文，", "好"]  # no line begins with a comma
-
-
-def test_too_many_lines_end_in_dots():
-    lines = wrap("word " * 50, 9, max_lines=3)
-    assert len(lines) == 3 and lines[-1].endswith("…") and columns(lines[-1]) <= 9
-
-
-def test_unknown_characters_become_boxes(monkeypatch):
-    assert drawable("Grün → 5") == "Grün → 5"
-    assert drawable("a\x07b\n") == "ab\n"
-    if len(font_families()) == 1:
-        assert drawable("数字") == "□□"
-    else:
-        assert drawable("数字") == "数字"
 
 
 def test_all_images_of_a_sample_and_the_last_turns_of_messages_are_shown():

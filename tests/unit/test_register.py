@@ -1,22 +1,10 @@
 """Registers: keys, homes, duplicates, unknown keys, freezing."""
 
-import functools
 import inspect
-import sys
-from pathlib import Path
 
 import pytest
 
-from register import (
-    ALL_REGISTERS,
-    ROOT,
-    Register,
-    RegisterError,
-    UnknownKeyError,
-    freeze_registers,
-    import_shelf,
-    restored_registers,
-)
+from register import Register, RegisterError, UnknownKeyError
 
 
 @pytest.fixture
@@ -28,48 +16,15 @@ def _line() -> int:
     return inspect.currentframe().f_back.f_lineno
 
 
-def test_decorator_registers_under_each_key_and_returns_the_part(parts):
-    @parts("one", "other")
-    def part():
-        """First line.
-
-        More.
-        """
-
-    assert parts["one"] is parts["other"] is part
-    assert part.__name__ == "part"
-    assert parts.summary("one") == "First line."
-
-
-def test_home_is_the_file_and_line_that_registered(parts):
-    parts["assigned"] = print
-    assigned = _line() - 1
-    parts.update(updated=print)
-    updated = _line() - 1
-    parts.register("called", print)
-    called = _line() - 1
-
-    @parts("decorated")
-    def part(): ...
-
-    decorated = _line() - 3
-    for key, line in [
-        *[("assigned", assigned), ("updated", updated)],
-        *[("called", called), ("decorated", decorated)],
-    ]:
-        assert parts.home(key) == f"{__file__}:{line}"
-
-
 @pytest.mark.parametrize(
     "again",
     [
         lambda parts: parts.__setitem__("taken", len),
         lambda parts: parts("taken")(len),
-        lambda parts: parts.update({"taken": len}),
         lambda parts: parts.update(taken=len),
         lambda parts: parts.register("taken", len),
     ],
-    ids=["item", "decorator", "update", "update_keyword", "register"],
+    ids=["item", "decorator", "update_keyword", "register"],
 )
 def test_a_taken_key_is_refused_and_both_homes_are_named(parts, again):
     parts["taken"] = print
@@ -80,15 +35,6 @@ def test_a_taken_key_is_refused_and_both_homes_are_named(parts, again):
     assert str(error.value).count(__file__) == 2
     assert parts["taken"] is print
     assert error.value.exit_code == 2
-
-
-def test_replace_is_explicit_and_moves_the_home(parts):
-    parts["key"] = print
-    parts("key", replace=True)(len)
-    assert parts["key"] is len
-    assert parts.home("key").endswith(f":{_line() - 2}")
-    parts.register("key", abs, replace=True)
-    assert parts["key"] is abs
 
 
 def test_unknown_key_names_register_option_nearest_all_and_how_to_add(parts):
@@ -109,55 +55,6 @@ def test_unknown_key_names_register_option_nearest_all_and_how_to_add(parts):
     assert error.value.exit_code == 2
 
 
-def test_the_option_that_asked_is_named(parts):
-    with pytest.raises(UnknownKeyError, match="^--held-out-loss x:"):
-        parts.entry("x", option="--held-out-loss")
-
-
-def test_it_is_a_mapping_in_every_other_way(parts):
-    parts["a"] = print
-    assert parts.get("b") is None
-    assert parts.pop("b", 7) == 7
-    assert "a" in parts and list(parts) == ["a"] and len(parts) == 1
-    assert parts.setdefault("c", abs) is abs
-    del parts["a"]
-    parts["a"] = len  # free again
-    assert parts["a"] is len
-
-
-@pytest.mark.parametrize("key", ["", " a", "-a", 3, None])
-def test_a_key_must_be_typeable(parts, key):
-    with pytest.raises(RegisterError, match="A key is a non-empty string"):
-        parts[key] = print
-
-
-def test_forgotten_key_of_the_decorator(parts):
-    with pytest.raises(RegisterError, match="without a key"):
-
-        @parts
-        def part(): ...
-
-
-def test_a_part_of_the_wrong_kind_is_refused(parts):
-    with pytest.raises(RegisterError, match="got a int"):
-        parts["a"] = 3
-    texts = Register("prompt", "a template", part_type=str)
-    with pytest.raises(RegisterError, match="'str'"):
-        texts["a"] = print
-    texts["b"] = "[IMAGE]\n[ANSWER]"
-    assert texts.summary("b") == "[IMAGE]\\n[ANSWER]"
-
-
-def test_summary_looks_through_partials_and_says_when_there_is_none(parts):
-    def part(a):
-        """Says a."""
-
-    parts["partial"] = functools.partial(functools.partial(part, 1))
-    parts["silent"] = lambda: None
-    assert parts.summary("partial") == "Says a."
-    assert parts.summary("silent") == "(no docstring)"
-
-
 def test_a_frozen_register_refuses_every_change(parts):
     parts["a"] = print
     parts.freeze()
@@ -173,40 +70,7 @@ def test_a_frozen_register_refuses_every_change(parts):
     assert dict(parts) == {"a": print}
 
 
-def test_registers_are_restored_with_homes_and_frozen_state():
-    metric = ALL_REGISTERS["metric"]
-    before = dict(metric)
-    with restored_registers():
-        metric["only_here"] = print
-        freeze_registers()
-        assert all(register.is_frozen for register in ALL_REGISTERS.values())
-    assert dict(metric) == before and not metric.is_frozen
-    with pytest.raises(UnknownKeyError):
-        metric.home("only_here")
-
-
-def test_all_registers_are_there_under_their_names():
-    names = (
-        "model train_model builder prompt prompt_fn image_token dataset collate_fn loss_fn sim_fn "
-        "reward metric optimizer lr_scheduler tracker engine document splitter"
-    )
-    assert list(ALL_REGISTERS) == names.split()
-    module = __import__("register")
-    for name, register in ALL_REGISTERS.items():
-        assert getattr(module, f"{name}_register") is register
-        assert register.holds
-
-
 # -- lazy targets, facts, true homes -----------------------------------------------------------
-
-
-def test_a_target_is_imported_when_its_part_is_asked_for(parts, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "lazy_parts_of_a_test.py").write_text('def f():\n    """Adds."""\n')
-    parts["later"] = "lazy_parts_of_a_test:f"
-    assert "later" in parts and "lazy_parts_of_a_test" not in sys.modules
-    assert parts["later"].__name__ == "f" and parts.summary("later") == "Adds."
-    assert sys.modules.pop("lazy_parts_of_a_test")
 
 
 @pytest.mark.parametrize("target", ["no_such_module:f", "register:no_such_name"])
@@ -216,11 +80,6 @@ def test_a_target_that_does_not_import_names_its_home(parts, target):
     with pytest.raises(RegisterError, match="can't be imported") as error:
         parts["later"]
     assert home in str(error.value) and target in str(error.value)
-
-
-def test_text_that_is_no_target_is_no_part(parts):
-    with pytest.raises(RegisterError, match="got a str"):
-        parts["a"] = "[IMAGE]\n[ANSWER]"
 
 
 def test_facts_stand_in_the_entry_with_their_defaults():
@@ -246,32 +105,3 @@ def test_an_unknown_fact_is_refused(parts):
     with pytest.raises(RegisterError, match="Known are: none"):
         parts.register("a", print, counts={})
     assert not losses and not parts
-
-
-def _registers_by_a_helper(parts, key):
-    parts[key] = print
-
-
-def test_a_helper_function_of_the_file_is_not_the_home(parts):
-    _registers_by_a_helper(parts, "one")
-    assert parts.home("one") == f"{__file__}:{_line() - 1}"
-
-
-def test_the_home_of_each_shipped_part_is_the_line_that_names_its_key():
-    from commands import train  # noqa: F401 - its engines
-
-    import_shelf()
-    homes = {
-        (name, key): register.home(key).rsplit(":", 1)
-        for name, register in ALL_REGISTERS.items()
-        for key in register
-    }
-    ours = {where: home for where, home in homes.items() if home[0].startswith(str(ROOT))}
-    assert len(ours) > 80
-    wrong = [
-        (where, file, line)
-        for where, (file, line) in ours.items()
-        if f'"{where[1]}"' not in Path(file).read_text().splitlines()[int(line) - 1]
-    ]
-    assert wrong == []
-    assert len(set(map(tuple, ours.values()))) >= len(ours) - 1  # sft and pt are one loss

@@ -4,8 +4,6 @@ The reference writes the conversation with the tokenizer's own `apply_chat_templ
 without padding, and reads the score at its last token by hand.
 """
 
-import json
-
 import numpy
 import pytest
 import torch
@@ -168,18 +166,6 @@ def without_head(folder):
     save(folder, model_class=AutoModelForCausalLM)
 
 
-def with_two_labels(folder):
-    save(folder, num_labels=2)
-
-
-def with_a_lost_head(folder):
-    save(folder, model_class=AutoModelForCausalLM)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
-    config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 def with_another_tokenizer(folder):
     save(folder, num_labels=1, vocab_size=40)
 
@@ -206,8 +192,6 @@ def not_there(folder):
     ("make", "kind", "wanted"),
     [
         (without_head, UserError, "holds a LlamaForCausalLM, which has no score head"),
-        (with_two_labels, UserError, "with 2 labels. A sequence classifier with one label"),
-        (with_a_lost_head, CheckpointError, r"missing: score\.weight"),
         (with_another_tokenizer, CheckpointError, "the tokenizer is another model's"),
         (without_a_template, UserError, "has no chat template"),
         (as_a_pickle, CheckpointError, "safetensors"),

@@ -8,18 +8,12 @@ import time
 from types import SimpleNamespace
 from unittest.mock import Mock
 
-import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from stageline.run_records import finite
 from stageline.training.evaluation import EvalResult
-from stageline.training.run_log import (
-    RunLog,
-    StepRecord,
-    line_interval,
-    scalars,
-)
+from stageline.training.run_log import RunLog, StepRecord
 
 
 def record(step, loss=1.0, **other):
@@ -163,14 +157,6 @@ def test_events_that_cannot_be_written_do_not_end_a_run(tmp_path, capsys):
     log.close()
 
 
-def test_other_ranks_write_and_say_nothing(tmp_path, capsys):
-    log = write_log(tmp_path / "run", [1.0], context=SimpleNamespace(is_main=False))
-    log.say("text")
-    log.draw()
-    assert not (tmp_path / "run").exists()
-    assert capsys.readouterr() == ("", "")
-
-
 def test_the_curve_is_drawn_at_an_evaluation_and_at_the_end(tmp_path):
     log = RunLog(tmp_path, total_steps=2)
     log.log_step(record(1))
@@ -199,48 +185,11 @@ def test_held_out_samples_are_kept_with_their_ids(tmp_path):
     assert lines[4].startswith("| row 0 | right |") and lines[5].startswith("| row 2 | wrong |")
 
 
-def test_without_a_terminal_there_are_plain_lines(tmp_path, capsys):
-    log = RunLog(tmp_path, total_steps=450)
-    for step in range(1, 31):
-        log.log_step(record(step))
-    log.say("a note")
-    log.close()
-    out, err = capsys.readouterr()
-    lines = out.splitlines()
-    assert [line.split(":")[0] for line in lines[:-1]] == [
-        f"step {step}/450" for step in (1, 10, 20, 30)
-    ]
-    assert lines[-1] == "a note"
-    assert "loss 1.0000, 600 tokens/s, memory 1.0|0.5 GiB" in lines[0]
-    assert lines[0].endswith("left") and "\r" not in out and err == ""
-
-
-def test_on_a_terminal_there_is_a_bar_and_no_lines(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True, raising=False)
-    log = RunLog(tmp_path, total_steps=4, start_step=1)
-    log._bar.mininterval = log._bar.miniters = 0
-    log.log_step(record(2))
-    log.say("a note")
-    log.close()
-    out, err = capsys.readouterr()
-    assert out.strip() == "a note"
-    assert "2/4" in err and "loss 1.0000" in err and "1.0|0.5 GiB" in err
-
-
 def test_without_tensorboard_a_note_and_no_error(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     write_log(tmp_path, [1.0])
     assert "pip install tensorboard" in capsys.readouterr().err
     assert len(read_lines(tmp_path)) == 2 and not (tmp_path / "tensorboard").exists()
-
-
-def test_a_skipped_step_says_so():
-    assert "skipped" in str(record(1, math.inf, is_skipped=True))
-    assert "skipped" not in str(record(1))
-    assert "bubble" not in str(record(1)) and "bubble" not in record(1).logged()
-    assert record(1, bubble=0.29876).logged()["bubble"] == 0.2988
-    assert ", bubble 30 %, memory" in str(record(1, bubble=0.29876))
-    assert record(1, seconds=0.0).tokens_per_second == 0.0
 
 
 def test_troubles_are_said_and_logged_whatever_the_interval(tmp_path, capsys):
@@ -271,17 +220,6 @@ def test_troubles_are_said_and_logged_whatever_the_interval(tmp_path, capsys):
         "step 10/100: stage 1 learns nothing",
     ):
         assert line in out
-
-
-@pytest.mark.parametrize("num_steps", [1, 7, 50, 51, 450, 100_000, 123_456_789])
-def test_lines_are_few_and_not_too_few(num_steps):
-    count = num_steps / line_interval(num_steps)
-    assert count <= 50 and (count >= 20 or line_interval(num_steps) == 1)
-
-
-def test_scalars_leave_out_what_is_no_number():
-    figures = {"a": 1, "b": True, "c": "x", "d": [1, 2], "e": None, "f": ["x"]}
-    assert scalars(figures) == {"a": 1.0, "b": 1.0, "d/rank_0": 1.0, "d/rank_1": 2.0}
 
 
 def test_a_line_says_when_the_time_goes_into_waiting_for_data(tmp_path, capsys):

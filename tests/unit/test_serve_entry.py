@@ -117,20 +117,6 @@ def test_options_reach_the_server(tmp_path):
     assert serve.make_settings(named, (), name="folder").model_name == "a/b"
 
 
-WRONG = {
-    "--model-path is missing": [],
-    "--port 70000 is out of range": ["--port", "70000"],
-    "--limits.max_body_mib 0 is out of range": ["--limits.max_body_mib", "0"],
-}
-
-
-@pytest.mark.parametrize("wanted", WRONG)
-def test_wrong_options_are_told(wanted, tmp_path):
-    words = WRONG[wanted] + (["--model-path", str(tmp_path)] if WRONG[wanted] else [])
-    with pytest.raises(ValueError, match=wanted):
-        parse_serve_args(words)
-
-
 def test_keys_come_from_a_file_and_the_environment(tmp_path, monkeypatch):
     file = tmp_path / "keys"
     file.write_text("first-long-key\n\nsecond-long-key\n")

@@ -15,8 +15,6 @@ from stageline.inference.decoding import stage_decoder as scores
 from stageline.inference.decoding.chain import LocalChain
 from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.request import (
-    Cancelled,
-    Failed,
     Request,
     Sampling,
     Scored,
@@ -25,7 +23,6 @@ from stageline.inference.decoding.request import (
 )
 from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder
-from stageline.serving.errors import of_engine
 from stageline.serving.service import TokenTexts
 from tests.helpers.served import served
 from tests.helpers.tiny_checkpoints import tiny_whole
@@ -228,10 +225,6 @@ def test_of_two_tokens_with_one_text_the_likelier_is_told(model):
     assert found == [{"same": -0.5, "other": -1.0}]
 
 
-def test_a_score_that_is_cancelled_is_no_fault_of_the_server():
-    assert of_engine(Cancelled("it ends")).status == 503
-
-
 def rows(count, length=5):
     ids = torch.arange(length)[None] + 3
     one = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -252,33 +245,3 @@ def test_scores_and_answers_take_turns(model):
     first_piece = next(n for n, event in enumerate(order) if not isinstance(event, Scored))
     assert kinds.count(Scored) == 12 and isinstance(ends[0], Scored)
     assert first_piece < 6, "the answer began before all rows were scored"
-
-
-def test_scores_that_nobody_wants_end(model):
-    engine, told = engine_of(model[0], model[2]), []
-    for row in rows(3):
-        engine.submit(row, told.append)
-
-    def raising(event):
-        raise RuntimeError("of a test")
-
-    engine.submit(rows(4)[-1], raising)
-    engine.cancel("1")
-    engine.cancel("nobody")
-    engine.submit(rows(5)[-1], lambda event: (told.append(event), engine.stop()))
-    engine.run()
-    by_key = {event.key: event for event in told}
-    assert isinstance(by_key["1"], Failed) and "cancelled" in str(by_key["1"].error)
-    assert {key for key, event in by_key.items() if isinstance(event, Scored)} == {"0", "2", "4"}
-    broken, told = engine_of(model[0], model[2]), []
-    broken.submit(rows(1)[0], told.append)
-    broken.stop()
-    broken.run()
-    assert isinstance(told[0], Failed) and "stopped" in str(told[0].error)
-
-
-@pytest.mark.parametrize(("num_targets", "length"), [(0, 5), (5, 5), (3, POSITIONS + 2)])
-def test_rows_that_cannot_be_scored_are_refused_at_once(model, num_targets, length):
-    row = rows(1, length)[0]
-    with pytest.raises(ValueError, match="tokens"):
-        engine_of(model[0], model[2]).submit(ScoreRequest("a", row.prompt, num_targets), print)

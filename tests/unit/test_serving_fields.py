@@ -9,12 +9,11 @@ import torch
 from PIL import Image
 
 from prompt_fn import auto, chat
-from stageline.data.text.chat_template import ChatTemplate
 from stageline.data.text.processor import get_tokenizer
 from tests.helpers.chat_templates import FORMATS, format_tokenizer
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.served import served
-from tests.helpers.tiny_models import tiny_processor, tiny_tokenizer
+from tests.helpers.tiny_models import tiny_processor
 from tests.unit.test_serving_pictures import data_url
 
 EFFORT = (
@@ -149,10 +148,7 @@ def test_variables_of_the_chat_template():
 WRONG = {
     "unknown": ({"colour": 1}, "reads is: add_generation_prompt|reasoning_effort, thinks, words"),
     "own": ({"messages": []}, "set by the server"),
-    "prompt": ({"add_generation_prompt": False}, "set by the server"),
-    "way": ({"continue_final_message": True}, "set by the server"),
     "token": ({"bos_token": "x"}, "set by the server"),
-    "special": ({"words": ["<|im_start|>system"]}, "special tokens"),
     "inside": ({"words": [{"a": "<|im_end|>"}]}, "special tokens"),
     "long": ({"words": ["x" * 3000]}, "letters of JSON"),
     "many": ({f"a{n}": 1 for n in range(17)}, "16"),
@@ -175,17 +171,6 @@ def test_effort_is_refused_where_the_template_has_none():
     with asking(effort_tokenizer()) as (client, _):
         twice = {"chat_template_kwargs": {"reasoning_effort": "low"}, "reasoning_effort": "high"}
         assert "twice" in refused(client, "chat_template_kwargs", **twice)
-
-
-def variables_of(template):
-    return ChatTemplate.of(tiny_tokenizer(chat_template=template)).variables
-
-
-def test_names_that_a_template_reads():
-    assert {"messages", "add_generation_prompt", "thinks", "words"} <= variables_of(EFFORT)
-    assert "namespace" not in variables_of("{% set a = namespace(b=c) %}{{ a.b }}{{ range(2) }}")
-    assert variables_of("{% set a = namespace(b=c) %}{{ a.b }}") == {"c"}
-    assert variables_of("{% if %}") == frozenset()
 
 
 def post(client, path, status=200, **body):
@@ -220,23 +205,6 @@ def test_tokens_of_texts_and_messages():
         assert post(client, "detokenize", tokens=[]) == {"prompt": ""}
         assert "<s>" not in post(client, "tokenize", prompt="<s>", return_token_strs=True)[
             "token_strs"][1:]  # fmt: skip
-
-
-def test_tokenizing_has_the_gate_and_the_limits_of_the_rest():
-    with asking(format_tokenizer("qwen"), api_keys=("the right key",), max_body_bytes=4000) as (
-        client,
-        _,
-    ):
-        for path, body in (("tokenize", {"prompt": "x"}), ("detokenize", {"tokens": [1]})):
-            assert post(client, path, 401, **body)["error"]["code"] == "invalid_api_key"
-            right = client.with_options(api_key="the right key")
-            assert post(right, path, 404, model="other", **body)["error"]["param"] == "model"
-            assert post(right, path, **body)
-        assert post(right, "tokenize", 413, prompt="x" * 5000)
-        assert post(right, "tokenize", 400)["error"]["param"] == "prompt"
-        assert post(right, "tokenize", 400, prompt="x", messages=HELLO)
-        assert post(right, "detokenize", 400, tokens=[10**6])["error"]["param"] == "tokens"
-        assert post(right, "tokenize", 400, messages=BEGUN["plain"])["error"]["param"] == "messages"
 
 
 def test_a_message_that_the_template_leaves_out_is_not_gone_on_with():

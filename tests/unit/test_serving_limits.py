@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from commands.serve import LOCAL_HOSTS
 from prompt_fn import auto, chat
-from stageline.errors import MemoryFull, UserError
+from stageline.errors import UserError
 from stageline.serving import gate
 from stageline.serving.app import bind, make_app, serve_until
 from stageline.serving.errors import ApiError
@@ -120,23 +120,6 @@ def test_a_request_ends_when_its_time_is_over():
         assert len(engine.cancelled) == 2
 
 
-def test_large_bodies_are_not_read():
-    with serving(max_body_bytes=100_000) as (_, running, client):
-        large = {**BODY, "user": "x" * 200_000}
-        assert told(client.post(PATH, json=large), 413)["code"] == "body_too_large"
-        content = json.dumps(large).encode()
-        chunks = (content[place : place + 5000] for place in range(0, len(content), 5000))
-        assert told(client.post(PATH, content=chunks, headers=JSON), 413)
-        head = f"POST {PATH} HTTP/1.1\nHost: x\nContent-Type: application/json\n"
-        endless = raw(running.url, f"{head}Content-Length: {10**18}", b"{")
-        endless.close()
-        left = raw(running.url, f"{head}Content-Length: 5000", b"{")
-        left.close()
-        wait_until(lambda: 'status="499"' in client.get("/metrics").text)
-        fits = {**BODY, "user": "x" * 90_000}
-        assert client.post(PATH, json=fits).status_code == 200
-
-
 def test_little_is_kept_of_a_body_that_is_too_large(monkeypatch):
     monkeypatch.setattr(gate, "MAX_DRAINED_BYTES", 20)
     read = []
@@ -153,19 +136,6 @@ def test_little_is_kept_of_a_body_that_is_too_large(monkeypatch):
     assert caught.value.status == 413 and sum(read) == 32
 
 
-def test_a_slow_body_and_a_large_header_end():
-    with serving(read_seconds=0.2) as (_, running, client):
-        head = f"POST {PATH} HTTP/1.1\nHost: x\nContent-Type: application/json\n"
-        slow = raw(running.url, f"{head}Content-Length: 5000", b"{")
-        assert slow.recv(4096).startswith(b"HTTP/1.1 408")
-        huge = raw(running.url, "GET /health HTTP/1.1\nHost: x\nX-Long: " + "x" * 200_000)
-        assert b" 400 " in huge.recv(4096).partition(b"\r\n")[0]
-        assert client.get("/health").status_code == 200
-
-
-DEEP = b'{"a":' * 100_000
-
-
 def called(arguments):
     """A request with a call of the assistant's in its messages."""
     function = {"name": "f", "arguments": arguments}
@@ -176,24 +146,15 @@ def called(arguments):
 
 
 BAD = {
-    "empty": b"",
+    "deep": b'{"a":' * 100_000,
     "no json": b"{",
-    "a list": b"[]",
     "not UTF-8": b'{"model": "\xff"}',
     "NaN": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"temperature":NaN}',
-    "infinite": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"temperature":1e999}',
     "huge integer": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"n":%s}'
     % (b"9" * 5000),
-    "huge seed": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"seed":%s}'
-    % (b"9" * 40),
-    "deep": DEEP,
     "surrogate": b'{"model":"tiny","messages":[{"role":"user","content":"\\ud800"}]}',
     "surrogate in a call": called(r'{"a": "\ud800"}'),
-    "surrogate as a name": called(r'{"\ud800": 1}'),
-    "NUL in a call": called(r'{"a": "\u0000"}'),
     "true for a number": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"n":true}',
-    "text for a number": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"n":"1"}',
-    "no messages": b'{"model":"tiny","messages":[]}',
     "many messages": json.dumps(
         {"model": "tiny", "messages": [{"role": "user", "content": "x"}] * 100_000}
     ).encode(),
@@ -217,30 +178,6 @@ def test_bad_bodies_are_the_clients_fault():
         assert client.post(PATH, content=called_well, headers=JSON).status_code == 200
 
 
-def test_the_limit_that_is_told_is_that_of_what_was_sent():
-    with serving() as (_, _, client):
-
-        def ask(path, body):
-            return client.post(path, json={"model": "tiny", **body})
-
-        for prompt, words in (
-            (["a"] * 1000, "at most 64 items"),
-            ([[1]] * 1000, "at most 64 items"),
-            ([1] * (2**20 + 1), "at most 1048576 items"),
-            ([], "at least 1 item"),
-            ([1, "a"], "valid integer"),
-            (["a", 1], "valid string"),
-            (7, "valid string"),
-            ([None], "valid integer"),
-        ):
-            error = told(ask("/v1/completions", {"prompt": prompt}), 400)
-            assert words in error["message"] and error["param"].startswith("prompt")
-        for prompt in ("a", ["a", "b"], [11, 12.0], [[11], [12, 13]]):
-            assert ask("/v1/completions", {"prompt": prompt}).status_code == 200
-        many = {**BODY, "metadata": {str(number): "" for number in range(17)}}
-        assert "at most 16 items" in told(ask(PATH, many), 400)["message"]
-
-
 def test_a_server_without_a_key_answers_names_of_this_machine_alone():
     with serving(hosts=LOCAL_HOSTS) as (_, running, client):
         port = running.url.rpartition(":")[2]
@@ -257,16 +194,11 @@ def test_a_server_without_a_key_answers_names_of_this_machine_alone():
         )
 
 
-def test_whole_floats_are_integers():
-    with serving() as (engine, _, client):
-        assert client.post(PATH, json={**BODY, "seed": 3.0, "n": 1.0}).status_code == 200
-        assert engine.asked[-1].sampling.seed == 3
-
-
 def test_keys_are_asked_of_everything_but_health():
     keys = ("first-key", "second-key")
     with serving(api_keys=keys) as (_, running, client):
-        paths = [PATH, "/v1/completions", "/v1/models", "/metrics", "/openapi.json", "/nothing"]
+        paths = [PATH, "/v1/completions", "/v1/models", "/tokenize", "/detokenize"]
+        paths += ["/metrics", "/openapi.json", "/nothing"]
         for path in paths:
             # wrong keys with a right beginning, or a right key with something behind it, too
             near = ("Bearer first-ke", "Bearer first-keY", "Bearer first-key2", "Bearer first-key,")
@@ -313,17 +245,6 @@ def test_health_and_figures():
         assert told(client.get("/health"), 503)["code"] == "unhealthy"
         assert told(client.post(PATH, json=BODY), 503)["code"] == "unhealthy"
         assert client.get("/metrics").status_code == 200
-
-
-def test_errors_of_the_engine_leave_it_well(capfd):
-    errors = [RuntimeError("at /root/secret"), MemoryFull("cuda"), UserError("it is too long")]
-    with serving(reply=lambda _: errors.pop(0) if errors else "Well.") as (_, _r, client):
-        assert "secret" not in told(client.post(PATH, json=BODY), 500)["message"]
-        assert client.post(PATH, json=BODY).headers["retry-after"]
-        assert told(client.post(PATH, json=BODY), 400)["message"] == "it is too long"
-        answer = client.post(PATH, json=BODY).json()
-        assert answer["choices"][0]["message"]["content"] == "Well."
-    assert "RuntimeError: at /root/secret" in capfd.readouterr().err
 
 
 def test_a_stop_lets_answers_finish_and_cancels_what_takes_too_long():

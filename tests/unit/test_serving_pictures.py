@@ -53,30 +53,12 @@ def test_pictures_reach_the_engine(server):
     assert token_id not in engine.asked[-1].prompt["input_ids"]
 
 
-def test_langchain_sends_pictures(server):
-    langchain = pytest.importorskip("langchain_openai")
-    engine, client = server
-    model = langchain.ChatOpenAI(model="tiny", base_url=str(client.base_url), api_key="none")
-    content = [
-        {"type": "text", "text": "What is it?"},
-        {"type": "image_url", "image_url": {"url": data_url()}},
-    ]
-    assert model.invoke([{"role": "user", "content": content}]).content == "Yes, it is."
-    assert engine.asked[-1].prompt["pixel_values"][:, 0].min() > 0.9
-
-
-SECRET = "/etc/passwd"
 REFUSED = {
     "file:///etc/passwd": "files are not read",
-    SECRET: "files are not read",
-    "../../x.png": "files are not read",
-    "http://127.0.0.1:1/x.png": "fetches none. Send a data URL .* or upload",
     "https://example.org/x.png": "fetches none. Send a data URL .* or upload",
     "data:image/png;base64,@@@": "no base64",
     "data:image/png;base64,": "no picture",
     "data:text/html;base64,AAAA": "data:image/png",
-    "data:image/png,AAAA": "data:image/png",
-    "data:image/svg+xml;base64,PHN2Zy8+": "no picture",
     data_url((2000, 2000)): "4000000 pixels; at most 1000000",
     data_url((9000, 1)): "200 to 1",
     data_url()[:-40]: "does not decode",

@@ -26,17 +26,9 @@ ANSWERS = {
     "arguments as text": ('{"name": "add", "arguments": "{\\"a\\": 1}"}', "", [("add", {"a": 1})]),
     "another tool": ('{"name": "rm", "arguments": {}}', '{"name": "rm", "arguments": {}}', []),
     "other JSON": ('{"answer": 42}', '{"answer": 42}', []),
-    "a list": ("[1, 2]", "[1, 2]", []),
-    "cut JSON": ('{"name": "add", "argum', '{"name": "add", "argum', []),
     "bad call": ("<tool_call>oh</tool_call> no", "<tool_call>oh</tool_call> no", []),
     "call with no object": ('{"name": "add", "arguments": [1]}',) * 2 + ([],),
     "half a surrogate pair": ('{"name": "add", "arguments": {"a": "\\ud800"}}',) * 2 + ([],),
-    "half in a text": ('{"name": "add", "arguments": "{\\"a\\": \\"\\\\ud800\\"}"}',) * 2 + ([],),
-    "deep in a text": ('{"name": "add", "arguments": "%s"}' % ("[" * 5000),) * 2 + ([],),
-    "no number of JSON": ('{"name": "add", "arguments": {"a": NaN}}',) * 2 + ([],),
-    "empty": ("", "", []),
-    "begins like one": ("{} is empty", "{} is empty", []),
-    "deep": ("[" * 5000, "[" * 5000, []),
 }  # fmt: skip
 
 

@@ -5,7 +5,6 @@ import resource
 from types import SimpleNamespace
 
 import psutil
-import pytest
 import torch
 import transformers
 
@@ -17,7 +16,7 @@ from pp_models import CausalLMStage
 from stageline import progress
 from stageline.streaming.runner import streaming_schedule
 from stageline.tables import human_bytes, human_count, human_memory
-from stageline.training.memory import MemoryAccount, gather_peaks, peak_memory, read_status
+from stageline.training.memory import MemoryAccount, gather_peaks, peak_memory
 from stageline.training.run_log import (
     StageSummary,
     count_parameters,
@@ -41,7 +40,7 @@ def test_a_line_a_stage_with_all_its_figures_and_totals():
     names = "stage rank device layers parts parameters trainable weights share"
     assert header.split() == names.split() and set(rule) == {"-", " "}
     assert cells(first) == [
-        *("0", "4", "cuda:0", "0-6", "vit+mlp+llm", "3.0 M", "10", "3.0 MiB", "75.0%"),
+        *("0", "4", "cuda:0", "0-6", "vit+mlp+llm", "3.0 M", "10", "3.0 MiB", "75.0%")
     ]
     assert cells(second)[-4:] == ["1.0 M", "1.0 M", "1.0 MiB", "25.0%"]
     assert cells(total) == ["all", "4.0 M", "1.0 M", "4.0 MiB", "100.0%"]
@@ -63,40 +62,11 @@ def test_totals_are_those_of_the_whole_model():
     assert cells(total)[1] == human_count(whole.num_parameters())
 
 
-def test_columns_are_aligned():
-    lines = format_stage_table(STAGES).splitlines()
-    assert len({len(line) for line in lines}) == 1
-    place = lines[0].index("layers")
-    assert lines[2][place:].startswith("0-6") and lines[3][place:].startswith("7-11")
-
-
-def test_one_stage_needs_no_totals():
-    assert len(format_stage_table(STAGES[:1]).splitlines()) == 3
-    assert "0.0%" in format_stage_table([StageSummary(0, 0, "cpu", "0-0", "llm", 0, 0, 0)])
-
-
-@pytest.mark.parametrize(
-    "count, text",
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1536, "1.5 KiB"),
-        (2**20 - 1, "1.0 MiB"),
-        (5 * 2**30, "5.0 GiB"),
-        (3 * 2**50, "3072.0 TiB"),
-    ],
-)
-def test_human_bytes(count, text):
-    assert human_bytes(count) == text
-
-
-@pytest.mark.parametrize(
-    "count, text",
-    [(0, "0"), (999, "999"), (1000, "1.0 K"), (999_999, "1.0 M"), (134_515_008, "134.5 M")],
-)
-def test_human_count(count, text):
-    assert human_count(count) == text
+def test_sizes_and_counts_for_people():
+    sizes = {1023: "1023 B", 1536: "1.5 KiB", 2**20 - 1: "1.0 MiB", 3 * 2**50: "3072.0 TiB"}
+    assert {size: human_bytes(size) for size in sizes} == sizes
+    counts = {0: "0", 999: "999", 1000: "1.0 K", 999_999: "1.0 M", 134_515_008: "134.5 M"}
+    assert {count: human_count(count) for count in counts} == counts
 
 
 def test_memory_of_stages_has_one_unit():
@@ -140,15 +110,6 @@ def test_streaming_tells_the_memory_of_its_gpus_and_not_the_hosts(monkeypatch):
     assert "the peak was 2.00 GiB" in account.describe()
 
 
-def test_what_helps_a_streaming_run_is_what_it_has():
-    found = " ".join(memory_remedies(RunConfig(), has_gpu=True, streams=True))
-    assert "--recompute-grain layer" in found and "--streaming.budget" in found
-    assert (
-        "--logits-chunk" not in found and "--offload" not in found and "checkpointing" not in found
-    )
-    assert "--streaming.budget" not in " ".join(memory_remedies(RunConfig(), has_gpu=True))
-
-
 def test_what_helps_a_run_that_answers_is_said_while_it_does():
     run = RunConfig(rollouts=RolloutOptions(prompts_together=1))
     account = MemoryAccount(
@@ -157,11 +118,3 @@ def test_what_helps_a_run_that_answers_is_said_while_it_does():
     assert "--gradient-checkpointing" in account.describe()
     with progress.doing("decoding"):
         assert "helps: a smaller --rollouts.max_completion_length (now 512);" in account.describe()
-
-
-def test_the_peak_is_read_from_the_kernel(tmp_path):
-    (tmp_path / "status").write_text("VmPeak:\t 99 kB\nVmHWM:\t    1234 kB\nVmRSS:\t 7 kB\n")
-    assert read_status("VmHWM", tmp_path / "status") == 1234 * 1024
-    (tmp_path / "status").write_text("VmRSS:\t 7 kB\n")
-    assert read_status("VmHWM", tmp_path / "status") is None
-    assert read_status("VmHWM", tmp_path / "nothing") is None

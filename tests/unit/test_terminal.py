@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from stageline.terminal import MOST_LINES, Terminal, terminal
-from stageline.training.run_log import RunLog, StageSummary, StepRecord, stages_line
+from stageline.training.run_log import RunLog, StepRecord
 
 
 @pytest.fixture(autouse=True)
@@ -167,23 +167,3 @@ def test_ten_lines_at_most_come_before_the_first_step(tmp_path, capsys):
     kept = [line.partition(" ")[2] for line in (tmp_path / "run.log").read_text().splitlines()]
     wanted = [*said, *said, *more[6].splitlines(), "short", "never shown"]
     assert kept[: len(wanted)] == wanted and kept[len(wanted)].startswith("step 1/2")
-
-
-def test_a_line_alone_is_shown_rather_than_counted(tmp_path, capsys):
-    terminal.begin_quietly()
-    for number in range(10):
-        terminal.say(f"line {number}")
-    assert len(capsys.readouterr().out.splitlines()) == 9
-    terminal.started()
-    assert capsys.readouterr().out == "line 9\n"
-
-
-def test_the_stages_are_told_in_a_line():
-    stages = [
-        StageSummary(0, 0, "cpu", "0-3", "llm", 1500, 1500, 2048),
-        StageSummary(1, 1, "cpu", "4-9", "llm", 500, 0, 1024),
-    ]
-    assert stages_line(stages) == (
-        "2 stages, layers 0-3 | 4-9: 2.0 K parameters, 1.5 K trainable; weights 2.0 KiB | 1.0 KiB"
-    )
-    assert stages_line(stages[:1]).startswith("1 stage, layers 0-3: ")

@@ -1,26 +1,14 @@
 """The picture, the trace and the words of a timeline say what the events say."""
 
 import json
-import random
 import re
-import warnings
 from types import SimpleNamespace
 
-import numpy
 import pytest
 import torch
-from matplotlib.colors import to_rgb
-from PIL import Image
 
-from stageline.pipeline.plan import Kind
-from stageline.pipeline.recorder import (
-    WAITS,
-    TimelineEvent,
-    bubble,
-    describe_timeline,
-    split_waits,
-)
-from stageline.plotting.figures import COLORS, IDLE, LIGHTEST, plot_timeline, timeline_figure
+from stageline.pipeline.recorder import WAITS, TimelineEvent, bubble, describe_timeline, split_waits
+from stageline.plotting.figures import timeline_figure
 from stageline.training.run_log import RunLog
 from stageline.training.step import StepResult
 from stageline.training.timeline import StepTimeline, trace_events, write_trace
@@ -57,59 +45,7 @@ TWO_STAGES_A_RANK = [
 ]
 
 
-def many(num_ranks, num_micro_batches, width=1.0):
-    """Bars one after the other, as many as there are."""
-    return [
-        TimelineEvent(rank, rank, kind, index, at * width, (at + 1) * width)
-        for rank in range(num_ranks)
-        for at, (index, kind) in enumerate(
-            (index, kind) for index in range(num_micro_batches) for kind in ("F", "B")
-        )
-    ]
-
-
-class Picture:
-    """A drawn file that is asked for the colour at a time of a row."""
-
-    def __init__(self, figure, path):
-        figure.savefig(path, dpi=figure.dpi)
-        self.figure = figure
-        self.pixels = numpy.asarray(Image.open(path).convert("RGB")).astype(int)
-
-    def is_there(self, color, *, panel, row, time, height=0.3):
-        """Whether the point is of that colour; above the middle, where no number is."""
-        x, y = self.figure.axes[panel].transData.transform((time, row - height))
-        found = self.pixels[self.pixels.shape[0] - 1 - int(y), int(x)]
-        return bool((abs(found - 255 * numpy.array(to_rgb(color))) < 4).all())
-
-
 # -- the picture -------------------------------------------------------------------------
-
-
-def test_each_span_has_its_colour_at_its_time(tmp_path):
-    picture = Picture(timeline_figure(MEASURED, IDEAL, title="x"), tmp_path / "t.png")
-    for panel, events, origin in ((0, MEASURED, 10.0), (1, IDEAL, 0.0)):
-        for event in events:
-            place = {"panel": panel, "row": event.rank}
-            for share in (0.1, 0.5, 0.9):
-                time = event.start - origin + share * (event.end - event.start)
-                assert picture.is_there(COLORS[event.kind], time=time, **place), event
-
-
-def test_what_no_span_covers_is_idle_and_beyond_the_end_is_nothing(tmp_path):
-    picture = Picture(timeline_figure(MEASURED, IDEAL, title="x"), tmp_path / "t.png")
-    for row, time in ((0, 2.5), (1, 0.25), (1, 7.75)):
-        assert picture.is_there(IDLE, panel=0, row=row, time=time)
-    assert picture.is_there(IDLE, panel=1, row=0, time=2.0)
-    assert picture.is_there("white", panel=1, row=0, time=5.5), "one time axis for both panels"
-    assert picture.is_there("white", panel=0, row=0, time=0.5, height=0.47), "between the bars"
-
-
-def test_a_pass_is_seen_where_a_wait_lies_over_it(tmp_path):
-    events = [TimelineEvent(0, 0, "F", 0, 0.0, 2.0), TimelineEvent(0, 0, "wait", 1, 1.0, 3.0)]
-    picture = Picture(timeline_figure(events, None, title="x"), tmp_path / "t.png")
-    assert picture.is_there(COLORS["F"], panel=0, row=0, time=1.5)
-    assert picture.is_there(COLORS["wait"], panel=0, row=0, time=2.5)
 
 
 def test_the_bubble_stands_above_each_panel():
@@ -117,71 +53,6 @@ def test_the_bubble_stands_above_each_panel():
     assert upper.get_title("left") == f"measured — bubble {100 * MEASURED_BUBBLE:.1f} %, 8 s"
     assert lower.get_title("left").startswith("ideal")
     assert f"bubble {100 * IDEAL_BUBBLE:.1f} %, 5 s" in lower.get_title("left")
-
-
-def test_ranks_lie_below_each_other_and_say_what_they_hold():
-    axes = timeline_figure(MEASURED, None, title="x").axes
-    assert len(axes) == 1, "without an ideal there is one panel"
-    labels = [label.get_text() for label in axes[0].get_yticklabels()]
-    assert labels == ["rank 0: stage 0", "rank 1: stage 1"]
-    assert axes[0].get_ylim()[0] > axes[0].get_ylim()[1], "rank 0 on top"
-    held = [TimelineEvent(0, stage, "F", 0, stage, stage + 1) for stage in (0, 2, 4, 6)]
-    (axes,) = timeline_figure(held, None, title="x").axes
-    assert [text.get_text() for text in axes.get_yticklabels()] == ["rank 0: stages 0, 2, … 6"]
-
-
-def test_a_later_stage_of_a_rank_is_lighter(tmp_path):
-    figure = timeline_figure(TWO_STAGES_A_RANK, None, title="x")
-    picture = Picture(figure, tmp_path / "t.png")
-    light = tuple(c + (1 - c) * LIGHTEST for c in to_rgb(COLORS["F"]))
-    for event in TWO_STAGES_A_RANK:
-        color = COLORS["F"] if event.stage < 2 else light
-        assert picture.is_there(color, panel=0, row=event.rank, time=event.start + 0.2)
-    legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert legend == ["forward", "idle", "lighter: a later stage of the rank"]
-
-
-def test_the_legend_names_what_is_there():
-    legend = timeline_figure(MEASURED, IDEAL, title="x").legends[0]
-    assert [text.get_text() for text in legend.get_texts()] == [
-        "forward",
-        "backward",
-        "input gradient",
-        "weight gradient",
-        "waits for another stage",
-        "idle",
-    ]
-
-
-def numbers(axes):
-    return [text.get_text() for text in axes.texts if text.get_text().isdigit()]
-
-
-def test_bars_have_the_number_of_their_micro_batch_where_it_fits():
-    (axes,) = timeline_figure(many(4, 12), None, title="x").axes
-    assert sorted(numbers(axes)) == sorted(str(event.micro_batch) for event in many(4, 12))
-    (axes,) = timeline_figure(many(8, 64), None, title="x").axes
-    assert numbers(axes) == []
-
-
-@pytest.mark.parametrize(
-    ("width", "unit", "ticks"), [(1.0, "s", 8.0), (1e-3, "ms", 8.0), (1e-6, "µs", 8.0)]
-)
-def test_short_steps_are_shown_in_small_units(width, unit, ticks):
-    (axes,) = timeline_figure(many(2, 4, width), None, title="x").axes
-    assert axes.get_xlim()[1] == pytest.approx(ticks)
-    assert axes.get_xlabel() == unit
-
-
-def test_the_file_appears_whole_and_hostile_titles_are_text(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        plot_timeline(MEASURED, IDEAL, tmp_path / "t.png", title="$x_{$ 数字 \x07 step 3")
-        plot_timeline([], None, tmp_path / "empty.png", title="")
-    Image.open(tmp_path / "t.png").verify()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "empty.pdf", "empty.png", "t.pdf", "t.png",
-    ]  # fmt: skip
 
 
 # -- the trace ---------------------------------------------------------------------------
@@ -211,19 +82,6 @@ def test_the_trace_holds_each_span_in_microseconds(tmp_path):
     assert {event["cat"] for event in spans} == {"compute", "wait"}
 
 
-def test_ranks_stages_and_waits_have_names():
-    named = {
-        (event["pid"], event["tid"], event["name"]): event["args"]
-        for event in trace_events(TWO_STAGES_A_RANK + [TimelineEvent(1, 1, "wait", 0, 0.0, 1.0)])
-        if event["ph"] == "M"
-    }
-    assert named[0, 0, "process_name"] == {"name": "rank 0"}
-    assert named[1, 0, "process_sort_index"] == {"sort_index": 1}
-    assert named[0, 2, "thread_name"] == {"name": "stage 2"}
-    assert named[1, 4, "thread_name"] == {"name": "waits"}, "no stage has this number"
-    assert (0, 4, "thread_name") not in named
-
-
 def test_spans_of_a_thread_do_not_cross():
     """Viewers nest spans of one thread; two that overlap in part are drawn wrong."""
     last = {}
@@ -232,23 +90,6 @@ def test_spans_of_a_thread_do_not_cross():
             thread = event["pid"], event["tid"]
             assert event["ts"] >= last.get(thread, 0.0)
             last[thread] = event["ts"] + event["dur"]
-
-
-def test_the_same_events_give_the_same_file(tmp_path):
-    shuffled = random.Random(1).sample(MEASURED, len(MEASURED))
-    write_trace(MEASURED, tmp_path / "a.json")
-    write_trace(shuffled, tmp_path / "b.json")
-    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
-    write_trace([], tmp_path / "c.json")
-    assert json.loads((tmp_path / "c.json").read_text())["traceEvents"] == []
-
-
-def test_kinds_may_be_those_of_actions(tmp_path):
-    """The executor may hand over the enumeration's members instead of their letters."""
-    typed = [TimelineEvent(0, 0, Kind.INPUT_GRAD, 0, 0.0, 1.0)]
-    plot_timeline(typed, typed, tmp_path / "t.png", title="x")
-    write_trace(typed, tmp_path / "t.json")
-    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"][-1]["args"]["kind"] == "I"
 
 
 # -- in words ----------------------------------------------------------------------------
@@ -327,15 +168,6 @@ def test_forward_and_backward_waits_of_a_micro_batch_have_other_makers():
 def test_a_wait_whose_maker_is_not_known_stays():
     events = [TimelineEvent(1, 1, "wait", 0, 0.0, 1.0), TimelineEvent(1, 1, "F", 0, 1.0, 2.0)]
     assert split_waits(events) == events and split_waits(events[:1]) == events[:1]
-
-
-def test_transfers_have_a_colour_a_name_and_a_place_of_their_own(tmp_path):
-    events = [*MEASURED, TimelineEvent(0, 0, "transfer", 1, 13.0, 13.5)]
-    figure = timeline_figure(events, None, title="x")
-    assert "waits for a transfer" in [text.get_text() for text in figure.legends[0].get_texts()]
-    assert "1" not in numbers(timeline_figure([events[-1]], None, title="x").axes[0])
-    (span,) = [event for event in trace_events(events) if event.get("cat") == "transfer"]
-    assert span["name"] == "waits for a transfer 1" and span["tid"] == 2, "the thread of waits"
 
 
 @pytest.mark.parametrize(("step", "num_ranks", "timed"), [
