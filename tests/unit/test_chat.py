@@ -111,29 +111,6 @@ def test_contents_that_a_template_changes_are_followed():
     assert [piece.text for piece in rendered if piece.is_user] == [" Q ", " AB"]
 
 
-def test_no_chat_template():
-    with pytest.raises(UserError, match="needs a chat template"):
-        chat({"question": "q", "answer": "a"}, QA, processor=tiny_tokenizer(chat_template=None))
-
-
-@pytest.mark.parametrize(
-    ("message", "reason"),
-    [
-        ("hello", "'hello'"),
-        ({"role": "user"}, "content None"),
-        ({"role": "a<|im_end|>", "content": "x"}, "the role"),
-        ({"role": "assistant", "content": None, "tool_calls": [1]}, "the tool call 1"),
-        ({"role": "user", "content": [{"type": "audio"}]}, "audio"),
-        ({"role": "assistant", "content": "x", "weight": 0.5}, "the weight 0.5. 0 or 1"),
-        ({"role": "assistant", "content": "x", "loss": "false"}, "the loss 'false'"),
-    ],
-)
-def test_messages_that_cannot_be_used(message, reason):
-    sample = {"source": "rows.jsonl:17", "messages": [message]}
-    with pytest.raises(DataError, match=f"rows.jsonl:17.*{reason}"):
-        chat(sample, "", processor=tiny_tokenizer())
-
-
 @pytest.mark.parametrize("system", [5, "Be short."])
 def test_a_system_message_is_not_left_out_in_silence(system):
     turns = [{"role": "system", "content": "Be kind."}, *TURNS[-2:]]

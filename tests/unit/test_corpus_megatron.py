@@ -133,18 +133,8 @@ def test_empty_documents_vanish_and_empty_ends_are_refused(tmp_path):
     [
         (".bin", lambda old: old[:-2], r"m.bin is damaged: .*its index ends at"),
         (".idx", lambda old: old[:-8], r"m.idx is damaged: .*its header announces"),
-        (".idx", lambda old: old[:20], "truncated or of another program"),
         (".idx", lambda old: old[:9] + b"\x02" + old[10:], "has version 2 and dtype code 8"),
-        (".idx", lambda old: old[:17] + b"\x06" + old[18:], "has version 1 and dtype code 6"),
-        (".idx", lambda old: old[:18] + b"\xff" * 8 + old[26:], "its header announces"),
-        (".idx", lambda old: old[:26] + bytes(8) + old[34:], "its header announces"),
         (".idx", lambda old: old[:37] + b"\x80" + old[38:], "sequences do not follow"),
-        (
-            ".idx",
-            lambda old: old[:34] + bytes([old[34] + 1]) + old[35:],
-            "sequences do not follow",
-        ),
-        (".idx", lambda old: old[:-16] + b"\xff" * 8 + old[-8:], "documents do not go from"),
         (".idx", lambda old: old[:-8] + bytes(8), "documents do not go from"),
     ],
 )

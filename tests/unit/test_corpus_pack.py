@@ -52,11 +52,6 @@ def test_rows_are_those_of_best_fit_decreasing(case):
     assert [row[0] for row in rows] == sorted(row[0] for row in rows)
 
 
-def test_nothing_makes_no_rows():
-    ends, members = best_fit(numpy.zeros(0, numpy.int64), 8)
-    assert len(ends) == len(members) == 0
-
-
 def _write(prefix, lengths_by_type, *, seed=0):
     """A corpus of segments of these lengths; each a document."""
     dice = numpy.random.default_rng(seed)
@@ -152,7 +147,6 @@ def _changed(path, place, value=None):
     ("place", "value", "message"),
     [
         (-8, None, "its header announces"),
-        (10, None, "ends after 10 bytes"),
         (0, 0, "of another program"),
         (30, 0, "checksum does not fit the header"),
         (8, 9, "format version 9"),

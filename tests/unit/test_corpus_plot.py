@@ -1,6 +1,6 @@
 """The picture of a corpus: what it draws, and that many types or none do not break it."""
 
-from stageline.plotting.figures import MOST_TYPES, corpus_figure
+from stageline.plotting.figures import corpus_figure
 from stageline.plotting.pictures import save_figure
 
 PADDING = {"a segment a row": 0.5, "packed": 0.01}
@@ -23,19 +23,3 @@ def test_each_type_has_its_bars_on_top_of_the_others(tmp_path):
     assert (tmp_path / "p.png").stat().st_size > 1000
     assert (tmp_path / "p.pdf").read_bytes().startswith(b"%PDF")
     assert len(list(tmp_path.iterdir())) == 2, "and nothing half written"
-
-
-def test_types_beyond_the_largest_are_drawn_as_one():
-    kinds = histograms(MOST_TYPES + 4)
-    tokens = {name: place + 1 for place, name in enumerate(kinds)}
-    figure = corpus_figure(kinds, padding=PADDING, tokens=tokens)
-    lengths, shares, _ = figure.axes
-    labels = [text.get_text() for text in lengths.get_legend().get_texts()]
-    assert len(labels) == MOST_TYPES + 1 and labels[-1] == "others"
-    assert lengths.patches[-2].get_height() == 0 + 1 + 2 + 3
-    assert len(shares.patches) == MOST_TYPES
-
-
-def test_one_type_needs_no_legend():
-    figure = corpus_figure(histograms(1), padding={}, tokens={"type 0": 5})
-    assert figure.axes[0].get_legend() is None

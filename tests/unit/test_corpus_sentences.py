@@ -75,11 +75,6 @@ def test_mixed_text_gets_both_rules():
     assert _sentences(sentences.auto, "".join(expected)) == expected
 
 
-def test_an_empty_text_has_no_sentence():
-    for splitter in OURS:
-        assert _sentences(splitter, "") == []
-
-
 def test_letters_beyond_the_basic_plane_count_once():
     assert _sentences(sentences.auto, "😀 one. 😀 Two。三") == ["😀 one.", " 😀 Two。", "三"]
 

@@ -14,7 +14,6 @@ from commands.train import SHELF, pipeline
 from prompt_fn import fill, none
 from register import import_shelf
 from stageline.data.batches import collate as bodies
-from stageline.data.batches import step_maker
 from stageline.data.batches.collate_part import CollatePart, as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.training.replicas import LargestOfReplicas
@@ -119,21 +118,3 @@ def test_packed_replicas_that_can_ask_encode_their_own_rows_alone(monkeypatch):
             assert batch.keys() == other.keys()
             assert all(torch.equal(batch[name], other[name]) for name in batch)
     del store
-
-
-def test_the_generators_are_copied_only_where_a_length_is_kept(monkeypatch):
-    """A copy takes longer than a row of text; who is asked for a row alone needs none."""
-    copies = []
-
-    class Counting(step_maker.HostState):
-        def __init__(self):
-            copies.append(1)
-            super().__init__()
-
-    monkeypatch.setattr(step_maker, "HostState", Counting)
-    encode = counting(parts.sft, Counter()).encode
-    rows = step_maker.Rows(Rows(), encode, seed=0)
-    lengths = [rows.read(row, 0, row).length for row in range(4)]
-    assert not copies
-    assert [rows.length(row, 0, row) for row in (0, 1, 2, 3, 0, 1)] == [*lengths, *lengths[:2]]
-    assert len(copies) == 4, "once for each of the four"

@@ -11,7 +11,7 @@ from dataset import sft
 from options.data import RowSettings
 from options.train import RunConfig
 from prompt_fn import fill, none
-from stageline.data.batches.collate_part import CollatePart, as_collate_part
+from stageline.data.batches.collate_part import as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.batches.step_maker import padding_argument
 from stageline.errors import UserError
@@ -149,23 +149,6 @@ def test_workers_make_the_same_steps(tokenizer, options):
     equal_steps(steps_of(make_loader(tokenizer, num_workers=2, **options), 6), alone)
 
 
-@pytest.mark.parametrize("dp_degree", [1, 2])
-def test_lengths_of_other_replicas_rows_are_computed_once(tokenizer, dp_degree):
-    asked = []
-    part = as_collate_part(collate_of(tokenizer))
-
-    def encode(images, sample):
-        asked.append(sample["id"])
-        return part.encode(images, sample)
-
-    counted = CollatePart(part.collate, encode=encode, pack=part.pack)
-    options = {"collate": counted, "dp_degree": dp_degree, "packing": MAX_TOKENS}
-    loader = make_loader(tokenizer, batch_size=8 // dp_degree, shuffle=False, **options)
-    steps_of(loader, 15)  # three epochs
-    own = 120 // dp_degree
-    assert len(asked) == own + (20 if dp_degree == 2 else 0)
-
-
 def test_a_part_that_knows_no_lengths_keeps_the_order(tokenizer):
     plain = functools.partial(lambda samples, **common: collate_of(tokenizer)(samples), stage=0)
     assert as_collate_part(plain).encode is None
@@ -191,16 +174,6 @@ def test_a_part_that_cannot_round_is_refused():
     assert padding_argument(lambda samples, **common: samples, 8) == {"pad_to_multiple_of": 8}
     with pytest.raises(UserError, match="--rows.pad_to_multiple_of 8"):
         padding_argument(lambda samples, *, stage: samples, 8)
-
-
-def test_packed_rows_are_full(tokenizer):
-    steps = steps_of(make_loader(tokenizer, packing=MAX_TOKENS, batch_size=20), 2)
-    for step in steps:
-        assert all(batch["input_ids"].shape[1] <= MAX_TOKENS for batch in step)
-        widths = sum(batch["input_ids"].numel() for batch in step)
-        real = sum(int(batch["attention_mask"].sum()) for batch in step)
-        assert real > 0.85 * widths
-    assert sum(map(len, steps)) < 2 * 10
 
 
 @pytest.mark.parametrize("dp_degree", [1, 2, 3])

@@ -1,7 +1,5 @@
 """Which words of an answer are marked, and which tokens they become, on tricky texts."""
 
-import functools
-
 import pytest
 from PIL import Image
 
@@ -36,8 +34,6 @@ def found(words, text):
         ("directions", "upper-left, front-left, left-hand", ["upper-left", "front-left", "left"]),
         ("directions", "upper, left", ["upper", "left"]),
         ("directions", "north-east northeast south", ["north-east", "northeast", "south"]),
-        ("directions", "behind, above, below, at the back, on top, bottom", [
-            "behind", "above", "below", "back", "top", "bottom"]),
         ("directions", "in front of it", ["in front"]),
         ("directions", "up\n left", ["up", "left"]),
         ("clock", "at 3 o'clock", ["3 o'clock"]),
@@ -45,18 +41,14 @@ def found(words, text):
         ("clock", "12 o'clock; 1 o'clock; 07 o'clock", ["12 o'clock", "1 o'clock", "07 o'clock"]),
         ("clock", "three o\u2019clock, Twelve O'Clock, 3 oclock", [
             "three o\u2019clock", "Twelve O'Clock", "3 oclock"]),
-        ("clock", "o'clock, left", []),
         (["\u5de6"], "\u5728\u5de6\u8fb9\uff0c\u5de6", ["\u5de6", "\u5de6"]),
         (["\u5de6", "\u5de6\u4e0a"], "\u5de6\u4e0a\u5de6", ["\u5de6\u4e0a", "\u5de6"]),
-        (["left"], "\u5728left\u8fb9", ["left"]),
         (["left", "left of"], "left of it, left off", ["left of", "left"]),
-        (["to the left"], "To  the-left", ["To  the-left"]),
         (["a.b"], "axb a.b", ["a.b"]),
         (["gauche", "\u00e0 droite"], "GAUCHE, \u00c0 droite, \u00e0 droite\u00e9", [
             "GAUCHE", "\u00c0 droite"]),
         (["clock", "cup"], "cup at 3 o'clock", ["cup", "3 o'clock"]),
         ("none", "left at 3 o'clock", []),
-        ([], "left", []),
     ],
 )  # fmt: skip
 def test_whole_words_the_longest_first(words, text, wanted):
@@ -189,29 +181,13 @@ def test_cut_and_dropped_samples_keep_their_marks_in_place():
         assert texts == ["left", wanted, "right"]
 
 
-def test_lengths_are_those_of_sft():
-    sample = group("left", "b", "c")[0]
-    texts = {"prompt": "[QUESTION]\n[ANSWER]", "prompt_fn": fill, "image_token": none}
-    common = {**texts, "processor": tiny_tokenizer(), "pad_token_id": 0, "max_token_num": 99}
-    lengths = [
-        part.encode(None, sample, stage=0, num_stages=1, **common).length
-        for part in (sft, contrastive)
-    ]
-    assert lengths[0] == lengths[1]
-    with_marks = functools.partial(contrastive.encode, marked="clock", stage=0, num_stages=1)
-    assert with_marks(None, sample, **common).length == lengths[0]
-
-
 @pytest.mark.parametrize(
     ("samples", "wanted"),
     [
         (G[1:], "g-1: group not whole.*expected was the anchor \\(sample 1\\) of a new group"),
-        (G[:2], "g-1: group not whole.*at least one negative"),
         (G + H[:2], "h-1: group not whole.*1 more behind it"),
-        ([G[0], G[2], G[1]], "g-2: group not whole.*the positive \\(sample 2 of 3\\) of 'g'"),
         ([G[0], G[1], H[2]], "h-2: group not whole.*the negative \\(sample 3 of 3\\) of 'g'"),
         (G + [H[0], H[1], G[2]], "g-2: group not whole.*of 'h'"),
-        (G + H[1:] + H[:1], "h-1: group not whole"),
         ([{"id": "x", "question": "q", "answer": "a"}] * 3, "x: group not whole.*role None"),
     ],
 )

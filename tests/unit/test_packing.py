@@ -209,19 +209,6 @@ def test_no_token_sees_the_picture_of_another_sample(family, tmp_path):
     assert torch.equal(before[~first], after[~first])
 
 
-def test_a_packed_batch_is_what_it_says():
-    first = Encoded([11, 12, 13], [True, False, True], [False] * 3)
-    second = Encoded([21, 22], [True, True], [False] * 2)
-    batch = pack_rows([[first, second], []], pad_token_id=7, multiple_of=4, max_width=7)
-    assert batch["input_ids"].tolist() == [[11, 12, 13, 21, 22, 7, 7], [7] * 7]
-    assert batch["labels"].tolist() == [[-100, -100, 13, -100, 22, -100, -100], [-100] * 7]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 0], [0] * 7]
-    assert batch["sample_ids"].tolist() == [[0, 0, 0, 1, 1, -1, -1], [-1] * 7]
-    assert batch["attention_mask"].tolist() == [[1] * 5 + [0] * 2, [0] * 7]
-    assert count_samples(batch) == 2
-    assert pack_rows([[]], pad_token_id=7)["input_ids"].tolist() == [[7, 7]]
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2_5_vl", "internvl"])
 def test_a_row_of_padding_weighs_nothing(family, tmp_path):
     whole_model(family, tmp_path, torch.float32)

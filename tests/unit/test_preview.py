@@ -10,7 +10,7 @@ import torch
 from dataset import sft
 from prompt_fn import chat, none
 from stageline.data.batches.loader import MicroBatchLoader
-from stageline.data.batches.preview import Shown, bracket, paint, preview, split, use_colour
+from stageline.data.batches.preview import Shown, bracket, preview, split
 from tests.helpers.small_run import Job
 from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
@@ -108,13 +108,6 @@ def test_texts_are_read_as_a_whole(make):
     assert bracket(shown, tokenizer).count("[[") == 1
 
 
-def test_colours_tell_what_is_learnt(tokenizer):
-    ids = tokenizer("Which digit", add_special_tokens=False)["input_ids"]
-    learnt = paint(Shown(0, ids, [True] * len(ids)), tokenizer)
-    other = paint(Shown(0, ids, [False] * len(ids)), tokenizer)
-    assert "\x1b[1" in learnt and "\x1b[1" not in other
-
-
 def test_what_would_steer_a_terminal_is_written_out(tokenizer):
     ids = tokenizer("a\x1b[2Jb", add_special_tokens=False)["input_ids"]
     assert bracket(Shown(0, ids, [False] * len(ids)), tokenizer) == "a\\x1b[2Jb"
@@ -123,17 +116,6 @@ def test_what_would_steer_a_terminal_is_written_out(tokenizer):
 def test_many_image_tokens_are_counted(tokenizer):
     shown = Shown(0, [3] * 256 + [4], [False] * 257)
     assert bracket(shown, tokenizer) == "<|im_start|>(x256)<|im_end|>"
-
-
-def test_colours_are_for_terminals(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert use_colour(Terminal()) and not use_colour(io.StringIO())
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not use_colour(Terminal())
 
 
 def test_a_run_shows_its_samples_once_and_needs_no_weights(tmp_path):

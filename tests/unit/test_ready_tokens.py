@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 from loss_fn import sft
 from register import collate_fn_register, import_shelf
 from stageline.data.batches.loader import MicroBatchLoader
-from stageline.data.batches.preflight import CheckedCollate
 from stageline.data.text import limit
 from stageline.errors import DataError
 from tests.helpers.tiny_batches import count_targets
@@ -81,15 +80,6 @@ def test_what_is_too_long_is_refused_cut_or_dropped(monkeypatch):
         assert not count_targets([part(overlong="drop")([sample(17)])])
     with pytest.raises(DataError, match="2 segments of 18 tokens do not fit"):
         part(overlong="cut")([sample(9, 9, is_packed=True)])
-
-
-def test_an_id_without_a_row_is_named():
-    low, high = sample(3), sample(4)
-    high[1]["segments"][0][2] = 64
-    checked = CheckedCollate(part(), vocab_size=64)
-    checked([low, low])
-    with pytest.raises(DataError, match="folder/corpus: sample 7: the token id at place 2 is 64"):
-        checked([low, high])
 
 
 class Rows:

@@ -150,9 +150,3 @@ def test_calls_without_tools_and_with_words_of_the_template():
     assert '<tool_call>\n{"name": "get_weather"' in rendered.text and "# Tools" not in rendered.text
     marks = [piece.text for piece in rendered if "<|im_end|>" in piece.text and not piece.is_user]
     assert len(marks) == 4  # one a turn: the data's own stay text
-
-
-def test_a_row_without_tools_is_as_before():
-    tokenizer = format_tokenizer("chatml")
-    official = tokenizer.apply_chat_template(row("multi")["messages"], tokenize=False)
-    assert chat(row("multi"), "", processor=tokenizer).text == official
