@@ -20,13 +20,7 @@ from tests.helpers.dataset_checks import (
     check_rows,
     check_splits,
 )
-from tests.helpers.tiny_datasets import (
-    make_groups,
-    make_jsonl,
-    picture,
-    write_json,
-    write_lines,
-)
+from tests.helpers.tiny_datasets import make_groups, make_jsonl, picture, write_json, write_lines
 from tests.helpers.tiny_models import tiny_processor, tiny_tokenizer
 
 import_shelf("prompt", "prompt_fn", "dataset", "metric")

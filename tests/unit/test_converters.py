@@ -90,10 +90,7 @@ GOLDENS = {
                 "assistant_tag": "A",
             },
         },
-        {
-            "dialog": [{"who": "U", "what": "Q"}, {"who": "A", "what": "R"}],
-            "sys": "S",
-        },
+        {"dialog": [{"who": "U", "what": "Q"}, {"who": "A", "what": "R"}], "sys": "S"},
         {"messages": [_user("Q"), _bot("R")], "system": "S"},
     ),
     "sharegpt with a function": (

@@ -187,13 +187,7 @@ def test_a_character_longer_than_a_segment_is_told():
     ids, ends = numpy.zeros(6, numpy.uint32), numpy.arange(1, 7)
     with pytest.raises(UserError, match="'😀' is 4 token.*more than the 3 .*--seq-length"):
         cut_document(
-            "a😀b",
-            ids,
-            ends,
-            splitter=sentences.auto,
-            rules=CutRules(3),
-            num_first=1,
-            num_last=1,
+            "a😀b", ids, ends, splitter=sentences.auto, rules=CutRules(3), num_first=1, num_last=1
         )
 
 

@@ -12,12 +12,7 @@ from options.command_line import command_words
 from options.corpus import ACTIONS
 from options.fields import OptionError
 from parse_args import parse_corpus_args
-from register import (
-    RegisterError,
-    document_register,
-    import_shelf,
-    splitter_register,
-)
+from register import RegisterError, document_register, import_shelf, splitter_register
 from stageline.corpus.input import BadDocument
 from stageline.distributed import failure
 from stageline.errors import UserError

@@ -189,9 +189,7 @@ def drawn(dataset, num_steps, **options):
 
 
 @pytest.mark.parametrize(
-    "mixture",
-    [{}, {"global_batch_distributed": [3, 1]}, {"mixture_weights": [0.5, 0.5]}],
-    ids=str,
+    "mixture", [{}, {"global_batch_distributed": [3, 1]}, {"mixture_weights": [0.5, 0.5]}], ids=str
 )
 def test_a_run_goes_on_row_for_row_with_other_replicas_and_accumulation(prefix, mixture):
     dataset = part(prefix, **mixture, drop_mode="last_ends_fill")

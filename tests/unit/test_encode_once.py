@@ -70,8 +70,7 @@ ORDERS = {"plain": {"order": "given"}, "sorted": {}, "packed": {"packing": 96}}
 
 
 @pytest.mark.parametrize(
-    ("kind", "order"),
-    [(k, o) for k in KINDS for o in ORDERS if o != "packed" or KINDS[k][0].pack],
+    ("kind", "order"), [(k, o) for k in KINDS for o in ORDERS if o != "packed" or KINDS[k][0].pack]
 )
 def test_a_sample_of_an_epoch_is_encoded_once(kind, order, monkeypatch):
     part, rows, times = KINDS[kind]

@@ -13,12 +13,7 @@ from prompt_fn import fill, none
 from register import dataset_register
 from stageline.data.batches.collate_part import CollatePart, EncodedSample
 from stageline.data.batches.loader import MicroBatchLoader
-from stageline.data.batches.sampler import (
-    StepSampler,
-    check_batch_sizes,
-    group_size_of,
-    some_rows,
-)
+from stageline.data.batches.sampler import StepSampler, check_batch_sizes, group_size_of, some_rows
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.errors import DataError, UserError
 from tests.helpers.tiny_datasets import group_row, write_json, write_lines

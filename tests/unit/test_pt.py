@@ -13,11 +13,7 @@ from register import engine_register, import_shelf, loss_fn_register, restored_r
 from stageline.data.batches.batch import pack_rows
 from stageline.data.batches.collate_part import CollatePart
 from stageline.data.batches.loader import MicroBatchLoader
-from stageline.data.batches.plain_text import (
-    collate_packed_text,
-    collate_text,
-    encode_text,
-)
+from stageline.data.batches.plain_text import collate_packed_text, collate_text, encode_text
 from stageline.data.batches.preflight import preflight
 from stageline.data.text import limit
 from stageline.errors import DataError, UserError
