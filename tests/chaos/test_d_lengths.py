@@ -74,11 +74,6 @@ def test_a_decay_may_be_put_off_before_it_begins(job):
             ["step 4, which is done", "--lr-scheduler constant"],
         ),
         ((*CONSTANT, "--total-steps", 4), (*CONSTANT, "--total-steps", 3), ["4 are done"]),
-        (
-            ("--total-steps", 4, "--lr-scheduler", "constant", "--warmup-ratio", 0.5),
-            ("--total-steps", 8, "--lr-scheduler", "constant", "--warmup-ratio", 0.5),
-            ["step 2, which is done, would have had", "warmup-steps: 2 then, 4 now"],
-        ),
     ],
 )
 def test_what_would_have_been_another_course_is_refused(job, tmp_path, first, then, words):

@@ -43,17 +43,6 @@ def chatml(messages, tools):
         yield "\n", False
 
 
-def llama2(messages, tools):
-    system, messages = split_system(messages)
-    lead = f"<<SYS>>\n{system.strip()}\n<</SYS>>\n\n" if system else ""
-    for number, m in enumerate(messages):
-        text = m["content"].strip()
-        if m["role"] == "user":
-            yield f"<s>[INST] {'' if number else lead}{text} [/INST]", False
-        else:
-            yield f" {text} </s>", True
-
-
 def llama3(messages, tools):
     system, messages = split_system(messages)
     yield "<s>", False
@@ -148,7 +137,7 @@ def channels(messages, tools):
 
 
 EXPECTED = {
-    "chatml": chatml, "llama2": llama2, "llama3": llama3, "qwen": qwen,
+    "chatml": chatml, "llama3": llama3, "qwen": qwen,
     "mistral": mistral, "channels": channels,
 }  # fmt: skip
 CAN = {"tools": ("llama3", "qwen", "mistral", "channels"), "reasoning": ("qwen", "channels")}

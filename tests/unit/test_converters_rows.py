@@ -52,23 +52,6 @@ def test_instructions_stay_questions_for_templates_unless_the_format_is_named(tm
     assert len(with_past["messages"]) == 4, "a history is not lost without a word"
 
 
-def test_other_formats_are_found(tmp_path):
-    dataset = _rows(
-        tmp_path,
-        {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
-        {"prompt": "Q", "chosen": "A", "rejected": "B", "id": "pair", "score": 2},
-        {"prompt": "Q", "completion": "A", "label": False},
-        {"messages": [USER, BOT], "tools": [{"name": "sum"}]},
-    )
-    samples = [dataset[row][1] for row in range(4)]
-    assert samples[0]["messages"] == [USER, BOT] and "conversations" not in samples[0]
-    assert samples[1]["chosen"] == [BOT] and samples[1]["messages"] == [USER]
-    assert samples[1]["id"] == "pair" and samples[1]["score"] == 2
-    assert samples[2]["label"] is False and samples[2]["messages"] == [USER, BOT]
-    assert samples[3]["tools"] == [{"type": "function", "function": {"name": "sum"}}]
-    assert samples[0]["source"].endswith("rows.jsonl:1")
-
-
 def _rows_of_guide(path):
     rows = []
     for block in re.findall(r"```json\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):

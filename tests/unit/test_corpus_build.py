@@ -108,12 +108,6 @@ def test_documents_come_back_and_bad_lines_are_counted(inputs, whole):
     assert names(prefix) == sorted(f"corpus{suffix}" for suffix in SUFFIXES)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_the_bytes_do_not_depend_on_the_workers(num_workers, inputs, whole, tmp_path):
-    build(inputs, tmp_path / "corpus", num_workers=num_workers)
-    assert files_of(tmp_path / "corpus") == files_of(whole[0])
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_killed_again_and_again_the_bytes_are_the_same(num_workers, inputs, whole, tmp_path):
     prefix, starts = tmp_path / "corpus", 0

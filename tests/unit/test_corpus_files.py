@@ -1,6 +1,5 @@
 """The files of a corpus: what is written is read again, and each kind of damage is named."""
 
-import json
 import os
 from dataclasses import replace
 
@@ -19,7 +18,7 @@ from stageline.corpus.header import (
     path_of,
 )
 from stageline.corpus.writer import CorpusWriter
-from stageline.errors import DataError, StorageError, UserError
+from stageline.errors import DataError, StorageError
 from tests.helpers.corpora import RULES, documents_of, segments_of, tokenizer, write
 
 
@@ -55,24 +54,6 @@ def test_documents_come_back_without_bos_and_eos(tmp_path):
             inside = [one for one in ranges if start <= one[0] < stop]
             assert list(corpus.documents(start, stop)) == inside
     assert corpus.header.num_documents == 7
-
-
-def test_types_are_ranges_and_counted(tmp_path):
-    prefix = tmp_path / "a"
-    writer = CorpusWriter(
-        prefix, tokenizer=tokenizer(), rules=RULES, language="en", type_names=["en", "none", "zh"]
-    )
-    writer.add(segments_of(documents_of([3, 20])))
-    writer.add(segments_of(documents_of([9])), type_index=2)
-    writer.close()
-    corpus = Corpus(prefix)
-    assert corpus.type_starts.tolist() == [0, 4, 4, 6]
-    assert [kind.name for kind in corpus.header.types] == ["en", "none", "zh"]
-    assert [kind.num_documents for kind in corpus.header.types] == [2, 0, 1]
-    assert json.loads(path_of(prefix, ".dis").read_text())["counts"] == [4, 0, 2]
-    endings = json.loads(path_of(prefix, ".tmp").read_text())
-    # 3 tokens: one segment with both; 22: three; 11: two
-    assert endings == {"bos_only": 2, "eos_only": 2, "neither": 1, "both": 1}
 
 
 def resumed(prefix, state, **settings):
@@ -124,14 +105,6 @@ def test_a_full_disk_is_a_storage_error(tmp_path):
     writer._files["bin"]._file = open("/dev/full", "wb", buffering=0)
     with pytest.raises(StorageError, match="a.bin.part cannot be written: No space left"):
         writer.add(segments_of(documents_of([3])))
-
-
-def test_a_finished_corpus_is_overwritten_only_when_asked(tmp_path):
-    write(tmp_path / "a", documents_of([3]))
-    with pytest.raises(UserError, match="--overwrite"):
-        write(tmp_path / "a", documents_of([30]))
-    assert len(Corpus(tmp_path / "a")) == 1
-    assert len(write(tmp_path / "a", documents_of([30]), overwrite=True)) == 4
 
 
 def test_an_id_too_large_is_named(tmp_path):

@@ -86,22 +86,3 @@ def test_all_orders_of_a_few_things_are_equally_likely(size):
     chi_square = sum((count - mean) ** 2 / mean for count in codes.values())
     freedom = num_orders - 1
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
-
-
-def test_numbers_spread_and_neighbours_are_unrelated():
-    size, count = 10**9, 100_000
-    numbers = _order(size, seed=11)(numpy.arange(count))
-    in_bins = numpy.bincount(numbers * 100 // size, minlength=100)
-    chi_square = ((in_bins - count / 100) ** 2 / (count / 100)).sum()
-    assert 99 - 5 * math.sqrt(198) < chi_square < 99 + 5 * math.sqrt(198)
-    assert abs(numpy.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 5 / math.sqrt(count)
-    # the low bits too: rows next to each other in the files are often of one source
-    chi_square = ((numpy.bincount(numbers % 16) - count / 16) ** 2 / (count / 16)).sum()
-    assert chi_square < 15 + 5 * math.sqrt(30)
-
-
-def test_seeds_next_to_each_other_give_unrelated_orders():
-    places = numpy.arange(10_000)
-    first, second = (_order(10_000, seed)(places) for seed in (5, 6))
-    assert abs(numpy.corrcoef(first, second)[0, 1]) < 0.05
-    assert (first == second).sum() < 10

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from commands import command_line, corpus
+from commands import command_line
 from options.command_line import command_words
-from options.corpus import ACTIONS
 from options.fields import OptionError
 from parse_args import parse_corpus_args
 from register import RegisterError, document_register, import_shelf, splitter_register
@@ -147,19 +146,6 @@ def test_a_wrong_line_is_one_message_with_its_cure(words, wanted):
 def test_an_unknown_language_names_the_option_and_the_keys():
     with pytest.raises(RegisterError, match="--language klingon: splitter_register has no key"):
         parsed(WRITE + " --language klingon")
-
-
-def test_every_action_has_help_and_a_function(capsys):
-    assert set(ACTIONS) == set(corpus.ACTIONS)
-    for name in ACTIONS:
-        with pytest.raises(SystemExit) as end:
-            parsed(f"{name} --help")
-        assert end.value.code == 0
-        shown = capsys.readouterr().out
-        assert shown.split("\n")[0].split()[2] == name  # usage: PROGRAM NAME ...
-    with pytest.raises(SystemExit) as end:
-        parsed("")
-    assert end.value.code == 2 and "find-trained" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

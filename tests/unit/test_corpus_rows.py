@@ -3,7 +3,6 @@
 import functools
 import itertools
 import pickle
-import random
 import tracemalloc
 
 import numpy
@@ -175,40 +174,6 @@ def loader(dataset, **options):
         **{"pad_token_id": 0, "max_token_num": 16, "num_stages": 1, "stage": 0},
     )
     return MicroBatchLoader(dataset, collate=collate, micro_batch_size=1, order="given", **options)
-
-
-def drawn(dataset, num_steps, **options):
-    """The rows of steps, of all replicas: as texts of their tokens, sorted."""
-    steps = [[] for _ in range(num_steps)]
-    for rank in range(options["dp_degree"]):
-        batches = iter(loader(dataset, dp_rank=rank, **options))
-        for rows in steps:
-            for batch in next(batches):
-                rows.append((batch["loss_rows"].item(), tuple(batch["input_ids"][0].tolist())))
-    return [sorted(rows) for rows in steps]
-
-
-@pytest.mark.parametrize(
-    "mixture", [{}, {"global_batch_distributed": [3, 1]}, {"mixture_weights": [0.5, 0.5]}], ids=str
-)
-def test_a_run_goes_on_row_for_row_with_other_replicas_and_accumulation(prefix, mixture):
-    dataset = part(prefix, **mixture, drop_mode="last_ends_fill")
-    first = {"batch_size": 4, "accumulate_steps": 2, "dp_degree": 1, "seed": 3}
-    whole = drawn(dataset, 9, **first)
-    assert {row for step in whole for row, _ in step} == set(range(15))
-    draw = random.Random(0)
-    for _ in range(12):
-        step = draw.randrange(1, 8)
-        position = loader(dataset, **first).state_after(step)
-        dp_degree = draw.choice([1, 2, 4, 8])
-        batch_size = draw.choice([size for size in (1, 2, 4, 8) if size * dp_degree <= 8])
-        options = {"dp_degree": dp_degree, "batch_size": batch_size, "seed": 3}
-        options["accumulate_steps"] = 8 // (dp_degree * batch_size)
-        again = drawn(dataset, 9 - step, **options, start_step=step, position=position)
-        assert again == whole[step:], (step, options)
-        # and once more from there, as that run saved it
-        resumed = loader(dataset, **options, start_step=step, position=position)
-        assert resumed.state_after(9) == loader(dataset, **first).state_after(9)
 
 
 def test_the_state_is_small_and_steps_go_over_the_end_of_an_epoch():

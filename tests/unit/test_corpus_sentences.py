@@ -1,20 +1,13 @@
 """Splitters against sentences cut by hand; and that no text loses a letter."""
 
-import random
-
 import numpy
 import pytest
 
 from stageline.corpus import sentences
 from stageline.errors import UserError
 
-OURS = [sentences.english, sentences.chinese, sentences.auto]
 # a line of page width that breaks off in a sentence
 LINE = "A line that is as long as those which are wrapped in the midst of"
-
-
-# no-break spaces are not: no line is broken there
-WHITE = " \n\t\r"
 
 
 def _sentences(splitter, text):
@@ -76,29 +69,8 @@ def test_mixed_text_gets_both_rules():
 
 
 def test_letters_beyond_the_basic_plane_count_once():
+    assert _sentences(sentences.auto, "") == []
     assert _sentences(sentences.auto, "😀 one. 😀 Two。三") == ["😀 one.", " 😀 Two。", "三"]
-
-
-def _check(splitter, text):
-    ends = splitter(text)
-    assert (numpy.diff(ends, prepend=0) > 0).all()
-    assert ends.tolist()[-1:] == ([len(text)] if text else [])
-    for end in ends[:-1].tolist():
-        assert text[end - 1] not in WHITE and text[end:].strip(WHITE)
-
-
-def _odd_texts(num):
-    """Texts full of what the rules look at, some of them with lines of a page's width."""
-    choice = random.Random(0).choice
-    signs = "aBb1. .A1)(\n\n \n!?\"'é。，”！中,-\r\xa0😀\x00"
-    texts = ["".join(choice(signs) for _ in range(choice((5, 40, 400)))) for _ in range(num)]
-    return [text.replace("1", LINE) if choice((0, 1)) else text for text in texts]
-
-
-@pytest.mark.parametrize("splitter", OURS)
-def test_every_text_is_covered_and_no_sentence_ends_in_white_space(splitter):
-    for text in ["", " ", "\n\n", *_odd_texts(1000)]:
-        _check(splitter, text)
 
 
 def test_icu_is_asked_for_when_it_is_missing(monkeypatch):
@@ -113,5 +85,3 @@ def test_icu():
     sentences._icu_iterator.cache_clear()
     expected = ["😀 Mr. Smith came.", " He left.", "\nGone?", " Yes. "]
     assert _sentences(sentences.icu, "".join(expected)) == expected
-    for text in ["", " ", "\n\n", *_odd_texts(200)]:
-        _check(sentences.icu, text)

@@ -17,7 +17,6 @@ from stageline.corpus.run_sampler import (
     run_sampler,
     save_indices,
 )
-from stageline.corpus.tools import remove
 from stageline.corpus.writer import CorpusWriter
 from stageline.errors import DataError
 from tests.helpers.corpora import RULES, tokenizer
@@ -78,21 +77,6 @@ def test_rows_seen_since_a_batch():
     expected = numpy.unique(numpy.concatenate(batches))
     assert rows_seen(mixture, 15, first_batch=7).tolist() == expected.tolist()
     assert len(rows_seen(mixture, 7, first_batch=7)) == 0
-
-
-def test_removing_what_was_seen_leaves_exactly_the_rest(corpus, tmp_path):
-    mixture = Mixture(SIZES, counts=[5, 2, 1], batch=8, seed=3)
-    seen = find_trained(mixture, 4)
-    assert len(seen) == 32
-    save_indices(tmp_path / "seen.npy", seen)
-    remove(corpus.prefix, tmp_path / "rest", load_indices(tmp_path / "seen.npy"))
-    rest = Corpus(tmp_path / "rest")
-    kept = [index for index in range(sum(SIZES)) if index not in set(seen.tolist())]
-    assert [rest[i].tolist() for i in range(len(rest))] == [corpus[i].tolist() for i in kept]
-    assert numpy.diff(rest.type_starts).tolist() == [25, 12, 5]
-    # what the run would have gone on with is all there
-    coming = {row for index in range(4, len(mixture)) for row in mixture.batch(0, index).tolist()}
-    assert coming <= set(kept)
 
 
 def test_rows_of_a_part_of_the_corpus(corpus):

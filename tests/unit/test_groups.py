@@ -1,15 +1,11 @@
 """Groups of samples stay whole: drawn, sorted, shared out, filled up, left out."""
 
-import functools
 import itertools
-import json
 
 import pytest
 import torch
 from torch.utils.data import Subset
 
-from dataset import sft
-from prompt_fn import fill, none
 from register import dataset_register
 from stageline.data.batches.collate_part import CollatePart, EncodedSample
 from stageline.data.batches.loader import MicroBatchLoader
@@ -17,7 +13,6 @@ from stageline.data.batches.sampler import StepSampler, check_batch_sizes, group
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.errors import DataError, UserError
 from tests.helpers.tiny_datasets import group_row, write_json, write_lines
-from tests.helpers.tiny_models import tiny_tokenizer
 
 SIZE = 3
 
@@ -80,23 +75,6 @@ def test_steps_hold_whole_groups_and_an_epoch_each_once(collate, dp_degree):
 def test_every_collate_part_sees_the_same_samples_in_the_same_order():
     drawn = [next(loader_of(16, collate=part).sampler.shares()) for part in (collate, len)]
     assert drawn[0] == drawn[1]
-
-
-def test_sorting_moves_groups_of_near_length_together():
-    given = next(iter(loader_of(16, batch_size=48, order="given")))
-    ordered = next(iter(loader_of(16, batch_size=48, collate=collate_sorted)))
-    assert len(given) == len(ordered) == 8
-
-    def cost(step):
-        lengths = [
-            [encode(None, {"number": int(n)}).length for n in batch["input_ids"][:, 0]]
-            for batch in step
-        ]
-        return sum(len(row) * max(row) for row in lengths)
-
-    assert cost(ordered) < cost(given)
-    found = sorted(group for batch in ordered for group in groups_in(batch))
-    assert found == sorted(group for batch in given for group in groups_in(batch))
 
 
 @pytest.mark.parametrize("num_groups", [1, 3, 4, 5])
@@ -223,31 +201,3 @@ def test_bad_lines_are_named_and_may_be_left_out_as_a_whole(tmp_path, change, op
         dataset = groups(tmp_path / "g.jsonl", test_size=0, **options)
     assert len(bad_rows) == 1 and len(dataset) == 8
     assert {dataset[row][1]["contrast_group"] for row in range(8)} == {"group0", "group2"}
-
-
-def test_less_than_one_negative(tmp_path):
-    write_lines(tmp_path / "g.jsonl", [group_row(0)])
-    with pytest.raises(UserError, match="num_negatives 0: at least 1") as error:
-        groups(tmp_path / "g.jsonl", num_negatives=0)
-    assert error.value.exit_code == 2
-
-
-def test_sft_trains_on_groups_as_on_rows(tmp_path):
-    (tmp_path / "g.jsonl").write_text("".join(json.dumps(group_row(i)) + "\n" for i in range(6)))
-    part = functools.partial(
-        sft,
-        prompt="[QUESTION]\n[ANSWER]",
-        prompt_fn=fill,
-        image_token=none,
-        processor=tiny_tokenizer(),
-        pad_token_id=0,
-        max_token_num=64,
-        stage=0,
-        num_stages=1,
-    )
-    dataset = groups(tmp_path / "g.jsonl", test_size=0)
-    loader = MicroBatchLoader(dataset, collate=part, batch_size=8, micro_batch_size=4)
-    for batch in next(iter(loader)):
-        rows = batch["loss_rows"].tolist()
-        assert rows == list(range(rows[0], rows[0] + 4)) and rows[0] % 4 == 0
-        assert "loss_marks" not in batch

@@ -7,9 +7,7 @@ import pytest
 import transformers
 from PIL import Image
 
-from options.answer import EvaluateConfig
-from options.fields import OptionError, replaced
-from options.train import RunConfig
+from options.fields import OptionError
 from parse_args import parse_evaluate_args
 from register import import_shelf
 from stageline.data.batches.batch import encode_sample
@@ -210,13 +208,6 @@ def test_too_many_images_of_a_sample():
 
 
 # -- the options themselves ---------------------------------------------------------------------
-
-
-def test_training_and_evaluation_have_the_same_options():
-    assert RunConfig().images == EvaluateConfig().images
-    assert RunConfig().images.limits()["max_pixels"] == ImageSettings().max_pixels
-    run = replaced(RunConfig(), {"images.min_tiles": 2, "images.max_tiles": 6})
-    assert Tiling(**run.images.tiling()) == Tiling(min_tiles=2, max_tiles=6)
 
 
 @pytest.mark.parametrize(

@@ -134,16 +134,6 @@ def test_unusual_hidden_states_are_tried(name):
         check_packing(stage(small_config(name), number), rows=2)
 
 
-class Turned(Positions):
-    def forward(self, hidden, **batch):
-        return hidden.transpose(0, 1)
-
-
-def test_rows_behind_tokens_are_refused():
-    with pytest.raises(UserError, match=r"not \[rows, tokens, width\]"):
-        check_packing(Turned(), rows=2)
-
-
 @pytest.mark.parametrize(
     ("name", "fields", "passes"),
     [

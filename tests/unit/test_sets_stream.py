@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from commands.train import SHELF, pipeline
-from commands.train_data import check_data
-from parse_args import parse_train_args
 from register import import_shelf
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.batches.preflight import preflight
@@ -17,7 +15,6 @@ from stageline.data.rows import stream as streams
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.data.rows.sets import read_sets
 from stageline.errors import DataError, UserError
-from tests.helpers.small_run import Job
 from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.tiny_sets import asked, write_chat
 
@@ -220,13 +217,3 @@ def test_the_fingerprint_of_a_stream(folder):
     path = folder / "a/1.jsonl"
     path.write_text(path.read_text().replace("a29", "a28"))
     assert len({first, _stream(folder).fingerprint(), *(o.fingerprint() for o in others)}) == 6
-
-
-def test_a_stream_has_no_last_rows_to_pad(tmp_path):
-    job = Job(tmp_path)
-    write_chat(job.rows, [f"{i}?" for i in range(40)])
-    words = job.command("a", "--dataset", "sets", "--dataset.cache", tmp_path / "cache")
-    words += ["--prompt-fn", "chat", "--dataset.streaming", "--eval-samples", "0"]
-    words = words[words.index("--train-model") :]
-    with pytest.raises(UserError, match="--rows.last pad has no effect on --dataset sets"):
-        check_data(parse_train_args([*words, "--rows.last", "pad"]))
