@@ -174,21 +174,13 @@ def test_jsonl_instructions_and_messages(tmp_path):
     assert rendered.num_images == 1 and "<image>\nwhat?" in rendered.text
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (b'{"question": "q", "answer": "a", "videos": ["a.gif"]}', "videos, which its text has no"),
-        (b'{"question": "q", "answer": "a", "video": "a.gif"}', "has video, which"),
-        (b'{"messages": [{"role": "user"}], "instruction": "q", "output": "a"}', "several formats"),
-    ],
-)
-def test_bad_line_17_is_named(tmp_path, line, reason):
+def test_bad_line_17_is_named(tmp_path):
     file = tmp_path / "file.jsonl"
     good = b'{"question": "q", "answer": "a"}\n'
-    file.write_bytes(good * 15 + b"\n" + line + b"\n" + good)
-    with pytest.raises(DataError, match=rf"file\.jsonl:17:(\d+:)? .*{reason}") as caught:
+    bad = b'{"question": "q", "answer": "a", "videos": ["a.gif"]}\n'
+    file.write_bytes(good * 15 + b"\n" + bad + good)
+    with pytest.raises(DataError, match=r"file\.jsonl:17: .*videos, which its text has no"):
         dataset_register["jsonl"](dataset_path=str(file))
-    assert caught.value.exit_code == 3
 
 
 def test_missing_files_are_named(tmp_path):

@@ -6,8 +6,6 @@ import gzip
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,7 +21,6 @@ from tests.helpers import faults
 from tests.helpers.byte_cutter import REFUSED, ByteCutter
 from tests.helpers.peak_memory import peak_rise
 
-ROOT = Path(__file__).resolve().parents[2]
 SUFFIXES = (".bin", ".idx", ".dis", ".tmp", ".bad.jsonl")
 # one line in 20 is empty, one in 50 no UTF-8
 LINES = [
@@ -56,6 +53,7 @@ def in_child(fault, files, prefix, **kwargs):
     """Builds in a forked process with a fault, a journal a chunk; returns how it ended."""
 
     def run():
+        os.setsid()
         os.environ[faults.VARIABLE] = fault
         faults.arm()
         build(files, prefix, **{"seconds_a_journal": 0.0} | kwargs)
@@ -64,7 +62,18 @@ def in_child(fault, files, prefix, **kwargs):
     child.start()
     child.join(60)
     assert child.exitcode is not None, "it hangs"
+    until(lambda: not is_session_alive(child.pid))
     return child.exitcode
+
+
+def is_session_alive(session):
+    """Whether a process of the session runs, such as a worker that outlives its killed parent."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, own = path.read_text().rpartition(")")[2].split()[:4]
+            if int(own) == session and state != "Z":
+                return True
+    return False
 
 
 def files_of(prefix):
@@ -138,39 +147,6 @@ def test_what_came_after_the_journal_is_forgotten(inputs, whole, tmp_path):
     report = build(inputs, prefix)
     assert 0 < report.num_bytes_before < report.progress.num_bytes
     assert files_of(prefix) == files_of(whole[0])
-
-
-def test_killed_from_outside_with_its_workers(inputs, whole, tmp_path):
-    prefix = tmp_path / "corpus"
-    code = (
-        "import functools\n"
-        "from stageline.corpus.build import build_corpus\n"
-        "from tests.helpers.byte_cutter import ByteCutter\n"
-        f"build_corpus({str(inputs)!r}, path_prefix={str(prefix)!r}, num_workers=2,\n"
-        "    make_cutter=functools.partial(ByteCutter, 32, 'f'), chunk_bytes=8000,\n"
-        "    seconds_a_journal=0.0, progress=False)\n"
-    )
-    environment = {**os.environ, **faults.environment("at=corpus_chunk,do=sleep,value=60,count=10")}
-    run = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment)
-    journal = Path(f"{prefix}.journal")
-    until(lambda: journal.exists() and json.loads(journal.read_text())["progress"]["part"] >= 9)
-    workers = children(run.pid)
-    assert len(workers) == 2
-    os.kill(run.pid, signal.SIGKILL)
-    assert run.wait() == -signal.SIGKILL
-    until(lambda: not any(map(is_alive, workers)))
-    assert build(inputs, prefix, num_workers=1).num_bytes_before > 0
-    assert files_of(prefix) == files_of(whole[0])
-
-
-def children(pid):
-    return [int(name) for name in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def is_alive(pid):
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 def until(is_true):

@@ -11,7 +11,7 @@ from commands import command_line
 from options.command_line import command_words
 from options.fields import OptionError
 from parse_args import parse_corpus_args
-from register import RegisterError, document_register, import_shelf, splitter_register
+from register import document_register, import_shelf, splitter_register
 from stageline.corpus.input import BadDocument
 from stageline.distributed import failure
 from stageline.errors import UserError
@@ -94,37 +94,6 @@ def parsed(words):
     return parse_corpus_args(shlex.split(words))
 
 
-def test_names_of_the_notes_with_low_lines():
-    words = WRITE[6:].replace("-path", "_path").replace("-prefix", "_prefix")
-    more = "--do_split_sentences --do_keep_newlines --language=chinese --num_workers 8"
-    arguments = parsed(f"--mode=write {words} {more}")
-    run = arguments.run
-    assert arguments.action == "write" and arguments.parts["splitter"].key == "chinese"
-    assert (run.do_split_sentences, run.do_keep_newlines, run.num_workers) == (True, True, 8)
-    assert (run.file_path, run.save_prefix, run.seq_length) == (["README.md"], "a", 1024)
-
-
-@pytest.mark.parametrize(("names", "kinds"), [("a b", "0 1"), ("\"['a', 'b']\"", "[0,1]")])
-def test_lists_are_read_and_never_evaluated(names, kinds):
-    words = f"merge --merge-path-prefix {names} --merge-path-type {kinds} --new-path-prefix c"
-    run = parsed(words).run
-    assert (run.merge_path_prefix, run.merge_path_type) == (["a", "b"], [0, 1])
-    assert run.new_path_prefix == "c"
-
-
-def test_options_of_a_config_file_and_of_parts(tmp_path):
-    file = tmp_path / "c.yaml"
-    file.write_text(
-        "save-prefix: from_file\nlanguage: none\ndocument.fields: [a, b]\nadd-bos: false\n"
-        f"tokenizer-path: {tmp_path}\nfile-path: ['{tmp_path}/*.txt']\n"
-    )
-    arguments = parsed(f"write --config {file} --language english --document.separator ' '")
-    assert arguments.parts["splitter"].key == "english"
-    wanted = {"fields": ["a", "b"], "template": None, "separator": " "}
-    assert arguments.parts["document"].kwargs == wanted
-    assert (arguments.run.add_bos, arguments.run.add_eos) == (False, None)
-
-
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
@@ -141,11 +110,6 @@ def test_a_wrong_line_is_one_message_with_its_cure(words, wanted):
     with pytest.raises(OptionError) as error:
         parsed(words)
     assert not [text for text in wanted if text not in str(error.value)], error.value
-
-
-def test_an_unknown_language_names_the_option_and_the_keys():
-    with pytest.raises(RegisterError, match="--language klingon: splitter_register has no key"):
-        parsed(WRITE + " --language klingon")
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,13 @@ def _sentences(splitter, text):
 @pytest.mark.parametrize(
     "expected",
     [
-        ["One.", " Two!", " Three?", " Four…", " Five"],
         ["So what?!", " Wait...", " No."],
         ['He said "go."', " She (the boss.) left.')", " Then?”", " End"],
         ['"Really?" he asked.', " He left... and came back."],
-        ["Why?", " because."],
         ["Pi is 3.14 or so.", " See http://a.b/c?d=e. for more, v1.2."],
         ["Mr. Smith met Dr. J. R. Jones of the U.S. Army, e.g. Monday, i.e. Today.", " Yes."],
         ["See Fig. 3, No. 5 and pp. 7 to 9.", " He said no.", " Then 5 left on Jan. 3 again."],
         ["It was his.", " It's.", " Was it x.", " Option -V.", " End"],
-        ["About etc.", " Then Inc.", " And on."],
         ["Title", "\n\nText of one line.", "\nx = 1", "\ny = 2"],
         [f"{LINE}\na sentence.", f"\n{LINE}\n  Sentences with Capitals.", " Next."],
         [LINE, "\n\nA blank line ends one."],
@@ -37,7 +34,6 @@ def _sentences(splitter, text):
         ["x" * 130, "\nbehind a line that is longer than a page is wide"],
         ["  White before.", "\n\n\tAnd behind. \n\n "],
         [" \n\t "],
-        ["."],
     ],
     ids=lambda expected: expected[0][:20],
 )
@@ -54,7 +50,6 @@ def test_english(expected):
         ["“好！”，他说。", "又一句"],
         ["第一行", "\n第二行。", "\n\n第三行，\t还是第三行", "\n结束。 \n"],
         ["圆周率是 3.14，版本 2.0 见 a?b=c。", "对!", "好?", "完"],
-        ["まだです。", "はい。"],
     ],
     ids=lambda expected: expected[0][:20],
 )

@@ -180,14 +180,6 @@ def test_an_image_above_the_limit_is_refused_with_row_file_and_size(tmp_path):
         assert ImageFolders([tmp_path]).open("a.png", source="row").size == (40, 30)
 
 
-def test_the_limit_holds_for_images_that_a_dataset_made(tmp_path):
-    processor = tiny_processor("llava")
-    prepare_images(processor, ImageSettings(max_pixels=99), Tiling())
-    expander = ImageExpander.of(processor)
-    with pytest.raises(DataError, match="sample 3: .*100 pixels; at most 99"):
-        expander.decode_pixels([[Image.new("RGB", (10, 10))]], ["sample 3"])
-
-
 def test_a_limit_above_the_default_lets_larger_images_in(tmp_path):
     Image.new("L", (8000, 7000)).save(tmp_path / "a.png")
     with pytest.raises(DataError, match="56000000 pixels; at most 50000000"):

@@ -136,22 +136,6 @@ def test_only_text_of_the_data_is_cut_and_a_cut_answer_loses_its_end():
     assert "q<|im_end|>\n<|im_start|>assistant\na" in text and set(learnt) == {"a"}
 
 
-def test_turns_that_do_not_fit_go_whole():
-    rows = ("one", "two", "three", "four" * 30, "five", "six")
-    turns = _chat(*rows)
-    text, learnt = _limited(turns, 75)
-    start, rest = text.split("three<|im_end|>\n<|im_start|>assistant\n")
-    assert start == "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\ntwo<|im_end|>\n" + (
-        "<|im_start|>user\n"
-    )
-    assert "four" * 10 in rest and rest.strip("four") == "", "the third pair has no room"
-    assert learnt == "two<|im_end|>" + rest
-    text, learnt = _limited(_chat(*rows, mask_history=True), 75)
-    assert "one" not in text and "three<|im_end|>" in text, "the first pair has no room"
-    assert text.endswith("<|im_start|>user\nfive<|im_end|>\n<|im_start|>assistant\nsix<|im_end|>\n")
-    assert learnt == "six<|im_end|>"
-
-
 def test_answers_of_masked_turns_are_answers_still():
     pieces = list(_chat("one", "two", "three", "four", mask_history=True))
     assert [piece.text for piece in pieces if piece.is_target] == ["four", "<|im_end|>"]

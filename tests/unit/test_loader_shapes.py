@@ -27,11 +27,7 @@ class Sentences:
 
     def __init__(self, count=40):
         self.rows = [
-            {
-                "id": str(i),
-                "question": f"{i} " + "What? " * (i * 7 % 13),
-                "answer": "yes " * (i % 5),
-            }
+            {"id": str(i), "question": f"{i} {'What? ' * (i * 7 % 13)}", "answer": "yes " * (i % 5)}
             for i in range(count)
         ]
         for row in self.rows:

@@ -3,7 +3,6 @@
 import itertools
 import multiprocessing
 
-import datasets
 import pytest
 import torch
 
@@ -104,18 +103,6 @@ def test_no_more_of_a_stream_is_read_than_is_asked_for(tmp_path, monkeypatch):
     assert read == [], "read when it was made"
     asked(stream, 20)
     assert len(read) <= 32
-
-
-@pytest.mark.parametrize("kind", ["parquet", "csv"])
-def test_other_kinds_of_files_stream(kind, tmp_path):
-    rows = datasets.Dataset.from_list([{"text": f"t{i}"} for i in range(9)])
-    path = tmp_path / f"a.{kind}"
-    getattr(rows, f"to_{kind}")(path)
-    stream = read_sets(dataset_path=str(path), streaming=True, buffer_size=1)
-    samples = [stream[place][1] for place in range(10)]
-    assert [sample["text"] for sample in samples] == [*(f"t{i}" for i in range(9)), "t0"]
-    last = {"parquet": f"{path}: row 9", "csv": f"{path}:10"}
-    assert samples[8]["source"] == last[kind]
 
 
 def _numbers(samples):
