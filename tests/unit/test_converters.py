@@ -27,6 +27,16 @@ SUM = {"name": "sum", "parameters": {"type": "object"}}
 SUM_TOOL = {"type": "function", "function": SUM}
 CALL = [{"type": "function", "function": {"name": "sum", "arguments": {"a": [1, 2]}}}]
 
+FUNCTION = {"name": "sum", "arguments": '{"a": [1, 2]}'}
+WRITTEN_CALL = {"id": "c1", "type": "function", "function": FUNCTION}
+IMAGE, VIDEO = {"type": "image"}, {"type": "video"}
+URL = {"type": "image_url", "image_url": {"url": "a.png"}}
+
+
+def _text(text):
+    return {"type": "text", "text": text}
+
+
 # name -> (options, row, sample)
 GOLDENS = {
     "alpaca": (
@@ -123,19 +133,8 @@ GOLDENS = {
         {
             "messages": [
                 {"role": "developer", "content": "S"},
-                _user([{"type": "text", "text": "Q"}]),
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "refusal": None,
-                    "tool_calls": [
-                        {
-                            "id": "c1",
-                            "type": "function",
-                            "function": {"name": "sum", "arguments": '{"a": [1, 2]}'},
-                        }
-                    ],
-                },
+                _user([_text("Q")]),
+                _bot(None, refusal=None, tool_calls=[WRITTEN_CALL]),
                 {"role": "tool", "tool_call_id": "c1", "content": "3"},
                 {"role": "tool", "content": "three"},
                 _bot("3", weight=0),
@@ -145,7 +144,7 @@ GOLDENS = {
         {
             "messages": [
                 {"role": "system", "content": "S"},
-                _user([{"type": "text", "text": "Q"}]),
+                _user([_text("Q")]),
                 _bot("", tool_calls=[{"id": "c1", **CALL[0]}]),
                 {"role": "tool", "content": "3", "tool_call_id": "c1"},
                 {"role": "tool", "content": "three"},
@@ -228,17 +227,7 @@ GOLDENS = {
             "images": ["a.png", "b.png"],
         },
         {
-            "messages": [
-                _user(
-                    [
-                        {"type": "image"},
-                        {"type": "text", "text": "What is "},
-                        {"type": "image"},
-                        {"type": "text", "text": "?"},
-                    ]
-                ),
-                _bot("An <image>."),
-            ],
+            "messages": [_user([IMAGE, _text("What is "), IMAGE, _text("?")]), _bot("An <image>.")],
             "images": ["a.png", "b.png"],
         },
     ),
@@ -251,10 +240,7 @@ GOLDENS = {
         {"formatting": "alpaca"},
         {"instruction": "Q", "output": "A", "image": "a.png", "videos": ["v.gif"]},
         {
-            "messages": [
-                _user([{"type": "image"}, {"type": "video"}, {"type": "text", "text": "Q"}]),
-                _bot("A"),
-            ],
+            "messages": [_user([IMAGE, VIDEO, _text("Q")]), _bot("A")],
             "images": ["a.png"],
             "videos": ["v.gif"],
         },
@@ -263,30 +249,13 @@ GOLDENS = {
         {"formatting": "openai"},
         {
             "messages": [
-                _user(
-                    [
-                        {"type": "image_url", "image_url": {"url": "a.png"}},
-                        {"type": "text", "text": "<image>?"},
-                        {"type": "image"},
-                        {"type": "video", "video": "v.gif"},
-                    ]
-                ),
+                _user([URL, _text("<image>?"), IMAGE, {**VIDEO, "video": "v.gif"}]),
                 _bot("A"),
             ],
             "images": ["b.png"],
         },
         {
-            "messages": [
-                _user(
-                    [
-                        {"type": "image"},
-                        {"type": "text", "text": "<image>?"},
-                        {"type": "image"},
-                        {"type": "video"},
-                    ]
-                ),
-                _bot("A"),
-            ],
+            "messages": [_user([IMAGE, _text("<image>?"), IMAGE, VIDEO]), _bot("A")],
             "images": ["a.png", "b.png"],
             "videos": ["v.gif"],
         },

@@ -11,12 +11,12 @@ from torch.distributed import TCPStore
 
 import dataset as parts
 from commands.train import SHELF, pipeline
-from prompt_fn import fill, none
 from register import import_shelf
 from stageline.data.batches import collate as bodies
 from stageline.data.batches.collate_part import CollatePart, as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.training.replicas import LargestOfReplicas
+from tests.helpers.collating import collate_options
 from tests.helpers.tiny_models import tiny_tokenizer
 
 import_shelf(*SHELF)
@@ -44,12 +44,10 @@ class Groups(Rows):
     group_size = 3
 
 
-def counting(part, counts, **options):
+def counting(part, counts):
     """The part, bound; counts how often each sample is encoded."""
-    bound = as_collate_part(part).bind(
-        **{"prompt": "[QUESTION] [ANSWER]", "prompt_fn": fill, "image_token": none, "stage": 0},
-        **{"processor": tiny_tokenizer(), "pad_token_id": 0, "max_token_num": 96, "num_stages": 1},
-    )
+    options = collate_options(tiny_tokenizer(), prompt="[QUESTION] [ANSWER]", max_token_num=96)
+    bound = as_collate_part(part).bind(**options)
 
     def encode(images, sample):
         counts[sample["id"]] += 1

@@ -10,13 +10,13 @@ from commands.train_data import epoch_steps, left_over_rows
 from dataset import sft
 from options.data import RowSettings
 from options.train import RunConfig
-from prompt_fn import fill, none
 from stageline.data.batches.collate_part import as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.batches.step_maker import padding_argument
 from stageline.errors import UserError
 from stageline.pipeline.schedules import make_schedule
 from stageline.training.evaluation import evaluate
+from tests.helpers.collating import collate_options
 from tests.helpers.tiny_models import tiny_tokenizer
 
 MAX_TOKENS = 48
@@ -46,18 +46,8 @@ def tokenizer():
 
 
 def collate_of(tokenizer, **options):
-    return functools.partial(
-        sft,
-        prompt="[QUESTION]\n[ANSWER]",
-        prompt_fn=fill,
-        image_token=none,
-        processor=tokenizer,
-        pad_token_id=0,
-        max_token_num=MAX_TOKENS,
-        stage=0,
-        num_stages=2,
-        **options,
-    )
+    common = collate_options(tokenizer, max_token_num=MAX_TOKENS, num_stages=2)
+    return functools.partial(sft, **common, **options)
 
 
 def make_loader(tokenizer, *, collate=None, dataset=None, **options):

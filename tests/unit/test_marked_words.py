@@ -4,10 +4,11 @@ import pytest
 from PIL import Image
 
 from dataset import contrastive, sft
-from prompt_fn import auto, chat, fill, none
+from prompt_fn import auto, chat, fill
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.data.text.template import MarkedWords
 from stageline.errors import DataError, UserError
+from tests.helpers.collating import collate_options
 from tests.helpers.tiny_models import tiny_processor, tiny_tokenizer
 from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
 
@@ -84,18 +85,9 @@ def test_only_what_is_learnt_is_marked_and_text_stays():
     assert MarkedWords("none").mark(rendered) is rendered
 
 
-def collate(samples, *, part=contrastive, tokenizer="byte level", prompt_fn=fill, **options):
-    options = {"prompt": "[QUESTION]\n[ANSWER]", "max_token_num": 200, **options}
-    return part(
-        [(None, sample) for sample in samples],
-        prompt_fn=prompt_fn,
-        image_token=none,
-        processor=TOKENIZERS[tokenizer](),
-        pad_token_id=0,
-        stage=0,
-        num_stages=1,
-        **options,
-    )
+def collate(samples, *, part=contrastive, tokenizer="byte level", **options):
+    samples = [(None, sample) for sample in samples]
+    return part(samples, **collate_options(TOKENIZERS[tokenizer](), **options))
 
 
 def group(*answers, name="g", question="Is it left or right?"):
@@ -199,17 +191,9 @@ def test_groups_that_are_not_whole(samples, wanted):
 @pytest.mark.parametrize("family", ["internvl", "qwen2_5_vl", "idefics3", "llava"])
 def test_marks_lie_behind_image_tokens(family):
     processor = tiny_processor(family)
-    picture = Image.new("RGB", (32, 32))
-    batch = contrastive(
-        [([picture], sample) for sample in group("the left one", "right", "leftover")],
-        prompt="[IMAGE]\n[QUESTION]\n[ANSWER]",
-        prompt_fn=fill,
-        image_token=auto,
-        processor=processor,
-        pad_token_id=0,
-        max_token_num=500,
-        stage=0,
-        num_stages=1,
-    )
+    images = [Image.new("RGB", (32, 32))]
+    samples = [(images, sample) for sample in group("the left one", "right", "leftover")]
+    texts = {"prompt": "[IMAGE]\n[QUESTION]\n[ANSWER]", "image_token": auto}
+    batch = contrastive(samples, **collate_options(processor, max_token_num=500, **texts))
     assert marked_text(batch, processor.tokenizer) == ["left", "right", ""]
     assert batch["pixel_values"].numel()

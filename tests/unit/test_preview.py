@@ -7,9 +7,10 @@ import json
 import pytest
 
 from dataset import sft
-from prompt_fn import chat, none
+from prompt_fn import chat
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.batches.preview import Shown, bracket, preview, split
+from tests.helpers.collating import collate_options
 from tests.helpers.small_run import Job
 from tests.helpers.tiny_models import tiny_tokenizer
 
@@ -34,18 +35,9 @@ def tokenizer():
 
 
 def loader_of(tokenizer, **options):
-    collate = functools.partial(
-        sft,
-        prompt="",
-        prompt_fn=chat,
-        image_token=none,
-        processor=tokenizer,
-        pad_token_id=0,
-        max_token_num=70,
-        stage=1,
-        num_stages=2,
-        overlong="cut_prompt",
-    )
+    common = {"prompt": "", "prompt_fn": chat, "max_token_num": 70, "stage": 1, "num_stages": 2}
+    options_of_part = collate_options(tokenizer, overlong="cut_prompt", **common)
+    collate = functools.partial(sft, **options_of_part)
     return MicroBatchLoader(
         Rows(), collate=collate, batch_size=10, micro_batch_size=2, shuffle=False, **options
     )
