@@ -114,13 +114,6 @@ def test_both_typed_are_refused(job):
     assert done.code == 2 and "--warmup-steps 0 were both given" in done.err
 
 
-def test_replicas_and_accumulation_share_an_epoch(job):
-    more = ("--num-train-epochs", 3, "--accumulate-steps", 2, "--batch-size", 4, "--check-only")
-    done = job.fork("check", *more, "--num-stages", 1, "--dp-degree", 2, ranks=2)
-    assert done.code == 0 and "an epoch is 2 steps, 3 epochs = 6 steps" in done.out, done.err
-    assert not (job.folder / "check").exists()
-
-
 def test_epochs_of_answers_that_some_steps_share_end_with_whole_ones(job):
     grpo = "--collate-fn grpo --loss-fn grpo --reward length --rollouts.group_size 4"
     more = "--rollouts.max_completion_length 8 --rollouts.inner_steps 3 --save-steps 3 "

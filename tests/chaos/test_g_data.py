@@ -12,7 +12,7 @@ from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.data.rows.read_rows import read_rows
 from stageline.data.rows.readers import data_fingerprint
 from stageline.errors import DataError
-from tests.helpers.tiny_datasets import write_json, write_lines
+from tests.helpers.tiny_datasets import write_lines
 
 import_shelf("dataset")
 GOOD = b'{"question": "q", "answer": "a"}\n'
@@ -71,14 +71,6 @@ def test_g02_last_line_cut(tmp_path):
     with pytest.raises(DataError) as caught:
         read_rows(file)
     assert "cut short" not in str(caught.value)
-
-
-def test_g02_list_cut(tmp_path):
-    """A JSON list ends in the middle: refused with line and column, the file may be cut short."""
-    file = tmp_path / "rows.json"
-    write_json(file, rows_of(5))
-    file.write_bytes(file.read_bytes()[:-20])
-    refused(file, "rows.json:1:", "may be cut short")
 
 
 def test_g04_bom(tmp_path):

@@ -158,16 +158,14 @@ def test_jsonl_instructions_and_messages(tmp_path):
         file,
         [
             {"instruction": "Add", "input": "1 2", "output": "3"},
-            {"instruction": "Say hi", "input": "", "output": "hi"},
             {"messages": [{"role": "user", "content": message},
                           {"role": "assistant", "content": "a cup"}]},
         ],
     )  # fmt: skip
     picture(tmp_path / "a.png")
     dataset = dataset_register["jsonl"](dataset_path=str(file), split="test", test_size=1.0)
-    assert [dataset[i][1].get("question") for i in range(3)] == ["Add\n1 2", "Say hi", None]
-    assert dataset[0][1]["answer"] == "3"
-    images, sample = dataset[2]
+    assert (dataset[0][1]["question"], dataset[0][1]["answer"]) == ("Add\n1 2", "3")
+    images, sample = dataset[1]
     assert images[0].size == (20, 30)
     processor = tiny_processor("llava")
     rendered = prompt_fn_register["chat"]({**sample, "num_images": 1}, "", processor=processor)
@@ -186,11 +184,3 @@ def test_bad_line_17_is_named(tmp_path):
 def test_missing_files_are_named(tmp_path):
     with pytest.raises(UserError, match="no such file or folder"):
         dataset_register["jsonl"](dataset_path=str(tmp_path / "nothing.jsonl"))
-    file = tmp_path / "rows.jsonl"
-    write_lines(file, [{"question": "q", "answer": "a", "image": "gone.png"}] * 20)
-    dataset = dataset_register["jsonl"](dataset_path=str(file))
-    with pytest.raises(DataError, match=r"rows.jsonl:\d+.*no image gone.png"):
-        dataset[0]
-    (tmp_path / "gone.png").write_text("no picture")
-    with pytest.raises(DataError, match=r"rows.jsonl:\d+.*gone.png does not decode"):
-        dataset[0]

@@ -51,13 +51,6 @@ def test_the_prompt_may_be_learnt(tokenizer):
     assert learnt(rendered) == rendered.text[rendered.text.index("Which?") :]
 
 
-@pytest.mark.parametrize("name", ["llama2", "qwen"])
-def test_an_answer_is_found_in_other_formats(name):
-    rendered = chat(ROW, "", processor=format_tokenizer(name), mask_history=True)
-    last = {"llama2": " Yes </s>", "qwen": "<think>\n\n</think>\n\nYes<|im_end|>"}[name]
-    assert learnt(rendered) == last
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

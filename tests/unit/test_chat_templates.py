@@ -187,17 +187,6 @@ def test_ids_are_the_librarys_and_data_make_no_special_token(tokenizers, name, s
     assert [i for i in encoded.input_ids if i in reserved] == [i for i in harmless if i in reserved]
 
 
-@pytest.mark.parametrize("name", [name for name in EXPECTED if not FORMATS[name].is_metaspace])
-@pytest.mark.parametrize("sample", ["multi", "unicode", "special"])
-def test_supervised_tokens_are_those_characters(tokenizers, name, sample):
-    tokenizer = tokenizers[name]
-    encoded = encode_rendered(chat(row(sample), "", processor=tokenizer), tokenizer)
-    pairs = zip(encoded.input_ids, encoded.is_target, strict=True)
-    learnt = tokenizer.decode([token_id for token_id, is_target in pairs if is_target])
-    expected = EXPECTED[name](SAMPLES[sample], None)
-    assert learnt == "".join(text for text, is_learnt in expected if is_learnt)
-
-
 @pytest.mark.parametrize(("name", "sample"), CASES)
 def test_generation_begins_where_the_last_answer_does(tokenizers, name, sample):
     given = row(sample)

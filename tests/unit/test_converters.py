@@ -303,11 +303,6 @@ BAD = {
         {"instruction": "Q", "output": "A", "kto_tag": "good"},
         "'kto_tag' is 'good'. true or false was expected",
     ),
-    "a label that is missing": (
-        {"formatting": "alpaca", "columns": {"prompt": "q", "response": "a", "kto_tag": "good"}},
-        {"q": "Q", "a": "A"},
-        "'good' is missing",
-    ),
     "out of turn": (
         {"formatting": "sharegpt"},
         {"conversations": [*_says(human="Q"), *_says(human="Q", gpt="A"), *_says(gpt="B")]},
@@ -341,11 +336,6 @@ BAD = {
         {"formatting": "sharegpt"},
         {"conversations": _says(human="Q", function_call="sum(1, 2)")},
         "message 1 .* calls a function by 'sum\\(1, 2\\)'",
-    ),
-    "a message without text": (
-        {"formatting": "openai"},
-        {"messages": [_user(None), _bot("A")]},
-        "the content of message 0 of 'messages' is missing",
     ),
     "an unknown part": (
         {"formatting": "openai"},

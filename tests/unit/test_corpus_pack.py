@@ -112,14 +112,6 @@ def test_rows_travel_to_workers(prefix):
     assert there[3].tolist() == packed[3].tolist() and there.digest == packed.digest
 
 
-def test_rows_of_another_length_stay_unless_asked(prefix):
-    pack_corpus(prefix)
-    with pytest.raises(UserError, match=rf"rows of {LIMIT} tokens, and rows of {2 * LIMIT}"):
-        pack_corpus(prefix, 2 * LIMIT)
-    assert len(pack_corpus(prefix, 2 * LIMIT, overwrite=True)) < 73
-    assert PackedRows(prefix).row_length == 2 * LIMIT
-
-
 def test_rows_shorter_than_a_segment_are_refused(prefix):
     with pytest.raises(UserError, match=rf"has {LIMIT} tokens, and rows are to have {LIMIT - 1}"):
         pack_corpus(prefix, LIMIT - 1)

@@ -121,15 +121,6 @@ def test_a_path_may_be_a_pattern_or_a_name_of_the_hub():
         check_limits(RunConfig(dataset_path="nowhere.jsonl"))
 
 
-def test_sets_are_mixed(folder):
-    under = asked(_sets(folder, names=["small", "large"], mix="interleave_under"))
-    assert under == ["s0", "l00", "s1", "l01", "s2", "l02", "s3", "l03"]
-    over = asked(
-        _sets(folder, names=["small", "large"], mix="interleave_over", probabilities=[0.2, 0.8])
-    )
-    assert set(over) == {*under, "l04", *(f"l1{i}" for i in range(5))}
-
-
 @pytest.mark.parametrize("names", [["small", "large"], ["some"]])
 @pytest.mark.parametrize("size", [1, 3, 0.3])
 def test_no_row_is_on_both_sides(names, size, folder):

@@ -152,13 +152,6 @@ def test_a_broken_row_names_file_and_line_or_is_left_out(kind, tmp_path):
         assert len(bad) == 1 and str(path) in next(iter(bad.reasons))
 
 
-def test_a_byte_that_is_not_utf8_in_a_list_is_told_by_its_line(tmp_path):
-    path = tmp_path / "rows.json"
-    path.write_bytes(b'[{"text": "a"},\n {"text": "\xff"}]')
-    with pytest.raises(DataError, match=f"{path}:2: not UTF-8: byte 0xff at byte 27 of the file"):
-        _read(path, tmp_path / "cache")
-
-
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_a_cut_table_names_its_file(kind, tmp_path):
     path = _write(tmp_path, kind)

@@ -9,12 +9,10 @@ import torch
 from commands.train import SHELF, pipeline
 from register import import_shelf
 from stageline.data.batches.loader import MicroBatchLoader
-from stageline.data.batches.preflight import preflight
 from stageline.data.rows import stream as streams
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.data.rows.sets import read_sets
 from stageline.errors import DataError, UserError
-from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.tiny_sets import asked, write_chat
 
 import_shelf(*SHELF)
@@ -179,17 +177,6 @@ def test_bad_rows_of_a_stream_name_their_line_or_have_no_position(folder):
         stream = read_sets(dataset_path=str(path), streaming=True, buffer_size=1)
     assert asked(stream, 14) == [f"b{i}" for i in range(7)] * 2
     assert list(bad.reasons) == [f"{path}:2", f"{path}:4"]
-
-
-def test_preflight_looks_at_the_first_rows_alone(folder):
-    from prompt_fn import chat, none
-
-    stream = _stream(folder)
-    texts = {"prompt": "", "prompt_fn": chat, "image_token": none}
-    options = {"processor": tiny_tokenizer(), "max_token_num": 99, "limit": 12, **texts}
-    report = preflight(stream, **options)
-    assert str(report).startswith("12 of the first rows of a stream checked")
-    assert stream._next == 12
 
 
 def test_the_fingerprint_of_a_stream(folder):
