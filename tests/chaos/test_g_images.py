@@ -119,7 +119,6 @@ TAKEN = {
     "g22_1x1": (lambda: png(1, 1), (1, 1), None),
     "g22_cmyk": (lambda: saved(noise(mode="CMYK"), "JPEG"), (60, 50), None),
     "g22_16_bit": (lambda: saved(_gradient_16(), "PNG"), (64, 64), numpy.arange(4096) // 16),
-    "g22_palette": (lambda: saved(noise(mode="P"), "PNG"), (60, 50), None),
     "g22_one_bit": (lambda: png(40, 40), (40, 40), numpy.zeros(1600)),
     "g22_animated_gif": (
         lambda: saved(Image.new("L", (30, 20), 10), "GIF", save_all=True,

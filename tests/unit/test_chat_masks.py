@@ -78,14 +78,6 @@ def test_images_are_never_learnt(family):
     assert not encoded.is_target[place] and encoded.is_target[-1]
 
 
-def test_an_end_is_added_after_all_text_too():
-    template = "{% for m in messages %}{{ m['role'] | upper }}: {{ m['content'] }} {% endfor %}"
-    tokenizer = tiny_tokenizer(chat_template=template)
-    rendered = chat(ROW, "", processor=tokenizer, train_on_prompt=True)
-    assert learnt(rendered) == rendered.text
-    assert rendered.text.endswith("USER: Sure? ASSISTANT: Yes</s>")
-
-
 # -- templates with {% generation %} ---------------------------------------------------------
 
 

@@ -59,11 +59,6 @@ GOLDENS = {
             "tools": [SUM_TOOL],
         },
     ),
-    "alpaca by other names": (
-        {"formatting": "alpaca", "columns": {"prompt": "q", "response": "a"}},
-        {"q": "Hi", "a": "Ho", "input": "not named, so not there"},
-        {"messages": [_user("Hi"), _bot("Ho")]},
-    ),
     "alpaca of a pre-training set": (
         {"formatting": "alpaca", "columns": {"prompt": "body"}},
         {"body": "Once upon"},
@@ -213,11 +208,6 @@ GOLDENS = {
     "auto: alpaca, with the rendered text that Stanford's file has": (
         {},
         {"instruction": "Q", "input": "", "output": "A", "text": "Below is ..."},
-        {"messages": [_user("Q"), _bot("A")]},
-    ),
-    "auto: conversations with roles": (
-        {},
-        {"conversations": [_user("Q"), _bot("A")]},
         {"messages": [_user("Q"), _bot("A")]},
     ),
     "a picture in the text": (

@@ -157,14 +157,6 @@ def test_decimal_weights_are_exact():
     assert shares.before(10**18) == [7 * 10**18, 2 * 10**18, 10**18]
 
 
-def test_whole_weights_are_counts():
-    by_weights = Mixture([100, 50, 10], weights=[5, 2, 1], batch=8, drop_mode=2, seed=4)
-    by_counts = Mixture([100, 50, 10], counts=[5, 2, 1], batch=8, drop_mode=2, seed=4)
-    assert len(by_weights) == len(by_counts)
-    for index in range(len(by_counts)):
-        assert (by_weights.batch(1, index) == by_counts.batch(1, index)).all()
-
-
 def test_weights_end_an_epoch_by_the_modes():
     mixtures = {
         mode: Mixture([100, 50, 10], weights=[0.7, 0.25, 0.05], batch=8, drop_mode=mode)

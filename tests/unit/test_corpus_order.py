@@ -61,17 +61,6 @@ def test_the_orders_stay_what_they_are():
     assert _order(10**9, 42)(places[:4]).tolist() == [980652175, 710845813, 898945358, 592274561]
 
 
-def test_many_orders_in_one_call_are_those_of_each():
-    sizes, seeds = numpy.array([5, 17, 5, 1000]), numpy.array([1, 2, 3, 4])
-    parts = [_order(int(size), int(seed)) for size, seed in zip(sizes, seeds, strict=True)]
-    expected = numpy.concatenate(
-        [part(numpy.arange(size)) for part, size in zip(parts, sizes, strict=True)]
-    )
-    places = numpy.concatenate([numpy.arange(size) for size in sizes])
-    got = permute(places, numpy.repeat(sizes, sizes), numpy.repeat(seeds, sizes))
-    assert got.tolist() == expected.tolist()
-
-
 @pytest.mark.parametrize("size", [3, 4, 5, 6, 7])
 def test_all_orders_of_a_few_things_are_equally_likely(size):
     num_orders = math.factorial(size)

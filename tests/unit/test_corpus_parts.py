@@ -27,7 +27,6 @@ ROW = {"title": "A", "body": "b [BODY]", "n": 7, "meta": {"by": "me"}, "list": [
     [
         ("a line", {}, "a line"),
         ({"text": "t\n", "x": 1}, {}, "t\n"),
-        ("a line", {"template": "<[TEXT]>"}, "<a line>"),
         (ROW, {"fields": ["title", "body"]}, "A\nb [BODY]"),
         (' {"text": "t"}', {"template": "<[TEXT]>"}, "<t>"),
         ('{"text": "t"}', {}, '{"text": "t"}'),
@@ -100,7 +99,6 @@ def parsed(words):
         ("wirte", ["'wirte' is no action", "Did you mean write"]),
         ("write", ["--file-path and --save-prefix and --tokenizer-path are missing"]),
         (WRITE + " --seq-length 2", ["--seq-length 2 is out of range"]),
-        (WRITE + " --langauge english", ["--langauge english is an unknown option", "--language"]),
         (WRITE + " --pieces even", ["--pieces even: there is no such option", "greedily"]),
         (WRITE.replace("README.md", "no.txt"), ["--file-path no.txt: there is no such file"]),
         ("merge --merge-path-type \"__import__('os')\"", ["has a wrong value", "list[int]"]),
@@ -112,22 +110,11 @@ def test_a_wrong_line_is_one_message_with_its_cure(words, wanted):
     assert not [text for text in wanted if text not in str(error.value)], error.value
 
 
-@pytest.mark.parametrize(
-    ("words", "wanted"),
-    [
-        ("corpus find-trained a.yaml seed=1", ["find-trained", "--config", "a.yaml", "--seed=1"]),
-        ("corpus --mode read", ["--mode", "read"]),
-    ],
-)
-def test_the_action_stands_first_behind_the_command(words, wanted, monkeypatch):
+def test_the_action_stands_first_behind_the_command(monkeypatch):
     ran = []
     monkeypatch.setattr(failure, "run_entry", lambda main: ran.append(command_words()))
-    monkeypatch.setattr(command_line.sys, "argv", ["stageline", *words.split()])
+    words = "stageline corpus find-trained a.yaml seed=1"
+    monkeypatch.setattr(command_line.sys, "argv", words.split())
     command_line.main()
-    assert ran == [wanted]
+    assert ran == [["find-trained", "--config", "a.yaml", "--seed=1"]]
     assert Path(command_line.sys.argv[0]).name == "corpus.py"
-
-
-def test_only_the_corpus_has_actions(monkeypatch, capsys):
-    monkeypatch.setattr(command_line.sys, "argv", ["stageline", "train", "write"])
-    assert command_line.main() == 2 and "'write' belongs to no option" in capsys.readouterr().err

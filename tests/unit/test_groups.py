@@ -72,11 +72,6 @@ def test_steps_hold_whole_groups_and_an_epoch_each_once(collate, dp_degree):
     assert seen != sorted(seen), "shuffled"
 
 
-def test_every_collate_part_sees_the_same_samples_in_the_same_order():
-    drawn = [next(loader_of(16, collate=part).sampler.shares()) for part in (collate, len)]
-    assert drawn[0] == drawn[1]
-
-
 @pytest.mark.parametrize("num_groups", [1, 3, 4, 5])
 def test_an_evaluation_fills_up_with_whole_groups_without_labels(num_groups):
     steps = list(loader_of(num_groups, eval=True, shuffle=False))

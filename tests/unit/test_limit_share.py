@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from dataset import contrastive, sft
+from dataset import sft
 from prompt_fn import auto, chat, fill
 from stageline.data.batches.collate import collate_sft
 from stageline.data.batches.preflight import preflight
@@ -214,14 +214,6 @@ def test_collate_parts_and_the_look_before_share():
         sft.encode, **COMMON, pad_token_id=0, stage=1, num_stages=2, overlong="share"
     )
     assert [encode(*row).length for row in ROWS] == batch["attention_mask"].sum(dim=1).tolist()
-    members = [
-        (None, {**sample, "contrast_group": "g", "role": role})
-        for (_, sample), role in zip(ROWS, ("anchor", "positive", "negative"), strict=True)
-    ]
-    grouped = contrastive(
-        members, **COMMON, pad_token_id=0, stage=1, num_stages=2, overlong="share"
-    )
-    assert grouped["input_ids"].equal(batch["input_ids"])
     report = preflight(ROWS, **COMMON, overlong="share")
     assert report.num_overlong == 2 and report.num_dropped == 0
     assert "2 too long (prompts and answers are cut; 0 dropped" in str(report)

@@ -30,12 +30,10 @@ def found(words, text):
     ("words", "text", "wanted"),
     [
         ("directions", "copyright, leftover, bright, upset, northern, aleft, left_1", []),
-        ("directions", "Left of it; RIGHT.", ["Left", "RIGHT"]),
         ("directions", "the upper left corner", ["upper left"]),
         ("directions", "upper-left, front-left, left-hand", ["upper-left", "front-left", "left"]),
         ("directions", "upper, left", ["upper", "left"]),
         ("directions", "north-east northeast south", ["north-east", "northeast", "south"]),
-        ("directions", "in front of it", ["in front"]),
         ("directions", "up\n left", ["up", "left"]),
         ("clock", "at 3 o'clock", ["3 o'clock"]),
         ("clock", "at 13 o'clock, 0 o'clock, 12:3 o'clock, 1.5 o'clock, 3rd o'clock", []),
@@ -143,12 +141,6 @@ def test_every_byte_of_a_chinese_word_is_marked():
     assert marked_text(batch, TOKENIZERS["byte level"]()) == ["\u5de6", "\u5de6", ""]
 
 
-@pytest.mark.parametrize("marked", ["none", []])
-def test_nothing_need_be_marked(marked):
-    batch = collate(group("left", "left", "right"), marked=marked)
-    assert not batch["loss_marks"].any()
-
-
 def test_it_is_sft_otherwise():
     samples = group("left", "left!", "right?? right") + group("a", "b", "c", name="h")
     ours = collate(samples, pad_to_multiple_of=8)
@@ -157,10 +149,6 @@ def test_it_is_sft_otherwise():
         assert (ours[name] == value).all(), name
     assert set(ours) - set(theirs) == {"loss_marks", "loss_groups"}
     assert ours["loss_groups"].tolist() == [0, 0, 0, 1, 1, 1]
-
-
-def test_a_group_may_fill_up_an_evaluation():
-    assert collate(G + G)["loss_groups"].tolist() == [0, 0, 0, 1, 1, 1]
 
 
 @pytest.mark.filterwarnings("ignore:sample g-1")

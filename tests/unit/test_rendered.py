@@ -64,11 +64,6 @@ def test_a_field_that_is_missing_is_named():
         fill({"source": "file.jsonl:3", "answer": "a"}, "[COLOUR] [ANSWER]")
 
 
-def test_choices_are_written_as_lines():
-    sample = {"choices": ["red", "blue"], "answer": "A"}
-    assert fill(sample, "[CHOICES]\n[ANSWER]").text == "A. red\nB. blue\nA"
-
-
 def test_images_without_an_image_token_are_refused():
     from tests.helpers.tiny_models import tiny_tokenizer
 

@@ -72,14 +72,11 @@ def test_null_in_a_register_means_not_given(folder):
     ("change", "words"),
     [
         ({"names": ["smal"]}, "no such set. Did you mean small"),
-        ({"names": ["small", "small"]}, "more than once"),
         ({"names": ["bad_key"]}, "'colums', which is not known. Did you mean columns"),
         ({"names": ["elsewhere"]}, "'hf_hub_url', which is not known.*hub:owner/name"),
-        ({"names": ["no_file"]}, "has no file_name"),
         ({"names": ["bad_type"]}, "ranking 'yes'"),
         ({"names": ["gone"]}, "gone: file_name .*there is no such file"),
         ({"names": ["small"], "formatting": "alpaca"}, "--dataset.formatting came with a register"),
-        ({"names": ["small"], "max_samples": 0}, "max_samples 0: at least 1"),
         ({"names": ["small"], "split": "test"}, "there are no held-out rows"),
         ({"names": ["small"], "val_size": 1, "eval_names": ["large"]}, "came with sets to eval"),
         ({"info": "nowhere.json", "names": ["small"]}, "cannot be read"),
@@ -91,7 +88,6 @@ def test_what_the_register_does_not_have_is_told(change, words, folder):
     more = {
         "bad_key": {"file_name": "small.jsonl", "colums": {}},
         "elsewhere": {"hf_hub_url": "a/b"},
-        "no_file": {"formatting": "alpaca"},
         "bad_type": {"file_name": "small.jsonl", "ranking": "yes"},
         "gone": {"file_name": "gone.jsonl"},
     }
