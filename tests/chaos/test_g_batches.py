@@ -1,4 +1,4 @@
-"""Bad ids, batches and texts (cases G14 to G15, G25 to G27): found on the host, samples named."""
+"""Bad ids, batches and texts (cases G14 to G15, G26 to G27): found on the host, samples named."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Splitters against sentences cut by hand; and that no text loses a letter."""
+"""Splitters against sentences cut by hand."""
 
 import numpy
 import pytest

@@ -1,4 +1,4 @@
-"""Packed rows against the samples alone: loss, gradients, and that no token sees another sample.
+"""Packed rows against the samples alone: loss and gradients.
 
 The reference is the library's whole model on one sample at a time, without padding.
 """
