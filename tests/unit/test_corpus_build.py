@@ -311,7 +311,11 @@ def test_a_file_that_changes_meanwhile_is_noticed(tmp_path):
 
 
 def test_one_build_of_a_prefix_at_a_time(inputs, tmp_path):
-    with contextlib.closing(GrowingFile(tmp_path / "corpus.bin.part")):
+    part = tmp_path / "corpus.bin.part"
+    with contextlib.closing(GrowingFile(part)) as file:
+        file.write(b"kept")
+        file.sync()
         # a lock is of a process
         assert in_child("at=none,do=raise", inputs, tmp_path / "corpus") == 1
+        assert part.stat().st_size == 4, "another build must not empty it"
     assert in_child("at=none,do=raise", inputs, tmp_path / "corpus") == 0
