@@ -49,8 +49,8 @@ def build(files, prefix, *, seq_length=32, fingerprint="f", **kwargs):
     )
 
 
-def in_child(fault, files, prefix, **kwargs):
-    """Builds in a forked process with a fault, a journal a chunk; returns how it ended."""
+def in_child(fault, files, prefix, *, sessions=None, **kwargs):
+    """Builds in a forked session with a fault, a journal a chunk; returns how it ended."""
 
     def run():
         os.setsid()
@@ -62,7 +62,8 @@ def in_child(fault, files, prefix, **kwargs):
     child.start()
     child.join(60)
     assert child.exitcode is not None, "it hangs"
-    until(lambda: not is_session_alive(child.pid))
+    if sessions is not None:
+        sessions.append(child.pid)
     return child.exitcode
 
 
@@ -119,12 +120,13 @@ def test_documents_come_back_and_bad_lines_are_counted(inputs, whole):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_killed_again_and_again_the_bytes_are_the_same(num_workers, inputs, whole, tmp_path):
-    prefix, starts = tmp_path / "corpus", 0
-    kwargs = {"num_workers": num_workers}
+    prefix, starts, sessions = tmp_path / "corpus", 0, []
+    kwargs = {"num_workers": num_workers, "sessions": sessions}
     while in_child("at=corpus_chunk,do=sigkill,count=7", inputs, prefix, **kwargs):
         starts += 1
         assert starts < 30 and not Path(f"{prefix}.idx").exists()
     assert starts > 3
+    until(lambda: not any(map(is_session_alive, sessions)))
     assert files_of(prefix) == files_of(whole[0])
     assert names(prefix) == names(whole[0])
 
