@@ -36,8 +36,7 @@ def tokenizer():
 
 def loader_of(tokenizer, **options):
     common = {"prompt": "", "prompt_fn": chat, "max_token_num": 70, "stage": 1, "num_stages": 2}
-    options_of_part = collate_options(tokenizer, overlong="cut_prompt", **common)
-    collate = functools.partial(sft, **options_of_part)
+    collate = functools.partial(sft, **collate_options(tokenizer, overlong="cut_prompt", **common))
     return MicroBatchLoader(
         Rows(), collate=collate, batch_size=10, micro_batch_size=2, shuffle=False, **options
     )
