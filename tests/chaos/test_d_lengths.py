@@ -74,11 +74,6 @@ def test_a_decay_may_be_put_off_before_it_begins(job):
             ["step 4, which is done", "--lr-scheduler constant"],
         ),
         ((*CONSTANT, "--total-steps", 4), (*CONSTANT, "--total-steps", 3), ["4 are done"]),
-        (
-            ("--total-steps", 4, "--lr-scheduler", "constant", "--warmup-ratio", 0.5),
-            ("--total-steps", 8, "--lr-scheduler", "constant", "--warmup-ratio", 0.5),
-            ["step 2, which is done, would have had", "warmup-steps: 2 then, 4 now"],
-        ),
     ],
 )
 def test_what_would_have_been_another_course_is_refused(job, tmp_path, first, then, words):
@@ -117,13 +112,6 @@ def test_both_typed_are_refused(job):
     assert done.code == 2 and "were both given" in done.err
     done = job.fork("both", "--warmup-ratio", 0.1, "--warmup-steps", 0, ranks=1)
     assert done.code == 2 and "--warmup-steps 0 were both given" in done.err
-
-
-def test_replicas_and_accumulation_share_an_epoch(job):
-    more = ("--num-train-epochs", 3, "--accumulate-steps", 2, "--batch-size", 4, "--check-only")
-    done = job.fork("check", *more, "--num-stages", 1, "--dp-degree", 2, ranks=2)
-    assert done.code == 0 and "an epoch is 2 steps, 3 epochs = 6 steps" in done.out, done.err
-    assert not (job.folder / "check").exists()
 
 
 def test_epochs_of_answers_that_some_steps_share_end_with_whole_ones(job):

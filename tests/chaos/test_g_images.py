@@ -11,9 +11,8 @@ from PIL import Image
 
 from prompt_fn import auto, fill
 from register import dataset_register, import_shelf
-from stageline.data.batches.collate import collate_sft
 from stageline.data.batches.preflight import preflight
-from stageline.data.images.images import MAX_PIXELS, ImageExpander, check_image, decode_image
+from stageline.data.images.images import MAX_PIXELS, check_image, decode_image
 from stageline.data.rows.bad_rows import BadRows
 from stageline.errors import DataError
 from tests.helpers.tiny_datasets import write_lines
@@ -120,7 +119,6 @@ TAKEN = {
     "g22_1x1": (lambda: png(1, 1), (1, 1), None),
     "g22_cmyk": (lambda: saved(noise(mode="CMYK"), "JPEG"), (60, 50), None),
     "g22_16_bit": (lambda: saved(_gradient_16(), "PNG"), (64, 64), numpy.arange(4096) // 16),
-    "g22_palette": (lambda: saved(noise(mode="P"), "PNG"), (60, 50), None),
     "g22_one_bit": (lambda: png(40, 40), (40, 40), numpy.zeros(1600)),
     "g22_animated_gif": (
         lambda: saved(Image.new("L", (30, 20), 10), "GIF", save_all=True,
@@ -149,22 +147,6 @@ def test_g22_32_bit(mode):
     for function in (check_image, decode_image):
         with pytest.raises(DataError, match=rf"row 5: .*32 bits \(mode {mode}\)"):
             function(Image.new(mode, (4, 4)), name="row 5")
-
-
-def test_g22_a_processors_own_limit(tmp_path, monkeypatch):
-    """A size that the processor alone refuses: the row is named."""
-    rows = dataset(tmp_path, "a.png", png(40, 20))
-    processor = tiny_processor("qwen2_5_vl")
-
-    def refuse(*args):
-        raise ValueError("too flat")
-
-    monkeypatch.setattr(ImageExpander, "_run", refuse)
-    with pytest.raises(DataError, match=r"rows.jsonl:1.*40 x 20 \(too flat"):
-        collate_sft(
-            [rows[0]], prompt="[IMAGE][ANSWER]", prompt_fn=fill, image_token=auto,
-            processor=processor, pad_token_id=0, max_token_num=99, stage=1,
-        )  # fmt: skip
 
 
 # -- names that lead elsewhere -----------------------------------------------------------------

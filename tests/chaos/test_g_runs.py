@@ -47,13 +47,3 @@ def test_g01_bad_rows_are_left_out_and_listed(tmp_path):
     assert job.fork("clean", *options).code == 0
     assert not (tmp_path / "clean/bad_rows.jsonl").exists()
     assert job.losses("run") == job.losses("clean") and len(job.losses("run")) == 5
-
-
-def test_g01_one_bad_row_too_many(tmp_path):
-    """One bad row more than --skip-bad-rows: exit code 3, all of them listed."""
-    job = Job(tmp_path)
-    _spoil(job, {5: "no JSON", 20: "no question", 33: "long"})
-    done = job.fork("run", "--total-steps", 2, "--skip-bad-rows", 2)
-    assert done.code == 3, done.err
-    assert "more than 2 bad rows" in done.err
-    assert all(f"{job.rows}:{line}" in done.err for line in (5, 20, 33))

@@ -5,17 +5,16 @@ from pathlib import Path
 
 import numpy
 
-from stageline.corpus.header import CutRules, TokenizerInfo
+from stageline.corpus.header import CutRules
 from stageline.corpus.writer import CorpusWriter
-from tests.helpers.corpora import segments_of
+from tests.helpers.corpora import Document, segments_of, tokenizer
 
 BOS, EOS, FIRST_ID = 1, 2, 5
-Document = Sequence[Sequence[int]]  # the tokens of each segment, BOS and EOS among them
 
 
 def documents(
     lengths: Sequence[Sequence[int]], *, vocab_size: int = 64, seed: int = 0
-) -> list[list[list[int]]]:
+) -> list[Document]:
     """Documents of segments of these lengths, the first with BOS and the last with EOS."""
     draw = numpy.random.default_rng(seed)
     made = []
@@ -34,14 +33,10 @@ def tiny_corpus(
     vocab_size: int = 64,
     fingerprint: str = "",
 ) -> Path:
-    """Writes the documents of each type as a corpus.
-
-    Args:
-        fingerprint: of the tokenizer; empty: no run compares it.
-    """
+    """Writes the documents of each type as a corpus; no run compares an empty fingerprint."""
     writer = CorpusWriter(
         prefix,
-        tokenizer=TokenizerInfo("tiny", fingerprint, vocab_size, BOS, EOS),
+        tokenizer=tokenizer(vocab_size, fingerprint=fingerprint),
         rules=CutRules(seq_length),
         language="english",
         type_names=[f"type{kind}" for kind in range(len(types))],

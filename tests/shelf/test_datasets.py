@@ -20,13 +20,7 @@ from tests.helpers.dataset_checks import (
     check_rows,
     check_splits,
 )
-from tests.helpers.tiny_datasets import (
-    make_groups,
-    make_jsonl,
-    picture,
-    write_json,
-    write_lines,
-)
+from tests.helpers.tiny_datasets import make_groups, make_jsonl, picture, write_json, write_lines
 from tests.helpers.tiny_models import tiny_processor, tiny_tokenizer
 
 import_shelf("prompt", "prompt_fn", "dataset", "metric")
@@ -164,47 +158,29 @@ def test_jsonl_instructions_and_messages(tmp_path):
         file,
         [
             {"instruction": "Add", "input": "1 2", "output": "3"},
-            {"instruction": "Say hi", "input": "", "output": "hi"},
             {"messages": [{"role": "user", "content": message},
                           {"role": "assistant", "content": "a cup"}]},
         ],
     )  # fmt: skip
     picture(tmp_path / "a.png")
     dataset = dataset_register["jsonl"](dataset_path=str(file), split="test", test_size=1.0)
-    assert [dataset[i][1].get("question") for i in range(3)] == ["Add\n1 2", "Say hi", None]
-    assert dataset[0][1]["answer"] == "3"
-    images, sample = dataset[2]
+    assert (dataset[0][1]["question"], dataset[0][1]["answer"]) == ("Add\n1 2", "3")
+    images, sample = dataset[1]
     assert images[0].size == (20, 30)
     processor = tiny_processor("llava")
     rendered = prompt_fn_register["chat"]({**sample, "num_images": 1}, "", processor=processor)
     assert rendered.num_images == 1 and "<image>\nwhat?" in rendered.text
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (b'{"question": "q", "answer": "a", "videos": ["a.gif"]}', "videos, which its text has no"),
-        (b'{"question": "q", "answer": "a", "video": "a.gif"}', "has video, which"),
-        (b'{"messages": [{"role": "user"}], "instruction": "q", "output": "a"}', "several formats"),
-    ],
-)
-def test_bad_line_17_is_named(tmp_path, line, reason):
+def test_bad_line_17_is_named(tmp_path):
     file = tmp_path / "file.jsonl"
     good = b'{"question": "q", "answer": "a"}\n'
-    file.write_bytes(good * 15 + b"\n" + line + b"\n" + good)
-    with pytest.raises(DataError, match=rf"file\.jsonl:17:(\d+:)? .*{reason}") as caught:
+    bad = b'{"question": "q", "answer": "a", "videos": ["a.gif"]}\n'
+    file.write_bytes(good * 15 + b"\n" + bad + good)
+    with pytest.raises(DataError, match=r"file\.jsonl:17: .*videos, which its text has no"):
         dataset_register["jsonl"](dataset_path=str(file))
-    assert caught.value.exit_code == 3
 
 
 def test_missing_files_are_named(tmp_path):
     with pytest.raises(UserError, match="no such file or folder"):
         dataset_register["jsonl"](dataset_path=str(tmp_path / "nothing.jsonl"))
-    file = tmp_path / "rows.jsonl"
-    write_lines(file, [{"question": "q", "answer": "a", "image": "gone.png"}] * 20)
-    dataset = dataset_register["jsonl"](dataset_path=str(file))
-    with pytest.raises(DataError, match=r"rows.jsonl:\d+.*no image gone.png"):
-        dataset[0]
-    (tmp_path / "gone.png").write_text("no picture")
-    with pytest.raises(DataError, match=r"rows.jsonl:\d+.*gone.png does not decode"):
-        dataset[0]

@@ -51,53 +51,6 @@ def test_the_costliest_group_is_as_cheap_as_any_cut_allows(seed):
     assert max(costs_of(group_by_length(lengths, 4), lengths)) == best
 
 
-def test_one_long_row_travels_alone():
-    groups = group_by_length([10, 10, 100, 10, 10, 10, 10, 10], 4)
-    assert groups[0] == [2] and sum(map(len, groups)) == 8
-
-
-def seconds(costs, num_stages):
-    """A step of 1F1B whose forward passes take their cost and backward passes twice that."""
-    count = len(costs)
-    queues = []
-    for stage in range(num_stages):
-        warm_up = min(count, num_stages - stage)
-        queue = [("F", index) for index in range(warm_up)]
-        for index in range(count):
-            queue.append(("B", index))
-            queue += [("F", warm_up + index)] if warm_up + index < count else []
-        queues.append(queue)
-    done, clock = {}, [0.0] * num_stages
-    while any(queues):
-        for stage, queue in enumerate(queues):
-            if not queue:
-                continue
-            kind, index = queue[0]
-            before = stage - 1 if kind == "F" else stage + 1
-            ready = done.get((kind, index, before))
-            if not 0 <= before < num_stages:
-                ready = done["F", index, stage] if kind == "B" else 0.0
-            if ready is None:
-                continue
-            queue.pop(0)
-            clock[stage] = max(clock[stage], ready) + costs[index] * (1 if kind == "F" else 2)
-            done[kind, index, stage] = clock[stage]
-    return max(clock)
-
-
-@pytest.mark.parametrize(("num_stages", "count"), [(2, 8), (4, 8), (4, 16), (8, 32)])
-def test_the_order_shortens_a_step(num_stages, count):
-    ours = drawn = falling = 0.0
-    for seed in range(20):
-        costs = draws(count, seed=seed)
-        order = order_by_cost(costs)
-        assert sorted(order) == list(range(count))
-        ours += seconds([costs[index] for index in order], num_stages)
-        drawn += seconds(costs, num_stages)
-        falling += seconds(sorted(costs, reverse=True), num_stages)
-    assert ours < 0.92 * drawn and ours < falling
-
-
 def test_costs_rise_to_the_middle():
     costs = [5, 1, 4, 2, 3]
     assert [costs[index] for index in order_by_cost(costs)] == [1, 3, 5, 4, 2]

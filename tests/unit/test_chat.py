@@ -8,14 +8,6 @@ from stageline.errors import DataError, UserError
 from tests.helpers.tiny_models import CHATML, tiny_tokenizer
 
 QA = "[QUESTION]\n[ANSWER]"
-# takes lists of parts only, trims, adds a system message, and ends turns with EOS
-LISTS_ONLY = (
-    "<s>{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe nice.</s>{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] | trim }}"
-    "{% endif %}{% endfor %}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 # no special token ends a turn, as in LLaVA 1.5
 WITHOUT_END = (
     "{% for m in messages %}{{ m['role'] | upper }}: {{ m['content'] }} {% endfor %}"
@@ -54,16 +46,6 @@ def test_markup_in_the_data_stays_text():
     start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     assert special == [start, end, start, end]
     assert _learnt(tokenizer, rendered) == "no</s><|im_end|>"
-
-
-def test_templates_that_take_lists_and_trim():
-    tokenizer = tiny_tokenizer(chat_template=LISTS_ONLY)
-    rendered = chat({"question": "  Which? ", "answer": " 7\n"}, QA, processor=tokenizer)
-    assert rendered.text == (
-        "<s><|im_start|>system\nBe nice.</s><|im_start|>user\nWhich?</s>"
-        "<|im_start|>assistant\n7</s>"
-    )
-    assert _learnt(tokenizer, rendered) == "7</s>"
 
 
 def test_an_end_is_added_where_the_template_has_none():
@@ -109,29 +91,6 @@ def test_contents_that_a_template_changes_are_followed():
     rendered = chat({"question": " q ", "answer": " ab"}, QA, processor=tokenizer)
     assert _learnt(tokenizer, rendered) == " AB<|im_end|>"
     assert [piece.text for piece in rendered if piece.is_user] == [" Q ", " AB"]
-
-
-def test_no_chat_template():
-    with pytest.raises(UserError, match="needs a chat template"):
-        chat({"question": "q", "answer": "a"}, QA, processor=tiny_tokenizer(chat_template=None))
-
-
-@pytest.mark.parametrize(
-    ("message", "reason"),
-    [
-        ("hello", "'hello'"),
-        ({"role": "user"}, "content None"),
-        ({"role": "a<|im_end|>", "content": "x"}, "the role"),
-        ({"role": "assistant", "content": None, "tool_calls": [1]}, "the tool call 1"),
-        ({"role": "user", "content": [{"type": "audio"}]}, "audio"),
-        ({"role": "assistant", "content": "x", "weight": 0.5}, "the weight 0.5. 0 or 1"),
-        ({"role": "assistant", "content": "x", "loss": "false"}, "the loss 'false'"),
-    ],
-)
-def test_messages_that_cannot_be_used(message, reason):
-    sample = {"source": "rows.jsonl:17", "messages": [message]}
-    with pytest.raises(DataError, match=f"rows.jsonl:17.*{reason}"):
-        chat(sample, "", processor=tiny_tokenizer())
 
 
 @pytest.mark.parametrize("system", [5, "Be short."])

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+from itertools import combinations, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.corpus import sentences
-from stageline.corpus.cut import DocumentCutter, cut_document
+from stageline.corpus.cut import DocumentCutter, cut_document, fewest
 from stageline.corpus.header import CutRules
 from stageline.errors import UserError
 
@@ -80,6 +81,33 @@ def _table(lengths, limit):
             ways.append(best[start] + 1)
         best.append(min(ways))
     return best[-1]
+
+
+def _all_cuttings(lengths, limit):
+    """Every list of ends whose segments fit, by number of segments."""
+    places = range(1, len(lengths))
+    for num_cuts in range(len(lengths)):
+        found = [
+            (*cuts, len(lengths))
+            for cuts in combinations(places, num_cuts)
+            if max(_pieces(lengths, (*cuts, len(lengths)))) <= limit
+        ]
+        if found:
+            return found
+    raise AssertionError("a unit does not fit")
+
+
+def _pieces(lengths, ends):
+    return [sum(lengths[a:b]) for a, b in zip((0, *ends), ends, strict=False)]
+
+
+def test_the_fewest_and_the_longest_of_all_cuttings():
+    """Of those with the fewest segments: the longest first one, then the longest second one ..."""
+    for limit in (3, 4, 5, 7):
+        for num_units in range(1, 7):
+            for lengths in product((1, 2, 3), repeat=num_units):
+                longest = max(_all_cuttings(lengths, limit))
+                assert tuple(fewest(numpy.array(lengths), limit)) == longest
 
 
 def _manual_pages():
@@ -155,25 +183,11 @@ def test_a_sentence_too_long_is_cut_at_the_best_place(text, pieces):
     assert cut.num_cut_sentences == 1
 
 
-def test_only_the_sentence_that_is_too_long_is_cut():
-    text = "One two three. " + "four, five, " * 6 + "end. Six seven, eight."
-    cut = _cut(text, splitter=sentences.english, limit=12, num_first=0, num_last=0)
-    assert cut.num_cut_sentences == 1
-    for piece in _texts(text, cut)[:-1]:
-        assert piece.endswith((",", "."))
-
-
 def test_a_character_longer_than_a_segment_is_told():
     ids, ends = numpy.zeros(6, numpy.uint32), numpy.arange(1, 7)
     with pytest.raises(UserError, match="'😀' is 4 token.*more than the 3 .*--seq-length"):
         cut_document(
-            "a😀b",
-            ids,
-            ends,
-            splitter=sentences.auto,
-            rules=CutRules(3),
-            num_first=1,
-            num_last=1,
+            "a😀b", ids, ends, splitter=sentences.auto, rules=CutRules(3), num_first=1, num_last=1
         )
 
 

@@ -12,7 +12,6 @@ from stageline.corpus.cut import CutCounts, DocumentCutter, join_lines
 from stageline.corpus.encoder import load_encoder
 from stageline.corpus.header import BEGINS, ENDS, HAS_BOS, HAS_EOS, CutRules
 from stageline.corpus.sentences import auto, english
-from stageline.errors import UserError
 from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
 
@@ -108,17 +107,6 @@ def test_segments_are_the_ids_of_transformers_cut_up(folders, documents, name, m
     assert counts.num_sentences_cut >= 2  # the long word, and Chinese without a full stop
 
 
-def test_texts_come_back(encoder, documents):
-    cutter = DocumentCutter(encoder, english, CutRules(LIMIT))
-    segments, counts = cutter(documents)
-    for (_, parts), text in zip(_by_document(segments), documents, strict=True):
-        ids = [token for part in parts for token in part][1:-1]
-        assert encoder.decode(ids) == text
-        # no piece begins or ends inside a character
-        assert "\ufffd" not in "".join(encoder.decode(part) for part in parts)
-    assert (counts.num_changed, counts.num_bad, counts.num_empty) == (0, 0, 0)
-
-
 def test_batches_make_no_difference(encoder, documents):
     cutter = pickle.loads(pickle.dumps(DocumentCutter(encoder, english, CutRules(LIMIT))))
     segments, counts = cutter(documents)
@@ -181,19 +169,3 @@ def test_lines_are_joined_where_newlines_are_not_kept(encoder):
     rules = CutRules(LIMIT, keeps_newlines=False)
     segments, _ = DocumentCutter(encoder, english, rules)(["one \n\n two"])
     assert encoder.decode(segments.tokens[1:-1]) == "one two"
-
-
-def test_impossible_rules_are_refused(encoder, folders, tmp_path):
-    with pytest.raises(UserError, match="no room for text"):
-        DocumentCutter(encoder, english, CutRules(2))
-    with pytest.raises(AssertionError):
-        DocumentCutter(encoder, None, CutRules(LIMIT))
-    tokenizer = AutoTokenizer.from_pretrained(folders["bytes"])
-    tokenizer.bos_token = None
-    tokenizer.save_pretrained(tmp_path)
-    without = load_encoder(tmp_path)
-    with pytest.raises(UserError, match="no BOS token"):
-        DocumentCutter(without, english, CutRules(LIMIT))
-    rules = CutRules(LIMIT, adds_bos=False, splits_sentences=False)
-    segments, _ = DocumentCutter(without, None, rules)(["word " * 200])
-    assert len(segments) > 1 and not (segments.flags & HAS_BOS).any()

@@ -1,6 +1,5 @@
 """Encoders of a corpus: the ids of transformers on every text, by tiktoken or not, and back."""
 
-import json
 import random
 from pathlib import Path
 
@@ -225,19 +224,6 @@ def test_self_check_finds_a_wrong_expression(folders, monkeypatch):
     assert "other ids" in load_encoder(folders("gpt2")).note
     with pytest.raises(UserError, match="cannot be run by tiktoken exactly.*other ids"):
         load_encoder(folders("gpt2"), kind="tiktoken")
-
-
-def test_merges_out_of_order_are_refused(folders, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(folders("gpt2"))
-    spec = json.loads(tokenizer.backend_tokenizer.to_str())
-    spec["model"]["merges"].reverse()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(spec)))
-    wrapped.save_pretrained(tmp_path / "reversed")
-    encoder = load_encoder(tmp_path / "reversed")
-    assert (encoder.kind, encoder.note) == (
-        "tokenizers",
-        "its ids are not in the order of its merges",
-    )
 
 
 def test_fingerprint_is_of_what_decides_the_ids(folders, tmp_path):

@@ -52,11 +52,6 @@ def test_rows_are_those_of_best_fit_decreasing(case):
     assert [row[0] for row in rows] == sorted(row[0] for row in rows)
 
 
-def test_nothing_makes_no_rows():
-    ends, members = best_fit(numpy.zeros(0, numpy.int64), 8)
-    assert len(ends) == len(members) == 0
-
-
 def _write(prefix, lengths_by_type, *, seed=0):
     """A corpus of segments of these lengths; each a document."""
     dice = numpy.random.default_rng(seed)
@@ -117,14 +112,6 @@ def test_rows_travel_to_workers(prefix):
     assert there[3].tolist() == packed[3].tolist() and there.digest == packed.digest
 
 
-def test_rows_of_another_length_stay_unless_asked(prefix):
-    pack_corpus(prefix)
-    with pytest.raises(UserError, match=rf"rows of {LIMIT} tokens, and rows of {2 * LIMIT}"):
-        pack_corpus(prefix, 2 * LIMIT)
-    assert len(pack_corpus(prefix, 2 * LIMIT, overwrite=True)) < 73
-    assert PackedRows(prefix).row_length == 2 * LIMIT
-
-
 def test_rows_shorter_than_a_segment_are_refused(prefix):
     with pytest.raises(UserError, match=rf"has {LIMIT} tokens, and rows are to have {LIMIT - 1}"):
         pack_corpus(prefix, LIMIT - 1)
@@ -152,28 +139,15 @@ def _changed(path, place, value=None):
     ("place", "value", "message"),
     [
         (-8, None, "its header announces"),
-        (10, None, "ends after 10 bytes"),
         (0, 0, "of another program"),
         (30, 0, "checksum does not fit the header"),
         (8, 9, "format version 9"),
-    ],
-)
-def test_damage_is_named(prefix, place, value, message):
-    pack_corpus(prefix)
-    _changed(path_of(prefix, ".pack"), place, value)
-    with pytest.raises(DataError, match=message):
-        PackedRows(prefix)
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "message"),
-    [
         (-1, 255, "a row holds a segment beyond"),
         (4096 + 7, 1, "rows do not go from"),
         (4104 + 6, 1, "rows do"),
     ],
 )
-def test_rows_that_would_be_wrong_are_not_opened(prefix, place, value, message):
+def test_damage_is_named(prefix, place, value, message):
     pack_corpus(prefix)
     _changed(path_of(prefix, ".pack"), place, value)
     with pytest.raises(DataError, match=message):

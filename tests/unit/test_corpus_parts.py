@@ -1,25 +1,17 @@
 """The document and splitter parts, and the options of corpus.py."""
 
 import functools
-import json
 import pickle
 import shlex
 from pathlib import Path
 
 import pytest
 
-from commands import command_line, corpus
+from commands import command_line
 from options.command_line import command_words
-from options.corpus import ACTIONS
 from options.fields import OptionError
 from parse_args import parse_corpus_args
-from register import (
-    RegisterError,
-    document_register,
-    import_shelf,
-    restored_registers,
-    splitter_register,
-)
+from register import document_register, import_shelf, splitter_register
 from stageline.corpus.input import BadDocument
 from stageline.distributed import failure
 from stageline.errors import UserError
@@ -35,10 +27,7 @@ ROW = {"title": "A", "body": "b [BODY]", "n": 7, "meta": {"by": "me"}, "list": [
     [
         ("a line", {}, "a line"),
         ({"text": "t\n", "x": 1}, {}, "t\n"),
-        ("a line", {"template": "<[TEXT]>"}, "<a line>"),
         (ROW, {"fields": ["title", "body"]}, "A\nb [BODY]"),
-        # JSON lines of a text file, as the notes have them
-        (json.dumps(ROW), {"fields": ["title", "body"]}, "A\nb [BODY]"),
         (' {"text": "t"}', {"template": "<[TEXT]>"}, "<t>"),
         ('{"text": "t"}', {}, '{"text": "t"}'),
         (ROW, {"fields": ["n", "meta.by"], "separator": "\\t"}, "7\tme"),
@@ -70,7 +59,6 @@ def test_the_columns_that_are_needed_of_a_table(options, wanted):
         ({}, "missing field", "no field 'text'; the row has the fields title, body"),
         ({"fields": ["none"]}, "missing field", "no field 'none'"),
         ({"fields": ["meta.at"]}, "missing field", "no field 'meta.at'"),
-        ({"fields": ["title.x"]}, "missing field", "no field 'title.x'"),
         ({"fields": ["list"]}, "not text", "the field 'list' is a list"),
         ({"template": "[META]"}, "not text", "the field 'meta' is a dict"),
     ],
@@ -106,60 +94,12 @@ def parsed(words):
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        WRITE + " --do-split-sentences --do-keep-newlines --language chinese --num-workers 8",
-        "--mode=write " + WRITE[6:].replace("-path", "_path").replace("-prefix", "_prefix")
-        + " --do_split_sentences --do_keep_newlines --language=chinese --num_workers 8",
-        WRITE + " --splitter chinese --num-workers=8 --do-split-sentences true",
-    ],
-)  # fmt: skip
-def test_names_of_the_notes_with_dashes_and_low_lines(words):
-    arguments = parsed(words)
-    run = arguments.run
-    assert arguments.action == "write" and arguments.parts["splitter"].key == "chinese"
-    assert (run.do_split_sentences, run.do_keep_newlines, run.num_workers) == (True, True, 8)
-    assert (run.file_path, run.save_prefix, run.seq_length) == (["README.md"], "a", 1024)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "merge --merge-path-prefix a b --merge-path-type 0 1 --new-path-prefix c",
-        "merge --merge-path-prefix \"['a', 'b']\" --merge-path-type [0,1] --new-path-prefix=c",
-        "merge --merge_path_prefix a,b --merge_path_type 0,1 --new_path_prefix c",
-    ],
-)
-def test_lists_are_read_and_never_evaluated(words):
-    run = parsed(words).run
-    assert (run.merge_path_prefix, run.merge_path_type) == (["a", "b"], [0, 1])
-    assert run.new_path_prefix == "c"
-
-
-def test_options_of_a_config_file_and_of_parts(tmp_path):
-    file = tmp_path / "c.yaml"
-    file.write_text(
-        "save-prefix: from_file\nlanguage: none\ndocument.fields: [a, b]\nadd-bos: false\n"
-        f"tokenizer-path: {tmp_path}\nfile-path: ['{tmp_path}/*.txt']\n"
-    )
-    arguments = parsed(f"write --config {file} --language english --document.separator ' '")
-    assert arguments.parts["splitter"].key == "english"
-    wanted = {"fields": ["a", "b"], "template": None, "separator": " "}
-    assert arguments.parts["document"].kwargs == wanted
-    assert (arguments.run.add_bos, arguments.run.add_eos) == (False, None)
-
-
-@pytest.mark.parametrize(
     ("words", "wanted"),
     [
         ("wirte", ["'wirte' is no action", "Did you mean write"]),
-        ("--file-path x", ["'--file-path' is no action", "Begin with one of"]),
         ("write", ["--file-path and --save-prefix and --tokenizer-path are missing"]),
-        ("merge --new-path-prefix c", ["--merge-path-prefix and --merge-path-type are missing"]),
         (WRITE + " --seq-length 2", ["--seq-length 2 is out of range"]),
-        (WRITE + " --langauge english", ["--langauge english is an unknown option", "--language"]),
         (WRITE + " --pieces even", ["--pieces even: there is no such option", "greedily"]),
-        (WRITE + " --document.feilds a", ["unknown", "Did you mean --document.fields"]),
         (WRITE.replace("README.md", "no.txt"), ["--file-path no.txt: there is no such file"]),
         ("merge --merge-path-type \"__import__('os')\"", ["has a wrong value", "list[int]"]),
     ],
@@ -170,61 +110,11 @@ def test_a_wrong_line_is_one_message_with_its_cure(words, wanted):
     assert not [text for text in wanted if text not in str(error.value)], error.value
 
 
-def test_an_unknown_language_names_the_option_and_the_keys():
-    with pytest.raises(RegisterError, match="--language klingon: splitter_register has no key"):
-        parsed(WRITE + " --language klingon")
-
-
-def test_every_action_has_help_and_a_function(capsys):
-    assert set(ACTIONS) == set(corpus.ACTIONS)
-    for name in ACTIONS:
-        with pytest.raises(SystemExit) as end:
-            parsed(f"{name} --help")
-        assert end.value.code == 0
-        shown = capsys.readouterr().out
-        assert shown.split("\n")[0].split()[2] == name  # usage: PROGRAM NAME ...
-    with pytest.raises(SystemExit) as end:
-        parsed("")
-    assert end.value.code == 2 and "find-trained" in capsys.readouterr().out
-
-
-def test_help_of_chosen_parts_lists_their_options(tmp_path, capsys):
-    (tmp_path / "my_corpus_parts.py").write_text(
-        "from register import document_register, splitter_register\n"
-        "@document_register('mine')\n"
-        "def mine(row, *, least: int = 3):\n    '''Rows with votes.'''\n    return row['body']\n"
-        "@splitter_register('lines')\n"
-        "def lines(text, *, width: int = 80):\n    '''Lines.'''\n"
-    )
-    parts = f"--import {tmp_path}/my_corpus_parts.py --document mine --language lines"
-    with restored_registers():
-        with pytest.raises(SystemExit):
-            parsed(f"write {parts} --help")
-        shown = capsys.readouterr().out
-        assert "--document.least" in shown and "--language.width" in shown
-        arguments = parsed(f"{WRITE} {parts} --document.least 5 --language.width 4")
-    assert arguments.parts["document"].kwargs == {"least": 5}
-    assert arguments.parts["splitter"].kwargs == {"width": 4}
-
-
-@pytest.mark.parametrize(
-    ("words", "wanted"),
-    [
-        ("corpus find-trained a.yaml seed=1", ["find-trained", "--config", "a.yaml", "--seed=1"]),
-        ("corpus --mode read", ["--mode", "read"]),
-        ("corpus", []),
-        ("corpus write x=1 --a b", ["write", "--x=1", "--a", "b"]),
-    ],
-)
-def test_the_action_stands_first_behind_the_command(words, wanted, monkeypatch):
+def test_the_action_stands_first_behind_the_command(monkeypatch):
     ran = []
     monkeypatch.setattr(failure, "run_entry", lambda main: ran.append(command_words()))
-    monkeypatch.setattr(command_line.sys, "argv", ["stageline", *words.split()])
+    words = "stageline corpus find-trained a.yaml seed=1"
+    monkeypatch.setattr(command_line.sys, "argv", words.split())
     command_line.main()
-    assert ran == [wanted]
+    assert ran == [["find-trained", "--config", "a.yaml", "--seed=1"]]
     assert Path(command_line.sys.argv[0]).name == "corpus.py"
-
-
-def test_only_the_corpus_has_actions(monkeypatch, capsys):
-    monkeypatch.setattr(command_line.sys, "argv", ["stageline", "train", "write"])
-    assert command_line.main() == 2 and "'write' belongs to no option" in capsys.readouterr().err

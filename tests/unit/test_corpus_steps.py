@@ -2,12 +2,10 @@
 
 import itertools
 import random
-import tracemalloc
 
 import pytest
 import torch
 
-from stageline.corpus import mixture as mixture_module
 from stageline.corpus.mixture import Mixture
 from stageline.corpus.run_sampler import run_sampler
 from stageline.data.batches.loader import MicroBatchLoader
@@ -146,31 +144,6 @@ def test_replicas_share_no_row_and_get_their_types():
             for part in (share[:3], share[3:]):
                 in_large = sum(row < 130 for row in part)
                 assert in_large in (1, 2), "6 of 12 rows are of type 0"
-
-
-def test_a_late_step_of_a_billion_rows_takes_the_work_of_one(monkeypatch):
-    """No replay, no list of rows: as many places are computed as the step has rows."""
-    computed = []
-    permute = mixture_module.permute
-
-    def counted(places, *others):
-        computed.append(len(places))
-        return permute(places, *others)
-
-    monkeypatch.setattr(mixture_module, "permute", counted)
-    tracemalloc.start()
-    sampler = run_sampler(
-        [7 * 10**8, 3 * 10**8 - 5, 5],
-        **{"batch_size": 32, "step_samples": 64, "dp_degree": 2},
-        weights=[0.7, 0.29, 0.01],
-    )
-    shares = next(sampler.shares(10**7))
-    state = sampler.state_after(10**7)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert sum(computed) == sum(map(len, shares)) == 128
-    assert peak < 1_000_000
-    assert (state["epoch"], state["batch"]) == divmod(2 * 10**7, len(sampler.mixture))
 
 
 def test_with_batches_of_another_size_as_many_rows_of_the_epoch_are_done():

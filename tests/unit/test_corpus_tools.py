@@ -1,6 +1,5 @@
 """merge, remove, verify and stats of corpora, against plain lists."""
 
-import json
 import tracemalloc
 
 import numpy
@@ -9,7 +8,7 @@ import pytest
 from stageline.corpus import corpus_files
 from stageline.corpus.corpus_files import Corpus
 from stageline.corpus.header import CutRules, path_of
-from stageline.corpus.pack import rows_of_best_fit, stats
+from stageline.corpus.pack import stats
 from stageline.corpus.tools import merge, remove, verify
 from stageline.corpus.writer import CorpusWriter
 from stageline.errors import DataError, UserError
@@ -178,37 +177,7 @@ def test_a_flipped_bit_in_the_middle_is_found(tmp_path):
         _flip(path_of(prefix, ".bin"), place)
 
 
-@pytest.mark.parametrize("place", [4096 + 9, -1])
-def test_a_flipped_bit_in_offsets_or_flags_is_found(tmp_path, place):
-    write(tmp_path / "a", documents_of([20]))
-    _flip(path_of(tmp_path / "a", ".idx"), place)
-    with pytest.raises(DataError, match="offsets or flags"):
-        verify(tmp_path / "a")
-
-
 # stats
-
-
-def _best_fit(lengths, limit):
-    """Textbook best-fit decreasing: the tightest row that takes it, else a new one."""
-    rooms = []
-    for length in sorted(lengths, reverse=True):
-        fitting = [room for room in rooms if room >= length]
-        if fitting:
-            rooms.remove(min(fitting))
-        rooms.append((min(fitting) if fitting else limit) - length)
-    return len(rooms)
-
-
-@pytest.mark.parametrize("limit", [1, 7, 64])
-def test_rows_of_best_fit_are_those_of_the_textbook(limit):
-    random = numpy.random.default_rng(limit)
-    for size in (0, 1, 5, 300):
-        for _ in range(5):
-            low = random.integers(1, limit + 1)
-            lengths = random.integers(low, limit + 1, size).tolist()
-            histogram = numpy.bincount(lengths, minlength=limit + 1).astype(int)
-            assert rows_of_best_fit(histogram) == _best_fit(lengths, limit)
 
 
 def test_stats_are_those_of_plain_lists(tmp_path, three):
@@ -232,8 +201,3 @@ def test_whole_documents_that_chunks_would_cut_are_counted(tmp_path):
     # 5 | 5 | 6 | 8 tokens in rows of 8: the second, the fourth are not; borders at 8, 16
     write(tmp_path / "a", documents_of([3, 3, 4, 6]))
     assert stats(tmp_path / "a").types[0].num_chunk_cuts == 1
-
-
-def test_small_files_are_json(tmp_path):
-    write(tmp_path / "a", documents_of([3, 20]))
-    assert json.loads(path_of(tmp_path / "a", ".dis").read_text())["types"][0]["num_tokens"] == 27

@@ -11,13 +11,12 @@ from torch.distributed import TCPStore
 
 import dataset as parts
 from commands.train import SHELF, pipeline
-from prompt_fn import fill, none
 from register import import_shelf
 from stageline.data.batches import collate as bodies
-from stageline.data.batches import step_maker
 from stageline.data.batches.collate_part import CollatePart, as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.training.replicas import LargestOfReplicas
+from tests.helpers.collating import collate_options
 from tests.helpers.tiny_models import tiny_tokenizer
 
 import_shelf(*SHELF)
@@ -45,12 +44,10 @@ class Groups(Rows):
     group_size = 3
 
 
-def counting(part, counts, **options):
+def counting(part, counts):
     """The part, bound; counts how often each sample is encoded."""
-    bound = as_collate_part(part).bind(
-        **{"prompt": "[QUESTION] [ANSWER]", "prompt_fn": fill, "image_token": none, "stage": 0},
-        **{"processor": tiny_tokenizer(), "pad_token_id": 0, "max_token_num": 96, "num_stages": 1},
-    )
+    options = collate_options(tiny_tokenizer(), prompt="[QUESTION] [ANSWER]", max_token_num=96)
+    bound = as_collate_part(part).bind(**options)
 
     def encode(images, sample):
         counts[sample["id"]] += 1
@@ -71,8 +68,7 @@ ORDERS = {"plain": {"order": "given"}, "sorted": {}, "packed": {"packing": 96}}
 
 
 @pytest.mark.parametrize(
-    ("kind", "order"),
-    [(k, o) for k in KINDS for o in ORDERS if o != "packed" or KINDS[k][0].pack],
+    ("kind", "order"), [(k, o) for k in KINDS for o in ORDERS if o != "packed" or KINDS[k][0].pack]
 )
 def test_a_sample_of_an_epoch_is_encoded_once(kind, order, monkeypatch):
     part, rows, times = KINDS[kind]
@@ -119,21 +115,3 @@ def test_packed_replicas_that_can_ask_encode_their_own_rows_alone(monkeypatch):
             assert batch.keys() == other.keys()
             assert all(torch.equal(batch[name], other[name]) for name in batch)
     del store
-
-
-def test_the_generators_are_copied_only_where_a_length_is_kept(monkeypatch):
-    """A copy takes longer than a row of text; who is asked for a row alone needs none."""
-    copies = []
-
-    class Counting(step_maker.HostState):
-        def __init__(self):
-            copies.append(1)
-            super().__init__()
-
-    monkeypatch.setattr(step_maker, "HostState", Counting)
-    encode = counting(parts.sft, Counter()).encode
-    rows = step_maker.Rows(Rows(), encode, seed=0)
-    lengths = [rows.read(row, 0, row).length for row in range(4)]
-    assert not copies
-    assert [rows.length(row, 0, row) for row in (0, 1, 2, 3, 0, 1)] == [*lengths, *lengths[:2]]
-    assert len(copies) == 4, "once for each of the four"

@@ -7,13 +7,10 @@ import pytest
 import transformers
 from PIL import Image
 
-from options.answer import EvaluateConfig
-from options.fields import OptionError, replaced
-from options.train import RunConfig
+from options.fields import OptionError
 from parse_args import parse_evaluate_args
 from register import import_shelf
 from stageline.data.batches.batch import encode_sample
-from stageline.data.batches.preflight import preflight
 from stageline.data.images.image_files import ImageFolders
 from stageline.data.images.image_settings import ImageSettings, using_images
 from stageline.data.images.images import ImageExpander
@@ -63,7 +60,6 @@ def num_tiles(processor, size) -> int:
 @pytest.mark.parametrize("family", PROCESSOR_FAMILIES)
 @pytest.mark.parametrize("size", SIZES)
 def test_text_and_pixels_agree_about_the_tokens(family, size):
-    """For an image of any shape: as many tokens as the tower gives features for."""
     processor = processor_of(family)
     output = plain(processor, size)
     count = num_tokens(output)
@@ -71,48 +67,6 @@ def test_text_and_pixels_agree_about_the_tokens(family, size):
     rendered = Rendered((piece, Piece("x")), is_chat=True)
     encoded = encode_sample(rendered, [Image.new("RGB", size)], processor=processor, name="row")
     assert encoded.input_ids.count(IMAGE_TOKEN_ID) == count
-    pixels = output["pixel_values"]
-    if family == "internvl":
-        assert count == 4 * len(pixels)
-    elif family in ("idefics3", "smolvlm"):
-        assert count == 4 * pixels.shape[1]
-    elif family.startswith(("qwen", "glm")):
-        assert 4 * count == len(pixels) == int(output["image_grid_thw"].prod())
-    elif family in ("llava", "gemma3_vl"):
-        assert count == 4 and len(pixels) == 1
-    else:
-        # 2 x 2 tokens a tile, without those of the padding, with one at the end of each line
-        width, height = size
-        tall, wide = best_grid(height, width, processor.image_processor.image_grid_pinpoints)
-        lines, columns = unpadded(height, width, 2 * tall // 16, 2 * wide // 16)
-        assert count == 4 + lines * (columns + 1)
-        assert pixels.shape[1] == 1 + (tall // 16) * (wide // 16)
-
-
-def best_grid(height, width, grids):
-    """LLaVA-Next's rule, from its paper's code: most pixels used, then fewest wasted."""
-
-    def rank(grid):
-        scale = min(grid[1] / width, grid[0] / height)
-        used = min(int(width * scale) * int(height * scale), width * height)
-        return used, -(grid[0] * grid[1] - used)
-
-    return max(grids, key=rank)
-
-
-def unpadded(height, width, lines, columns):
-    if width / height > columns / lines:
-        cut = (lines - int(round(height * columns / width, 7))) // 2
-        return lines - 2 * cut, columns
-    cut = (columns - int(round(width * lines / height, 7))) // 2
-    return lines, columns - 2 * cut
-
-
-def test_internvl_cuts_into_tiles_by_itself_and_after_saving(tmp_path):
-    processor = processor_of("internvl")
-    assert num_tiles(processor, (64, 16)) == 5  # 4 x 1 and the thumbnail
-    save_processor(processor, tmp_path)
-    assert num_tiles(load_processor(tmp_path), (64, 16)) == 5
 
 
 # -- tiles as they are asked for ----------------------------------------------------------------
@@ -121,13 +75,11 @@ def test_internvl_cuts_into_tiles_by_itself_and_after_saving(tmp_path):
 @pytest.mark.parametrize(
     ("family", "options", "expected"),
     [
-        ("internvl", {"max_tiles": 1}, {1}),
         ("internvl", {"max_tiles": 2}, {1, 3}),
         ("internvl", {"min_tiles": 2, "max_tiles": 3}, {3, 4}),
         ("internvl", {"min_tiles": 4}, {5}),
         ("llava_next", {"max_tiles": 2}, {3}),
         ("llava_next", {"min_tiles": 4}, {5}),
-        ("idefics3", {"max_tiles": 1}, {1}),
         ("idefics3", {"max_tiles": 10}, {4, 7, 10}),
         ("smolvlm", {"max_tiles": 8}, {3, 5}),
     ],
@@ -162,14 +114,11 @@ def test_pixels_of_qwen(options, tmp_path):
     ("family", "options", "words"),
     [
         ("llava", {"max_tiles": 2}, "same number of tiles"),
-        ("gemma3_vl", {"max_tiles": 2}, "same number of tiles"),
         ("qwen2_5_vl", {"max_tiles": 2}, "--images.max_pixels"),
         ("internvl", {"max_pixels": 9999}, "use --images.max_tiles"),
-        ("internvl", {"min_tiles": 5}, "from 1 to 4"),
         ("idefics3", {"min_tiles": 2}, "no least number"),
         ("llava_next", {"min_tiles": 3, "max_tiles": 3}, "grids of 2, 4 tiles"),
         ("qwen2_5_vl", {"max_pixels": 9}, "--images.min_pixels and --images.max_pixels"),
-        ("qwen2_5_vl", {"min_pixels": 1, "max_pixels": 9}, "one token of 64 pixels"),
     ],
 )
 def test_what_a_processor_cannot_do_is_refused(family, options, words):
@@ -220,23 +169,6 @@ def test_an_image_above_the_limit_is_refused_with_row_file_and_size(tmp_path):
         assert ImageFolders([tmp_path]).open("a.png", source="row").size == (40, 30)
 
 
-def test_the_limit_holds_for_images_that_a_dataset_made(tmp_path):
-    processor = tiny_processor("llava")
-    prepare_images(processor, ImageSettings(max_pixels=99), Tiling())
-    expander = ImageExpander.of(processor)
-    with pytest.raises(DataError, match="sample 3: .*100 pixels; at most 99"):
-        expander.decode_pixels([[Image.new("RGB", (10, 10))]], ["sample 3"])
-
-
-def test_a_limit_above_the_default_lets_larger_images_in(tmp_path):
-    Image.new("L", (8000, 7000)).save(tmp_path / "a.png")
-    with pytest.raises(DataError, match="56000000 pixels; at most 50000000"):
-        ImageFolders([tmp_path]).open("a.png", source="row")
-    with using_images(ImageSettings(max_pixels=56_000_000)):
-        folders = ImageFolders([tmp_path])
-    assert folders.open("a.png", source="row").size == (8000, 7000)
-
-
 def test_too_many_images_of_a_sample():
     processor = tiny_processor("llava")
     prepare_images(processor, ImageSettings(max_pixels=1000, max_images=2), Tiling())
@@ -247,32 +179,7 @@ def test_too_many_images_of_a_sample():
     assert "--images.max_count" in str(caught.value)
 
 
-def test_preflight_finds_them_before_a_model_is_loaded():
-    processor = tiny_processor("llava")
-    prepare_images(processor, ImageSettings(max_pixels=99), Tiling())
-    rows = [([Image.new("RGB", (10, 10))], {"id": "a", "question": "?", "answer": "!"})]
-
-    from prompt_fn import auto, fill
-
-    with pytest.raises(DataError, match="sample a: .*at most 99"):
-        preflight(
-            rows,
-            prompt="[IMAGE][QUESTION][ANSWER]",
-            prompt_fn=fill,
-            image_token=auto,
-            processor=processor,
-            max_token_num=100,
-        )
-
-
 # -- the options themselves ---------------------------------------------------------------------
-
-
-def test_training_and_evaluation_have_the_same_options():
-    assert RunConfig().images == EvaluateConfig().images
-    assert RunConfig().images.limits()["max_pixels"] == ImageSettings().max_pixels
-    run = replaced(RunConfig(), {"images.min_tiles": 2, "images.max_tiles": 6})
-    assert Tiling(**run.images.tiling()) == Tiling(min_tiles=2, max_tiles=6)
 
 
 @pytest.mark.parametrize(
@@ -282,15 +189,9 @@ def test_training_and_evaluation_have_the_same_options():
             ("--images.min_tiles", "3", "--images.max_tiles", "2"),
             "--images.min_tiles 3 is more than --images.max_tiles 2",
         ),
-        (
-            ("--images.min_pixels", "9", "--images.max_pixels", "8"),
-            "--images.min_pixels 9 is more than --images.max_pixels 8",
-        ),
         (("--image-cache", "a", "--token-cache", "b"), "a, --token-cache b: there is no such"),
         (("--image-cache-gib", "3"), "train with --num-workers 1"),
-        (("--images.pixel_limit", "0"), "--images.pixel_limit 0 is out of range"),
         (("--images.pixel_limit", "200000000"), "at most 178000000"),
-        (("--images.max_tiles", "0"), "--images.max_tiles 0 is out of range"),
     ],
 )
 def test_options_that_cannot_be(words, told):
@@ -301,12 +202,3 @@ def test_options_that_cannot_be(words, told):
     with pytest.raises(OptionError) as caught:
         parse_evaluate_args([*keys, *words])
     assert told in str(caught.value)
-
-
-def test_a_limit_is_a_setting_of_the_dataset_not_of_the_process(tmp_path):
-    Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
-    with using_images(ImageSettings(max_pixels=10)):
-        strict = ImageFolders([tmp_path])
-    ImageFolders([tmp_path]).open("a.png", source="row")
-    with pytest.raises(DataError):
-        strict.open("a.png", source="row")

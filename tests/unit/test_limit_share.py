@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from dataset import contrastive, sft
+from dataset import sft
 from prompt_fn import auto, chat, fill
 from stageline.data.batches.collate import collate_sft
 from stageline.data.batches.preflight import preflight
@@ -136,22 +136,6 @@ def test_only_text_of_the_data_is_cut_and_a_cut_answer_loses_its_end():
     assert "q<|im_end|>\n<|im_start|>assistant\na" in text and set(learnt) == {"a"}
 
 
-def test_turns_that_do_not_fit_go_whole():
-    rows = ("one", "two", "three", "four" * 30, "five", "six")
-    turns = _chat(*rows)
-    text, learnt = _limited(turns, 75)
-    start, rest = text.split("three<|im_end|>\n<|im_start|>assistant\n")
-    assert start == "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\ntwo<|im_end|>\n" + (
-        "<|im_start|>user\n"
-    )
-    assert "four" * 10 in rest and rest.strip("four") == "", "the third pair has no room"
-    assert learnt == "two<|im_end|>" + rest
-    text, learnt = _limited(_chat(*rows, mask_history=True), 75)
-    assert "one" not in text and "three<|im_end|>" in text, "the first pair has no room"
-    assert text.endswith("<|im_start|>user\nfive<|im_end|>\n<|im_start|>assistant\nsix<|im_end|>\n")
-    assert learnt == "six<|im_end|>"
-
-
 def test_answers_of_masked_turns_are_answers_still():
     pieces = list(_chat("one", "two", "three", "four", mask_history=True))
     assert [piece.text for piece in pieces if piece.is_target] == ["four", "<|im_end|>"]
@@ -230,14 +214,6 @@ def test_collate_parts_and_the_look_before_share():
         sft.encode, **COMMON, pad_token_id=0, stage=1, num_stages=2, overlong="share"
     )
     assert [encode(*row).length for row in ROWS] == batch["attention_mask"].sum(dim=1).tolist()
-    members = [
-        (None, {**sample, "contrast_group": "g", "role": role})
-        for (_, sample), role in zip(ROWS, ("anchor", "positive", "negative"), strict=True)
-    ]
-    grouped = contrastive(
-        members, **COMMON, pad_token_id=0, stage=1, num_stages=2, overlong="share"
-    )
-    assert grouped["input_ids"].equal(batch["input_ids"])
     report = preflight(ROWS, **COMMON, overlong="share")
     assert report.num_overlong == 2 and report.num_dropped == 0
     assert "2 too long (prompts and answers are cut; 0 dropped" in str(report)

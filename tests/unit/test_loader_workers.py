@@ -129,9 +129,3 @@ def test_workers_end_with_the_loader_and_need_no_collection():
             assert len(workers) == 2 and [worker.exitcode for worker in workers] == [0, 0]
     finally:
         gc.enable()
-
-
-def test_tensors_are_pinned_only_where_there_is_an_accelerator():
-    loader = make_loader(Rows(4), num_workers=0, pins=True)
-    (batch,) = next(iter(loader))
-    assert batch["input_ids"].is_pinned() == torch.accelerator.is_available()

@@ -1,15 +1,14 @@
 """Which words of an answer are marked, and which tokens they become, on tricky texts."""
 
-import functools
-
 import pytest
 from PIL import Image
 
 from dataset import contrastive, sft
-from prompt_fn import auto, chat, fill, none
+from prompt_fn import auto, chat, fill
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.data.text.template import MarkedWords
 from stageline.errors import DataError, UserError
+from tests.helpers.collating import collate_options
 from tests.helpers.tiny_models import tiny_processor, tiny_tokenizer
 from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
 
@@ -31,32 +30,24 @@ def found(words, text):
     ("words", "text", "wanted"),
     [
         ("directions", "copyright, leftover, bright, upset, northern, aleft, left_1", []),
-        ("directions", "Left of it; RIGHT.", ["Left", "RIGHT"]),
         ("directions", "the upper left corner", ["upper left"]),
         ("directions", "upper-left, front-left, left-hand", ["upper-left", "front-left", "left"]),
         ("directions", "upper, left", ["upper", "left"]),
         ("directions", "north-east northeast south", ["north-east", "northeast", "south"]),
-        ("directions", "behind, above, below, at the back, on top, bottom", [
-            "behind", "above", "below", "back", "top", "bottom"]),
-        ("directions", "in front of it", ["in front"]),
         ("directions", "up\n left", ["up", "left"]),
         ("clock", "at 3 o'clock", ["3 o'clock"]),
         ("clock", "at 13 o'clock, 0 o'clock, 12:3 o'clock, 1.5 o'clock, 3rd o'clock", []),
         ("clock", "12 o'clock; 1 o'clock; 07 o'clock", ["12 o'clock", "1 o'clock", "07 o'clock"]),
         ("clock", "three o\u2019clock, Twelve O'Clock, 3 oclock", [
             "three o\u2019clock", "Twelve O'Clock", "3 oclock"]),
-        ("clock", "o'clock, left", []),
         (["\u5de6"], "\u5728\u5de6\u8fb9\uff0c\u5de6", ["\u5de6", "\u5de6"]),
         (["\u5de6", "\u5de6\u4e0a"], "\u5de6\u4e0a\u5de6", ["\u5de6\u4e0a", "\u5de6"]),
-        (["left"], "\u5728left\u8fb9", ["left"]),
         (["left", "left of"], "left of it, left off", ["left of", "left"]),
-        (["to the left"], "To  the-left", ["To  the-left"]),
         (["a.b"], "axb a.b", ["a.b"]),
         (["gauche", "\u00e0 droite"], "GAUCHE, \u00c0 droite, \u00e0 droite\u00e9", [
             "GAUCHE", "\u00c0 droite"]),
         (["clock", "cup"], "cup at 3 o'clock", ["cup", "3 o'clock"]),
         ("none", "left at 3 o'clock", []),
-        ([], "left", []),
     ],
 )  # fmt: skip
 def test_whole_words_the_longest_first(words, text, wanted):
@@ -92,18 +83,9 @@ def test_only_what_is_learnt_is_marked_and_text_stays():
     assert MarkedWords("none").mark(rendered) is rendered
 
 
-def collate(samples, *, part=contrastive, tokenizer="byte level", prompt_fn=fill, **options):
-    options = {"prompt": "[QUESTION]\n[ANSWER]", "max_token_num": 200, **options}
-    return part(
-        [(None, sample) for sample in samples],
-        prompt_fn=prompt_fn,
-        image_token=none,
-        processor=TOKENIZERS[tokenizer](),
-        pad_token_id=0,
-        stage=0,
-        num_stages=1,
-        **options,
-    )
+def collate(samples, *, part=contrastive, tokenizer="byte level", **options):
+    samples = [(None, sample) for sample in samples]
+    return part(samples, **collate_options(TOKENIZERS[tokenizer](), **options))
 
 
 def group(*answers, name="g", question="Is it left or right?"):
@@ -159,12 +141,6 @@ def test_every_byte_of_a_chinese_word_is_marked():
     assert marked_text(batch, TOKENIZERS["byte level"]()) == ["\u5de6", "\u5de6", ""]
 
 
-@pytest.mark.parametrize("marked", ["none", []])
-def test_nothing_need_be_marked(marked):
-    batch = collate(group("left", "left", "right"), marked=marked)
-    assert not batch["loss_marks"].any()
-
-
 def test_it_is_sft_otherwise():
     samples = group("left", "left!", "right?? right") + group("a", "b", "c", name="h")
     ours = collate(samples, pad_to_multiple_of=8)
@@ -173,10 +149,6 @@ def test_it_is_sft_otherwise():
         assert (ours[name] == value).all(), name
     assert set(ours) - set(theirs) == {"loss_marks", "loss_groups"}
     assert ours["loss_groups"].tolist() == [0, 0, 0, 1, 1, 1]
-
-
-def test_a_group_may_fill_up_an_evaluation():
-    assert collate(G + G)["loss_groups"].tolist() == [0, 0, 0, 1, 1, 1]
 
 
 @pytest.mark.filterwarnings("ignore:sample g-1")
@@ -189,29 +161,13 @@ def test_cut_and_dropped_samples_keep_their_marks_in_place():
         assert texts == ["left", wanted, "right"]
 
 
-def test_lengths_are_those_of_sft():
-    sample = group("left", "b", "c")[0]
-    texts = {"prompt": "[QUESTION]\n[ANSWER]", "prompt_fn": fill, "image_token": none}
-    common = {**texts, "processor": tiny_tokenizer(), "pad_token_id": 0, "max_token_num": 99}
-    lengths = [
-        part.encode(None, sample, stage=0, num_stages=1, **common).length
-        for part in (sft, contrastive)
-    ]
-    assert lengths[0] == lengths[1]
-    with_marks = functools.partial(contrastive.encode, marked="clock", stage=0, num_stages=1)
-    assert with_marks(None, sample, **common).length == lengths[0]
-
-
 @pytest.mark.parametrize(
     ("samples", "wanted"),
     [
         (G[1:], "g-1: group not whole.*expected was the anchor \\(sample 1\\) of a new group"),
-        (G[:2], "g-1: group not whole.*at least one negative"),
         (G + H[:2], "h-1: group not whole.*1 more behind it"),
-        ([G[0], G[2], G[1]], "g-2: group not whole.*the positive \\(sample 2 of 3\\) of 'g'"),
         ([G[0], G[1], H[2]], "h-2: group not whole.*the negative \\(sample 3 of 3\\) of 'g'"),
         (G + [H[0], H[1], G[2]], "g-2: group not whole.*of 'h'"),
-        (G + H[1:] + H[:1], "h-1: group not whole"),
         ([{"id": "x", "question": "q", "answer": "a"}] * 3, "x: group not whole.*role None"),
     ],
 )
@@ -223,17 +179,9 @@ def test_groups_that_are_not_whole(samples, wanted):
 @pytest.mark.parametrize("family", ["internvl", "qwen2_5_vl", "idefics3", "llava"])
 def test_marks_lie_behind_image_tokens(family):
     processor = tiny_processor(family)
-    picture = Image.new("RGB", (32, 32))
-    batch = contrastive(
-        [([picture], sample) for sample in group("the left one", "right", "leftover")],
-        prompt="[IMAGE]\n[QUESTION]\n[ANSWER]",
-        prompt_fn=fill,
-        image_token=auto,
-        processor=processor,
-        pad_token_id=0,
-        max_token_num=500,
-        stage=0,
-        num_stages=1,
-    )
+    images = [Image.new("RGB", (32, 32))]
+    samples = [(images, sample) for sample in group("the left one", "right", "leftover")]
+    texts = {"prompt": "[IMAGE]\n[QUESTION]\n[ANSWER]", "image_token": auto}
+    batch = contrastive(samples, **collate_options(processor, max_token_num=500, **texts))
     assert marked_text(batch, processor.tokenizer) == ["left", "right", ""]
     assert batch["pixel_values"].numel()

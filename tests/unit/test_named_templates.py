@@ -136,16 +136,6 @@ def test_rows_can_be_learnt_and_each_answer_ends(name, sample):
     )
 
 
-@pytest.mark.filterwarnings("ignore:the chat template of")
-@pytest.mark.parametrize("name", NAMES)
-def test_rows_with_tools_can_be_learnt(name):
-    rendered = chat(row("tools"), "", processor=tokenizer_for(name), template=name)
-    assert "# Tools\n" in rendered.text and "<tool_response>\n" in rendered.text
-    assert any("<tool_call>\n{" in piece.text for piece in rendered if piece.is_target) or (
-        name == "qwen"
-    )
-
-
 def test_what_a_tokenizer_lacks_is_named_with_what_fits():
     tokenizer = tiny_tokenizer(special_tokens=[*BASE, "<|im_start|>"], chat_template=None)
     with pytest.raises(UserError, match=r"has no <\|im_end\|>\..*llama2, plain, vicuna, zephyr"):

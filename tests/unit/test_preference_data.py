@@ -8,25 +8,16 @@ from PIL import Image
 
 import dataset as parts
 from prompt_fn import auto, chat, fill
-from prompt_fn import none as no_image
 from stageline.data.batches.batch import count_samples
 from stageline.data.batches.preference import WithOthers
 from stageline.data.batches.preflight import CheckedCollate, preflight
 from stageline.data.batches.step_maker import StepMaker
 from stageline.errors import DataError
+from tests.helpers.collating import collate_options
 from tests.helpers.tiny_models import tiny_processor, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
-COMMON = {
-    "prompt": "[QUESTION] [ANSWER]",
-    "prompt_fn": chat,
-    "image_token": no_image,
-    "processor": TOKENIZER,
-    "pad_token_id": 0,
-    "max_token_num": 200,
-    "stage": 0,
-    "num_stages": 1,
-}
+COMMON = collate_options(TOKENIZER, prompt="[QUESTION] [ANSWER]", prompt_fn=chat)
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
 
 

@@ -1,14 +1,13 @@
 """The look through the data: it finds what a run would stumble over, before a model is loaded."""
 
 import pytest
-from PIL import Image
 
 from prompt_fn import auto, fill
 from stageline.data.batches.preflight import check_vocabulary, preflight
 from stageline.data.rows.bad_rows import BadRows
-from stageline.data.text.processor import get_pad_token_id, load_processor
-from stageline.errors import DataError, UserError
-from tests.helpers.tiny_models import tiny_processor, tiny_tokenizer
+from stageline.data.text.processor import load_processor
+from stageline.errors import UserError
+from tests.helpers.tiny_models import tiny_tokenizer
 
 
 class Rows:
@@ -51,22 +50,6 @@ def test_figures_of_good_rows():
     assert len(report.bad) == 10 and "3 tokens on average" in str(report), "of rows that are read"
 
 
-def test_the_first_bad_row_is_named():
-    rows = Rows([(None, _sample(i, answer="7" * (100 if i == 6 else 1))) for i in range(10)])
-    with pytest.raises(DataError, match="rows.jsonl:7.*102 tokens, 101 .*--max-token-num 60"):
-        _preflight(rows, tiny_tokenizer())
-    assert _preflight(rows, tiny_tokenizer(), overlong="drop").num_overlong == 1
-
-
-def test_images_are_decoded(tmp_path):
-    path = tmp_path / "torn.png"
-    Image.effect_noise((40, 40), 50).convert("RGB").save(path)
-    path.write_bytes(path.read_bytes()[:300])
-    rows = Rows([([Image.new("RGB", (16, 16))], _sample(0)), ([Image.open(path)], _sample(1))])
-    with pytest.raises(DataError, match="rows.jsonl:2.*torn.png"):
-        _preflight(rows, tiny_processor("llava"))
-
-
 def test_many_rows_are_sampled_always_the_same():
     asked = []
     for _ in range(2):
@@ -92,13 +75,3 @@ def test_a_folder_without_a_tokenizer(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(UserError, match=r"--processor-path"):
         load_processor(tmp_path)
-
-
-def test_text_models_get_their_tokenizer_back(tmp_path):
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    loaded = load_processor(tmp_path)
-    assert loaded("Which digit?")["input_ids"] == tokenizer("Which digit?")["input_ids"]
-    assert loaded.chat_template == tokenizer.chat_template
-    assert get_pad_token_id(loaded) == tokenizer.pad_token_id

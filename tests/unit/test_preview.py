@@ -5,15 +5,14 @@ import io
 import json
 
 import pytest
-import torch
 
 from dataset import sft
-from prompt_fn import chat, none
+from prompt_fn import chat
 from stageline.data.batches.loader import MicroBatchLoader
-from stageline.data.batches.preview import Shown, bracket, paint, preview, split, use_colour
+from stageline.data.batches.preview import Shown, bracket, preview, split
+from tests.helpers.collating import collate_options
 from tests.helpers.small_run import Job
 from tests.helpers.tiny_models import tiny_tokenizer
-from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
 
 
 class Rows:
@@ -36,18 +35,8 @@ def tokenizer():
 
 
 def loader_of(tokenizer, **options):
-    collate = functools.partial(
-        sft,
-        prompt="",
-        prompt_fn=chat,
-        image_token=none,
-        processor=tokenizer,
-        pad_token_id=0,
-        max_token_num=70,
-        stage=1,
-        num_stages=2,
-        overlong="cut_prompt",
-    )
+    common = {"prompt": "", "prompt_fn": chat, "max_token_num": 70, "stage": 1, "num_stages": 2}
+    collate = functools.partial(sft, **collate_options(tokenizer, overlong="cut_prompt", **common))
     return MicroBatchLoader(
         Rows(), collate=collate, batch_size=10, micro_batch_size=2, shuffle=False, **options
     )
@@ -86,54 +75,9 @@ def test_counts(tokenizer):
     assert "sample 2" not in text
 
 
-def test_rows_of_pairs_have_a_name_each():
-    labels = torch.tensor([[-100, 2], [-100, 3], [-100, 4], [-100, 5]])
-    batch = {"input_ids": labels.abs(), "labels": labels, "loss_rows": torch.tensor([7, 8])}
-    assert [(shown.row, shown.is_learnt) for shown in split(batch)] == [
-        (row, [False, True]) for row in (7, 8, 7, 8)
-    ]
-    assert list(split({"input_ids": labels})) == []
-
-
-@pytest.mark.parametrize("make", [tiny_tokenizer, tiny_metaspace_tokenizer])
-def test_texts_are_read_as_a_whole(make):
-    tokenizer = make()
-    text = "Which digit is this? 😀 naïve" if make is tiny_tokenizer else "Which digit is this?"
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    shown = Shown(0, ids, [False] * len(ids))
-    assert bracket(shown, tokenizer) == text
-    half = [number >= len(ids) - 3 for number in range(len(ids))]
-    shown = Shown(0, ids, half)
-    assert bracket(shown, tokenizer).replace("[[", "").replace("]]", "") == text
-    assert bracket(shown, tokenizer).count("[[") == 1
-
-
-def test_colours_tell_what_is_learnt(tokenizer):
-    ids = tokenizer("Which digit", add_special_tokens=False)["input_ids"]
-    learnt = paint(Shown(0, ids, [True] * len(ids)), tokenizer)
-    other = paint(Shown(0, ids, [False] * len(ids)), tokenizer)
-    assert "\x1b[1" in learnt and "\x1b[1" not in other
-
-
 def test_what_would_steer_a_terminal_is_written_out(tokenizer):
     ids = tokenizer("a\x1b[2Jb", add_special_tokens=False)["input_ids"]
     assert bracket(Shown(0, ids, [False] * len(ids)), tokenizer) == "a\\x1b[2Jb"
-
-
-def test_many_image_tokens_are_counted(tokenizer):
-    shown = Shown(0, [3] * 256 + [4], [False] * 257)
-    assert bracket(shown, tokenizer) == "<|im_start|>(x256)<|im_end|>"
-
-
-def test_colours_are_for_terminals(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert use_colour(Terminal()) and not use_colour(io.StringIO())
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not use_colour(Terminal())
 
 
 def test_a_run_shows_its_samples_once_and_needs_no_weights(tmp_path):

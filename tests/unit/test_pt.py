@@ -9,15 +9,11 @@ from transformers import AutoModelForCausalLM
 from loss_fn import sft
 from parse_args import parse_train_args
 from prompt_fn import chat, fill, none
-from register import engine_register, import_shelf, loss_fn_register, restored_registers
+from register import engine_register, import_shelf, restored_registers
 from stageline.data.batches.batch import pack_rows
 from stageline.data.batches.collate_part import CollatePart
 from stageline.data.batches.loader import MicroBatchLoader
-from stageline.data.batches.plain_text import (
-    collate_packed_text,
-    collate_text,
-    encode_text,
-)
+from stageline.data.batches.plain_text import collate_packed_text, collate_text, encode_text
 from stageline.data.batches.preflight import preflight
 from stageline.data.text import limit
 from stageline.errors import DataError, UserError
@@ -157,29 +153,22 @@ def test_packed_rows_are_filled_by_best_fit():
     assert all(torch.equal(packed[name], wanted[name]) for name in wanted)
 
 
-def test_no_template_has_to_be_chosen():
-    words = ["--train-model", "causal_lm", "--dataset", "jsonl", "--collate-fn", "pt"]
-    with restored_registers():
-        engine_register.register("pipeline", len, replace=True)
-        parts = parse_train_args(words).parts
-        keys = {name: parts[name].key for name in ("prompt", "prompt_fn", "image_token", "loss_fn")}
-        assert list(keys.values()) == ["text", "fill", "none", "sft"]
-        assert parts["prompt"].part == "[TEXT]"
-        assert loss_fn_register["pt"] is loss_fn_register["sft"]
-        again = parse_train_args([*words, "--loss-fn", "pt", "--prompt", "caption"]).parts
-        assert again["loss_fn"].key == "pt" and again["prompt"].key == "caption"
-
-
 @pytest.mark.parametrize(
-    ("collate", "loss"), [("sft", "sft"), ("dpo", "dpo"), ("kto", "kto"), ("rm", "rm")]
+    ("collate", "wanted"),
+    [
+        ("pt", ["text", "fill", "none", "sft"]),
+        ("sft", ["chat", "chat", "auto", "sft"]),
+        ("dpo", ["chat", "chat", "auto", "dpo"]),
+        ("kto", ["chat", "chat", "auto", "kto"]),
+    ],
 )
-def test_conversations_need_no_prompt_either(collate, loss):
+def test_no_template_has_to_be_chosen(collate, wanted):
     words = ["--train-model", "causal_lm", "--dataset", "jsonl", "--collate-fn", collate]
     with restored_registers():
         engine_register.register("pipeline", len, replace=True)
         parts = parse_train_args(words).parts
         keys = {name: parts[name].key for name in ("prompt", "prompt_fn", "image_token", "loss_fn")}
-        assert list(keys.values()) == ["chat", "chat", "auto", loss]
+        assert list(keys.values()) == wanted
         again = parse_train_args([*words, "--prompt", "vqa", "--prompt-fn", "fill"]).parts
         assert again["prompt"].key == "vqa" and again["prompt_fn"].key == "fill"
 

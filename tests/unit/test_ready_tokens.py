@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 from loss_fn import sft
 from register import collate_fn_register, import_shelf
 from stageline.data.batches.loader import MicroBatchLoader
-from stageline.data.batches.preflight import CheckedCollate
 from stageline.data.text import limit
 from stageline.errors import DataError
 from tests.helpers.tiny_batches import count_targets
@@ -83,85 +82,10 @@ def test_what_is_too_long_is_refused_cut_or_dropped(monkeypatch):
         part(overlong="cut")([sample(9, 9, is_packed=True)])
 
 
-def test_an_id_without_a_row_is_named():
-    low, high = sample(3), sample(4)
-    high[1]["segments"][0][2] = 64
-    checked = CheckedCollate(part(), vocab_size=64)
-    checked([low, low])
-    with pytest.raises(DataError, match="folder/corpus: sample 7: the token id at place 2 is 64"):
-        checked([low, high])
-
-
-class Rows:
-    """A dataset that draws its rows itself: backwards, and from where `position` says."""
-
-    def __init__(self, lengths, is_packed=False):
-        self.samples = [sample(*n, is_packed=is_packed, name=str(i)) for i, n in enumerate(lengths)]
-        self.asked = []
-
-    def __len__(self):
-        return len(self.samples)
-
-    def __getitem__(self, row):
-        return self.samples[row]
-
-    def make_sampler(self, *, batch_size, step_samples, dp_rank, dp_degree, seed, **options):
-        self.asked.append((batch_size, step_samples, dp_degree, options["position"]))
-        return Backwards(len(self), step_samples, dp_degree, options["position"])
-
-
-class Backwards:
-    def __init__(self, num_rows, step_samples, dp_degree, position):
-        self.num_rows, self.size, self.dp_degree = num_rows, step_samples, dp_degree
-        self.position = position
-
-    def __len__(self):
-        return self.num_rows // (self.size * self.dp_degree)
-
-    def shares(self, start_step=0):
-        done = start_step if self.position is None else self.position["done"]
-        order = list(range(self.num_rows))[::-1]
-        for step in range(done, len(self)):
-            rows = order[step * self.size * self.dp_degree :][: self.size * self.dp_degree]
-            yield [rows[rank :: self.dp_degree] for rank in range(self.dp_degree)]
-
-    def state_after(self, step):
-        return {"done": step}
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_dataset_may_draw_its_own_rows(num_workers):
-    dataset = Rows([(length,) for length in range(1, 13)])
-    options = {"collate": part(), "batch_size": 2, "micro_batch_size": 1, "dp_degree": 2}
-    common = {**options, "order": "given", "num_workers": num_workers}
-    drawn = [
-        [
-            [batch["loss_rows"].item() for batch in step]
-            for step in MicroBatchLoader(dataset, **common, dp_rank=rank)
-        ]
-        for rank in range(2)
-    ]
-    assert drawn == [[[11, 9], [7, 5], [3, 1]], [[10, 8], [6, 4], [2, 0]]]
-    loader = MicroBatchLoader(dataset, **common, start_step=2, position={"done": 1})
-    assert [batch["loss_rows"].item() for batch in next(iter(loader))] == [7, 5]
-    assert loader.state_after(5) == {"done": 5} and len(loader) == 3
-    assert dataset.asked == [(2, 2, 2, None)] * 2 + [(2, 2, 2, {"done": 1})]
-    assert loader.step_maker.rows._known == {}, "a billion lengths would not fit"
-    held_out = MicroBatchLoader(dataset, **options, eval=True, shuffle=False, order="given")
-    rows = [batch["loss_rows"].item() for step in held_out for batch in step]
-    assert rows == [0, 1, 4, 5, 8, 9] and held_out.state_after(1) is None
-
-
-def test_rows_of_packed_samples_are_known_and_segments_are_packed_as_they_come():
-    packed = Rows([(3, 4), (5,), (2, 2, 2), (6,)], is_packed=True)
-    loader = MicroBatchLoader(
-        packed, collate=part(), batch_size=4, micro_batch_size=2, order="given"
-    )
-    (step,) = loader
-    assert [batch["loss_packed_rows"].tolist() for batch in step] == [[3, 2, 2, 2], [1, 0, 0]]
+def test_rows_of_packed_samples_are_known():
+    lengths = ((3, 4), (5,), (2, 2, 2), (6,))
+    rows = [sample(*of_row, is_packed=True) for of_row in lengths]
+    options = {"batch_size": 4, "micro_batch_size": 2, "order": "given", "shuffle": False}
+    step = next(iter(MicroBatchLoader(rows, collate=part(), **options)))
+    assert [batch["loss_packed_rows"].tolist() for batch in step] == [[0, 0, 1], [2, 2, 2, 3]]
     assert all("loss_rows" not in batch for batch in step)
-    single = Rows([(length,) for length in (9, 7, 8, 8, 10, 6, 12, 4)])
-    loader = MicroBatchLoader(single, collate=part(), batch_size=8, micro_batch_size=1, packing=16)
-    (step,) = loader
-    assert len(step) == 4, "64 tokens fill 4 rows of 16"
-    assert count_targets(step) == 64 - 8

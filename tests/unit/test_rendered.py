@@ -6,20 +6,10 @@ from transformers import PreTrainedTokenizerFast
 
 from prompt_fn import auto, fill, image
 from stageline.data.text.processor import num_token_ids
-from stageline.data.text.rendered import Piece, Rendered
 from stageline.data.text.template import parse_template
 from stageline.errors import DataError, UserError
 
 SAMPLE = {"id": "s1", "question": "Which [ANSWER]?", "answer": "7 [QUESTION]", "num_images": 1}
-
-
-def test_text_and_spans_follow_from_the_pieces():
-    rendered = Rendered((Piece("ab"), Piece("", is_image=True), Piece("cde", is_target=True)))
-    assert rendered.text == "abcde"
-    assert rendered.num_images == 1
-    assert rendered.target_spans() == [(2, 5)]
-    assert [(start, end) for start, end, _ in rendered.spans()] == [(0, 2), (2, 2), (2, 5)]
-    assert rendered.with_image_texts(["<i>"]).text == "ab<i>cde"
 
 
 def test_placeholders_in_the_data_stay_text():
@@ -72,11 +62,6 @@ def test_what_is_learnt_without_an_answer():
 def test_a_field_that_is_missing_is_named():
     with pytest.raises(DataError, match=r"file.jsonl:3.*\[COLOUR\].*'colour'.*is missing"):
         fill({"source": "file.jsonl:3", "answer": "a"}, "[COLOUR] [ANSWER]")
-
-
-def test_choices_are_written_as_lines():
-    sample = {"choices": ["red", "blue"], "answer": "A"}
-    assert fill(sample, "[CHOICES]\n[ANSWER]").text == "A. red\nB. blue\nA"
 
 
 def test_images_without_an_image_token_are_refused():

@@ -86,18 +86,6 @@ def test_rows_are_added_only_where_the_tokenizer_is_larger():
     assert found.ids == (size - 1, size - 2) and found.rowless == frozenset({size - 2})
 
 
-def test_a_run_finds_them_by_its_config(tmp_path):
-    tokenizer = tiny_tokenizer()
-    size = max(tokenizer.get_vocab().values()) + 1
-    config = AutoConfig.for_model("llama", vocab_size=size - 1, num_hidden_layers=1)
-    config.save_pretrained(tmp_path)
-    run = RunConfig(config_path=str(tmp_path))
-    for asked, wanted in ((False, None), (True, (size - 1,))):
-        arguments = SimpleNamespace(run=replaced(run, {"vocab.resize": asked}))
-        found = add_tokens(arguments, tokenizer, str(tmp_path))
-        assert (found and found.ids) == wanted
-
-
 def test_tokens_in_spare_rows_are_new(tmp_path, capsys):
     """A larger tokenizer by --processor-path: its rows train under LoRA, or a line says not."""
     tokenizer = tiny_tokenizer()

@@ -72,21 +72,13 @@ def test_null_in_a_register_means_not_given(folder):
     ("change", "words"),
     [
         ({"names": ["smal"]}, "no such set. Did you mean small"),
-        ({"names": ["small", "small"]}, "more than once"),
-        ({"names": []}, "--dataset.names is missing"),
         ({"names": ["bad_key"]}, "'colums', which is not known. Did you mean columns"),
         ({"names": ["elsewhere"]}, "'hf_hub_url', which is not known.*hub:owner/name"),
-        ({"names": ["no_file"]}, "has no file_name"),
-        ({"names": ["null_file"]}, "has no file_name"),
         ({"names": ["bad_type"]}, "ranking 'yes'"),
-        ({"names": ["none"]}, "num_samples 0"),
         ({"names": ["gone"]}, "gone: file_name .*there is no such file"),
         ({"names": ["small"], "formatting": "alpaca"}, "--dataset.formatting came with a register"),
-        ({"names": ["small"], "max_samples": 0}, "max_samples 0: at least 1"),
         ({"names": ["small"], "split": "test"}, "there are no held-out rows"),
         ({"names": ["small"], "val_size": 1, "eval_names": ["large"]}, "came with sets to eval"),
-        ({"names": ["small"], "eval_path": "x", "eval_names": ["large"]}, "came together"),
-        ({"info": None, "names": ["small"]}, "without a register"),
         ({"info": "nowhere.json", "names": ["small"]}, "cannot be read"),
         ({"info": None}, "neither --dataset-path nor"),
     ],
@@ -96,10 +88,7 @@ def test_what_the_register_does_not_have_is_told(change, words, folder):
     more = {
         "bad_key": {"file_name": "small.jsonl", "colums": {}},
         "elsewhere": {"hf_hub_url": "a/b"},
-        "no_file": {"formatting": "alpaca"},
-        "null_file": {"file_name": None},
         "bad_type": {"file_name": "small.jsonl", "ranking": "yes"},
-        "none": {"file_name": "small.jsonl", "num_samples": 0},
         "gone": {"file_name": "gone.jsonl"},
     }
     path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
@@ -126,15 +115,6 @@ def test_a_path_may_be_a_pattern_or_a_name_of_the_hub():
     assert absolute(item, "data/*.jsonl").endswith("/data/*.jsonl")
     with pytest.raises(OptionError, match="no such file"):
         check_limits(RunConfig(dataset_path="nowhere.jsonl"))
-
-
-def test_sets_are_mixed(folder):
-    under = asked(_sets(folder, names=["small", "large"], mix="interleave_under"))
-    assert under == ["s0", "l00", "s1", "l01", "s2", "l02", "s3", "l03"]
-    over = asked(
-        _sets(folder, names=["small", "large"], mix="interleave_over", probabilities=[0.2, 0.8])
-    )
-    assert set(over) == {*under, "l04", *(f"l1{i}" for i in range(5))}
 
 
 @pytest.mark.parametrize("names", [["small", "large"], ["some"]])
@@ -181,9 +161,6 @@ def test_pictures_are_opened_when_a_row_is_asked_for(tmp_path):
     assert dataset[0][0][0].size == (7, 5)
     with pytest.raises(DataError, match=r"a.jsonl:2: .*there is no image 1.png"):
         dataset[1]
-    write_lines(tmp_path / "b.jsonl", [{**chat_row("x"), "images": ["../../etc/passwd"]}])
-    with pytest.raises(DataError, match=r"b.jsonl:1: .*the image name .* leads out"):
-        read_sets(dataset_path=str(tmp_path / "b.jsonl"), cache=str(tmp_path / "cache"))
 
 
 def test_videos_become_frames_where_they_stood(tmp_path):
@@ -208,14 +185,8 @@ def test_videos_become_frames_where_they_stood(tmp_path):
     assert content == [{"type": "image"}] * 8 + [{"type": "text", "text": "What?"}]
     assert "videos" not in sample
     assert len(read(num_frames=99)[0]) == 13
-    for change, words in (
-        ({"videos": ["video"]}, "places for videos"),
-        ({"videos": ["video"] * 3}, "1 videos and 0 pictures have no place|2 places for videos"),
-        ({"videos": ["a.mp4", "video"]}, "there is no video a.mp4"),
-        ({"videos": ["../..", "video"]}, "leads out"),
-        ({"videos": [[], "video"]}, "has no frames|videos are|no frame"),
-    ):
-        write_lines(tmp_path / "rows.jsonl", [{**row, **change}])
+    for videos, words in ((["video"], "places for videos"), (["../..", "video"], "leads out")):
+        write_lines(tmp_path / "rows.jsonl", [{**row, "videos": videos}])
         with pytest.raises(DataError, match=words):
             read()
 

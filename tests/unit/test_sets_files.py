@@ -152,33 +152,12 @@ def test_a_broken_row_names_file_and_line_or_is_left_out(kind, tmp_path):
         assert len(bad) == 1 and str(path) in next(iter(bad.reasons))
 
 
-def test_a_byte_that_is_not_utf8_in_a_list_is_told_by_its_line(tmp_path):
-    path = tmp_path / "rows.json"
-    path.write_bytes(b'[{"text": "a"},\n {"text": "\xff"}]')
-    with pytest.raises(DataError, match=f"{path}:2: not UTF-8: byte 0xff at byte 27 of the file"):
-        _read(path, tmp_path / "cache")
-
-
-def test_an_unclosed_quote_is_a_row_of_its_first_line(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_text('text\na\n"b\nc\n')
-    with pytest.raises(DataError, match=f"{path}:3: no CSV"):
-        _read(path, tmp_path / "cache")
-
-
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_a_cut_table_names_its_file(kind, tmp_path):
     path = _write(tmp_path, kind)
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(DataError, match=f"{path} cannot be read as {kind}"):
         _read(path, tmp_path / "cache")
-
-
-@pytest.mark.parametrize("content", ["", "\n\n"])
-def test_a_file_without_rows_is_refused(content, tmp_path):
-    (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(DataError, match="no rows|is empty"):
-        _read(tmp_path / "a.jsonl", tmp_path / "cache")
 
 
 def test_a_hub_name_without_a_network_is_told(tmp_path):

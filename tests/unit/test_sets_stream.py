@@ -3,22 +3,16 @@
 import itertools
 import multiprocessing
 
-import datasets
 import pytest
 import torch
 
 from commands.train import SHELF, pipeline
-from commands.train_data import check_data
-from parse_args import parse_train_args
 from register import import_shelf
 from stageline.data.batches.loader import MicroBatchLoader
-from stageline.data.batches.preflight import preflight
 from stageline.data.rows import stream as streams
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.data.rows.sets import read_sets
 from stageline.errors import DataError, UserError
-from tests.helpers.small_run import Job
-from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.tiny_sets import asked, write_chat
 
 import_shelf(*SHELF)
@@ -109,18 +103,6 @@ def test_no_more_of_a_stream_is_read_than_is_asked_for(tmp_path, monkeypatch):
     assert len(read) <= 32
 
 
-@pytest.mark.parametrize("kind", ["parquet", "csv"])
-def test_other_kinds_of_files_stream(kind, tmp_path):
-    rows = datasets.Dataset.from_list([{"text": f"t{i}"} for i in range(9)])
-    path = tmp_path / f"a.{kind}"
-    getattr(rows, f"to_{kind}")(path)
-    stream = read_sets(dataset_path=str(path), streaming=True, buffer_size=1)
-    samples = [stream[place][1] for place in range(10)]
-    assert [sample["text"] for sample in samples] == [*(f"t{i}" for i in range(9)), "t0"]
-    last = {"parquet": f"{path}: row 9", "csv": f"{path}:10"}
-    assert samples[8]["source"] == last[kind]
-
-
 def _numbers(samples):
     found = [[int(sample["messages"][0]["content"][1:])] for _, sample in samples]
     return {"input_ids": torch.tensor(found), "labels": torch.tensor(found)}
@@ -197,17 +179,6 @@ def test_bad_rows_of_a_stream_name_their_line_or_have_no_position(folder):
     assert list(bad.reasons) == [f"{path}:2", f"{path}:4"]
 
 
-def test_preflight_looks_at_the_first_rows_alone(folder):
-    from prompt_fn import chat, none
-
-    stream = _stream(folder)
-    texts = {"prompt": "", "prompt_fn": chat, "image_token": none}
-    options = {"processor": tiny_tokenizer(), "max_token_num": 99, "limit": 12, **texts}
-    report = preflight(stream, **options)
-    assert str(report).startswith("12 of the first rows of a stream checked")
-    assert stream._next == 12
-
-
 def test_the_fingerprint_of_a_stream(folder):
     first = _stream(folder).fingerprint()
     assert first == _stream(folder).fingerprint()
@@ -220,13 +191,3 @@ def test_the_fingerprint_of_a_stream(folder):
     path = folder / "a/1.jsonl"
     path.write_text(path.read_text().replace("a29", "a28"))
     assert len({first, _stream(folder).fingerprint(), *(o.fingerprint() for o in others)}) == 6
-
-
-def test_a_stream_has_no_last_rows_to_pad(tmp_path):
-    job = Job(tmp_path)
-    write_chat(job.rows, [f"{i}?" for i in range(40)])
-    words = job.command("a", "--dataset", "sets", "--dataset.cache", tmp_path / "cache")
-    words += ["--prompt-fn", "chat", "--dataset.streaming", "--eval-samples", "0"]
-    words = words[words.index("--train-model") :]
-    with pytest.raises(UserError, match="--rows.last pad has no effect on --dataset sets"):
-        check_data(parse_train_args([*words, "--rows.last", "pad"]))

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from prompt_fn import chat
-from stageline.errors import UserError
 from tests.helpers.chat_samples import WEATHER, answer_of, call, row, say
 from tests.helpers.chat_templates import MISTRAL, format_tokenizer
 from tests.helpers.tiny_models import tiny_tokenizer
@@ -71,12 +70,6 @@ def test_ids_of_nine_letters_stay_and_templates_that_want_none_see_none(strict):
         .replace("m.tool_call_id", "(m.tool_call_id or 'none')")
     )
     assert chat(two_calls(), "", processor=lax).text.count('"none"') == 4
-
-
-def test_a_result_without_its_call_is_refused_with_the_templates_reason(strict):
-    sample = {"messages": [say("user", "?"), say("tool", "21"), say("assistant", "21")]}
-    with pytest.raises(UserError, match="alphanumeric strings with length 9"):
-        chat(sample, "", processor=strict)
 
 
 # -- templates that know no tools ----------------------------------------------------------------
@@ -150,9 +143,3 @@ def test_calls_without_tools_and_with_words_of_the_template():
     assert '<tool_call>\n{"name": "get_weather"' in rendered.text and "# Tools" not in rendered.text
     marks = [piece.text for piece in rendered if "<|im_end|>" in piece.text and not piece.is_user]
     assert len(marks) == 4  # one a turn: the data's own stay text
-
-
-def test_a_row_without_tools_is_as_before():
-    tokenizer = format_tokenizer("chatml")
-    official = tokenizer.apply_chat_template(row("multi")["messages"], tokenize=False)
-    assert chat(row("multi"), "", processor=tokenizer).text == official
