@@ -68,11 +68,7 @@ def decoded_text_model(
 
 
 def decoded_vision_model(
-    family: str,
-    folder: Path,
-    *,
-    encode: Callable[[Any], Sequence[Prompt]],
-    num_tokens: int = 16,
+    family: str, folder: Path, *, encode: Callable[[Any], Sequence[Prompt]], num_tokens: int = 16
 ) -> DecodedModel:
     """A vision-language model.
 
@@ -141,20 +137,6 @@ def generated(
         margins_N = (best_N2[:, 0] - best_N2[:, 1]) / logits_NV.std(dim=-1)
         least = min(least, margins_N.min().item())
     return answers, least
-
-
-def padded_together(prompts: Sequence[Prompt]) -> Prompt:
-    """Prompts without images as one batch, padded on the left."""
-    longest = max(prompt["input_ids"].shape[1] for prompt in prompts)
-    return {
-        name: torch.cat(
-            [
-                torch.nn.functional.pad(prompt[name], (longest - prompt[name].shape[1], 0))
-                for prompt in prompts
-            ]
-        )
-        for name in ("input_ids", "attention_mask")
-    }
 
 
 def _decoded(

@@ -133,14 +133,3 @@ def test_stages_are_the_sum_of_their_items(model):
         assert [decoder.most for decoder in decoders] == [stage.cache for stage in stated]
         all_bytes = sum(stage.cache for stage in stated) + max(s.answering for s in stated)
     assert 0.7 * all_bytes < peak <= all_bytes
-
-
-def test_what_cannot_be_looked_at_is_told(tmp_path):
-    outline = outline_of(maker(tiny_model("llama", tmp_path)))
-    costs = estimate(outline, shape=(2, 20))
-
-    def fails(*_):
-        raise RuntimeError("no kernel\nfor it")
-
-    found = answering_costs(costs, outline, fails)
-    assert found.not_counted.endswith("(RuntimeError: no kernel)")

@@ -57,14 +57,3 @@ def test_a_configuration_without_a_length_needs_one():
     with pytest.raises(UserError, match="max_position_embeddings.*Pass max_token_num"):
         model.get_example_input(2)
     assert model.get_example_input(2, 3)[0].shape == (2, 3)
-
-
-def test_every_tensor_that_is_declared_counts():
-    class TwoTensors:
-        def get_example_output(self, rows, tokens):
-            return (
-                torch.empty(rows, tokens, 8, dtype=torch.bfloat16, device="meta"),
-                torch.empty(rows, 2, dtype=torch.float32, device="meta"),
-            )
-
-    assert border_bytes(TwoTensors(), [(2, 5)]) == [2 * 5 * 8 * 2 + 2 * 2 * 4]

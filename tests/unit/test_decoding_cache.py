@@ -237,17 +237,6 @@ def test_no_number_of_a_row_that_left_is_seen_where_others_take_its_place():
     assert len(machine.groups[0][1].rows) == 3 == machine.groups[0][0].window.row_capacity
 
 
-def test_an_empty_group_becomes_the_other():
-    machine = Machine()
-    machine.groups = [machine.prefill([3, 5], 2)]
-    cache = GroupCache(LAYERS, fixed_layers=FIXED)
-    cache.join(machine.groups[0][0])
-    machine.groups[0] = (cache, machine.groups[0][1])
-    machine.check()
-    machine.step(0)
-    machine.check()
-
-
 def test_room_for_passes_that_follow_is_made_once():
     """A prompt that is read in pieces: nothing moves between them, and they end side by side."""
     cache, tokens, moved = GroupCache(LAYERS, 1, fixed_layers=FIXED), list(range(250)), []

@@ -220,16 +220,6 @@ def run_of(limits, best_groups, num_stages, sequences):
     return run
 
 
-def test_groups_become_fewer_where_few_are_better():
-    """Groups come home one after the other: the first one waits for the next."""
-    sequences = [(4, 3 + 9 * (row % 2)) for row in range(8)]  # a long answer in each group
-    few = run_of(Limits(8), lambda rows: 4 if rows > 4 else 1, 4, sequences)
-    alone = run_of(Limits(8), lambda rows: 4, 4, sequences)
-    assert not few.left and not alone.left
-    assert alone.num_steps == 4 * 11  # the prompt gives the first token
-    assert few.num_steps < alone.num_steps / 2
-
-
 def test_all_groups_get_their_share():
     for count in (4, 7, 8):
         run = Simulated(Limits(8), lambda rows: 4, 4)
@@ -255,20 +245,6 @@ def test_one_that_ends_makes_room_for_the_next():
 def test_a_sequence_as_large_as_the_cache_runs_alone():
     run = run_of(Limits(4, max_cells=60), lambda rows: 2, 2, [(30, 30), (5, 5), (30, 30), (5, 5)])
     assert run.admitted == [0, 1, 2, 3] and not run.left
-
-
-def test_groups_that_are_too_large_together_stay_two():
-    run = Simulated(Limits(4, max_cells=90), lambda rows: 2 if run.scheduler.waiting else 1, 2)
-    run.submit(0, 30, 20, True)
-    for row in (1, 2, 3):
-        run.submit(row, 4, 6, False)
-    assert run.start() and run.start() and len(run.scheduler.groups) == 2
-    while run.flying or run.start():
-        if len(run.flying) < 2 and run.start():
-            continue
-        run.land()
-        run.check()
-    assert not run.left
 
 
 # -- prompts in pieces -----------------------------------------------------------------------
@@ -327,27 +303,6 @@ def test_a_prompt_in_pieces_has_its_row_and_its_cells_from_the_start():
     assert run.scheduler.num_cells == 2 * 34
 
 
-@pytest.mark.parametrize("how", ["cancelled", "failed"])
-def test_a_prompt_that_is_not_read_to_its_end_gives_back_its_place(how):
-    run = reading_run(2, max_rows=2)
-    run.submit(2, 12, 2, False, may_be_cut=True)
-    for _ in range(3):
-        assert run.start()
-    assert run.unfinished == {1: 10}
-    if how == "cancelled":
-        run.cancel(1)
-    else:
-        run.failing.add(1)
-        run.land()
-    run.check()
-    assert run.scheduler.reading is None and run.scheduler.num_cells == 25
-    while run.flying or run.start():
-        if len(run.flying) >= 2 or not run.start():
-            run.land()
-        run.check()
-    assert run.admitted == [0, 1, 2] and not run.left and not run.unfinished
-
-
 def test_only_what_is_too_long_is_cut_and_into_even_pieces():
     run = Simulated(Limits(8, prefill_tokens=10), lambda rows: 1, 1)
     for row, length in enumerate((10, 11, 21, 5)):
@@ -364,20 +319,6 @@ def test_only_what_is_too_long_is_cut_and_into_even_pieces():
             while group.on_way:
                 run.scheduler.came_home(group.number)
     assert found == [([0], None), ([1], (0, 6)), ([1], (6, 11)), ([2], None), ([3], None)]
-
-
-def test_a_group_does_not_wait_for_one_whose_prompt_is_still_read():
-    """Fewer groups were better, but the other one comes home only after its last piece."""
-    run = Simulated(Limits(4, prefill_tokens=5), lambda rows: 2 if run.scheduler.waiting else 1, 2)
-    run.submit(0, 5, 20, False)
-    assert run.start()
-    run.land()
-    run.submit(1, 30, 4, False, may_be_cut=True)
-    run.told.clear()
-    for _ in range(30):
-        if not run.start() and run.flying:
-            run.land()
-    assert run.told[:11] == ["piece", "step"] * 5 + ["piece"]
 
 
 def running(limits, since):

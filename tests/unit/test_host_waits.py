@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loss_fn import contrastive, js, sft
-from stageline.checkpoint import shards
 from stageline.data.batches.batch import pack_rows
 from stageline.data.text.encode import Encoded
 from stageline.modules.chunked_loss import ChunkedLoss
@@ -200,29 +199,6 @@ def test_groups_are_compared_with_one_look_at_the_device():
     assert len(looks) == 1
     loss.backward()
     assert logits.grad.abs().sum() > 0
-
-
-def test_copies_of_a_save_wait_once(monkeypatch):
-    """The copies themselves block on a CPU; what is asked of torch is that on a GPU they do not."""
-    asked, waited = [], []
-
-    class OnGpu(torch.Tensor):
-        is_cuda = True
-        device = torch.device("cuda", 0)
-
-    def copy_(place, source, non_blocking=False):
-        asked.append(non_blocking)
-        return place
-
-    empty = torch.empty
-    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
-    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **kw: empty(*size, **kw))
-    stream = type("Stream", (), {"synchronize": lambda self: waited.append(1)})()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    tensors = {str(number): torch.zeros(2).as_subclass(OnGpu) for number in range(3)}
-    found = shards.to_host({**tensors, "host": torch.ones(1)})
-    assert list(found) == ["0", "1", "2", "host"]
-    assert asked == [True] * 3 and waited == [1]
 
 
 def test_replicas_without_peers_are_no_reason_to_wait():

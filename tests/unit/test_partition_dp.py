@@ -7,12 +7,7 @@ import pytest
 
 from stageline.pipeline.schedules import make_schedule
 from stageline.planner.estimate import Cost, MemoryRules, ModelCosts
-from stageline.planner.partition import (
-    Placement,
-    best_split,
-    every_split,
-    smallest_maximum,
-)
+from stageline.planner.partition import Placement, best_split, every_split, smallest_maximum
 
 
 def random_costs(rng, num_layers, *, saved=0, weights=0):

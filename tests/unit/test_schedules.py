@@ -1,13 +1,12 @@
 """Every schedule: complete, free of circles, as idle as published and as documented."""
 
-import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from stageline.errors import UserError
-from stageline.pipeline.plan import Action, Kind, parse_action
+from stageline.pipeline.plan import Action, Kind
 from stageline.pipeline.schedules import SCHEDULES, make_schedule
 from stageline.planner.estimate import Cost, most_in_flight, peak_activations
 from stageline.planner.simulate import simulate
@@ -76,11 +75,6 @@ def test_idle_share_and_memory_are_the_published_ones(num_ranks, count):
         assert f"{100 * result.bubble:.1f}/{alive:g}" == wanted, name
 
 
-def ideal_bubble(*, num_stages, num_micro_batches):
-    """The idle share of GPipe and 1F1B at equal stages."""
-    return (num_stages - 1) / (num_micro_batches + num_stages - 1)
-
-
 @pytest.mark.parametrize("num_ranks, count", CASES)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager_1f1b"])
 def test_idle_share_and_memory_are_as_documented(name, num_ranks, count):
@@ -89,9 +83,7 @@ def test_idle_share_and_memory_are_as_documented(name, num_ranks, count):
     schedule = make_schedule(name, num_ranks=num_ranks)
     result = simulate(schedule.orders(count), equal_times(num_ranks), num_stages=num_ranks)
     assert result.seconds == pytest.approx(3.0 * (count + num_ranks - 1))
-    assert result.bubble == pytest.approx(
-        ideal_bubble(num_stages=num_ranks, num_micro_batches=count)
-    )
+    assert result.bubble == pytest.approx((num_ranks - 1) / (count + num_ranks - 1))
     kept = {
         "gpipe": [count] * num_ranks,
         "1f1b": [num_ranks - stage for stage in range(num_ranks)],
@@ -163,19 +155,6 @@ def test_zero_bubble_gains_lora_little():
     assert abs(idle("interleaved_1f1b", 0.02) - idle("zbv", 0.02)) < 0.005
 
 
-def test_the_table_of_the_guide():
-    text = (DOCS / "schedules.md").read_text()
-    rows = re.findall(r"^\| (\d+) \| ([\d. %|]+) \|$", text, re.MULTILINE)
-    assert len(rows) >= 3
-    for num_stages, cells in rows:
-        shown = [float(cell) for cell in re.findall(r"([\d.]+) %", cells)]
-        wanted = [
-            100 * ideal_bubble(num_stages=int(num_stages), num_micro_batches=count)
-            for count in (4, 8, 16, 32, 64)
-        ]
-        assert shown == pytest.approx(wanted, abs=0.051)
-
-
 def test_the_guide_names_every_schedule():
     text = (DOCS / "schedules.md").read_text()
     assert all(f"`{key}`" in text for key in SCHEDULES)
@@ -194,8 +173,6 @@ def test_micro_batches_that_cannot_be_run(name, num_ranks, per_rank, count, lega
     schedule = make_schedule(name, num_ranks=num_ranks, stages_per_rank=per_rank)
     with pytest.raises(UserError, match=reason) as caught:
         schedule.check(count)
-    assert f"{count} micro-batches" in str(caught.value)
-    assert f"can't fill --schedule {name}" in str(caught.value)
     assert f"Set --batch-size to {legal}, which makes {legal}" in str(caught.value)
     schedule.check(legal)
 
@@ -222,10 +199,9 @@ def test_the_next_legal_number_is_the_least(name):
                     schedule.check(less)
 
 
-@pytest.mark.parametrize("name", ["zero", "1F1B", ""])
-def test_an_unknown_name(name):
+def test_an_unknown_name():
     with pytest.raises(UserError, match="is unknown.*interleaved_zero_bubble"):
-        make_schedule(name, num_ranks=2)
+        make_schedule("1F1B", num_ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -242,9 +218,3 @@ def test_the_last_stage_of_a_v_is_on_rank_0():
     assert make_schedule("zbv", num_ranks=4).stages_of(1) == [1, 6]
     assert make_schedule("interleaved_1f1b", num_ranks=4).last_stage_rank == 3
     assert make_schedule("interleaved_1f1b", num_ranks=4).stages_of(1) == [1, 5]
-
-
-def test_spelling_of_actions():
-    assert parse_action(" 12I3 ") == Action(12, Kind.INPUT_GRAD, 3)
-    assert str(Action(2, Kind.FORWARD, 0)) == "2F0"
-    assert parse_action("2SEND_F0") is None

@@ -7,11 +7,7 @@ import pytest
 import torch
 
 from optimizer import adamw
-from stageline.device import (
-    ALLOCATOR_VARIABLES,
-    pinned_block,
-    settle_allocators,
-)
+from stageline.device import ALLOCATOR_VARIABLES, pinned_block, settle_allocators
 from stageline.modules.layer_seeds import NO_SEEDS
 from stageline.streaming import host_weights, passes
 from stageline.streaming.engine import RoundPipe
@@ -61,9 +57,8 @@ def test_the_host_memory_that_is_stated_is_what_it_takes():
     optimizer = torch.optim.SGD(engine.optim_parameters(), lr=1e-3)
     engine.forward_backward((BATCH.bfloat16(),), loss_fn=square)
     engine.synchronize()
-    tensors = [home.parameter for hosted in engine._hosted_layers for home in hosted.homes]
-    tensors += [home.back for hosted in engine._hosted_layers for home in hosted.homes]
-    tensors += [home.total for hosted in engine._hosted_layers for home in hosted.homes]
+    homes = all_homes(engine._hosted_layers)
+    tensors = [each for home in homes for each in (home.parameter, home.back, home.total)]
     tensors += list(optimizer.param_groups[0]["params"])
     tensors += [each for hosted in engine._hosted_layers for each in hosted.staged.values()]
     taken = sum(each.numel() * each.element_size() for each in tensors if each is not None)
@@ -141,7 +136,6 @@ def test_a_device_gets_the_integers_of_a_micro_batch_once():
     assert set(first) == set(batch) and set(later) == {"input_ids"}
     assert later["input_ids"] is first["input_ids"]
     assert call.batch(1, device)["input_ids"] is not first["input_ids"]
-    assert call.batch(0, torch.device("cpu"))["input_ids"].device.type == "cpu"
 
 
 def test_an_update_on_the_host_of_a_gpu_is_one_kernel(monkeypatch):
