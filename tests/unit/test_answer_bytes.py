@@ -8,7 +8,6 @@ import torch
 from loss_fn import sft
 from pp_models import class_of_key
 from prompt_fn import auto, chat
-from stageline.checkpoint.load import quiet
 from stageline.data.text.processor import get_tokenizer
 from stageline.inference.decoding.answer_groups import (
     AnswerGroups,
@@ -51,11 +50,10 @@ class Watched(StageDecoder):
 
 @functools.cache
 def tiny_model(family, folder):
-    with quiet():
-        if family != "internvl":
-            return decoded_models.decoded_text_model(family, folder, num_prompts=1, num_tokens=8)
-        encode = functools.partial(pictured_prompts, prompt_fn=chat, image_token=auto)
-        return decoded_models.decoded_vision_model(family, folder, encode=encode, num_tokens=12)
+    if family != "internvl":
+        return decoded_models.decoded_text_model(family, folder, num_prompts=1, num_tokens=8)
+    encode = functools.partial(pictured_prompts, prompt_fn=chat, image_token=auto)
+    return decoded_models.decoded_vision_model(family, folder, encode=encode, num_tokens=12)
 
 
 @pytest.fixture(params=["llama", "gemma3", "mixtral", "internvl"])

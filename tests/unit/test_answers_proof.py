@@ -47,10 +47,6 @@ def test_right_answers_are_recorded(proven, family, monkeypatch):
     assert proven(family) == "", "nothing is run a second time"
 
 
-def test_one_stage_is_proven_too(proven):
-    assert "on 1 stages, equal the whole model's" in proven("llama", 1)
-
-
 def test_a_cache_that_counts_positions_in_another_way_is_refused(proven, monkeypatch):
     """RoBERTa counts from another number than 0, by ids: stages let it read whole rows."""
     monkeypatch.setattr(causal_lm, "cache_name", lambda _: cache_name(tiny_whole("gpt2")))

@@ -11,17 +11,10 @@ import pytest
 import torch
 
 import pp_models  # noqa: F401 (puts the parts on the shelf)
-from stageline.checkpoint.load import quiet
 from stageline.errors import UserError
 from stageline.inference.decoding.answer import AnswerText
 from stageline.inference.decoding.cache import GroupCache
-from stageline.inference.decoding.request import (
-    AnswerPiece,
-    EngineError,
-    Failed,
-    Finished,
-    ScoreRequest,
-)
+from stageline.inference.decoding.request import AnswerPiece, EngineError, Failed, Finished
 from tests.helpers.decoded_models import decoded_text_model
 from tests.helpers.decoding_engines import answer_all, llama_engine, request_of
 
@@ -31,10 +24,8 @@ SECONDS = 60
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    with quiet():
-        return decoded_text_model(
-            "llama", tmp_path_factory.mktemp("llama"), num_prompts=6, num_tokens=NUM_TOKENS
-        )
+    folder = tmp_path_factory.mktemp("llama")
+    return decoded_text_model("llama", folder, num_prompts=6, num_tokens=NUM_TOKENS)
 
 
 @contextlib.contextmanager
@@ -74,15 +65,6 @@ def test_a_pass_that_fails_ends_its_rows_alone(model, num_stages, error, capfd):
                 assert str(told) == f"stage {stage}: {type(error).__name__}: {error}"
             assert answer_all(engine, model) == {}, "the engine is as before"
     assert type(error).__name__ in capfd.readouterr().err
-
-
-def test_caches_that_cannot_be_joined_fail_their_rows(model):
-    for at in range(3):
-        engine = llama_engine(model, 2, max_rows=4, prefill_tokens=40)
-        with failing(GroupCache, "join", torch.OutOfMemoryError("no room"), at=at):
-            failed = answer_all(engine, model)
-        assert 1 <= len(failed) <= 4
-        assert answer_all(engine, model) == {}
 
 
 def test_groups_that_cannot_become_one_fail_both(model):
@@ -270,16 +252,3 @@ def test_a_chain_that_breaks_fails_all_and_says_so(model):
     assert isinstance(ears.error, ConnectionError) and not engine.stats().is_healthy
     with pytest.raises(EngineError):
         engine.submit(request_of(model, 5), ears.hear)
-
-
-def test_what_nobody_wants_any_more_leaves_no_trace(model):
-    engine = llama_engine(model, 2)
-    answers = engine.answer(request_of(model, i) for i in range(6))
-    next(answers)
-    answers.close()
-    scores = engine.score(ScoreRequest(str(i), model.prompts[1], 2) for i in range(50))
-    next(scores)
-    scores.close()
-    assert answer_all(engine, model) == {}
-    (scored,) = engine.score([ScoreRequest("new", model.prompts[3], 2)])
-    assert scored.key == "new"

@@ -210,19 +210,6 @@ def test_what_nothing_can_follow_ends_without_a_stop_token(engine, tokenizer):
     assert all(one.reason == "stop" and one.text.isdigit() for one in found)
 
 
-def test_bias_penalties_and_stop_strings_work_among_what_is_allowed(engine, tokenizer):
-    nine, seven, a = ids_of(tokenizer, "9", "7", "a")
-    digits = Grammar("regex", "[0-9]{6}x?")
-    biased = {"grammar": digits, "logit_bias": ((nine, 100.0), (a, 100.0))}
-    [answer] = answers(engine, requests_of(tokenizer, 1, **biased))
-    assert answer.text.startswith("999999")
-    falling = {**biased, "frequency_penalty": 2.0, "logit_bias": ((nine, 30.0), (seven, 29.0))}
-    [answer] = answers(engine, requests_of(tokenizer, 1, **falling))
-    assert set(answer.text[:6]) == {"7", "9"}
-    [answer] = answers(engine, requests_of(tokenizer, 1, stop=("99",), **biased))
-    assert (answer.text, answer.stopped_by, answer.reason) == ("", "99", "stop")
-
-
 BAD = {
     '"objekt"': json_grammar({"type": "objekt"}),
     r'\["not"\]': json_grammar({"type": "object", "not": {"minProperties": 1}}),

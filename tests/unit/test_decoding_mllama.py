@@ -12,7 +12,6 @@ import torch
 import pp_models  # noqa: F401 (puts the parts on the shelf)
 from prompt_fn import auto, chat
 from register import train_model_register
-from stageline.checkpoint.load import quiet
 from stageline.data.text.processor import get_tokenizer
 from stageline.inference.decoding.chain import LocalChain
 from stageline.inference.decoding.engine import DecodingEngine
@@ -37,8 +36,7 @@ def encode(processor):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mllama")
-    with quiet():
-        made = decoded_vision_model("mllama", folder, encode=encode, num_tokens=NUM_TOKENS)
+    made = decoded_vision_model("mllama", folder, encode=encode, num_tokens=NUM_TOKENS)
     counts = [one["aspect_ratio_ids"].shape[1] if "pixel_values" in one else 0
               for one in made.prompts]  # fmt: skip
     assert tuple(counts) == NUM_IMAGES

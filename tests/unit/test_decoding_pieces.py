@@ -10,7 +10,6 @@ import torch
 import transformers
 
 import pp_models  # noqa: F401 (puts the parts on the shelf)
-from stageline.checkpoint.load import quiet
 from stageline.inference.decoding.cache import GroupCache
 from stageline.inference.decoding.request import EngineError, Finished, length_of
 from stageline.stages.causal_lm import can_be_cut
@@ -31,10 +30,8 @@ LONG = 1  # the prompt of 40 tokens: six pieces
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    with quiet():
-        return decoded_text_model(
-            "llama", tmp_path_factory.mktemp("llama"), num_prompts=6, num_tokens=NUM_TOKENS
-        )
+    folder = tmp_path_factory.mktemp("llama")
+    return decoded_text_model("llama", folder, num_prompts=6, num_tokens=NUM_TOKENS)
 
 
 def engine_of(model, num_stages, **limits):

@@ -209,44 +209,6 @@ def test_every_sequence_ends_within_the_limits(
     assert not run.stage and not run.unfinished
 
 
-def run_of(limits, best_groups, num_stages, sequences):
-    run = Simulated(limits, best_groups, num_stages)
-    for row, (length, count) in enumerate(sequences):
-        run.submit(row, length, count, False)
-    while (len(run.flying) < num_stages and run.start()) or run.flying:
-        if len(run.flying) == num_stages or not run.start():
-            run.land()
-        run.check()
-    return run
-
-
-def test_all_groups_get_their_share():
-    for count in (4, 7, 8):
-        run = Simulated(Limits(8), lambda rows: 4, 4)
-        for row in range(count):
-            run.submit(row, 5, 3, False)
-        while run.scheduler.waiting:
-            assert run.start()
-        sizes = sorted(len(group.members) for group in run.scheduler.groups.values())
-        assert len(sizes) == 4 and sizes[-1] - sizes[0] <= 1, sizes
-
-
-def test_one_that_ends_makes_room_for_the_next():
-    run = Simulated(Limits(2), lambda rows: 1, 1)
-    for row, count in enumerate((2, 9, 3)):
-        run.submit(row, 4, count, False)
-    assert run.start() and run.admitted == [0, 1]
-    run.land()
-    assert run.start()
-    run.land()  # the first one has its two tokens
-    assert run.start() and run.admitted == [0, 1, 2], "read before the next step"
-
-
-def test_a_sequence_as_large_as_the_cache_runs_alone():
-    run = run_of(Limits(4, max_cells=60), lambda rows: 2, 2, [(30, 30), (5, 5), (30, 30), (5, 5)])
-    assert run.admitted == [0, 1, 2, 3] and not run.left
-
-
 # -- prompts in pieces -----------------------------------------------------------------------
 
 
@@ -279,15 +241,6 @@ def test_steps_are_taken_between_pieces(num_stages, expected):
         run.check()
     assert run.told[: len(expected)] == expected[: len(run.told)]
     assert run.told.count("piece") == 6
-
-
-def test_pieces_alone_fill_the_pipeline():
-    """Nothing else runs: one after the other, without waiting for any to come back."""
-    run = Simulated(Limits(4, prefill_tokens=5), lambda rows: 1, 4)
-    run.submit(0, 30, 4, False, may_be_cut=True)
-    for _ in range(6):
-        assert run.start()
-    assert run.told == ["piece"] * 6 and not run.start()
 
 
 def test_a_prompt_in_pieces_has_its_row_and_its_cells_from_the_start():

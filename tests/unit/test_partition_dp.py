@@ -35,13 +35,6 @@ def random_costs(rng, num_layers, *, saved=0, weights=0):
     )
 
 
-def test_every_split_is_there_once():
-    splits = list(every_split(7, 3))
-    assert len(splits) == 15
-    assert len({tuple(split) for split in splits}) == 15
-    assert all(sum(split) == 7 and min(split) >= 1 for split in splits)
-
-
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 def test_the_dearest_stage_is_the_smallest_possible(num_stages):
     for seed in range(30):

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-import transformers
 from accelerate.utils import compute_module_sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -160,19 +159,3 @@ def test_a_loaded_model_has_on_each_device_what_the_table_says(family):
         lying[home] += tensor.nbytes
     assert lying == [item.weights + item.vision for item in found]
     assert [len(item.layers) for item in found] == [2, 1, 1]
-
-
-def test_bytes_move_layers_where_counting_them_does_not():
-    """A head that weighs as much as eight layers: counting puts as many layers beside it."""
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=16, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=4000, tie_word_embeddings=True,
-    )  # fmt: skip
-    model = model_on_meta(config, dtype=torch.bfloat16)
-    memory = [GIB, GIB]
-    by_bytes = ModelCutter(model, num_devices=2, memory=memory, load=Load(1, 8))
-    by_count = ModelCutter(model, num_devices=2, memory=memory, visual_gpu_ratio=0.0)
-    assert by_count.homes.layers.count(0) == 8
-    assert by_bytes.homes.layers.count(0) < 6
-    used = [max(item.total for item in cut.devices()) for cut in (by_bytes, by_count)]
-    assert used[0] < 0.8 * used[1]

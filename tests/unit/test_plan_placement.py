@@ -1,8 +1,5 @@
 """--plan of entry files that answer; the devices are told, faked, or asked for in vain."""
 
-from pathlib import Path
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -10,10 +7,9 @@ import dataset  # noqa: F401 - fills the registers
 import metric  # noqa: F401
 import prompt  # noqa: F401
 import prompt_fn  # noqa: F401
-from commands.answer_run import placement_arguments
 from models import builders
 from models.devices import make_device_map, plan
-from options.answer import RowSize, device_memory
+from options.answer import device_memory
 from options.fields import OptionError
 from parse_args import parse_chat_args, parse_infer_args
 from stageline.errors import UserError
@@ -23,7 +19,6 @@ from tests.helpers.fake_devices import fake_accelerators
 from tests.helpers.forked_entry import run_entry
 from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
 GIB = 1024**3
 
 
@@ -45,7 +40,6 @@ def entry(name, folder, *options):
 @pytest.mark.parametrize(
     ("name", "options", "rows"),
     [
-        ("chat", (), "1 row of 2048 tokens and 1 images"),
         (
             "eval",
             ("--model", "generate", "--builder", "auto", "--dataset", "jsonl", "--prompt", "chat",
@@ -109,18 +103,6 @@ def test_sizes_are_read(options, wanted):
 def test_sizes_that_make_no_sense_are_refused(given, wrong):
     with pytest.raises(OptionError, match=wrong):
         parse_chat_args(["--device-memory=" + given, "--num-devices", "2"])
-
-
-def test_a_part_that_counts_layers_gets_what_it_always_got():
-    run = SimpleNamespace(visual_gpu_ratio=None, device_memory=None, num_devices=None)
-
-    def load(model_path, *, visual_gpu_ratio, dtype, num_devices, device):
-        """A part of a user."""
-
-    assert placement_arguments(run, load) == {"visual_gpu_ratio": 0.0}
-    run.batch_size, run.plan_for = 4, RowSize(length=99, images=2)
-    found = placement_arguments(run, builders.auto)
-    assert found == {"visual_gpu_ratio": None, "placement": Wanted(None, Load(4, 99, 2))}
 
 
 @pytest.fixture

@@ -122,19 +122,6 @@ def test_modes_reach_all_layers(pair):
     assert wrapper.training and models[0].norm.training
 
 
-def test_weights_are_frozen_and_gradients_cleared_through_the_wrapper(pair):
-    wrapper, (model, *_) = pair
-    wrapper.requires_grad_(False)
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-    model.last.bias.requires_grad_(True)
-    assert [name for name, _ in wrapper.optim_named_parameters()] == ["last.bias"]
-    wrapper(torch.ones(4, 4)).sum().backward()
-    wrapper.synchronize()
-    assert model.last.bias.grad.tolist() == [4, 4]
-    wrapper.zero_grad()
-    assert model.last.bias.grad is None
-
-
 @pytest.mark.parametrize("to_none", [False, True])
 def test_the_models_own_parameters_can_be_optimized(pair, to_none):
     wrapper, _ = pair

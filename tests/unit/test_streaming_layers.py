@@ -106,46 +106,6 @@ def test_buffers_change_once_a_micro_batch(lanes):
     assert_gradients(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-class Splits(nn.Module):
-    def forward(self, value, *, scale, word):
-        assert word == "word"
-        return {"a": (value * scale, None), "b": [value.long(), 3]}
-
-
-class Joins(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, value):
-        first, nothing = value["a"]
-        ids, number = value["b"]
-        assert nothing is None and not ids.is_floating_point()
-        return self.linear(first) * number, ids
-
-
-class Ends(nn.Module):
-    def forward(self, value):
-        return value[0] + value[1]
-
-
-def test_structures_between_layers(lanes):
-    ours = nn.Sequential(Splits(), Joins(), Ends())
-    engine = RoundPipe(ours, lanes=lanes)
-    scale = torch.tensor(2.0)
-    settings = RoundPipeRunConfig(num_microbatch=2, execute_plan=each_layer(3))
-    loss = engine.forward_backward(
-        (BATCH,), {"scale": scale, "word": "word"}, loss_fn=square, run_config=settings
-    )
-    value = ours[1].linear(BATCH * 2) * 3 + BATCH.long()
-    expected = value.square().sum()
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach())
-    plain = ours[1].linear.weight.grad.clone()
-    engine.synchronize()
-    torch.testing.assert_close(ours[1].linear.weight.grad, plain)
-
-
 def test_micro_batches_by_hand(lanes):
     ours, theirs = linears(3), linears(3)
     engine = RoundPipe(ours, lanes=lanes)
@@ -255,13 +215,19 @@ def test_a_layer_keeps_what_its_recomputation_repeats(lanes):
         torch.testing.assert_close(parameter.grad, 2 * home.total)
 
 
-def test_what_was_not_kept_cannot_be_asked_for():
+def test_keeping_by_the_rules():
+    class Twice(nn.Linear):
+        def forward(self, value):
+            save_for_recompute(1)
+            save_for_recompute(2)
+
     class Never(nn.Linear):
         def forward(self, value):
             return super().forward(value) * get_recompute_data()[0]
 
-    with pytest.raises(RuntimeError, match="nothing is kept"):
-        RoundPipe(nn.Sequential(Never(6, 6), nn.Linear(6, 6))).forward_backward((BATCH,))
+    for layer, words in ((Twice(6, 6), "called twice"), (Never(6, 6), "nothing is kept")):
+        with pytest.raises(RuntimeError, match=words):
+            RoundPipe(nn.Sequential(layer, nn.Linear(6, 6))).forward_backward((BATCH,))
 
 
 def test_what_is_saved_has_no_graph_and_is_let_go_once_it_was_used():

@@ -5,7 +5,6 @@ import torch
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate, sum_reducer
 
 from stageline.streaming.run_config import (
-    Packed,
     RoundPipeRunConfig,
     merge_outputs,
     split_inputs,
@@ -70,15 +69,6 @@ def test_scalars_are_averaged_and_others_must_be_equal():
     assert merge_outputs([torch.tensor(4), torch.tensor(4)], None) == 4
     with pytest.raises(ValueError, match="'a', 'b'"):
         merge_outputs([("a",), ("b",)], None)
-
-
-def test_packed_values_are_taken_as_they_are():
-    packed = merge_outputs([torch.ones(2), torch.zeros(1)], False)
-    assert isinstance(packed, Packed)
-    parts = split_inputs((packed, torch.arange(3)), {}, None, 2)
-    assert parts[1][0][0] is packed[1]
-    assert [args[1].tolist() for args, _ in parts] == [[0, 1], [2]]  # the size is that of all
-    assert len(split_inputs((packed,), {}, None, 3)) == 2
 
 
 def test_settings_are_inherited():

@@ -45,14 +45,6 @@ def test_starts_by_hand():
     assert start_times([1, 2, 1], 2, 2) == [[0, 1], [1, 3], [3, 5]]
 
 
-@pytest.mark.parametrize(("lanes", "slots", "parts"), [(2, 4, 3), (3, 6, 4), (4, 8, 8)])
-def test_equal_slots_are_idle_as_the_formula_says(lanes, slots, parts):
-    waits = lanes * (lanes - 1)
-    expected = waits / (parts * slots + waits)
-    end = max(own[-1] + 2.5 for own in start_times([2.5] * slots, lanes, parts))
-    assert 1 - 2.5 * slots * parts / (end * lanes) == pytest.approx(expected)
-
-
 def random_costs(draw, num_layers):
     return [
         LayerCost(

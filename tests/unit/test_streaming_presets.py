@@ -10,7 +10,6 @@ from torch import nn
 from stageline.errors import UserError
 from stageline.streaming.engine import RoundPipe
 from stageline.streaming.lanes import Lane
-from stageline.streaming.plan import Plan
 from stageline.streaming.presets import NoPresetError, sequential_of
 from stageline.streaming.run_config import RoundPipeRunConfig
 from tests.helpers.late_queues import late_lanes
@@ -108,41 +107,6 @@ def test_a_family_is_its_unsplit_model(family):
     if family in MIXTURES:
         assert len(output.router_logits) == len(whole.router_logits) == 4
         assert whole.aux_loss > 0
-
-
-def test_tied_weights_are_one_and_stay_one():
-    model, batch = make_model("llama", tied=True), make_batch("llama")
-    plain = copy.deepcopy(model)
-    engine = engine_of(model, [Lane.cpu(), Lane.cpu()])
-    names = [name for name, _ in engine.optim_named_parameters()]
-    assert names == [name for name, _ in plain.named_parameters()]
-    assert "lm_head.weight" not in names
-    ours = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for _ in range(2):
-        loss = engine.forward_backward(input_kwargs=batch, loss_fn=loss_of)
-        assert_close(loss, plain_loop(plain, batch))
-        engine.step(ours.step, is_async=False)
-        theirs.step()
-        theirs.zero_grad()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert_close(one, other)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-def test_frozen_weights_get_nothing():
-    model, batch = make_model("gemma3", attention="eager"), make_batch("gemma3")
-    plain = copy.deepcopy(model)
-    for each in (model, plain):
-        each.requires_grad_(False)
-        each.model.layers[2].self_attn.q_proj.requires_grad_(True)
-    layers = [range(number, number + 1) for number in range(6)]
-    engine = engine_of(model, execute_plan=Plan(tuple(layers[:5]), tuple(layers[::-1])))
-    assert [hosted.is_trained for hosted in engine._hosted_layers].index(True) == 3
-    loss = engine.forward_backward(input_kwargs=batch, loss_fn=loss_of)
-    engine.synchronize()
-    assert_close(loss, plain_loop(plain, batch))
-    assert_gradients(model, plain)
 
 
 def test_the_forward_call_and_embeddings_that_want_gradients():

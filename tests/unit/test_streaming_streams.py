@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from stageline.streaming.engine import RoundPipe
-from stageline.streaming.host_weights import all_homes, make_host_weights, make_pages
+from stageline.streaming.host_weights import make_host_weights
 from stageline.streaming.lanes import BufferPool, DeviceBudgetError, Lane, Queue
 from stageline.streaming.passes import StagePass
 from stageline.streaming.plan import Plan
@@ -116,48 +116,3 @@ def test_compute_keeps_what_another_queue_brought():
     found = [each for each in compute.used if torch.equal(each, BATCH)]
     assert len(found) == 2  # forward, and again to recompute the first layer
     assert any(torch.equal(each, label) for each in compute.used)
-
-
-def test_sums_of_gradients_take_memory_once():
-    engine = RoundPipe(linears(2))
-    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
-    places = []
-    for _ in range(3):
-        engine.forward_backward((BATCH,), loss_fn=square)
-        engine.synchronize()
-        places.append([home.total.data_ptr() for home in all_homes(engine._hosted_layers)])
-        engine.step(optimizer.step)
-    assert places[0] == places[1] == places[2]
-
-
-class Driver:
-    """Pins what fits into its limit."""
-
-    def __init__(self, limit):
-        self.limit, self.pinned = limit, set()
-
-    def cudaHostRegister(self, start, num_bytes, flags):
-        if len(self.pinned) == self.limit:
-            return 2
-        self.pinned.add(start)
-        return 0
-
-    def cudaHostUnregister(self, start):
-        self.pinned.remove(start)
-
-
-def test_registered_memory_is_given_back_with_its_owner_and_after_a_refusal(monkeypatch):
-    hosted_layers = make_host_weights([nn.Linear(64, 64), nn.Linear(640, 640)])
-    driver = Driver(limit=100)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
-    owner = nn.Identity()
-    make_pages(hosted_layers, "register", device=torch.device("cuda", 0), owner=owner)
-    num_runs = len(driver.pinned)
-    del owner
-    assert num_runs and not driver.pinned
-    driver.limit = num_runs - 1
-    with pytest.raises(RuntimeError, match="cudaHostRegister returned 2"):
-        make_pages(hosted_layers, "register", device=torch.device("cuda", 0), owner=nn.Identity())
-    assert not driver.pinned

@@ -106,16 +106,6 @@ def test_thresholds_of_a_single_layer(lower, upper, is_one):
         assert parts(inner) == {"inside": 1 if lower <= LINEAR else "Linear"}
 
 
-def test_tiny_layers_run_as_one_micro_batch_unless_overridden():
-    model = Model(tiny=linear(), asked=linear(), large=linear(80))
-    asked = {model.asked: RoundPipeRunConfig(num_microbatch=5)}
-    config = RoundPipeRunConfig(num_microbatch=3, recompute_grain="layer")
-    wrap(model, upper_threshold=LINEAR, override_config=asked, model_run_config=config)
-    found = [(child._run_config.num_microbatch) for child in model._modules.values()]
-    assert found == [1, 5, 3]
-    assert all(child._run_config.recompute_grain == "layer" for child in model._modules.values())
-
-
 def test_elements_of_a_list_hand_micro_batches_on():
     model = Model(layers=nn.ModuleList([linear() for _ in range(4)]))
     asked = {model.layers[1]: RoundPipeRunConfig(merge_output=True)}
@@ -137,16 +127,6 @@ def test_a_module_in_two_places_stays_one():
     wrap(model)
     assert model.layers[0] is model.layers[2] is model.again
     assert model.again._run_config.merge_output is None  # it is the last one, too
-
-
-def test_the_upper_threshold_is_a_share_of_the_model():
-    for num_lanes, is_one in ((1, True), (2, True), (3, False)):
-        model = Model(a=Model(x=linear(), y=linear()), b=Model(x=linear(), y=linear(), z=linear()))
-        model.c = linear()
-        wrap(model, num_lanes=num_lanes, upper_threshold=None)
-        # 2 of 6 modules, bytes / (lanes + 1)
-        assert isinstance(model.a, RoundPipe) == is_one
-        assert isinstance(model.b, RoundPipe) == (num_lanes == 1)
 
 
 def test_presets_and_the_lack_of_them(capsys):
