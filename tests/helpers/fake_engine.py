@@ -50,7 +50,6 @@ class FakeEngine:
     Attributes:
         asked: all requests that were handed in.
         most_at_once: requests that ran at the same time.
-        is_healthy: what the statistics say.
     """
 
     def __init__(

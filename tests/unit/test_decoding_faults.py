@@ -73,9 +73,6 @@ def test_groups_that_cannot_become_one_fail_both(model):
     # groups for each number of rows; shorter answers end first
     engine._scheduler.best_groups = lambda num_rows: 3 if num_rows > 4 else 1
     requests = [request_of(model, i, max_new_tokens=2 + i) for i in range(6)]
-    for answer in engine.answer(requests):
-        place = int(answer.key)
-        assert answer.token_ids == model.answers[place][: 2 + place]
     with failing(GroupCache, "join", torch.OutOfMemoryError("no room"), at=0):
         found = list(engine.answer(requests))
     failed = [one.error for one in found if isinstance(one, Failed)]

@@ -204,12 +204,6 @@ def test_stop_tokens_come_just_where_the_grammar_may_end(engine, tokenizer):
             assert len(answer.text) < 3 + max(map(len, tokenizer.get_vocab()))
 
 
-def test_what_nothing_can_follow_ends_without_a_stop_token(engine, tokenizer):
-    options = {"stop_token_ids": (), "grammar": Grammar("regex", "[0-9]"), "max_new_tokens": 1}
-    found = answers(engine, requests_of(tokenizer, **options))
-    assert all(one.reason == "stop" and one.text.isdigit() for one in found)
-
-
 BAD = {
     '"objekt"': json_grammar({"type": "objekt"}),
     r'\["not"\]': json_grammar({"type": "object", "not": {"minProperties": 1}}),

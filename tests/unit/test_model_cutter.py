@@ -79,9 +79,3 @@ def test_a_tower_that_is_too_large_is_cut_by_its_blocks(family):
         assert len(tower) <= 1 and bool(tower) == any(cutter.homes.blocks)
     if family in ("internvl", "qwen2_5_vl", "qwen3_vl"):
         assert tower
-
-
-def test_layers_that_attend_to_images_are_layers_like_others():
-    placed = ModelCutter(whole("mllama"), num_devices=3, visual_gpu_ratio=0).device_map()
-    devices = [placed[f"model.language_model.layers.{index}"] for index in range(5)]
-    assert devices == [0, 1, 1, 2, 0]

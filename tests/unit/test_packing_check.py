@@ -36,14 +36,6 @@ def test_the_shipped_families_pass_on_every_stage(family):
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("options", [{"llm_lora_num": 1}, {"dtype": torch.bfloat16}])
-def test_lora_and_half_precision_pass(options):
-    for number in (0, 1):
-        model = stage(tiny_config("llama"), number, **options)
-        model.enable_gradient_checkpointing()
-        check_packing(model, rows=1)
-
-
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize(
     "config",

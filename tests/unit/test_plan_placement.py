@@ -57,12 +57,6 @@ def test_a_plan_needs_neither_devices_nor_weights(name, options, rows, folder):
     assert lines[5].split()[:2] == ["all", "4"]
 
 
-def test_what_is_too_large_ends_with_the_usage_code_and_the_table(folder):
-    done = entry("chat", folder, "--device-memory", "0.001GiB,1GiB", "--plan-for.length", "60000")
-    assert done.returncode == 2 and "on device 0 is missing" in done.stderr
-    assert "workspace" in done.stderr and "1 row of 60000 tokens" in done.stderr
-
-
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="the devices are asked")
 def test_without_devices_their_memory_has_to_be_said(folder):
     with pytest.raises(UserError, match="--device-memory 24GiB"):

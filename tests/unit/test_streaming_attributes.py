@@ -13,7 +13,7 @@ KINDS = ("row", "with an original", "auto")
 
 
 class Model(nn.Module):
-    """Has settings, a buffer, a property and a method of its own."""
+    """Has settings, a buffer and a method of its own."""
 
     def __init__(self):
         super().__init__()
@@ -26,14 +26,6 @@ class Model(nn.Module):
 
     def forward(self, value):
         return self.last(self.norm(self.first(value)))
-
-    @property
-    def doubled(self):
-        return 2 * self.factor
-
-    @doubled.setter
-    def doubled(self, value):
-        self.factor = value // 2
 
     def scaled(self, value):
         return value * self.factor
@@ -71,8 +63,6 @@ def test_attributes_are_those_of_the_original_model(pair):
     wrapper.factor = 7
     assert models[0].factor == 7 and wrapper.scaled(2) == 14
     assert not any("factor" in vars(other) for other in (wrapper, *models[1:]))
-    wrapper.doubled = 10
-    assert models[0].factor == 5 and wrapper.doubled == 10
     with pytest.raises(AttributeError, match="neither (Auto)?RoundPipe nor its model has"):
         _ = wrapper.nothing_of_the_kind
 
