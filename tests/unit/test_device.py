@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from commands.answer_run import _take_own_devices
-from stageline.device import accelerators, group_backend, stage_devices, visible
+from stageline.device import accelerators, group_backend, stage_devices
 from stageline.distributed.process_group import choose_device
 from stageline.errors import UserError
 from stageline.inference.decoding.stage_decoder import cache_budget
@@ -53,15 +53,6 @@ def test_memory_figures_are_those_of_the_device(cards):
     assert peak_memory(cards[1]) == 4
     assert device_capacity(cards[0], num_local_ranks=2) == int(6 * GIB - 0.05 * 8 * GIB)
     assert cache_budget(cards[1], gib=None, processes=1) == int(0.8 * 7 * GIB)
-
-
-@pytest.mark.parametrize("given", ["", "4,7"])
-def test_processes_are_shown_devices_of_their_own(cards, given, monkeypatch):
-    monkeypatch.setenv("ZE_AFFINITY_MASK", given)
-    names = given.split(",") if given else ["0", "1"]
-    assert visible(cards) == ("ZE_AFFINITY_MASK", names)
-    with pytest.raises(UserError, match="of the kind meta. One of cuda, xpu, npu was expected"):
-        visible([torch.device("meta", 0)])
 
 
 def test_a_replica_takes_its_own_or_says_that_it_cannot(cards, monkeypatch):

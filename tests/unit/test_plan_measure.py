@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from benchmarks.plan_table import count
 from loss_fn import sft
 from pp_models import CausalLMStage, class_of_key
 from stageline.errors import UserError
@@ -213,6 +214,24 @@ def test_the_written_configs_have_the_published_number_of_parameters():
         with torch.device("meta"):
             found[folder.name] = auto.from_config(config).num_parameters()
     assert found == PUBLISHED
+
+
+def test_passes_that_are_counted_are_those_that_are_run(tmp_path):
+    config = wide_config("llama")
+    outline, batch = outline_of(maker("llama", tmp_path, config=config)), workload("llama")
+    counted, measured = count(outline, batch, flops_per_second=1.0), measure(outline, batch)
+    pairs = [(counted.first, measured.first), (counted.last, measured.last)]
+    for ours, real in [*pairs, *zip(counted.layers, measured.layers, strict=True)]:
+        assert (ours.saved, ours.weights, ours.masters) == (real.saved, real.weights, real.masters)
+        assert ours.transient == pytest.approx(real.transient, rel=0.02, abs=2000)
+    rows, tokens = batch.shape
+    width, ffn = config.hidden_size, config.intermediate_size
+    keys = width // config.num_attention_heads * config.num_key_value_heads
+    products = 2 * (2 * width * width + 2 * width * keys + 3 * width * ffn) * tokens
+    attention = 4 * width * tokens**2
+    assert counted.layers[0].forward == rows * (products + attention)
+    # attention once more for its scores, of two products each way
+    assert counted.layers[1].backward == rows * (2 * products + 2.5 * attention)
 
 
 def test_a_7b_model_on_eight_cards_by_hand():

@@ -146,18 +146,23 @@ def test_a_forward_call_joins_autograd(num_lanes, is_late, grain, plan):
         again.backward()
 
 
-def test_several_losses_are_differentiated_as_one_and_summed_apart():
+def test_several_losses_are_summed_apart_and_inputs_get_gradients():
     ours, theirs = make_model(), make_model()
-    engine = RoundPipe(ours)
+    engine = RoundPipe(ours, lanes=late_lanes(2))
     batch, label = make_batch(6)
+    ours_in, theirs_in = (batch.clone().requires_grad_() for _ in range(2))
 
     def two(output, its_label):
         return [(output - its_label).square().sum(), output.abs().sum()]
 
-    losses = engine.forward_backward((batch,), label=label, loss_fn=two)
-    expected = two(theirs(batch), label)
+    call = {"label": label, "loss_fn": two, "return_outputs": True}
+    losses, output = engine.forward_backward((ours_in * 2,), **call)
+    whole = theirs(theirs_in * 2)
+    expected = two(whole, label)
     sum(expected).backward()
     torch.testing.assert_close(losses, [each.detach() for each in expected])
+    torch.testing.assert_close(output, whole)
+    torch.testing.assert_close(ours_in.grad, theirs_in.grad)
     engine.synchronize()
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)

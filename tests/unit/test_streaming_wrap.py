@@ -121,14 +121,6 @@ def test_elements_of_a_list_hand_micro_batches_on():
     torch.testing.assert_close(output, plain(batch))
 
 
-def test_a_module_in_two_places_stays_one():
-    shared = linear()
-    model = Model(layers=nn.ModuleList([shared, linear(), shared]), again=shared)
-    wrap(model)
-    assert model.layers[0] is model.layers[2] is model.again
-    assert model.again._run_config.merge_output is None  # it is the last one, too
-
-
 def test_presets_and_the_lack_of_them(capsys):
     with pytest.raises(NotImplementedError, match="no preset: Model is no model of transformers"):
         wrap(Model(one=linear()), use_sequential_preset=True)
