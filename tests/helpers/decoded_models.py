@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from stageline.checkpoint.load import quiet
 from stageline.data.text.processor import get_tokenizer, save_processor
 from tests.helpers.tiny_checkpoints import auto_class
 from tests.helpers.tiny_models import (
@@ -57,22 +58,12 @@ def decoded_text_model(
     if family == "gpt2":
         positions["n_positions"] = 128
     config = tiny_config(family, tied=tied, vocab_size=len(tokenizer), **positions)
-    return _decoded(
-        family,
-        folder,
-        processor=tokenizer,
-        config=config,
-        prompts=text_prompts(PROMPT_LENGTHS[:num_prompts], vocab_size=len(tokenizer)),
-        num_tokens=num_tokens,
-    )
+    prompts = text_prompts(PROMPT_LENGTHS[:num_prompts], vocab_size=len(tokenizer))
+    return _decoded(family, folder, tokenizer, config, prompts=prompts, num_tokens=num_tokens)
 
 
 def decoded_vision_model(
-    family: str,
-    folder: Path,
-    *,
-    encode: Callable[[Any], Sequence[Prompt]],
-    num_tokens: int = 16,
+    family: str, folder: Path, *, encode: Callable[[Any], Sequence[Prompt]], num_tokens: int = 16
 ) -> DecodedModel:
     """A vision-language model.
 
@@ -85,14 +76,8 @@ def decoded_vision_model(
     else:
         processor, make = tiny_processor(family), lambda **fields: tiny_config(family, **fields)
     config = make(vocab_size=len(get_tokenizer(processor)), max_position_embeddings=1024)
-    return _decoded(
-        family,
-        folder,
-        processor=processor,
-        config=config,
-        prompts=tuple(encode(processor)),
-        num_tokens=num_tokens,
-    )
+    prompts = tuple(encode(processor))
+    return _decoded(family, folder, processor, config, prompts=prompts, num_tokens=num_tokens)
 
 
 def text_prompts(lengths: Sequence[int], *, vocab_size: int, seed: int = 0) -> tuple[Prompt, ...]:
@@ -108,12 +93,9 @@ def text_prompts(lengths: Sequence[int], *, vocab_size: int, seed: int = 0) -> t
 def load_whole(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The library's model, with answers that no end token cuts short."""
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    has_images = hasattr(config, "vision_config")
-    auto = (
-        transformers.AutoModelForImageTextToText
-        if has_images
-        else (transformers.AutoModelForCausalLM)
-    )
+    auto = transformers.AutoModelForCausalLM
+    if hasattr(config, "vision_config"):
+        auto = transformers.AutoModelForImageTextToText
     # transformers 5.17 selects sdpa for Gemma 2, and sdpa ignores the cap of its attention scores
     own = {"attn_implementation": "eager"} if config.model_type == "gemma2" else {}
     model = auto.from_pretrained(folder, dtype=dtype, local_files_only=True, **own).eval()
@@ -127,14 +109,9 @@ def generated(
     """The greedy answer to each prompt alone, and the least margin of all their steps."""
     answers, least = [], float("inf")
     for prompt in prompts:
-        found = model.generate(
-            **prompt,
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
+        options = {"max_new_tokens": num_tokens, "do_sample": False, "pad_token_id": 0}
+        told = {"output_logits": True, "return_dict_in_generate": True}
+        found = model.generate(**prompt, **options, **told)
         answers.append(tuple(found.sequences[0, prompt["input_ids"].shape[1] :].tolist()))
         logits_NV = torch.cat(found.logits).float()
         best_N2 = logits_NV.topk(2).values
@@ -143,37 +120,25 @@ def generated(
     return answers, least
 
 
-def padded_together(prompts: Sequence[Prompt]) -> Prompt:
-    """Prompts without images as one batch, padded on the left."""
-    longest = max(prompt["input_ids"].shape[1] for prompt in prompts)
-    return {
-        name: torch.cat(
-            [
-                torch.nn.functional.pad(prompt[name], (longest - prompt[name].shape[1], 0))
-                for prompt in prompts
-            ]
-        )
-        for name in ("input_ids", "attention_mask")
-    }
-
-
 def _decoded(
     family: str,
     folder: Path,
-    *,
     processor: Any,
     config: Any,
+    *,
     prompts: tuple[Prompt, ...],
     num_tokens: int,
 ) -> DecodedModel:
     first = FIRST_SEEDS.get(family, 0)
     for seed in range(first, first + 20):
         model = _make_model(family, config, seed)
-        answers, margin = generated(model, prompts, num_tokens)
-        if margin > LEAST_MARGIN and _vary(answers):
-            model.save_pretrained(folder)
-            save_processor(processor, folder)
-            return DecodedModel(family, folder, processor, prompts, tuple(answers))
+        with quiet():
+            answers, margin = generated(model, prompts, num_tokens)
+            vary = len(set(answers)) == len(answers) and all(len(set(ids)) > 5 for ids in answers)
+            if margin > LEAST_MARGIN and vary:
+                model.save_pretrained(folder)
+                save_processor(processor, folder)
+                return DecodedModel(family, folder, processor, prompts, tuple(answers))
     raise AssertionError(f"no seed gives a {family} whose answers vary and are far from ties")
 
 
@@ -189,8 +154,3 @@ def _make_model(family: str, config: Any, seed: int) -> PreTrainedModel:
                 parameter.fill_(2.0)  # mllama's: closed, layers would not see images
     model.generation_config.eos_token_id = None
     return model
-
-
-def _vary(answers: Sequence[tuple[int, ...]]) -> bool:
-    """Whether answers differ from one another and none repeats one token."""
-    return len(set(answers)) == len(answers) and all(len(set(ids)) > 5 for ids in answers)

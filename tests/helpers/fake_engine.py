@@ -13,6 +13,7 @@ from stageline.data.text.processor import get_tokenizer
 from stageline.inference.decoding.grammars import Matchers
 from stageline.inference.decoding.request import (
     AnswerPiece,
+    EngineStats,
     Failed,
     Finished,
     Listener,
@@ -23,21 +24,6 @@ from stageline.inference.decoding.request import (
 )
 
 Reply = Callable[[Request], "str | Exception"]
-
-
-@dataclass(frozen=True)
-class FakeStats:
-    """As `EngineStats`."""
-
-    queued: int
-    running: int
-    max_running: int
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    num_groups: int = 1
-    cache_cells: int = 0
-    max_cache_cells: int = 1000
-    is_healthy: bool = True
 
 
 @dataclass
@@ -64,7 +50,6 @@ class FakeEngine:
     Attributes:
         asked: all requests that were handed in.
         most_at_once: requests that ran at the same time.
-        is_healthy: what the statistics say.
     """
 
     def __init__(
@@ -94,17 +79,15 @@ class FakeEngine:
         self._cancel: set[str] = set()
         self._change = threading.Condition()
         self._is_stopped = False
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self.run, daemon=True)
 
     def __enter__(self) -> "FakeEngine":
-        self._thread = threading.Thread(target=self.run, daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-        if self._thread is not None:
-            self._thread.join(10)
+        self._thread.join(10)
 
     def submit(self, request: Request | ScoreRequest, listener: Listener) -> None:
         """Takes a request; a score is told at once."""
@@ -130,15 +113,11 @@ class FakeEngine:
             self._is_stopped = True
             self._change.notify_all()
 
-    def stats(self) -> FakeStats:
+    def stats(self) -> EngineStats:
         """Numbers of this moment."""
         with self._change:
-            return FakeStats(
-                queued=len(self._queue),
-                running=len(self._running),
-                max_running=self.max_running,
-                is_healthy=self.is_healthy,
-            )
+            waiting, running = len(self._queue), len(self._running)
+        return EngineStats(waiting, running, self.max_running, 0, 0, 1, 0, 1000, self.is_healthy)
 
     def run(self) -> None:
         """Works until `stop`."""
@@ -199,13 +178,9 @@ class FakeEngine:
         """A piece: what of the text so far was not told yet."""
         told: list[TokenLogprob] = []
         num_top = task.request.sampling.logprobs
-        if num_top is not None:
-            told = [
-                TokenLogprob(
-                    token_id, -0.5, tuple((token_id + n, -0.5 - n) for n in range(num_top))
-                )
-                for token_id in ids
-            ]
+        for token_id in ids if num_top is not None else ():
+            top = tuple((token_id + n, -0.5 - n) for n in range(num_top))
+            told.append(TokenLogprob(token_id, -0.5, top))
         task.logprobs += told
         if ids or text[task.given :]:
             key = task.request.key

@@ -10,7 +10,6 @@ from torch.nn import functional
 import pp_models  # noqa: F401 (puts the parts on the shelf)
 from prompt_fn import auto, chat
 from register import train_model_register
-from stageline.checkpoint.load import quiet
 from stageline.data.text.processor import get_tokenizer
 from stageline.errors import UserError
 from stageline.inference.decoding.answer_groups import AnswerGroups, PromptToAnswer, check_room
@@ -29,18 +28,15 @@ MOST = 12
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
-    with quiet():
-        return decoded_models.decoded_text_model("llama", folder, num_prompts=5, num_tokens=MOST)
+    return decoded_models.decoded_text_model("llama", folder, num_prompts=5, num_tokens=MOST)
 
 
 @pytest.fixture(scope="module")
 def internvl(tmp_path_factory):
     encode = functools.partial(pictured_prompts, prompt_fn=chat, image_token=auto)
     folder = tmp_path_factory.mktemp("internvl")
-    with quiet():
-        return decoded_models.decoded_vision_model(
-            "internvl", folder, encode=encode, num_tokens=MOST
-        )
+    options = {"encode": encode, "num_tokens": MOST}
+    return decoded_models.decoded_vision_model("internvl", folder, **options)
 
 
 def stages_of(model, num_stages, **options):

@@ -12,7 +12,7 @@ from loss_fn import sft
 from pp_models import CausalLMStage
 from stageline.checkpoint.init import init_split_model
 from stageline.modules.recompute import compile_layers
-from tests.helpers.split_backward import plain_backward, split_backward
+from tests.helpers.split_backward import plain_backward
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_models import tiny_config
 
@@ -57,12 +57,3 @@ def test_compiled_layers_give_the_same_numbers(recomputed):
             torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6)
     assert list(compiled.state_dict()) == names
     assert counters["stats"]["unique_graphs"] == 1, "two layers and three lengths share a graph"
-
-
-def test_torch_refuses_two_walks_through_a_compiled_layer():
-    """Why check_memory() refuses --compile-layers with zero-bubble schedules."""
-    compiled = make_stage("llama")
-    compile_layers(compiled.layer_list(), backend="aot_eager")
-    with pytest.raises(RuntimeError) as error:
-        run(compiled, "llama", 14, split_backward)
-    assert "retain_graph=False" in str(error.value.__cause__)

@@ -12,7 +12,6 @@ import pp_models  # noqa: F401 (puts the parts on the shelf)
 from register import train_model_register
 from stageline.cache_trial import cache_name
 from stageline.checkpoint.load import quiet
-from stageline.data.images.images import ImageExpander
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import UserError
 from stageline.inference.decoding.answer_groups import AnswerLoad, answer_cost
@@ -183,12 +182,3 @@ def test_a_prompt_that_is_read_in_both_directions_is_refused(tmp_path):
     [stage] = built_stages(train_model_register["vision_language"], tmp_path, 1, is_piece=True)
     with pytest.raises(UserError, match="both directions"):
         StageDecoder(stage).bytes_of_a_token()
-    images = transformers.SiglipImageProcessorPil(size={"height": 16, "width": 16})
-    images.image_seq_length = 4
-    tokenizer = tiny_tokenizer(
-        special_tokens=("<pad>", "<s>", "</s>", "<image>"),
-        chat_template=None,
-        extra_special_tokens={"image_token": "<image>"},
-    )
-    processor = transformers.PaliGemmaProcessor(image_processor=images, tokenizer=tokenizer)
-    assert ImageExpander.of(processor).side_inputs([(20, 30)]) == {}

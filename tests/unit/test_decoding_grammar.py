@@ -1,6 +1,5 @@
 """Answers that keep to a grammar, through the engine: against trying each token by its text."""
 
-import json
 import math
 import re
 import string
@@ -13,7 +12,6 @@ import pp_models  # noqa: F401 (puts the parts on the shelf)
 from register import train_model_register
 from stageline.checkpoint.load import quiet
 from stageline.errors import UserError
-from stageline.inference.decoding import grammars, sampler
 from stageline.inference.decoding.grammars import (
     JSON_OBJECT,
     LONGEST,
@@ -21,15 +19,9 @@ from stageline.inference.decoding.grammars import (
     Matchers,
     json_grammar,
 )
-from stageline.inference.decoding.request import (
-    EngineError,
-    Failed,
-    Finished,
-    Request,
-    Sampling,
-)
+from stageline.inference.decoding.request import EngineError, Failed, Finished, Request, Sampling
 from tests.helpers.decoded_models import text_prompts
-from tests.helpers.decoding_engines import local_engine
+from tests.helpers.decoding_engines import built_stages, local_engine
 from tests.helpers.tiny_checkpoints import tiny_whole
 from tests.helpers.tiny_models import TEXTS, tiny_tokenizer
 from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
@@ -72,17 +64,8 @@ def parts(tmp_path_factory):
     with quiet():
         sizes = {"vocab_size": NUM_COLUMNS, "max_position_embeddings": 512}
         whole = tiny_whole("llama", folder, noise=0.4, **sizes)
-        stages = {
-            count: [
-                train_model_register["causal_lm"](
-                    config_path=None, processor_path=None, checkpoint_path=str(folder),
-                    stage=stage, num_stages=count, is_piece=True,
-                )[0]
-                for stage in range(count)
-            ]
-            for count in (1, 2)
-        }  # fmt: skip
-    return whole, stages
+    build = train_model_register["causal_lm"]
+    return whole, {count: built_stages(build, folder, count, is_piece=True) for count in (1, 2)}
 
 
 @pytest.fixture(scope="module", params=TOKENIZERS)
@@ -183,34 +166,13 @@ def test_greedy_answers_are_those_of_trying_each_token(parts, tokenizer, grammar
     assert [one.token_ids for one in split] == [one.token_ids for one in found]
 
 
-def test_what_the_model_would_say_anyway_needs_no_mask(parts, tokenizer, engine, monkeypatch):
-    """A mask has a place for each token of the vocabulary; one token is asked about at once."""
-    free = answers(engine, requests_of(tokenizer, 2, max_new_tokens=6, stop_token_ids=()))
-    grammar = Grammar("regex", r"(.|\n)*")
-    bound = requests_of(tokenizer, 2, grammar=grammar, max_new_tokens=6, stop_token_ids=())
-    masked, rows = sampler.allowed_tokens, []
-
-    def counted(matchers, num_columns):
-        rows.extend(matchers)
-        return masked(matchers, num_columns)
-
-    monkeypatch.setattr(sampler, "allowed_tokens", counted)
-    found = answers(engine, bound)
-    num_forced = len(rows)
-    with monkeypatch.context() as patch:
-        patch.setattr(grammars.RowMatcher, "allows", lambda self, token_id: False)
-        always = answers(engine, bound)
-    assert [one.token_ids for one in found] == [one.token_ids for one in always]
-    assert len(rows) - num_forced == sum(len(one.token_ids) for one in always) == 12
-    num_same = sum(one.token_ids == other.token_ids for one, other in zip(found, free, strict=True))
-    assert num_forced < 12 and (num_forced == 0 or num_same < 2)
-
-
 def test_sampled_answers_keep_to_it_and_others_stay_as_they_are(engine, tokenizer):
     free = requests_of(tokenizer, 2, temperature=2.0, max_new_tokens=12)
     alone = answers(engine, free)
     assert not engine.matchers._vocabulary.cache_info().currsize  # nobody asked for it yet
+    special = set(tokenizer.all_special_ids) - set(ids_of(tokenizer, END))
     drawn = {"temperature": 3.0, "top_k": 30, "top_p": 0.99, "repetition_penalty": 1.1}
+    drawn["logit_bias"] = tuple((token_id, 100.0) for token_id in special)
     for grammar, check in [
         (Grammar("regex", DIGITS), lambda text: re.fullmatch(DIGITS, text)),
         (json_grammar(SCHEMA), lambda text: re.fullmatch(AS_REGEX, text)),
@@ -223,30 +185,8 @@ def test_sampled_answers_keep_to_it_and_others_stay_as_they_are(engine, tokenize
         found = answers(engine, [*bound, *free])
         assert all(one.reason == "stop" and check(one.text) for one in found[:4])
         assert len({one.text for one in found[:4]}) > 1
+        assert not special & {token_id for one in found[:4] for token_id in one.token_ids}
         assert [one.token_ids for one in found[4:]] == [one.token_ids for one in alone]
-
-
-def test_json_of_schemas_is_valid(engine, tokenizer):
-    checker = pytest.importorskip("jsonschema_rs")
-    schema = {
-        "type": "object",
-        "properties": {
-            "text": {"type": "string", "maxLength": 12},
-            "of": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/pair"}]},
-            "n": {"type": "integer", "minimum": -20, "maximum": 300},
-        },
-        "required": ["text", "of", "n"],
-        "additionalProperties": False,
-        "$defs": {
-            "pair": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}
-        },
-    }
-    special = [(token_id, 100.0) for token_id in set(tokenizer.all_special_ids)]
-    options = {"temperature": 2.0, "grammar": json_grammar(schema), "logit_bias": tuple(special)}
-    for answer in answers(engine, requests_of(tokenizer, 4, **options)):
-        assert answer.reason == "stop", answer
-        assert checker.is_valid(schema, json.loads(answer.text))
-        assert not set(answer.token_ids) & set(tokenizer.all_special_ids)
 
 
 def test_stop_tokens_come_just_where_the_grammar_may_end(engine, tokenizer):
@@ -262,46 +202,11 @@ def test_stop_tokens_come_just_where_the_grammar_may_end(engine, tokenizer):
         assert re.fullmatch("[a-c]+", answer.text) and len(answer.text) >= length
         if is_short:  # as many letters as the token that made it whole brought
             assert len(answer.text) < 3 + max(map(len, tokenizer.get_vocab()))
-    # a token of text that is to end the answer: it is one only where the grammar may end
-    [b] = ids_of(tokenizer, "b")
-    own = {"grammar": letters, "stop_token_ids": (b,), "logit_bias": ((b, 100.0),)}
-    [answer] = answers(engine, requests_of(tokenizer, 1, **own))
-    assert (answer.stopped_by, answer.reason) == (b, "stop")
-    assert b not in answer.token_ids and re.fullmatch("[a-c]{3,}", answer.text)
-
-
-def test_what_nothing_can_follow_ends_without_a_stop_token(engine, tokenizer):
-    found = answers(
-        engine,
-        requests_of(
-            tokenizer, stop_token_ids=(), grammar=Grammar("regex", "[0-9]"), max_new_tokens=1
-        ),
-    )
-    assert all(one.reason == "stop" and one.text.isdigit() for one in found)
-    assert [one.completion_tokens for one in found] == [1] * 3
-    cut = answers(engine, requests_of(tokenizer, grammar=json_grammar(SCHEMA), max_new_tokens=2))
-    assert [(one.reason, len(one.token_ids)) for one in cut] == [("length", 2)] * 3
-
-
-def test_bias_penalties_and_stop_strings_work_among_what_is_allowed(engine, tokenizer):
-    nine, seven, a = ids_of(tokenizer, "9", "7", "a")
-    digits = Grammar("regex", "[0-9]{6}x?")
-    biased = {"grammar": digits, "logit_bias": ((nine, 100.0), (a, 100.0))}
-    [answer] = answers(engine, requests_of(tokenizer, 1, **biased))
-    assert answer.text.startswith("999999")
-    falling = {**biased, "frequency_penalty": 2.0, "logit_bias": ((nine, 30.0), (seven, 29.0))}
-    [answer] = answers(engine, requests_of(tokenizer, 1, **falling))
-    assert set(answer.text[:6]) == {"7", "9"}
-    [answer] = answers(engine, requests_of(tokenizer, 1, stop=("99",), **biased))
-    assert (answer.text, answer.stopped_by, answer.reason) == ("", "99", "stop")
 
 
 BAD = {
     '"objekt"': json_grammar({"type": "objekt"}),
     r'\["not"\]': json_grammar({"type": "object", "not": {"minProperties": 1}}),
-    r"minimum \(3\) is greater": json_grammar({"type": "integer", "minimum": 3, "maximum": 1}),
-    "expected `,`": Grammar("json_schema", "{"),
-    "unclosed group": Grammar("regex", "(a"),
     "look-around": Grammar("regex", "(?=a)b"),
     'unknown name: "foo"': Grammar("lark", "start: foo"),
 }
@@ -346,19 +251,7 @@ def test_a_row_that_fails_ends_its_own_request_only(engine, tokenizer, monkeypat
 
     if "▁" in tokenizer.get_vocab():  # it can't write that letter
         check(nowhere, UserError, "the grammar can't be followed any more")
-    # a matcher that goes on wrongly
-    own = grammars.RowMatcher.take
-
-    def take(self, token_id):
-        return own(self, 0 if len(self.stop_ids) == 2 else token_id)
-
-    stops = ids_of(tokenizer, END, OTHER_END)
-    lost = requests_of(tokenizer, 4, grammar=JSON_OBJECT, stop_token_ids=stops)[3]
-    with monkeypatch.context() as patch:
-        patch.setattr(grammars.RowMatcher, "take", take)
-        check(lost, UserError, "can't be followed any more: .*doesn't satisfy")
-    # a last stage that can't make it
-    make = Matchers.make
+    make = Matchers.make  # by a last stage that can't make it
 
     def fail(self, grammar, **options):
         if grammar == JSON_OBJECT:
@@ -366,7 +259,7 @@ def test_a_row_that_fails_ends_its_own_request_only(engine, tokenizer, monkeypat
         return make(self, grammar, **options)
 
     monkeypatch.setattr(Matchers, "make", fail)
-    check(lost, EngineError, "no room")
+    check(requests_of(tokenizer, 4, grammar=JSON_OBJECT)[3], EngineError, "no room")
 
 
 def test_without_the_library_the_request_is_told_what_to_install(tokenizer, parts, monkeypatch):
@@ -380,8 +273,5 @@ def test_without_the_library_the_request_is_told_what_to_install(tokenizer, part
 
 
 def test_tokenizers_that_have_no_bytes_are_refused():
-    class Slow:
-        pass
-
-    with pytest.raises(UserError, match="is a Slow"):
-        Matchers(Slow).check(JSON_OBJECT)
+    with pytest.raises(UserError, match="is a object"):
+        Matchers(object).check(JSON_OBJECT)

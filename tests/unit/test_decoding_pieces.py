@@ -10,13 +10,8 @@ import torch
 import transformers
 
 import pp_models  # noqa: F401 (puts the parts on the shelf)
-from stageline.checkpoint.load import quiet
 from stageline.inference.decoding.cache import GroupCache
-from stageline.inference.decoding.request import (
-    EngineError,
-    Finished,
-    length_of,
-)
+from stageline.inference.decoding.request import EngineError, Finished, length_of
 from stageline.stages.causal_lm import can_be_cut
 from tests.helpers.decoded_models import decoded_text_model
 from tests.helpers.decoding_engines import (
@@ -35,10 +30,8 @@ LONG = 1  # the prompt of 40 tokens: six pieces
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    with quiet():
-        return decoded_text_model(
-            "llama", tmp_path_factory.mktemp("llama"), num_prompts=6, num_tokens=NUM_TOKENS
-        )
+    folder = tmp_path_factory.mktemp("llama")
+    return decoded_text_model("llama", folder, num_prompts=6, num_tokens=NUM_TOKENS)
 
 
 def engine_of(model, num_stages, **limits):
@@ -62,19 +55,6 @@ def test_answers_while_others_run(num_stages, num_groups, model):
             assert [first for first, _ in pieces] == [0, *ends[:-1]] and ends[-1] == length
             assert max(end - first for first, end in pieces) <= PIECE
     assert engine.stats().prompt_tokens == sum(lengths)
-
-
-def test_answers_go_on_between_pieces(model):
-    """While a prompt is read in six pieces, those that run get a token after each."""
-    engine = engine_of(model, 2)
-    orders = noted_orders(engine)
-    requests = [request_of(model, place) for place in (0, LONG)]
-    found = {one.key: one.token_ids for one in engine.answer(requests)}
-    assert found == {"0": model.answers[0], "1": model.answers[LONG]}
-    kinds = [order.kind for order in orders if order.kind != "tidy"]
-    assert kinds[:12] == ["prefill", *["prefill", "decode"] * 5, "prefill"]
-    steps = [order for order in orders if order.kind == "decode"]
-    assert [len(order.rows) for order in steps] == [1] * 5 + [2] * 6 + [1] * 5
 
 
 def test_pieces_that_are_not_the_last_make_no_logits(model):
@@ -125,13 +105,12 @@ def failing_piece(decoder, error, first):
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError("boom")])
-def test_a_piece_that_fails_ends_its_prompt_alone(num_stages, error, model, capfd):
+def test_a_piece_that_fails_ends_its_prompt_alone(num_stages, model):
     """On each stage: the first piece, one in the middle, the last one."""
+    error = torch.OutOfMemoryError("no room")
     for stage in range(num_stages):
         for first in (0, 14, 35):
             engine = engine_of(model, num_stages)
-            orders = noted_orders(engine)
             decoder = engine.chain.decoders[stage]
             with failing_piece(decoder, error, first):
                 answers = engine.answer(request_of(model, place) for place in (0, LONG, 2))
@@ -140,9 +119,7 @@ def test_a_piece_that_fails_ends_its_prompt_alone(num_stages, error, model, capf
             for key, one in found.items():
                 assert one.token_ids == model.answers[int(key)]
             check_nothing_is_left(engine)
-            assert orders[-1].error is None
             assert answer_all(engine, model) == {}, "the engine is as before"
-    assert "no row" not in capfd.readouterr().err
 
 
 def test_a_prompt_that_is_cancelled_between_its_pieces_ends_at_once(model):
@@ -168,16 +145,6 @@ def test_a_prompt_that_is_cancelled_between_its_pieces_ends_at_once(model):
     assert not any(order.piece for order in orders[len(before) :])
     assert not any(decoder.unfinished for decoder in engine.chain.decoders)
     assert engine.stats().running == engine.stats().cache_cells == 0
-
-
-def test_what_nobody_wants_any_more_leaves_no_piece(model):
-    engine = engine_of(model, 2)
-    answers = engine.answer([request_of(model, 0, max_new_tokens=3), request_of(model, LONG)])
-    assert next(answers).key == "0"
-    assert engine.chain.decoders[1].unfinished
-    answers.close()
-    check_nothing_is_left(engine)
-    assert answer_all(engine, model) == {}
 
 
 @pytest.mark.parametrize("at", [0, 1])

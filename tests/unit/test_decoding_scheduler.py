@@ -209,68 +209,6 @@ def test_every_sequence_ends_within_the_limits(
     assert not run.stage and not run.unfinished
 
 
-def run_of(limits, best_groups, num_stages, sequences):
-    run = Simulated(limits, best_groups, num_stages)
-    for row, (length, count) in enumerate(sequences):
-        run.submit(row, length, count, False)
-    while (len(run.flying) < num_stages and run.start()) or run.flying:
-        if len(run.flying) == num_stages or not run.start():
-            run.land()
-        run.check()
-    return run
-
-
-def test_groups_become_fewer_where_few_are_better():
-    """Groups come home one after the other: the first one waits for the next."""
-    sequences = [(4, 3 + 9 * (row % 2)) for row in range(8)]  # a long answer in each group
-    few = run_of(Limits(8), lambda rows: 4 if rows > 4 else 1, 4, sequences)
-    alone = run_of(Limits(8), lambda rows: 4, 4, sequences)
-    assert not few.left and not alone.left
-    assert alone.num_steps == 4 * 11  # the prompt gives the first token
-    assert few.num_steps < alone.num_steps / 2
-
-
-def test_all_groups_get_their_share():
-    for count in (4, 7, 8):
-        run = Simulated(Limits(8), lambda rows: 4, 4)
-        for row in range(count):
-            run.submit(row, 5, 3, False)
-        while run.scheduler.waiting:
-            assert run.start()
-        sizes = sorted(len(group.members) for group in run.scheduler.groups.values())
-        assert len(sizes) == 4 and sizes[-1] - sizes[0] <= 1, sizes
-
-
-def test_one_that_ends_makes_room_for_the_next():
-    run = Simulated(Limits(2), lambda rows: 1, 1)
-    for row, count in enumerate((2, 9, 3)):
-        run.submit(row, 4, count, False)
-    assert run.start() and run.admitted == [0, 1]
-    run.land()
-    assert run.start()
-    run.land()  # the first one has its two tokens
-    assert run.start() and run.admitted == [0, 1, 2], "read before the next step"
-
-
-def test_a_sequence_as_large_as_the_cache_runs_alone():
-    run = run_of(Limits(4, max_cells=60), lambda rows: 2, 2, [(30, 30), (5, 5), (30, 30), (5, 5)])
-    assert run.admitted == [0, 1, 2, 3] and not run.left
-
-
-def test_groups_that_are_too_large_together_stay_two():
-    run = Simulated(Limits(4, max_cells=90), lambda rows: 2 if run.scheduler.waiting else 1, 2)
-    run.submit(0, 30, 20, True)
-    for row in (1, 2, 3):
-        run.submit(row, 4, 6, False)
-    assert run.start() and run.start() and len(run.scheduler.groups) == 2
-    while run.flying or run.start():
-        if len(run.flying) < 2 and run.start():
-            continue
-        run.land()
-        run.check()
-    assert not run.left
-
-
 # -- prompts in pieces -----------------------------------------------------------------------
 
 
@@ -305,15 +243,6 @@ def test_steps_are_taken_between_pieces(num_stages, expected):
     assert run.told.count("piece") == 6
 
 
-def test_pieces_alone_fill_the_pipeline():
-    """Nothing else runs: one after the other, without waiting for any to come back."""
-    run = Simulated(Limits(4, prefill_tokens=5), lambda rows: 1, 4)
-    run.submit(0, 30, 4, False, may_be_cut=True)
-    for _ in range(6):
-        assert run.start()
-    assert run.told == ["piece"] * 6 and not run.start()
-
-
 def test_a_prompt_in_pieces_has_its_row_and_its_cells_from_the_start():
     run = reading_run(2, max_rows=2, max_cells=84)
     run.submit(2, 4, 4, False)
@@ -325,27 +254,6 @@ def test_a_prompt_in_pieces_has_its_row_and_its_cells_from_the_start():
         if not run.start():
             run.land()
     assert run.scheduler.num_cells == 2 * 34
-
-
-@pytest.mark.parametrize("how", ["cancelled", "failed"])
-def test_a_prompt_that_is_not_read_to_its_end_gives_back_its_place(how):
-    run = reading_run(2, max_rows=2)
-    run.submit(2, 12, 2, False, may_be_cut=True)
-    for _ in range(3):
-        assert run.start()
-    assert run.unfinished == {1: 10}
-    if how == "cancelled":
-        run.cancel(1)
-    else:
-        run.failing.add(1)
-        run.land()
-    run.check()
-    assert run.scheduler.reading is None and run.scheduler.num_cells == 25
-    while run.flying or run.start():
-        if len(run.flying) >= 2 or not run.start():
-            run.land()
-        run.check()
-    assert run.admitted == [0, 1, 2] and not run.left and not run.unfinished
 
 
 def test_only_what_is_too_long_is_cut_and_into_even_pieces():
@@ -364,20 +272,6 @@ def test_only_what_is_too_long_is_cut_and_into_even_pieces():
             while group.on_way:
                 run.scheduler.came_home(group.number)
     assert found == [([0], None), ([1], (0, 6)), ([1], (6, 11)), ([2], None), ([3], None)]
-
-
-def test_a_group_does_not_wait_for_one_whose_prompt_is_still_read():
-    """Fewer groups were better, but the other one comes home only after its last piece."""
-    run = Simulated(Limits(4, prefill_tokens=5), lambda rows: 2 if run.scheduler.waiting else 1, 2)
-    run.submit(0, 5, 20, False)
-    assert run.start()
-    run.land()
-    run.submit(1, 30, 4, False, may_be_cut=True)
-    run.told.clear()
-    for _ in range(30):
-        if not run.start() and run.flying:
-            run.land()
-    assert run.told[:11] == ["piece", "step"] * 5 + ["piece"]
 
 
 def running(limits, since):

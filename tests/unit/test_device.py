@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from commands.answer_run import _take_own_devices
-from stageline.device import accelerators, generators_kept, group_backend, stage_devices, visible
+from stageline.device import accelerators, group_backend, stage_devices
 from stageline.distributed.process_group import choose_device
 from stageline.errors import UserError
-from stageline.inference.decoding.stage_decoder import StageDecoder, cache_budget
+from stageline.inference.decoding.stage_decoder import cache_budget
 from stageline.planner.estimate import device_capacity
-from stageline.streaming.host_weights import make_pages
-from stageline.training.memory import MemoryAccount, peak_memory
+from stageline.training.memory import peak_memory
 from tests.helpers.fake_devices import fake_accelerators
 
 GIB = 2**30
@@ -50,51 +49,10 @@ def test_what_torch_finds_is_taken_and_nothing_else(cards):
         choose_device("auto", local_rank=0, local_world_size=3)
 
 
-def test_a_torch_that_has_the_kind_and_no_device_says_so(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
-    assert accelerators() == []
-    with pytest.raises(UserError, match="finds no accelerator here.*look at ZE_AFFINITY_MASK"):
-        accelerators("xpu")
-
-
-@pytest.mark.parametrize(("widest", "expected"), [(64, 16384), (2048, 11468), (57344, 2048)])
-def test_a_pass_reads_as_many_tokens_as_the_device_has_memory_for(cards, widest, expected):
-    """A tenth of 7 GiB for eight activations in float32; 2,048 to 16,384, and 2,048 on a CPU."""
-    layer = torch.nn.Linear(widest, 16, device="meta")
-    stage = SimpleNamespace(is_last=False, modules_to_shard=lambda: [layer])
-    decoder = SimpleNamespace(stage=stage, device=cards[1])
-    assert StageDecoder.pass_tokens(decoder) == expected
-    decoder.device = torch.device("cpu")
-    assert StageDecoder.pass_tokens(decoder) == 2048
-
-
 def test_memory_figures_are_those_of_the_device(cards):
     assert peak_memory(cards[1]) == 4
     assert device_capacity(cards[0], num_local_ranks=2) == int(6 * GIB - 0.05 * 8 * GIB)
     assert cache_budget(cards[1], gib=None, processes=1) == int(0.8 * 7 * GIB)
-    account = MemoryAccount(cards, [])
-    account.parts = lambda: {"weights": GIB}
-    assert "In use: 2.00 GiB of 8.00 GiB on xpu:0" in account.describe()
-
-
-def test_random_numbers_are_those_of_the_devices(cards):
-    def draw(generators):
-        return [torch.rand((), generator=each).item() for each in generators]
-
-    with generators_kept(cards) as generators:
-        drawn = draw(generators)
-    assert generators[1:] == list(torch.xpu.default_generators)
-    assert draw(generators) == drawn and len(set(drawn)) == 3
-
-
-@pytest.mark.parametrize("given", ["", "4,7"])
-def test_processes_are_shown_devices_of_their_own(cards, given, monkeypatch):
-    monkeypatch.setenv("ZE_AFFINITY_MASK", given)
-    names = given.split(",") if given else ["0", "1"]
-    assert visible(cards) == ("ZE_AFFINITY_MASK", names)
-    with pytest.raises(UserError, match="of the kind meta. One of cuda, xpu, npu was expected"):
-        visible([torch.device("meta", 0)])
 
 
 def test_a_replica_takes_its_own_or_says_that_it_cannot(cards, monkeypatch):
@@ -111,12 +69,6 @@ def test_a_replica_takes_its_own_or_says_that_it_cannot(cards, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", shown)
     take()
     assert os.environ["ZE_AFFINITY_MASK"] == "7"
-
-
-def test_what_is_of_cuda_alone_says_so(cards):
-    make_pages([], "alloc", device=cards[0], owner=None)
-    with pytest.raises(UserError, match="register came for xpu:0.*by cudaHostRegister"):
-        make_pages([], "register", device=cards[0], owner=None)
 
 
 def test_mps_answers_in_one_process_and_trains_nowhere(monkeypatch):

@@ -15,15 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from loss_fn import contrastive, js, sft
-from stageline.checkpoint import shards
+from loss_fn import sft
 from stageline.data.batches.batch import pack_rows
 from stageline.data.text.encode import Encoded
 from stageline.modules.chunked_loss import ChunkedLoss
 from stageline.pipeline.recorder import Recorder
 from stageline.pipeline.runner import PipelineRunner
-from stageline.training.replicas import Replicas
-from stageline.training.step import SharedFigures, TrainStep
+from stageline.training.step import TrainStep
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.unit.test_checkpointing import LORA, make_stage
 
@@ -175,60 +173,3 @@ def test_the_end_of_a_step_reads_all_its_numbers_at_once(monkeypatch):
     result = step(tiny_micro_batches("llama"), step=0)
     monkeypatch.undo()
     assert result.grad_norm > 0 and reads == ["tolist"]
-
-
-def test_groups_are_compared_with_one_look_at_the_device():
-    torch.manual_seed(0)
-    logits = torch.randn(6, 5, 7, requires_grad=True)
-    labels = torch.randint(7, (6, 5))
-    batch = {
-        "labels": labels,
-        "loss_marks": torch.rand(6, 5) > 0.5,
-        "loss_groups": torch.tensor([0, 0, 0, 1, 1, 1]),
-    }
-    told = {name: torch.tensor(3.0) for name in ("num_targets", "num_marked", "num_groups")}
-    looks = []
-    plain = torch.Tensor.cpu
-
-    def looked(tensor):
-        looks.append(tensor)
-        return plain(tensor)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "cpu", looked)
-        loss, _ = contrastive(logits, batch, step=0, sim_fn=js, **told)
-    assert len(looks) == 1
-    loss.backward()
-    assert logits.grad.abs().sum() > 0
-
-
-def test_copies_of_a_save_wait_once(monkeypatch):
-    """The copies themselves block on a CPU; what is asked of torch is that on a GPU they do not."""
-    asked, waited = [], []
-
-    class OnGpu(torch.Tensor):
-        is_cuda = True
-        device = torch.device("cuda", 0)
-
-    def copy_(place, source, non_blocking=False):
-        asked.append(non_blocking)
-        return place
-
-    empty = torch.empty
-    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
-    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **kw: empty(*size, **kw))
-    stream = type("Stream", (), {"synchronize": lambda self: waited.append(1)})()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    tensors = {str(number): torch.zeros(2).as_subclass(OnGpu) for number in range(3)}
-    found = shards.to_host({**tensors, "host": torch.ones(1)})
-    assert list(found) == ["0", "1", "2", "host"]
-    assert asked == [True] * 3 and waited == [1]
-
-
-def test_replicas_without_peers_are_no_reason_to_wait():
-    shared = SharedFigures(None, replicas=Replicas(), device=torch.device("cpu"))
-    norms = torch.tensor([2.0, 3.0])
-    facts, figures, brought = shared.sum(
-        [torch.tensor(1.5)], {"margin": torch.tensor(0.5)}, beside=norms
-    )
-    assert (facts, figures, brought) == ([1.5], {"margin": 0.5}, [2.0, 3.0])

@@ -9,12 +9,7 @@ import transformers
 from stageline.inference.model_cutter import ModelCutter, layer_counts, layer_devices
 from stageline.planner.estimate import layers_path
 from tests.helpers.tiny_checkpoints import auto_class
-from tests.helpers.tiny_models import (
-    DECODERS,
-    VISION_LANGUAGE,
-    tiny_config,
-    tiny_mllama_config,
-)
+from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config, tiny_mllama_config
 
 RATIOS = (0.0, 0.25, 0.5, 1.0, 1.5, 3.0)
 BY_BYTES = None
@@ -84,26 +79,3 @@ def test_a_tower_that_is_too_large_is_cut_by_its_blocks(family):
         assert len(tower) <= 1 and bool(tower) == any(cutter.homes.blocks)
     if family in ("internvl", "qwen2_5_vl", "qwen3_vl"):
         assert tower
-
-
-@pytest.mark.parametrize("family", (*VISION_LANGUAGE, "mllama"))
-def test_the_tower_lies_on_device_0_whatever_it_is_called(family):
-    model = whole(family)
-    placed = ModelCutter(model, num_devices=3, visual_gpu_ratio=1.5).device_map()
-    of_images = [
-        name
-        for name, _ in model.named_parameters()
-        if "language_model" not in name and "text_model" not in name and "lm_head" not in name
-    ]
-    assert len(of_images) > 10
-    kinds = {"qwen3_vl": "deepstack_merger_list", "llava_next": "image_newline"}
-    assert any(kinds.get(family, "") in name for name in of_images)
-    for name in of_images:
-        keys = [key for key in placed if name == key or name.startswith(key + ".")]
-        assert [placed[key] for key in keys] == [0], name
-
-
-def test_layers_that_attend_to_images_are_layers_like_others():
-    placed = ModelCutter(whole("mllama"), num_devices=3, visual_gpu_ratio=0).device_map()
-    devices = [placed[f"model.language_model.layers.{index}"] for index in range(5)]
-    assert devices == [0, 1, 1, 2, 0]

@@ -76,23 +76,41 @@ class Positions(torch.nn.Module):
 
     is_first, is_last, stage = False, False, 1
 
-    def __init__(self, *, leaks=False):
+    def __init__(self, *, takes_positions=True, leaks=False):
         super().__init__()
+        self.takes_positions = takes_positions
         self.leaks = leaks
 
     def get_example_input(self, rows, tokens):
         return (torch.empty(rows, tokens, 4, device="meta"),)
 
     def forward(self, hidden, **batch):
+        if not self.takes_positions:
+            return self.strict(hidden, **batch)
         places = torch.arange(hidden.shape[1])[None, :, None]
         if self.leaks and len(hidden) > 1:
             return hidden.cumsum(dim=1)
         return hidden + (places if not self.leaks else 0)
 
+    def strict(self, hidden, attention_mask, input_ids):
+        return hidden
+
 
 def test_positions_that_do_not_restart_are_refused():
     with pytest.raises(UserError, match="comes out differently than alone"):
         check_packing(Positions(), rows=1)
+
+
+def test_a_forward_without_position_ids_is_refused():
+    with pytest.raises(UserError, match="does not take position ids"):
+        check_packing(Positions(takes_positions=False), rows=1)
+
+
+def test_a_first_stage_that_cannot_be_tried_is_refused():
+    model = Positions()
+    model.is_first = True
+    with pytest.raises(UserError, match="no get_input_embeddings"):
+        check_packing(model, rows=1)
 
 
 def test_kernels_that_see_one_row_only_are_found():
@@ -114,6 +132,16 @@ def small_config(name, **fields):
 def test_unusual_hidden_states_are_tried(name):
     for number in (0, 1):
         check_packing(stage(small_config(name), number), rows=2)
+
+
+class Turned(Positions):
+    def forward(self, hidden, **batch):
+        return hidden.transpose(0, 1)
+
+
+def test_rows_behind_tokens_are_refused():
+    with pytest.raises(UserError, match=r"not \[rows, tokens, width\]"):
+        check_packing(Turned(), rows=2)
 
 
 @pytest.mark.parametrize(

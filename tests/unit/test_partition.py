@@ -19,13 +19,6 @@ def test_no_layer_is_lost_and_no_stage_is_empty(num_stages):
         assert min(counts) >= 1
 
 
-def test_without_a_tower_counts_differ_by_one_at_most():
-    for num_layers, num_stages in itertools.product(range(1, 65), range(1, 9)):
-        if num_layers >= num_stages:
-            counts = uniform_partition(num_layers, num_stages)
-            assert max(counts) - min(counts) <= 1
-
-
 def test_the_split_is_the_best_of_all_splits():
     """Brute force: no other split has a smaller worst deviation from the ideal shares."""
     for num_layers, num_stages, ratio in itertools.product(range(4, 13), (2, 3, 4), RATIOS):

@@ -107,12 +107,11 @@ def forebears_of(plans, num_stages):
 
 
 def check_receives(plans, num_stages):
-    """Each stands before the pass that its rank does meanwhile, and none waits for that pass.
+    """No receive waits for the pass that its rank does meanwhile.
 
     So a device that starts kernels in the order in which they were queued goes on all the same.
     """
     forebears, bits = forebears_of(plans, num_stages)
-    num_ahead = num_receives = 0
     for plan in plans:
         behind = None  # the next pass of the rank
         for item in reversed(plan):
@@ -127,9 +126,6 @@ def check_receives(plans, num_stages):
                 ]
                 (maker,) = [action for action in made if action in bits]
                 assert not forebears[maker] & bits[behind]
-                uses = (behind.kind != Kind.FORWARD, *behind[::2]) == key_of(item)
-                num_receives, num_ahead = num_receives + 1, num_ahead + (not uses)
-    return num_ahead, num_receives
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
@@ -154,13 +150,6 @@ def test_transfers_wait_for_nothing_in_a_circle(name, num_ranks):
         }
         assert carry_out(plans) == carry_out(plans, most_unsent=MOST_UNSENT) == wanted
         check_receives(plans, num_stages)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_most_receives_are_posted_before_a_pass_that_does_not_need_them(name):
-    schedule, plans = plans_of(name, 4, 16)
-    num_ahead, num_receives = check_receives(plans, schedule.num_stages)
-    assert num_ahead > 0.8 * num_receives
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -206,13 +195,11 @@ def test_forward_only_needs_as_many_rounds_as_there_must_be(name, num_ranks):
 @pytest.mark.parametrize(
     "asked, shape",
     [
-        (dict(schedule="1f1b", num_stages=4), (4, 4, 1)),
         (dict(schedule="1f1b", world_size=2), (2, 2, 1)),
         (dict(schedule="zbv", world_size=2), (4, 2, 1)),
         (dict(schedule="interleaved_1f1b", num_stages=12, stages_per_rank=3), (12, 4, 1)),
         (dict(schedule="1f1b", num_stages=2, world_size=4), (2, 2, 2)),
         (dict(schedule="1f1b", dp_degree=2, world_size=4), (2, 2, 2)),
-        (dict(schedule="gpipe", num_stages=2, dp_degree=3), (2, 2, 3)),
         (dict(schedule="1f1b"), (1, 1, 1)),
     ],
 )
@@ -227,7 +214,6 @@ def test_what_was_left_open_follows(asked, shape):
     [
         (dict(schedule="zbv", num_stages=3), "set --num-stages to 2 or 4"),
         (dict(schedule="1f1b", num_stages=2, world_size=3), "3 processes were started, the run"),
-        (dict(schedule="1f1b", num_stages=2, dp_degree=2, world_size=2), "the run has 4"),
         (dict(schedule="1f1b", num_stages=4, stages_per_rank=2), "exactly 1"),
     ],
 )

@@ -32,9 +32,8 @@ def test_what_torch_writes_is_read(ours, torchs, with_comms, tmp_path):
     assert schedule.splits_backward
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager_1f1b"])
-def test_our_own_order_in_a_file_is_the_same_schedule(name, tmp_path):
-    made = make_schedule(name, num_ranks=3)
+def test_our_own_order_in_a_file_is_the_same_schedule(tmp_path):
+    made = make_schedule("eager_1f1b", num_ranks=3)
     path = tmp_path / "ours.csv"
     with path.open("w", newline="") as file:
         csv.writer(file).writerows(made.orders(6))
@@ -69,12 +68,9 @@ def test_ranks_of_a_file_may_hold_different_numbers_of_stages(tmp_path):
     [
         (GOOD.replace(",1B1", ""), "stage 1 does F with micro-batch 1"),
         (GOOD.replace("1B1", "1B2"), "stage 0 does nothing with micro-batch 2"),
-        (GOOD.replace("1B1", "1B1,1B1"), "stage 1 does FBB with micro-batch 1"),
-        (GOOD.replace("1B1", "1I1"), "stage 1 does FI with micro-batch 1"),
         (GOOD.replace("0F1", "0X1"), "row 1: '0X1' is no action"),
         (GOOD.replace("1F1", "0F1"), "stage 0 stands in rows 1 and 2"),
         (GOOD.replace("1F", "2F").replace("1B", "2B"), "no action of stage 1"),
-        ("\n", "holds no action"),
     ],
 )
 def test_slips(text, reason, tmp_path):

@@ -42,29 +42,11 @@ def test_a_list_of_indices_names_layers_of_the_same_kind() -> None:
     assert (layer_period(config), small.attn_layer_indices) == (2, [1, 3])
 
 
-def test_intervals_shrink_together() -> None:
-    config = transformers.JambaConfig()
-    small = shrink_config(config, num_layers=layer_period(config))
-    assert len(set(small.layers_block_type)) == 2
-    assert small.expert_layer_period == 2
-
-
-def test_layers_that_are_alike_have_a_period_of_one() -> None:
-    assert layer_period(transformers.LlamaConfig()) == 1
-    assert layer_period(transformers.DeepseekV3Config()) == 2  # dense first, experts after
-
-
 def test_special_tokens_stay_different_and_inside() -> None:
     small = shrink_config(family_config("qwen2_5_vl"), num_layers=2)
     ids = [small.image_token_id, small.video_token_id, small.vision_start_token_id]
     assert len(set(ids)) == 3
     assert max(special_tokens(small)) < small.text_config.vocab_size
-
-
-def test_rotary_axes_fill_the_part_of_the_head_that_is_rotated() -> None:
-    small = shrink_config(family_config("qwen3_5"), num_layers=2).text_config
-    rope = small.rope_parameters
-    assert sum(rope["mrope_section"]) * 2 == small.head_dim * rope["partial_rotary_factor"]
 
 
 @pytest.mark.parametrize(

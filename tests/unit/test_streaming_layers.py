@@ -53,37 +53,6 @@ def test_frozen_layers_send_nothing(lanes, monkeypatch):
     assert layers == [4, 3, 2]  # before the first trained layer nothing goes backward
     sent = sum(home.parameter.numel() for seat in backward for _, home in seat.sent)
     assert sent == 6 * 6 * 2 + 6
-    assert [name for name, _ in engine.optim_named_parameters()] == [
-        "2.weight",
-        "4.weight",
-        "4.bias",
-    ]
-
-
-class LowRank(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.base = nn.Linear(6, 6).requires_grad_(False)
-        self.down, self.up = nn.Linear(6, 1, bias=False), nn.Linear(1, 6, bias=False)
-
-    def forward(self, value):
-        return self.base(value) + self.up(self.down(value))
-
-
-def test_of_low_rank_layers_only_adapters_move(lanes):
-    def make():
-        torch.manual_seed(1)
-        return nn.Sequential(LowRank(), LowRank(), LowRank())
-
-    ours, theirs = make(), make()
-    engine = RoundPipe(ours, lanes=lanes)
-    assert torch.equal(run(engine, BATCH, 3), loop(theirs, BATCH, 2))
-    engine.synchronize()
-    assert_gradients(ours, theirs, rtol=0, atol=0)
-    staged = sum(
-        each.numel() for hosted in engine._hosted_layers for each in hosted.staged.values()
-    )
-    assert staged == 3 * 12
 
 
 def test_tied_weights_and_a_layer_that_comes_twice(lanes):
@@ -137,46 +106,6 @@ def test_buffers_change_once_a_micro_batch(lanes):
     assert_gradients(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-class Splits(nn.Module):
-    def forward(self, value, *, scale, word):
-        assert word == "word"
-        return {"a": (value * scale, None), "b": [value.long(), 3]}
-
-
-class Joins(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, value):
-        first, nothing = value["a"]
-        ids, number = value["b"]
-        assert nothing is None and not ids.is_floating_point()
-        return self.linear(first) * number, ids
-
-
-class Ends(nn.Module):
-    def forward(self, value):
-        return value[0] + value[1]
-
-
-def test_structures_between_layers(lanes):
-    ours = nn.Sequential(Splits(), Joins(), Ends())
-    engine = RoundPipe(ours, lanes=lanes)
-    scale = torch.tensor(2.0)
-    settings = RoundPipeRunConfig(num_microbatch=2, execute_plan=each_layer(3))
-    loss = engine.forward_backward(
-        (BATCH,), {"scale": scale, "word": "word"}, loss_fn=square, run_config=settings
-    )
-    value = ours[1].linear(BATCH * 2) * 3 + BATCH.long()
-    expected = value.square().sum()
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach())
-    plain = ours[1].linear.weight.grad.clone()
-    engine.synchronize()
-    torch.testing.assert_close(ours[1].linear.weight.grad, plain)
-
-
 def test_micro_batches_by_hand(lanes):
     ours, theirs = linears(3), linears(3)
     engine = RoundPipe(ours, lanes=lanes)
@@ -223,14 +152,10 @@ def test_an_error_in_a_layer_reaches_the_caller_and_the_engine_goes_on():
         model[1].is_broken = False
     assert torch.equal(run(engine, BATCH, 3), first)
     engine.synchronize()
-    torch.testing.assert_close(model[0].weight.grad / 2, gradient_of(model))
-
-
-def gradient_of(model):
-    for parameter in model.parameters():
-        parameter.grad = None
+    twice = model[0].weight.grad.clone()
+    model.zero_grad()
     square(model(BATCH), None).backward()
-    return model[0].weight.grad
+    torch.testing.assert_close(twice / 2, model[0].weight.grad)
 
 
 def test_an_error_in_a_step_is_raised_at_the_next_call_with_its_traceback():
@@ -243,14 +168,10 @@ def test_an_error_in_a_step_is_raised_at_the_next_call_with_its_traceback():
     engine.step(failing_step)
     with pytest.raises(ZeroDivisionError, match="in the step") as raised:
         engine.synchronize()
-    names = [entry.name for entry in raised.traceback]
-    assert "failing_step" in names
+    assert "failing_step" in [entry.name for entry in raised.traceback]
     for call in (engine.synchronize, lambda: run(engine, BATCH, 2), lambda: engine(BATCH)):
         with pytest.raises(ZeroDivisionError):
             call()
-    other = RoundPipe(linears(2))
-    with pytest.raises(ZeroDivisionError):
-        other.step(failing_step, is_async=False)
 
 
 class Routed(nn.Module):
@@ -307,8 +228,6 @@ def test_keeping_by_the_rules():
     for layer, words in ((Twice(6, 6), "called twice"), (Never(6, 6), "nothing is kept")):
         with pytest.raises(RuntimeError, match=words):
             RoundPipe(nn.Sequential(layer, nn.Linear(6, 6))).forward_backward((BATCH,))
-    assert doing_recompute() is False
-    save_for_recompute(1)  # outside of the engine it is dropped
 
 
 def test_what_is_saved_has_no_graph_and_is_let_go_once_it_was_used():

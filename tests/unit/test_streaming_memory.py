@@ -7,18 +7,12 @@ import pytest
 import torch
 
 from optimizer import adamw
-from stageline.device import (
-    ALLOCATOR_VARIABLES,
-    pinned_block,
-    settle_allocators,
-)
+from stageline.device import ALLOCATOR_VARIABLES, pinned_block, settle_allocators
 from stageline.modules.layer_seeds import NO_SEEDS
 from stageline.streaming import host_weights, passes
 from stageline.streaming.engine import RoundPipe
 from stageline.streaming.host_weights import ALIGNMENT, all_homes, host_bytes
-from stageline.streaming.lanes import DeviceBudgetError, Lane
-from stageline.streaming.plan import Plan
-from stageline.streaming.run_config import RoundPipeRunConfig
+from stageline.streaming.lanes import Lane
 from stageline.streaming.runner import StreamedCall
 from tests.helpers.fake_devices import fake_accelerators
 from tests.helpers.streamed_models import BATCH, linears, loop, run, square
@@ -42,18 +36,6 @@ def test_a_model_four_times_the_budget_trains_within_it(count):
     assert 0 < max(lane.pool.peak_bytes for lane in lanes) <= budget
 
 
-def test_a_budget_that_no_layer_fits_is_refused():
-    with pytest.raises(ValueError, match="layer 0 needs"):
-        RoundPipe(linears(2), lanes=[Lane.cpu(budget=500)]).forward_backward(
-            (BATCH,), loss_fn=square
-        )
-    everything = RoundPipeRunConfig(execute_plan=Plan((), (range(0, 2),)))
-    with pytest.raises(DeviceBudgetError, match="the budget is 700"):
-        RoundPipe(linears(2), lanes=[Lane.cpu(budget=700)]).forward_backward(
-            (BATCH,), loss_fn=square, run_config=everything
-        )
-
-
 def test_the_host_memory_that_is_stated_is_what_it_takes():
     model = linears(6).bfloat16()
     model[0].requires_grad_(False)
@@ -61,9 +43,8 @@ def test_the_host_memory_that_is_stated_is_what_it_takes():
     optimizer = torch.optim.SGD(engine.optim_parameters(), lr=1e-3)
     engine.forward_backward((BATCH.bfloat16(),), loss_fn=square)
     engine.synchronize()
-    tensors = [home.parameter for hosted in engine._hosted_layers for home in hosted.homes]
-    tensors += [home.back for hosted in engine._hosted_layers for home in hosted.homes]
-    tensors += [home.total for hosted in engine._hosted_layers for home in hosted.homes]
+    homes = all_homes(engine._hosted_layers)
+    tensors = [each for home in homes for each in (home.parameter, home.back, home.total)]
     tensors += list(optimizer.param_groups[0]["params"])
     tensors += [each for hosted in engine._hosted_layers for each in hosted.staged.values()]
     taken = sum(each.numel() * each.element_size() for each in tensors if each is not None)
@@ -141,7 +122,6 @@ def test_a_device_gets_the_integers_of_a_micro_batch_once():
     assert set(first) == set(batch) and set(later) == {"input_ids"}
     assert later["input_ids"] is first["input_ids"]
     assert call.batch(1, device)["input_ids"] is not first["input_ids"]
-    assert call.batch(0, torch.device("cpu"))["input_ids"].device.type == "cpu"
 
 
 def test_an_update_on_the_host_of_a_gpu_is_one_kernel(monkeypatch):

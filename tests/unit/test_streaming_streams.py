@@ -1,6 +1,5 @@
 """What goes wrong on the streams of a GPU only, as far as a CPU can show it."""
 
-import threading
 import weakref
 
 import numpy as np
@@ -9,29 +8,15 @@ import torch
 from torch import nn
 
 from stageline.streaming.engine import RoundPipe
-from stageline.streaming.host_weights import make_host_weights, make_pages, page_runs
+from stageline.streaming.host_weights import make_host_weights
 from stageline.streaming.lanes import BufferPool, DeviceBudgetError, Lane, Queue
 from stageline.streaming.passes import StagePass
 from stageline.streaming.plan import Plan
-from stageline.streaming.recompute import (
-    doing_recompute,
-    get_recompute_data,
-    save_for_recompute,
-)
 from stageline.streaming.run_config import RoundPipeRunConfig
 from tests.helpers.late_queues import late_lanes
+from tests.helpers.streamed_models import BATCH, each_layer, linears, square
 
 CPU = torch.device("cpu")
-BATCH = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-
-
-def square(output, label):
-    return output.square().sum()
-
-
-def linears(count):
-    torch.manual_seed(3)
-    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(count)))
 
 
 def test_a_buffer_that_changes_leaves_its_neighbours_of_the_stage_alone():
@@ -74,8 +59,7 @@ def test_what_the_pool_drops_is_free():
     budget, live = 9_000, LiveBytes()
     lane = Lane(CPU, pool=BufferPool(CPU, budget, live.allocate))
     engine = RoundPipe(model, lanes=[lane])
-    stages = [range(at, at + 1) for at in range(6)]
-    plan = RoundPipeRunConfig(execute_plan=Plan(tuple(stages[:-1]), tuple(stages[::-1])))
+    plan = RoundPipeRunConfig(execute_plan=each_layer(6))
     for _ in range(3):
         engine.forward_backward((BATCH,), loss_fn=square, run_config=plan)
     assert 0 < live.peak == lane.pool.peak_bytes <= budget
@@ -110,34 +94,6 @@ def test_after_an_error_memory_waits_for_what_is_on_its_way_in():
     assert not buffer.data.any()
 
 
-class HeldQueue(Queue):
-    """Its marks are reached when the test says so."""
-
-    def __init__(self):
-        self.release = threading.Event()
-        self.was_released = []
-
-    def record(self):
-        return self
-
-    def wait(self):
-        self.was_released.append(self.release.wait(20))
-
-
-def test_an_asynchronous_step_does_not_wait_for_its_gradients():
-    held = HeldQueue()
-    lane = Lane(CPU, outward=held)
-    # with seeds of its own a call on a CPU lane waits, since it restores the host's generator
-    settings = RoundPipeRunConfig(preserve_rng_state=False)
-    engine = RoundPipe(linears(2), model_run_config=settings, lanes=[lane])
-    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
-    engine.forward_backward((BATCH,), loss_fn=square)
-    engine.step(optimizer.step)
-    held.release.set()
-    engine.synchronize()
-    assert held.was_released and all(held.was_released)
-
-
 class NotingQueue(Queue):
     def __init__(self):
         self.used = []
@@ -152,10 +108,7 @@ def test_compute_keeps_what_another_queue_brought():
     elsewhere = torch.device("cpu", 0)  # not equal to the host's: values are brought to it
     lane = Lane(elsewhere, compute, pool=BufferPool(elsewhere))
     engine = RoundPipe(linears(3), lanes=[lane])
-    stages = [range(at, at + 1) for at in range(3)]
-    settings = RoundPipeRunConfig(
-        num_microbatch=1, execute_plan=Plan(tuple(stages[:-1]), tuple(stages[::-1]))
-    )
+    settings = RoundPipeRunConfig(num_microbatch=1, execute_plan=each_layer(3))
     label = torch.zeros(4, 6)
     engine.forward_backward(
         (BATCH,), label=label, loss_fn=lambda out, its: (out - its).sum(), run_config=settings
@@ -163,87 +116,3 @@ def test_compute_keeps_what_another_queue_brought():
     found = [each for each in compute.used if torch.equal(each, BATCH)]
     assert len(found) == 2  # forward, and again to recompute the first layer
     assert any(torch.equal(each, label) for each in compute.used)
-
-
-def test_sums_of_gradients_take_memory_once():
-    engine = RoundPipe(linears(2))
-    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
-    places = []
-    for _ in range(3):
-        engine.forward_backward((BATCH,), loss_fn=square)
-        engine.synchronize()
-        places.append(
-            [home.total.data_ptr() for hosted in engine._hosted_layers for home in hosted.homes]
-        )
-        engine.step(optimizer.step)
-    assert places[0] == places[1] == places[2]
-
-
-def test_memory_is_registered_by_whole_pages_and_each_once():
-    shared = [(4096, 4100), (4100, 4200)]  # two tensors of one page
-    touching, apart = (8000, 8193), (40960, 40961)
-    assert page_runs([apart, touching, *shared]) == [(4096, 12288), (40960, 45056)]
-
-
-class Driver:
-    """Pins what fits into its limit."""
-
-    def __init__(self, limit):
-        self.limit, self.pinned = limit, set()
-
-    def cudaHostRegister(self, start, num_bytes, flags):
-        if len(self.pinned) == self.limit:
-            return 2
-        self.pinned.add(start)
-        return 0
-
-    def cudaHostUnregister(self, start):
-        self.pinned.remove(start)
-
-
-def test_registered_memory_is_given_back_with_its_owner_and_after_a_refusal(monkeypatch):
-    hosted_layers = make_host_weights([nn.Linear(64, 64), nn.Linear(640, 640)])
-    driver = Driver(limit=100)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
-    owner = nn.Identity()
-    make_pages(hosted_layers, "register", device=torch.device("cuda", 0), owner=owner)
-    num_runs = len(driver.pinned)
-    del owner
-    assert num_runs and not driver.pinned
-    driver.limit = num_runs - 1
-    with pytest.raises(RuntimeError, match="cudaHostRegister returned 2"):
-        make_pages(hosted_layers, "register", device=torch.device("cuda", 0), owner=nn.Identity())
-    assert not driver.pinned
-
-
-class Saves(nn.Module):
-    """Random numbers of the first run are those of the second, too."""
-
-    def forward(self, value):
-        if doing_recompute():
-            (noise,) = get_recompute_data()
-        else:
-            noise = torch.rand(value.shape[1:])
-            save_for_recompute(noise)
-        self.noises.append(noise)
-        return value * noise
-
-
-def test_compute_keeps_what_a_layer_saved_on_another_lane():
-    queues = [NotingQueue(), NotingQueue()]
-    saves, model = Saves(), linears(3)
-    saves.noises = []
-    # forward runs layer 1 on lane 1, backward on lane 0
-    plan = Plan((range(0, 1), range(1, 2), range(2, 3)), (range(3, 4), range(1, 3), range(0, 1)))
-    engine = RoundPipe(
-        nn.Sequential(model[0], saves, model[1], model[2]),
-        lanes=[Lane(CPU, queue) for queue in queues],
-    )
-    settings = RoundPipeRunConfig(num_microbatch=1, execute_plan=plan)
-    engine.forward_backward((BATCH,), loss_fn=square, run_config=settings)
-    first, second = saves.noises
-    assert first is not second and torch.equal(first, second)
-    assert not any(torch.equal(each, first) for each in queues[1].used)
-    assert any(torch.equal(each, first) for each in queues[0].used)
