@@ -21,7 +21,7 @@ from stageline.checkpoint.files import tensor_names
 from stageline.checkpoint.save import save_split_model
 from tests.helpers.exports import export_folder
 from tests.helpers.tiny_batches import tiny_micro_batches
-from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
+from tests.helpers.tiny_checkpoints import auto_class, shake, tiny_whole
 from tests.helpers.tiny_models import DECODERS, IMAGE_TOKEN_ID, VISION_LANGUAGE, VOCAB_SIZE
 
 FAMILIES = DECODERS + VISION_LANGUAGE
@@ -46,14 +46,7 @@ def build(family, folder, *, base=None, num_loras=0):
         )
         stages.append(model)
     assert isinstance(stages[0], CausalLMStage | VisionLanguageStage)
-    with torch.no_grad():
-        for model in stages:
-            for name, parameter in model.named_parameters():
-                if parameter.requires_grad:
-                    # by name: a tied weight lies on both stages and changes alike
-                    generator = torch.Generator().manual_seed(len(name) + parameter.numel())
-                    parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return stages
+    return shake(stages)
 
 
 def first_batch(family):

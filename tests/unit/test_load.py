@@ -1,23 +1,26 @@
 """Split load: every tensor of every stage is the whole model's, and nothing is missing unseen."""
 
 import json
-import shutil
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pp_models import CausalLMStage, StageModel, VisionLanguageStage
+from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.shards import disk_state
 from stageline.errors import NonFiniteError, UserError
 from stageline.modules.stage_names import names_on_disk
+from tests.helpers.faulty_files import rewrite
 from tests.helpers.tiny_checkpoints import tiny_whole
 from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE
+
+WEIGHTS = "model.safetensors"
 
 
 def build(folder, *, stage=0, num_stages=1, dtype=torch.float32, **kwargs):
@@ -55,46 +58,6 @@ def test_every_tensor_is_the_whole_models(family, tied, tmp_path):
         assert len(repeated) == (tied and num_stages > 1)
 
 
-def test_full_gemma3_with_its_vision_tower(tmp_path):
-    text = {
-        "vocab_size": 64,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-    }
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 16,
-        "patch_size": 4,
-    }
-    config = transformers.Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=5
-    )
-    whole = transformers.Gemma3ForConditionalGeneration(config)
-    whole.save_pretrained(tmp_path, max_shard_size="20KB")
-    names = set()
-    for stage in range(3):
-        model = load(tmp_path, stage=stage, num_stages=3)
-        for name, tensor in model.state_dict().items():
-            assert torch.equal(tensor, whole.state_dict()[name]), name
-        names |= set(model.state_dict())
-    assert names == set(whole.state_dict())
-
-
-def test_tied_weight_stays_one_tensor(tmp_path):
-    tiny_whole("llama", tmp_path, tied=True)
-    one = load(tmp_path)
-    assert one.lm_head.weight is one.model.embed_tokens.weight
-    last = load(tmp_path, stage=2, num_stages=3)
-    assert last.lm_head.weight is last.model.embed_tokens.weight
-
-
 @pytest.mark.parametrize("shard", ["20KB", "1GB"], ids=["sharded", "single"])
 def test_bfloat16_weights_keep_float32_frequencies(shard, tmp_path):
     whole = tiny_whole("llama", tmp_path, dtype=torch.bfloat16, max_shard_size=shard)
@@ -115,18 +78,10 @@ def test_dtype_is_cast_exactly(tmp_path):
 
 def test_a_single_file_and_weights_that_outlive_it(tmp_path):
     whole = tiny_whole("qwen3", tmp_path, max_shard_size="1GB")
-    model = load(tmp_path, tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").write_bytes(b"")  # a mapped weight would be gone now
+    model = load(tmp_path, tmp_path / WEIGHTS)
+    (tmp_path / WEIGHTS).write_bytes(b"")  # a mapped weight would be gone now
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, whole.state_dict()[name])
-
-
-def rewrite(folder, change):
-    """Applies `change` to the state of a single-file checkpoint."""
-    file = folder / "model.safetensors"
-    state = load_file(file)
-    change(state)
-    save_file(state, file, metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("family", ["llama", "internvl"])
@@ -138,7 +93,7 @@ def test_missing_and_unexpected_names_are_listed(family, tmp_path):
         del state[gone[0]]
         state["adapter_of_mine.weight"] = torch.zeros(2)
 
-    rewrite(tmp_path, change)
+    rewrite(tmp_path / WEIGHTS, change)
     with pytest.raises(UserError) as caught:
         load(tmp_path, stage=1, num_stages=2)
     assert "1 names are missing: model." in str(caught.value)
@@ -164,21 +119,24 @@ def test_a_missing_expert_is_refused(tmp_path):
     def change(state):
         del state["model.layers.0.block_sparse_moe.experts.2.w1.weight"]
 
-    rewrite(tmp_path, change)
+    rewrite(tmp_path / WEIGHTS, change)
     with pytest.raises(UserError, match="does not fit stage 0"):
         load(tmp_path)
 
 
 def test_other_shapes_are_listed(tmp_path):
     tiny_whole("llama", tmp_path, max_shard_size="1GB")
-    rewrite(tmp_path, lambda state: state.update({"model.norm.weight": torch.ones(3)}))
+    rewrite(
+        tmp_path / WEIGHTS,
+        lambda state: state.update({"model.norm.weight": torch.ones(3)}),
+    )
     with pytest.raises(UserError, match=r"model.norm.weight \(file \[3\], model \[16\]\)"):
         load(tmp_path)
 
 
 def test_nan_is_refused(tmp_path):
     tiny_whole("llama", tmp_path, max_shard_size="1GB")
-    rewrite(tmp_path, lambda state: state["model.norm.weight"].fill_(torch.nan))
+    rewrite(tmp_path / WEIGHTS, lambda state: state["model.norm.weight"].fill_(torch.nan))
     with pytest.raises(NonFiniteError, match="model.norm.weight .*model.safetensors: 16 nan"):
         load(tmp_path)
 
@@ -193,37 +151,13 @@ def test_weights_without_the_models_prefix(tmp_path):
             assert torch.equal(tensor, whole.state_dict()[name]), name
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda f: shutil.rmtree(f), "does not exist"),
-        (lambda f: [p.unlink() for p in f.glob("*.safetensors*")], "holds neither"),
-        (lambda f: next(iter(f.glob("model-*2-of-*"))).unlink(), "is missing"),
-        (lambda f: next(iter(f.glob("model-*2-of-*"))).write_bytes(b"<html>"), "cannot be read"),
-        (lambda f: (f / "model.safetensors.index.json").write_text("{"), "cannot be read"),
-        (
-            lambda f: (f / "model.safetensors.index.json").write_text(
-                json.dumps({"weight_map": {"lm_head.weight": "../x.safetensors"}})
-            ),
-            "plain file name",
-        ),
-    ],
-    ids=["no_folder", "no_weights", "shard_missing", "no_safetensors", "bad_index", "path_outside"],
-)
-def test_broken_checkpoints_are_named(spoil, message, tmp_path):
-    tiny_whole("llama", tmp_path / "whole")
-    model = build(tmp_path / "whole")
-    spoil(tmp_path / "whole")
-    with pytest.raises(UserError, match=message):
-        load_split_model(model, tmp_path / "whole", device="cpu", dtype=torch.float32)
-
-
-def test_a_cut_shard_is_named(tmp_path):
-    tiny_whole("llama", tmp_path)
-    shard = sorted(tmp_path.glob("*.safetensors"))[0]
-    shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(UserError, match=shard.name):
-        load(tmp_path)
+def test_a_folder_without_weights_is_refused(tmp_path):
+    tiny_whole("llama", tmp_path / "whole", max_shard_size="1GB")
+    with pytest.raises(UserError, match="does not exist"):
+        load(tmp_path / "whole", tmp_path / "none")
+    (tmp_path / "whole" / WEIGHTS).unlink()
+    with pytest.raises(UserError, match="holds neither"):
+        load(tmp_path / "whole")
 
 
 def test_fresh_lora_beside_loaded_weights(tmp_path):
@@ -238,15 +172,6 @@ def test_fresh_lora_beside_loaded_weights(tmp_path):
                 assert torch.count_nonzero(tensor) == 0
             else:
                 assert torch.count_nonzero(tensor) == tensor.numel()
-
-
-def test_the_same_fresh_lora_for_every_split(tmp_path):
-    tiny_whole("llama", tmp_path)
-    one = load(tmp_path, llm_lora_num=1).state_dict()
-    for stage in range(3):
-        split = load(tmp_path, stage=stage, num_stages=3, llm_lora_num=1).state_dict()
-        for name, tensor in split.items():
-            assert torch.equal(tensor, one[name]), name
 
 
 def test_a_checkpoint_with_lora_names_is_read_by_the_key_map(tmp_path):
@@ -292,23 +217,6 @@ class OwnStage(StageModel):
         return {"llm": ["layers"]}
 
 
-def test_own_modules_are_read_by_name(tmp_path):
-    state = {f"layers.{i}.{n}": torch.randn(4, 4)[0 if n == "bias" else ...].clone()
-             for i in range(4) for n in ("weight", "bias")}  # fmt: skip
-    save_file(state, tmp_path / "model.safetensors")
-    for stage in range(2):
-        model = OwnStage(None, stage=stage, num_stages=2)
-        load_split_model(model, tmp_path, device="cpu", dtype=torch.float32)
-        assert len(model.state_dict()) == 4
-        for name, tensor in model.state_dict().items():
-            assert torch.equal(tensor, state[name])
-    del state["layers.3.bias"]
-    save_file(state, tmp_path / "model.safetensors")
-    model = OwnStage(None, stage=1, num_stages=2)
-    with pytest.raises(UserError, match="1 names are missing: layers.3.bias"):
-        load_split_model(model, tmp_path, device="cpu", dtype=torch.float32)
-
-
 class Renamed(OwnStage):
     """A user's model with LoRA; its files have other names than its parameters."""
 
@@ -324,12 +232,33 @@ class Renamed(OwnStage):
         return {name: there for there, name in key_map.items()} if self.is_reversed else key_map
 
 
+def test_own_modules_are_read_and_saved_under_their_names(tmp_path):
+    state = {f"layers.{i}.{n}": torch.randn(4, 4)[0 if n == "bias" else ...].clone()
+             for i in range(4) for n in ("weight", "bias")}  # fmt: skip
+    save_file(state, tmp_path / WEIGHTS)
+    stages = [OwnStage(None, stage=stage, num_stages=2) for stage in range(2)]
+    for model in stages:
+        load_split_model(model, tmp_path, device="cpu", dtype=torch.float32)
+        assert len(model.state_dict()) == 4
+        assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    folder = save_split_model(stages, None, tmp_path / "after")
+    assert set(weight_files(folder)) == set(state)
+    again = OwnStage(None, stage=0, num_stages=1)
+    load_split_model(again, folder, device="cpu", dtype=torch.float32)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in again.state_dict().items())
+    del state["layers.3.bias"]
+    save_file(state, tmp_path / WEIGHTS)
+    model = OwnStage(None, stage=1, num_stages=2)
+    with pytest.raises(UserError, match="missing: layers.3.bias"):
+        load_split_model(model, tmp_path, device="cpu", dtype=torch.float32)
+
+
 @pytest.mark.parametrize("is_reversed", [False, True], ids=["theirs", "reversed"])
 def test_a_key_map_of_either_direction_is_read_and_written(is_reversed, tmp_path, monkeypatch):
     monkeypatch.setattr(Renamed, "is_reversed", is_reversed)
     state = {f"blocks.{i}.{n}": torch.randn(4, 4)[0 if n == "bias" else ...].clone()
              for i in range(4) for n in ("weight", "bias")}  # fmt: skip
-    save_file(state, tmp_path / "model.safetensors")
+    save_file(state, tmp_path / WEIGHTS)
     model = Renamed(None, stage=0, num_stages=1, llm_lora_num=1)
     load_split_model(model, tmp_path, device="cpu", dtype=torch.float32)
     for index in range(4):

@@ -16,7 +16,6 @@ from stageline.modules.lora import (
     linear_names,
     lora_stacks,
     merge_lora,
-    strip_lora,
     unwrapped,
     wrap_linear,
 )
@@ -55,20 +54,6 @@ def fill_adapters(model):
                     linear.weight.copy_(torch.randn(linear.weight.shape, generator=generator))
 
 
-def test_names_and_untouched_output():
-    plain = Tower()
-    x = torch.randn(3, 6)
-    expected = plain(x)
-    wrapped = wrap_linear(plain, rank=2, alpha=4.0)
-    names = {name for name, _ in wrapped.named_parameters()}
-    assert "layers.0.q_proj.lora_module.weight" in names
-    assert "layers.0.q_proj.lora.lora_A.weight" in names
-    assert "layers.1.c_fc.lora.lora_B.weight" in names
-    assert "layers.0.norm.weight" in names
-    assert len(lora_stacks(wrapped)) == 5
-    assert torch.equal(wrapped(x), expected)  # B is zero
-
-
 def test_outputs_and_gradients_are_those_of_peft():
     torch.manual_seed(0)
     ours = Tower()
@@ -90,14 +75,6 @@ def test_outputs_and_gradients_are_those_of_peft():
             expected = getattr(modules[name], part)["default"].weight.grad
             assert expected.abs().sum() > 0
             assert torch.equal(getattr(wrapper.lora, part).weight.grad, expected)
-
-
-def test_start_is_that_of_peft_in_distribution():
-    # the same function of torch, so the same bound: 1 / sqrt(inputs)
-    layer = wrap_linear(nn.Linear(400, 10), rank=50, alpha=1.0).lora
-    assert layer.lora_A.weight.abs().max() <= 1 / 20
-    assert layer.lora_A.weight.abs().max() > 0.99 / 20
-    assert torch.count_nonzero(layer.lora_B.weight) == 0
 
 
 @pytest.mark.parametrize("start", ["default", "gaussian", "orthogonal"])
@@ -150,22 +127,9 @@ def test_a_merge_into_half_precision_is_rounded_once():
     assert torch.equal(merge_lora(model)[0].weight, expected)
 
 
-def test_root_linear_is_wrapped_and_merged():
-    linear = nn.Linear(3, 2)
-    wrapped = wrap_linear(wrap_linear(linear, rank=1, alpha=1.0), rank=1, alpha=1.0)
-    assert isinstance(wrapped, LoRAWrapper)
-    assert wrapped.lora_module.lora_module is linear
-    assert (wrapped.in_features, wrapped.out_features) == (3, 2)
-    assert merge_lora(wrapped) is linear
-
-
-@pytest.mark.parametrize(
-    "module", [nn.Embedding(4, 3), nn.Conv2d(3, 4, 1), nn.Bilinear(2, 2, 2), Tower()]
-)
+@pytest.mark.parametrize("module", [nn.Embedding(4, 3), Tower()])
 def test_what_is_not_a_linear_layer_is_refused_by_name(module):
-    with pytest.raises(
-        UserError, match=rf"{type(module).__name__} is not one.*--lora.modules_to_save"
-    ):
+    with pytest.raises(UserError, match=rf"{type(module).__name__}.*--lora.modules_to_save"):
         LoRAWrapper(module, rank=2, alpha=4.0)
 
 
@@ -188,11 +152,6 @@ def test_stacked_names_and_key_map():
     assert key_map_without_last_lora(["lora_module.weight", "lora.lora_B.weight"]) == {
         "weight": "lora_module.weight"
     }
-
-
-def test_strip_lora():
-    assert strip_lora("a.q.lora_module.lora_module.weight") == "a.q.weight"
-    assert strip_lora("a.q.weight") == "a.q.weight"
 
 
 @pytest.mark.parametrize(

@@ -184,31 +184,32 @@ def test_other_ways_to_break_a_contract(job, words, came):
     assert re.search(r" \(tests/scripts/contract_\w+_parts\.py:\d+\)", message), message
 
 
-def test_a_loss_that_fails_is_named_with_its_line(job, capsys):
-    """Or a line tells of it, where it may run on another device."""
-    with pytest.raises(
-        ContractError, match=r"raised RuntimeError: .* at contract_run_parts.py:\d+"
-    ):
-        check_parts(*shipped(job, "--import", RUN, "--loss-fn", "loss_fails"))
-    capsys.readouterr()
-    check_parts(*shipped(job, "--import", RUN, "--loss-fn", "loss_on_a_gpu"))
-    said = capsys.readouterr().out
-    assert re.search(r"before the run: .*needs CUDA at contract_run_parts.py:\d+", said)
-
-
 @pytest.mark.parametrize(
-    ("words", "came"),
+    ("key", "came"),
     [
         ("stage_plain", "has no get_example_input"),
         ("stage_alone", "returned a model alone"),
         ("stage_example_tensor", "said of the input of stage 0: a tensor"),
         ("stage_example_none", "said of the input of stage 0: None"),
+        ("stage_takes_one", r"forward\(self, hidden_or_ids, \*extras, \*\*batch"),
     ],
 )
-def test_what_a_train_model_part_returned(job, words, came):
-    arguments, _ = shipped(job, "--import", RUN, "--train-model", words)
+def test_what_a_train_model_part_returned(job, key, came):
+    arguments, _ = shipped(job, "--import", RUN, "--train-model", key)
     with pytest.raises(ContractError, match=came):
         stage_builder(arguments).build(0, num_stages=2, device="cpu")
+
+
+def test_what_other_parts_returned(job, capsys):
+    arguments, _ = shipped(job, "--import", RUN, "--optimizer", "optimizer_class")
+    with pytest.raises(ContractError, match="returned a type: <class 'torch.optim.adamw.AdamW'>"):
+        make_optimizer(arguments, {"weight": torch.nn.Parameter(torch.ones(2, 2))})
+    with pytest.raises(ContractError, match="3 similarities were expected"):
+        check_sim_fn(sim_fn_register["sim_scalar"])
+    check_parts(*shipped(job, "--import", RUN, "--loss-fn", "loss_declared"))
+    check_parts(*shipped(job, "--import", RUN, "--loss-fn", "loss_on_a_gpu"))
+    told = r"before the run: .*needs CUDA at contract_run_parts.py:\d+"
+    assert re.search(told, capsys.readouterr().out)
 
 
 def test_a_chosen_kernel_of_attention_reaches_the_model(job):
@@ -216,29 +217,6 @@ def test_a_chosen_kernel_of_attention_reaches_the_model(job):
         arguments, _ = shipped(job, *words)
         model = stage_builder(arguments).build(0, num_stages=2, device="cpu")
         assert model.config._attn_implementation == expected
-
-
-def test_a_stage_that_takes_the_hidden_states_alone(job):
-    """Refused where it is built: each engine would call it in a place of its own."""
-    arguments, _ = shipped(job, "--import", RUN, "--train-model", "stage_takes_one")
-    with pytest.raises(ContractError, match=r"forward\(self, hidden_or_ids, \*extras, \*\*batch"):
-        stage_builder(arguments).build(0, num_stages=2, device="cpu")
-
-
-def test_what_an_optimizer_part_returned(job):
-    arguments, _ = shipped(job, "--import", RUN, "--optimizer", "optimizer_class")
-    with pytest.raises(ContractError, match="returned a type: <class 'torch.optim.adamw.AdamW'>"):
-        make_optimizer(arguments, {"weight": torch.nn.Parameter(torch.ones(2, 2))})
-
-
-def test_a_similarity(job):
-    arguments, _ = shipped(job, "--import", RUN)
-    with pytest.raises(ContractError, match="3 similarities were expected"):
-        check_sim_fn(sim_fn_register["sim_scalar"])
-
-
-def test_a_loss_that_says_it_weighs_by_itself_passes(job):
-    check_parts(*shipped(job, "--import", RUN, "--loss-fn", "loss_declared"))
 
 
 @pytest.mark.parametrize("file", ["add_a_part.md", "add_a_part.zh.md"])

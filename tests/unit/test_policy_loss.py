@@ -178,25 +178,6 @@ def test_tokens_drawn_with_other_roundings_are_corrected_as_trl_does(kind):
     assert abs(loss - plain) > 1e-4
 
 
-@pytest.mark.parametrize(("loss_type", "options"), TYPES)
-def test_any_split_into_micro_batches_adds_up(loss_type, options):
-    batch, logits, _ = make_batch()
-    whole, figures = our_loss(batch, logits, loss_type=loss_type, kl_beta=0.1, **options)
-    parts = [
-        our_loss(
-            {name: value[rows] for name, value in batch.items()},
-            logits[rows],
-            loss_type=loss_type,
-            kl_beta=0.1,
-            **options,
-        )
-        for rows in ([2, 0, 5], [4], [1, 3])
-    ]
-    torch.testing.assert_close(sum(loss for loss, _ in parts), whole, **CLOSE)
-    for name, value in figures.items():
-        torch.testing.assert_close(sum(own[name] for _, own in parts), value, **CLOSE)
-
-
 def packed_into(rows, batch, logits):
     """The answers of each row, with the prompts before them, behind each other; padding behind."""
     width = max(sum(PROMPT + LENGTHS[one] for one in row) for row in rows) + 2
@@ -297,37 +278,6 @@ def test_the_expected_gradient_is_the_policys(size):
             )
             found -= chance * torch.autograd.grad(loss, logits, retain_graph=True)[0]
         torch.testing.assert_close(found, share * true, **CLOSE)
-
-
-def test_sampled_groups_come_near_the_expected_gradient():
-    """The error falls with the square root of their number."""
-    logits = torch.tensor([0.4, -0.3]).double().requires_grad_()
-    chances = logits.detach().softmax(-1)
-    true = torch.autograd.grad((logits.softmax(-1) * torch.tensor([0.0, 1.0])).sum(), logits)[0]
-    generator = torch.Generator().manual_seed(0)
-    errors = {}
-    for num_groups in (100, 10_000):
-        found = []
-        for _ in range(20):
-            shape = (num_groups, 4)
-            drawn = (torch.rand(shape, generator=generator) < chances[1]).long()
-            weights = advantages(drawn.double(), "rloo").flatten()
-            batch = {
-                "labels": pad(drawn.view(-1, 1), (1, 0), value=-100),
-                "loss_advantages": weights,
-                "loss_is_learnt": torch.ones(len(weights), dtype=torch.bool),
-            }
-            count = torch.tensor(float(len(weights)))
-            loss, _ = policy_loss(
-                logits.expand(len(weights), 2, 2),
-                batch,
-                num_tokens=count,
-                num_answers=count,
-                options=PolicyOptions(),
-            )
-            found.append((-torch.autograd.grad(loss, logits)[0] - true).norm())
-        errors[num_groups] = torch.stack(found).mean().item()
-    assert 5 < errors[100] / errors[10_000] < 20, errors
 
 
 def test_what_is_no_loss_is_refused():
