@@ -117,17 +117,6 @@ def test_c06_output_dir_cannot_be_written(job, tmp_path):
         assert "Traceback" not in done.err
 
 
-def test_c08_stopped_between_publishing_and_removing(job, undisturbed):
-    """Both checkpoints are whole; the next run removes the old one."""
-    keep = ("--keep-last", 1)
-    fault = "at=retention,count=2,do=exit"
-    assert job.fork("between", *SHORT, *keep, ranks=1, chaos=fault).code == 137
-    assert_whole(job, "between", 2, 4)
-    done = job.fork("between", *RESUME, *keep, "--total-steps", 6, "--allow-changes", ranks=1)
-    assert done.code == 0 and "removed step-00000002, step-00000004" in done.out
-    assert_whole(job, "between", 6)
-
-
 def test_c11_a_step_that_exists_is_kept_aside(job, undisturbed):
     """Resumed from an older one: later ones get another name and are not written into."""
     shutil.copytree(job.folder / "undisturbed", job.folder / "again")

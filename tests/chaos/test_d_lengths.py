@@ -68,11 +68,6 @@ def test_a_decay_may_be_put_off_before_it_begins(job):
     ("first", "then", "words"),
     [
         (("--total-steps", 4), ("--total-steps", 6), ["step 2, which is done", "then, 6 now"]),
-        (
-            ("--total-steps", 4, "--lr-scheduler", "linear", "--warmup-steps", 2),
-            ("--total-steps", 6, "--lr-scheduler", "linear", "--warmup-steps", 2),
-            ["step 4, which is done", "--lr-scheduler constant"],
-        ),
         ((*CONSTANT, "--total-steps", 4), (*CONSTANT, "--total-steps", 3), ["4 are done"]),
         (
             ("--total-steps", 4, "--lr-scheduler", "constant", "--warmup-ratio", 0.5),

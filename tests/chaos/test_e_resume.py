@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.helpers.small_run import Job, saved_tensors
 
@@ -130,25 +129,6 @@ def test_d12_replicas_come_and_go(shards, job):
     expected = job.losses(f"alone-{shards}")
     assert job.losses(name) == pytest.approx(expected, rel=1e-5)
     assert_close(last(job, name), last(job, f"alone-{shards}"), rtol=1e-3)
-
-
-@pytest.mark.parametrize("precision", ["--bf16", "--fp16"])
-def test_d12_sharded_masters(precision, job):
-    """Float32 masters of a half-precision run, from shares to whole ones and on."""
-    name = f"masters{precision}"
-    two = ("--num-stages", 1, "--dp-degree", 2, "--batch-size", 4, "--dp-shard")
-    assert job.fork(name, precision, *two, chaos=KILL.format(5), waits=True).code != 0
-    folder = job.folder / name / "checkpoints" / "step-00000004"
-    files = (folder / "training_state").glob("*.safetensors")
-    named = [one for file in files for one in load_file(file).items()]
-    masters = [value for name, value in named if name.startswith("weight/")]
-    assert masters and all(value.dtype == torch.float32 for value in masters)
-    assert any(not torch.equal(value, value.bfloat16().float()) for value in masters)
-    resume = ("--resume", "auto", "--total-steps", 4, "--allow-changes")
-    done = job.fork(name, precision, *resume, ranks=1)
-    assert done.code == 0 and "4 of 4 steps are done" in done.out, done.err
-    done = job.fork(name, precision, "--resume", "auto", ranks=2)
-    assert done.code == 0 and "4 of 12" in done.out, done.err
 
 
 def test_lora_on_lora(job):

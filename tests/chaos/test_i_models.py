@@ -58,39 +58,25 @@ def canary(folder, monkeypatch, tmp_path):
         "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
     )
     path = tmp_path / "canary"
-    code = f"""
-        import os
-        os.makedirs({str(path)!r}, exist_ok=True)
-        from transformers import PretrainedConfig
-        class Config(PretrainedConfig):
-            model_type = "canary"
-    """
-    lines = [line.strip() for line in code.strip().splitlines()]
-    text = "\n".join([*lines[:-1], "    " + lines[-1]])
-    (folder / "canary.py").write_text(text + "\n")
+    code = f"import os\nos.makedirs({str(path)!r}, exist_ok=True)\n"
+    code += "from transformers import PretrainedConfig\n"
+    code += "class Config(PretrainedConfig):\n    model_type = 'canary'\n"
+    (folder / "canary.py").write_text(code)
     return path
 
 
 def everything(folder):
     """All ways by which a model folder is read."""
     config = AutoConfig.for_model("llama")
+    paths = {"config_path": str(folder), "processor_path": None, "checkpoint_path": str(folder)}
     return {
         "config": lambda: load_config(folder),
         "processor": lambda: load_processor(folder),
         "builder": lambda: models.builders.auto(str(folder), device="cpu"),
         "export": lambda: load_plain(folder),
-        "stage": lambda: CausalLMStage.build(
-            config_path=str(folder),
-            processor_path=None,
-            checkpoint_path=str(folder),
-            stage=0,
-            num_stages=2,
-        ),
+        "stage": lambda: CausalLMStage.build(**paths, stage=0, num_stages=2),
         "weights": lambda: load_split_model(
-            CausalLMStage(config, stage=0, num_stages=2),
-            folder,
-            device="cpu",
-            dtype=torch.float32,
+            CausalLMStage(config, stage=0, num_stages=2), folder, device="cpu", dtype=torch.float32
         ),
     }
 

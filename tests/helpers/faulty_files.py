@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from pp_models import CausalLMStage
+from pp_models import CausalLMStage, StageModel, VisionLanguageStage
 from stageline.checkpoint.layout import MANIFEST, content_sum
 from stageline.checkpoint.load import load_split_model
 from stageline.errors import UserError
@@ -37,10 +37,11 @@ def load(
     num_stages: int = 2,
     dtype: torch.dtype = torch.float32,
     **kwargs: Any,
-) -> CausalLMStage:
+) -> StageModel:
     """One stage of a model folder, filled from it or from `path`."""
     config = AutoConfig.from_pretrained(folder)
-    model = CausalLMStage(config, stage=stage, num_stages=num_stages, dtype=dtype, **kwargs)
+    stage_class = VisionLanguageStage if hasattr(config, "vision_config") else CausalLMStage
+    model = stage_class(config, stage=stage, num_stages=num_stages, dtype=dtype, **kwargs)
     load_split_model(model, path or folder, device="cpu", dtype=dtype)
     return model
 

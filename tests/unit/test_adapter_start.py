@@ -13,6 +13,7 @@ from stageline.checkpoint.adapter import merge_adapters, read_adapter
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
 from stageline.modules.lora import lora_stacks
+from tests.helpers.chain import chained_logits
 from tests.helpers.exports import export_folder
 from tests.helpers.tiny_checkpoints import load_stages
 from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
@@ -75,10 +76,8 @@ def merged_by_peft(folder, names):
 
 @torch.no_grad()
 def chain(stages):
-    hidden = IDS
-    for stage in stages:
-        hidden = stage.eval()(hidden, attention_mask=torch.ones_like(IDS))
-    return hidden
+    batch = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+    return chained_logits([stage.eval() for stage in stages], batch)
 
 
 @pytest.mark.parametrize("names", ["ab", "ba", "abc"])

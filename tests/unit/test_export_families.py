@@ -19,6 +19,7 @@ from pp_models import CausalLMStage, VisionLanguageStage
 from register import train_model_register
 from stageline.checkpoint.files import tensor_names
 from stageline.checkpoint.save import save_split_model
+from tests.helpers.chain import chained_logits
 from tests.helpers.exports import export_folder
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_checkpoints import auto_class, shake, tiny_whole
@@ -57,14 +58,6 @@ def first_batch(family):
 
 
 @torch.no_grad()
-def chained_logits(stages, batch):
-    values = (batch["input_ids"],)
-    for model in stages:
-        output = model.eval()(*values, **batch)
-        values = output if isinstance(output, tuple) else (output,)
-    return values[0]
-
-
 def chained_tokens(stages, batch):
     for _ in range(NEW_TOKENS):
         logits = chained_logits(stages, batch)[:, -1:]
@@ -100,8 +93,9 @@ def load_quietly(family, folder, caplog):
 
 def assert_same(stages, model, family):
     batch = first_batch(family)
-    expected = chained_logits(stages, batch)
+    stages = [stage.eval() for stage in stages]
     with torch.no_grad():
+        expected = chained_logits(stages, batch)
         found = model(**batch).logits
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     model.generation_config.eos_token_id = None

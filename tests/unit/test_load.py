@@ -1,5 +1,6 @@
 """Split load: every tensor of every stage is the whole model's, and nothing is missing unseen."""
 
+import functools
 import json
 
 import pytest
@@ -7,33 +8,22 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from pp_models import CausalLMStage, StageModel, VisionLanguageStage
+from pp_models import StageModel
 from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.shards import disk_state
 from stageline.errors import NonFiniteError, UserError
 from stageline.modules.stage_names import names_on_disk
+from tests.helpers import faulty_files
 from tests.helpers.faulty_files import rewrite
 from tests.helpers.tiny_checkpoints import tiny_whole
 from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE
 
 WEIGHTS = "model.safetensors"
-
-
-def build(folder, *, stage=0, num_stages=1, dtype=torch.float32, **kwargs):
-    config = AutoConfig.from_pretrained(folder)
-    is_vlm = hasattr(config, "vision_config")
-    stage_class = VisionLanguageStage if is_vlm else CausalLMStage
-    return stage_class(config, stage=stage, num_stages=num_stages, dtype=dtype, **kwargs)
-
-
-def load(folder, path=None, *, dtype=torch.float32, **kwargs):
-    model = build(folder, dtype=dtype, **kwargs)
-    load_split_model(model, path or folder, device="cpu", dtype=dtype)
-    return model
+load = functools.partial(faulty_files.load, stage=0, num_stages=1)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -158,20 +148,6 @@ def test_a_folder_without_weights_is_refused(tmp_path):
     (tmp_path / "whole" / WEIGHTS).unlink()
     with pytest.raises(UserError, match="holds neither"):
         load(tmp_path / "whole")
-
-
-def test_fresh_lora_beside_loaded_weights(tmp_path):
-    whole = tiny_whole("llama", tmp_path)
-    for stage in range(2):
-        model = load(tmp_path, stage=stage, num_stages=2, llm_lora_num=1, lora_rank=2)
-        key_map = names_on_disk(model)
-        for name, tensor in model.state_dict().items():
-            if name in key_map:
-                assert torch.equal(tensor, whole.state_dict()[key_map[name]])
-            elif name.endswith("lora_B.weight"):
-                assert torch.count_nonzero(tensor) == 0
-            else:
-                assert torch.count_nonzero(tensor) == tensor.numel()
 
 
 def test_a_checkpoint_with_lora_names_is_read_by_the_key_map(tmp_path):

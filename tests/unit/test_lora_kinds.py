@@ -11,6 +11,7 @@ from stageline.checkpoint.adapter import attach_adapter, read_adapter
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
 from stageline.modules.lora import lora_stacks, merge_lora
+from tests.helpers.chain import chained_logits
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_checkpoints import auto_class, load_stages, tiny_whole
 
@@ -56,11 +57,7 @@ def inputs_of(family="llama"):
 
 
 def chain(stages, family="llama"):
-    batch = inputs_of(family)
-    hidden = batch["input_ids"]
-    for stage in stages:
-        hidden = stage(hidden, **batch)
-    return hidden
+    return chained_logits(stages, inputs_of(family))
 
 
 def loss_of(logits):

@@ -14,6 +14,7 @@ from stageline.modules.methods import FreezeRule, Methods
 from stageline.modules.new_rows import NewRows
 from stageline.pipeline.runner import LocalStages
 from stageline.training.optimizers import optimizer_groups
+from tests.helpers.chain import chained_logits
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_checkpoints import auto_class, load_stages, tiny_whole
 from tests.helpers.tiny_models import VOCAB_SIZE
@@ -41,14 +42,6 @@ def batch_of(family, dtype=DTYPE):
         batch["input_ids"][0, place] = token
         batch["labels"][0, place] = token
     return batch
-
-
-def logits_of(stages, batch):
-    batch = {name: value for name, value in batch.items() if name != "labels"}
-    hidden = batch["input_ids"]
-    for stage in stages:
-        hidden = stage(hidden, **batch)
-    return hidden
 
 
 def loss_of(logits, batch):
@@ -97,7 +90,7 @@ def train(stages, batch, steps):
     optimizer = torch.optim.AdamW(optimizer_groups(parameters, weight_decay=0.1), lr=0.05)
     for _ in range(steps):
         optimizer.zero_grad()
-        loss_of(logits_of(stages, batch), batch).backward()
+        loss_of(chained_logits(stages, batch), batch).backward()
         optimizer.step()
     return parameters
 
@@ -114,13 +107,13 @@ def test_rows_alone_are_those_of_the_resized_model(family, tied, num_stages, tmp
     batch = batch_of(family)
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     expected = theirs(**inputs).logits
-    torch.testing.assert_close(logits_of(stages, batch), expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(chained_logits(stages, batch), expected, rtol=0, atol=1e-9)
     trained = train(stages, batch, steps=4)
     assert all(parameter.shape[0] == len(IDS) for parameter in trained.values())
     assert len(trained) == (1 if tied else 2)
     train_reference(theirs, matrices, batch, steps=4)
     expected = theirs(**inputs).logits
-    torch.testing.assert_close(logits_of(stages, batch), expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(chained_logits(stages, batch), expected, rtol=0, atol=1e-9)
     saved = save_split_model(list(stages), None, tmp_path / "saved")
     again = auto_class(family).from_pretrained(saved, dtype=DTYPE)
     start, _ = reference(family, tmp_path / "base")
@@ -209,7 +202,7 @@ def test_peft_loads_lora_and_rows(family, head, tmp_path):
     stages = make_stages(base, 2, rows=rows, **options)
     batch = batch_of(family, torch.float32)
     train(stages, batch, steps=3)
-    expected = logits_of(stages, batch)
+    expected = chained_logits(stages, batch)
     folder = save_split_model(list(stages), None, tmp_path / "adapter")
     config = json.loads((folder / "adapter_config.json").read_text())
     told = config["trainable_token_indices"]
@@ -234,9 +227,9 @@ def test_peft_loads_lora_and_rows(family, head, tmp_path):
     # an adapter on it, which knows nothing of new tokens itself
     twice = {**options, "llm_lora_num": 2, "lora_rank": 2, "frozen_lm_head": True}
     second = make_stages(base, 2, checkpoint=folder, **twice)
-    torch.testing.assert_close(logits_of(second, batch), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(chained_logits(second, batch), expected, rtol=1e-5, atol=1e-5)
     train(second, batch, steps=2)
-    expected = logits_of(second, batch)
+    expected = chained_logits(second, batch)
     folder = save_split_model(list(second), None, tmp_path / "second")
     if head != "whole":
         assert read_adapter(folder).rows

@@ -11,6 +11,7 @@ from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
 from stageline.modules.lora import lora_stacks, merge_lora
 from stageline.modules.part_lora import lora_of_parts
+from tests.helpers.chain import chained_logits
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_checkpoints import auto_class, load_stages, shake, tiny_whole
 from tests.helpers.tiny_models import tiny_config
@@ -32,12 +33,7 @@ def logits(model, family):
 
 @torch.no_grad()
 def logits_of_stages(stages, family):
-    batch = {n: v for n, v in tiny_micro_batches(family)[0].items() if n != "labels"}
-    tensors = (batch["input_ids"],)
-    for stage in stages:
-        made = stage.eval()(*tensors, **batch)
-        tensors = made if isinstance(made, tuple) else (made,)  # deepstack features travel along
-    return tensors[0]
+    return chained_logits([stage.eval() for stage in stages], tiny_micro_batches(family)[0])
 
 
 def part_ranks(stages):

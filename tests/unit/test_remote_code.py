@@ -24,6 +24,7 @@ from stageline.planner.estimate import model_on_meta
 from stageline.verify import whole_model
 from stageline.verify.scaled_copy import ScaledCopy, verify
 from stageline.verify.training import training
+from tests.helpers.chain import chained_logits
 from tests.helpers.exports import export_folder
 from tests.helpers.remote_model import INITS, remote_model
 
@@ -74,11 +75,8 @@ def test_stages_with_weights_are_the_whole_model_and_proved(tied, tmp_path):
     whole = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
     with torch.no_grad():
         expected = whole(ids).logits
-        hidden = (ids,)
-        for stage in stages_of(folder, 3, weights=str(folder)):
-            output = stage.eval()(*hidden, input_ids=ids)
-            hidden = output if isinstance(output, tuple) else (output,)
-    assert torch.equal(hidden[0], expected)
+        stages = [stage.eval() for stage in stages_of(folder, 3, weights=str(folder))]
+    assert torch.equal(chained_logits(stages, {"input_ids": ids}), expected)
     said = []
     split = ScaledCopy(CausalLMStage.build, str(folder), 3, trust_remote_code=True)
     verify(split, {"loss and gradients": training}, mode="always", ranks=ALONE, say=said.append)
@@ -102,10 +100,9 @@ def test_a_forward_of_few_arguments_is_called_as_others(forward, tmp_path):
     folder = remote_model(tmp_path / "model", forward=forward.replace("\n ", "\n        "))
     ids = torch.tensor([[9, 12, 33, 5]])
     whole = AutoModelForCausalLM.from_pretrained(usual, trust_remote_code=True).eval()
-    hidden = (ids,)
-    for stage in stages_of(folder, 2, weights=str(folder)):
-        hidden = (stage.eval()(*hidden, input_ids=ids, attention_mask=torch.ones_like(ids)),)
-    assert torch.equal(hidden[0], whole(ids).logits)
+    stages = [stage.eval() for stage in stages_of(folder, 2, weights=str(folder))]
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(chained_logits(stages, batch), whole(ids).logits)
     said = []
     split = ScaledCopy(CausalLMStage.build, str(folder), 2, trust_remote_code=True)
     verify(split, {"loss and gradients": training}, mode="always", ranks=ALONE, say=said.append)

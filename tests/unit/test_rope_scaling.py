@@ -15,6 +15,7 @@ from stageline.errors import UserError
 from stageline.modules.methods import RopeScaling, scale_rope
 from stageline.pipeline.runner import LocalStages
 from stageline.stages.base import WeightSource, fill_stage
+from tests.helpers.chain import chained_logits
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_checkpoints import shake, tiny_whole
 from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
@@ -49,13 +50,6 @@ def make_stages(folder, kind, num_stages):
     return stages
 
 
-def logits_of(stages, batch):
-    hidden = batch["input_ids"]
-    for stage in stages:
-        hidden = stage(hidden, **batch)
-    return hidden
-
-
 def batch_of(length):
     batch = tiny_micro_batches("llama", lengths=(length,))[0]
     return {name: value for name, value in batch.items() if name != "labels"}
@@ -84,7 +78,7 @@ def test_outputs_and_gradients_are_those_of_the_library(folder, kind, tmp_path):
     grads = {name: parameter.grad for name, parameter in whole.named_parameters()}
     for num_stages in (1, 2, 4):
         stages = make_stages(folder, kind, num_stages)
-        found = logits_of(stages, batch)
+        found = chained_logits(stages, batch)
         torch.testing.assert_close(found, expected)
         found.square().sum().backward()
         for stage in stages:
@@ -106,7 +100,7 @@ def test_dynamic_positions_know_nothing_of_passes_before(folder):
     for length in (LENGTH, 70, 20, 100):
         fresh = make_stages(folder, "dynamic", 1)
         batch = batch_of(length)
-        assert torch.equal(logits_of(stages, batch), logits_of(fresh, batch)), length
+        assert torch.equal(chained_logits(stages, batch), chained_logits(fresh, batch)), length
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -189,7 +183,7 @@ def test_an_adapter_brings_its_scaled_configuration(folder, tmp_path):
     options = {"dtype": torch.float32, "llm_lora_num": 1, "frozen_lm_head": True}
     made = shake(built(folder, "yarn", **options))
     save_split_model(made, None, adapter)
-    expected = logits_of([stage.eval() for stage in made], batch)
+    expected = chained_logits([stage.eval() for stage in made], batch)
     for merge in (False, True):
         export_folder(adapter, tmp_path / f"exported-{merge}", merge=merge)
         found = load_plain(tmp_path / f"exported-{merge}", dtype=torch.float32)
@@ -205,4 +199,4 @@ def test_an_adapter_brings_its_scaled_configuration(folder, tmp_path):
             assert answering.config.rope_parameters == by_hand("yarn")
             assert answering.base == folder  # has generation_config.json
             stages = [answering.build(stage, "cpu").eval() for stage in range(2)]
-            torch.testing.assert_close(logits_of(stages, batch), expected)
+            torch.testing.assert_close(chained_logits(stages, batch), expected)

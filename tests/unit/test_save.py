@@ -84,19 +84,18 @@ def test_a_failed_save_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["before"]
 
 
+class Part:
+    def __init__(self, name):
+        self.name = name
+
+    def save_pretrained(self, folder):
+        (Path(folder) / self.name).write_text("{}")
+
+
 class TwoParts:
     """A processor that cannot save itself, as one without its video part."""
 
-    class Part:
-        def __init__(self, name):
-            self.name = name
-
-        def save_pretrained(self, folder):
-            (Path(folder) / self.name).write_text("{}")
-
-    def __init__(self):
-        self.tokenizer = self.Part("tokenizer.json")
-        self.image_processor = self.Part("preprocessor_config.json")
+    tokenizer, image_processor = Part("tokenizer.json"), Part("preprocessor_config.json")
 
     def save_pretrained(self, folder):
         raise AttributeError("None has no save_pretrained")
@@ -109,18 +108,14 @@ def test_a_processor_is_saved_by_its_parts(tmp_path):
     assert {"tokenizer.json", "preprocessor_config.json"} <= set(verify(folder)["files"])
 
 
-@pytest.mark.parametrize("spoil", ["flip", "cut", "remove"])
-def test_the_manifest_finds_damage(spoil, tmp_path):
+def test_the_manifest_finds_damage(tmp_path):
     tiny_whole("llama", tmp_path / "before")
     stages = load_stages(tmp_path / "before", num_stages=2)
     folder = save_split_model(stages, None, tmp_path / "after")
     shard = folder / "model-00002-of-00002.safetensors"
     content = bytearray(shard.read_bytes())
     content[-5] ^= 1
-    if spoil == "remove":
-        shard.unlink()
-    else:
-        shard.write_bytes(content if spoil == "flip" else content[:-1])
+    shard.write_bytes(content)
     with pytest.raises(UserError, match=shard.name):
         verify(folder)
     (folder / MANIFEST).write_text((folder / MANIFEST).read_text()[:40])
