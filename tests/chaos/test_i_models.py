@@ -1,6 +1,5 @@
 """Faults in model folders: code of their own, pickles, templates, broken settings, hub names."""
 
-import json
 import pickle
 import shutil
 import socket
@@ -21,7 +20,7 @@ from stageline.data.text.processor import load_processor
 from stageline.data.text.rendered import Piece
 from stageline.errors import UserError
 from stageline.model_folder import load_config
-from tests.helpers.faulty_files import Canary, edit, refused, rewrite
+from tests.helpers.faulty_files import Canary, edit, refused
 from tests.helpers.tiny_checkpoints import tiny_whole
 from tests.helpers.tiny_models import tiny_tokenizer
 
@@ -184,20 +183,3 @@ def test_i06_a_name_on_the_hub_is_refused_without_looking_there(name, monkeypatc
         if way != "export":  # takes a Path that find_checkpoint has looked at
             refused(load, name, "this machine", code=2)
     assert calls == []
-
-
-@pytest.mark.parametrize("fault", ["missing", "lost tensor", "shape"])
-def test_i07_evaluation_names_the_file(fault, folder):
-    file = sorted(folder.glob("model-00002-of-*"))[0]
-    if fault == "missing":
-        file.unlink()
-    elif fault == "lost tensor":
-        index = folder / "model.safetensors.index.json"
-        holder = folder / json.loads(index.read_text())["weight_map"]["model.norm.weight"]
-        rewrite(holder, lambda state: state.pop("model.norm.weight"))
-        edit(index, lambda content: content["weight_map"].pop("model.norm.weight"))
-    else:
-        edit(folder / "config.json", lambda config: config.update(intermediate_size=40))
-    words = {"lost tensor": ("model.norm.weight",), "shape": ("up_proj", "40")}
-    for way in ("builder", "export"):
-        refused(everything(folder)[way], *words.get(fault, (file,)))

@@ -15,6 +15,24 @@ from tests.helpers.tiny_models import VISION_LANGUAGE, tiny_config
 SHARD_SIZE = "20KB"  # several files even for a tiny model
 
 
+class OwnStage(StageModel):
+    """A user's model without transformers: four linear layers."""
+
+    def __init__(self, config: None = None, **options: object) -> None:
+        super().__init__(config, **options)
+        with torch.device("meta"):
+            self.layers = torch.nn.ModuleList(
+                torch.nn.Linear(4, 4) if index in self.layers else torch.nn.Identity()
+                for index in range(4)
+            )
+
+    def num_layers(self) -> int:
+        return 4
+
+    def parts(self) -> dict[str, list[str]]:
+        return {"llm": ["layers"]}
+
+
 def auto_class(family: str) -> type:
     """The library's class that builds a whole model of a tiny family."""
     if family in VISION_LANGUAGE:

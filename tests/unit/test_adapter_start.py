@@ -15,7 +15,7 @@ from stageline.errors import UserError
 from stageline.modules.lora import lora_stacks
 from tests.helpers.chain import chained_logits
 from tests.helpers.exports import export_folder
-from tests.helpers.tiny_checkpoints import load_stages
+from tests.helpers.tiny_checkpoints import load_stages, shake
 from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
 IDS = torch.arange(12).reshape(2, 6) + 3
@@ -30,14 +30,6 @@ ADAPTERS = {
 }
 
 
-@torch.no_grad()
-def shake(model, seed):
-    for index, parameter in enumerate(model.parameters()):
-        if parameter.requires_grad:
-            generator = torch.Generator().manual_seed(100 * seed + index)
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
@@ -47,7 +39,7 @@ def folder(tmp_path_factory):
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
     for seed, (name, settings) in enumerate(ADAPTERS.items()):
         model = peft.get_peft_model(base_of(folder), peft.LoraConfig(**settings))
-        shake(model, seed)
+        shake([model], seed)
         model.save_pretrained(folder / name)
     return folder
 
@@ -138,7 +130,7 @@ def test_a_new_adapter_on_all_that_were_merged(num_stages, folder, tmp_path):
     expected = logits(merged_by_peft(folder, "ca"))
     torch.testing.assert_close(chain(stages), expected, rtol=1e-4, atol=1e-5)
     for index, stage in enumerate(stages):
-        shake(stage, index)
+        shake([stage], index)
     after = chain(stages)
     saved = save_split_model(stages, None, tmp_path / "saved")
     base = AutoModelForCausalLM.from_pretrained(saved / "base")

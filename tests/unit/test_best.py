@@ -102,13 +102,6 @@ def test_a_folder_of_the_links_name_is_refused_at_the_start(tmp_path):
     make(tmp_path, metric="none")
 
 
-def test_a_best_that_cannot_be_read_is_refused(tmp_path):
-    run(make(tmp_path), [result(3.0)])
-    (tmp_path / "best" / "manifest.json").write_text("{")
-    with pytest.raises(UserError, match="manifest"):
-        make(tmp_path, start_step=1)
-
-
 # -- a kill ------------------------------------------------------------------------------
 
 

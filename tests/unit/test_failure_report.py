@@ -28,13 +28,6 @@ def _raised(error: Exception, *, cause: Exception | None = None) -> Exception:
         return caught
 
 
-@pytest.fixture
-def _rank_2_of_4(monkeypatch):
-    monkeypatch.setenv("RANK", "2")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setattr(record, "stages_here", [1])
-
-
 @pytest.mark.parametrize(
     ("error", "kind", "code"),
     [
@@ -51,19 +44,6 @@ def _rank_2_of_4(monkeypatch):
 def test_an_error_of_a_kind_is_one_message_and_its_code(error, kind, code):
     told = record.record_of(_raised(error))
     assert (told.report(), told.code) == (f"error[{kind}]: a\n", code)
-
-
-@pytest.mark.usefixtures("_rank_2_of_4")
-def test_any_other_error_names_rank_and_stage_before_its_traceback():
-    told = record.record_of(_raised(TypeError("boom")))
-    lines = told.report().splitlines()
-    assert lines[0].startswith(
-        "error[crash] rank=2 stage=1: TypeError: boom at test_failure_report"
-    )
-    assert lines[1] == "Traceback (most recent call last):"
-    assert lines[-2] == "TypeError: boom"
-    assert lines[-1] == lines[0]
-    assert told.code == 9
 
 
 @pytest.mark.parametrize(
@@ -103,7 +83,6 @@ def told_by(folder, monkeypatch, rank, record):
 CAUSE = record.record_here("crash", 9, "the cause")
 ECHO = record.record_here("crash", 9, "lost a neighbour", is_secondary=True)
 LATER = dataclasses.replace(CAUSE, message="later", time_ns=CAUSE.time_ns + 1)
-STOPPED = record.record_here("", 143, "")
 
 
 @pytest.mark.parametrize(
@@ -124,13 +103,6 @@ def test_the_launcher_tells_who_failed_first(tmp_path, monkeypatch, records, cod
         told_by(tmp_path, monkeypatch, rank, told and dataclasses.replace(told, **stages))
     first = launch.first_failure(tmp_path, codes, num_ranks=2)
     assert first.report().startswith(f"error[crash]{words}") and first.code == 9
-
-
-def test_ranks_that_were_stopped_have_a_code_and_no_words(tmp_path, monkeypatch):
-    for rank in range(2):
-        told_by(tmp_path, monkeypatch, rank, STOPPED)
-    first = launch.first_failure(tmp_path, {1: 143, 0: -12}, num_ranks=2)
-    assert (first.code, first.message) == (143, "")
 
 
 def test_a_sigterm_behind_the_early_signal_of_slurm_is_the_first_of_its_kind(monkeypatch):

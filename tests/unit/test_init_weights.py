@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from pp_models import StageModel, class_of_key
+from pp_models import class_of_key
 from stageline.checkpoint import init
 from stageline.checkpoint.init import init_split_model
 from stageline.errors import UserError
 from stageline.modules.stage_names import names_on_disk
-from tests.helpers.tiny_checkpoints import auto_class
+from tests.helpers.tiny_checkpoints import OwnStage, auto_class
 from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 
 
@@ -90,20 +90,6 @@ def test_lora_changes_nothing_of_the_base(family):
         assert torch.equal(state[name], plain[there]), name
 
 
-class OwnStage(StageModel):
-    def __init__(self, config, *, has_start=True, **kwargs):
-        super().__init__(config, **kwargs)
-        with torch.device("meta"):
-            self.blocks = nn.ModuleList(
-                nn.Linear(4, 4) if index in self.layers else nn.Identity() for index in range(4)
-            )
-            if not has_start:
-                self.gate = nn.Parameter(torch.empty(2))
-
-    def num_layers(self):
-        return 4
-
-
 def test_own_modules_start_by_reset_parameters():
     options = {"seed": 0, "device": "cpu", "dtype": torch.float32}
     one = OwnStage(None, stage=0, num_stages=1)
@@ -116,6 +102,7 @@ def test_own_modules_start_by_reset_parameters():
 
 
 def test_a_parameter_without_a_start_is_named():
-    model = OwnStage(None, has_start=False, stage=0, num_stages=1)
+    model = OwnStage(None, stage=0, num_stages=1)
+    model.gate = nn.Parameter(torch.empty(2, device="meta"))
     with pytest.raises(UserError, match="1 tensors have no value.*gate"):
         init_split_model(model, seed=0, device="cpu", dtype=torch.float32)

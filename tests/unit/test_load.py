@@ -7,10 +7,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
-from torch import nn
 from transformers import AutoModelForCausalLM
 
-from pp_models import StageModel
 from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
@@ -19,7 +17,7 @@ from stageline.errors import NonFiniteError, UserError
 from stageline.modules.stage_names import names_on_disk
 from tests.helpers import faulty_files
 from tests.helpers.faulty_files import rewrite
-from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.tiny_checkpoints import OwnStage, tiny_whole
 from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE
 
 WEIGHTS = "model.safetensors"
@@ -174,23 +172,6 @@ def test_two_loras_need_the_earlier_one(tmp_path):
     tiny_whole("llama", tmp_path)
     with pytest.raises(UserError, match="holds no LoRA, and of several LoRAs"):
         load(tmp_path, llm_lora_num=2)
-
-
-class OwnStage(StageModel):
-    """A user's model without transformers."""
-
-    def __init__(self, config, **kwargs):
-        super().__init__(config, partition=None, **kwargs)
-        with torch.device("meta"):
-            self.layers = nn.ModuleList(
-                nn.Linear(4, 4) if index in self.layers else nn.Identity() for index in range(4)
-            )
-
-    def num_layers(self):
-        return 4
-
-    def parts(self):
-        return {"llm": ["layers"]}
 
 
 class Renamed(OwnStage):

@@ -16,7 +16,7 @@ from stageline.pipeline.runner import LocalStages
 from stageline.training.optimizers import optimizer_groups
 from tests.helpers.chain import chained_logits
 from tests.helpers.tiny_batches import tiny_micro_batches
-from tests.helpers.tiny_checkpoints import auto_class, load_stages, tiny_whole
+from tests.helpers.tiny_checkpoints import auto_class, load_stages, shake, tiny_whole
 from tests.helpers.tiny_models import VOCAB_SIZE
 
 IDS = (40, VOCAB_SIZE, VOCAB_SIZE + 1)  # one in an unused row, two beyond the last
@@ -244,10 +244,7 @@ def test_an_adapter_that_peft_made_with_rows(tmp_path):
         r=2, target_modules=["q_proj"], trainable_token_indices={"embed_tokens": list(IDS)}
     )
     model = peft.get_peft_model(plain, config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
+    shake([model])
     model.save_pretrained(tmp_path / "theirs")
     batch = batch_of("llama", torch.float32)
     inputs = {name: value for name, value in batch.items() if name != "labels"}
