@@ -47,16 +47,6 @@ def test_d10_a_run_falls_back_to_the_newest_whole_one(job):
     verify(folders[0])
 
 
-def test_d10_a_path_that_is_given_never_falls_back(job):
-    folders = damaged(job, "path", "flipped")
-    ended = job.fork("path", *SHORT, "--resume", folders[-1], ranks=1)
-    assert ended.code == 4
-    assert str(folders[-1]) in ended.err and "sha256" in ended.err
-    assert "Traceback" not in ended.err
-    for folder in folders[:-1]:
-        verify(folder)
-
-
 def test_d11_a_run_with_nothing_but_damaged_ones_does_not_start_anew(job):
     folders = damaged(job, "none", "flipped", "cut", "no manifest")
     ended = job.fork("none", *SHORT, "--resume", "auto", ranks=2)

@@ -184,7 +184,6 @@ def parts():
     with restored_registers():
         engine_register.register("pipeline", len, replace=True)
         loss_fn_register.register("needs", needs_similarity, counts={"num_long": len})
-        loss_fn_register.register("may", two_terms, counts=COUNTS)
         sim_fn_register.register("scaled", scaled)
         yield
 

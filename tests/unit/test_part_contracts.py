@@ -52,15 +52,7 @@ def _parts_are_imported_anew():
 
 # -- what ships ------------------------------------------------------------------------------
 
-LOSSES = {  # key -> the collate part that it goes with
-    "sft": "sft",
-    "pt": "pt",
-    "contrastive": "contrastive",
-    "dpo": "dpo",
-    "kto": "kto",
-    "rm": "rm",
-    "grpo": "grpo",
-}
+LOSSES = "sft pt contrastive dpo kto rm grpo".split()  # collate parts have the same names
 POLICY_KINDS = "grpo bnpo dr_grpo dapo gspo cispo".split()
 PAIR_KINDS = "sigmoid robust hinge ipo apo_zero apo_down sppo_hard nca_pair simpo orpo".split()
 OPTIONS = {
@@ -75,15 +67,13 @@ OPTIONS = {
 
 def write_rows(job):
     """A file of rows for each collate part."""
-    pairs = [
-        {"question": f"{i}?", "chosen": "!" * (1 + i % 5), "rejected": "no " * (1 + i % 3)}
-        for i in range(24)
-    ]
+    pairs, kto = [], []
+    for i in range(24):
+        question, answer = f"{i}?", "!" * (1 + i % 5)
+        pairs.append({"question": question, "chosen": answer, "rejected": "no " * (1 + i % 3)})
+        kto.append({"question": question, "answer": answer, "label": i % 3 > 0})
     write_lines(job.folder / "dpo.jsonl", pairs)
     write_lines(job.folder / "rm.jsonl", [row | {"margin": 0.5} for row in pairs])
-    kto = [
-        {"question": f"{i}?", "answer": "!" * (1 + i % 5), "label": i % 3 > 0} for i in range(24)
-    ]
     write_lines(job.folder / "kto.jsonl", kto)
     write_lines(job.folder / "pt.jsonl", [{"text": f"{i} is a number"} for i in range(24)])
     write_lines(job.folder / "contrastive.jsonl", [group_row(i) for i in range(12)])
@@ -98,22 +88,19 @@ def shipped(job, *words):
 
 @pytest.mark.parametrize("key", LOSSES)
 def test_shipped_losses_and_collate_parts_pass(job, key):
-    assert set(LOSSES) == set(loss_fn_register), "a loss without a test"
-    assert set(LOSSES.values()) == set(collate_fn_register), "a collate part without a test"
+    for register in (loss_fn_register, collate_fn_register):
+        assert set(LOSSES) == set(register), "a part without a test"
     write_rows(job)
-    collate = LOSSES[key]
-    file = job.folder / f"{collate}.jsonl"
-    words = ["--loss-fn", key, "--collate-fn", collate]
+    file = job.folder / f"{key}.jsonl"
+    words = ["--loss-fn", key, "--collate-fn", key]
     if file.exists():
         words += ["--dataset-path", file]
-    if key == "contrastive":
-        words += ["--dataset", "groups", "--batch-size", 8, "--micro-batch-size", 4]
-    if key == "pt":
-        words += ["--prompt", "text"]
-    if key == "grpo":
-        words += ["--reward", "contains,format", "--rollouts.max_completion_length", 8]
-    if key == "rm":
-        words += ["--train-model", "reward"]
+    words += {
+        "contrastive": ["--dataset", "groups", "--batch-size", 8, "--micro-batch-size", 4],
+        "pt": ["--prompt", "text"],
+        "grpo": ["--reward", "contains,format", "--rollouts.max_completion_length", 8],
+        "rm": ["--train-model", "reward"],
+    }.get(key, [])
     for options in OPTIONS.get(key, [""]):
         check_parts(*shipped(job, *words, *options.split()))
 

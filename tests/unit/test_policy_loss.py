@@ -178,6 +178,25 @@ def test_tokens_drawn_with_other_roundings_are_corrected_as_trl_does(kind):
     assert abs(loss - plain) > 1e-4
 
 
+@pytest.mark.parametrize(("loss_type", "options"), TYPES)
+def test_any_split_into_micro_batches_adds_up(loss_type, options):
+    batch, logits, _ = make_batch()
+    whole, figures = our_loss(batch, logits, loss_type=loss_type, kl_beta=0.1, **options)
+    parts = [
+        our_loss(
+            {name: value[rows] for name, value in batch.items()},
+            logits[rows],
+            loss_type=loss_type,
+            kl_beta=0.1,
+            **options,
+        )
+        for rows in ([2, 0, 5], [4], [1, 3])
+    ]
+    torch.testing.assert_close(sum(loss for loss, _ in parts), whole, **CLOSE)
+    for name, value in figures.items():
+        torch.testing.assert_close(sum(own[name] for _, own in parts), value, **CLOSE)
+
+
 def packed_into(rows, batch, logits):
     """The answers of each row, with the prompts before them, behind each other; padding behind."""
     width = max(sum(PROMPT + LENGTHS[one] for one in row) for row in rows) + 2
