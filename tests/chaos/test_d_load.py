@@ -16,7 +16,7 @@ from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.writer import find_latest, skip_lines
 from stageline.modules.lora import is_lora_name
 from stageline.verify.whole_model import ModelSource, Preparation, load_whole
-from tests.helpers.faulty_files import edit, edit_manifest, flip, load, refused, rewrite
+from tests.helpers.faulty_files import edit, edit_manifest, flip, load, refused, rewrite, spoil
 from tests.helpers.tiny_checkpoints import tiny_whole
 
 SHARD = "model-00002-of-00002.safetensors"
@@ -163,27 +163,7 @@ def three(saved):
     return folders
 
 
-def spoil(folder, kind):
-    if kind == "cut":
-        os.truncate(folder / SHARD, 100)
-    elif kind == "flipped":
-        flip(folder / SHARD, -1)
-    elif kind == "gone":
-        (folder / SHARD).unlink()
-    elif kind == "unfinished":
-        (folder / MANIFEST).unlink()
-    elif kind == "empty":
-        shutil.rmtree(folder)
-        folder.mkdir()
-    elif kind == "a file":
-        shutil.rmtree(folder)
-        folder.write_text("")
-
-
-KINDS = ["cut", "flipped", "gone", "unfinished", "empty", "a file"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["cut", "flipped", "gone", "unfinished", "empty", "a file"])
 def test_d10_the_newest_whole_one_is_found_and_both_are_named(kind, three):
     assert find_latest(three[0].parent) == (three[2], [])
     spoil(three[2], kind)

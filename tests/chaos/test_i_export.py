@@ -24,10 +24,7 @@ from tests.helpers.tiny_models import tiny_config
 MOST_OPERATIONS = 60
 KILLED = 137
 # name -> (LoRAs of the run, options of the export)
-KINDS = {
-    "adapter": (1, {}),
-    "over_another": (0, {"overwrites": True, "max_shard_bytes": 9000}),
-}
+KINDS = {"adapter": (1, {}), "over_another": (0, {"overwrites": True, "max_shard_bytes": 9000})}
 
 
 def save_run(folder, *, num_loras=0):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,22 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
     content = bytearray(path.read_bytes())
     content[position] ^= 1 << bit
     path.write_bytes(content)
+
+
+def spoil(folder: Path, kind: str) -> None:
+    """Does to a checkpoint what `kind` says."""
+    file = max(folder.glob("*.safetensors"))
+    if kind == "cut":
+        os.truncate(file, 100)
+    elif kind == "flipped":
+        flip(file, -1)
+    elif kind == "gone":
+        file.unlink()
+    elif kind == "unfinished":
+        (folder / MANIFEST).unlink()
+    else:
+        shutil.rmtree(folder)
+        folder.mkdir() if kind == "empty" else folder.write_text("")
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -31,11 +31,7 @@ FAMILIES = DECODERS + VISION_LANGUAGE
 # names of dropouts differ by family; a family takes those it knows
 DROPOUTS = {"attention_dropout": 0.2, "resid_pdrop": 0.2, "attn_pdrop": 0.2, "hidden_dropout": 0.2}
 LORA = {"llm_lora_num": 1, "lora_rank": 2, "lora_dropout": 0.3, "frozen_lm_head": True}
-MODES = {
-    "every layer": {},
-    "every second": {"every": 2},
-    "operators": {"mode": "operators"},
-}
+MODES = {"every layer": {}, "every second": {"every": 2}, "operators": {"mode": "operators"}}
 
 
 def make_stage(family, *, stage=0, num_stages=1, dropout=True, attention=None, **options):

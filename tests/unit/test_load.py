@@ -114,10 +114,7 @@ def test_a_missing_expert_is_refused(tmp_path):
 
 def test_other_shapes_are_listed(tmp_path):
     tiny_whole("llama", tmp_path, max_shard_size="1GB")
-    rewrite(
-        tmp_path / WEIGHTS,
-        lambda state: state.update({"model.norm.weight": torch.ones(3)}),
-    )
+    rewrite(tmp_path / WEIGHTS, lambda state: state.update({"model.norm.weight": torch.ones(3)}))
     with pytest.raises(UserError, match=r"model.norm.weight \(file \[3\], model \[16\]\)"):
         load(tmp_path)
 

@@ -10,15 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from stageline.errors import UserError
-from stageline.modules.lora import (
-    LoRAWrapper,
-    key_map_without_last_lora,
-    linear_names,
-    lora_stacks,
-    merge_lora,
-    unwrapped,
-    wrap_linear,
-)
+from stageline.modules.lora import LoRAWrapper, linear_names, lora_stacks, merge_lora, wrap_linear
 from stageline.modules.lora_layer import restored_weight
 from stageline.shrink import shrink_config
 from tests.helpers.family_configs import family_config
@@ -133,27 +125,6 @@ def test_what_is_not_a_linear_layer_is_refused_by_name(module):
         LoRAWrapper(module, rank=2, alpha=4.0)
 
 
-def test_stacked_names_and_key_map():
-    model = Tower()
-    for _ in range(2):
-        wrap_linear(model, rank=2, alpha=4.0, target=["q_proj"])
-    key_map = {here: there for there, here in key_map_without_last_lora(model.state_dict()).items()}
-    name = "layers.1.q_proj"
-    assert key_map[f"{name}.lora_module.lora_module.weight"] == f"{name}.lora_module.weight"
-    assert key_map[f"{name}.lora_module.lora_module.bias"] == f"{name}.lora_module.bias"
-    assert key_map[f"{name}.lora_module.lora.lora_A.weight"] == f"{name}.lora.lora_A.weight"
-    assert f"{name}.lora.lora_A.weight" not in key_map
-    assert key_map["join.weight"] == "join.weight"
-    # the map leads to exactly the names of a model that was wrapped once
-    once = wrap_linear(Tower(), rank=2, alpha=4.0, target=["q_proj"])
-    assert set(key_map.values()) == set(once.state_dict())
-    plain = list(Tower().state_dict())
-    assert key_map_without_last_lora(plain) == {n: n for n in plain}
-    assert key_map_without_last_lora(["lora_module.weight", "lora.lora_B.weight"]) == {
-        "weight": "lora_module.weight"
-    }
-
-
 @pytest.mark.parametrize(
     ("target", "expected"),
     [
@@ -171,16 +142,6 @@ def test_targets(target, expected):
     holder = nn.Module()
     holder.t = wrap_linear(Tower(), rank=1, alpha=1.0, target=target, prefix="t")
     assert set(lora_stacks(holder)) == expected
-
-
-def test_target_without_match_lists_the_candidates():
-    with pytest.raises(UserError, match=r"\['v_proj'\] matches none of the 5.*c_fc, join, q_proj"):
-        wrap_linear(Tower(), rank=1, alpha=1.0, target=["v_proj"], prefix="model")
-
-
-def test_target_of_another_stages_layer_is_no_error():
-    model = wrap_linear(Tower(), rank=1, alpha=1.0, target=["layers.7.q_proj"])
-    assert lora_stacks(model) == {}
 
 
 @pytest.mark.parametrize("options", [{"rank": 0}, {"rank": 4, "dropout": 1.0}])
@@ -235,15 +196,6 @@ def test_dropout_acts_in_training_only():
     assert not torch.equal(model(x), model(x))
     model.eval()
     assert torch.equal(model(x), model(x))
-
-
-def test_unwrapped_gives_plain_names_and_puts_back():
-    model = wrap_linear(wrap_linear(Tower(), rank=1, alpha=1.0), rank=1, alpha=1.0)
-    names = list(model.state_dict())
-    with pytest.raises(KeyError), unwrapped(model):
-        assert set(model.state_dict()) == set(Tower().state_dict())
-        raise KeyError
-    assert list(model.state_dict()) == names
 
 
 @pytest.mark.parametrize(

@@ -174,9 +174,7 @@ def test_an_export_equals_its_stages_with_and_without_an_image(tmp_path):
     assert report.notes == ()
     with pytest.raises(ExportError, match=r"\(image, compared with"):
         export_folder(
-            run,
-            tmp_path / "no",
-            make_stages=lambda folder: change(make_stages(folder), part="mlp"),
+            run, tmp_path / "no", make_stages=lambda folder: change(make_stages(folder), part="mlp")
         )
 
 

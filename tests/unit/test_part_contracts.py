@@ -11,12 +11,7 @@ import torch
 
 from commands.train import SHELF
 from commands.train_data import check_data
-from commands.train_parts import (
-    check_parts,
-    make_learning_rate,
-    make_optimizer,
-    stage_builder,
-)
+from commands.train_parts import check_parts, make_learning_rate, make_optimizer, stage_builder
 from options.parts import ChosenPart
 from parse_args import parse_train_args
 from register import (

@@ -93,10 +93,7 @@ def test_a_target_that_is_nowhere_is_told_on_every_stage(stage):
         UserError, match=r"--parts.vit.lora_target .* nothing matches none .*fc1"
     ) as error:
         VisionLanguageStage(
-            tiny_config("llava"),
-            vit_lora_num=1,
-            vit_lora_target=["nothing"],
-            **options,
+            tiny_config("llava"), vit_lora_num=1, vit_lora_target=["nothing"], **options
         )
     assert "vision tower" in str(error.value)
     with pytest.raises(UserError, match="--vit-lora-num 1 came, and the model has no linear layer"):

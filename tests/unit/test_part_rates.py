@@ -46,9 +46,7 @@ def test_rates_are_those_of_torch_with_a_group_for_each_part(options):
     schedule = {"warmup_steps": 2, "total_steps": 6, "warmup_start_lr": 0.002, "min_lr": 0.001}
     rate = cosine(learning_rate=BASE, **schedule)
     groups = optimizer_groups(
-        trained(ours),
-        weight_decay=0.1,
-        lr_scale_of=lambda name: RATES[ours.part_of(name)] / BASE,
+        trained(ours), weight_decay=0.1, lr_scale_of=lambda name: RATES[ours.part_of(name)] / BASE
     )
     optimizer = adamw(groups, learning_rate=BASE, weight_decay=0.1)
     by_part, own = {}, []

@@ -9,12 +9,7 @@ import pytest
 from commands import with_folders
 from commands.train_vocabulary import check_tied_head
 from options.fields import OptionError, given_options, handed_to, replaced
-from options.model import (
-    TrainedOptions,
-    adapter_arguments,
-    learning_rate_scales,
-    method_arguments,
-)
+from options.model import TrainedOptions, adapter_arguments, learning_rate_scales, method_arguments
 from options.train import RunConfig
 from parse_args import parse_evaluate_args, parse_train_args, save_config
 from register import ALL_REGISTERS

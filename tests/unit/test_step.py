@@ -269,10 +269,7 @@ def test_a_loop_that_goes_on_makes_the_evaluation_that_was_due_and_not_made():
 
 
 def test_a_loop_that_is_stopped_saves_and_does_nothing_else():
-    assert run_loop(stop_at=3, evaluates=False) == (
-        False,
-        "s0:0 d1 c1 s1:1 d2 c2 w2 s2:2 d3 c3 w3",
-    )
+    assert run_loop(stop_at=3, evaluates=False) == (False, "s0:0 d1 c1 s1:1 d2 c2 w2 s2:2 d3 c3 w3")
     assert run_loop(stop_at=3)[1].endswith("d3 c3 w3")
     assert run_loop(stop_at=1, total_steps=1) == (True, "e0 s0:0 d1 c1 w1 e1")
 
