@@ -43,15 +43,6 @@ def test_a_constant_rate_goes_on_as_if_it_had_been_longer(job):
     assert_same_run(job, "short", "whole", 11)
 
 
-def test_more_epochs_on_resume(job):
-    assert job.fork("eight", *CONSTANT, "--total-steps", 8, ranks=1).code == 0
-    done = job.fork("epochs", *CONSTANT, "--num-train-epochs", 1, ranks=1)
-    assert done.code == 0 and "an epoch is 4 steps, 1 epoch = 4 steps" in done.out, done.err
-    done = job.fork("epochs", *CONSTANT, "--num-train-epochs", 2, *RESUME, ranks=1)
-    assert done.code == 0 and "4 of 8 steps are done" in done.out, done.err
-    assert_same_run(job, "epochs", "eight", 8)
-
-
 def test_a_decay_may_be_put_off_before_it_begins(job):
     wsd = ("--lr-scheduler", "wsd", "--lr-scheduler.decay", 2)
     assert job.fork("late", *wsd, "--total-steps", 10, ranks=1).code == 0
@@ -68,11 +59,6 @@ def test_a_decay_may_be_put_off_before_it_begins(job):
     ("first", "then", "words"),
     [
         (("--total-steps", 4), ("--total-steps", 6), ["step 2, which is done", "then, 6 now"]),
-        (
-            ("--total-steps", 4, "--lr-scheduler", "linear", "--warmup-steps", 2),
-            ("--total-steps", 6, "--lr-scheduler", "linear", "--warmup-steps", 2),
-            ["step 4, which is done", "--lr-scheduler constant"],
-        ),
         ((*CONSTANT, "--total-steps", 4), (*CONSTANT, "--total-steps", 3), ["4 are done"]),
     ],
 )

@@ -1,9 +1,7 @@
 """Faults in the files of a checkpoint: each is refused with exit code 4, file and tensor named."""
 
-import json
 import os
 import shutil
-import struct
 
 import pytest
 import torch
@@ -15,11 +13,10 @@ from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.layout import FORMAT_VERSION, MANIFEST, read_manifest, verify
 from stageline.checkpoint.plain_model import load_plain
 from stageline.checkpoint.save import save_split_model
-from stageline.checkpoint.writer import find_latest, no_checkpoint_left, skip_lines
+from stageline.checkpoint.writer import find_latest, skip_lines
 from stageline.modules.lora import is_lora_name
 from stageline.verify.whole_model import ModelSource, Preparation, load_whole
-from tests.helpers.faulty_files import edit, edit_manifest, flip, load, refused, rewrite
-from tests.helpers.small_run import Job
+from tests.helpers.faulty_files import edit, edit_manifest, flip, load, refused, rewrite, spoil
 from tests.helpers.tiny_checkpoints import tiny_whole
 
 SHARD = "model-00002-of-00002.safetensors"
@@ -50,32 +47,9 @@ def test_d01_a_truncated_shard_is_named_with_both_sizes(folder, cut, request):
         refused(lambda: verify(folder), file, f"found {left} bytes", f"expected {size} bytes")
 
 
-def test_d01_a_run_on_a_truncated_file_ends_with_code_4(tmp_path):
-    job = Job(tmp_path)
-    file = job.model / "model.safetensors"
-    os.truncate(file, file.stat().st_size - 1)
-    ended = job.fork("out")
-    assert ended.code == 4
-    assert str(file) in ended.err and "expected" in ended.err
-    assert "Traceback" not in ended.err
-    assert ended.seconds < 30
-    assert not job.checkpoints("out")
-
-
 def test_d02_a_bit_flipped_in_the_data_is_caught(saved):
     flip(saved / SHARD, -1)
     refused(lambda: verify(saved), saved / SHARD, "sha256")
-
-
-def test_d03_a_bit_flipped_in_a_header_is_caught(saved):
-    file = saved / SHARD
-    length = struct.unpack("<Q", file.read_bytes()[:8])[0] + 8
-    for position in (0, 7, 8, *range(10, length, max(1, length // 8)), length - 1):
-        flip(file, position, bit=position % 8)
-        refused(lambda: verify(saved), file, "sha256")
-        refused(lambda: load(saved))
-        flip(file, position, bit=position % 8)
-    verify(saved)
 
 
 def test_d03_every_bit_of_the_manifest_counts(saved):
@@ -98,21 +72,6 @@ def test_d04_a_missing_shard_is_named(saved):
     for stage in range(2):
         refused(lambda stage=stage: load(saved, stage=stage), saved / SHARD, "is missing")
     refused(lambda: verify(saved), saved / SHARD, "is missing")
-
-
-@pytest.mark.parametrize("content", [None, b'{"format_version": 2', b"\xff\xfe{}"])
-def test_d05_a_folder_without_a_whole_manifest_is_incomplete(content, saved):
-    older = shutil.copytree(saved, saved.parent / "step-00000002")
-    newer = saved.rename(saved.parent / "step-00000004")
-    if content is None:
-        (newer / MANIFEST).unlink()
-    else:
-        (newer / MANIFEST).write_bytes(content)
-    refused(lambda: verify(newer), newer / MANIFEST, "incomplete")
-    found, skipped = find_latest(saved.parent)
-    assert found == older
-    assert [path for path, _ in skipped] == [newer]
-    assert "incomplete" in skipped[0][1]
 
 
 def test_d06_an_index_that_promises_what_no_file_holds(saved):
@@ -144,12 +103,6 @@ def test_d06_a_second_set_of_weights(kind, saved, whole):
         words = (saved / "config.json", "transformers_weights", "other.safetensors")
     refused(lambda: load_plain(saved), *words)
     refused(lambda: load(saved), *words)
-
-
-def test_d06_an_index_of_a_single_file(whole):
-    held = dict.fromkeys(load_file(whole / "model.safetensors"), "model.safetensors")
-    (whole / "model.safetensors.index.json").write_text(json.dumps({"weight_map": held}))
-    assert set(weight_files(whole).values()) == {whole / "model.safetensors"}
 
 
 def test_d06_a_file_beside_the_weights_of_its_folder(whole):
@@ -210,27 +163,7 @@ def three(saved):
     return folders
 
 
-def spoil(folder, kind):
-    if kind == "cut":
-        os.truncate(folder / SHARD, 100)
-    elif kind == "flipped":
-        flip(folder / SHARD, -1)
-    elif kind == "gone":
-        (folder / SHARD).unlink()
-    elif kind == "unfinished":
-        (folder / MANIFEST).unlink()
-    elif kind == "empty":
-        shutil.rmtree(folder)
-        folder.mkdir()
-    elif kind == "a file":
-        shutil.rmtree(folder)
-        folder.write_text("")
-
-
-KINDS = ["cut", "flipped", "gone", "unfinished", "empty", "a file"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["cut", "flipped", "gone", "unfinished", "empty", "a file"])
 def test_d10_the_newest_whole_one_is_found_and_both_are_named(kind, three):
     assert find_latest(three[0].parent) == (three[2], [])
     spoil(three[2], kind)
@@ -244,20 +177,7 @@ def test_d10_the_newest_whole_one_is_found_and_both_are_named(kind, three):
         verify(folder)
 
 
-def test_d11_none_left_is_an_error_with_every_reason(three):
-    for folder, kind in zip(three, ("cut", "flipped", "unfinished"), strict=True):
-        spoil(folder, kind)
-    found, skipped = find_latest(three[0].parent)
-    assert found is None
-    error = no_checkpoint_left(skipped)
-    assert error.exit_code == 4
-    for folder in three:
-        assert folder.name in str(error)
-    assert "incomplete" in str(error) and "sha256" in str(error) and "100 bytes" in str(error)
-    assert find_latest(three[0].parent / "nothing") == (None, [])
-
-
-@pytest.mark.parametrize("version", [FORMAT_VERSION + 1, FORMAT_VERSION + 40, 1, "2", None])
+@pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 1, None])
 def test_d14_another_format_says_which_version_is_needed(version, saved):
     edit_manifest(saved, lambda manifest: manifest.update(format_version=version))
     message = refused(lambda: verify(saved), f"format version {version}", FORMAT_VERSION)

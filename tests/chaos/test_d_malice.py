@@ -1,9 +1,7 @@
 """Malice in the files of a checkpoint, and files that are none: refused with exit code 4."""
 
-import json
 import os
 import pickle
-import re
 import shutil
 import struct
 
@@ -15,12 +13,6 @@ from stageline.checkpoint.layout import MANIFEST, verify
 from tests.helpers.faulty_files import Canary, edit, edit_manifest, load, refused
 
 SHARD = "model-00002-of-00002.safetensors"
-
-
-def with_header(path, header, data=b""):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
-    return path
 
 
 # -- malice --------------------------------------------------------------------------------------
@@ -45,16 +37,6 @@ def test_d15_pickles_beside_the_weights_are_never_opened(saved, tmp_path):
     assert canary.exists()  # it would have shown
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "deep/model.safetensors"])
-def test_d15_files_that_nobody_saved_are_not_loaded(name, saved):
-    (saved / "deep").mkdir()
-    shutil.copy(saved / SHARD, saved / name)
-    refused(lambda: verify(saved), saved / name, "not in the manifest")
-    (saved / name).unlink()
-    (saved / "notes.txt").write_text("a note may lie here")
-    verify(saved)
-
-
 @pytest.mark.parametrize("name", ["../whole/model.safetensors", "/etc/passwd", ""])
 def test_d16_names_that_lead_out_of_the_folder_are_refused(name, saved):
     def point(index):
@@ -66,48 +48,20 @@ def test_d16_names_that_lead_out_of_the_folder_are_refused(name, saved):
     refused(lambda: verify(saved), MANIFEST, repr(name), "below its folder")
 
 
-def test_d16_links_within_the_folder_and_within_a_cache_are_followed(originals, whole, tmp_path):
-    linked = tmp_path / "linked"
-    linked.symlink_to(whole)
-    load(linked)
-    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
-    blobs = tmp_path / "models--a--b" / "blobs"
-    snapshot.mkdir(parents=True)
-    blobs.mkdir()
-    for number, path in enumerate(whole.iterdir()):
-        shutil.copy(path, blobs / str(number))
-        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
-    load(snapshot)
-
-
-def entry(start, end, shape=(2,), dtype="F32"):
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-
-
-HEADERS = {
+FALSE = {
     "length 2^63": (struct.pack("<Q", 1 << 63) + b"{}", "header too large"),
-    "overlap": ({"a": entry(0, 8), "b": entry(4, 12)}, "offset for tensor `b`"),
-    "no JSON": (b"{]", "invalid JSON"),
+    "no JSON": (struct.pack("<Q", 2) + b"{]" + bytes(8), "invalid JSON"),
     "HTML": (b"<!DOCTYPE html><html><body>404</body></html>", "looks like HTML"),
-    "LFS pointer": (
-        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
-        "Git LFS pointer",
-    ),
-    "JSON": (b'{"error": "not found"}', "JSON"),
+    "LFS pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS"),
 }
-RAW = {"length", "too", "HTML", "LFS", "zip", "GGUF", "zeros", "JSON"}
 
 
-@pytest.mark.parametrize("case", HEADERS)
+@pytest.mark.parametrize("case", FALSE)
 def test_d17_false_headers_are_refused_before_anything_is_allocated(case, tmp_path):
-    header, words = HEADERS[case]
+    content, words = FALSE[case]
     file = tmp_path / "model.safetensors"
-    if case.split()[0] in RAW and isinstance(header, bytes):
-        file.write_bytes(header)
-    else:
-        with_header(file, header, bytes(8))
-    message = refused(lambda: weight_files(tmp_path), file)
-    assert re.search(words, message), message
+    file.write_bytes(content)
+    refused(lambda: weight_files(tmp_path), file, words)
 
 
 def test_d18_a_file_that_is_cut_while_it_is_read_ends_with_a_message(whole, monkeypatch):

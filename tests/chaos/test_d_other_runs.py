@@ -102,15 +102,6 @@ def test_d09_state_of_another_optimizer_or_of_other_weights(job):
     assert_refused(done, 4, "that do not", "lm_head.weight")
 
 
-def test_d09_a_checkpoint_of_another_model(job, tmp_path):
-    """Another family's folder, given by its path: names and shapes are told."""
-    other = Job(tmp_path, family="gpt2", num_layers=4)
-    more = ("--total-steps", 6, "--allow-changes")
-    there = job.folder / "first" / "checkpoints" / "step-00000004"
-    done = other.fork("x", *more, "--resume", there, ranks=1)
-    assert_refused(done, 4, "does not fit", "missing")
-
-
 def test_a_best_checkpoint_is_no_place_to_resume_from(job):
     """Weights alone: refused, with what they are good for."""
     name = copy(job, "weights")

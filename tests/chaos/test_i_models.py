@@ -1,10 +1,8 @@
 """Faults in model folders: code of their own, pickles, templates, broken settings, hub names."""
 
-import json
 import pickle
 import shutil
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -22,8 +20,7 @@ from stageline.data.text.processor import load_processor
 from stageline.data.text.rendered import Piece
 from stageline.errors import UserError
 from stageline.model_folder import load_config
-from tests.helpers.faulty_files import Canary, edit, refused, rewrite
-from tests.helpers.small_run import Job
+from tests.helpers.faulty_files import Canary, edit, refused
 from tests.helpers.tiny_checkpoints import tiny_whole
 from tests.helpers.tiny_models import tiny_tokenizer
 
@@ -60,39 +57,25 @@ def canary(folder, monkeypatch, tmp_path):
         "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
     )
     path = tmp_path / "canary"
-    code = f"""
-        import os
-        os.makedirs({str(path)!r}, exist_ok=True)
-        from transformers import PretrainedConfig
-        class Config(PretrainedConfig):
-            model_type = "canary"
-    """
-    lines = [line.strip() for line in code.strip().splitlines()]
-    text = "\n".join([*lines[:-1], "    " + lines[-1]])
-    (folder / "canary.py").write_text(text + "\n")
+    code = f"import os\nos.makedirs({str(path)!r}, exist_ok=True)\n"
+    code += "from transformers import PretrainedConfig\n"
+    code += "class Config(PretrainedConfig):\n    model_type = 'canary'\n"
+    (folder / "canary.py").write_text(code)
     return path
 
 
 def everything(folder):
     """All ways by which a model folder is read."""
     config = AutoConfig.for_model("llama")
+    paths = {"config_path": str(folder), "processor_path": None, "checkpoint_path": str(folder)}
     return {
         "config": lambda: load_config(folder),
         "processor": lambda: load_processor(folder),
         "builder": lambda: models.builders.auto(str(folder), device="cpu"),
         "export": lambda: load_plain(folder),
-        "stage": lambda: CausalLMStage.build(
-            config_path=str(folder),
-            processor_path=None,
-            checkpoint_path=str(folder),
-            stage=0,
-            num_stages=2,
-        ),
+        "stage": lambda: CausalLMStage.build(**paths, stage=0, num_stages=2),
         "weights": lambda: load_split_model(
-            CausalLMStage(config, stage=0, num_stages=2),
-            folder,
-            device="cpu",
-            dtype=torch.float32,
+            CausalLMStage(config, stage=0, num_stages=2), folder, device="cpu", dtype=torch.float32
         ),
     }
 
@@ -105,44 +88,18 @@ WAYS = ["config", "processor", "builder", "export", "stage"]
 
 @pytest.mark.parametrize("way", WAYS)
 def test_i01_code_of_a_model_runs_by_the_flag_alone(way, folder, canary, no_questions):
-    def name_code(config):
-        config["model_type"] = "canary"
-        config["auto_map"] = {"AutoConfig": "canary.Config"}
-
-    edit(folder / "config.json", name_code)
-    started = time.monotonic()
-    refused(
-        everything(folder)[way], folder / "config.json", "canary.Config", "--trust-remote", code=2
-    )
-    assert time.monotonic() - started < 30  # the library asks, and waits 15 s for an answer
+    named = {"model_type": "canary", "auto_map": {"AutoConfig": "canary.Config"}}
+    file = folder / "config.json"
+    edit(file, lambda config: config.update(named))
+    refused(everything(folder)[way], file, "canary.Config", "--trust-remote", code=2)
     assert not canary.exists()
-
-
-def test_i01_with_the_flag_it_runs(folder, canary, no_questions):
-    def name_code(config):
-        config["model_type"] = "canary"
-        config["auto_map"] = {"AutoConfig": "canary.Config"}
-
-    edit(folder / "config.json", name_code)
     assert type(load_config(folder, trust_remote_code=True)).__name__ == "Config"
-    assert canary.exists()
-
-
-def test_i01_a_run_ends_with_code_2(tmp_path):
-    job = Job(tmp_path)
-    edit(job.model / "config.json", lambda c: c.update(auto_map={"AutoModel": "canary.Model"}))
-    (job.model / "canary.py").write_text(f"import os; os.mkdir({str(tmp_path / 'canary')!r})\n")
-    ended = job.fork("out", ranks=1)
-    assert ended.code == 2
-    assert "canary.Model" in ended.err and "Traceback" not in ended.err
-    assert not (tmp_path / "canary").exists()
+    assert canary.exists(), "it would have shown"
 
 
 CODE_IN = {
     "a sub-config": ("config.json", {"text_config": {"auto_map": {"AutoConfig": "canary.C"}}}),
-    "another's repository": ("config.json", {"auto_map": {"AutoModel": "a/b--canary.C"}}),
     "the tokenizer": ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["canary.C", None]}}),
-    "the processor": ("processor_config.json", {"auto_map": {"AutoProcessor": "canary.C"}}),
     "a part of it": (
         "processor_config.json",
         {"image_processor": {"auto_map": {"AutoImageProcessor": "canary.C"}}},
@@ -170,23 +127,13 @@ def test_i03_pickles_are_refused_with_the_way_to_convert_them(name, folder, tmp_
     assert not (tmp_path / "canary").exists()
 
 
-# -- templates -----------------------------------------------------------------------------------
-
-
-TEMPLATES = {
-    "escape": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "escape by globals": "{{ cycler.__init__.__globals__.os.system('touch CANARY') }}",
-}
-
-
-@pytest.mark.parametrize("case", TEMPLATES)
-def test_i04_a_template_that_breaks_out_is_refused(case, tmp_path):
-    """The sandbox of transformers refuses it."""
-    template = TEMPLATES[case].replace("CANARY", str(tmp_path / "canary"))
-    tokenizer = tiny_tokenizer(chat_template=template)
+def test_i04_a_template_that_breaks_out_is_refused(tmp_path):
+    canary = tmp_path / "canary"
+    code = f"{{{{ cycler.__init__.__globals__.os.system('touch {canary}') }}}}"
     turns = [Turn("user", (Piece("q", is_user=True),)), Turn("assistant", (Piece("a"),), True)]
+    tokenizer = tiny_tokenizer(chat_template=code)
     refused(lambda: render_chat(turns, tokenizer), "chat template", "SecurityError", code=2)
-    assert not (tmp_path / "canary").exists()
+    assert not canary.exists()
 
 
 # -- files ---------------------------------------------------------------------------------------
@@ -202,23 +149,11 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("content", [b'{"a": 1', b"[1]"])
 @pytest.mark.parametrize("name", BROKEN)
-def test_i05_a_broken_file_is_named(name, content, folder):
-    (folder / name).write_bytes(content)
+def test_i05_a_broken_file_is_named(name, folder):
+    (folder / name).write_bytes(b'{"a": 1')
     for way in BROKEN[name]:
         refused(everything(folder)[way], folder / name)
-
-
-@pytest.mark.parametrize(
-    "values", [{"hidden_size": "many"}, {"num_hidden_layers": -1}, {"rope_parameters": 3}]
-)
-def test_i05_wrong_values_in_a_config_name_the_file(values, folder):
-    edit(folder / "config.json", lambda config: config.update(values))
-    try:
-        load_config(folder)
-    except UserError as error:  # the library takes some of these
-        assert error.exit_code == 4 and str(folder / "config.json") in str(error)
 
 
 @pytest.mark.parametrize("way", ["builder", "export", "stage"])
@@ -244,26 +179,7 @@ def test_i06_a_name_on_the_hub_is_refused_without_looking_there(name, monkeypatc
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr(socket, "getaddrinfo", called)
     monkeypatch.setattr(socket.socket, "connect", called)
-    started = time.monotonic()
     for way, load in everything(name).items():
         if way != "export":  # takes a Path that find_checkpoint has looked at
             refused(load, name, "this machine", code=2)
-    assert time.monotonic() - started < 30
     assert calls == []
-
-
-@pytest.mark.parametrize("fault", ["missing", "lost tensor", "shape"])
-def test_i07_evaluation_names_the_file(fault, folder):
-    file = sorted(folder.glob("model-00002-of-*"))[0]
-    if fault == "missing":
-        file.unlink()
-    elif fault == "lost tensor":
-        index = folder / "model.safetensors.index.json"
-        holder = folder / json.loads(index.read_text())["weight_map"]["model.norm.weight"]
-        rewrite(holder, lambda state: state.pop("model.norm.weight"))
-        edit(index, lambda content: content["weight_map"].pop("model.norm.weight"))
-    else:
-        edit(folder / "config.json", lambda config: config.update(intermediate_size=40))
-    words = {"lost tensor": ("model.norm.weight",), "shape": ("up_proj", "40")}
-    for way in ("builder", "export"):
-        refused(everything(folder)[way], *words.get(fault, (file,)))

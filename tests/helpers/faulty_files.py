@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from pp_models import CausalLMStage
+from pp_models import CausalLMStage, StageModel, VisionLanguageStage
 from stageline.checkpoint.layout import MANIFEST, content_sum
 from stageline.checkpoint.load import load_split_model
 from stageline.errors import UserError
@@ -37,10 +38,11 @@ def load(
     num_stages: int = 2,
     dtype: torch.dtype = torch.float32,
     **kwargs: Any,
-) -> CausalLMStage:
+) -> StageModel:
     """One stage of a model folder, filled from it or from `path`."""
     config = AutoConfig.from_pretrained(folder)
-    model = CausalLMStage(config, stage=stage, num_stages=num_stages, dtype=dtype, **kwargs)
+    stage_class = VisionLanguageStage if hasattr(config, "vision_config") else CausalLMStage
+    model = stage_class(config, stage=stage, num_stages=num_stages, dtype=dtype, **kwargs)
     load_split_model(model, path or folder, device="cpu", dtype=dtype)
     return model
 
@@ -60,6 +62,22 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
     content = bytearray(path.read_bytes())
     content[position] ^= 1 << bit
     path.write_bytes(content)
+
+
+def spoil(folder: Path, kind: str) -> None:
+    """Does to a checkpoint what `kind` says."""
+    file = max(folder.glob("*.safetensors"))
+    if kind == "cut":
+        os.truncate(file, 100)
+    elif kind == "flipped":
+        flip(file, -1)
+    elif kind == "gone":
+        file.unlink()
+    elif kind == "unfinished":
+        (folder / MANIFEST).unlink()
+    else:
+        shutil.rmtree(folder)
+        folder.mkdir() if kind == "empty" else folder.write_text("")
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -31,16 +31,11 @@ class Running(Protocol):
 
     pids: dict[int, int]
 
-    def is_running(self) -> bool:
-        """Whether some rank has not ended."""
+    def is_running(self) -> bool: ...
 
 
 class RunFolder:
-    """What can be seen of a run from outside.
-
-    Args:
-        folder: the run's --output-dir.
-    """
+    """What can be seen of a run from outside, in its --output-dir."""
 
     def __init__(self, folder: Path) -> None:
         self.log = folder / "log.jsonl"
@@ -73,37 +68,23 @@ class RunFolder:
         return "publish" if (draft / MANIFEST).exists() else "write"
 
     def check(self) -> None:
-        """Every folder that is called a checkpoint is whole.
-
-        Raises:
-            UserError: one is not.
-        """
+        """Every folder that is called a checkpoint is whole."""
         for _, path in step_folders(self.checkpoints):
             verify(path)
 
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill.
+    """One kill."""
 
-    Attributes:
-        moment: what was waited for.
-        phase: what the run was at, as its folder showed.
-        at: on the clock of `time.monotonic`.
-        seconds_down: until all ranks were gone.
-        seconds_back: until the next start had done a step; None: it was killed before.
-        newest: step of the last checkpoint that was left.
-        time: of the kill, seconds since the epoch.
-    """
-
-    moment: str
-    phase: str
+    moment: str  # what was waited for
+    phase: str  # what the run was at, as its folder showed
     rank: int
-    at: float
-    seconds_down: float = 0.0
-    seconds_back: float | None = None
-    newest: int = 0
-    time: float = 0.0
+    at: float  # on the clock of `time.monotonic`
+    seconds_down: float = 0.0  # until all ranks were gone
+    seconds_back: float | None = None  # until the next start had done a step; None: none was done
+    newest: int = 0  # step of the last checkpoint that was left
+    time: float = 0.0  # seconds since the epoch
 
 
 class Killer:
@@ -125,14 +106,7 @@ class Killer:
         self.done: list[Kill] = []
 
     def kill(self, run: Running) -> str:
-        """Waits for a random moment and kills a random rank with signal 9.
-
-        Returns:
-            The phase that was found.
-
-        Raises:
-            AssertionError: the run has ended before.
-        """
+        """Waits for a random moment, kills a random rank with signal 9; returns what it was at."""
         lines = self.folder.num_lines()
         is_near_end = self.folder.newest() >= self.total_steps - 12
         moment = self.random.choice(MOMENTS[:1] if is_near_end else MOMENTS)
@@ -146,11 +120,7 @@ class Killer:
         return phase
 
     def check(self) -> None:
-        """All ranks are gone: what was saved before is there, and whole.
-
-        Raises:
-            AssertionError, UserError: it is not.
-        """
+        """All ranks are gone: what was saved before is there, and whole."""
         seconds = time.monotonic() - self.done[-1].at
         self.folder.check()
         newest = self.folder.newest()
@@ -199,12 +169,7 @@ def _look_until(is_true: Callable[[], bool], run: Running) -> None:
 
 
 class LaunchedRun:
-    """A run below a torchrun that starts it anew; its ranks are found in the table of processes.
-
-    Args:
-        words: the command.
-        output: a file that gets what it prints.
-    """
+    """A run below a torchrun that starts it anew; its ranks are found in the table of processes."""
 
     def __init__(self, words: list[str], output: Path, *, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -267,10 +232,6 @@ def kill_by_hand(
     Args:
         start: begins or resumes the run, given how often it was killed.
         limit: seconds in which the other ranks must be gone.
-
-    Raises:
-        AssertionError: it did not go on, or ended before it was killed so often.
-        UserError: a kill left something that is called a checkpoint and is not whole.
     """
     for count in range(kills):
         run = start(count)
@@ -284,12 +245,7 @@ def kill_by_hand(
 
 
 def kill_below_launcher(run: LaunchedRun, killer: Killer, *, kills: int) -> None:
-    """Kills one rank after another, each of another start; then lets the run end.
-
-    Raises:
-        AssertionError: it did not go on, or ended before it was killed so often.
-        UserError: a kill left something that is called a checkpoint and is not whole.
-    """
+    """Kills one rank after another, each of another start; then lets the run end."""
     run.wait_for_new_ranks()
     for _ in range(kills):
         killer.kill(run)

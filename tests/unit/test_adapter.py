@@ -6,16 +6,15 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from benchmarks import adapter_fields
 from commands.stages import AnsweringModel
 from models.builders import auto
-from pp_models import CausalLMStage, class_of_key
+from pp_models import CausalLMStage
 from stageline.checkpoint.adapter import attach_adapter, read_adapter, read_adapter_config
 from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.layout import verify
-from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.plain_folder import export_folder
 from stageline.checkpoint.save import save_split_model
 from stageline.data.text.chat import prepare_chat
@@ -23,40 +22,17 @@ from stageline.errors import UserError
 from stageline.inference.generation import stop_ids_of, stop_token_ids
 from stageline.modules.lora import lora_stacks, merge_lora
 from tests.helpers.tiny_batches import tiny_micro_batches
-from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
+from tests.helpers.tiny_checkpoints import auto_class, load_stages, shake, tiny_whole
 from tests.helpers.tiny_models import VISION_LANGUAGE, tiny_config, tiny_tokenizer
 
 FAMILIES = ("llama", "gpt2", "gpt_neox", "phi3", "mixtral", *VISION_LANGUAGE)
-
-
-def load_stages(family, base, checkpoint, num_stages=2, **kwargs):
-    stage_class = class_of_key(family)
-    stages = []
-    for stage in range(num_stages):
-        config = AutoConfig.from_pretrained(base)
-        model = stage_class(config, stage=stage, num_stages=num_stages, **kwargs)
-        load_split_model(model, checkpoint, device="cpu", dtype=torch.float32)
-        model.frozen()
-        stages.append(model)
-    return stages
-
-
-def train(stages, seed=0):
-    """Changes what is trained, as a run would; a tied weight alike on both stages."""
-    with torch.no_grad():
-        for model in stages:
-            for name, parameter in model.named_parameters():
-                if parameter.requires_grad:
-                    generator = torch.Generator().manual_seed(seed + len(name) + parameter.numel())
-                    parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return stages
 
 
 def save_lora(family, tmp_path, *, tied=False, **kwargs):
     """A model folder and an adapter that two stages saved on it."""
     tiny_whole(family, tmp_path / "base", tied=tied)
     lora = {"llm_lora_num": 1, "lora_rank": 3, "lora_alpha": 6.0, **kwargs}
-    stages = train(load_stages(family, tmp_path / "base", tmp_path / "base", **lora))
+    stages = shake(load_stages(tmp_path / "base", tmp_path / "base", **lora))
     return stages, save_split_model(stages, None, tmp_path / "adapter", step=1)
 
 
@@ -93,21 +69,6 @@ def test_peft_computes_the_same(family, tied, tmp_path):
     torch.testing.assert_close(merged, expected, rtol=1e-3, atol=2e-5)
 
 
-def test_config_names_what_peft_reads(tmp_path):
-    _, folder = save_lora("gpt2", tmp_path, lora_target=["c_attn"], frozen_lm_head=True)
-    config = json.loads((folder / "adapter_config.json").read_text())
-    assert config["target_modules"] == [f"transformer.h.{i}.attn.c_attn" for i in range(4)]
-    assert config["base_model_name_or_path"] == str((tmp_path / "base").resolve())
-    assert (config["peft_type"], config["task_type"]) == ("LORA", "CAUSAL_LM")
-    assert (config["r"], config["lora_alpha"]) == (3, 6.0)
-    assert config["fan_in_fan_out"] is True
-    assert config["modules_to_save"] is None
-    names = load_file(folder / "adapter_model.safetensors")
-    assert "base_model.model.transformer.h.3.attn.c_attn.lora_A.weight" in names
-    assert len(names) == 8
-    assert not list(folder.glob("part-*"))
-
-
 def test_an_adapter_brings_the_tokens_that_end_its_answers(tmp_path):
     """The base ends with </s>; the template that was trained ends a turn with <|im_end|>."""
     tiny_whole("llama", tmp_path / "base", vocab_size=400)
@@ -115,7 +76,7 @@ def test_an_adapter_brings_the_tokens_that_end_its_answers(tmp_path):
     GenerationConfig(eos_token_id=2, temperature=0.5).to_json_file(
         tmp_path / "base" / "generation_config.json"
     )
-    stages = load_stages("llama", tmp_path / "base", tmp_path / "base", llm_lora_num=1)
+    stages = load_stages(tmp_path / "base", tmp_path / "base", llm_lora_num=1)
     tokenizer = tiny_tokenizer(chat_template=None)
     prepare_chat(tokenizer, template="chatml")
     expected = {2, tokenizer.convert_tokens_to_ids("<|im_end|>")}
@@ -134,24 +95,12 @@ def test_an_adapter_brings_the_tokens_that_end_its_answers(tmp_path):
     assert set(stop_ids_of(source.base, source.config, source.processor)) == expected
 
 
-def test_modules_trained_whole_are_in_the_adapter(tmp_path):
-    _, folder = save_lora("internvl", tmp_path, frozen_vit=True)
-    config = json.loads((folder / "adapter_config.json").read_text())
-    kept = config["modules_to_save"]
-    assert "lm_head" in kept
-    assert "model.multi_modal_projector.linear_1" in kept
-    assert not any("vision_tower" in name or "language_model" in name for name in kept)
-    ours = attach_adapter(base_model("internvl", tmp_path), folder)
-    expected = peft_logits("internvl", tmp_path, folder)
-    assert torch.equal(logits(ours.eval(), "internvl"), expected)
-
-
 @pytest.mark.parametrize("family", ["llama", "internvl"])
 def test_stacked_adapters_are_one_for_peft_and_two_for_us(family, tmp_path):
     vision = {"vit_lora_num": 1} if family in VISION_LANGUAGE else {}
     _, first = save_lora(family, tmp_path, **vision)
     twice = {"llm_lora_num": 2, "lora_rank": 2, **dict.fromkeys(vision, 2)}
-    stages = train(load_stages(family, tmp_path / "base", first, **twice), seed=50)
+    stages = shake(load_stages(tmp_path / "base", first, **twice), seed=50)
     for model in stages:  # the inner one is the first run's, with its own rank
         for wrappers in lora_stacks(model).values():
             assert [wrapper.lora.rank for wrapper in wrappers] == [3, 2]
@@ -163,7 +112,7 @@ def test_stacked_adapters_are_one_for_peft_and_two_for_us(family, tmp_path):
         assert torch.equal(one.pairs[name][1], b)
     # the same folder again, now as the two that it was
     state = {n: t for model in stages for n, t in model.state_dict().items()}
-    (again,) = load_stages(family, tmp_path / "base", folder, num_stages=1, **twice)
+    (again,) = load_stages(tmp_path / "base", folder, num_stages=1, **twice)
     for name, tensor in again.state_dict().items():
         assert torch.equal(tensor, state[name]), name
     expected = logits(again.whole.eval(), family)
@@ -171,39 +120,18 @@ def test_stacked_adapters_are_one_for_peft_and_two_for_us(family, tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-5)
 
 
-def test_a_third_lora_on_two(tmp_path):
-    _, first = save_lora("llama", tmp_path)
-    stages = train(load_stages("llama", tmp_path / "base", first, llm_lora_num=2), seed=9)
-    second = save_split_model(stages, None, tmp_path / "second")
-    third = load_stages("llama", tmp_path / "base", second, llm_lora_num=3)
-    for model in third:
-        for wrappers in lora_stacks(model).values():
-            assert len(wrappers) == 3
-            assert torch.count_nonzero(wrappers[1].lora.lora_B.weight) > 0
-            assert torch.count_nonzero(wrappers[2].lora.lora_B.weight) == 0
-
-
-def test_as_many_loras_as_adapters_go_on_with_the_last(tmp_path):
-    stages, folder = save_lora("llama", tmp_path)
-    lora = {"llm_lora_num": 1, "lora_rank": 3, "lora_alpha": 6.0}
-    (again,) = load_stages("llama", tmp_path / "base", folder, num_stages=1, **lora)
-    state = {n: t for model in stages for n, t in model.state_dict().items()}
-    for name, tensor in again.state_dict().items():
-        assert torch.equal(tensor, state[name]), name
-
-
 @pytest.mark.parametrize(("count", "words"), [(0, "LoRA on the same parts"), (3, "lora-num")])
 def test_counts_that_do_not_fit(count, words, tmp_path):
     _, folder = save_lora("llama", tmp_path)
     with pytest.raises(UserError, match=words):
-        load_stages("llama", tmp_path / "base", folder, llm_lora_num=count)
+        load_stages(tmp_path / "base", folder, llm_lora_num=count)
 
 
 def test_a_random_base_is_saved_beside_the_adapter(tmp_path):
     model = CausalLMStage(tiny_config("llama"), stage=0, num_stages=1, llm_lora_num=1)
     init_split_model(model, seed=0, device="cpu", dtype=torch.float32)
     model.frozen()
-    train([model])
+    shake([model])
     folder = save_split_model(model, None, tmp_path / "adapter")
     base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert base == str(folder / "base")
@@ -219,10 +147,7 @@ def make_with_peft(tmp_path, **config):
     torch.manual_seed(1)
     config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]} | config
     model = peft.get_peft_model(base_model("llama", tmp_path), peft.LoraConfig(**config))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
+    shake([model])
     model.save_pretrained(tmp_path / "theirs")
     return logits(model.eval(), "llama")
 
@@ -234,11 +159,9 @@ def make_with_peft(tmp_path, **config):
         {"use_rslora": True},
         {"rank_pattern": {"down_proj": 2}, "alpha_pattern": {r"layers.1.self_attn.q_proj": 3}},
         {"modules_to_save": ["lm_head"]},
-        {"lora_alpha": 5},
         {"init_lora_weights": "gaussian"},
         {"init_lora_weights": "orthogonal"},
         {"init_lora_weights": "mica"},
-        {"init_lora_weights": False},
         {"layers_to_transform": [1], "exclude_modules": ["q_proj"], "fan_in_fan_out": True},
     ],
     ids=str,
@@ -254,9 +177,7 @@ def test_an_adapter_of_peft_is_a_start_for_stages(tmp_path):
     config = tmp_path / "theirs" / "adapter_config.json"
     facts = json.loads(config.read_text()) | {"base_model_name_or_path": "../base"}
     config.write_text(json.dumps(facts))
-    (model,) = load_stages(
-        "llama", tmp_path / "base", tmp_path / "theirs", num_stages=1, llm_lora_num=2
-    )
+    (model,) = load_stages(tmp_path / "base", tmp_path / "theirs", num_stages=1, llm_lora_num=2)
     found = logits(model.whole.eval(), "llama")
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -266,11 +187,7 @@ def test_an_adapter_of_peft_is_a_start_for_stages(tmp_path):
     [
         ({"use_dora": True}, "use_dora"),
         ({"bias": "all"}, "bias=all"),
-        ({"peft_type": "LOHA"}, "peft_type=LOHA"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights=pissa_niter_4"),
-        ({"init_lora_weights": "OLoRA"}, "init_lora_weights=OLoRA"),
-        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
-        ({"arrow_config": {"top_k": 2}}, "arrow_config"),
         ({"field_of_a_newer_peft": 3}, "field_of_a_newer_peft=3"),
     ],
 )
@@ -280,14 +197,6 @@ def test_other_kinds_are_refused(change, message, tmp_path):
     (folder / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
         attach_adapter(base_model("llama", tmp_path), folder)
-
-
-@pytest.mark.parametrize("start", ["pissa", "olora"])
-def test_a_start_that_changes_the_base_is_refused(start, tmp_path):
-    """peft takes a part out of the base when it loads such a folder; we would not."""
-    make_with_peft(tmp_path, init_lora_weights=start)
-    with pytest.raises(UserError, match=f"init_lora_weights={start}"):
-        attach_adapter(base_model("llama", tmp_path), tmp_path / "theirs")
 
 
 def test_fields_at_their_defaults_are_read(tmp_path, monkeypatch):
@@ -315,24 +224,22 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
         old = f"base_model.model.model.layers.0.mlp.up_proj.lora_{part}.weight"
         state[old.replace("layers.0", "layers.9")] = state[old].clone()
     save_file(state, file)
-    with pytest.raises(
-        UserError, match="layers.9.mlp.up_proj, which are no linear layers of Llama"
-    ):
+    with pytest.raises(UserError, match="layers.9.mlp.up_proj"):
         attach_adapter(base_model("llama", tmp_path), folder)
-    with pytest.raises(UserError, match="layers.9.mlp.up_proj, which are no linear layers of"):
-        load_stages("llama", tmp_path / "base", folder, llm_lora_num=1)
+    with pytest.raises(UserError, match="layers.9.mlp.up_proj"):
+        load_stages(tmp_path / "base", folder, llm_lora_num=1)
 
 
 def test_a_missing_base_is_named(tmp_path):
     _, folder = save_lora("llama", tmp_path)
     (tmp_path / "base").rename(tmp_path / "moved")
     with pytest.raises(UserError, match="belongs to the model '.*base', which is not on this"):
-        load_stages("llama", tmp_path / "moved", folder, llm_lora_num=2)
+        load_stages(tmp_path / "moved", folder, llm_lora_num=2)
 
 
 def test_trained_base_below_a_lora_is_refused(tmp_path):
     tiny_whole("llama", tmp_path / "base")
-    stages = load_stages("llama", tmp_path / "base", tmp_path / "base", llm_lora_num=1)
+    stages = load_stages(tmp_path / "base", tmp_path / "base", llm_lora_num=1)
     for parameter in stages[1].parameters():
         parameter.requires_grad_(True)
     with pytest.raises(UserError, match="is trained and has a LoRA as well"):
@@ -349,23 +256,15 @@ def test_a_tied_base_whose_embedding_or_head_was_trained_whole(way, kept, ties, 
     config = {"modules_to_save": kept.split(","), "ensure_weight_tying": ties}
     plain = peft.LoraConfig(r=2, target_modules=["q_proj"], **config)
     model = peft.get_peft_model(base_model("llama", tmp_path), plain)
-    train_extras(model)
+    shake([model])
     model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
     model.save_pretrained(tmp_path / "theirs")
     expected = peft_logits("llama", tmp_path, tmp_path / "theirs")
     start = tmp_path / ("theirs" if way == "below" else "base")
     options = {"adapter_path": [tmp_path / "theirs"], "create_new_adapter": way == "merged"}
     options = {"llm_lora_num": 1, **({} if way == "below" else options)}
-    stages = load_stages("llama", tmp_path / "base", start, **options)
+    stages = load_stages(tmp_path / "base", start, **options)
     folder = save_split_model(stages, None, tmp_path / "run")  # compares the names of all stages
     export_folder(folder, tmp_path / "out", merge=True)
     found = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval(), "llama")
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-def train_extras(model):
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -5,17 +5,17 @@ import json
 import peft
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from commands.export import make_stages
 from models.builders import auto
-from pp_models import CausalLMStage
 from stageline.checkpoint.adapter import merge_adapters, read_adapter
-from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
 from stageline.modules.lora import lora_stacks
+from tests.helpers.chain import chained_logits
 from tests.helpers.exports import export_folder
+from tests.helpers.tiny_checkpoints import load_stages, shake
 from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
 IDS = torch.arange(12).reshape(2, 6) + 3
@@ -30,14 +30,6 @@ ADAPTERS = {
 }
 
 
-@torch.no_grad()
-def shake(model, seed):
-    for index, parameter in enumerate(model.parameters()):
-        if parameter.requires_grad:
-            generator = torch.Generator().manual_seed(100 * seed + index)
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
@@ -47,9 +39,15 @@ def folder(tmp_path_factory):
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
     for seed, (name, settings) in enumerate(ADAPTERS.items()):
         model = peft.get_peft_model(base_of(folder), peft.LoraConfig(**settings))
-        shake(model, seed)
+        shake([model], seed)
         model.save_pretrained(folder / name)
     return folder
+
+
+def stages_of(folder, names, num_stages=2, **options):
+    paths = [folder / name for name in names]
+    options = {"adapter_path": paths, "frozen_lm_head": True, **options}
+    return load_stages(folder / "base", num_stages=num_stages, **options)
 
 
 def base_of(folder):
@@ -68,29 +66,10 @@ def merged_by_peft(folder, names):
     return model
 
 
-def stages_of(folder, names, num_stages=2, **options):
-    stages = []
-    for stage in range(num_stages):
-        model = CausalLMStage(
-            AutoConfig.from_pretrained(folder / "base"),
-            stage=stage,
-            num_stages=num_stages,
-            adapter_path=[folder / name for name in names],
-            frozen_lm_head=True,
-            **options,
-        )
-        load_split_model(model, folder / "base", device="cpu", dtype=torch.float32)
-        model.frozen()
-        stages.append(model)
-    return stages
-
-
 @torch.no_grad()
 def chain(stages):
-    hidden = IDS
-    for stage in stages:
-        hidden = stage.eval()(hidden, attention_mask=torch.ones_like(IDS))
-    return hidden
+    batch = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+    return chained_logits([stage.eval() for stage in stages], batch)
 
 
 @pytest.mark.parametrize("names", ["ab", "ba", "abc"])
@@ -99,18 +78,10 @@ def test_merged_one_after_the_other_as_peft_does(names, folder, tmp_path):
     paths = [str(folder / name) for name in names]
     model, _, _ = auto(str(folder / "base"), adapter_path=paths, device="cpu")
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
-    adapters = [folder / name for name in names]
-    out = tmp_path / "out"
-    export_folder(folder / "base", out, adapter_paths=adapters, make_stages=make_stages)
+    options = {"adapter_paths": [folder / name for name in names], "make_stages": make_stages}
+    export_folder(folder / "base", tmp_path / "out", **options)
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(logits(found), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_dora_is_exported_and_compared_with_stages(folder, tmp_path):
-    for merge in (True, False):
-        target = tmp_path / f"out{merge}"
-        report = export_folder(folder / "b", target, merge=merge, make_stages=make_stages)
-        assert report.verdict.reference == "its 2 stages"
 
 
 def test_weights_say_how_much_of_each(folder):
@@ -159,7 +130,7 @@ def test_a_new_adapter_on_all_that_were_merged(num_stages, folder, tmp_path):
     expected = logits(merged_by_peft(folder, "ca"))
     torch.testing.assert_close(chain(stages), expected, rtol=1e-4, atol=1e-5)
     for index, stage in enumerate(stages):
-        shake(stage, index)
+        shake([stage], index)
     after = chain(stages)
     saved = save_split_model(stages, None, tmp_path / "saved")
     base = AutoModelForCausalLM.from_pretrained(saved / "base")
@@ -169,16 +140,8 @@ def test_a_new_adapter_on_all_that_were_merged(num_stages, folder, tmp_path):
 
 
 def test_what_an_earlier_adapter_trained_whole_is_carried(folder, tmp_path):
-    stages = []
-    for stage in range(2):
-        model = CausalLMStage(
-            AutoConfig.from_pretrained(folder / "base"),
-            **{"stage": stage, "num_stages": 2, "frozen_lm_head": True},
-            **{"llm_lora_num": 2, "lora_target": ["q_proj", "v_proj"]},
-        )
-        load_split_model(model, folder / "c", device="cpu", dtype=torch.float32)
-        model.frozen()
-        stages.append(model)
+    options = {"llm_lora_num": 2, "lora_target": ["q_proj", "v_proj"], "frozen_lm_head": True}
+    stages = load_stages(folder / "base", folder / "c", **options)
     assert not dict(stages[1].named_parameters())["lm_head.weight"].requires_grad
     expected = chain(stages)
     saved = save_split_model(stages, None, tmp_path / "second")
@@ -191,15 +154,8 @@ def test_what_an_earlier_adapter_trained_whole_is_carried(folder, tmp_path):
 def test_adapters_in_two_ways_are_refused(folder):
     with pytest.raises(UserError, match=r"is an adapter, and --adapter-path .* came too"):
         auto(str(folder / "a"), adapter_path=str(folder / "b"), device="cpu")
-    with pytest.raises(UserError, match=r"is an adapter, and --adapter-path .* came too"):
-        model = CausalLMStage(
-            AutoConfig.from_pretrained(folder / "base"),
-            **{"stage": 0, "num_stages": 1, "adapter_path": [folder / "a"]},
-        )
-        load_split_model(model, folder / "a", device="cpu", dtype=torch.float32)
-    with pytest.raises(UserError, match=r"holds DoRA for .* is of another kind"):
-        model = CausalLMStage(
-            AutoConfig.from_pretrained(folder / "base"),
-            **{"stage": 0, "num_stages": 1, "llm_lora_num": 1, "lora_target": ["q_proj", "k_proj"]},
-        )
-        load_split_model(model, folder / "b", device="cpu", dtype=torch.float32)
+    with pytest.raises(UserError, match="--adapter-path"):
+        load_stages(folder / "base", folder / "a", 1, adapter_path=[folder / "a"])
+    with pytest.raises(UserError, match="DoRA"):
+        options = {"llm_lora_num": 1, "lora_target": ["q_proj", "k_proj"]}
+        load_stages(folder / "base", folder / "b", 1, **options)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from stageline.checkpoint.layout import draft_name, publish, read_manifest, verify
+from stageline.checkpoint.layout import draft_name, publish, verify
 from stageline.errors import UserError
 from stageline.training.evaluation import BestCheckpoint, EvalResult
 
@@ -61,35 +61,12 @@ def test_the_lowest_loss_is_kept_and_only_that(tmp_path):
     assert os.readlink(tmp_path / "best") == "best-step-00000004", "the folder may be moved"
 
 
-def test_the_highest_accuracy_is_kept(tmp_path):
-    best = make(tmp_path, metric="token_accuracy")
-    results = [result(1.0, 0.2), result(2.0, 0.4), result(0.5, 0.3), result(0.1, 0.4)]
-    assert run(best, results) == [0, 1]
-    assert kept_step(tmp_path) == 1
-
-
 def test_what_is_no_figure_is_not_the_best(tmp_path):
     best = make(tmp_path)
     none = [result(math.nan), result(math.inf), result(-math.inf), result(0.0, num_targets=0)]
     assert run(best, none) == []
     assert run(best, [result(5.0), result(math.nan)]) == [0]
     assert kept_step(tmp_path) == 0
-
-
-def test_none_keeps_nothing(tmp_path):
-    assert run(make(tmp_path / "x", metric="none"), [result(1.0)]) == []
-    assert not (tmp_path / "x").exists()
-
-
-def test_the_manifest_and_the_line_tell_figures_and_step(tmp_path):
-    best = make(tmp_path, metric="token_accuracy")
-    line = best.keep(7, result(1.5, 0.25, 8))
-    assert read_manifest(tmp_path / "best")["best"] == {
-        "metric": "token_accuracy",
-        "step": 7,
-        "figures": {"loss": 1.5, "token_accuracy": 0.25, "num_targets": 8},
-    }
-    assert line == f"best token_accuracy so far, 0.2500 at step 7: saved {tmp_path / 'best'}"
 
 
 # -- several runs in one folder ----------------------------------------------------------
@@ -123,19 +100,6 @@ def test_a_folder_of_the_links_name_is_refused_at_the_start(tmp_path):
     with pytest.raises(UserError, match="is no link.*--save-best.*Rename"):
         make(tmp_path)
     make(tmp_path, metric="none")
-
-
-def test_a_best_that_cannot_be_read_is_refused(tmp_path):
-    run(make(tmp_path), [result(3.0)])
-    (tmp_path / "best" / "manifest.json").write_text("{")
-    with pytest.raises(UserError, match="manifest"):
-        make(tmp_path, start_step=1)
-
-
-def test_a_link_that_leads_nowhere_is_replaced(tmp_path):
-    (tmp_path / "best").symlink_to("best-step-00000009")
-    assert run(make(tmp_path, start_step=10), [result(3.0)]) == [0]
-    assert kept_step(tmp_path) == 0
 
 
 # -- a kill ------------------------------------------------------------------------------
@@ -180,16 +144,3 @@ def test_a_kill_before_any_change_of_a_file_leaves_the_old_or_the_new(tmp_path):
         number += 1
     assert steps == sorted(steps) and set(steps) == {1, 2}
     assert steps.count(1) > 5 and steps.count(2) > 2, "kills before and after the exchange"
-
-
-def test_a_failed_save_leaves_the_old(tmp_path):
-    best = make(tmp_path)
-    best.keep(1, result(2.0))
-
-    def fail(target, **facts):
-        raise OSError("disk full")
-
-    best.save = fail
-    with pytest.raises(OSError, match="disk full"):
-        best.keep(2, result(1.0))
-    assert kept_step(tmp_path) == 1 and (best.value, best.step) == (2.0, 1)

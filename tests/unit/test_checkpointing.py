@@ -17,7 +17,6 @@ from stageline.errors import UserError
 from stageline.modules.recompute import (
     RecomputeError,
     checkpoint_layers,
-    is_worth_moving,
     keep_products,
     offload_activations,
     offloaded,
@@ -32,11 +31,7 @@ FAMILIES = DECODERS + VISION_LANGUAGE
 # names of dropouts differ by family; a family takes those it knows
 DROPOUTS = {"attention_dropout": 0.2, "resid_pdrop": 0.2, "attn_pdrop": 0.2, "hidden_dropout": 0.2}
 LORA = {"llm_lora_num": 1, "lora_rank": 2, "lora_dropout": 0.3, "frozen_lm_head": True}
-MODES = {
-    "every layer": {},
-    "every second": {"every": 2},
-    "operators": {"mode": "operators"},
-}
+MODES = {"every layer": {}, "every second": {"every": 2}, "operators": {"mode": "operators"}}
 
 
 def make_stage(family, *, stage=0, num_stages=1, dropout=True, attention=None, **options):
@@ -111,13 +106,8 @@ def test_lora_and_frozen_parts(mode, options, attention):
         assert_equal(run(model, family), expected)
 
 
-def test_dropout_acts_in_these_tests():
-    with_dropout = run(make_stage("llama"), "llama")
-    assert with_dropout[0] != run(make_stage("llama", dropout=False), "llama")[0]
-
-
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "mixtral"])
 def test_two_walks_through_one_graph(family, mode):
     """Zero-bubble schedules: the gradient of the input first, those of the weights later."""
     where = {"stage": 1, "num_stages": 2}
@@ -150,13 +140,6 @@ def test_a_vision_tower_is_recomputed_too():
     first.register_forward_hook(lambda *args: calls.append(1))
     run(model, "internvl")
     assert len(calls) == 2
-
-
-def test_evaluation_recomputes_nothing_and_keeps_nothing():
-    model = make_stage("llama", dropout=False)
-    model.enable_gradient_checkpointing()
-    with torch.no_grad():
-        assert not model(tiny_micro_batches("llama", lengths=(14,))[0]["input_ids"]).requires_grad
 
 
 def test_what_a_layer_keeps():
@@ -275,29 +258,6 @@ def test_memory_that_is_used_again_is_not_taken_for_the_old_tensor():
     squares(x).sum().backward()
     expected = sum(number * torch.tensor(float(number)).exp() for number in range(5))
     torch.testing.assert_close(x.grad, expected.expand(1000))
-
-
-def test_nothing_moves_from_a_device_without_its_own_memory():
-    assert not is_worth_moving(torch.zeros(1 << 20))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_offloading_on_a_gpu():
-    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6))).cuda()
-    x = torch.randn(1024, 512, device="cuda", requires_grad=True)
-    model(x).exp().mean().backward()
-    expected = [x.grad.clone(), *(p.grad.clone() for p in model.parameters())]
-    x.grad = None
-    model.zero_grad()
-    offload_activations(model)
-    for _ in range(3):
-        model(x).exp().mean().backward()
-        for grad, ours in zip(
-            expected, [x.grad, *(p.grad for p in model.parameters())], strict=True
-        ):
-            assert torch.equal(grad, ours)
-        x.grad = None
-        model.zero_grad()
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -61,16 +61,7 @@ def test_figures_by_their_name():
 def test_a_run_ends_early_with_a_checkpoint_and_does_not_go_on(tmp_path):
     """With a rate of zero nothing improves: it ends at the second evaluation after the first."""
     job = Job(tmp_path)
-    options = (
-        "--learning-rate",
-        0,
-        "--eval-samples",
-        4,
-        "--eval-steps",
-        3,
-        "--early-stop.patience",
-        2,
-    )
+    options = "--learning-rate 0 --eval-samples 4 --eval-steps 3 --early-stop.patience 2".split()
     done = job.fork("run", *options, "--save-steps", 0, ranks=2)
     assert done.code == 0 and "2 evaluations without a better loss" in done.out, done.err
     assert sorted(job.losses("run")) == [1, 2, 3, 4, 5, 6]
@@ -82,24 +73,10 @@ def test_a_run_ends_early_with_a_checkpoint_and_does_not_go_on(tmp_path):
     assert sorted(job.losses("run")) == [1, 2, 3, 4, 5, 6]
 
 
-def test_an_unknown_figure_is_named_at_the_first_evaluation(tmp_path):
-    done = Job(tmp_path).fork("run", "--save-best", "score", "--eval-samples", 4, ranks=1)
-    assert done.code == 2 and "'score' was asked for" in done.err and "perplexity" in done.err
-
-
 def test_a_run_that_is_killed_in_an_evaluation_makes_it_when_it_goes_on(tmp_path):
     """Else it would end later, as one in another folder that does not know of those before."""
     job = Job(tmp_path)
-    options = (
-        "--learning-rate",
-        0,
-        "--eval-samples",
-        4,
-        "--eval-steps",
-        2,
-        "--early-stop.patience",
-        2,
-    )
+    options = "--learning-rate 0 --eval-samples 4 --eval-steps 2 --early-stop.patience 2".split()
     fault = "at=evaluation,step=2,do=sigkill"
     assert job.fork("run", *options, ranks=1, chaos=fault, waits=True).code != 0
     first = tmp_path / "run" / "checkpoints" / "step-00000002"
@@ -113,16 +90,7 @@ def test_a_run_that_is_killed_in_an_evaluation_makes_it_when_it_goes_on(tmp_path
 def test_figures_of_other_held_out_rows_are_not_compared(tmp_path):
     """With a rate of zero each set of rows has one loss, which is the best at its first time."""
     job = Job(tmp_path)
-    options = (
-        "--learning-rate",
-        0,
-        "--eval-steps",
-        2,
-        "--early-stop.patience",
-        9,
-        "--save-best",
-        "loss",
-    )
+    options = "--learning-rate 0 --eval-steps 2 --early-stop.patience 9 --save-best loss".split()
     assert job.fork("run", *options, "--eval-samples", 1, "--total-steps", 4, ranks=1).code == 0
     again = ("--eval-samples", 4, "--total-steps", 6, "--lr-scheduler", "constant")
     done = job.fork("run", *options, *again, "--resume", "auto", "--allow-changes", ranks=1)

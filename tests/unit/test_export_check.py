@@ -14,7 +14,6 @@ from pp_models import CausalLMStage
 from stageline.checkpoint.check_export import ExportError, compare_logits
 from stageline.checkpoint.layout import MANIFEST
 from stageline.data.text.processor import save_processor
-from stageline.device import available_memory
 from stageline.errors import CheckpointError, UserError
 from tests.helpers.exports import export_alone, export_folder
 from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
@@ -32,22 +31,15 @@ def spoil(change):
     return make
 
 
-def test_a_stage_that_differs_is_found(tmp_path):
+@pytest.mark.parametrize(("factor", "words"), [(1.02, "its 2 stages"), (torch.nan, "by nan")])
+def test_a_stage_that_differs_is_found(factor, words, tmp_path):
     tiny_whole("llama", tmp_path / "base")
 
     def change(stages):
-        stages[1].model.layers[3].mlp.up_proj.weight.data.mul_(1.02)
+        stages[1].model.layers[3].mlp.up_proj.weight.data.mul_(factor)
 
-    with pytest.raises(ExportError, match="compared with its 2 stages"):
+    with pytest.raises(ExportError, match=words):
         export_folder(tmp_path / "base", tmp_path / "out", make_stages=spoil(change))
-
-
-def test_the_stages_see_what_plain_transformers_do(tmp_path):
-    tiny_whole("mixtral", tmp_path / "base")
-    report = export_folder(tmp_path / "base", tmp_path / "out", make_stages=make_stages)
-    assert report.verdict.reference == "its 2 stages"
-    assert report.verdict.difference < 1e-6
-    assert report.notes == ()
 
 
 def test_other_tokens_are_found_though_logits_agree():
@@ -60,16 +52,6 @@ def test_other_tokens_are_found_though_logits_agree():
     # two tokens as likely as each other: rounding decides
     logits[0, 1, 1] = 1.0 - 1e-6
     assert compare_logits(logits, logits, other, **limits) == (0.0, 0)
-
-
-def test_nan_is_a_difference(tmp_path):
-    tiny_whole("llama", tmp_path / "base")
-
-    def change(stages):
-        stages[0].model.embed_tokens.weight.data[:] = torch.nan
-
-    with pytest.raises(ExportError, match="differ from the checkpoint's by nan"):
-        export_folder(tmp_path / "base", tmp_path / "out", make_stages=spoil(change))
 
 
 @pytest.mark.parametrize("family", VISION_LANGUAGE)
@@ -131,11 +113,6 @@ def test_every_family_has_its_key():
     assert stage_key(transformers.OlmoConfig()) == "causal_lm"
     assert stage_key(transformers.Cohere2VisionConfig()) == "vision_language"
     assert stage_key(transformers.BertConfig(architectures=["BertForMaskedLM"])) is None
-
-
-def test_memory_is_counted_by_the_system():
-    available = available_memory()
-    assert sys.platform != "linux" or 1e6 < available < 1e15
 
 
 def test_an_adapter_without_peft(tmp_path, monkeypatch):

@@ -19,9 +19,10 @@ from pp_models import CausalLMStage, VisionLanguageStage
 from register import train_model_register
 from stageline.checkpoint.files import tensor_names
 from stageline.checkpoint.save import save_split_model
+from tests.helpers.chain import chained_logits
 from tests.helpers.exports import export_folder
 from tests.helpers.tiny_batches import tiny_micro_batches
-from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
+from tests.helpers.tiny_checkpoints import auto_class, shake, tiny_whole
 from tests.helpers.tiny_models import DECODERS, IMAGE_TOKEN_ID, VISION_LANGUAGE, VOCAB_SIZE
 
 FAMILIES = DECODERS + VISION_LANGUAGE
@@ -46,14 +47,7 @@ def build(family, folder, *, base=None, num_loras=0):
         )
         stages.append(model)
     assert isinstance(stages[0], CausalLMStage | VisionLanguageStage)
-    with torch.no_grad():
-        for model in stages:
-            for name, parameter in model.named_parameters():
-                if parameter.requires_grad:
-                    # by name: a tied weight lies on both stages and changes alike
-                    generator = torch.Generator().manual_seed(len(name) + parameter.numel())
-                    parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return stages
+    return shake(stages)
 
 
 def first_batch(family):
@@ -64,14 +58,6 @@ def first_batch(family):
 
 
 @torch.no_grad()
-def chained_logits(stages, batch):
-    values = (batch["input_ids"],)
-    for model in stages:
-        output = model.eval()(*values, **batch)
-        values = output if isinstance(output, tuple) else (output,)
-    return values[0]
-
-
 def chained_tokens(stages, batch):
     for _ in range(NEW_TOKENS):
         logits = chained_logits(stages, batch)[:, -1:]
@@ -107,8 +93,9 @@ def load_quietly(family, folder, caplog):
 
 def assert_same(stages, model, family):
     batch = first_batch(family)
-    expected = chained_logits(stages, batch)
+    stages = [stage.eval() for stage in stages]
     with torch.no_grad():
+        expected = chained_logits(stages, batch)
         found = model(**batch).logits
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     model.generation_config.eos_token_id = None

@@ -2,13 +2,10 @@
 
 import dataclasses
 import errno
-import os
 import signal
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from register import RegisterError
 from stageline.distributed import failure_record, launch, stop
@@ -31,13 +28,6 @@ def _raised(error: Exception, *, cause: Exception | None = None) -> Exception:
         return caught
 
 
-@pytest.fixture
-def _rank_2_of_4(monkeypatch):
-    monkeypatch.setenv("RANK", "2")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setattr(record, "stages_here", [1])
-
-
 @pytest.mark.parametrize(
     ("error", "kind", "code"),
     [
@@ -56,53 +46,13 @@ def test_an_error_of_a_kind_is_one_message_and_its_code(error, kind, code):
     assert (told.report(), told.code) == (f"error[{kind}]: a\n", code)
 
 
-def test_an_error_raised_from_itself_has_an_end():
-    error = ValueError("this")
-    found = list(record.chain(_raised(error, cause=error)))
-    assert found == [error]
-
-
-def test_it_is_found_below_what_the_schedule_wrapped():
-    wrapped = _raised(RuntimeError("[Stage 1] failed to run forward"), cause=DataError("row 17"))
-    told = record.record_of(wrapped)
-    assert (told.report(), told.code) == ("error[data]: row 17\n", 3)
-
-
-@pytest.mark.usefixtures("_rank_2_of_4")
-def test_any_other_error_names_rank_and_stage_before_its_traceback():
-    told = record.record_of(_raised(TypeError("boom")))
-    lines = told.report().splitlines()
-    assert lines[0].startswith(
-        "error[crash] rank=2 stage=1: TypeError: boom at test_failure_report"
-    )
-    assert lines[1] == "Traceback (most recent call last):"
-    assert lines[-2] == "TypeError: boom"
-    assert lines[-1] == lines[0]
-    assert told.code == 9
-
-
-def test_the_line_is_that_of_the_caller_of_a_library():
-    with pytest.raises(ValueError) as caught:
-        torch.nn.functional.cross_entropy(torch.zeros(2, 3), torch.zeros(1, dtype=torch.long))
-    assert " at test_failure_report.py:" in record.record_of(caught.value).message
-
-
-@pytest.mark.usefixtures("_rank_2_of_4")
-def test_an_error_with_a_code_that_is_no_number_is_any_other_error():
-    error = TypeError("boom")
-    error.exit_code = "two"
-    assert record.record_of(_raised(error)).code == 9
-
-
 @pytest.mark.parametrize(
     "error",
     [
         RuntimeError("[../third_party/gloo/...] Connection closed by peer [127.0.1.1]:35120"),
-        RuntimeError("Connection reset by peer"),
         RuntimeError("Timed out waiting 600000ms for recv operation to complete"),
         dist.DistBackendError("NCCL error: remote process exited"),
         ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
-        BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)),
     ],
 )
 def test_a_lost_connection_is_an_echo(error):
@@ -133,7 +83,6 @@ def told_by(folder, monkeypatch, rank, record):
 CAUSE = record.record_here("crash", 9, "the cause")
 ECHO = record.record_here("crash", 9, "lost a neighbour", is_secondary=True)
 LATER = dataclasses.replace(CAUSE, message="later", time_ns=CAUSE.time_ns + 1)
-STOPPED = record.record_here("", 143, "")
 
 
 @pytest.mark.parametrize(
@@ -154,33 +103,6 @@ def test_the_launcher_tells_who_failed_first(tmp_path, monkeypatch, records, cod
         told_by(tmp_path, monkeypatch, rank, told and dataclasses.replace(told, **stages))
     first = launch.first_failure(tmp_path, codes, num_ranks=2)
     assert first.report().startswith(f"error[crash]{words}") and first.code == 9
-
-
-def test_ranks_that_were_stopped_have_a_code_and_no_words(tmp_path, monkeypatch):
-    for rank in range(2):
-        told_by(tmp_path, monkeypatch, rank, STOPPED)
-    first = launch.first_failure(tmp_path, {1: 143, 0: -12}, num_ranks=2)
-    assert (first.code, first.message) == (143, "")
-
-
-def test_torch_reads_the_file_and_finds_the_line(tmp_path, monkeypatch):
-    file = told_by(tmp_path, monkeypatch, 1, CAUSE)
-    read = ProcessFailure(local_rank=1, pid=1, exitcode=9, error_file=str(file))
-    error = ChildFailedError("train_pp.py", {0: read})
-    assert "error[crash]: the cause" in str(error)
-    assert read.timestamp == CAUSE.time_ns // 10**9
-
-
-def test_below_torchrun_the_first_rank_of_a_machine_prints(tmp_path, monkeypatch):
-    monkeypatch.delenv(failure_record.LAUNCHER, raising=False)
-    told_by(tmp_path, monkeypatch, 0, None)
-    assert [failure_record.is_first_to_report() for _ in range(2)] == [True, False]
-    monkeypatch.setenv(failure_record.LAUNCHER, "1")
-    told_by(tmp_path / "other", monkeypatch, 0, None)
-    assert not failure_record.is_first_to_report()
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
-    monkeypatch.delenv(failure_record.LAUNCHER)
-    assert failure_record.is_first_to_report()
 
 
 def test_a_sigterm_behind_the_early_signal_of_slurm_is_the_first_of_its_kind(monkeypatch):

@@ -1,28 +1,18 @@
 """Layers that train alone, against plain transformers with the same requires_grad set by hand."""
 
-import json
-from dataclasses import replace
-
 import pytest
 import torch
-from transformers import AutoConfig
 
-from commands import with_folders
 from loss_fn import sft
-from options.model import method_arguments
-from parse_args import parse_train_args, save_config
 from pp_models import CausalLMStage, VisionLanguageStage
-from register import ALL_REGISTERS
 from stageline.errors import UserError
 from stageline.modules.methods import FreezeRule, Methods
 from stageline.pipeline.stage_passes import StagePasses
 from stageline.shrink import shrink_config
-from stageline.stages.base import WeightSource, fill_stage
 from tests.helpers.chain import run_chain
 from tests.helpers.family_configs import family_config
 from tests.helpers.tiny_batches import count_targets, tiny_micro_batches
-from tests.helpers.tiny_checkpoints import tiny_whole
-from tests.helpers.tiny_models import VISION_LANGUAGE
+from tests.helpers.tiny_checkpoints import load_stages, tiny_whole
 
 DTYPE = torch.float64
 # the rule, and by hand what of a llama of four layers it means
@@ -36,14 +26,8 @@ RULES = {
 MORE = {"modules": tuple(f"layers.{i}.self_attn.q_proj" for i in (1, 2, 3))}
 
 
-def make_stages(folder, num_stages, *, kind=CausalLMStage, **options):
-    stages = []
-    for stage in range(num_stages):
-        config = AutoConfig.from_pretrained(folder)
-        model = kind(config, stage=stage, num_stages=num_stages, dtype=DTYPE, **options)
-        fill_stage(model, WeightSource(str(folder), 0, "cpu", DTYPE), new_rows=None)
-        stages.append(model)
-    return stages
+def make_stages(folder, num_stages, **options):
+    return load_stages(folder, num_stages=num_stages, dtype=DTYPE, **options)
 
 
 def gradients(stages):
@@ -116,11 +100,8 @@ def test_a_tied_head_trains_as_the_embedding(llama):
 
 def test_a_vision_tower_is_not_meant(tmp_path):
     tiny_whole("internvl", tmp_path, dtype=DTYPE)
-    assert "internvl" in VISION_LANGUAGE
     rule = FreezeRule(-1, ("mlp",))
-    stages = make_stages(
-        tmp_path, 2, kind=VisionLanguageStage, methods=Methods(freeze=rule), frozen_vit=True
-    )
+    stages = make_stages(tmp_path, 2, methods=Methods(freeze=rule), frozen_vit=True)
     names = {n for s in stages for n, p in s.named_parameters() if p.requires_grad}
     layer = {name for name in names if "language_model.layers" in name}
     assert layer == {name for name in layer if "language_model.layers.0.mlp." in name} != set()
@@ -171,7 +152,6 @@ def test_a_frozen_stage_that_recomputes_passes_gradients_back(llama, mode):
         (FreezeRule(5), ["--freeze.layers 5", "4 at most"]),
         (FreezeRule(3, spreads=True), ["divides 4", "expand_blocks"]),
         (FreezeRule(1, ("mpl",)), ["has mpl", "all, ", "mlp, ", "self_attn"]),
-        (FreezeRule(1, extra=("all",)), ["--freeze.extra has all", "embed_tokens", "norm"]),
     ],
 )
 def test_what_the_model_has_not_is_told_with_what_it_has(llama, rule, wanted):
@@ -179,81 +159,6 @@ def test_what_the_model_has_not_is_told_with_what_it_has(llama, rule, wanted):
         make_stages(llama[0], 2, methods=Methods(freeze=rule))
     for text in wanted:
         assert text in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("total", "count", "wanted"),
-    [(8, 2, [3, 7]), (32, 8, [*range(3, 32, 4)]), (4, 4, [0, 1, 2, 3])],
-)
-def test_layers_of_llama_pro(total, count, wanted):
-    assert list(FreezeRule(count, spreads=True).layers(total)) == wanted
-
-
-TRAIN = (
-    "--dataset rows --prompt p --prompt-fn fill --image-token none --train-model tiny "
-    "--collate-fn pack --loss-fn sft --optimizer adamw --lr-scheduler cosine --tracker none "
-    "--engine pipeline"
-).split()
-
-
-@pytest.fixture
-def parts():
-    kept = {name: dict(register.data) for name, register in ALL_REGISTERS.items()}
-    for register in ALL_REGISTERS.values():
-        register.data = {}
-    for option, key in zip(TRAIN[::2], TRAIN[1::2], strict=True):
-        name = option[2:].replace("-", "_")
-        ALL_REGISTERS[name][key] = "[ANSWER]" if name == "prompt" else lambda *args, **kwargs: None
-    yield
-    for name, register in ALL_REGISTERS.items():
-        register.data = kept[name]
-
-
-def run_of(words):
-    return parse_train_args([*TRAIN, *words.split()]).run
-
-
-def test_options_become_methods(parts):
-    assert method_arguments(run_of("")) == {}
-    words = "--freeze.layers -2 --freeze.modules mlp,q_proj"
-    told = method_arguments(run_of(words))["methods"]
-    assert Methods.of(told) == Methods(freeze=FreezeRule(-2, ("mlp", "q_proj")))
-    words = "--bf16 --fp32.norms --rope-scaling yarn --max-token-num 100"
-    made = Methods.of(method_arguments(run_of(words))["methods"])
-    assert made.norms_fp32 and made.rope_scaling.max_token_num == 100 and made.freeze is None
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_a_saved_config_repeats_a_run_with_dtype_auto(parts, dtype, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"dtype": dtype}))
-    words = ["--model-path", str(tmp_path), "--output-dir", str(tmp_path / "run")]
-    first = parse_train_args([*TRAIN, *words, "--dtype", "auto", "--fp32.norms", "--fp32.logits"])
-    first = replace(first, run=with_folders(first.run))
-    assert (first.run.fp32.norms, first.run.fp32.logits) == (dtype != "float32",) * 2
-    save_config(first, tmp_path / "config.yaml")
-    again = parse_train_args(["--config", str(tmp_path / "config.yaml")])
-    assert with_folders(again.run) == again.run == first.run
-
-
-@pytest.mark.parametrize(
-    ("words", "wanted"),
-    [
-        ("--freeze.llama_pro", "--freeze.llama_pro requires --freeze.layers"),
-        ("--freeze.extra norm", "--freeze.extra norm requires"),
-        ("--freeze.layers 0", "--freeze.layers 0 came"),
-        ("--freeze.layers -2 --freeze.llama_pro", "how many blocks"),
-        ("--freeze.layers 2 --llm-lora-num 1", "--llm-lora-num exclude each other"),
-        ("--fp32.norms", "--fp32.norms requires --bf16 or --fp16"),
-        ("--quantization nf4", "requires --llm-lora-num"),
-        ("--quantization int8 --llm-lora-num 1", "requires --model-path"),
-        ("--double-quantization", "requires --quantization nf4"),
-    ],
-)
-def test_options_that_would_do_nothing_are_refused(parts, words, wanted):
-    with pytest.raises(ValueError) as error:
-        run_of(words)
-    assert wanted in str(error.value)
-    assert error.value.exit_code == 2
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from pp_models import StageModel, class_of_key
+from pp_models import class_of_key
 from stageline.checkpoint import init
 from stageline.checkpoint.init import init_split_model
 from stageline.errors import UserError
 from stageline.modules.stage_names import names_on_disk
-from tests.helpers.tiny_checkpoints import auto_class
+from tests.helpers.tiny_checkpoints import OwnStage, auto_class
 from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 
 
@@ -71,13 +71,6 @@ def test_the_host_draws_whatever_the_device(monkeypatch):
         assert torch.equal(drawn[name], value), name
 
 
-def test_seeds_and_layers_differ():
-    first, second = start("llama", seed=1), start("llama", seed=2)
-    a, b = first.model.layers[0].mlp.up_proj.weight, first.model.layers[1].mlp.up_proj.weight
-    assert not torch.equal(a, b)
-    assert not torch.equal(a, second.model.layers[0].mlp.up_proj.weight)
-
-
 def test_the_global_generator_is_left_alone():
     torch.manual_seed(11)
     expected = torch.rand(3)
@@ -97,26 +90,6 @@ def test_lora_changes_nothing_of_the_base(family):
         assert torch.equal(state[name], plain[there]), name
 
 
-def test_bfloat16():
-    model = start("llama", dtype=torch.bfloat16)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
-
-
-class OwnStage(StageModel):
-    def __init__(self, config, *, has_start=True, **kwargs):
-        super().__init__(config, **kwargs)
-        with torch.device("meta"):
-            self.blocks = nn.ModuleList(
-                nn.Linear(4, 4) if index in self.layers else nn.Identity() for index in range(4)
-            )
-            if not has_start:
-                self.gate = nn.Parameter(torch.empty(2))
-
-    def num_layers(self):
-        return 4
-
-
 def test_own_modules_start_by_reset_parameters():
     options = {"seed": 0, "device": "cpu", "dtype": torch.float32}
     one = OwnStage(None, stage=0, num_stages=1)
@@ -129,6 +102,7 @@ def test_own_modules_start_by_reset_parameters():
 
 
 def test_a_parameter_without_a_start_is_named():
-    model = OwnStage(None, has_start=False, stage=0, num_stages=1)
+    model = OwnStage(None, stage=0, num_stages=1)
+    model.gate = nn.Parameter(torch.empty(2, device="meta"))
     with pytest.raises(UserError, match="1 tensors have no value.*gate"):
         init_split_model(model, seed=0, device="cpu", dtype=torch.float32)

@@ -6,16 +6,14 @@ import json
 import peft
 import pytest
 import torch
-from transformers import AutoConfig
 
-from pp_models import CausalLMStage
 from stageline.checkpoint.adapter import attach_adapter, read_adapter
-from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
 from stageline.modules.lora import lora_stacks, merge_lora
+from tests.helpers.chain import chained_logits
 from tests.helpers.tiny_batches import tiny_micro_batches
-from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
+from tests.helpers.tiny_checkpoints import auto_class, load_stages, tiny_whole
 
 LORA = {"llm_lora_num": 1, "lora_rank": 4, "lora_alpha": 6.0, "frozen_lm_head": True}
 KINDS = {
@@ -43,14 +41,8 @@ def bases(tmp_path_factory):
 
 
 def stages_of(base, num_stages=2, checkpoint=None, **options):
-    stages = []
-    for stage in range(num_stages):
-        config = AutoConfig.from_pretrained(base)
-        model = CausalLMStage(config, stage=stage, num_stages=num_stages, **{**LORA, **options})
-        load_split_model(model, checkpoint or base, device="cpu", dtype=torch.float32)
-        model.frozen()
-        stages.append(model.train())
-    return stages
+    stages = load_stages(base, checkpoint, num_stages, **{**LORA, **options})
+    return [stage.train() for stage in stages]
 
 
 def peft_of(base, family="llama", **options):
@@ -65,11 +57,7 @@ def inputs_of(family="llama"):
 
 
 def chain(stages, family="llama"):
-    batch = inputs_of(family)
-    hidden = batch["input_ids"]
-    for stage in stages:
-        hidden = stage(hidden, **batch)
-    return hidden
+    return chained_logits(stages, inputs_of(family))
 
 
 def loss_of(logits):
@@ -202,7 +190,7 @@ def test_dropout_of_dora_is_that_of_peft(bases):
     torch.testing.assert_close(chain(stages), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("start", ["pissa", "pissa_niter_3", "gaussian", "orthogonal"])
+@pytest.mark.parametrize("start", ["default", "pissa", "pissa_niter_3", "gaussian", "orthogonal"])
 def test_a_start_is_the_same_for_any_number_of_stages(start, bases):
     sides = [stages_of(bases / "llama", n, lora_init=start) for n in (1, 2, 4)]
     states = [{n: t for s in stages for n, t in s.state_dict().items()} for stages in sides]
@@ -216,7 +204,7 @@ def test_a_start_is_the_same_for_any_number_of_stages(start, bases):
         found = chain([stage.eval() for stage in sides[1]])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     some = next(iter(lora_stacks(sides[0][0]).values()))[0].lora
-    assert bool(some.lora_B.weight.any()) == (start != "gaussian")
+    assert bool(some.lora_B.weight.any()) == (start not in ("default", "gaussian"))
 
 
 def test_pissa_goes_on_from_what_it_took(bases, tmp_path):

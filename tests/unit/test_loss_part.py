@@ -1,14 +1,11 @@
 """What a loss_fn part may ask for and return: counts of a whole batch, the step, figures."""
 
 import functools
-import json
 
 import pytest
 import torch
 from torch.nn import functional
 
-from commands.train_data import check_token_sum
-from options.parts import ChosenPart, takes
 from parse_args import parse_train_args
 from register import (
     engine_register,
@@ -21,7 +18,7 @@ from stageline.errors import UserError
 from stageline.plotting.figures import loss_figure
 from stageline.run_records import read_log
 from stageline.training.loss_part import RESERVED, LossPart, StepLoss
-from stageline.training.run_log import RunLog, StepRecord, name_figures
+from stageline.training.run_log import RunLog, StepRecord
 
 import_shelf()
 
@@ -150,32 +147,19 @@ def test_names_of_the_log_are_taken():
     assert set(record.logged()) <= RESERVED
 
 
-def test_such_a_loss_is_no_token_sum():
-    with pytest.raises(UserError, match="--loss-fn may.*compares samples, or returns figures"):
-        check_token_sum(ChosenPart("loss_fn", "may", two_terms))
-
-
 def test_figures_are_in_the_log_the_line_and_the_curve(tmp_path):
     figures = {"marked_loss": 0.5, "accuracy": 0.25}
-    with_figures = functools.partial(
-        StepRecord, learning_rate=1.0, grad_norm=1.0, num_tokens=1, num_targets=1, num_samples=1,
-        seconds=1.0,
-    )  # fmt: skip
-    log = RunLog(tmp_path, total_steps=2)
-    for step in (1, 2):
-        log.log_step(with_figures(step=step, loss=1.0, figures=figures))
-    log.log_eval(2, {"loss": 1.0, **figures})
+    names = ("learning_rate", "grad_norm", "num_tokens", "num_targets", "num_samples", "seconds")
+    record = StepRecord(step=1, loss=1.0, figures=figures, **dict.fromkeys(names, 1))
+    assert "marked loss 0.5000, accuracy 0.2500" in str(record)
+    log = RunLog(tmp_path, total_steps=1)
+    log.log_step(record)
+    log.log_eval(1, {"loss": 1.0, **figures})
     log.close()
     steps, evaluations = read_log(tmp_path / "log.jsonl")
-    assert [record["marked_loss"] for record in (*steps, *evaluations)] == [0.5] * 3
-    assert steps[0]["loss_figures"] == ["marked_loss", "accuracy"]
-    assert json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])["accuracy"] == 0.25
-    text = str(with_figures(step=1, loss=1.0, figures=figures))
-    assert text.startswith("loss 1.0000, marked loss 0.5000, accuracy 0.2500, ")
-    assert name_figures({}) == ""
+    assert [record["marked_loss"] for record in (*steps, *evaluations)] == [0.5] * 2
     labels = loss_figure(steps, evaluations).axes[0].get_legend_handles_labels()[1]
     assert {"marked loss", "accuracy"} <= set(labels)
-    assert (tmp_path / "loss.png").stat().st_size > 0
 
 
 # -- options -------------------------------------------------------------------------------
@@ -200,7 +184,6 @@ def parts():
     with restored_registers():
         engine_register.register("pipeline", len, replace=True)
         loss_fn_register.register("needs", needs_similarity, counts={"num_long": len})
-        loss_fn_register.register("may", two_terms, counts=COUNTS)
         sim_fn_register.register("scaled", scaled)
         yield
 
@@ -214,21 +197,12 @@ def test_the_similarity_is_chosen_where_the_loss_takes_one(parts):
     assert (config["sim-fn"], config["sim-fn.factor"]) == ("scaled", 3.0)
 
 
-def test_an_optional_similarity_may_be_left_out(parts):
-    assert "sim_fn" not in parse_train_args([*KEYS, "--loss-fn", "may"]).parts
-    found = parse_train_args([*KEYS, "--loss-fn", "may", "--sim-fn", "js"]).parts
-    assert found["sim_fn"].key == "js"
-
-
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
         ("--loss-fn needs", "--sim-fn is missing.*cos, js, scaled"),
         ("--loss-fn sft --sim-fn js", "--sim-fn js came with --loss-fn sft, which takes no"),
-        ("--loss-fn needs --sim-fn jss", "no key 'jss'.*Did you mean 'js'"),
         ("--loss-fn needs --sim-fn js --loss-fn.num_long 3", "loss-fn.num.long.*unknown option"),
-        ("--loss-fn needs --sim-fn js --loss-fn.step 3", "loss-fn.step.*unknown option"),
-        ("--loss-fn sft --sim-fn.factor 3", "sim-fn.factor.*unknown option"),
     ],
 )
 def test_wrong_choices(parts, words, wanted):
@@ -237,23 +211,10 @@ def test_wrong_choices(parts, words, wanted):
     assert error.value.exit_code == 2
 
 
-def test_what_takes_what():
-    assert takes(needs_similarity, "sim_fn") == "needs"
-    assert takes(two_terms, "sim_fn") == "may have"
-    assert takes(functools.partial(two_terms, sim_fn=len), "sim_fn") == "no"
-    assert takes(plain, "sim_fn") == "no"
-
-
 def test_marked_words_are_a_list_or_a_name(parts):
     words = [*KEYS[:-1], "contrastive", "--loss-fn", "contrastive", "--sim-fn", "js"]
-    values = [
-        (["clock"], "clock"),
-        (["none"], "none"),
-        (["[]"], []),
-        (["left", "upper left", "\u5de6"], ["left", "upper left", "\u5de6"]),
-        (["directions", "cup"], ["directions", "cup"]),
-    ]
-    for given, wanted in values:
+    several = ["left", "upper left", "\u5de6"]
+    for given, wanted in ((["clock"], "clock"), (["[]"], []), (several, several)):
         arguments = parse_train_args([*words, "--collate-fn.marked", *given])
         assert arguments.parts["collate_fn"].kwargs["marked"] == wanted
     assert parse_train_args(words).parts["collate_fn"].kwargs["marked"] == "directions"

@@ -19,7 +19,6 @@ from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import UserError
 from stageline.stages.packing import check_packing
 from tests.helpers.exports import export_folder
-from tests.helpers.tiny_checkpoints import tiny_whole
 from tests.helpers.tiny_mllama import mllama_micro_batch
 from tests.helpers.tiny_models import tiny_mllama_config, tiny_mllama_processor
 
@@ -175,9 +174,7 @@ def test_an_export_equals_its_stages_with_and_without_an_image(tmp_path):
     assert report.notes == ()
     with pytest.raises(ExportError, match=r"\(image, compared with"):
         export_folder(
-            run,
-            tmp_path / "no",
-            make_stages=lambda folder: change(make_stages(folder), part="mlp"),
+            run, tmp_path / "no", make_stages=lambda folder: change(make_stages(folder), part="mlp")
         )
 
 
@@ -190,12 +187,6 @@ def test_an_adapter_is_exported(merge, tmp_path):
     report = export_folder(run, tmp_path / "out", merge=merge, make_stages=make_stages)
     assert report.verdict.reference == "its 2 stages"
     assert report.verdict.difference <= 1e-5
-
-
-def test_the_key_refuses_other_architectures(tmp_path):
-    tiny_whole("llama", tmp_path / "llama")
-    with pytest.raises(UserError, match="serves mllama"):
-        build(tmp_path / "llama")
 
 
 def test_without_images_the_tower_sees_a_placeholder_without_effect():

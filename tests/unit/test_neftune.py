@@ -100,8 +100,3 @@ def test_rows_of_new_tokens_get_noise_too(bases):
         width = hidden.shape[-1]
         noise = hidden - embedding.eval()(ids)
     assert 0 < noise.abs().max() <= ALPHA / (3 * width) ** 0.5
-
-
-def test_without_it_there_is_no_hook(bases):
-    (stage,) = stages_of(bases / "llama", "llama", 1)
-    assert noisy_modules(stage) == []

@@ -5,9 +5,7 @@ import json
 import peft
 import pytest
 import torch
-from transformers import AutoConfig
 
-from pp_models import CausalLMStage, VisionLanguageStage
 from stageline.checkpoint.adapter import attach_adapter, read_adapter
 from stageline.checkpoint.check_export import load_with_peft
 from stageline.checkpoint.plain_model import load_plain
@@ -15,11 +13,11 @@ from stageline.checkpoint.save import save_split_model
 from stageline.modules.methods import FreezeRule, Methods
 from stageline.modules.new_rows import NewRows
 from stageline.pipeline.runner import LocalStages
-from stageline.stages.base import WeightSource, fill_stage
 from stageline.training.optimizers import optimizer_groups
+from tests.helpers.chain import chained_logits
 from tests.helpers.tiny_batches import tiny_micro_batches
-from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
-from tests.helpers.tiny_models import VISION_LANGUAGE, VOCAB_SIZE
+from tests.helpers.tiny_checkpoints import auto_class, load_stages, shake, tiny_whole
+from tests.helpers.tiny_models import VOCAB_SIZE
 
 IDS = (40, VOCAB_SIZE, VOCAB_SIZE + 1)  # one in an unused row, two beyond the last
 PIECES = ((9, 10), (11,), (12, 13, 12))
@@ -32,15 +30,9 @@ def new_rows(**changes):
     return NewRows(**{"ids": IDS, "pieces": PIECES, "fresh": frozenset(IDS), **changes})
 
 
-def make_stages(family, checkpoint, base, num_stages, *, dtype=DTYPE, rows=None, **kwargs):
-    stage_class = VisionLanguageStage if family in VISION_LANGUAGE else CausalLMStage
-    stages = []
-    for stage in range(num_stages):
-        config = AutoConfig.from_pretrained(base)
-        model = stage_class(config, stage=stage, num_stages=num_stages, dtype=dtype, **kwargs)
-        fill_stage(model, WeightSource(str(checkpoint), 0, "cpu", dtype), new_rows=rows)
-        stages.append(model)
-    return LocalStages(stages)
+def make_stages(base, num_stages, *, checkpoint=None, rows=None, dtype=DTYPE, **options):
+    options = {"dtype": dtype, "new_rows": rows, **options}
+    return LocalStages(load_stages(base, checkpoint, num_stages, **options))
 
 
 def batch_of(family, dtype=DTYPE):
@@ -50,14 +42,6 @@ def batch_of(family, dtype=DTYPE):
         batch["input_ids"][0, place] = token
         batch["labels"][0, place] = token
     return batch
-
-
-def logits_of(stages, batch):
-    batch = {name: value for name, value in batch.items() if name != "labels"}
-    hidden = batch["input_ids"]
-    for stage in stages:
-        hidden = stage(hidden, **batch)
-    return hidden
 
 
 def loss_of(logits, batch):
@@ -106,7 +90,7 @@ def train(stages, batch, steps):
     optimizer = torch.optim.AdamW(optimizer_groups(parameters, weight_decay=0.1), lr=0.05)
     for _ in range(steps):
         optimizer.zero_grad()
-        loss_of(logits_of(stages, batch), batch).backward()
+        loss_of(chained_logits(stages, batch), batch).backward()
         optimizer.step()
     return parameters
 
@@ -117,25 +101,19 @@ def train(stages, batch, steps):
 def test_rows_alone_are_those_of_the_resized_model(family, tied, num_stages, tmp_path):
     tiny_whole(family, tmp_path / "base", tied=tied)
     frozen = {f"frozen_{part}": True for part in ("vit", "mlp", "llm", "lm_head")}
-    stages = make_stages(
-        family,
-        tmp_path / "base",
-        tmp_path / "base",
-        num_stages,
-        rows=new_rows(train_alone=True),
-        **frozen,
-    )
+    rows = new_rows(train_alone=True)
+    stages = make_stages(tmp_path / "base", num_stages, rows=rows, **frozen)
     theirs, matrices = reference(family, tmp_path / "base")
     batch = batch_of(family)
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     expected = theirs(**inputs).logits
-    torch.testing.assert_close(logits_of(stages, batch), expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(chained_logits(stages, batch), expected, rtol=0, atol=1e-9)
     trained = train(stages, batch, steps=4)
     assert all(parameter.shape[0] == len(IDS) for parameter in trained.values())
     assert len(trained) == (1 if tied else 2)
     train_reference(theirs, matrices, batch, steps=4)
     expected = theirs(**inputs).logits
-    torch.testing.assert_close(logits_of(stages, batch), expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(chained_logits(stages, batch), expected, rtol=0, atol=1e-9)
     saved = save_split_model(list(stages), None, tmp_path / "saved")
     again = auto_class(family).from_pretrained(saved, dtype=DTYPE)
     start, _ = reference(family, tmp_path / "base")
@@ -158,22 +136,15 @@ def test_rows_alone_are_those_of_the_resized_model(family, tied, num_stages, tmp
 
 def test_rows_that_are_known_keep_their_values(tmp_path):
     tiny_whole("llama", tmp_path / "base")
-    stages = make_stages("llama", tmp_path / "base", tmp_path / "base", 1, rows=new_rows())
+    stages = make_stages(tmp_path / "base", 1, rows=new_rows())
     train(stages, batch_of("llama"), steps=1)
     folder = save_split_model(list(stages), None, tmp_path / "first")
     before = load_plain(folder, dtype=DTYPE).get_input_embeddings().weight
-    (again,) = make_stages("llama", folder, folder, 1, rows=new_rows(fresh=frozenset()))
+    (again,) = make_stages(folder, 1, rows=new_rows(fresh=frozenset()))
     assert torch.equal(again.get_parameter("model.embed_tokens.weight"), before)
-    (anew,) = make_stages("llama", folder, folder, 1, rows=new_rows())
+    (anew,) = make_stages(folder, 1, rows=new_rows())
     weight = anew.get_parameter("model.embed_tokens.weight")
     assert torch.equal(weight[VOCAB_SIZE], before[PIECES[1][0]])
-
-
-def test_a_matrix_that_trains_whole_gets_no_rows_apart(tmp_path):
-    tiny_whole("llama", tmp_path / "base")
-    stages = make_stages("llama", tmp_path / "base", tmp_path / "base", 1, rows=new_rows())
-    names = {n for n, p in stages.named_parameters().items() if p.requires_grad}
-    assert "model.embed_tokens.weight" in names and not any("new_rows" in n for n in names)
 
 
 LORA = {"llm_lora_num": 1, "lora_rank": 3, "lora_alpha": 6.0}
@@ -183,6 +154,7 @@ LORA = {"llm_lora_num": 1, "lora_rank": 3, "lora_alpha": 6.0}
 @pytest.mark.parametrize(
     ("options", "whole", "alone"),
     [
+        ({}, {"model.embed_tokens", "lm_head"}, set()),
         (LORA, {"lm_head"}, {"model.embed_tokens"}),
         (LORA | {"frozen_lm_head": True}, set(), {"model.embed_tokens", "lm_head"}),
         (
@@ -193,13 +165,13 @@ LORA = {"llm_lora_num": 1, "lora_rank": 3, "lora_alpha": 6.0}
         ({"frozen_llm": True}, {"lm_head"}, {"model.embed_tokens"}),
         ({"methods": Methods(freeze=FreezeRule(1))}, set(), {"model.embed_tokens", "lm_head"}),
     ],
-    ids=["lora", "frozen_head", "modules_to_save", "frozen_llm", "last_layer"],
+    ids=["all", "lora", "frozen_head", "modules_to_save", "frozen_llm", "last_layer"],
 )
 def test_rows_of_a_frozen_matrix_train(options, whole, alone, num_stages, tmp_path):
     """LoRA leaves embedding and head as they are: new rows would stay what they began as."""
     base = tmp_path / "base"
     tiny_whole("llama", base)
-    stages = make_stages("llama", base, base, num_stages, rows=new_rows(), **options)
+    stages = make_stages(base, num_stages, rows=new_rows(), **options)
     for stage in stages:
         assert {name for name in stage.parameter_order if "new_rows" in name} == {
             f"{path}.new_rows.weight" for path in alone
@@ -227,10 +199,10 @@ def test_peft_loads_lora_and_rows(family, head, tmp_path):
     rows = new_rows(train_alone=head != "whole")
     base = tmp_path / "base"
     options = {**LORA, **frozen, "dtype": torch.float32}
-    stages = make_stages(family, base, base, 2, rows=rows, **options)
+    stages = make_stages(base, 2, rows=rows, **options)
     batch = batch_of(family, torch.float32)
     train(stages, batch, steps=3)
-    expected = logits_of(stages, batch)
+    expected = chained_logits(stages, batch)
     folder = save_split_model(list(stages), None, tmp_path / "adapter")
     config = json.loads((folder / "adapter_config.json").read_text())
     told = config["trainable_token_indices"]
@@ -254,14 +226,13 @@ def test_peft_loads_lora_and_rows(family, head, tmp_path):
 
     # an adapter on it, which knows nothing of new tokens itself
     twice = {**options, "llm_lora_num": 2, "lora_rank": 2, "frozen_lm_head": True}
-    second = make_stages(family, folder, tmp_path / "base", 2, **twice)
-    torch.testing.assert_close(logits_of(second, batch), expected, rtol=1e-5, atol=1e-5)
+    second = make_stages(base, 2, checkpoint=folder, **twice)
+    torch.testing.assert_close(chained_logits(second, batch), expected, rtol=1e-5, atol=1e-5)
     train(second, batch, steps=2)
-    expected = logits_of(second, batch)
+    expected = chained_logits(second, batch)
     folder = save_split_model(list(second), None, tmp_path / "second")
     if head != "whole":
         assert read_adapter(folder).rows
-    if head != "whole":
         ours = attach_adapter(auto_class(family).from_pretrained(tmp_path / "base"), folder)
         torch.testing.assert_close(ours(**inputs).logits, expected, rtol=1e-5, atol=1e-5)
 
@@ -273,10 +244,7 @@ def test_an_adapter_that_peft_made_with_rows(tmp_path):
         r=2, target_modules=["q_proj"], trainable_token_indices={"embed_tokens": list(IDS)}
     )
     model = peft.get_peft_model(plain, config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
+    shake([model])
     model.save_pretrained(tmp_path / "theirs")
     batch = batch_of("llama", torch.float32)
     inputs = {name: value for name, value in batch.items() if name != "labels"}

@@ -50,32 +50,25 @@ def rows_of(parameters, optimizer, first, end):
     return share, own
 
 
-def save(folder, shares, **options):
+def share_of(optimizer, parameters, begun, **options):
+    defaults = {"rows": {}, "left_out": (), "is_first": True, "with_weights": False, "copies": None}
+    return state_share(optimizer, parameters, begun=begun, **(defaults | options))
+
+
+def save(folder, shares, left_out=()):
     """`shares`: (parameters, optimizer, rows of `w`) of each rank."""
     folder = folder / STATE_FOLDER
     folder.mkdir()
     joined = {}
     for rank, (parameters, optimizer, rows) in enumerate(shares):
-        share = state_share(
-            optimizer,
-            parameters,
-            begun=group_values(optimizer),
-            rows={} if rows is None else {"w": rows},
-            left_out=options.get("left_out", ()),
-            is_first=rank == 0,
-            with_weights=True,
-            copies=None,
-        )
+        options = {"rows": {} if rows is None else {"w": rows}, "left_out": left_out}
+        options |= {"is_first": rank == 0, "with_weights": True}
+        share = share_of(optimizer, parameters, group_values(optimizer), **options)
         for name, entry in share.write(folder / f"rank-{rank}.safetensors").items():
             values = joined.setdefault(name, {"shape": entry["shape"], "values": {}})["values"]
             for key, piece in entry["values"].items():
                 values.setdefault(key, []).append(piece)
-    saved = {
-        "facts": {"step": options.get("step", 3)},
-        "optimizer": "AdamW",
-        "extras": {},
-        "parameters": joined,
-    }
+    saved = {"facts": {"step": 3}, "optimizer": "AdamW", "extras": {}, "parameters": joined}
     (folder / STATE_FILE).write_text(json.dumps(saved))
 
 
@@ -132,19 +125,6 @@ def test_another_model_or_optimizer_is_refused(tmp_path):
         saved.restore(torch.optim.SGD(parameters.values()), parameters, rows={})
 
 
-def share_of(optimizer, weight, begun):
-    return state_share(
-        optimizer,
-        {"w": weight},
-        begun=begun,
-        rows={},
-        left_out=(),
-        is_first=True,
-        with_weights=False,
-        copies=None,
-    )
-
-
 def test_what_training_changed_in_a_group_is_saved_and_settings_are_not():
     """Also where it has a default, as counts of Prodigy and schedule-free optimizers have."""
     weight = nn.Parameter(torch.ones(2, 2))
@@ -153,10 +133,10 @@ def test_what_training_changed_in_a_group_is_saved_and_settings_are_not():
     optimizer.param_groups[0]["k"] = optimizer.defaults["k"] = 0
     begun = group_values(optimizer)
     optimizer.param_groups[0].update(k=5, weight_sum=3.0, lr=0.01)
-    assert share_of(optimizer, weight, begun).extras == {"w": {"k": 5, "weight_sum": 3.0}}
+    assert share_of(optimizer, {"w": weight}, begun).extras == {"w": {"k": 5, "weight_sum": 3.0}}
     optimizer.param_groups[0]["k"] = torch.tensor(5.0)
     with pytest.raises(UserError, match="keeps k as Tensor of a group"):
-        share_of(optimizer, weight, begun)
+        share_of(optimizer, {"w": weight}, begun)
 
 
 def test_groups_that_differ_are_not_joined(tmp_path):
@@ -177,7 +157,7 @@ def test_an_optimizer_is_refused_that_keeps_what_cannot_be_saved():
     optimizer = torch.optim.SGD([weight], lr=0.1)
     optimizer.state[weight] = {"schedule": print}
     with pytest.raises(UserError, match="keeps schedule as builtin_function"):
-        share_of(optimizer, weight, {})
+        share_of(optimizer, {"w": weight}, {})
     optimizer.state = {"steps": {"count": 3}}
     with pytest.raises(UserError, match="keeps steps as something of no parameter"):
-        share_of(optimizer, weight, {})
+        share_of(optimizer, {"w": weight}, {})

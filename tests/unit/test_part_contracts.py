@@ -11,12 +11,7 @@ import torch
 
 from commands.train import SHELF
 from commands.train_data import check_data
-from commands.train_parts import (
-    check_parts,
-    make_learning_rate,
-    make_optimizer,
-    stage_builder,
-)
+from commands.train_parts import check_parts, make_learning_rate, make_optimizer, stage_builder
 from options.parts import ChosenPart
 from parse_args import parse_train_args
 from register import (
@@ -52,15 +47,7 @@ def _parts_are_imported_anew():
 
 # -- what ships ------------------------------------------------------------------------------
 
-LOSSES = {  # key -> the collate part that it goes with
-    "sft": "sft",
-    "pt": "pt",
-    "contrastive": "contrastive",
-    "dpo": "dpo",
-    "kto": "kto",
-    "rm": "rm",
-    "grpo": "grpo",
-}
+LOSSES = "sft pt contrastive dpo kto rm grpo".split()  # collate parts have the same names
 POLICY_KINDS = "grpo bnpo dr_grpo dapo gspo cispo".split()
 PAIR_KINDS = "sigmoid robust hinge ipo apo_zero apo_down sppo_hard nca_pair simpo orpo".split()
 OPTIONS = {
@@ -75,15 +62,13 @@ OPTIONS = {
 
 def write_rows(job):
     """A file of rows for each collate part."""
-    pairs = [
-        {"question": f"{i}?", "chosen": "!" * (1 + i % 5), "rejected": "no " * (1 + i % 3)}
-        for i in range(24)
-    ]
+    pairs, kto = [], []
+    for i in range(24):
+        question, answer = f"{i}?", "!" * (1 + i % 5)
+        pairs.append({"question": question, "chosen": answer, "rejected": "no " * (1 + i % 3)})
+        kto.append({"question": question, "answer": answer, "label": i % 3 > 0})
     write_lines(job.folder / "dpo.jsonl", pairs)
     write_lines(job.folder / "rm.jsonl", [row | {"margin": 0.5} for row in pairs])
-    kto = [
-        {"question": f"{i}?", "answer": "!" * (1 + i % 5), "label": i % 3 > 0} for i in range(24)
-    ]
     write_lines(job.folder / "kto.jsonl", kto)
     write_lines(job.folder / "pt.jsonl", [{"text": f"{i} is a number"} for i in range(24)])
     write_lines(job.folder / "contrastive.jsonl", [group_row(i) for i in range(12)])
@@ -98,22 +83,19 @@ def shipped(job, *words):
 
 @pytest.mark.parametrize("key", LOSSES)
 def test_shipped_losses_and_collate_parts_pass(job, key):
-    assert set(LOSSES) == set(loss_fn_register), "a loss without a test"
-    assert set(LOSSES.values()) == set(collate_fn_register), "a collate part without a test"
+    for register in (loss_fn_register, collate_fn_register):
+        assert set(LOSSES) == set(register), "a part without a test"
     write_rows(job)
-    collate = LOSSES[key]
-    file = job.folder / f"{collate}.jsonl"
-    words = ["--loss-fn", key, "--collate-fn", collate]
+    file = job.folder / f"{key}.jsonl"
+    words = ["--loss-fn", key, "--collate-fn", key]
     if file.exists():
         words += ["--dataset-path", file]
-    if key == "contrastive":
-        words += ["--dataset", "groups", "--batch-size", 8, "--micro-batch-size", 4]
-    if key == "pt":
-        words += ["--prompt", "text"]
-    if key == "grpo":
-        words += ["--reward", "contains,format", "--rollouts.max_completion_length", 8]
-    if key == "rm":
-        words += ["--train-model", "reward"]
+    words += {
+        "contrastive": ["--dataset", "groups", "--batch-size", 8, "--micro-batch-size", 4],
+        "pt": ["--prompt", "text"],
+        "grpo": ["--reward", "contains,format", "--rollouts.max_completion_length", 8],
+        "rm": ["--train-model", "reward"],
+    }.get(key, [])
     for options in OPTIONS.get(key, [""]):
         check_parts(*shipped(job, *words, *options.split()))
 
@@ -184,31 +166,32 @@ def test_other_ways_to_break_a_contract(job, words, came):
     assert re.search(r" \(tests/scripts/contract_\w+_parts\.py:\d+\)", message), message
 
 
-def test_a_loss_that_fails_is_named_with_its_line(job, capsys):
-    """Or a line tells of it, where it may run on another device."""
-    with pytest.raises(
-        ContractError, match=r"raised RuntimeError: .* at contract_run_parts.py:\d+"
-    ):
-        check_parts(*shipped(job, "--import", RUN, "--loss-fn", "loss_fails"))
-    capsys.readouterr()
-    check_parts(*shipped(job, "--import", RUN, "--loss-fn", "loss_on_a_gpu"))
-    said = capsys.readouterr().out
-    assert re.search(r"before the run: .*needs CUDA at contract_run_parts.py:\d+", said)
-
-
 @pytest.mark.parametrize(
-    ("words", "came"),
+    ("key", "came"),
     [
         ("stage_plain", "has no get_example_input"),
         ("stage_alone", "returned a model alone"),
         ("stage_example_tensor", "said of the input of stage 0: a tensor"),
         ("stage_example_none", "said of the input of stage 0: None"),
+        ("stage_takes_one", r"forward\(self, hidden_or_ids, \*extras, \*\*batch"),
     ],
 )
-def test_what_a_train_model_part_returned(job, words, came):
-    arguments, _ = shipped(job, "--import", RUN, "--train-model", words)
+def test_what_a_train_model_part_returned(job, key, came):
+    arguments, _ = shipped(job, "--import", RUN, "--train-model", key)
     with pytest.raises(ContractError, match=came):
         stage_builder(arguments).build(0, num_stages=2, device="cpu")
+
+
+def test_what_other_parts_returned(job, capsys):
+    arguments, _ = shipped(job, "--import", RUN, "--optimizer", "optimizer_class")
+    with pytest.raises(ContractError, match="returned a type: <class 'torch.optim.adamw.AdamW'>"):
+        make_optimizer(arguments, {"weight": torch.nn.Parameter(torch.ones(2, 2))})
+    with pytest.raises(ContractError, match="3 similarities were expected"):
+        check_sim_fn(sim_fn_register["sim_scalar"])
+    check_parts(*shipped(job, "--import", RUN, "--loss-fn", "loss_declared"))
+    check_parts(*shipped(job, "--import", RUN, "--loss-fn", "loss_on_a_gpu"))
+    told = r"before the run: .*needs CUDA at contract_run_parts.py:\d+"
+    assert re.search(told, capsys.readouterr().out)
 
 
 def test_a_chosen_kernel_of_attention_reaches_the_model(job):
@@ -216,29 +199,6 @@ def test_a_chosen_kernel_of_attention_reaches_the_model(job):
         arguments, _ = shipped(job, *words)
         model = stage_builder(arguments).build(0, num_stages=2, device="cpu")
         assert model.config._attn_implementation == expected
-
-
-def test_a_stage_that_takes_the_hidden_states_alone(job):
-    """Refused where it is built: each engine would call it in a place of its own."""
-    arguments, _ = shipped(job, "--import", RUN, "--train-model", "stage_takes_one")
-    with pytest.raises(ContractError, match=r"forward\(self, hidden_or_ids, \*extras, \*\*batch"):
-        stage_builder(arguments).build(0, num_stages=2, device="cpu")
-
-
-def test_what_an_optimizer_part_returned(job):
-    arguments, _ = shipped(job, "--import", RUN, "--optimizer", "optimizer_class")
-    with pytest.raises(ContractError, match="returned a type: <class 'torch.optim.adamw.AdamW'>"):
-        make_optimizer(arguments, {"weight": torch.nn.Parameter(torch.ones(2, 2))})
-
-
-def test_a_similarity(job):
-    arguments, _ = shipped(job, "--import", RUN)
-    with pytest.raises(ContractError, match="3 similarities were expected"):
-        check_sim_fn(sim_fn_register["sim_scalar"])
-
-
-def test_a_loss_that_says_it_weighs_by_itself_passes(job):
-    check_parts(*shipped(job, "--import", RUN, "--loss-fn", "loss_declared"))
 
 
 @pytest.mark.parametrize("file", ["add_a_part.md", "add_a_part.zh.md"])

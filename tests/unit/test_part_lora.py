@@ -5,16 +5,15 @@ import json
 import peft
 import pytest
 import torch
-from transformers import AutoConfig
 
-from pp_models import CausalLMStage, VisionLanguageStage, class_of_key
-from stageline.checkpoint.load import load_split_model
+from pp_models import CausalLMStage, VisionLanguageStage
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
 from stageline.modules.lora import lora_stacks, merge_lora
 from stageline.modules.part_lora import lora_of_parts
+from tests.helpers.chain import chained_logits
 from tests.helpers.tiny_batches import tiny_micro_batches
-from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
+from tests.helpers.tiny_checkpoints import auto_class, load_stages, shake, tiny_whole
 from tests.helpers.tiny_models import tiny_config
 
 PARTS = {
@@ -26,28 +25,6 @@ PARTS = {
 }
 
 
-def stages_of(family, base, checkpoint, num_stages=2, **options):
-    stages = []
-    for stage in range(num_stages):
-        config = AutoConfig.from_pretrained(base)
-        stage_class = class_of_key(family)
-        model = stage_class(config, stage=stage, num_stages=num_stages, **options)
-        load_split_model(model, checkpoint, device="cpu", dtype=torch.float32)
-        model.frozen()
-        stages.append(model)
-    return stages
-
-
-@torch.no_grad()
-def shake(stages, seed=0):
-    for model in stages:
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                generator = torch.Generator().manual_seed(seed + len(name) + parameter.numel())
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return stages
-
-
 @torch.no_grad()
 def logits(model, family):
     batch = tiny_micro_batches(family)[0]
@@ -56,12 +33,7 @@ def logits(model, family):
 
 @torch.no_grad()
 def logits_of_stages(stages, family):
-    batch = {n: v for n, v in tiny_micro_batches(family)[0].items() if n != "labels"}
-    tensors = (batch["input_ids"],)
-    for stage in stages:
-        made = stage.eval()(*tensors, **batch)
-        tensors = made if isinstance(made, tuple) else (made,)  # deepstack features travel along
-    return tensors[0]
+    return chained_logits([stage.eval() for stage in stages], tiny_micro_batches(family)[0])
 
 
 def part_ranks(stages):
@@ -83,7 +55,7 @@ def test_peft_computes_the_same(family, tmp_path):
     tiny_whole(family, tmp_path / "base")
     parts = {**PARTS, "mlp_lora_num": 0, "frozen_mlp": True} if family in NO_PROJECTOR else PARTS
     projector = {} if family in NO_PROJECTOR else {"mlp": {((2, 8.0),)}}
-    stages = shake(stages_of(family, tmp_path / "base", tmp_path / "base", **parts))
+    stages = shake(load_stages(tmp_path / "base", tmp_path / "base", **parts))
     assert part_ranks(stages) == {"vit": {((4, 12.0),)}, **projector, "llm": {((8, 8.0),)}}
     expected = logits_of_stages(stages, family)
     folder = save_split_model(stages, None, tmp_path / "adapter")
@@ -100,7 +72,7 @@ def test_peft_computes_the_same(family, tmp_path):
 
     # a second one on it: the first keeps its ranks, and both merge
     again = {**parts, "llm_lora_num": 2, "vit_lora_num": 2, "vit_lora_rank": 3}
-    second = shake(stages_of(family, tmp_path / "base", folder, **again), seed=5)
+    second = shake(load_stages(tmp_path / "base", folder, **again), seed=5)
     assert part_ranks(second) == {
         "vit": {((4, 12.0), (3, 12.0))},
         **projector,
@@ -108,7 +80,7 @@ def test_peft_computes_the_same(family, tmp_path):
     }
     expected = logits_of_stages(second, family)
     folder = save_split_model(second, None, tmp_path / "second")
-    (whole,) = stages_of(family, tmp_path / "base", folder, num_stages=1, **again)
+    (whole,) = load_stages(tmp_path / "base", folder, num_stages=1, **again)
     torch.testing.assert_close(logits(whole.whole.eval(), family), expected, rtol=1e-5, atol=1e-6)
     merge_lora(whole)
     torch.testing.assert_close(logits(whole.whole.eval(), family), expected, rtol=1e-3, atol=2e-5)
@@ -121,10 +93,7 @@ def test_a_target_that_is_nowhere_is_told_on_every_stage(stage):
         UserError, match=r"--parts.vit.lora_target .* nothing matches none .*fc1"
     ) as error:
         VisionLanguageStage(
-            tiny_config("llava"),
-            vit_lora_num=1,
-            vit_lora_target=["nothing"],
-            **options,
+            tiny_config("llava"), vit_lora_num=1, vit_lora_target=["nothing"], **options
         )
     assert "vision tower" in str(error.value)
     with pytest.raises(UserError, match="--vit-lora-num 1 came, and the model has no linear layer"):

@@ -2,29 +2,22 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from loss_fn import sft
-from pp_models import CausalLMStage
 from stageline.checkpoint.save import save_split_model
 from stageline.modules.chunked_loss import ChunkedLoss
 from stageline.modules.methods import Methods
-from stageline.stages.base import WeightSource, fill_stage
 from tests.helpers.tiny_batches import tiny_micro_batches
-from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.tiny_checkpoints import load_stages, tiny_whole
 
 HALF = torch.bfloat16
-FACTS = {"notes": ()}
 
 
 def make_stages(folder, methods, num_stages=2):
-    stages = []
-    for stage in range(num_stages):
-        config = AutoConfig.from_pretrained(folder)
-        model = CausalLMStage(config, stage=stage, num_stages=num_stages, dtype=HALF)
-        fill_stage(model, WeightSource(str(folder), 0, "cpu", HALF), new_rows=None)
-        methods.finish(model, FACTS)
-        stages.append(model)
+    stages = load_stages(folder, num_stages=num_stages, dtype=HALF)
+    for model in stages:
+        methods.finish(model, {"notes": ()})
     return stages
 
 

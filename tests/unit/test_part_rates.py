@@ -8,7 +8,7 @@ import torch
 from optimizer import adamw, cosine
 from pp_models import VisionLanguageStage
 from stageline.checkpoint.init import init_split_model
-from stageline.training.optimizers import LR_SCALE, optimizer_groups, set_learning_rate
+from stageline.training.optimizers import optimizer_groups, set_learning_rate
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_models import tiny_config
 
@@ -46,9 +46,7 @@ def test_rates_are_those_of_torch_with_a_group_for_each_part(options):
     schedule = {"warmup_steps": 2, "total_steps": 6, "warmup_start_lr": 0.002, "min_lr": 0.001}
     rate = cosine(learning_rate=BASE, **schedule)
     groups = optimizer_groups(
-        trained(ours),
-        weight_decay=0.1,
-        lr_scale_of=lambda name: RATES[ours.part_of(name)] / BASE,
+        trained(ours), weight_decay=0.1, lr_scale_of=lambda name: RATES[ours.part_of(name)] / BASE
     )
     optimizer = adamw(groups, learning_rate=BASE, weight_decay=0.1)
     by_part, own = {}, []
@@ -80,17 +78,3 @@ def test_rates_are_those_of_torch_with_a_group_for_each_part(options):
         is_still = not parameter.requires_grad or name.startswith("lm_head")  # its rate is 0
         assert is_moved or is_still, name
     assert torch.equal(ours.get_parameter("lm_head.weight"), start["lm_head.weight"])
-
-
-def test_groups_name_their_parameters_once_and_their_scale():
-    model = built()
-    groups = optimizer_groups(
-        trained(model),
-        weight_decay=0.1,
-        lr_scale_of=lambda name: 0.5 if model.part_of(name) == "vit" else 1.0,
-    )
-    names = [name for group in groups for name in group["param_names"]]
-    assert sorted(names) == sorted(trained(model))
-    assert [group.get(LR_SCALE) for group in groups] == [0.5, None, 0.5, None]
-    for group in groups:
-        assert {model.part_of(n) == "vit" for n in group["param_names"]} == {LR_SCALE in group}

@@ -129,9 +129,7 @@ def test_a_mean_over_none_is_no_number():
     "change",
     [
         {"loss_pairs": torch.tensor([0, 1, 0, 1, 2, 2])},  # chunks of trl's order
-        {"loss_pairs": torch.tensor([0, 0, 0, 0, 1, 1])},
         {"loss_is_chosen": torch.tensor([True, False, False, True, True, False])},
-        {"loss_pairs": torch.arange(5)},
         "half",
     ],
 )
@@ -164,8 +162,6 @@ def test_what_comes_without_its_collate_part_is_refused():
     [
         ("dpo", {"beta": 0.0}),
         ("dpo", {"label_smoothing": 0.5}),
-        ("dpo", {"sft_weight": -1.0}),
-        ("kto", {"beta": -0.1}),
         ("kto", {"undesirable_weight": -1.0}),
     ],
 )

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from commands.export import make_stages
 from commands.stages import stage_key
@@ -24,6 +24,7 @@ from stageline.planner.estimate import model_on_meta
 from stageline.verify import whole_model
 from stageline.verify.scaled_copy import ScaledCopy, verify
 from stageline.verify.training import training
+from tests.helpers.chain import chained_logits
 from tests.helpers.exports import export_folder
 from tests.helpers.remote_model import INITS, remote_model
 
@@ -74,11 +75,8 @@ def test_stages_with_weights_are_the_whole_model_and_proved(tied, tmp_path):
     whole = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
     with torch.no_grad():
         expected = whole(ids).logits
-        hidden = (ids,)
-        for stage in stages_of(folder, 3, weights=str(folder)):
-            output = stage.eval()(*hidden, input_ids=ids)
-            hidden = output if isinstance(output, tuple) else (output,)
-    assert torch.equal(hidden[0], expected)
+        stages = [stage.eval() for stage in stages_of(folder, 3, weights=str(folder))]
+    assert torch.equal(chained_logits(stages, {"input_ids": ids}), expected)
     said = []
     split = ScaledCopy(CausalLMStage.build, str(folder), 3, trust_remote_code=True)
     verify(split, {"loss and gradients": training}, mode="always", ranks=ALONE, say=said.append)
@@ -90,13 +88,11 @@ def test_stages_with_weights_are_the_whole_model_and_proved(tied, tmp_path):
     [
         "input_ids):\n return CausalLMOutputWithPast(logits=self.lm_head(self.model(input_ids)))",
         "input_ids, **kwargs):\n return {'logits': self.lm_head(self.model(input_ids))}",
-        "input_ids, attention_mask=None):\n"
-        " return (self.lm_head(self.model(input_ids, attention_mask)),)",
         "input_ids, attention_mask=None, return_dict=None):\n"
         " logits = self.lm_head(self.model(input_ids, attention_mask))\n"
         " return CausalLMOutputWithPast(logits=logits) if return_dict else logits",
     ],
-    ids=["ids", "a dict", "a tuple", "return_dict"],
+    ids=["ids", "a dict", "return_dict"],
 )
 def test_a_forward_of_few_arguments_is_called_as_others(forward, tmp_path):
     """Stages, their proof and answers of padded rows by device_map are those of the usual one."""
@@ -104,23 +100,18 @@ def test_a_forward_of_few_arguments_is_called_as_others(forward, tmp_path):
     folder = remote_model(tmp_path / "model", forward=forward.replace("\n ", "\n        "))
     ids = torch.tensor([[9, 12, 33, 5]])
     whole = AutoModelForCausalLM.from_pretrained(usual, trust_remote_code=True).eval()
-    hidden = (ids,)
-    for stage in stages_of(folder, 2, weights=str(folder)):
-        hidden = (stage.eval()(*hidden, input_ids=ids, attention_mask=torch.ones_like(ids)),)
-    assert torch.equal(hidden[0], whole(ids).logits)
+    stages = [stage.eval() for stage in stages_of(folder, 2, weights=str(folder))]
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(chained_logits(stages, batch), whole(ids).logits)
     said = []
     split = ScaledCopy(CausalLMStage.build, str(folder), 2, trust_remote_code=True)
     verify(split, {"loss and gradients": training}, mode="always", ranks=ALONE, say=said.append)
     assert "equals Parrot of transformers" in said[0]
     prompts = [Rendered((Piece(text, is_user=True),)) for text in ("ab", "a longer prompt")]
     processor = load_processor(str(usual), trust_remote_code=True)
-    answers = generate(
-        load_plain(folder, trust_remote_code=True),
-        processor,
-        prompts=prompts,
-        images=[None, None],
-        max_new_tokens=4,
-    )
+    plain = load_plain(folder, trust_remote_code=True)
+    options = {"prompts": prompts, "images": [None, None], "max_new_tokens": 4}
+    answers = generate(plain, processor, **options)
     for prompt, answer in zip(prompts, answers, strict=True):
         row = encode_prompts([prompt], [None], processor=processor)
         expected = whole.generate(**row, max_new_tokens=4, do_sample=False, use_cache=False)
@@ -165,27 +156,18 @@ def test_weights_that_were_read_are_not_drawn_again(tmp_path):
 def test_what_ranks_are_told_of_a_check_can_be_pickled(tmp_path):
     """The class of the config is not known to another process."""
     folder = str(remote_model(tmp_path / "model"))
-    told = whole_model.prepare(
-        whole_model.ModelSource(folder, folder, folder),
-        tmp_path,
-        layers=None,
-        reference="auto",
-        build=None,
-        seed=0,
-        trust_remote_code=True,
-    )
+    options = {"layers": None, "reference": "auto", "build": None, "seed": 0}
+    source = whole_model.ModelSource(folder, folder, folder)
+    told = whole_model.prepare(source, tmp_path, **options, trust_remote_code=True)
     got = pickle.loads(pickle.dumps(told))
     assert b"ParrotConfig" not in pickle.dumps(told) and got.config.model_type == "parrot"
 
 
 def test_an_export_agrees_with_the_stages(tmp_path):
     folder = remote_model(tmp_path / "model")
-    report = export_folder(
-        folder,
-        tmp_path / "exported",
-        make_stages=functools.partial(make_stages, trust_remote_code=True, prove_split="never"),
-        trust_remote_code=True,
-    )
+    make = functools.partial(make_stages, trust_remote_code=True, prove_split="never")
+    options = {"make_stages": make, "trust_remote_code": True}
+    report = export_folder(folder, tmp_path / "exported", **options)
     assert report.verdict.reference == "its 2 stages"
     saved = load_file(folder / "model.safetensors")
     exported = load_file(tmp_path / "exported" / "model.safetensors")
@@ -205,31 +187,6 @@ def test_code_that_does_not_run_is_refused_in_one_sentence(tmp_path):
     folder = remote_model(tmp_path / "model", tied=True, keys="a list", seed=None)
     whole = remote_model(tmp_path / "whole", tied=True)
     (folder / "model.safetensors").write_bytes((whole / "model.safetensors").read_bytes())
-    source = whole_model.ModelSource(str(folder), None, str(folder))
-    ways = [
-        lambda: stages_of(folder, 2),
-        lambda: load_plain(folder, trust_remote_code=True),
-        lambda: whole_model.prepare(
-            source,
-            tmp_path,
-            layers=None,
-            reference="auto",
-            build=None,
-            seed=0,
-            trust_remote_code=True,
-        ),
-    ]
-    for way in ways:
+    for way in (lambda: stages_of(folder, 2), lambda: load_plain(folder, trust_remote_code=True)):
         with pytest.raises(UserError, match="_tied_weights_keys.*is a mapping"):
             way()
-
-
-def test_a_model_without_a_class_is_told_what_to_register(tmp_path):
-    class Unknown(PretrainedConfig):
-        model_type = "unknown_to_all"
-
-    AutoConfig.register("unknown_to_all", Unknown, exist_ok=True)
-    whole = remote_model(tmp_path / "model")
-    (whole / "config.json").write_text('{"model_type": "unknown_to_all"}')
-    with pytest.raises(UserError, match=r"AutoModelForCausalLM.register\(ConfigClass"):
-        load_plain(whole)

@@ -15,8 +15,9 @@ from stageline.errors import UserError
 from stageline.modules.methods import RopeScaling, scale_rope
 from stageline.pipeline.runner import LocalStages
 from stageline.stages.base import WeightSource, fill_stage
+from tests.helpers.chain import chained_logits
 from tests.helpers.tiny_batches import tiny_micro_batches
-from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.tiny_checkpoints import shake, tiny_whole
 from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
 KINDS = ("linear", "dynamic", "yarn", "llama3")
@@ -49,13 +50,6 @@ def make_stages(folder, kind, num_stages):
     return stages
 
 
-def logits_of(stages, batch):
-    hidden = batch["input_ids"]
-    for stage in stages:
-        hidden = stage(hidden, **batch)
-    return hidden
-
-
 def batch_of(length):
     batch = tiny_micro_batches("llama", lengths=(length,))[0]
     return {name: value for name, value in batch.items() if name != "labels"}
@@ -84,7 +78,7 @@ def test_outputs_and_gradients_are_those_of_the_library(folder, kind, tmp_path):
     grads = {name: parameter.grad for name, parameter in whole.named_parameters()}
     for num_stages in (1, 2, 4):
         stages = make_stages(folder, kind, num_stages)
-        found = logits_of(stages, batch)
+        found = chained_logits(stages, batch)
         torch.testing.assert_close(found, expected)
         found.square().sum().backward()
         for stage in stages:
@@ -106,14 +100,19 @@ def test_dynamic_positions_know_nothing_of_passes_before(folder):
     for length in (LENGTH, 70, 20, 100):
         fresh = make_stages(folder, "dynamic", 1)
         batch = batch_of(length)
-        assert torch.equal(logits_of(stages, batch), logits_of(fresh, batch)), length
+        assert torch.equal(chained_logits(stages, batch), chained_logits(fresh, batch)), length
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_short_texts_leave_a_model_alone(folder, kind):
+def test_what_fits_already_is_left_alone(folder, kind):
+    """Short texts, and the folder of a scaled run that is given again with the same options."""
     config, note = scaled_config(folder, kind, length=64)
     assert config.to_dict() == AutoConfig.from_pretrained(folder).to_dict()
     assert "does nothing" in note and "64 positions" in note
+    config, _ = scaled_config(folder, kind)
+    before = config.to_dict()
+    scale_rope(config, RopeScaling(kind, LENGTH))
+    assert config.to_dict() == before
 
 
 def test_the_factor_is_rounded_up_and_numbers_stay_integers(folder):
@@ -149,15 +148,6 @@ def test_a_vision_language_model_keeps_its_sections():
     assert rope.config.rope_parameters["factor"] == 3.0 and expected.shape == rope.inv_freq.shape
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_scaled_model_goes_on_as_it_is(folder, kind):
-    """The folder of such a run, given again with the same options."""
-    config, _ = scaled_config(folder, kind)
-    before = config.to_dict()
-    scale_rope(config, RopeScaling(kind, LENGTH))
-    assert config.to_dict() == before
-
-
 def test_what_has_no_plain_positions_is_refused(folder):
     with pytest.raises(UserError, match="no rotary positions"):
         scale_rope(tiny_config("gpt2"), RopeScaling("linear", LENGTH))
@@ -166,19 +156,16 @@ def test_what_has_no_plain_positions_is_refused(folder):
         scale_rope(config, RopeScaling("linear", 1000))
 
 
+def built(folder, kind, **options):
+    """Two stages as a run with scaled positions builds them."""
+    paths = {"config_path": str(folder), "processor_path": None, "checkpoint_path": str(folder)}
+    methods = {"rope_scaling": {"kind": kind, "max_token_num": LENGTH}}
+    options = {**paths, "num_stages": 2, "is_piece": True, "methods": methods, **options}
+    return [CausalLMStage.build(stage=stage, **options)[0] for stage in range(2)]
+
+
 def test_training_keeps_no_cache_and_a_saved_model_does(folder, tmp_path):
-    made = [
-        CausalLMStage.build(
-            config_path=str(folder),
-            processor_path=None,
-            checkpoint_path=str(folder),
-            stage=stage,
-            num_stages=2,
-            is_piece=True,
-            methods={"rope_scaling": {"kind": "linear", "max_token_num": LENGTH}},
-        )[0]
-        for stage in range(2)
-    ]
+    made = built(folder, "linear")
     for stage in made:
         config = stage.whole.config
         assert config.use_cache is False and config.get_text_config().use_cache is False
@@ -192,61 +179,24 @@ def test_training_keeps_no_cache_and_a_saved_model_does(folder, tmp_path):
 
 def test_an_adapter_brings_its_scaled_configuration(folder, tmp_path):
     """Trained with LoRA, the base's folder knows nothing of the scaling: the adapter's does."""
-    made = make_adapter(folder, tmp_path / "adapter", kind="yarn")
-    batch = batch_of(LENGTH)
-    expected = logits_of([stage.eval() for stage in made], batch)
+    adapter, batch = tmp_path / "adapter", batch_of(LENGTH)
+    options = {"dtype": torch.float32, "llm_lora_num": 1, "frozen_lm_head": True}
+    made = shake(built(folder, "yarn", **options))
+    save_split_model(made, None, adapter)
+    expected = chained_logits([stage.eval() for stage in made], batch)
     for merge in (False, True):
-        target = tmp_path / f"exported-{merge}"
-        export_folder(tmp_path / "adapter", target, merge=merge)
-        found = load_plain(target, dtype=torch.float32)
+        export_folder(adapter, tmp_path / f"exported-{merge}", merge=merge)
+        found = load_plain(tmp_path / f"exported-{merge}", dtype=torch.float32)
         assert found.config.rope_parameters == by_hand("yarn")
         torch.testing.assert_close(found(**batch, use_cache=False).logits, expected)
-    model, _, _ = build_for_inference(folder, tmp_path / "adapter", folder)
-    torch.testing.assert_close(model(**batch, use_cache=False).logits, expected)
-
-
-@pytest.mark.parametrize("merges", [False, True])
-def test_stages_that_answer_take_the_adapters_configuration(folder, tmp_path, merges):
-    """Whether the adapter is the model or is put on its base by --adapter-path."""
-    adapter = tmp_path / "adapter"
-    make_adapter(folder, adapter, kind="yarn")
-    batch = batch_of(LENGTH)
-    model, _, _ = build_for_inference(folder, adapter, folder)
-    expected = model(**batch, use_cache=False).logits
-    for given in ({"folder": adapter}, {"folder": folder, "adapters": (str(adapter),)}):
-        answering = AnsweringModel(**given, num_stages=2, dtype=torch.float32, merges=merges)
-        assert answering.config.rope_parameters == by_hand("yarn")
-        assert answering.base == folder  # has generation_config.json
-        stages = [answering.build(stage, "cpu").eval() for stage in range(2)]
-        torch.testing.assert_close(logits_of(stages, batch), expected)
-
-
-def make_adapter(base, folder, *, kind):
-    """An adapter as a run with scaled positions leaves it."""
-    stages = [
-        CausalLMStage.build(
-            config_path=str(base),
-            processor_path=None,
-            checkpoint_path=str(base),
-            stage=stage,
-            num_stages=2,
-            dtype=torch.float32,
-            is_piece=True,
-            methods={"rope_scaling": {"kind": kind, "max_token_num": LENGTH}},
-            llm_lora_num=1,
-            frozen_lm_head=True,
-        )[0]
-        for stage in range(2)
-    ]
-    with torch.no_grad():
-        for stage in stages:
-            for parameter in stage.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(0.01)
-    save_split_model(stages, None, folder)
-    return stages
-
-
-def build_for_inference(model_path, adapter_path, folder):
     tiny_tokenizer().save_pretrained(folder)
-    return auto(str(model_path), device="cpu", adapter_path=str(adapter_path))
+    model, _, _ = auto(str(folder), device="cpu", adapter_path=str(adapter))
+    torch.testing.assert_close(model(**batch, use_cache=False).logits, expected)
+    # stages that answer: the adapter is the model, or is put on its base by --adapter-path
+    for given in ({"folder": adapter}, {"folder": folder, "adapters": (str(adapter),)}):
+        for merges in (False, True):
+            answering = AnsweringModel(**given, num_stages=2, dtype=torch.float32, merges=merges)
+            assert answering.config.rope_parameters == by_hand("yarn")
+            assert answering.base == folder  # has generation_config.json
+            stages = [answering.build(stage, "cpu").eval() for stage in range(2)]
+            torch.testing.assert_close(chained_logits(stages, batch), expected)

@@ -13,7 +13,6 @@ from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError
 from stageline.evaluation.predictions import (
     Asking,
-    EvaluationReplicas,
     PredictionFile,
     find_shards,
     merge_shards,
@@ -78,13 +77,6 @@ def test_a_damaged_line_of_a_shard_is_named_and_nothing_is_lost(tmp_path):
     assert shard_path(path, 1).exists() and not path.exists()
 
 
-def test_each_item_has_one_replica():
-    for count in (1, 2, 3, 7):
-        parts = [EvaluationReplicas(index, count).share(range(5)) for index in range(count)]
-        assert sorted(item for part in parts for item in part) == list(range(5))
-    assert EvaluationReplicas().is_main and not EvaluationReplicas(0, 2, is_first=False).is_main
-
-
 # -- batches ---------------------------------------------------------------------------------
 
 LENGTHS = [3, 9, 1, 7, 5, 2, 8]
@@ -141,14 +133,6 @@ def test_full_memory_halves_the_batch_and_nothing_is_asked_twice(streams, tmp_pa
     assert len(file.records) == 7 == len(file.path.read_text().splitlines())
     assert seen == ([5, 2, 1, 1, 1, 1, 1] if streams else [5, 2, 2, 2, 1])
     assert "memory was full with 5 samples at once: going on with 2" in capsys.readouterr().out
-
-
-def test_full_memory_for_one_sample_ends_the_run(tmp_path):
-    def answer(*, images, prompts):
-        raise torch.OutOfMemoryError("no memory left")
-
-    with pytest.raises(torch.OutOfMemoryError):
-        ask(tmp_path / "p.jsonl", answer)
 
 
 def test_an_engine_with_batches_of_its_own_gets_a_window_at_once(tmp_path):
@@ -244,9 +228,3 @@ def test_killed_replicas_are_gone_on_with_by_other_numbers_of_them(job):
 def test_replicas_of_what_has_none_are_refused(job):
     done = start(job, "refused", "--engine", "api", "--num-replicas", "2", ranks=1).wait(30)
     assert done.code == 2 and "--num-replicas 2 came with --engine api" in done.err
-    done = start(job, "refused", "--num-stages", "2", ranks=1).wait(30)
-    assert done.code == 2 and "--num-stages 2 came with --engine device_map" in done.err
-    options = ("--engine", "pipeline", "--builder.attn_implementation", "eager")
-    done = start(job, "refused", *options, ranks=1).wait(30)
-    assert done.code == 2, done.err
-    assert "--builder.attn_implementation eager came with --engine pipeline" in done.err

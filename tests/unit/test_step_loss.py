@@ -1,9 +1,8 @@
 """The loss of a step: tokens and extra loss apart, and what the backward pass starts from."""
 
-import pytest
 import torch
 
-from stageline.training.loss_part import StepLoss, logits_of
+from stageline.training.loss_part import StepLoss
 
 
 def loss_fn(logits, batch, *, num_targets):
@@ -33,12 +32,6 @@ def test_an_extra_loss_counts_as_a_mean_over_micro_batches():
     assert loss_of.extra_loss.item() == 3.0
 
 
-def test_without_one_nothing_is_added():
-    loss_of, starts = run([torch.tensor([1.0, 3.0])])
-    assert starts == [2.0]
-    assert (loss_of.loss.item(), loss_of.extra_loss.item()) == (2.0, 0.0)
-
-
 def test_the_scale_of_fp16_is_in_the_gradient_and_in_no_figure():
     logits = torch.tensor([1.0, 3.0], requires_grad=True)
     extra = torch.tensor(5.0, requires_grad=True)
@@ -48,9 +41,3 @@ def test_the_scale_of_fp16_is_in_the_gradient_and_in_no_figure():
     loss_of((logits, extra), {"weight": torch.tensor(2.0)}).backward()
     assert extra.grad.item() == 1024.0 and logits.grad.tolist() == [512.0, 512.0]
     assert not loss_of.loss.requires_grad and not loss_of.extra_loss.requires_grad
-
-
-@pytest.mark.parametrize("extras", [(), (torch.tensor(1.0),)])
-def test_logits_of_either_form(extras):
-    logits = torch.ones(2)
-    assert logits_of((logits, *extras) if extras else logits) is logits
