@@ -76,13 +76,6 @@ def test_an_exception_names_its_rank_and_place(job, name, at, rank):
     assert_kept(job, name, 2)
 
 
-def test_a03_ranks_that_wait_for_each_other_end(tmp_path, name):
-    job = Job(tmp_path, num_layers=3)
-    done = job.fork(name, "--sync-save", ranks=3, chaos="at=forward,rank=2,step=3,do=raise")
-    assert_reported(done, "error[crash] rank=2 stage=2 step=3: ")
-    assert_kept(job, name, 2)
-
-
 def test_a09_an_early_sys_exit_is_an_error(job, name):
     done = job.fork(name, "--sync-save", chaos="at=forward,rank=1,step=3,do=sys_exit,value=0")
     assert_reported(done, "error[crash] rank=1 stage=1 step=3: ", "sys.exit(0) was called")
@@ -149,11 +142,3 @@ def test_f10_memory_of_the_host_is_told_in_bytes(job, name, monkeypatch):
     done = job.fork(name, "--sync-save", "--import", PARTS, "--collate-fn", "faulty")
     assert_reported(done, "error[memory] rank=1 stage=1", f"({3 * 2**30} bytes)", code=7)
     assert_kept(job, name, 2)
-
-
-def test_the_files_of_an_earlier_failure_are_gone_after_a_good_run(job, name):
-    folder = job.folder / name
-    assert job.fork(name, "--sync-save", chaos="at=forward,rank=1,step=0,do=raise").code == 9
-    assert (folder / "failure.json").exists() and (folder / "failures").exists()
-    assert job.fork(name, "--sync-save", "--total-steps", 1).code == 0
-    assert not (folder / "failure.json").exists() and not (folder / "failures").exists()

@@ -17,7 +17,6 @@ from stageline.checkpoint.init import init_split_model
 from stageline.data.batches.batch import pack_rows
 from stageline.data.text.encode import Encoded
 from stageline.errors import UserError
-from stageline.stages.packing import check_packing
 from tests.helpers.tiny_batches import FIRST_TEXT_ID
 from tests.helpers.tiny_models import VOCAB_SIZE, tiny_config
 
@@ -169,11 +168,6 @@ def test_no_stage_keeps_a_cache(stage_class, family):
         configs += [module.config for module in model.modules() if hasattr(module, "config")]
         assert not any(getattr(config, "use_cache", False) for config in configs)
         assert model.cached_configs  # and what is saved has it again
-
-
-def test_packing_is_tried_with_the_chosen_kernel():
-    for stage in build("eager", "sliding window", dtype=torch.float32):
-        check_packing(stage, rows=2)
 
 
 def test_a_kernel_that_an_architecture_lacks_is_refused():

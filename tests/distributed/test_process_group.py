@@ -1,6 +1,5 @@
 """The mesh: which rank is which stage of which replica; and a process that is alone."""
 
-import os
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from stageline.distributed.process_group import (
-    _init_group,
     choose_device,
     distributed_context,
     open_channels,
@@ -72,25 +70,6 @@ def test_no_exchange_waits_longer_than_the_run_does():
         for group in (context.pp_group, context.dp_group):
             waits = group._get_backend(torch.device("cpu")).options._timeout
             assert waits == timedelta(seconds=77)
-
-
-def test_on_gpus_nccl_knows_its_device_and_gloo_is_beside_it(monkeypatch):
-    told, variable = {}, "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
-    monkeypatch.setenv(variable, "")
-    monkeypatch.delenv(variable)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(dist, "init_process_group", lambda *how, **more: told.update(more, how=how))
-    _init_group(0, 1, torch.device("cuda", 3), timeout=77.0)
-    assert told["how"] == ("cpu:gloo,cuda:nccl",)
-    assert told["device_id"] == torch.device("cuda", 3)
-    assert told["timeout"] == timedelta(seconds=77)
-    assert os.environ[variable] == "false"  # one stream, one order: no reason to warn
-
-
-def test_after_an_exception_the_group_is_left_alone():
-    with pytest.raises(KeyError), distributed_context(num_ranks=1, device="cpu"):
-        raise KeyError
-    assert dist.is_initialized()
 
 
 def test_more_stages_than_processes_are_refused_before_a_group_is_made():

@@ -39,10 +39,6 @@ class TwoHosts:
         for name in self.names:
             _ip("-n", name, "link", "set", "eth0", "up")
 
-    def cut(self) -> None:
-        """Pulls the cable: no side is told."""
-        _ip("-n", self.names[1], "link", "set", "eth0", "down")
-
     def start(self, number: int, command: list[str], log: Path, **environment: str):
         """Runs a command on a host; its output goes to a file, as a pipe might fill."""
         letter = "ab"[number]

@@ -212,20 +212,6 @@ def test_a_forward_call_joins_autograd(output_device, slow):
         assert not engine(batch).requires_grad
 
 
-def test_inputs_that_the_callers_stream_has_not_made_yet():
-    ours, theirs = make_model(), make_model()
-    engine = RoundPipe(ours, lanes=lanes_of(1))
-    batch, label = make_batch()
-    on_gpu = (batch.cuda(), label.cuda())
-    torch.cuda.synchronize()
-    torch.cuda._sleep(50 * CYCLES)
-    late = [each * 3 for each in on_gpu]
-    loss = engine.forward_backward((late[0],), label=late[1], loss_fn=loss_fn)
-    del late
-    expected = plain_loop(theirs, batch * 3, label * 3, 2)
-    torch.testing.assert_close(loss, expected, **CLOSE)
-
-
 def test_values_outlive_their_last_reference():
     """Many micro-batches of one size on a slow compute stream: memory is used again at once."""
     ours, theirs = make_model(), make_model()
@@ -341,19 +327,6 @@ def test_an_error_in_a_layer_leaves_the_engine_usable(slow):
         model[1].is_broken = False
         torch.testing.assert_close(engine.forward_backward((batch,), **call), first, **CLOSE)
     assert lanes[0].pool.held_bytes <= 2 * held
-
-
-def test_an_error_in_a_step_is_raised_at_the_next_call():
-    engine = RoundPipe(make_model(), lanes=lanes_of(1))
-    batch, label = make_batch()
-
-    def failing_step():
-        raise ZeroDivisionError("in the step")
-
-    engine.forward_backward((batch,), label=label, loss_fn=loss_fn)
-    engine.step(failing_step)
-    with pytest.raises(ZeroDivisionError, match="in the step"):
-        engine.synchronize()
 
 
 def test_the_controller_waits_for_no_stream_while_it_gives_work():

@@ -143,20 +143,6 @@ def generated(
     return answers, least
 
 
-def padded_together(prompts: Sequence[Prompt]) -> Prompt:
-    """Prompts without images as one batch, padded on the left."""
-    longest = max(prompt["input_ids"].shape[1] for prompt in prompts)
-    return {
-        name: torch.cat(
-            [
-                torch.nn.functional.pad(prompt[name], (longest - prompt[name].shape[1], 0))
-                for prompt in prompts
-            ]
-        )
-        for name in ("input_ids", "attention_mask")
-    }
-
-
 def _decoded(
     family: str,
     folder: Path,

@@ -1,7 +1,6 @@
 """A small training run through the real entry file, for fault tests.
 
-`Job.run` starts it as a user does, which takes ten seconds: for what launchers have a part in.
-`Job.fork` forks ranks of this process, which has imported everything, and takes two.
+`Job.fork` forks ranks of this process, which has imported everything: two seconds instead of ten.
 """
 
 import gc
@@ -9,7 +8,6 @@ import json
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -108,37 +106,6 @@ class Job:
         model = ("--train-model", self.family, "--micro-batch-size", self.micro_batch_size)
         words = [sys.executable, *launcher, ROOT / "train_pp.py", *model, *OPTIONS, *paths]
         return list(map(str, [*words, "--output-dir", self.folder / name, *options]))
-
-    def start(
-        self,
-        name: str,
-        *options: str | Path | int,
-        chaos: str = "",
-        torchrun: tuple[str | int, ...] = (),
-    ) -> subprocess.Popen:
-        """Starts a run in a process group of its own; `finish` ends it."""
-        environment = {**os.environ, **faults.environment(chaos), "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            self.command(name, *options, torchrun=torchrun),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
-        process.started_at = time.monotonic()
-        return process
-
-    def run(
-        self,
-        name: str,
-        *options: str | Path | int,
-        chaos: str = "",
-        torchrun: tuple[str | int, ...] = (),
-        timeout: float = 120,
-    ) -> Finished:
-        """Runs to the end."""
-        return finish(self.start(name, *options, chaos=chaos, torchrun=torchrun), timeout=timeout)
 
     def fork(
         self,
@@ -385,14 +352,3 @@ def run_and_exit(words: list[str], files: Sequence[Path], prepare: Callable[[], 
                 leave_plans()
         finally:
             os._exit(code)
-
-
-def finish(process: subprocess.Popen, *, timeout: float = 120) -> Finished:
-    """Waits for a process that `Job.start` began; kills its group when it takes too long."""
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
-        raise AssertionError(f"still running after {timeout} s:\n{out}\n{err}") from None
-    return Finished(process.returncode, out, err, time.monotonic() - process.started_at)

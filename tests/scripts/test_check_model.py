@@ -193,14 +193,6 @@ def test_a_layer_on_no_stage_is_refused(llama, tmp_path):
         check(tmp_path, "--train-model wrong --num-stages 2 --check.steps 1", model=llama)
 
 
-def test_another_models_part_can_be_compared_with_itself(llama, tmp_path):
-    """A part that is meant to differ from the library's model: --check.reference part."""
-    train_model_register["other"] = LosesTheFirstToken.build
-    words = "--train-model other --check.steps 1 --check.reference part"
-    code, report = check(tmp_path, words, model=llama)
-    assert code == 1 and list(failed(report)) == ["first token changes the loss"]
-
-
 # -- parts of a user, without a model of the library ----------------------------------------------
 
 

@@ -68,15 +68,6 @@ def test_what_is_no_size(text, capsys):
     assert "is no size" in capsys.readouterr().err
 
 
-def test_a_run_folder_is_told_from_a_checkpoint(tmp_path):
-    (tmp_path / "x" / "checkpoints" / "best").mkdir(parents=True)
-    done = run_entry_file("--model-path", tmp_path / "x", "--output-path", tmp_path / "out")
-    assert done.returncode == 2
-    assert "it holds the checkpoints best" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
 def test_code_of_a_model_folder_runs_by_the_flag_alone(tmp_path):
     tiny_whole("llama", tmp_path / "base")
     config = json.loads((tmp_path / "base" / "config.json").read_text())

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-OPTION = re.compile(r"^  (--[a-z0-9._-]+) ", re.MULTILINE)
 TRAIN = (
     "train_pp.py --train-model llama --dataset jsonl --prompt vqa --prompt-fn chat "
     "--image-token auto --collate-fn sft"
@@ -126,20 +124,6 @@ def test_options_of_every_dataset_and_collate_part_are_read_without_torch():
     texts = start([f"{TRAIN} {words} --help" for words in wanted], code=0)
     for (words, option), text in zip(wanted.items(), texts.values(), strict=True):
         assert option in text, words
-
-
-def test_help_shows_a_dozen_options_and_all_the_others_by_group():
-    commands = ["train_pp.py --help", "train_pp.py --help all"]
-    commands += ["evaluate.py --help", "evaluate.py --help all"]
-    texts = list(start(commands, code=0).values())
-    for short, whole in zip(texts[::2], texts[1::2], strict=True):
-        few, many = (set(OPTION.findall(text)) for text in (short, whole))
-        assert "--model-path" in few and "--visual-gpu-ratio" in many - few
-        section = short.partition("Options that most runs need:")[2].partition("\n\n")[0]
-        assert 10 <= len(OPTION.findall(section)) <= 14
-        left = int(re.search(r"--help all +(\d+) more options", short)[1])
-        assert left == len(many - few)
-        assert "more options" not in whole and "\nFiles and machine:\n" in whole
 
 
 @pytest.mark.parametrize("words", ["--help", "--list"])

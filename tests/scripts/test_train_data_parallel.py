@@ -10,10 +10,6 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from commands import train as train_pp  # noqa: F401 - its engines
-from commands.run_plan import make_plan
-from options.parts import chosen_part
-from options.train import RunConfig
-from stageline.errors import UserError
 from tests.helpers.forked_entry import run_entry
 from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 from tests.helpers.warm_start import WarmLauncher
@@ -87,11 +83,3 @@ def test_replicas_train_and_save_what_one_process_does(kind, job, alone):
         assert ours.keys() == theirs.keys()
         for name, weight in ours.items():
             torch.testing.assert_close(weight, theirs[name], rtol=1e-6, atol=1e-6, msg=name)
-
-
-def test_nothing_to_share_out(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    run = RunConfig(num_stages=2, dp_shard=True)
-    with pytest.raises(UserError, match="--dp-shard came with one replica.*--dp-degree 2"):
-        engine = chosen_part("engine", "pipeline")
-        make_plan(SimpleNamespace(run=run, parts={"engine": engine}))

@@ -16,7 +16,6 @@ for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):  # lm_eval imports what r
 lm_eval = pytest.importorskip("lm_eval")
 
 from lm_eval.api.instance import Instance  # noqa: E402
-from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
@@ -186,13 +185,6 @@ def test_the_chat_template_is_filled_as_hf_fills_it(plain):
     assert ours.eot_token_id == theirs.eot_token_id
 
 
-def test_it_is_found_by_its_key(plain):
-    made = get_model("stageline").create_from_arg_obj(
-        {"engine": WholeEngine(*plain)}, {"batch_size": 4, "device": None}
-    )
-    assert isinstance(made, StagelineLM)
-
-
 class Failing(WholeEngine):
     def answer(self, requests):
         for request in requests:
@@ -218,13 +210,3 @@ def test_options_that_can_not_be_kept_are_refused(plain, options, message):
     lm = StagelineLM(WholeEngine(*plain))
     with pytest.raises(UserError, match=message):
         lm.generate_until(instances("generate_until", ("ls", {"until": [], **options})))
-
-
-def test_an_unknown_argument_is_refused(plain):
-    with pytest.raises(UserError, match="pretrained came"):
-        StagelineLM(WholeEngine(*plain), pretrained="x")
-
-
-def test_a_continuation_that_can_not_be_scored_is_refused(plain):
-    with pytest.raises(UserError, match="a continuation of 0 tokens"):
-        StagelineLM(WholeEngine(*plain)).loglikelihood(instances("loglikelihood", ("ls", "")))

@@ -159,24 +159,3 @@ def test_the_scores_of_the_server_are_those_of_hf(url, folder, manager, monkeypa
         for name, value in expected["results"][task].items():
             if isinstance(value, float):
                 assert found["results"][task][name] == pytest.approx(value, rel=1e-5), name
-
-
-def test_greedy_answers_are_seen_as_such(url, folder):
-    from lm_eval.models.openai_completions import LocalCompletionsAPI
-
-    reference = HFLM(str(folder), device="cpu", dtype="float32")
-    context = [9, 10, 11]
-    made = reference.model.generate(
-        torch.tensor([context]), max_new_tokens=4, do_sample=False, eos_token_id=None
-    )
-    greedy = made[0, 3:].tolist()
-    rows = [
-        (("", ""), context, greedy),
-        (("", ""), context, [*greedy[:3], 12]),
-        (("", ""), [9], [3]),
-    ]
-    api = LocalCompletionsAPI(**completions(url, folder, batch_size=2))
-    expected = reference._loglikelihood_tokens(rows, disable_tqdm=True)
-    assert [is_greedy for _, is_greedy in expected[:2]] == [True, False]
-    for mine, its in zip(api._loglikelihood_tokens(rows), expected, strict=True):
-        assert mine == (pytest.approx(its[0], abs=1e-4), its[1])

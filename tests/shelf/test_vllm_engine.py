@@ -9,7 +9,7 @@ from stageline.data.text.processor import save_processor
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import UserError
 from stageline.inference.decoding.request import Failed, Request, Sampling, ScoreRequest
-from stageline.inference.vllm_engine import VllmEngine, open_vllm
+from stageline.inference.vllm_engine import VllmEngine
 from tests.helpers import fake_vllm
 from tests.helpers.tiny_checkpoints import tiny_whole
 from tests.helpers.tiny_models import tiny_tokenizer
@@ -79,13 +79,6 @@ def test_the_folder_is_handed_over_with_what_was_asked(vllm, folder):
     assert engine.max_length == 48
 
 
-def test_a_folder_is_opened_with_its_own_processor_and_stop_tokens(vllm, folder):
-    engine = open_vllm(folder, dtype=torch.float32, num_devices=2)
-    assert engine.llm.arguments["tensor_parallel_size"] == 2
-    assert engine.stop_ids == (2,)
-    assert engine.processor.encode("Which digit") == tiny_tokenizer().encode("Which digit")
-
-
 def test_every_setting_of_the_sampling_arrives(engine):
     sampling = Sampling(
         max_new_tokens=3,
@@ -149,13 +142,6 @@ def test_scores_are_those_of_the_model(engine):
         assert found.is_greedy == expected[found.key].is_greedy
 
 
-def test_a_greedy_row_is_called_greedy(engine):
-    sampling = Sampling(max_new_tokens=3, stop_token_ids=())
-    (found,) = engine.answer([Request("a", prompt(5, 6), sampling)])
-    (scored,) = engine.score([ScoreRequest("a", prompt(5, 6, *found.token_ids), 3)])
-    assert scored.is_greedy
-
-
 def test_a_prompt_that_does_not_fit_fails_alone(engine):
     long = prompt(*[5] * 64)
     found = by_key(engine.answer([Request("long", long, Sampling()), REQUESTS[0]]))
@@ -177,12 +163,6 @@ def test_a_rendered_prompt_keeps_its_placeholder_and_its_images(engine, monkeypa
     list(engine.answer([Request("a", made, Sampling(max_new_tokens=2))]))
     (handed,) = fake_vllm.LLM.calls[-1]["prompts"]
     assert handed == {"prompt_token_ids": expected, "multi_modal_data": {"image": ["picture"]}}
-
-
-def test_pixels_are_refused(engine):
-    made = {**prompt(5), "pixel_values": torch.zeros(1, 3, 4, 4)}
-    (failed,) = engine.answer([Request("a", made, Sampling())])
-    assert "came with the pixels" in str(failed.error)
 
 
 def test_it_says_how_to_install_vllm(folder, monkeypatch):
