@@ -6,10 +6,9 @@ import signal
 import time
 
 import pytest
-from safetensors.torch import load_file
 
 from stageline.checkpoint.layout import verify
-from tests.helpers.small_run import Job
+from tests.helpers.small_run import Job, saved_tensors
 from tests.helpers.warm_start import launch
 
 SECONDS = 30  # the contract is 10 s; a slow machine may take longer
@@ -38,12 +37,7 @@ def assert_goes_on_bitwise(job, name):
     assert done.code == 0, done.err
     last = job.checkpoints("straight")[-1]
     straight, resumed = (
-        {
-            key: value
-            for file in (job.folder / run / "checkpoints" / last).glob("*.safetensors")
-            for key, value in load_file(file).items()
-        }
-        for run in ("straight", name)
+        saved_tensors(job.folder / run / "checkpoints" / last) for run in ("straight", name)
     )
     assert straight.keys() == resumed.keys()
     assert all(value.equal(resumed[key]) for key, value in straight.items())
@@ -78,8 +72,8 @@ def test_b01_sigterm_to_the_launcher(job):
     assert_goes_on_bitwise(job, "b01")
 
 
-@pytest.mark.parametrize(("do", "rank"), [("sigterm", 0), ("sigusr1", 1), ("sigint", 0)])
-def test_b02_b03_b07_a_signal_to_one_rank_in_a_step(job, do, rank):
+@pytest.mark.parametrize(("do", "rank"), [("sigusr1", 1), ("sigint", 0)])
+def test_b03_b07_a_signal_to_one_rank_in_a_step(job, do, rank):
     name = f"{do}_{rank}"
     done = job.fork(name, chaos=f"at=backward,rank={rank},step=4,do={do}")
     assert done.code == (130 if do == "sigint" else 143), done.err

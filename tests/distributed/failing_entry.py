@@ -72,23 +72,11 @@ def train_until_stopped(context: DistributedContext, folder: Path) -> None:
             return
 
 
-def never_stop(context: DistributedContext, folder: Path) -> None:
-    stop_requested()
-    (folder / f"started_{context.rank}").touch()
-    time.sleep(500)
-    time.sleep(500)
-
-
 def never_stop_in_a_wait(context: DistributedContext, folder: Path) -> None:
     """Both ranks wait for each other inside gloo, where no Python handler runs."""
     stop_requested()
     (folder / f"started_{context.rank}").touch()
     dist.recv(torch.empty(4), group=context.pp_group, group_src=1 - context.pp_rank)
-
-
-def slow_start(context: DistributedContext, folder: Path) -> None:
-    (folder / f"started_{context.rank}").touch()
-    exchange(context) if context.rank else time.sleep(500)
 
 
 def main() -> None:

@@ -67,12 +67,7 @@ def test_losses_and_weights_are_equal_with_workers(job):
     )
     assert found.keys() == final.keys()
     assert all(torch.equal(found[key], value) for key, value in final.items())
-
-
-def test_the_log_has_the_time_that_data_took(job):
-    done = job.fork("slow", *OPTIONS, "--eval-samples", 0)
-    assert done.code == 0, done.err
-    steps = [record for record in job.log("slow") if record["kind"] == "train"]
+    steps = [record for record in job.log("plain") if record["kind"] == "train"]
     assert all(0 < record["data_wait"] < record["seconds"] for record in steps)
 
 

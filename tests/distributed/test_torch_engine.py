@@ -77,25 +77,23 @@ def test_a_schedule_that_torch_has_not_is_refused(job):
     assert "--schedule eager_1f1b is not one of PyTorch's" in finished.err.splitlines()[0]
 
 
-@pytest.mark.parametrize("engine", ["pipeline", "torch"])
-def test_a_rank_that_hangs_is_named_and_not_the_one_that_waits_for_it(job, engine):
+def test_a_rank_that_hangs_is_named_and_not_the_one_that_waits_for_it(job):
     code = LOSS.format(name="hangs", act="time.sleep(1000)")
     (job.folder / "hanging.py").write_text(code)
-    words = ("--engine", engine, "--import", job.folder / "hanging.py", "--loss-fn", "hangs")
-    finished = job.fork(f"hangs-{engine}", *words, "--hang-timeout", 3)
+    words = ("--engine", "torch", "--import", job.folder / "hanging.py", "--loss-fn", "hangs")
+    finished = job.fork("hangs", *words, "--hang-timeout", 3)
     first = finished.err.splitlines()[0]
     for word in ("rank=1", "stage=1", "in loss of micro-batch"):
         assert word in first, finished.err
     assert finished.code != 0
 
 
-@pytest.mark.parametrize("engine", ["pipeline", "torch"])
-def test_a_loss_that_raises_is_named_with_its_place_alone(job, engine):
+def test_a_loss_that_raises_is_named_with_its_place_alone(job):
     """torch logs the whole schedule first, which is not to be seen."""
     code = LOSS.format(name="raises", act="raise KeyError('on purpose')")
     (job.folder / "raising.py").write_text(code)
-    words = ("--engine", engine, "--import", job.folder / "raising.py", "--loss-fn", "raises")
-    finished = job.fork(f"raises-{engine}", *words)
+    words = ("--engine", "torch", "--import", job.folder / "raising.py", "--loss-fn", "raises")
+    finished = job.fork("raises", *words)
     assert finished.code not in (0, 2) and "Full Schedule" not in finished.err
     first = finished.err.splitlines()[0]
     for word in ("rank=1", "stage=1", "KeyError: 'on purpose'", "raising.py:11", "micro-batch"):

@@ -156,17 +156,9 @@ def build_stage(family, mode, folder, whole, **kwargs):
 
 
 def build_stages(family, mode, folder, whole, *, vision_stages, num_stages, **kwargs):
+    options = {"num_stages": num_stages, "vision_stages": vision_stages, **kwargs}
     return [
-        build_stage(
-            family,
-            mode,
-            folder,
-            whole,
-            stage=stage,
-            num_stages=num_stages,
-            vision_stages=vision_stages,
-            **kwargs,
-        )
+        build_stage(family, mode, folder, whole, stage=stage, **options)
         for stage in range(num_stages)
     ]
 
@@ -255,16 +247,9 @@ def test_without_an_image_the_tower_runs_and_has_no_say(tmp_path):
 
 def real_pipeline(rank, family, folder, whole, schedule, num_ranks):
     kind = make_schedule(schedule, num_ranks=num_ranks)
+    count = kind.num_stages
     stages = [
-        build_stage(
-            family,
-            "full",
-            folder,
-            whole,
-            stage=stage,
-            num_stages=kind.num_stages,
-            vision_stages=2,
-        )
+        build_stage(family, "full", folder, whole, stage=stage, vision_stages=2, num_stages=count)
         for stage in kind.stages_of(rank)
     ]
     runner = PipelineRunner(stages, device=torch.device("cpu"), schedule=kind)
@@ -275,8 +260,9 @@ def real_pipeline(rank, family, folder, whole, schedule, num_ranks):
     return grads_of(stages)
 
 
-@pytest.mark.parametrize(("schedule", "num_ranks"), [("1f1b", 3), ("zbv", 2)])
-@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])
+@pytest.mark.parametrize(
+    ("family", "schedule", "num_ranks"), [("idefics3", "zbv", 2), ("qwen3_vl", "1f1b", 3)]
+)
 def test_real_pipelines_equal_the_unsplit_model(family, schedule, num_ranks, tmp_path):
     whole = build_whole(family, "full", tmp_path)
     losses, expected = reference_of(family, whole)
@@ -362,11 +348,6 @@ def test_adapters_of_a_tower_do_not_depend_on_its_cut(tmp_path):
             ["--vision-partition 2,1", "tower of 2 blocks"],
         ),
         ("llama", {"vision_stages": 1, "num_stages": 2}, ["llama", "no vision tower"]),
-        (
-            "llama",
-            {"visual_gpu_ratio": 1.5, "num_stages": 2},
-            ["--visual-gpu-ratio 1.5", "llama", "no vision tower"],
-        ),
         ("mllama", {"vision_stages": 1, "num_stages": 2}, ["'mllama'", "gemma3, idefics3"]),
     ],
 )

@@ -27,9 +27,7 @@ def job(tmp_path_factory):
 
 # options of an engine, ranks, cards
 ENGINES = {
-    "device map of two": ("--engine device_map", 1, 2),
     "device map of four": ("--engine device_map", 1, 4),
-    "stages": ("--engine pipeline --num-stages 2", 2, 2),
     "replicas of stages": ("--engine pipeline --num-stages 2 --num-replicas 2", 4, 4),
 }
 

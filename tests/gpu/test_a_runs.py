@@ -85,24 +85,12 @@ CASES = {
         cards=4,
     ),
     "bf16": Case(BF16, f"{ZBV} --eval-samples 4 --save-steps 1 --offload-activations"),
-    "bf16 operators chunk": Case(
-        BF16,
-        f"{ZBV} --gradient-checkpointing --recompute.mode operators --logits-chunk 5 "
-        "--offload-activations",
-    ),
-    "bf16 shares": Case(
-        BF16,
-        "--dp-degree 2 --dp-shard --batch-size 2 --micro-batch-size 1 --gradient-checkpointing",
-        ranks=2,
-        cards=2,
-    ),
     "fp16 scaler": Case("--fp16", ZBV),
     "lora dropout": Case(DROPOUT, f"--gradient-checkpointing {ZBV}"),
     "dora rslora": Case(f"{BF16} {LORA} --lora.use_dora --lora.use_rslora", "--save-steps 1"),
     "pissa": Case(f"{LORA} --lora.init pissa", ZBV),
     "pissa fast": Case(f"{BF16} {LORA} --lora.init pissa_niter_2"),
     "new tokens": Case(NEW_TOKENS, f"{ZBV} --save-steps 1"),
-    "packing": Case("--packing", ZBV),
     "packing replicas": Case(
         "--packing", "--dp-degree 2 --batch-size 2 --micro-batch-size 1", ranks=2, cards=2
     ),
@@ -110,9 +98,7 @@ CASES = {
     "methods": Case(f"{BF16} {METHODS}", ZBV, waits=".*modeling_rope_utils.py"),
     "muon": Case("--optimizer muon", ZBV),
     "adafactor": Case("--optimizer adafactor", waits=".*training/precision.py"),
-    "sgd": Case("--optimizer sgd --optimizer.momentum 0.9"),
     "experts": Case("--train-model.output_router_logits true", ZBV, family="mixtral"),
-    "windows": Case(BF16, ZBV, family="gemma2"),
     "tied": Case(BF16, "--num-stages 2", ranks=2, cards=2, family="gpt2"),
     "dpo": Case(f"--collate-fn dpo --loss-fn dpo {LORA}", "--eval-samples 4", rows="dpo"),
     "dpo full": Case(
@@ -139,14 +125,10 @@ CASES = {
 }
 
 if KIND != "cuda":  # what differs by kind is in these
-    CASES = {
-        name: CASES[name]
-        for name in (
-            *("zbv recompute chunk", "offload operators", "stages", "shares", "lora dropout"),
-            *("packing eager fp16", "pissa", "dpo"),
-            *("streaming", "streaming lora dropout", "streaming stale"),
-        )
-    }
+    names = ("zbv recompute chunk", "offload operators", "stages", "shares", "lora dropout")
+    names += ("packing eager fp16", "pissa", "dpo", "streaming", "streaming stale")
+    CASES = {name: CASES[name] for name in names}
+shown_on_cuda = pytest.mark.skipif(KIND != "cuda", reason="the same code as on CUDA's cards")
 
 
 class Jobs:
@@ -228,6 +210,7 @@ def test_a_run_has_the_losses_of_one_stage_on_the_cpu(jobs, name, cards, seen):
     assert len(found) == len(expected) and found == pytest.approx(expected, rel=tolerance)
 
 
+@shown_on_cuda
 def test_a_projector_alone_trains_over_two_cards(tmp_path, cards, seen):
     """The last stage trains nothing, and takes part in the norm all the same."""
     job = VisionJob(tmp_path, family="qwen2_5_vl")
@@ -239,6 +222,7 @@ def test_a_projector_alone_trains_over_two_cards(tmp_path, cards, seen):
     seen.assert_clean(2)
 
 
+@shown_on_cuda
 def test_a_run_goes_on_from_what_it_saved_on_other_cards(jobs, cards, seen):
     """Shares of two cards, then two stages on two; the CPU's numbers in both."""
     job = jobs.job("llama")
@@ -251,6 +235,7 @@ def test_a_run_goes_on_from_what_it_saved_on_other_cards(jobs, cards, seen):
     assert found == pytest.approx(jobs.expected(Case()), rel=1e-5)
 
 
+@shown_on_cuda
 def test_a_loss_that_is_no_number_is_found_on_its_card(jobs, cards, seen):
     """The passes of that step run once more, on generators set back."""
     job = jobs.job("llama")
@@ -298,6 +283,7 @@ def test_every_schedule_over_two_cards(cards):
                 assert ours == pytest.approx(theirs, rel=1e-5), name
 
 
+@shown_on_cuda
 def test_start_weights_on_the_host_are_exchanged_with_those_on_the_card(jobs, cards):
     """Full weights with a divergence from the start: the card has what the CPU has."""
     job = jobs.job("llama")

@@ -73,14 +73,7 @@ GRPO = (
     "--rollouts.prompts_together 2 "
     "--rollouts.max_completion_length 8 --total-steps 4 --save-steps 2 --learning-rate 3e-3"
 ).split()
-TWICE = (
-    "--rollouts.inner_steps",
-    2,
-    "--rollouts.sampling_temperature",
-    0.7,
-    "--loss-fn",
-    "watched",
-)
+TWICE = "--rollouts.inner_steps 2 --rollouts.sampling_temperature 0.7 --loss-fn watched".split()
 LORA = ("--llm-lora-num", 1, "--parts.lm_head.frozen", "--rollouts.kl_beta", 0.1)
 SPLITS = [
     ((), 2),
@@ -89,15 +82,7 @@ SPLITS = [
     (("--schedule", "interleaved_1f1b", "--num-stages", 4), 2),
 ]
 REPLICAS = ("--dp-degree", 2, "--num-stages", 1, "--batch-size", 8)
-AHEAD = (
-    "--rollouts.ahead",
-    1,
-    "--rollouts.sampling_temperature",
-    0.7,
-    "--loss-fn",
-    "watched",
-    *LORA,
-)
+AHEAD = ("--rollouts.ahead", 1, *TWICE[2:], *LORA)
 
 
 def run(job, name, *options, **more):
