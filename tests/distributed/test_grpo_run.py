@@ -11,8 +11,6 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
 )
 
 from stageline.data.images.images import ImageExpander
@@ -38,7 +36,7 @@ from tests.helpers.grpo_runs import (
 from tests.helpers.small_run import Job
 from tests.helpers.small_vision_run import VisionJob
 from tests.helpers.tiny_datasets import write_lines
-from tests.helpers.tiny_models import tiny_config, tiny_processor
+from tests.helpers.tiny_models import tiny_processor
 
 
 @pytest.fixture(scope="module")
@@ -344,27 +342,6 @@ def test_views_of_a_scene_are_judged_together(job):
     assert drawn[0] == drawn[1], "the first step's answers"
     groups = [json.loads(line)["id"] for line in drawn[0]]
     assert len(groups) == 6, groups
-
-
-def test_a_reward_model_judges(job):
-    folder = job.folder / "judge"
-    tokenizer = AutoTokenizer.from_pretrained(job.model)
-    tokenizer.save_pretrained(folder)
-    config = tiny_config("qwen3", vocab_size=len(tokenizer), num_labels=1, pad_token_id=0)
-    judge = AutoModelForSequenceClassification.from_config(config).eval()
-    judge.save_pretrained(folder)
-    options = ("--reward", "reward_model,length", "--reward.reward_model.path", folder)
-    done = run(job, "judged", *options, "--total-steps", 1, "--save-steps", 1, ranks=2)
-    assert done.code == 0, done.err
-    questions = {row["id"]: row["question"] for row in map(json.loads, job.rows.open())}
-    for record in map(json.loads, samples(job, "judged").splitlines()):
-        for answer in record["answers"]:
-            said = {"user": questions[record["id"]], "assistant": answer["text"]}
-            talk = [{"role": role, "content": text} for role, text in said.items()]
-            text = tokenizer.apply_chat_template(talk, return_dict=True, return_tensors="pt")
-            with torch.no_grad():
-                wanted = judge(text["input_ids"]).logits.item()
-            assert answer["rewards"]["reward_model"] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize(("options", "rank"), [((), 0), (REPLICAS, 1)])

@@ -130,14 +130,8 @@ def test_rows_alone_in_a_model_that_started_at_random(tmp_path):
     """Resumed on another number of stages; the folder is a model with its tokenizer."""
     job = Job(tmp_path, tied=True)
     start = ("--model-path", "", "--config-path", job.model, "--processor-path", job.model)
-    options = (
-        *start,
-        "--total-steps",
-        4,
-        "--vocab.new_tokens",
-        ",".join(TOKENS),
-        "--vocab.train_new",
-    )
+    tokens = ("--vocab.new_tokens", ",".join(TOKENS), "--vocab.train_new")
+    options = (*start, "--total-steps", 4, *tokens)
     assert job.fork("one", *options).code == 0
     before = checkpoint(job, "one", step=2)
     options = (*options, "--num-stages", 1, "--resume", before)

@@ -9,13 +9,11 @@ import torch
 import torch.distributed as dist
 
 from stageline.distributed.process_group import (
-    choose_device,
     distributed_context,
     open_channels,
     warm_up,
 )
 from stageline.errors import UserError
-from tests.helpers.fake_devices import fake_accelerators
 from tests.helpers.ranks import run_ranks
 from tests.helpers.warm_start import WarmLauncher
 
@@ -79,24 +77,3 @@ def test_more_stages_than_processes_are_refused_before_a_group_is_made():
     ):
         pass
     assert not dist.is_initialized()
-
-
-@pytest.mark.parametrize(
-    ("device", "num_gpus", "expected"),
-    [
-        ("auto", 0, "cpu"),
-        ("auto", 2, "cuda:1"),
-        ("cpu", 2, "cpu"),
-        ("cuda", 2, "cuda:1"),
-    ],
-)
-def test_each_process_of_a_machine_needs_a_gpu_of_its_own(monkeypatch, device, num_gpus, expected):
-    fake_accelerators(monkeypatch, "cuda", num_gpus)
-    assert str(choose_device(device, local_rank=1, local_world_size=2)) == expected
-
-
-@pytest.mark.parametrize("device", ["cuda", "auto"])
-def test_too_few_gpus_are_an_error_not_a_run_on_the_cpu(monkeypatch, device):
-    fake_accelerators(monkeypatch, "cuda", 1)
-    with pytest.raises(UserError, match=f"device`? {device}: this machine shows 1 devices"):
-        choose_device(device, local_rank=0, local_world_size=2)

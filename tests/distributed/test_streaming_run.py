@@ -60,8 +60,6 @@ def test_stages_are_as_many_as_decoder_layers(job):
 
 REFUSED = {
     "--schedule gpipe": "has an order of its own",
-    "--dp-degree 2": "has no replicas",
-    "--logits-chunk 8": "streams the head",
     "--compile-layers": "other weights for each pass",
     "--streaming.budget 0.00001": "layer 0 needs",
 }

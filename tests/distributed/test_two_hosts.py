@@ -164,13 +164,6 @@ def test_a_host_that_is_killed_in_the_middle_ends_the_other(hosts, job, tmp_path
     assert_lost(processes[0], logs[0], 0)
 
 
-def test_the_first_host_may_be_the_one_that_is_killed(hosts, tmp_path):
-    processes, logs = start_entry(hosts, "never_stop_in_a_wait", tmp_path)
-    wait_for(lambda: len(list(tmp_path.glob("started_*"))) == 2, processes)
-    hosts.kill(0)
-    assert_lost(processes[1], logs[1], 1)
-
-
 def test_the_host_of_the_rank_that_failed_names_it(hosts, tmp_path):
     processes, logs = start_entry(hosts, "raise_on_1", tmp_path)
     assert [process.wait(SECONDS_TO_START) for process in processes] == [1, 1]

@@ -13,19 +13,23 @@ from torch import nn
 
 from loss_fn import sft
 from pp_models import CausalLMStage, VisionLanguageStage, class_of_key
-from prompt_fn import auto, fill
 from stageline.checkpoint.load import load_split_model
 from stageline.errors import UserError
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from stageline.stages.vision_stages import Departure
+from tests.distributed.test_vision_parity import (
+    divisor_of,
+    micro_batches_of,
+    processor_of,
+    true_float64,  # noqa: F401 (for each test in here)
+)
 from tests.helpers.chain import evaluate_chain, run_chain
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import saved_tensors
 from tests.helpers.small_vision_run import VisionJob, with_blocks
-from tests.helpers.tiny_batches import count_targets, drop_pixels
-from tests.helpers.tiny_models import VISION_LANGUAGE, tiny_config, tiny_processor
-from tests.helpers.tiny_vision_batches import vision_micro_batches
+from tests.helpers.tiny_batches import drop_pixels
+from tests.helpers.tiny_models import VISION_LANGUAGE, tiny_config
 
 FLOAT64 = torch.float64
 NUM_BLOCKS = 3
@@ -39,43 +43,7 @@ OPTIONS = {
 TOWERS = ("model.vision_tower.", "model.visual.", "model.vision_model.")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def true_float64():
-    """Takes the float32 islands (norms, softmax) out of the library, for reference and stages."""
-    to_float, softmax = torch.Tensor.float, torch.nn.functional.softmax
-
-    def keep_double(tensor):
-        return tensor if tensor.dtype == FLOAT64 else to_float(tensor)
-
-    def softmax_as_input(tensor, dim=None, dtype=None, **kwargs):
-        return softmax(tensor, dim=dim, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "float", keep_double)
-        patch.setattr(torch.nn.functional, "softmax", softmax_as_input)
-        yield
-
-
 # -- the reference ---------------------------------------------------------------------------
-
-
-@functools.cache
-def processor_of(family):
-    try:
-        return tiny_processor(family)
-    except ImportError as error:  # older releases of the library want torchvision for some
-        pytest.skip(str(error))
-
-
-@functools.cache
-def micro_batches_of(family):
-    return vision_micro_batches(
-        processor_of(family), prompt_fn=fill, image_token=auto, dtype=FLOAT64
-    )
-
-
-def divisor_of(family):
-    return torch.tensor(float(count_targets(micro_batches_of(family))), dtype=FLOAT64)
 
 
 class Adapter(nn.Module):

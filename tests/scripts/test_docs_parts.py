@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from options.parts import CONTRACTS
 from prompt_fn import fill, none
 from register import import_parts, restored_registers
 from stageline.data.batches.loader import MicroBatchLoader
@@ -117,14 +116,6 @@ def test_the_loss_of_the_guide_equals_a_loop(parts):
     assert float(got) == pytest.approx(wanted / 9, rel=1e-5)
 
 
-def test_the_metric_of_the_guide(parts):
-    samples = [{"answer": "7", "group": "plain"}, {"answer": "12", "group": "carry"}]
-    predictions = [{"prediction": "it is 8"}, {"prediction": "none"}]
-    assert parts.near(predictions, samples)["per_sample"] == [0, 0]
-    figures = parts.near(predictions, samples, tolerance=1)
-    assert figures == {"score": 0.5, "per_sample": [1, 0], "groups": {"plain": [0], "carry": [1]}}
-
-
 def test_both_forms_of_a_collate_part(folder):
     class Rows:
         def __len__(self):
@@ -155,12 +146,3 @@ def test_both_forms_of_a_collate_part(folder):
     assert 0 < drawn < learnt
     widths = [batch["input_ids"].shape[1] for batch in steps[module.all_learnt, None]]
     assert len(set(widths)) > 1, "sorted"
-
-
-@pytest.mark.parametrize("text", [ENGLISH, CHINESE], ids=["en", "zh"])
-def test_the_table_names_what_a_run_supplies(text):
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", text, re.MULTILINE))
-    assert set(rows) == set(CONTRACTS) - {"engine"}
-    for register in set(rows) - {"train_model", "prompt"}:
-        named = set(re.findall(r"\w+", rows[register]))
-        assert set(CONTRACTS[register][1].split()) <= named, register

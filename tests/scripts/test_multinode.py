@@ -121,10 +121,3 @@ def test_a_slurm_job_of_two_machines_trains(tmp_path):
     assert "machine 0 of 2" in done.stderr and "machine 1 of 2" in done.stderr
     assert done.stdout.count("step 1/1: loss") == 1
     assert (tmp_path / "run" / "checkpoints" / "step-00000001" / "manifest.json").is_file()
-
-
-def test_a_slurm_job_from_another_folder_is_refused(tmp_path):
-    told = {**slurm(tmp_path), "SLURM_SUBMIT_DIR": str(tmp_path)}
-    done = run(spooled(tmp_path), **told)
-    assert done.returncode == 2
-    assert f"error: {tmp_path} is not Stageline's folder" in done.stderr

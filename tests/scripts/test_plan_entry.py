@@ -50,16 +50,9 @@ def test_plan_prints_and_stops_without_weights(model):
 
 
 GRPO = (
-    *("--collate-fn", "grpo", "--loss-fn", "grpo", "--reward", "contains"),
-    *(
-        "--rollouts.group_size",
-        "4",
-        "--rollouts.max_completion_length",
-        "16",
-        "--max-token-num",
-        "64",
-    ),
-)
+    "--collate-fn grpo --loss-fn grpo --reward contains --rollouts.group_size 4 "
+    "--rollouts.max_completion_length 16 --max-token-num 64"
+).split()
 
 
 def test_a_run_that_answers_is_planned_with_its_keys_and_values(model):
@@ -74,10 +67,7 @@ def test_a_run_that_answers_is_planned_with_its_keys_and_values(model):
     assert all("96.0 KiB" in " ".join(line) for line in ranks), done.stdout
     # weights and state leave a little; answering needs the most
     done = train(model, *GRPO, "--rollouts.prompts_together", "1", "--device-memory", "0.00004")
-    assert (
-        done.returncode == 2
-        and "--rollouts.prompts_together, --rollouts.group_size or" in done.stderr
-    )
+    assert done.returncode == 2 and "--rollouts.prompts_together" in done.stderr
 
 
 def test_a_check_tries_the_rewards_and_names_a_row_without_an_answer(model):
@@ -112,8 +102,5 @@ def test_a_run_that_cannot_fit_is_refused_with_figures(model):
     for word in ("rank 0 needs", "rank 1 needs", "KiB", "--plan"):
         assert word in done.stderr
     assert "Traceback" not in done.stderr
-    assert {path.name for path in (model.parent / "run").iterdir()} <= {
-        "run.lock",
-        "run.log",
-        "failures",
-    }
+    left = {path.name for path in (model.parent / "run").iterdir()}
+    assert left <= {"run.lock", "run.log", "failures"}

@@ -1,19 +1,15 @@
 """Stages whose names do not add up to the whole model are refused before step 1, and on save."""
 
-import importlib.util
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from commands.export import make_stages
 from pp_models import StageModel
-from register import import_shelf, train_model_register
 from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
@@ -81,14 +77,6 @@ def test_stages_that_own_the_same_layers_are_refused(folder):
     assert "24 names on several stages" in said and "ModuleList" in said
 
 
-def test_a_forgotten_layer_is_refused(folder):
-    forgets = "GruBlock(config.width) if index in self.layers and (index != 2 or "
-    forgets += "self.num_stages == 1) else PassThrough()"
-    change(folder, (PLACES, forgets))
-    said = refused(folder, train(folder, *START), "6 on no stage (blocks.2.norm.weight, ")
-    assert "on several stages" not in said
-
-
 TIE = (
     ("if self.is_first:\n                self.embed", "if self.is_first or self.is_last:\n"
      "                self.embed"),
@@ -143,26 +131,6 @@ def without_a_layer(words, job, *options):
 def test_a_library_model_without_a_layer_is_not_trained(job):
     without_a_layer(job.command("out", "--num-stages", 2)[1:], job)
     assert job.checkpoints("out") == []
-
-
-@pytest.mark.parametrize("entry", ["evaluate", "serve"])
-def test_a_library_model_without_a_layer_does_not_answer(entry, job):
-    words = [ROOT / f"{entry}.py", "--model-path", job.model, "--num-stages", 2, "--device", "cpu"]
-    asked = "--engine pipeline --model generate --metric exact_match --prompt question "
-    asked += f"--prompt-fn fill --dataset jsonl --image-token none --dataset-path {job.rows}"
-    folder = ("--output-dir", job.folder / "out")
-    without_a_layer(words, job, *([*asked.split(), *folder] if entry == "evaluate" else []))
-
-
-def test_a_library_model_without_a_layer_is_not_exported(job, monkeypatch):
-    import_shelf("pp_models")
-    spec = importlib.util.spec_from_file_location("forgets", job.folder / "forgets.py")
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))  # export.py has no --import
-    for key in ("llama", "causal_lm"):
-        entry = replace(train_model_register.entry(key), target=train_model_register["forgets"])
-        monkeypatch.setitem(train_model_register.data, key, entry)
-    with pytest.raises(UserError, match="9 on no stage .model.layers.2"):
-        make_stages(job.model)
 
 
 def test_stages_that_do_not_add_up_are_not_saved(tmp_path):

@@ -18,7 +18,7 @@ def tiny(family, folder):
     return run_entry([ROOT / "tools/tiny_model.py", family, folder])
 
 
-@pytest.mark.parametrize("family", ["qwen3", "granite", "olmo2", "internvl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["qwen3", "granite", "internvl"])
 def test_a_model_of_the_folder_reads_what_its_processor_makes(family, tmp_path):
     done = tiny(family, tmp_path / "model")
     assert done.returncode == 0, done.stderr

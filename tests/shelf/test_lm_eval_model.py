@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from stageline.errors import UserError
-from stageline.inference.decoding.request import Failed
 from tests.helpers.tiny_checkpoints import tiny_whole
 from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.whole_engine import WholeEngine
@@ -171,31 +170,6 @@ def test_a_sampled_answer_has_a_seed_of_its_own(plain):
     assert (sampling["0"].temperature, sampling["0"].top_p) == (1.5, 0.9)
     assert [sampling[key].seed for key in "01"] == [5, 6]
     assert texts[0] != texts[1]
-
-
-def test_the_chat_template_is_filled_as_hf_fills_it(plain):
-    ours, theirs = StagelineLM(WholeEngine(*plain)), reference(*plain)
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "ls?"}]
-    assert ours.apply_chat_template(messages) == theirs.apply_chat_template(messages)
-    messages.append({"role": "assistant", "content": "It"})
-    mine = ours.apply_chat_template(messages, add_generation_prompt=False)
-    assert mine == theirs.apply_chat_template(messages, add_generation_prompt=False)
-    assert ours.chat_template(True) == theirs.chat_template(True)
-    assert ours.tokenizer_name == theirs.tokenizer_name
-    assert ours.eot_token_id == theirs.eot_token_id
-
-
-class Failing(WholeEngine):
-    def answer(self, requests):
-        for request in requests:
-            yield Failed(request.key, UserError("too long"))
-
-
-def test_what_gets_no_answer_ends_the_evaluation(plain):
-    with pytest.raises(UserError, match="too long"):
-        StagelineLM(Failing(*plain)).generate_until(
-            instances("generate_until", ("ls", {"max_gen_toks": 4}))
-        )
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 import http.server
 import json
 import re
-import subprocess
-import sys
 import threading
 import time
 import types
@@ -18,7 +16,6 @@ from options.parts import chosen_part
 from parse_args import parse_train_args, save_config
 from register import import_shelf, reward_register
 from stageline.errors import DataError, UserError
-from stageline.tasks.rewards import side_by_side
 from stageline.training.rewards import Reward, Rewards
 
 import_shelf(*SHELF)
@@ -97,20 +94,6 @@ def test_a_judge_elsewhere_is_asked():
         server.server_close()
     assert found[0, [0, 2, 3]].tolist() == [1, 0.8, 0.8] and torch.isnan(found[0, 1])
     assert all("2+5?" in one and "Right answer:\n7" in one for one in asked)
-
-
-def test_rows_are_asked_side_by_side_and_nobody_waits_for_them_at_the_end():
-    both = threading.Barrier(2, timeout=30)
-    found = side_by_side(lambda one, two: both.wait() * 0 + one - two, [5, 7], [1, 2])
-    assert found == [4, 5]
-    with pytest.raises(KeyError, match="depth"):
-        side_by_side(lambda one: raises(one, one, one), range(40))
-    code = (
-        "import threading, time; from stageline.tasks.rewards import side_by_side\n"
-        "given = side_by_side, (time.sleep, [3600])\n"
-        "threading.Thread(target=given[0], args=given[1], daemon=True).start()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_a_pattern_that_searches_for_ever_says_nothing():
