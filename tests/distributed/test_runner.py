@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from stageline.distributed.process_group import open_channels
+from stageline.errors import UserError
 from stageline.pipeline.live_bytes import tensor_bytes
-from stageline.pipeline.runner import PipelineRunner
+from stageline.pipeline.runner import PipelineRunner, TorchPipelineRunner
 from stageline.pipeline.schedules import SCHEDULES, make_schedule
 from tests.helpers.late_transfers import late_transfers
 from tests.helpers.ranks import run_ranks
@@ -181,10 +182,22 @@ def send_wrong_shape(rank):
     runner.step(micro_batches(0), loss_fn=loss_of)
 
 
+def send_wrong_shape_by_torch(rank):
+    group = torch.distributed.new_group(timeout=timedelta(seconds=3))
+    stage = Toy(rank, 2, wrong_shape=True)
+    runner = TorchPipelineRunner(stage, device=torch.device("cpu"), group=group)
+    with pytest.raises((UserError, RuntimeError)[rank]) as found:  # rank 1 waits in vain
+        runner.step(micro_batches(0), loss_fn=loss_of)
+    return str(found.value)
+
+
 def test_a_stage_that_sends_another_shape_than_announced():
+    """Refused before it is sent."""
     with pytest.raises(AssertionError, match="rank 0 failed first") as caught:
         run_ranks(send_wrong_shape, 2, timeout=60)
     assert "stage 0 made [((2, 4, 6), torch.float32)" in str(caught.value)
+    said = run_ranks(send_wrong_shape_by_torch, 2)[0]
+    assert "of micro-batch 0, stage 1 expects [((2, 5, 6)" in said
 
 
 def count_sent(rank):

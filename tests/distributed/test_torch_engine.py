@@ -3,18 +3,11 @@
 import os
 import signal
 import time
-from datetime import timedelta
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
 
-from stageline.errors import UserError
-from stageline.pipeline.runner import TorchPipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from tests.helpers.killing import RunFolder, last_tensors
-from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import Job
 
 TOTAL_STEPS = 30
@@ -98,41 +91,3 @@ def test_a_loss_that_raises_is_named_with_its_place_alone(job):
     first = finished.err.splitlines()[0]
     for word in ("rank=1", "stage=1", "KeyError: 'on purpose'", "raising.py:11", "micro-batch"):
         assert word in first, finished.err
-
-
-class Cutting(nn.Module):
-    """A first stage that sends fewer tokens than it says, and a last one."""
-
-    parameter_order = ("weight",)
-
-    def __init__(self, stage, num_stages):
-        super().__init__()
-        self.stage, self.num_stages = stage, num_stages
-        self.is_first, self.is_last = stage == 0, stage == num_stages - 1
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def forward(self, hidden, **batch):
-        if self.is_first:
-            return (hidden[..., None] * self.weight)[:, 1:]
-        return hidden * self.weight
-
-    def get_example_input(self, rows, tokens):
-        if self.is_first:
-            return (torch.empty(rows, tokens, dtype=torch.long, device="meta"),)
-        return (torch.empty(rows, tokens, 3, device="meta"),)
-
-    def get_example_output(self, rows, tokens):
-        return () if self.is_last else (torch.empty(rows, tokens, 3, device="meta"),)
-
-
-def test_a_wrong_shape_is_refused_before_it_is_sent():
-    def run(rank):
-        group = dist.new_group(timeout=timedelta(seconds=3))
-        runner = TorchPipelineRunner(Cutting(rank, 2), device=torch.device("cpu"), group=group)
-        batches = [{"input_ids": torch.ones(2, 5, dtype=torch.long)}] * 2
-        with pytest.raises((UserError, RuntimeError)[rank]) as found:  # rank 1 waits in vain
-            runner.step(batches, loss_fn=lambda output, batch: output.sum())
-        return str(found.value)
-
-    said = run_ranks(run, 2)[0]
-    assert "of micro-batch 0, stage 1 expects [((2, 5, 3)" in said

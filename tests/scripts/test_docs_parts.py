@@ -21,7 +21,6 @@ from tests.helpers.tiny_models import tiny_tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 ENGLISH = (DOCS / "add_a_part.md").read_text(encoding="utf-8")
-CHINESE = (DOCS / "add_a_part.zh.md").read_text(encoding="utf-8")
 
 
 def blocks(text, language):

@@ -134,29 +134,6 @@ def test_a_second_call_runs_what_is_not_done(state, tmp_path):
     assert gpu_check.choose_state(tmp_path, state.machine, is_new=True).path != state.path
 
 
-def test_all_processes_end_when_the_script_is_stopped(state, tmp_path):
-    pid = os.fork()
-    if pid == 0:
-        try:
-            gpu_check.end_all_when_stopped()
-            run([Check("hangs", hangs, 300)], state)
-        finally:
-            os._exit(0)
-    deadline = time.monotonic() + 30
-    told = tmp_path / "pid"  # a file is there before its text is
-    while not (told.exists() and told.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGTERM)
-    os.waitpid(pid, 0)
-    child = int((tmp_path / "pid").read_text())
-    while is_alive(child) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not is_alive(child)
-    first, last = table(state.path)["hangs"]
-    assert first == ["before it hangs", "-", "here", "-"], "its rows are kept"
-    assert "the call ended after" in last[2] and last[3] == "**out of time**"
-
-
 def call(folder, *words):
     command = ["bash", ROOT / "scripts" / "gpu_check.sh", "--emulated", "2", "--folder", folder]
     given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

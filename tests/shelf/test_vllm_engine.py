@@ -59,26 +59,6 @@ def test_answers_are_those_of_the_model(engine):
     assert [len(call["prompts"]) for call in fake_vllm.LLM.calls] == [3]
 
 
-def test_the_folder_is_handed_over_with_what_was_asked(vllm, folder):
-    engine = VllmEngine(
-        folder,
-        processor=tiny_tokenizer(),
-        tensor_parallel_size=2,
-        dtype=torch.bfloat16,
-        seed=7,
-        max_length=48,
-        gpu_memory_utilization=0.5,
-        images_per_prompt=4,
-    )
-    given = engine.llm.arguments
-    assert (given["model"], given["tokenizer"]) == (str(folder), str(folder))
-    assert given["tensor_parallel_size"] == 2
-    assert (given["dtype"], given["seed"], given["max_model_len"]) == ("bfloat16", 7, 48)
-    assert given["gpu_memory_utilization"] == 0.5
-    assert given["limit_mm_per_prompt"] == {"image": 4}
-    assert engine.max_length == 48
-
-
 def test_every_setting_of_the_sampling_arrives(engine):
     sampling = Sampling(
         max_new_tokens=3,
