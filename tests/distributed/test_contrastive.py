@@ -1,7 +1,5 @@
 """Contrastive training over stages and replicas, held-out figures, resumed runs, bad groups."""
 
-import json
-
 import pytest
 import torch
 
@@ -152,11 +150,6 @@ def run(job, name, *options, file="groups.jsonl", **more):
     return job.fork(name, *OPTIONS, "--dataset-path", job.folder / file, *options, **more)
 
 
-def records(job, name):
-    lines = (job.folder / name / "log.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
 def test_the_warm_up_goes_on_where_a_resumed_run_does(job):
     steps = ("--total-steps", 7, "--save-steps", 4)
     assert (done := run(job, "whole", *steps, ranks=1)).code == 0, done.err
@@ -165,7 +158,7 @@ def test_the_warm_up_goes_on_where_a_resumed_run_does(job):
     done = run(job, "parts", *steps, "--resume", "auto", ranks=2)
     assert done.code == 0 and "4 of 7 steps are done" in done.out, done.err
     assert job.losses("parts") == pytest.approx(job.losses("whole"), rel=1e-6)
-    for record in [one for one in records(job, "parts") if one["kind"] == "train"]:
+    for record in job.records("parts"):
         share = min(max((record["step"] - 1 - 1) / 4, 0), 1)
         wanted = record["token_loss"] + record["marked_loss"] + share * record["contrastive_loss"]
         assert record["loss"] == pytest.approx(wanted, rel=1e-5), record["step"]
@@ -182,7 +175,7 @@ def test_a_bad_member_leaves_its_group_out(job):
     done = run(job, "skipped", *options, file="bad.jsonl", ranks=1)
     assert done.code == 0, done.err
     assert "2 bad rows are left out" in done.out
-    (step,) = [record for record in records(job, "skipped") if record["kind"] == "train"]
+    (step,) = job.records("skipped")
     assert step["num_samples"] == 8
 
 

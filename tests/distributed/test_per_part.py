@@ -56,9 +56,7 @@ def job(tmp_path_factory):
 
 def test_rates_and_ranks_are_told(job):
     assert "(vit 1.00e-03, llm 2.00e-02, lm_head 3.00e-02)" in job.out
-    lines = (job.folder / "first" / "log.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    for record in (r for r in records if r["kind"] == "train"):
+    for record in job.records("first"):
         assert record["learning_rate_vit"] == pytest.approx(0.1 * record["learning_rate"])
         assert record["learning_rate_llm"] == pytest.approx(2 * record["learning_rate"])
     config = json.loads((checkpoint(job) / "adapter_config.json").read_text())

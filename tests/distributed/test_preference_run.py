@@ -1,6 +1,5 @@
 """Preferences through the entry file: resumed runs, replicas, what the rows bring, refusals."""
 
-import json
 import shutil
 
 import pytest
@@ -37,8 +36,7 @@ def run(job, name, words, *options, file="dpo.jsonl", **more):
 
 
 def records(job, name, kind):
-    lines = map(json.loads, (job.folder / name / "log.jsonl").read_text().splitlines())
-    return {record["step"]: record for record in lines if record["kind"] == kind}
+    return {record["step"]: record for record in job.records(name, kind)}
 
 
 @pytest.mark.parametrize(

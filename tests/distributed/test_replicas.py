@@ -67,6 +67,14 @@ def test_gradients_are_added_up_in_any_buckets(max_bytes):
         assert torch.equal(total, sum_1[name])
 
 
+def test_buckets_keep_their_size():
+    grads = [torch.zeros(n) for n in (4, 4, 4, 4, 4, 100, 2)] + [
+        torch.zeros(2, dtype=torch.float64)
+    ]
+    sizes = [[g.numel() for g in bucket] for bucket in module._buckets(grads, 32)]
+    assert sizes == [[4, 4], [4, 4], [4], [100], [2], [2]]
+
+
 def start(rank, kind):
     torch.manual_seed(0)
     linear = nn.Linear(3, 2, dtype=torch.bfloat16 if kind == "half" else torch.float32)

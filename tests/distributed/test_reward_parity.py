@@ -161,11 +161,6 @@ def job(tmp_path_factory):
     return job
 
 
-def records(job, name, kind):
-    lines = (job.folder / name / "log.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
-
-
 def scores_of(model, tokenizer):
     """Rewards of two conversations in one padded batch, as a user of the folder gets them."""
     texts = [row["messages"] + row["chosen"] for row in rows()[:3]]
@@ -183,10 +178,10 @@ def test_two_ranks_train_resume_and_give_a_classifier(job):
     }
     assert {name: run.code for name, run in runs.items()} == dict.fromkeys(runs, 0), runs
     for name in ("train", "eval"):
-        for one, two in zip(records(job, "one", name), records(job, "two", name), strict=True):
+        for one, two in zip(job.records("one", name), job.records("two", name), strict=True):
             for figure in ("loss", "reward_accuracy", "reward_margin", "chosen_reward"):
                 assert two[figure] == pytest.approx(one[figure], rel=1e-5, abs=1e-7), figure
-    first, *_, last = records(job, "two", "eval")
+    first, *_, last = job.records("two", "eval")
     assert last["loss"] < first["loss"] and last["reward_margin"] > first["reward_margin"]
     assert "token_accuracy" not in last and "reward accuracy" in runs["two"].out
     saved = job.folder / "two/checkpoints/step-00000006"

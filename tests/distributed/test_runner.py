@@ -200,6 +200,18 @@ def test_a_stage_that_sends_another_shape_than_announced():
     assert "of micro-batch 0, stage 1 expects [((2, 5, 6)" in said
 
 
+def misplaced(rank):
+    schedule = make_schedule("zbv", num_ranks=2)
+    stages = [Toy(stage, 4) for stage in ([0, 2] if rank == 0 else [1, 3])]
+    with pytest.raises(UserError, match=r"was given stages .* places \[\d, \d\] there"):
+        PipelineRunner(stages, device=torch.device("cpu"), schedule=schedule)
+    return True
+
+
+def test_stages_on_the_wrong_rank():
+    assert run_ranks(misplaced, 2) == [True, True]
+
+
 def count_sent(rank):
     stages, runner = make_runner(rank, "1f1b")
     runner.step(micro_batches(0), loss_fn=loss_of)

@@ -6,7 +6,6 @@ Ranks are forked, a card each, with gloo for NCCL. Files that begin with test_a 
 refuses to fork a process that has run a backward pass on a card.
 """
 
-import json
 import re
 from datetime import timedelta
 from types import SimpleNamespace
@@ -297,8 +296,5 @@ def test_start_weights_on_the_host_are_exchanged_with_those_on_the_card(jobs, ca
     assert cpu.code == 0, cpu.err
     cards.count = 2
     train(job, "start", *words, ranks=2)
-    told = []
-    for name in ("start", "start cpu"):
-        lines = map(json.loads, (job.folder / name / "log.jsonl").read_text().splitlines())
-        told.append([line["kl"] for line in lines if line["kind"] == "train"])
+    told = [[record["kl"] for record in job.records(name)] for name in ("start", "start cpu")]
     assert told[0][0] == 0 < told[0][1] and told[0] == pytest.approx(told[1], rel=1e-3)

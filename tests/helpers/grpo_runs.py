@@ -1,7 +1,5 @@
 """Small runs whose model answers before each step, and what two of them have alike."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -91,8 +89,7 @@ def run(job, name, *options, **more):
 
 
 def records(job, name, kind="train"):
-    lines = map(json.loads, (job.folder / name / "log.jsonl").read_text().splitlines())
-    return {record["step"]: record for record in lines if record["kind"] == kind}
+    return {record["step"]: record for record in job.records(name, kind)}
 
 
 def samples(job, name):

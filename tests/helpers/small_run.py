@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from safetensors.torch import load_file
@@ -136,9 +136,12 @@ class Job:
 
     def losses(self, name: str) -> dict[int, float]:
         """Step -> loss as the log says it; of a step that was run again the last."""
+        return {record["step"]: record["loss"] for record in self.records(name)}
+
+    def records(self, name: str, kind: str = "train") -> list[dict[str, Any]]:
+        """What the log says of steps (`train`) or of evaluations (`eval`)."""
         lines = (self.folder / name / "log.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines]
-        return {r["step"]: r["loss"] for r in records if r["kind"] == "train"}
+        return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
     def checkpoints(self, name: str) -> list[str]:
         """Names of what is called a checkpoint, in order."""

@@ -4,7 +4,6 @@ What is found without a model runs in this process, and some of it with --check-
 two ranks.
 """
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -145,9 +144,7 @@ def test_too_long_rows_are_dropped_before_steps_are_made(job):
     done = job.fork("dropped", *words.split(), "--import", DATA, "--total-steps", 6, ranks=1)
     assert done.code == 0, done.err
     assert "32 rows are dropped, 8 are left" in done.out
-    lines = (job.folder / "dropped" / "log.jsonl").read_text().splitlines()
-    records = [record for record in map(json.loads, lines) if record["kind"] == "train"]
-    assert [record["num_samples"] for record in records] == [8] * 6
+    assert [record["num_samples"] for record in job.records("dropped")] == [8] * 6
     few = words.replace("40", "35")
     assert_refused(run(job, few), 2, "the dataset has 7 rows")
 

@@ -1,7 +1,5 @@
 """Packing from the command line: the same batch, so the same loss; or a clear refusal."""
 
-import json
-
 import pytest
 import transformers
 
@@ -15,8 +13,7 @@ def test_packing_trains_on_the_same_batch(tmp_path):
     for name, options in {"plain": (), "packed": packed}.items():
         done = job.fork(name, "--total-steps", 1, *options)
         assert done.code == 0, done.err
-        records = map(json.loads, (tmp_path / name / "log.jsonl").read_text().splitlines())
-        found += [record for record in records if record["kind"] == "train"]
+        found += job.records(name)
     plain, packed = found
     assert packed["loss"] == pytest.approx(plain["loss"], rel=1e-5)
     for figure in ("num_tokens", "num_targets", "num_samples"):

@@ -85,18 +85,13 @@ def whole(job):
     return done
 
 
-def records(job, name, kind):
-    lines = (job.folder / name / "log.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
-
-
 def last(job, name):
     return saved_tensors(job.folder / name / "checkpoints" / f"step-{STEPS:08d}")
 
 
 def test_the_held_out_perplexity_falls(job, whole):
     assert "type english: " in whole.out and "6 in a batch" in whole.out, whole.out
-    perplexities = [record["perplexity"] for record in records(job, "whole", "eval")]
+    perplexities = [record["perplexity"] for record in job.records("whole", "eval")]
     assert len(perplexities) == 3
     # by how much depends on the guides, which change
     assert perplexities[0] > 1.2 * perplexities[1] and perplexities[1] > 1.02 * perplexities[2]
