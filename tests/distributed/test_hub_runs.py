@@ -2,16 +2,13 @@
 
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.hub_server import running_hub
-from tests.helpers.small_run import ForkedRun, Job
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.small_run import GENERATE, Job, evaluated
 
 
 @pytest.fixture(scope="module")
@@ -88,16 +85,9 @@ def test_a_run_goes_on_with_the_commit_that_it_began_with(job, hub, tmp_path):
 
 
 def evaluate(job, folder, model, *options):
-    words = [
-        ROOT / "evaluate.py", "--engine", "device_map", "--model-path", model, "--dataset", "jsonl",
-        "--dataset-path", job.rows, "--dataset.test_size", "4", "--prompt", "question",
-        "--prompt-fn", "fill", "--image-token", "none", "--metric", "exact_match", "--device",
-        "cpu", "--output-dir", folder, "--max-new-tokens", 4, "--bootstrap.resamples", 10, *options,
-    ]  # fmt: skip
-    done = ForkedRun(list(map(str, words)), ranks=1).wait(120)
-    assert done.code == 0, done.err
-    lines = (folder / "predictions.jsonl").read_text().splitlines()
-    return {(one := json.loads(line))["id"]: one["prediction"] for line in lines}
+    words = ("--model-path", model, "--engine", "device_map", "--limit", 4, *options)
+    found = evaluated(job, folder, *GENERATE, *words)
+    return {key: record["prediction"] for key, record in found.items()}
 
 
 def test_an_evaluation_and_its_adapter_by_name(job, hub, tmp_path):

@@ -355,3 +355,22 @@ def run_and_exit(words: list[str], files: Sequence[Path], prepare: Callable[[], 
                 leave_plans()
         finally:
             os._exit(code)
+
+
+EVALUATION = (
+    "--dataset jsonl --dataset.test_size 1.0 --image-token none --device cpu --max-new-tokens 6 "
+    "--batch-size 4 --bootstrap.resamples 10"
+).split()
+GENERATE = "--model generate --metric exact_match --prompt question --prompt-fn fill".split()
+
+
+def evaluated(job: Job, folder: Path, *options: object, ranks: int = 1) -> dict[str, dict]:
+    """id -> what evaluate.py wrote about a row; later options win."""
+    paths = ("--model-path", job.model, "--dataset-path", job.rows, "--output-dir", folder)
+    words = [ROOT / "evaluate.py", *EVALUATION, *paths, *options]
+    done = ForkedRun(list(map(str, words)), ranks=ranks).wait(200)
+    assert done.code == 0, done.out[-2000:] + done.err[-4000:]
+    lines = (folder / "predictions.jsonl").read_text().splitlines()
+    records = {record["id"]: record for record in map(json.loads, lines)}
+    assert len(records) == len(lines), "a row comes twice"
+    return records

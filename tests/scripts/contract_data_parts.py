@@ -102,12 +102,6 @@ class TakesNoPath(Rows):
         self.number = 24
 
 
-@dataset_register("needs_a_path")
-class NeedsAPath(Rows):
-    def __init__(self, *, dataset_path, split="train"):
-        self.number = len(open(dataset_path).readlines())
-
-
 @dataset_register("has_no_len")
 class HasNoLen:
     def __init__(self, *, dataset_path=None, split="train"):

@@ -110,14 +110,6 @@ def test_a_part_that_breaks_its_contract(job, words, register, name, file, came)
     assert f"{name} (tests/scripts/{file.name}:{line_of(name, file)})" in told
 
 
-def test_a_dataset_that_fails_without_a_path(job):
-    words = job.command("run", "--num-stages", 1, "--import", DATA, "--dataset", "needs_a_path")[1:]
-    place = words.index("--dataset-path")
-    done = ForkedRun([*words[:place], *words[place + 2 :], "--check-only"], ranks=1).wait()
-    place = f"NeedsAPath (tests/scripts/{DATA.name}:"
-    assert_refused(done, 2, "error[contract]", place, "failed without --dataset-path")
-
-
 def test_an_image_token_of_another_model(vision_job):
     done = run(vision_job, "--image-token qwen_vl")
     assert_refused(done, 2, "rows.jsonl:1", "'<IMG_CONTEXT>' was expected", "InternVLProcessor")
@@ -186,14 +178,16 @@ def test_a_mistake_inside_a_part_stays_a_crash_with_its_traceback(job):
     assert done.code == 9 and "KeyError: 'title' at contract_data_parts.py:" in done.err
 
 
-EVALUATIONS = [  # options, code, words
-    ("--metric metric_number", 2, "the metric metric_number (tests/scripts/contract_data_parts"),
-    ("--dataset has_no_id", 3, "gave for row 0 a sample without 'id'"),
-]
-
-
 @pytest.mark.parametrize(
-    ("words", "code", "came"), EVALUATIONS, ids=[one[0].split()[1] for one in EVALUATIONS]
+    ("words", "code", "came"),
+    [
+        (
+            "--metric metric_number",
+            2,
+            "the metric metric_number (tests/scripts/contract_data_parts",
+        ),
+        ("--dataset has_no_id", 3, "gave for row 0 a sample without 'id'"),
+    ],
 )
 def test_an_evaluation_refuses_before_it_answers(job, words, code, came):
     options = "--builder auto --model generate --dataset rows --prompt question --prompt-fn fill "

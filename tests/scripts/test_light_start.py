@@ -20,8 +20,6 @@ COMMANDS = [
     *("corpus.py find-trained", "-m stageline check", "-m stageline infer"),
     *("-m stageline chat", "-m stageline lm-eval"),
 ]
-DATASETS = "digits jsonl groups sets corpus"
-COLLATE_FNS = ("sft", "contrastive", "dpo", "kto", "pt", "rm")
 
 
 # runs each command in a fork of one light process, up to where it would start its ranks
@@ -116,14 +114,6 @@ def test_a_slip_imports_no_torch():
     assert [words for words, wanted in SLIPS.items() if wanted not in texts[words]] == []
 
 
-def test_options_of_every_dataset_and_collate_part_are_read_without_torch():
-    wanted = {f"--dataset {key}": f"--dataset {key}" for key in DATASETS.split()}
-    wanted |= {f"--collate-fn {key}": "--collate-fn.overlong" for key in COLLATE_FNS}
-    texts = start([f"{TRAIN} {words} --help" for words in wanted], code=0)
-    for (words, option), text in zip(wanted.items(), texts.values(), strict=True):
-        assert option in text, words
-
-
 LAUNCHERS = [
     f"train_pp.py {TRAIN.partition(' ')[2]} --num-stages 2 --device cpu",
     f"{EVALUATE} --engine pipeline --num-stages 2 --model-path .",
@@ -136,9 +126,3 @@ LAUNCHERS = [
 def test_what_starts_the_ranks_imports_no_transformers():
     """Its ranks do, each for itself: in their launcher it is three seconds that all wait."""
     start(LAUNCHERS, code=40, heavy=["torch"])
-
-
-def test_a_training_rank_draws_nothing_at_its_start():
-    """matplotlib takes a rank half a second; one of them needs it, when it draws."""
-    words = "import sys, commands.train_engines; sys.exit('matplotlib' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", words], cwd=ROOT, timeout=120).returncode == 0

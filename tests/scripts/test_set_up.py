@@ -133,12 +133,6 @@ def test_uv_installs_all_but_torch_where_it_is_there(machine):
     assert "pip tries" in said and "-m pip" in calls[1] and "needs.txt" in calls[1]
 
 
-def test_the_torch_of_a_named_python_is_used(machine):
-    calls, said = machine.set_up(HAS_TORCH="1")
-    assert "--system-site-packages" in calls[0] and "using the torch" in said
-    assert not any("torch==2.13.0" in call for call in calls)
-
-
 def test_an_unknown_purpose_is_refused_before_anything_is_made(machine):
     calls, said = machine.set_up("servr", code=2)
     assert calls == [] and "servr" in said and "serve" in said and "quantization" in said
