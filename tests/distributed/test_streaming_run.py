@@ -70,8 +70,3 @@ def test_what_cannot_work_is_refused(job, words):
     done = job.fork("refused", *STREAMING, *words.split(), ranks=1)
     assert done.code == 2
     assert REFUSED[words] in done.err and words.split()[0] in done.err, done.err
-
-
-def test_its_options_are_refused_with_another_engine(job):
-    done = job.fork("refused", "--stale-step", ranks=1)
-    assert done.code == 2 and "--stale-step" in done.err and "--engine streaming" in done.err

@@ -23,7 +23,7 @@ from tests.helpers.emulated_gpu.native import KIND
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import Job
 from tests.helpers.small_vision_run import VisionJob
-from tests.helpers.tiny_datasets import write_lines
+from tests.helpers.tiny_datasets import write_preferences
 
 pytestmark = pytest.mark.usefixtures("cards")
 TWO_STEPS = ("--total-steps", 2, "--save-steps", 0, "--batch-size", 4)
@@ -153,18 +153,6 @@ class Jobs:
             assert done.code == 0, done.err
             self.on_cpu[key] = job.losses(name)
         return self.on_cpu[key]
-
-
-def write_preferences(folder):
-    pairs, rated = [], []
-    for i in range(30):
-        said = {"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "!" * (i % 5)}
-        pairs.append(
-            {"question": f"{i}?", "chosen": "!" * (1 + i % 5), "rejected": "no " * (1 + i % 3)}
-        )
-        rated.append({"messages": said, "label": i % 3 > 0})
-    write_lines(folder / "dpo.jsonl", pairs)
-    write_lines(folder / "kto.jsonl", rated)
 
 
 def rows_of(job, case):

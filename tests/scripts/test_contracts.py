@@ -184,7 +184,7 @@ def test_a_mistake_inside_a_part_stays_a_crash_with_its_traceback(job):
         (
             "--metric metric_number",
             2,
-            "the metric metric_number (tests/scripts/contract_data_parts",
+            "the metric metric_number (tests/scripts/",
         ),
         ("--dataset has_no_id", 3, "gave for row 0 a sample without 'id'"),
     ],

@@ -67,17 +67,14 @@ def test_parts_of_a_user_train_the_same_on_one_and_two_stages(tmp_path):
     assert answers[0] == answers[1]
     assert answers[0] == [greedy(tmp_path, text) for text in TEXTS]
     (tmp_path / "my_parts.py").write_text("\n\n".join(blocks[:2]))  # with the class to export
-    exported = export(tmp_path, "--import", "my_parts.py")
+    words = ("--output-path", "exported", "--import", "my_parts.py")
+    exported = run_command(tmp_path, "export", *words)
     assert exported.returncode == 0, exported.stderr
     parts = ("--import", "my_parts.py", "--train-model", "gru_lm")
     checked = run_command(tmp_path, "check", "--exported", "exported", *parts)
     assert checked.returncode == 0, checked.stderr
     assert "compared with its 2 stages" in checked.stdout
     assert load_file(tmp_path / "exported" / "model.safetensors").keys() == saved[0].keys()
-
-
-def export(folder, *options):
-    return run_command(folder, "export", "--output-path", "exported", *options)
 
 
 def run_command(folder, command, *options):
@@ -110,19 +107,15 @@ def greedy(folder, text):
         for name, tensor in load_file(file).items()
     }
     tokenizer = tiny_tokenizer()
-    record = prompt_of(folder, text)
-    ids = tokenizer(record)["input_ids"]
+    lines = (folder / "said1" / "predictions.jsonl").read_text().splitlines()
+    prompt = next(p for line in lines if text in (p := json.loads(line)["prompt"]))
+    ids = tokenizer(prompt)["input_ids"]
     found = []
     for _ in range(6):
         found.append(int(logits(weights, torch.tensor([ids + found]))[0, -1].argmax()))
         if found[-1] == tokenizer.eos_token_id:
             return found[:-1]
     return found
-
-
-def prompt_of(folder, text):
-    lines = (folder / "said1" / "predictions.jsonl").read_text().splitlines()
-    return next(p for line in lines if text in (p := json.loads(line)["prompt"]))
 
 
 def logits(weights, ids):

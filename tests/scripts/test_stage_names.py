@@ -14,7 +14,7 @@ from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
 from tests.helpers.forked_entry import run_entry
-from tests.helpers.small_run import ForkedRun, Job
+from tests.helpers.small_run import Job
 from tests.helpers.tiny_models import tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,21 +115,13 @@ train_model_register["forgets"] = Forgets.build
 """
 
 
-@pytest.fixture
-def job(tmp_path):
+def test_a_library_model_without_a_layer_is_not_trained(tmp_path):
     (tmp_path / "forgets.py").write_text(FORGETS)
-    return Job(tmp_path, num_layers=4)
-
-
-def without_a_layer(words, job, *options):
-    more = ["--import", job.folder / "forgets.py", "--train-model", "forgets", *options]
-    done = ForkedRun([*map(str, [*words, *more])], ranks=2).wait()
+    job = Job(tmp_path, num_layers=4)
+    options = ("--import", tmp_path / "forgets.py", "--train-model", "forgets")
+    done = job.fork("out", *options)
     assert done.code == 2 and "Traceback" not in done.err, done.err
     assert "9 on no stage (model.layers.2.self_attn.q_proj.weight, " in done.err
-
-
-def test_a_library_model_without_a_layer_is_not_trained(job):
-    without_a_layer(job.command("out", "--num-stages", 2)[1:], job)
     assert job.checkpoints("out") == []
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from stageline.errors import UserError
+from tests.helpers.lm_eval_results import assert_same_results
 from tests.helpers.tiny_checkpoints import tiny_whole
 from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.whole_engine import WholeEngine
@@ -52,33 +53,6 @@ def reference(model, tokenizer, **options):
     return HFLM(model, tokenizer=tokenizer, device="cpu", dtype="float32", **options)
 
 
-def logliks(samples):
-    """Of each sample, what the model answered: texts or (log-likelihood, is greedy) pairs."""
-    return {sample["doc_id"]: [answer for (answer,) in sample["resps"]] for sample in samples}
-
-
-def check_same(ours, theirs):
-    assert ours["results"].keys() == set(NAMES)
-    for name in NAMES:
-        check_same_answers(logliks(ours["samples"][name]), logliks(theirs["samples"][name]))
-        for figure, value in theirs["results"][name].items():
-            if isinstance(value, float):
-                assert ours["results"][name][figure] == pytest.approx(value, rel=1e-5), figure
-
-
-def check_same_answers(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for doc, answers in theirs.items():
-        for mine, answer in zip(ours[doc], answers, strict=True):
-            if isinstance(answer, str):
-                assert mine == answer
-            elif isinstance(answer, float):
-                assert mine == pytest.approx(answer, abs=1e-4)
-            else:
-                assert mine[0] == pytest.approx(answer[0], abs=1e-4)
-                assert mine[1] == answer[1]
-
-
 @pytest.mark.parametrize("num_fewshot", [0, 2])
 def test_same_figures_and_answers_as_hf(model_and_tokenizer, manager, monkeypatch, num_fewshot):
     model, tokenizer = model_and_tokenizer
@@ -87,7 +61,8 @@ def test_same_figures_and_answers_as_hf(model_and_tokenizer, manager, monkeypatc
         options["apply_chat_template"] = True
     ours = evaluate(StagelineLM(WholeEngine(model, tokenizer)), manager, monkeypatch, **options)
     theirs = evaluate(reference(model, tokenizer), manager, monkeypatch, **options)
-    check_same(ours, theirs)
+    assert ours["results"].keys() == set(NAMES)
+    assert_same_results(ours, theirs, NAMES, pair={"abs": 1e-4}, whole={"abs": 1e-4})
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.inference.generation import stop_ids_of
+from tests.helpers.lm_eval_results import assert_same_results
 from tests.helpers.tiny_checkpoints import tiny_whole
 from tests.helpers.tiny_models import tiny_tokenizer
 
@@ -145,17 +146,5 @@ def test_the_scores_of_the_server_are_those_of_hf(url, folder, manager, monkeypa
     )
     reference = HFLM(str(folder), device="cpu", dtype="float32")
     expected = evaluated(reference, manager, monkeypatch, SCORED, num_fewshot=1)
-    for task in SCORED:
-        ours, theirs = (
-            {sample["doc_id"]: sample["resps"] for sample in results["samples"][task]}
-            for results in (found, expected)
-        )
-        assert ours.keys() == theirs.keys()
-        for doc, resps in theirs.items():
-            for (mine,), (its,) in zip(ours[doc], resps, strict=True):
-                if task == "descriptions":
-                    mine, its = (mine, None), (its, None)
-                assert mine == (pytest.approx(its[0], abs=1e-3, rel=1e-6), its[1])
-        for name, value in expected["results"][task].items():
-            if isinstance(value, float):
-                assert found["results"][task][name] == pytest.approx(value, rel=1e-5), name
+    close = {"abs": 1e-3, "rel": 1e-6}
+    assert_same_results(found, expected, SCORED, pair=close, whole=close)

@@ -17,6 +17,7 @@ from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.inference.generation import stop_ids_of
+from tests.helpers.lm_eval_results import assert_same_results
 from tests.helpers.tiny_checkpoints import tiny_whole
 from tests.helpers.tiny_models import tiny_tokenizer
 
@@ -80,37 +81,14 @@ def expected(folder, manager):
         return lm_eval.simple_evaluate(lm, tasks=NAMES, task_manager=manager, bootstrap_iters=0)
 
 
-def check_same(ours, theirs):
-    """The figures, and each answer: texts, log-likelihoods, whether they are greedy."""
-    for name in NAMES:
-        answers = [
-            {sample["doc_id"]: sample["resps"] for sample in results["samples"][name]}
-            for results in (ours, theirs)
-        ]
-        assert answers[0].keys() == answers[1].keys()
-        for doc, there in answers[1].items():
-            for (mine,), (its,) in zip(answers[0][doc], there, strict=True):
-                assert_same(mine, its)
-        for figure, value in theirs["results"][name].items():
-            if isinstance(value, float):
-                assert ours["results"][name][figure] == pytest.approx(value, rel=1e-5), figure
-
-
-def assert_same(mine, its):
-    if isinstance(its, str):
-        assert mine == its
-    elif isinstance(its, tuple):
-        assert mine == (pytest.approx(its[0], abs=1e-4), its[1])
-    else:
-        assert mine == pytest.approx(its, abs=1e-4, rel=1e-6)
-
-
 @pytest.mark.parametrize("num_stages", [1, 4])
 def test_same_figures_and_answers_as_hf(folder, expected, manager, num_stages, monkeypatch):
     monkeypatch.chdir(ROOT)  # the data files of the tasks are relative to it
     engine = open_engine(folder, num_stages)
     settings = TaskSettings(log_samples=True)
-    check_same(run_tasks(engine, NAMES, manager=manager, settings=settings), expected)
+    found = run_tasks(engine, NAMES, manager=manager, settings=settings)
+    close = {"abs": 1e-4}
+    assert_same_results(found, expected, NAMES, pair=close, whole=close | {"rel": 1e-6})
     texts = {sample["resps"][0][0] for sample in expected["samples"]["commands_name"]}
     assert len(texts) > 3  # else equal texts would show little
 

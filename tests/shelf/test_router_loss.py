@@ -229,7 +229,7 @@ def test_the_loss_of_frozen_routers_reaches_adapters():
 
 
 def test_the_comparison_can_fail(monkeypatch):
-    """Statistics that lose the gradient at a border, and a mean over layers, are other numbers."""
+    """Statistics that lose the gradient at a border."""
     add = RouterLoss.add
 
     def add_detached(self, statistics, *args, **kwargs):
@@ -239,15 +239,6 @@ def test_the_comparison_can_fail(monkeypatch):
         patch.setattr(RouterLoss, "add", add_detached)
         with pytest.raises(AssertionError, match="embed_tokens"):
             check(make_config("mixtral"), 2)
-    whole = build_whole(make_config("mixtral"))
-    batch = tiny_micro_batches("mixtral")[0]
-    del batch["labels"]
-    outputs = whole(**batch, output_router_logits=True)
-    library = sys.modules[type(whole).__module__].load_balancing_loss_func
-    each = [library((n,), 4, 2, batch["attention_mask"]) for n in outputs.router_logits]
-    assert abs(torch.stack(each).mean() - outputs.aux_loss) > 1e-3
-    unmasked = library(outputs.router_logits, 4, 2, None)
-    assert abs(unmasked - outputs.aux_loss) > 1e-3
 
 
 # -- whether it is on ----------------------------------------------------------------------
