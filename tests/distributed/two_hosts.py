@@ -130,10 +130,10 @@ def two_hosts() -> Iterator[TwoHosts]:
         hosts.remove()
 
 
-def torchrun(number: int, *, num_ranks: int = 1) -> list[str]:
+def torchrun(number: int) -> list[str]:
     """What stands between `python` and an entry file on one of the hosts."""
     return [
         *("-m", "torch.distributed.run", "--nnodes", "2"),
-        *("--node-rank", str(number), "--nproc-per-node", str(num_ranks)),
+        *("--node-rank", str(number), "--nproc-per-node", "1"),
         *("--rdzv-backend", "static", "--master-addr", MASTER_ADDR, "--master-port", "29500"),
     ]

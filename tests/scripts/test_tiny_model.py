@@ -49,12 +49,3 @@ def test_the_folder_can_be_trained(tmp_path):
     done = run_entry(words)
     assert done.returncode == 0, done.stderr
     assert set(job.losses("run")) == {1, 2}
-
-
-def test_what_is_unknown_or_in_the_way_is_refused(tmp_path):
-    done = tiny("gpt5", tmp_path / "model")
-    assert done.returncode == 2 and "'gpt5' came. A model type that transformers" in done.stderr
-    (tmp_path / "held").mkdir()
-    (tmp_path / "held" / "file").touch()
-    done = tiny("llama", tmp_path / "held")
-    assert done.returncode == 2 and "is there already" in done.stderr
