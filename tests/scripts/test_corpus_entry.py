@@ -120,13 +120,9 @@ def test_read_refuses_what_cannot_be_right(inside, tmp_path, monkeypatch):
             do("read --read-path-prefix data/b --text")
     with pytest.raises(DataError, match="document 0 has several lines.*--json"):
         do("read --read-path-prefix data/b --text --json false --tokenizer-path T")
-    with pytest.raises(UserError, match="--type 3: the corpus has the types 0 to 0"):
-        do("read --read-path-prefix data/b --type 3")
     tiny_tokenizer(["another"]).save_pretrained(tmp_path / "U")
     with pytest.raises(DataError, match="another tokenizer than that of the corpus, T"):
         do(f"read --read-path-prefix data/b --tokenizer-path {tmp_path}/U")
-    with pytest.raises(DataError, match="another tokenizer than that of the corpus, T"):
-        do(f"verify --read-path-prefix data/b --tokenizer-path {tmp_path}/U")
 
 
 def test_merge_stats_verify(inside, capsys):
