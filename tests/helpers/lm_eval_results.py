@@ -1,8 +1,23 @@
-"""Compares what two models of lm_eval gave for the same tasks."""
+"""Tasks of lm_eval in files, a model of their words, and what two models gave for them."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from stageline.data.text.processor import save_processor
+from tests.helpers.tiny_checkpoints import tiny_whole
+from tests.helpers.tiny_models import tiny_tokenizer
+
+TASKS = Path(__file__).resolve().parents[1] / "samples" / "lm_eval_tasks"
+
+
+def save_task_model(folder: Path, family: str = "llama", **fields: int) -> Path:
+    """A tiny model with the tokenizer of the tasks' words."""
+    tokenizer = tiny_tokenizer((TASKS / "commands.jsonl").read_text(encoding="utf-8").splitlines())
+    tiny_whole(family, folder, vocab_size=len(tokenizer), noise=0.3, **fields)
+    save_processor(tokenizer, folder)
+    return folder
 
 
 def assert_same_results(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stageline.errors import UserError
-from tests.helpers.lm_eval_results import assert_same_results
+from tests.helpers.lm_eval_results import TASKS, assert_same_results
 from tests.helpers.tiny_checkpoints import tiny_whole
 from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.whole_engine import WholeEngine
@@ -22,7 +22,6 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 from stageline.evaluation.lm_eval import StagelineLM  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-TASKS = ROOT / "tests" / "samples" / "lm_eval_tasks"
 NAMES = ["commands_choice", "commands_name", "descriptions"]
 
 

@@ -11,15 +11,13 @@ import torch
 
 from commands.stages import AnsweringModel
 from register import image_token_register, import_shelf, prompt_fn_register
-from stageline.data.text.processor import load_processor, save_processor
+from stageline.data.text.processor import load_processor
 from stageline.inference.decoding.chain import LocalChain
 from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.inference.generation import stop_ids_of
-from tests.helpers.lm_eval_results import assert_same_results
-from tests.helpers.tiny_checkpoints import tiny_whole
-from tests.helpers.tiny_models import tiny_tokenizer
+from tests.helpers.lm_eval_results import TASKS, assert_same_results, save_task_model
 
 for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):  # read when lm_eval is imported
     os.environ.setdefault(name, "1")
@@ -35,7 +33,6 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 from tests.helpers.served import served  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-TASKS = ROOT / "tests" / "samples" / "lm_eval_tasks"
 TASK = "commands_name"
 SCORED = ["commands_choice", "descriptions"]  # of choices, and of whole texts
 POSITIONS = 512
@@ -43,12 +40,7 @@ POSITIONS = 512
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = tiny_tokenizer((TASKS / "commands.jsonl").read_text(encoding="utf-8").splitlines())
-    fields = {"vocab_size": len(tokenizer), "max_position_embeddings": POSITIONS}
-    tiny_whole("llama", path, noise=0.3, **fields)
-    save_processor(tokenizer, path)
-    return path
+    return save_task_model(tmp_path_factory.mktemp("model"), max_position_embeddings=POSITIONS)
 
 
 @pytest.fixture(scope="module")

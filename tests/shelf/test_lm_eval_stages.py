@@ -10,16 +10,14 @@ import torch
 
 from commands.stages import AnsweringModel
 from register import import_shelf
-from stageline.data.text.processor import load_processor, save_processor
+from stageline.data.text.processor import load_processor
 from stageline.errors import UserError
 from stageline.inference.decoding.chain import LocalChain
 from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.inference.generation import stop_ids_of
-from tests.helpers.lm_eval_results import assert_same_results
-from tests.helpers.tiny_checkpoints import tiny_whole
-from tests.helpers.tiny_models import tiny_tokenizer
+from tests.helpers.lm_eval_results import TASKS, assert_same_results, save_task_model
 
 for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):  # read when lm_eval is imported
     os.environ.setdefault(name, "1")
@@ -34,7 +32,6 @@ from stageline.evaluation.lm_eval import (  # noqa: E402
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-TASKS = ROOT / "tests" / "samples" / "lm_eval_tasks"
 NAMES = ["commands_choice", "commands_name", "descriptions"]
 
 
@@ -51,12 +48,8 @@ def manager():
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def folder(request, tmp_path_factory):
     """gpt2 has no place for a token behind its last position."""
-    path = tmp_path_factory.mktemp(request.param)
-    tokenizer = tiny_tokenizer((TASKS / "commands.jsonl").read_text(encoding="utf-8").splitlines())
     fields = {"max_position_embeddings" if request.param == "llama" else "n_positions": 96}
-    tiny_whole(request.param, path, vocab_size=len(tokenizer), noise=0.3, **fields)
-    save_processor(tokenizer, path)
-    return path
+    return save_task_model(tmp_path_factory.mktemp(request.param), request.param, **fields)
 
 
 def open_engine(folder, num_stages):
