@@ -164,21 +164,6 @@ def test_the_warm_up_goes_on_where_a_resumed_run_does(job):
         assert record["loss"] == pytest.approx(wanted, rel=1e-5), record["step"]
 
 
-def test_a_bad_member_leaves_its_group_out(job):
-    rows = [group_row(i) for i in range(8)]
-    rows[2]["negatives"][1]["question"] = "why? " * 60  # found while tokenizing
-    rows[5]["anchor"] = "left"  # found while reading
-    write_lines(job.folder / "bad.jsonl", rows)
-    done = run(job, "bad", "--total-steps", 1, file="bad.jsonl", ranks=1)
-    assert done.code == 3 and "bad.jsonl:6: 'anchor' is 'left'" in done.err
-    options = ("--skip-bad-rows", 2, "--total-steps", 1, "--dataset.test_size", 0)
-    done = run(job, "skipped", *options, file="bad.jsonl", ranks=1)
-    assert done.code == 0, done.err
-    assert "2 bad rows are left out" in done.out
-    (step,) = job.records("skipped")
-    assert step["num_samples"] == 8
-
-
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [

@@ -5,7 +5,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from torch.distributed.run import parse_args
 
 from tests.helpers.ports import free_port
 from tests.helpers.small_run import Job
@@ -44,19 +43,6 @@ def test_what_a_machine_was_not_told_is_refused(changed, word):
     assert done.returncode == 2
     errors = done.stderr.splitlines()
     assert len(errors) == 1 and errors[0].startswith("error: ") and word in errors[0]
-
-
-def test_torchrun_understands_the_command_and_is_not_to_try_again():
-    show = f'source "{ROOT}/scripts/_env.sh"; source "{ROOT}/scripts/_nodes.sh"; '
-    show += 'printf "%s\\n" "${TORCHRUN[@]}"'
-    done = run(["bash", "-c", show], **TOLD, MASTER_PORT="1234")
-    assert done.returncode == 0, done.stderr
-    words = done.stdout.splitlines()
-    assert words[1:3] == ["-m", "torch.distributed.run"]
-    told = parse_args([*words[3:], "train_pp.py"])
-    assert (told.nnodes, told.node_rank, told.nproc_per_node) == ("2", 1, "1")
-    assert (told.rdzv_backend, told.master_addr, told.master_port) == ("static", "localhost", 1234)
-    assert told.max_restarts == 0
 
 
 def stand_ins(folder):

@@ -126,10 +126,3 @@ def test_packed_rows_train_on_all_stages(job):
     assert "packed rows of" in done.out and (job.folder / "both.pack").exists()
     losses = job.losses("packed")
     assert losses[12] < losses[1] - 0.1
-
-
-def test_another_tokenizer_is_refused(job, tmp_path):
-    tiny_tokenizer(vocab_size=600).save_pretrained(tmp_path)
-    words = ("--processor-path", tmp_path, "--check-only")
-    done = job.fork("other", *options(job), *words, ranks=1)
-    assert done.code == 2 and "another. The same one was expected" in done.err

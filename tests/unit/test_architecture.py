@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import option_names, run_configs
+from commands import run_configs
 from commands.run_plan import RunPlan
 from options.fields import option_fields
 from parse_args import Arguments
@@ -210,35 +210,6 @@ def test_the_engine_spells_no_option():
             if token.type in (tokenize.STRING, tokenize.COMMENT):
                 words = re.findall(r"(?<![-\w])--[a-z][a-z0-9-]*[a-z0-9](?![\w-])", token.string)
                 assert set(words) <= FOREIGN_OPTIONS, f"{path}:{token.start[0]}: {words}"
-
-
-def _names_of(node: ast.AST) -> list[str]:
-    """The words that a list, a set, a tuple or one string of words holds, as names of options."""
-    if isinstance(node, ast.Constant):
-        words = str(node.value).split() if isinstance(node.value, str) else []
-    elif isinstance(node, ast.Tuple | ast.List | ast.Set):
-        words = [str(item.value) for item in node.elts if isinstance(item, ast.Constant)]
-    else:
-        words = []
-    return [word.replace("-", "_") for word in words]
-
-
-def test_nobody_keeps_a_list_of_options_by_hand():
-    """An option says itself where it goes and what holds for it (options/fields.py)."""
-    names = option_names().keys() - ALL_REGISTERS.keys()
-    files = [ROOT / "parse_args.py", *(ROOT / "options").glob("*.py")]
-    found = []
-    for path in [*files, *(ROOT / "commands").glob("*.py")]:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        # what a part gets by contract is no list of options
-        tables = [node for node in tree.body if isinstance(node, ast.AnnAssign)]
-        tables = [node for node in tables if getattr(node.target, "id", "") == "CONTRACTS"]
-        left_out = {id(node) for table in tables for node in ast.walk(table)}
-        for node in ast.walk(tree):
-            words = _names_of(node)
-            if id(node) not in left_out and len(words) > 3 and set(words) <= names:
-                found.append(f"{_name(path)}:{node.lineno}: {' '.join(words)}")
-    assert found == []
 
 
 def test_a_run_cannot_be_changed_after_it_is_read():
