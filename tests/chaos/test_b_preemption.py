@@ -33,8 +33,7 @@ def assert_kept(job, name, *steps):
 
 def assert_goes_on_bitwise(job, name):
     """Resumed, the run ends with the weights and losses of one that nobody disturbed."""
-    done = job.fork(name, "--resume", "auto")
-    assert done.code == 0, done.err
+    job.train(name, "--resume", "auto")
     last = job.checkpoints("straight")[-1]
     straight, resumed = (
         saved_tensors(job.folder / run / "checkpoints" / last) for run in ("straight", name)

@@ -32,6 +32,7 @@ from tests.helpers.grpo_runs import (
     records,
     run,
     samples,
+    trained,
 )
 from tests.helpers.small_run import Job
 from tests.helpers.small_vision_run import VisionJob
@@ -44,8 +45,7 @@ def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("grpo")
     (folder / "parts.py").write_text(PARTS)
     made = Job(folder, num_layers=4)
-    done = run(made, "one", *TWICE, *LORA, ranks=1)
-    assert done.code == 0, done.err
+    trained(made, "one", *TWICE, *LORA, ranks=1)
     return made
 
 
@@ -80,8 +80,7 @@ def test_what_a_run_tells(job):
 @pytest.mark.parametrize(("options", "ranks"), SPLITS)
 def test_every_split_draws_and_learns_the_same(job, options, ranks):
     name = f"split {ranks} {' '.join(map(str, options))}"
-    done = run(job, name, *TWICE, *LORA, *options, ranks=ranks)
-    assert done.code == 0, done.err
+    trained(job, name, *TWICE, *LORA, *options, ranks=ranks)
     assert_same_bytes(job, name, "one")
     figures = ("loss", "kl", "entropy", "grad_norm", "reward", "ratio_gap")
     assert_same_figures(job, name, figures, rel=1e-6, abs=1e-9)
@@ -94,8 +93,7 @@ def test_every_split_draws_and_learns_the_same(job, options, ranks):
 def test_answers_packed_into_rows(job, options, ranks, monkeypatch):
     monkeypatch.setattr(Rollouts, "_batches", packs_several(Rollouts._batches))
     name = f"packed {options[0]}"
-    done = run(job, name, *TWICE, *LORA, *options, "--packing", "--max-token-num", 96, ranks=ranks)
-    assert done.code == 0, done.err
+    trained(job, name, *TWICE, *LORA, *options, "--packing", "--max-token-num", 96, ranks=ranks)
     assert_same_but_for_sums(job, name, "one")
     steps = records(job, name)
     assert [steps[step]["ratio_gap"] for step in (1, 3)] == [0, 0], "to the bit"
@@ -109,8 +107,7 @@ def test_answers_packed_into_rows(job, options, ranks, monkeypatch):
 )
 def test_logits_in_chunks(job, options, ranks):
     name = f"chunks {options[0]}"
-    done = run(job, name, *TWICE, *LORA, *options, "--logits-chunk", 5, ranks=ranks)
-    assert done.code == 0, done.err
+    trained(job, name, *TWICE, *LORA, *options, "--logits-chunk", 5, ranks=ranks)
     assert_same_but_for_sums(job, name, "one")
     steps = records(job, name)
     assert [steps[step]["ratio_gap"] for step in (1, 3)] == [0, 0], "to the bit"
@@ -119,8 +116,7 @@ def test_logits_in_chunks(job, options, ranks):
 
 
 def test_replicas_draw_the_same_answers(job):
-    done = run(job, "replicas", *TWICE, *LORA, *REPLICAS, ranks=2)
-    assert done.code == 0, done.err
+    trained(job, "replicas", *TWICE, *LORA, *REPLICAS, ranks=2)
     assert_same_but_for_sums(job, "replicas", "one")
 
 
@@ -140,8 +136,8 @@ def test_a_killed_run_goes_on_with_the_same_answers(job, point):
     fault = f"at={point},rank=0,step=2,do=sigkill"
     killed = run(job, point, *TWICE, *LORA, chaos=fault, waits=True)
     assert killed.code != 0 and job.checkpoints(point) == ["step-00000002"]
-    done = run(job, point, *TWICE, *LORA, "--resume", "auto")
-    assert done.code == 0 and "2 of 4 steps are done" in done.out, done.err
+    done = trained(job, point, *TWICE, *LORA, "--resume", "auto")
+    assert "2 of 4 steps are done" in done.out
     assert_same_bytes(job, point, "one")
 
 
@@ -156,16 +152,14 @@ def test_compiled_layers_answer_as_they_were_written(job, monkeypatch):
 
     compiling = functools.partial(recompute.compile_layers, backend=backend)
     monkeypatch.setattr(recompute, "compile_layers", compiling)
-    done = run(job, "compiled run", *TWICE, *LORA, "--compile-layers", ranks=1)
-    assert done.code == 0, done.err
+    trained(job, "compiled run", *TWICE, *LORA, "--compile-layers", ranks=1)
     assert (job.folder / "compiled").exists()
     assert_same_but_for_sums(job, "compiled run", "one")
 
 
 @pytest.fixture(scope="module")
 def ahead(job):
-    done = run(job, "ahead", *AHEAD, ranks=1)
-    assert done.code == 0, done.err
+    trained(job, "ahead", *AHEAD, ranks=1)
     return "ahead"
 
 
@@ -175,8 +169,7 @@ def test_answers_drawn_a_step_ahead(job, ahead):
     assert steps[1]["ratio_gap"] == 0, "by a training pass of the weights that drew them"
     assert min(steps[step]["ratio_gap"] for step in (2, 3, 4)) > 1e-4
     assert steps[2]["policy_gap"] > 100 * steps[2]["sampling_gap"] > 0
-    plain = run(job, "not ahead", *AHEAD[2:], "--total-steps", 2, ranks=1)
-    assert plain.code == 0, plain.err
+    trained(job, "not ahead", *AHEAD[2:], "--total-steps", 2, ranks=1)
     ours, others = (samples(job, name).splitlines() for name in (ahead, "not ahead"))
     assert ours[:4] == others[:4] and ours[4:8] != others[4:8]
 
@@ -184,21 +177,18 @@ def test_answers_drawn_a_step_ahead(job, ahead):
 def test_a_slow_judge_works_while_the_step_before_trains(job):
     """It would wait for ever if the run waited for it."""
     options = (*AHEAD, "--reward", "patient,length", "--total-steps", 2)
-    done = run(job, "patient", *options, ranks=1)
-    assert done.code == 0, done.err
+    trained(job, "patient", *options, ranks=1)
 
 
 @pytest.mark.parametrize("options", [(), SPLITS[2][0]])
 def test_every_split_draws_the_same_ahead(job, ahead, options):
     name = f"ahead {' '.join(map(str, options))}"
-    done = run(job, name, *AHEAD, *options, ranks=2)
-    assert done.code == 0, done.err
+    trained(job, name, *AHEAD, *options, ranks=2)
     assert_same_bytes(job, name, ahead)
 
 
 def test_shares_that_answer_ahead_in_packed_rows(job, ahead):
-    done = run(job, "ahead shared", *AHEAD, *REPLICAS, "--dp-shard", "--packing", ranks=2)
-    assert done.code == 0, done.err
+    trained(job, "ahead shared", *AHEAD, *REPLICAS, "--dp-shard", "--packing", ranks=2)
     assert_same_but_for_sums(job, "ahead shared", ahead)
 
 
@@ -217,8 +207,8 @@ def test_answers_in_flight_outlive_a_kill(job, ahead, point, when, how):
     fault = f"at={point},rank=0,{when},do={how}"
     killed = run(job, name, *AHEAD, chaos=fault, waits=True)
     assert killed.code != 0 and job.checkpoints(name) == ["step-00000002"]
-    done = run(job, name, *AHEAD, "--resume", "auto")
-    assert done.code == 0 and "2 of 4 steps are done" in done.out, done.err
+    done = trained(job, name, *AHEAD, "--resume", "auto")
+    assert "2 of 4 steps are done" in done.out
     assert_same_bytes(job, name, ahead)
     assert records(job, name)[3]["staleness"] == 1
 
@@ -233,8 +223,7 @@ def test_several_steps_on_answers_drawn_ahead(job):
     fault = "at=forward,rank=1,step=3,do=sigkill"
     killed = run(job, "ahead both", *options, *REPLICAS, ranks=2, chaos=fault, waits=True)
     assert killed.code != 0 and job.checkpoints("ahead both") == ["step-00000002"]
-    done = run(job, "ahead both", *options, *REPLICAS, "--resume", "auto", ranks=2)
-    assert done.code == 0, done.err
+    trained(job, "ahead both", *options, *REPLICAS, "--resume", "auto", ranks=2)
     assert samples(job, "ahead both") == samples(job, "ahead twice")
     tensors = last_tensors(job, "ahead both")
     for key, value in last_tensors(job, "ahead twice").items():
@@ -253,8 +242,7 @@ def test_a_stale_update_is_the_one_written_out(job, tmp_path, monkeypatch):
     monkeypatch.setattr(Rollouts, "_make", noted)
     rate, options = 0.3, ("--optimizer", "sgd", "--lr-scheduler", "constant", "--max-grad-norm", 0)
     numbers = ("--learning-rate", rate, "--weight-decay", 0, "--loss-fn.epsilon", 0.01)
-    done = run(job, "stale", "--rollouts.ahead", 1, *options, *numbers, ranks=1)
-    assert done.code == 0, done.err
+    trained(job, "stale", "--rollouts.ahead", 1, *options, *numbers, ranks=1)
     now, before = (AutoModelForCausalLM.from_pretrained(job.model) for _ in range(2))
     clipped = 0
     for step in range(4):
@@ -295,21 +283,18 @@ def test_a_stale_update_is_the_one_written_out(job, tmp_path, monkeypatch):
 def test_full_weights_and_held_out_prompts(job):
     options = ("--eval-samples", 4, "--eval-steps", 2, "--save-best", "reward")
     options += ("--rollouts.keep_samples", 2)
-    done = run(job, "full", *options, "--loss-fn.loss-type", "dr_grpo", ranks=2)
-    assert done.code == 0, done.err
+    trained(job, "full", *options, "--loss-fn.loss-type", "dr_grpo", ranks=2)
     held_out = records(job, "full", "eval")
     assert held_out.keys() == {0, 2, 4} and held_out[0].keys() >= {"reward", "reward_letters"}
     assert (job.folder / "full" / "checkpoints" / "best").exists()
     kept = {json.loads(line)["step"] for line in samples(job, "full").splitlines()}
     assert kept == {1, 3}
-    one = run(job, "full one", *options, "--loss-fn.loss-type", "dr_grpo", ranks=1)
-    assert one.code == 0, one.err
+    trained(job, "full one", *options, "--loss-fn.loss-type", "dr_grpo", ranks=1)
     again = records(job, "full one", "eval")
     for step, record in held_out.items():
         assert again[step]["reward"] == record["reward"]
     shares = ("--loss-fn.loss-type", "dr_grpo", *REPLICAS, "--dp-shard", "--eval-samples", 1)
-    two = run(job, "full shares", *options, *shares, ranks=2)
-    assert two.code == 0, two.err
+    trained(job, "full shares", *options, *shares, ranks=2)
     assert_same_but_for_sums(job, "full shares", "full one")
 
 
@@ -335,8 +320,7 @@ def test_views_of_a_scene_are_judged_together(job):
     assert "Make --batch-size a multiple of 6." in done.err
     drawn = []
     for name, more in (("views", ()), ("packed views", ("--packing", "--max-token-num", 96))):
-        done = run(job, name, *options, "--batch-size", 12, *more, ranks=2)
-        assert done.code == 0, done.err
+        trained(job, name, *options, "--batch-size", 12, *more, ranks=2)
         drawn.append(samples(job, name).splitlines()[:6])
         assert records(job, name, "eval")[0]["reward"] == records(job, "views", "eval")[0]["reward"]
     assert drawn[0] == drawn[1], "the first step's answers"
@@ -403,8 +387,7 @@ def test_pictures_are_asked_about(family, tmp_path, monkeypatch):
     options = ("--micro-batch-size", 4, "--rollouts.max_completion_length", 24)
     options += ("--total-steps", 2, *TWICE)
     for name, ranks in (("one", 1), ("two", 2)):
-        done = run(pictured, name, *options, ranks=ranks)
-        assert done.code == 0, done.err
+        trained(pictured, name, *options, ranks=ranks)
     assert samples(pictured, "one") == samples(pictured, "two")
     assert records(pictured, "one")[1]["ratio_gap"] == 0
     assert records(pictured, "one")[1]["loss"] == records(pictured, "two")[1]["loss"]
@@ -416,8 +399,7 @@ def test_pictures_are_asked_about(family, tmp_path, monkeypatch):
         assert [one.tobytes() for one in kept] == [one.tobytes() for one in shown]
     monkeypatch.setattr(Rollouts, "_batches", packs_several(made))
     options += ("--packing", "--max-token-num", 256)
-    done = run(pictured, "packed", *options, ranks=2)
-    assert done.code == 0, done.err
+    trained(pictured, "packed", *options, ranks=2)
     assert samples(pictured, "packed") == samples(pictured, "one")
     ours, wanted = records(pictured, "packed"), records(pictured, "one")
     assert [ours[step]["loss"] for step in (1, 2)] == pytest.approx(
@@ -431,8 +413,7 @@ def test_replicas_with_shares_ask_about_pictures(tmp_path):
     pictured = VisionJob(tmp_path)
     for name, shares in (("whole", ()), ("shares", ("--dp-shard",))):
         frozen = ("--parts.vit.frozen", "--parts.mlp.frozen", *shares)
-        done = run(pictured, name, *REPLICAS, *frozen, "--micro-batch-size", 4, ranks=2)
-        assert done.code == 0, done.err
+        trained(pictured, name, *REPLICAS, *frozen, "--micro-batch-size", 4, ranks=2)
     assert_same_but_for_sums(pictured, "shares", "whole")
 
 

@@ -20,8 +20,7 @@ def job(tmp_path_factory):
 
 def test_losses_and_weights_are_equal_with_workers(job):
     for name, count in (("plain", 0), ("workers", 2)):
-        done = job.fork(name, *OPTIONS, "--num-workers", count)
-        assert done.code == 0, done.err
+        job.train(name, *OPTIONS, "--num-workers", count)
     for kind in ("train", "eval"):
         losses = [[r["loss"] for r in job.records(name, kind)] for name in ("plain", "workers")]
         assert losses[0] == losses[1] != []
@@ -35,8 +34,7 @@ def test_losses_and_weights_are_equal_with_workers(job):
 
 
 def test_tiles_of_the_options_are_in_the_saved_processor(job):
-    done = job.fork("tiles", *OPTIONS, "--images.max_tiles", 2, "--eval-samples", 0)
-    assert done.code == 0, done.err
+    job.train("tiles", *OPTIONS, "--images.max_tiles", 2, "--eval-samples", 0)
     folder = job.folder / "tiles/checkpoints/step-00000005"
     texts = [path.read_text() for path in folder.glob("*processor*.json")]
     assert any('"max_patches": 2' in text for text in texts)

@@ -48,8 +48,7 @@ def job(tmp_path_factory):
     ]
     job.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
     Image.new("RGB", (20, 30), (200, 10, 10)).save(folder / "a.png")
-    done = job.fork("first", *OPTIONS)
-    assert done.code == 0, done.err
+    done = job.train("first", *OPTIONS)
     job.out = done.out
     return job
 
@@ -72,8 +71,7 @@ def checkpoint(job, name="first", step=4):
 
 
 def test_resumed_it_ends_the_same(job):
-    done = job.fork("resumed", *OPTIONS, "--resume", checkpoint(job, step=2))
-    assert done.code == 0, done.err
+    job.train("resumed", *OPTIONS, "--resume", checkpoint(job, step=2))
     expected, found = (saved_tensors(checkpoint(job, name)) for name in ("first", "resumed"))
     weights = [name for name in expected if name.startswith("/")]
     assert any("trainable_tokens_delta" in name for name in weights)
@@ -87,8 +85,7 @@ def test_resumed_it_ends_the_same(job):
 def test_another_rate_at_resume_counts(job):
     assert on_resume("parts.vit.lr") == "steps" and on_resume("vocab.new_tokens") == "course"
     other = [*OPTIONS, "--parts.vit.lr", "0", "--resume", checkpoint(job, step=2)]
-    done = job.fork("changed", *other, "--allow-changes")
-    assert done.code == 0, done.err
+    done = job.train("changed", *other, "--allow-changes")
     assert "parts.vit.lr: 0.001 then, 0.0 now" in done.out
     before, after = (
         load_file(folder / "adapter_model.safetensors")
@@ -133,8 +130,7 @@ def test_rows_alone_in_a_model_that_started_at_random(tmp_path):
     assert job.fork("one", *options).code == 0
     before = checkpoint(job, "one", step=2)
     options = (*options, "--num-stages", 1, "--resume", before)
-    done = job.fork("two", *options, ranks=1)
-    assert done.code == 0, done.err
+    job.train("two", *options, ranks=1)
     one, two = (saved_tensors(checkpoint(job, name)) for name in ("one", "two"))
     assert one.keys() == two.keys()
     for name, value in one.items():

@@ -187,8 +187,7 @@ def test_two_ranks_train_resume_and_give_a_classifier(job):
     saved = job.folder / "two/checkpoints/step-00000006"
     resumed = job.folder / "two/checkpoints/step-00000003"
     assert json.loads((saved / "config.json").read_text())["use_cache"] is True
-    again = job.fork("again", *OPTIONS, "--resume", resumed, ranks=2)
-    assert again.code == 0, again.err
+    job.train("again", *OPTIONS, "--resume", resumed, ranks=2)
     assert job.losses("again")[6] == pytest.approx(job.losses("two")[6], rel=1e-6)
     model = AutoModelForSequenceClassification.from_pretrained(saved)
     assert type(model).__name__ == "LlamaForSequenceClassification" and model.num_labels == 1
@@ -210,8 +209,7 @@ def test_two_ranks_train_resume_and_give_a_classifier(job):
 
 def test_lora_trains_the_score_whole_and_peft_reads_it(job):
     peft = pytest.importorskip("peft")
-    run = job.fork("lora", *OPTIONS, "--llm-lora-num", 1, "--parts.llm.frozen", "True", ranks=2)
-    assert run.code == 0, run.err
+    job.train("lora", *OPTIONS, "--llm-lora-num", 1, "--parts.llm.frozen", "True", ranks=2)
     saved = job.folder / "lora/checkpoints/step-00000006"
     config = json.loads((saved / "adapter_config.json").read_text())
     assert config["task_type"] == "SEQ_CLS" and config["modules_to_save"] == ["score"]

@@ -46,8 +46,7 @@ def test_a_killed_run_goes_on_with_the_other_engine(job, first, second):
     os.kill(run.pids[1], signal.SIGKILL)
     assert run.wait().code != 0
     assert 4 <= folder.newest() < TOTAL_STEPS
-    finished = job.fork(name, *OPTIONS, "--engine", second, "--resume", "auto")
-    assert finished.code == 0, finished.err
+    job.train(name, *OPTIONS, "--engine", second, "--resume", "auto")
     assert job.losses(name) == job.losses("whole")
     assert last_tensors(folder, TOTAL_STEPS) == last_tensors(
         RunFolder(job.folder / "whole"), TOTAL_STEPS
@@ -59,8 +58,7 @@ def test_a_schedule_from_a_file_is_read_by_the_loader_of_torch(job):
     rows = [",".join(map(str, order)) for order in orders]
     (job.folder / "mine.csv").write_text("\n".join(rows) + "\n")
     words = ("--engine", "torch", "--schedule", job.folder / "mine.csv")
-    finished = job.fork("from-file", *OPTIONS, *words)
-    assert finished.code == 0, finished.err
+    job.train("from-file", *OPTIONS, *words)
     assert job.losses("from-file") == job.losses("whole")
 
 

@@ -149,8 +149,7 @@ class Jobs:
         key = case.family, case.like, case.rows
         if key not in self.on_cpu:
             job, name = self.job(case.family), f"cpu {len(self.on_cpu)}"
-            done = job.fork(name, *TWO_STEPS, *case.like.split(), *rows_of(job, case), ranks=1)
-            assert done.code == 0, done.err
+            job.train(name, *TWO_STEPS, *case.like.split(), *rows_of(job, case), ranks=1)
             self.on_cpu[key] = job.losses(name)
         return self.on_cpu[key]
 
@@ -236,8 +235,7 @@ def test_a_loss_that_is_no_number_is_found_on_its_card(jobs, cards, seen):
 
 def test_the_planner_measures_on_a_card(jobs, cards, seen):
     job = jobs.job("llama")
-    done = job.fork("plan", *TWO_STEPS, "--device", KIND, *ZBV.split(), "--plan", ranks=1)
-    assert done.code == 0, done.err
+    done = job.train("plan", *TWO_STEPS, "--device", KIND, *ZBV.split(), "--plan", ranks=1)
     seen.assert_clean(1)
     assert "plan: --schedule zbv, 2 stages on 1 ranks" in done.out and "peak" in done.out
 
@@ -280,8 +278,7 @@ def test_start_weights_on_the_host_are_exchanged_with_those_on_the_card(jobs, ca
         "--rollouts.max_completion_length 8 "
         "--rollouts.kl_beta 0.1 --loss-fn.entropy_coef 0.1 --learning-rate 3e-3 --num-stages 2"
     ).split()
-    cpu = job.fork("start cpu", *TWO_STEPS, *words, ranks=2)
-    assert cpu.code == 0, cpu.err
+    job.train("start cpu", *TWO_STEPS, *words, ranks=2)
     cards.count = 2
     train(job, "start", *words, ranks=2)
     told = [[record["kl"] for record in job.records(name)] for name in ("start", "start cpu")]

@@ -88,6 +88,11 @@ def run(job, name, *options, **more):
     return job.fork(name, *words, **more)
 
 
+def trained(job, name, *options, **more):
+    """As `run`, and it must not fail."""
+    return job.train(name, "--import", job.folder / "parts.py", *GRPO, *options, **more)
+
+
 def records(job, name, kind="train"):
     return {record["step"]: record for record in job.records(name, kind)}
 

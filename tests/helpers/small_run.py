@@ -127,6 +127,12 @@ class Job:
         run = self.start_forked(name, *options, *more, ranks=ranks, chaos=chaos)
         return run.wait(timeout)
 
+    def train(self, name: str, *options: str | Path | int, **more: Any) -> Finished:
+        """As `fork`, and it must not fail."""
+        done = self.fork(name, *options, **more)
+        assert done.code == 0, done.out[-2000:] + done.err[-4000:]
+        return done
+
     def start_forked(
         self, name: str, *options: str | Path | int, ranks: int = 2, chaos: str = ""
     ) -> "ForkedRun":

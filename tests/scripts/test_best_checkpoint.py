@@ -46,8 +46,7 @@ def test_the_kept_weights_compute_the_best_figures_of_the_log(job):
     folder = job.folder
     options = "--eval-steps 4 --eval-samples all --learning-rate 0.05 --lr-scheduler constant"
     more = ("--dataset-path", folder, "--save-best", "loss", "--save-steps", 0)
-    done = job.fork("run", *options.split(), *more)
-    assert done.code == 0, done.err
+    done = job.train("run", *options.split(), *more)
     evaluations = job.records("run", "eval")
     assert [line["step"] for line in evaluations] == [0, 4, 8, 12]
     best = min(evaluations, key=lambda line: line["loss"])

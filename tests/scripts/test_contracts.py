@@ -133,8 +133,7 @@ def test_held_out_rows_of_which_nothing_is_learnt(job):
 def test_too_long_rows_are_dropped_before_steps_are_made(job):
     """Four of five rows are too long: steps of 8 would hold too few, or none, to learn from."""
     words = "--dataset some_long_rows --dataset.number 40 --collate-fn.overlong drop"
-    done = job.fork("dropped", *words.split(), "--import", DATA, "--total-steps", 6, ranks=1)
-    assert done.code == 0, done.err
+    done = job.train("dropped", *words.split(), "--import", DATA, "--total-steps", 6, ranks=1)
     assert "32 rows are dropped, 8 are left" in done.out
     assert [record["num_samples"] for record in job.records("dropped")] == [8] * 6
     few = words.replace("40", "35")
