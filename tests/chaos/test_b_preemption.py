@@ -8,7 +8,7 @@ import time
 import pytest
 
 from stageline.checkpoint.layout import verify
-from tests.helpers.small_run import Job, saved_tensors
+from tests.helpers.small_run import Job, assert_same_tensors
 from tests.helpers.warm_start import launch
 
 SECONDS = 30  # the contract is 10 s; a slow machine may take longer
@@ -35,11 +35,8 @@ def assert_goes_on_bitwise(job, name):
     """Resumed, the run ends with the weights and losses of one that nobody disturbed."""
     job.train(name, "--resume", "auto")
     last = job.checkpoints("straight")[-1]
-    straight, resumed = (
-        saved_tensors(job.folder / run / "checkpoints" / last) for run in ("straight", name)
-    )
-    assert straight.keys() == resumed.keys()
-    assert all(value.equal(resumed[key]) for key, value in straight.items())
+    folders = [job.folder / run / "checkpoints" / last for run in (name, "straight")]
+    assert_same_tensors(*folders)
     losses = job.losses("straight")
     assert {step: losses[step] for step in job.losses(name)} == job.losses(name)
 

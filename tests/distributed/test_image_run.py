@@ -1,10 +1,9 @@
 """A training run on pictures with workers is, to the bit, the run without."""
 
 import pytest
-import torch
 
 from commands import train as train_pp  # noqa: F401 - its engines, before a fixture keeps registers as they are
-from tests.helpers.small_run import saved_tensors
+from tests.helpers.small_run import assert_same_tensors
 from tests.helpers.small_vision_run import VisionJob
 
 OPTIONS = (
@@ -24,12 +23,8 @@ def test_losses_and_weights_are_equal_with_workers(job):
     for kind in ("train", "eval"):
         losses = [[r["loss"] for r in job.records(name, kind)] for name in ("plain", "workers")]
         assert losses[0] == losses[1] != []
-    final, found = (
-        saved_tensors(job.folder / name / "checkpoints/step-00000005")
-        for name in ("plain", "workers")
-    )
-    assert found.keys() == final.keys()
-    assert all(torch.equal(found[key], value) for key, value in final.items())
+    last = "checkpoints/step-00000005"
+    assert_same_tensors(job.folder / "workers" / last, job.folder / "plain" / last)
     assert all(0 < record["data_wait"] < record["seconds"] for record in job.records("plain"))
 
 

@@ -20,7 +20,7 @@ from stageline.corpus.encoder import load_encoder
 from stageline.corpus.header import CutRules
 from stageline.corpus.tools import merge
 from stageline.distributed import failure
-from tests.helpers.small_run import Job, saved_tensors
+from tests.helpers.small_run import Job, assert_same_tensors
 from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,10 +84,6 @@ def whole(job):
     return done
 
 
-def last(job, name):
-    return saved_tensors(job.folder / name / "checkpoints" / f"step-{STEPS:08d}")
-
-
 def test_the_held_out_perplexity_falls(job, whole):
     assert "type english: " in whole.out and "6 in a batch" in whole.out, whole.out
     perplexities = [record["perplexity"] for record in job.records("whole", "eval")]
@@ -103,9 +99,8 @@ def test_killed_and_resumed_to_the_same_bits(job, whole, monkeypatch):
     done = job.train("killed", *options(job), "--resume", "auto", "--num-workers", 1)
     assert "4 of 12 steps are done" in done.out
     assert job.losses("killed") == job.losses("whole")
-    mine, expected = last(job, "killed"), last(job, "whole")
-    assert mine.keys() == expected.keys()
-    assert [name for name in mine if not torch.equal(mine[name], expected[name])] == []
+    last = f"checkpoints/step-{STEPS:08d}"
+    assert_same_tensors(job.folder / "killed" / last, job.folder / "whole" / last)
 
 
 def test_other_replicas_and_accumulation_see_the_same_rows(job, whole):
