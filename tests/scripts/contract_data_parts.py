@@ -40,16 +40,28 @@ class Rows:
 dataset_register["rows"] = Rows
 
 
+def other_rows(key, change):
+    """A dataset with other rows: change(sample)."""
+
+    class OtherRows(Rows):
+        def __getitem__(self, row):
+            return change(self.sample(row))
+
+    dataset_register[key] = OtherRows
+
+
+other_rows("row_is_none", lambda sample: None)
+other_rows("row_is_three", lambda sample: (None, sample, 0))
+other_rows("row_is_a_dict_of_two", lambda sample: {"question": "1?", "answer": "!"})
+other_rows("sample_is_a_text", lambda sample: (None, "0? !"))
+other_rows("row_has_paths_for_images", lambda sample: (["0.png"], sample))
+other_rows("row_has_a_tensor", lambda sample: (torch.zeros(3, 24, 24), sample))
+
+
 @dataset_register("row_is_a_dict")
 class RowIsADict(Rows):
     def __getitem__(self, row):
         return self.sample(row)
-
-
-@dataset_register("row_is_a_dict_of_two")
-class RowIsADictOfTwo(Rows):
-    def __getitem__(self, row):
-        return {"question": "1?", "answer": "!"}
 
 
 @dataset_register("row_is_swapped")
@@ -58,42 +70,12 @@ class RowIsSwapped(Rows):
         return self.sample(row), None
 
 
-@dataset_register("row_has_paths_for_images")
-class RowHasPathsForImages(Rows):
-    def __getitem__(self, row):
-        return ["0.png"], self.sample(row)
-
-
-@dataset_register("row_is_three")
-class RowIsThree(Rows):
-    def __getitem__(self, row):
-        return None, self.sample(row), row
-
-
-@dataset_register("row_is_none")
-class RowIsNone(Rows):
-    def __getitem__(self, row):
-        self.sample(row)
-
-
-@dataset_register("sample_is_a_text")
-class SampleIsAText(Rows):
-    def __getitem__(self, row):
-        return None, "0? !"
-
-
 @dataset_register("row_has_one_image")
 class RowHasOneImage(Rows):
     def __getitem__(self, row):
         from PIL import Image
 
         return Image.new("RGB", (24, 24)), self.sample(row)
-
-
-@dataset_register("row_has_a_tensor")
-class RowHasATensor(Rows):
-    def __getitem__(self, row):
-        return torch.zeros(3, 24, 24), self.sample(row)
 
 
 @dataset_register("takes_no_path")
@@ -176,15 +158,19 @@ def image_token_one(rendered):
 # -- collate functions ---------------------------------------------------------------------------
 
 
-@collate_fn_register("collate_none")
-def collate_none(samples, *, num_stages, **common):
-    """A forgotten return."""
+def other_batches(key, change):
+    """A collate part with other batches: change(batch)."""
+
+    @collate_fn_register(key)
+    def collate(samples, *, num_stages, **common):
+        return change(collate_sft(samples, num_stages=num_stages, **common))
 
 
-@collate_fn_register("collate_lists")
-def collate_lists(samples, *, num_stages, **common):
-    batch = collate_sft(samples, num_stages=num_stages, **common)
-    return {name: value.tolist() for name, value in batch.items()}
+other_batches("collate_none", lambda batch: None)
+other_batches("collate_lists", lambda batch: {n: v.tolist() for n, v in batch.items()})
+other_batches("collate_no_mask", lambda batch: {n: batch[n] for n in ("input_ids", "labels")})
+other_batches("collate_float_ids", lambda batch: {**batch, "input_ids": batch["input_ids"].float()})
+other_batches("collate_short_labels", lambda batch: {**batch, "labels": batch["labels"][:, 1:]})
 
 
 @collate_fn_register("collate_no_labels")
@@ -192,25 +178,6 @@ def collate_no_labels(samples, *, num_stages, **common):
     batch = collate_sft(samples, num_stages=num_stages, **common)
     del batch["labels"]
     return batch
-
-
-@collate_fn_register("collate_no_mask")
-def collate_no_mask(samples, *, num_stages, **common):
-    batch = collate_sft(samples, num_stages=num_stages, **common)
-    del batch["attention_mask"]
-    return batch
-
-
-@collate_fn_register("collate_float_ids")
-def collate_float_ids(samples, *, num_stages, **common):
-    batch = collate_sft(samples, num_stages=num_stages, **common)
-    return {**batch, "input_ids": batch["input_ids"].float()}
-
-
-@collate_fn_register("collate_short_labels")
-def collate_short_labels(samples, *, num_stages, **common):
-    batch = collate_sft(samples, num_stages=num_stages, **common)
-    return {**batch, "labels": batch["labels"][:, 1:]}
 
 
 @collate_fn_register("collate_fewer_rows")
