@@ -91,14 +91,6 @@ def test_the_commands_of_the_guide_run(folder):
     assert all(record["prompt"].rstrip().endswith("=") for record in predictions)
 
 
-def test_a_bad_row_is_named_before_a_model_is_loaded(folder):
-    with (folder / "sums.txt").open("a") as file:
-        file.write("three + 4\n")
-    done = run(commands()[0], folder)
-    assert done.returncode == 3
-    assert "sums.txt:65" in done.stderr and "Traceback" not in done.stderr
-
-
 def test_the_loss_of_the_guide_equals_a_loop(parts):
     logits = torch.randn(2, 5, 7, dtype=torch.float64).float()
     labels = torch.tensor([[-100, -100, 3, 4, -100], [-100, 1, 2, 3, 6]])

@@ -9,7 +9,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from stageline.data.text.processor import get_tokenizer, load_processor
 from tests.helpers.forked_entry import run_entry
-from tests.helpers.small_run import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,14 +37,3 @@ def test_a_model_of_the_folder_reads_what_its_processor_makes(family, tmp_path):
     with torch.no_grad():
         logits = model(**inputs).logits
     assert logits.shape[-1] == text.vocab_size and logits.isfinite().all()
-
-
-def test_the_folder_can_be_trained(tmp_path):
-    assert tiny("olmo2", tmp_path / "model").returncode == 0
-    job = Job(tmp_path, family="causal_lm", make_model=False)
-    words = job.command("run", "--num-stages", 2, "--total-steps", 2)[1:]
-    place = words.index("--model-path")
-    words[place] = "--config-path"
-    done = run_entry(words)
-    assert done.returncode == 0, done.stderr
-    assert set(job.losses("run")) == {1, 2}
