@@ -14,7 +14,7 @@ env -u STAGELINE_PYTHON -u STAGELINE_TORCH STAGELINE_PURPOSES=dev bash "$ROOT/sc
 # what an environment of this repository is made for, subject by subject
 declare -A SUITES=(
     [splits]="unit/test_proof.py unit/test_shrink.py unit/test_model_cutter.py unit/test_step.py unit/test_torch_names.py shelf/test_families.py scripts/test_stage_names.py"
-    [recompute]="unit/test_checkpointing.py unit/test_layer_seeds.py distributed/test_memory_levers.py"
+    [recompute]="unit/test_checkpointing.py unit/test_layer_seeds.py distributed/test_training_options.py"
     [lora]="unit/test_lora.py unit/test_lora_kinds.py unit/test_adapter.py unit/test_adapter_start.py distributed/test_lora_kinds_ranks.py"
     [decoding]="unit/test_answers_proof.py unit/test_decoding_cache.py unit/test_decoding_families.py unit/test_decoding_pieces.py unit/test_decoding_mllama.py unit/test_device_map.py unit/test_generate.py unit/test_generate_vision.py distributed/test_decoding.py"
     [packing]="unit/test_packing.py unit/test_packing_check.py distributed/test_packing_attention.py"

@@ -60,16 +60,8 @@ def longer(batch):
     return _widths(batch, lambda value: torch.cat([value, value[:, -1:]], dim=1))
 
 
-def shorter(batch):
-    return _widths(batch, lambda value: value[:, :-1])
-
-
 def ragged(batch):
     return longer(batch) if _Calls.count == 3 else batch
-
-
-def retyped(batch):
-    return {**batch, "input_ids": batch["input_ids"].int()}
 
 
 def other_tokens(batch):
@@ -105,7 +97,6 @@ def fill_memory(batch):
 ACTIONS = {
     function.__name__: function
     for function in (
-        *(longer, shorter, ragged, retyped, other_tokens),
-        *(fail, fail_later, clean_up_slowly, fill_memory),
+        *(longer, ragged, other_tokens, fail, fail_later, clean_up_slowly, fill_memory),
     )
 }

@@ -4,9 +4,7 @@ The timeout of an exchange is 600 s, and a process that is stopped costs torchru
 would be noticed.
 """
 
-import os
 import re
-import signal
 import time
 
 import pytest
@@ -65,13 +63,6 @@ def test_a10_a_rank_that_sleeps_for_ever_is_named(job, at, words):
     if at == "forward":
         assert_kept(job, "a10_forward", 2)
         assert "in _hang" in stacks(job, "a10_forward")[0]
-
-
-def test_a10_a_lone_process_is_looked_after_too(job):
-    done = job.fork("a10_1", *LIMIT, ranks=1, chaos="at=forward,step=3,do=hang")
-    assert done.code == 8 and done.seconds < SECONDS
-    assert re.match(r"error\[hang\] step=3: no progress for \d s in forward of micro", done.err)
-    assert_kept(job, "a10_1", 2)
 
 
 def test_a10_the_start_has_no_limit(job, monkeypatch):
@@ -136,23 +127,3 @@ def test_g28_a_helper_that_is_killed_is_named(job):
     assert done.seconds < SECONDS
     assert re.search(r"DataLoader worker \(pid.* \d+\) (is killed by signal|exited unex)", done.err)
     assert_kept(job, "g28", 2)
-
-
-def test_a19_workers_end_with_a_launcher_that_was_killed(job):
-    # with new Pythons: tests/distributed/test_failure.py
-    run = launch(
-        job, "a19", "--num-stages", 2, "--sync-save", chaos="at=forward,rank=1,step=3,do=sigstop"
-    )
-    log = job.folder / "a19" / "log.jsonl"
-    while not log.exists() or len(log.read_text().splitlines()) < 3:
-        assert run.poll() is None
-        time.sleep(0.1)
-    workers = workers_of(run.pid)
-    assert len(workers) == 2
-    os.kill(run.pid, signal.SIGKILL)
-    killed = time.monotonic()
-    while workers & live_processes().keys():
-        assert time.monotonic() - killed < SECONDS
-        time.sleep(0.1)
-    assert run.wait() == -signal.SIGKILL
-    assert_kept(job, "a19", 2)

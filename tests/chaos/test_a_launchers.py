@@ -94,16 +94,3 @@ def test_a22_a_restarted_run_ends_as_if_nothing_had_happened(job):
     assert job.losses("again") == job.losses("alone")  # to the bit
     assert job.checkpoints("again") == job.checkpoints("alone")
     assert not (job.folder / "again" / "failure.json").exists()  # the last attempt was good
-
-
-def test_a23_a_run_that_fails_at_every_start_ends(job):
-    fault = "at=step,rank=1,do=raise"
-    torchrun = (2, "--max-restarts", 1)
-    done = launch(job, "loop", "--resume", "auto", chaos=fault, torchrun=torchrun).finish()
-    assert done.code != 0
-    line = "error[crash] rank=1 stage=1 step=0: tests.helpers.faults.InjectedError"
-    told = [words for words in done.err.splitlines() if line in words]
-    # once for each start, and by torchrun, which reads the error file of the rank
-    assert [words.startswith(line) for words in told] == [True, True, False]
-    record = (job.folder / "loop" / "failure.json").read_text()
-    assert "InjectedError" in record

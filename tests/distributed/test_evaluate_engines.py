@@ -1,15 +1,12 @@
 """evaluate.py writes the same predictions whatever runs the model, and goes on with another."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from stageline.evaluation.predictions import find_shards
-from tests.helpers.small_run import ForkedRun, Job
+from tests.helpers.small_run import GENERATE, Job, evaluated
 
-ROOT = Path(__file__).resolve().parents[2]
-GENERATE = "--model generate --metric exact_match --prompt question --prompt-fn fill".split()
 CHOICES = "--model loglikelihood --prompt question --prompt-fn fill".split()
 TEXTS = "--model perplexity --model.max_length 9 --model.stride 4".split()
 
@@ -32,25 +29,12 @@ def job(tmp_path_factory):
 
 
 def evaluate(job, name, *options, engine="device_map", stages=1, replicas=1):
-    words = [
-        ROOT / "evaluate.py", "--engine", engine, "--model-path", job.model, "--dataset", "jsonl",
-        "--dataset-path", job.rows, "--dataset.test_size", "1.0", "--image-token", "none",
-        "--device", "cpu", "--output-dir", job.folder / name, "--max-new-tokens", 6,
-        "--batch-size", 4, "--bootstrap.resamples", 10, "--num-replicas", replicas, *options,
-    ]  # fmt: skip
+    words = ["--engine", engine, "--num-replicas", replicas, *options]
     if engine == "pipeline":
         words += ["--num-stages", stages, "--num-groups", 2]
-    done = ForkedRun(list(map(str, words)), ranks=stages * replicas).wait(120)
-    assert done.code == 0, done.out + done.err
-    return records(job.folder / name)
-
-
-def records(folder):
-    path = folder / "predictions.jsonl"
-    assert find_shards(path) == []
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len({line["id"] for line in lines}) == len(lines)
-    return {line["id"]: line for line in lines}
+    found = evaluated(job, job.folder / name, *words, ranks=stages * replicas)
+    assert find_shards(job.folder / name / "predictions.jsonl") == []
+    return found
 
 
 def test_generated_answers_agree_and_are_gone_on_with(job):

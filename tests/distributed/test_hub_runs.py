@@ -2,17 +2,13 @@
 
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-from stageline.hub import FETCHED, name_of
 from tests.helpers.hub_server import running_hub
-from tests.helpers.small_run import ForkedRun, Job
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.small_run import GENERATE, Job, evaluated
 
 
 @pytest.fixture(scope="module")
@@ -89,27 +85,13 @@ def test_a_run_goes_on_with_the_commit_that_it_began_with(job, hub, tmp_path):
 
 
 def evaluate(job, folder, model, *options):
-    words = [
-        ROOT / "evaluate.py", "--engine", "device_map", "--model-path", model, "--dataset", "jsonl",
-        "--dataset-path", job.rows, "--dataset.test_size", "4", "--prompt", "question",
-        "--prompt-fn", "fill", "--image-token", "none", "--metric", "exact_match", "--device",
-        "cpu", "--output-dir", folder, "--max-new-tokens", 4, "--bootstrap.resamples", 10, *options,
-    ]  # fmt: skip
-    done = ForkedRun(list(map(str, words)), ranks=1).wait(120)
-    assert done.code == 0, done.err
-    lines = (folder / "predictions.jsonl").read_text().splitlines()
-    return {(one := json.loads(line))["id"]: one["prediction"] for line in lines}
+    words = ("--model-path", model, "--engine", "device_map", "--limit", 4, *options)
+    found = evaluated(job, folder, *GENERATE, *words)
+    return {key: record["prediction"] for key, record in found.items()}
 
 
 def test_an_evaluation_and_its_adapter_by_name(job, hub, tmp_path):
-    lora = (
-        "--llm-lora-num",
-        1,
-        "--parts.llm.frozen",
-        "--parts.lm_head.frozen",
-        "--learning-rate",
-        0.3,
-    )
+    lora = "--llm-lora-num 1 --parts.llm.frozen --parts.lm_head.frozen --learning-rate 0.3".split()
     done = train(job, tmp_path / "run", *lora, model=job.model)
     assert done.code == 0, done.err
     adapter = max((tmp_path / "run" / "checkpoints").glob("step-*"))
@@ -121,11 +103,3 @@ def test_an_evaluation_and_its_adapter_by_name(job, hub, tmp_path):
     assert named == local != evaluate(job, tmp_path / "c", "org/tiny")
     weights = hub.downloads(".*safetensors")
     assert len(weights) == len(set(weights)) > 4 and "adapter_model.safetensors" in weights
-
-
-def test_a_run_that_cannot_have_its_model_ends_with_one_message(job, hub, monkeypatch):
-    done = train(job, "none", model="org/missing", ranks=1)
-    assert done.code == 2 and "Traceback" not in done.err
-    (line,) = [line for line in done.err.splitlines() if line.startswith("error[usage]")]
-    assert "--model-path org/missing" in line and "hf auth login" in line
-    assert name_of(job.model) is None and FETCHED  # a local folder was never touched

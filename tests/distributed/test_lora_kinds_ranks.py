@@ -23,8 +23,7 @@ IDS = torch.arange(12).reshape(2, 6) + 3
 def job(tmp_path_factory):
     job = Job(tmp_path_factory.mktemp("job"))
     for ranks in (1, 2):
-        done = job.fork(f"on{ranks}", *KINDS, ranks=ranks)
-        assert done.code == 0, done.err
+        job.train(f"on{ranks}", *KINDS, ranks=ranks)
     return job
 
 
@@ -54,8 +53,7 @@ def test_two_ranks_train_as_one(job):
 
 
 def test_resumed_it_ends_the_same(job):
-    done = job.fork("resumed", *KINDS, "--resume", checkpoint(job, "on2", step=2))
-    assert done.code == 0, done.err
+    job.train("resumed", *KINDS, "--resume", checkpoint(job, "on2", step=2))
     expected, found = (saved_tensors(checkpoint(job, name)) for name in ("on2", "resumed"))
     assert_same(found, expected, rtol=0, atol=0)
 
@@ -73,15 +71,13 @@ def test_a_run_on_adapters_merges_goes_on_and_resumes(job):
     first = checkpoint(job, "on2")
     words = ["--adapter-path", f"{checkpoint(job, 'on1', step=2)},{first}"]
     words += "--parts.lm_head.frozen --total-steps 4 --save-steps 2".split()
-    done = job.fork("next", *words)
-    assert done.code == 0, done.err
+    done = job.train("next", *words)
     assert "merged " in done.out
     assert "decides: DoRA on" in done.out
     folder = checkpoint(job, "next")
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(job.folder / "next" / "base")
-    done = job.fork("next_resumed", *words, "--resume", checkpoint(job, "next", step=2))
-    assert done.code == 0, done.err
+    job.train("next_resumed", *words, "--resume", checkpoint(job, "next", step=2))
     expected, found = (saved_tensors(checkpoint(job, name)) for name in ("next", "next_resumed"))
     assert_same(found, expected, rtol=0, atol=0)
     base = AutoModelForCausalLM.from_pretrained(job.folder / "next" / "base")

@@ -48,17 +48,14 @@ def job(tmp_path_factory):
     ]
     job.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
     Image.new("RGB", (20, 30), (200, 10, 10)).save(folder / "a.png")
-    done = job.fork("first", *OPTIONS)
-    assert done.code == 0, done.err
+    done = job.train("first", *OPTIONS)
     job.out = done.out
     return job
 
 
 def test_rates_and_ranks_are_told(job):
     assert "(vit 1.00e-03, llm 2.00e-02, lm_head 3.00e-02)" in job.out
-    lines = (job.folder / "first" / "log.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    for record in (r for r in records if r["kind"] == "train"):
+    for record in job.records("first"):
         assert record["learning_rate_vit"] == pytest.approx(0.1 * record["learning_rate"])
         assert record["learning_rate_llm"] == pytest.approx(2 * record["learning_rate"])
     config = json.loads((checkpoint(job) / "adapter_config.json").read_text())
@@ -74,8 +71,7 @@ def checkpoint(job, name="first", step=4):
 
 
 def test_resumed_it_ends_the_same(job):
-    done = job.fork("resumed", *OPTIONS, "--resume", checkpoint(job, step=2))
-    assert done.code == 0, done.err
+    job.train("resumed", *OPTIONS, "--resume", checkpoint(job, step=2))
     expected, found = (saved_tensors(checkpoint(job, name)) for name in ("first", "resumed"))
     weights = [name for name in expected if name.startswith("/")]
     assert any("trainable_tokens_delta" in name for name in weights)
@@ -89,8 +85,7 @@ def test_resumed_it_ends_the_same(job):
 def test_another_rate_at_resume_counts(job):
     assert on_resume("parts.vit.lr") == "steps" and on_resume("vocab.new_tokens") == "course"
     other = [*OPTIONS, "--parts.vit.lr", "0", "--resume", checkpoint(job, step=2)]
-    done = job.fork("changed", *other, "--allow-changes")
-    assert done.code == 0, done.err
+    done = job.train("changed", *other, "--allow-changes")
     assert "parts.vit.lr: 0.001 then, 0.0 now" in done.out
     before, after = (
         load_file(folder / "adapter_model.safetensors")
@@ -130,19 +125,12 @@ def test_rows_alone_in_a_model_that_started_at_random(tmp_path):
     """Resumed on another number of stages; the folder is a model with its tokenizer."""
     job = Job(tmp_path, tied=True)
     start = ("--model-path", "", "--config-path", job.model, "--processor-path", job.model)
-    options = (
-        *start,
-        "--total-steps",
-        4,
-        "--vocab.new_tokens",
-        ",".join(TOKENS),
-        "--vocab.train_new",
-    )
+    tokens = ("--vocab.new_tokens", ",".join(TOKENS), "--vocab.train_new")
+    options = (*start, "--total-steps", 4, *tokens)
     assert job.fork("one", *options).code == 0
     before = checkpoint(job, "one", step=2)
     options = (*options, "--num-stages", 1, "--resume", before)
-    done = job.fork("two", *options, ranks=1)
-    assert done.code == 0, done.err
+    job.train("two", *options, ranks=1)
     one, two = (saved_tensors(checkpoint(job, name)) for name in ("one", "two"))
     assert one.keys() == two.keys()
     for name, value in one.items():

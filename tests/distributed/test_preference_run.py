@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from tests.helpers.small_run import Job
-from tests.helpers.tiny_datasets import write_lines
+from tests.helpers.tiny_datasets import write_lines, write_preferences
 
 LORA = ("--llm-lora-num", 1, "--parts.lm_head.frozen", "--lora.dropout", 0.2)
 DPO = "--collate-fn dpo --loss-fn dpo --total-steps 5 --save-steps 3".split()
@@ -17,18 +17,10 @@ KTO = "--collate-fn kto --loss-fn kto --prompt-fn chat --total-steps 2".split()
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("preference")
-    pairs = [
-        {"question": f"{i}?", "chosen": "!" * (1 + i % 5), "rejected": "no " * (1 + i % 3)}
-        for i in range(30)
-    ]
-    write_lines(folder / "dpo.jsonl", pairs)
+    write_preferences(folder)
     columns = {"ref_chosen_logps": -40.0, "ref_rejected_logps": -40.0}
+    pairs = map(json.loads, (folder / "dpo.jsonl").open())
     write_lines(folder / "columns.jsonl", [row | columns for row in pairs])
-    said = [[{"role": "user", "content": f"{i}?"}] for i in range(30)]
-    for i, messages in enumerate(said):
-        messages.append({"role": "assistant", "content": "!" * (1 + i % 5)})
-    kto = [{"messages": messages, "label": i % 3 > 0} for i, messages in enumerate(said)]
-    write_lines(folder / "kto.jsonl", kto)
     return Job(folder, num_layers=4)
 
 
@@ -37,8 +29,7 @@ def run(job, name, words, *options, file="dpo.jsonl", **more):
 
 
 def records(job, name, kind):
-    lines = map(json.loads, (job.folder / name / "log.jsonl").read_text().splitlines())
-    return {record["step"]: record for record in lines if record["kind"] == kind}
+    return {record["step"]: record for record in job.records(name, kind)}
 
 
 @pytest.mark.parametrize(

@@ -161,11 +161,6 @@ def job(tmp_path_factory):
     return job
 
 
-def records(job, name, kind):
-    lines = (job.folder / name / "log.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
-
-
 def scores_of(model, tokenizer):
     """Rewards of two conversations in one padded batch, as a user of the folder gets them."""
     texts = [row["messages"] + row["chosen"] for row in rows()[:3]]
@@ -183,17 +178,16 @@ def test_two_ranks_train_resume_and_give_a_classifier(job):
     }
     assert {name: run.code for name, run in runs.items()} == dict.fromkeys(runs, 0), runs
     for name in ("train", "eval"):
-        for one, two in zip(records(job, "one", name), records(job, "two", name), strict=True):
+        for one, two in zip(job.records("one", name), job.records("two", name), strict=True):
             for figure in ("loss", "reward_accuracy", "reward_margin", "chosen_reward"):
                 assert two[figure] == pytest.approx(one[figure], rel=1e-5, abs=1e-7), figure
-    first, *_, last = records(job, "two", "eval")
+    first, *_, last = job.records("two", "eval")
     assert last["loss"] < first["loss"] and last["reward_margin"] > first["reward_margin"]
     assert "token_accuracy" not in last and "reward accuracy" in runs["two"].out
     saved = job.folder / "two/checkpoints/step-00000006"
     resumed = job.folder / "two/checkpoints/step-00000003"
     assert json.loads((saved / "config.json").read_text())["use_cache"] is True
-    again = job.fork("again", *OPTIONS, "--resume", resumed, ranks=2)
-    assert again.code == 0, again.err
+    job.train("again", *OPTIONS, "--resume", resumed, ranks=2)
     assert job.losses("again")[6] == pytest.approx(job.losses("two")[6], rel=1e-6)
     model = AutoModelForSequenceClassification.from_pretrained(saved)
     assert type(model).__name__ == "LlamaForSequenceClassification" and model.num_labels == 1
@@ -215,8 +209,7 @@ def test_two_ranks_train_resume_and_give_a_classifier(job):
 
 def test_lora_trains_the_score_whole_and_peft_reads_it(job):
     peft = pytest.importorskip("peft")
-    run = job.fork("lora", *OPTIONS, "--llm-lora-num", 1, "--parts.llm.frozen", "True", ranks=2)
-    assert run.code == 0, run.err
+    job.train("lora", *OPTIONS, "--llm-lora-num", 1, "--parts.llm.frozen", "True", ranks=2)
     saved = job.folder / "lora/checkpoints/step-00000006"
     config = json.loads((saved / "adapter_config.json").read_text())
     assert config["task_type"] == "SEQ_CLS" and config["modules_to_save"] == ["score"]

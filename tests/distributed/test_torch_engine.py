@@ -3,18 +3,11 @@
 import os
 import signal
 import time
-from datetime import timedelta
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
 
-from stageline.errors import UserError
-from stageline.pipeline.runner import TorchPipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from tests.helpers.killing import RunFolder, last_tensors
-from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import Job
 
 TOTAL_STEPS = 30
@@ -53,8 +46,7 @@ def test_a_killed_run_goes_on_with_the_other_engine(job, first, second):
     os.kill(run.pids[1], signal.SIGKILL)
     assert run.wait().code != 0
     assert 4 <= folder.newest() < TOTAL_STEPS
-    finished = job.fork(name, *OPTIONS, "--engine", second, "--resume", "auto")
-    assert finished.code == 0, finished.err
+    job.train(name, *OPTIONS, "--engine", second, "--resume", "auto")
     assert job.losses(name) == job.losses("whole")
     assert last_tensors(folder, TOTAL_STEPS) == last_tensors(
         RunFolder(job.folder / "whole"), TOTAL_STEPS
@@ -66,8 +58,7 @@ def test_a_schedule_from_a_file_is_read_by_the_loader_of_torch(job):
     rows = [",".join(map(str, order)) for order in orders]
     (job.folder / "mine.csv").write_text("\n".join(rows) + "\n")
     words = ("--engine", "torch", "--schedule", job.folder / "mine.csv")
-    finished = job.fork("from-file", *OPTIONS, *words)
-    assert finished.code == 0, finished.err
+    job.train("from-file", *OPTIONS, *words)
     assert job.losses("from-file") == job.losses("whole")
 
 
@@ -77,64 +68,24 @@ def test_a_schedule_that_torch_has_not_is_refused(job):
     assert "--schedule eager_1f1b is not one of PyTorch's" in finished.err.splitlines()[0]
 
 
-@pytest.mark.parametrize("engine", ["pipeline", "torch"])
-def test_a_rank_that_hangs_is_named_and_not_the_one_that_waits_for_it(job, engine):
+def test_a_rank_that_hangs_is_named_and_not_the_one_that_waits_for_it(job):
     code = LOSS.format(name="hangs", act="time.sleep(1000)")
     (job.folder / "hanging.py").write_text(code)
-    words = ("--engine", engine, "--import", job.folder / "hanging.py", "--loss-fn", "hangs")
-    finished = job.fork(f"hangs-{engine}", *words, "--hang-timeout", 3)
+    words = ("--engine", "torch", "--import", job.folder / "hanging.py", "--loss-fn", "hangs")
+    finished = job.fork("hangs", *words, "--hang-timeout", 3)
     first = finished.err.splitlines()[0]
     for word in ("rank=1", "stage=1", "in loss of micro-batch"):
         assert word in first, finished.err
     assert finished.code != 0
 
 
-@pytest.mark.parametrize("engine", ["pipeline", "torch"])
-def test_a_loss_that_raises_is_named_with_its_place_alone(job, engine):
+def test_a_loss_that_raises_is_named_with_its_place_alone(job):
     """torch logs the whole schedule first, which is not to be seen."""
     code = LOSS.format(name="raises", act="raise KeyError('on purpose')")
     (job.folder / "raising.py").write_text(code)
-    words = ("--engine", engine, "--import", job.folder / "raising.py", "--loss-fn", "raises")
-    finished = job.fork(f"raises-{engine}", *words)
+    words = ("--engine", "torch", "--import", job.folder / "raising.py", "--loss-fn", "raises")
+    finished = job.fork("raises", *words)
     assert finished.code not in (0, 2) and "Full Schedule" not in finished.err
     first = finished.err.splitlines()[0]
     for word in ("rank=1", "stage=1", "KeyError: 'on purpose'", "raising.py:11", "micro-batch"):
         assert word in first, finished.err
-
-
-class Cutting(nn.Module):
-    """A first stage that sends fewer tokens than it says, and a last one."""
-
-    parameter_order = ("weight",)
-
-    def __init__(self, stage, num_stages):
-        super().__init__()
-        self.stage, self.num_stages = stage, num_stages
-        self.is_first, self.is_last = stage == 0, stage == num_stages - 1
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def forward(self, hidden, **batch):
-        if self.is_first:
-            return (hidden[..., None] * self.weight)[:, 1:]
-        return hidden * self.weight
-
-    def get_example_input(self, rows, tokens):
-        if self.is_first:
-            return (torch.empty(rows, tokens, dtype=torch.long, device="meta"),)
-        return (torch.empty(rows, tokens, 3, device="meta"),)
-
-    def get_example_output(self, rows, tokens):
-        return () if self.is_last else (torch.empty(rows, tokens, 3, device="meta"),)
-
-
-def test_a_wrong_shape_is_refused_before_it_is_sent():
-    def run(rank):
-        group = dist.new_group(timeout=timedelta(seconds=3))
-        runner = TorchPipelineRunner(Cutting(rank, 2), device=torch.device("cpu"), group=group)
-        batches = [{"input_ids": torch.ones(2, 5, dtype=torch.long)}] * 2
-        with pytest.raises((UserError, RuntimeError)[rank]) as found:  # rank 1 waits in vain
-            runner.step(batches, loss_fn=lambda output, batch: output.sum())
-        return str(found.value)
-
-    said = run_ranks(run, 2)[0]
-    assert "of micro-batch 0, stage 1 expects [((2, 5, 3)" in said

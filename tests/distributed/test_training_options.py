@@ -1,4 +1,6 @@
-"""Half precision, checkpointing, freezing and LoRA: two stages against one."""
+"""Half precision, checkpointing, freezing, LoRA: two stages against one; and memory levers."""
+
+import functools
 
 import pytest
 import torch
@@ -6,6 +8,8 @@ import torch
 from loss_fn import sft
 from pp_models import CausalLMStage
 from stageline.checkpoint.init import init_split_model
+from stageline.modules.chunked_loss import ChunkedLoss
+from stageline.modules.recompute import offload_activations
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import SCHEDULES, make_schedule
 from stageline.training.evaluation import evaluate
@@ -25,10 +29,8 @@ def make_optimizer(parameters):
     return torch.optim.AdamW(optimizer_groups(parameters, weight_decay=0.1), lr=1e-3)
 
 
-def build(stage, num_stages, options, dtype, checkpointing):
-    model = CausalLMStage(
-        tiny_config("llama"), stage=stage, num_stages=num_stages, dtype=dtype, **options
-    )
+def build(stage, num_stages, options, dtype, checkpointing, config):
+    model = CausalLMStage(config, stage=stage, num_stages=num_stages, dtype=dtype, **options)
     init_split_model(model, seed=1, device="cpu", dtype=dtype)
     model.frozen()
     model.train()
@@ -45,24 +47,35 @@ def train(
     checkpointing=False,
     scale=None,
     schedule="1f1b",
+    config=None,
+    has_levers=False,
+    chunk=0,
 ):
     plan = make_schedule(schedule, num_ranks=num_ranks)
+    config = config or tiny_config("llama")
     stages = [
-        build(stage, plan.num_stages, options, dtype, checkpointing)
+        build(stage, plan.num_stages, options, dtype, checkpointing, config)
         for stage in plan.stages_of(rank)
     ]
+    loss_fn = sft
+    if has_levers:
+        stages[0].enable_gradient_checkpointing(every=2, mode="operators")
+        offload_activations(stages[0], moves=torch.is_floating_point)
+    if chunk:
+        stages[0].logits_chunk = chunk
+        loss_fn = ChunkedLoss(sft, whole=stages[0].whole, chunk=chunk)
     runner = PipelineRunner(stages, device=torch.device("cpu"), schedule=plan)
     scaler = LossScaler(enabled=scale is not None, initial_scale=scale or 1.0)
     step = TrainStep(
         runner,
         make_optimizer=make_optimizer,
-        loss_fn=sft,
+        loss_fn=loss_fn,
         learning_rate=lambda step: 1e-3,
         scaler=scaler,
     )
     batches = tiny_micro_batches("llama")
     results = [step(batches, step=index) for index in range(NUM_STEPS)]
-    held_out = evaluate(runner, [batches], loss_fn=sft, keep=3)
+    held_out = evaluate(runner, [batches], loss_fn=loss_fn, keep=3)
     return {
         "losses": [result.loss for result in results],
         "norms": [result.grad_norm for result in results],
@@ -131,9 +144,17 @@ def test_an_overflow_is_skipped_on_every_stage():
             assert torch.equal(weight, start[name])
 
 
-def test_checkpointing_changes_no_number():
-    plain = run_ranks(train, 2, 2, {}, torch.float32, False)
-    recomputed = run_ranks(train, 2, 2, {}, torch.float32, True)
-    for a, b in zip(plain, recomputed, strict=True):
-        assert a["losses"] == b["losses"]
-        assert all(torch.equal(a["weights"][name], b["weights"][name]) for name in a["weights"])
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_memory_levers_change_no_number(chunk):
+    """All of them at once, in a tied model with capped logits."""
+    config = tiny_config("gemma2", tied=True)
+    plain, saving = (
+        run_ranks(functools.partial(train, config=config, **levers), 2, 2, {})
+        for levers in ({}, {"has_levers": True, "chunk": chunk})
+    )
+    for ours, theirs in zip(saving, plain, strict=True):
+        assert ours["predicted"] == theirs["predicted"] and len(ours["predicted"]) == 3
+        for name in ("losses", "norms", "held_out"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5 if chunk else 0, abs=0)
+        if chunk == 0:
+            assert all(torch.equal(w, theirs["weights"][n]) for n, w in ours["weights"].items())

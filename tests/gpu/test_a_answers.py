@@ -3,7 +3,6 @@
 Ranks are forked, a card each, with gloo for NCCL.
 """
 
-import json
 import os
 import signal
 
@@ -15,7 +14,7 @@ from tests.helpers.emulated_gpu.cards import Cards
 from tests.helpers.emulated_gpu.native import KIND
 from tests.helpers.ranks import run_ranks
 from tests.helpers.served_model import NUM_TOKENS, ServedModel, wait_for_url
-from tests.helpers.small_run import ForkedRun, Job
+from tests.helpers.small_run import GENERATE, ForkedRun, Job, evaluated
 
 pytestmark = pytest.mark.usefixtures("cards")
 
@@ -27,27 +26,16 @@ def job(tmp_path_factory):
 
 # options of an engine, ranks, cards
 ENGINES = {
-    "device map of two": ("--engine device_map", 1, 2),
     "device map of four": ("--engine device_map", 1, 4),
-    "stages": ("--engine pipeline --num-stages 2", 2, 2),
     "replicas of stages": ("--engine pipeline --num-stages 2 --num-replicas 2", 4, 4),
 }
 
 
 def answers(job, name, engine, *, ranks, device=KIND):
     """Row -> answer of evaluate.py."""
-    folder = job.folder / name
-    words = [
-        *("evaluate.py", *engine.split(), "--model-path", job.model),
-        *("--dataset", "jsonl", "--dataset-path", job.rows, "--dataset.test_size", "1.0"),
-        *("--image-token", "none", "--device", device, "--max-new-tokens", 6),
-        *("--output-dir", folder, "--batch-size", 4, "--limit", 4, "--bootstrap.resamples", 10),
-        *"--model generate --metric exact_match --prompt question --prompt-fn fill".split(),
-    ]
-    done = ForkedRun(list(map(str, words)), ranks=ranks).wait(200)
-    assert done.code == 0, done.out[-2000:] + done.err[-4000:]
-    lines = (folder / "predictions.jsonl").read_text().splitlines()
-    return {row["id"]: row["prediction"] for row in map(json.loads, lines)}
+    words = (*GENERATE, *engine.split(), "--device", device, "--limit", 4)
+    found = evaluated(job, job.folder / name, *words, ranks=ranks)
+    return {key: record["prediction"] for key, record in found.items()}
 
 
 @pytest.fixture(scope="module")

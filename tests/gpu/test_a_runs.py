@@ -6,7 +6,6 @@ Ranks are forked, a card each, with gloo for NCCL. Files that begin with test_a 
 refuses to fork a process that has run a backward pass on a card.
 """
 
-import json
 import re
 from datetime import timedelta
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from tests.helpers.emulated_gpu.native import KIND
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_run import Job
 from tests.helpers.small_vision_run import VisionJob
-from tests.helpers.tiny_datasets import write_lines
+from tests.helpers.tiny_datasets import write_preferences
 
 pytestmark = pytest.mark.usefixtures("cards")
 TWO_STEPS = ("--total-steps", 2, "--save-steps", 0, "--batch-size", 4)
@@ -85,24 +84,12 @@ CASES = {
         cards=4,
     ),
     "bf16": Case(BF16, f"{ZBV} --eval-samples 4 --save-steps 1 --offload-activations"),
-    "bf16 operators chunk": Case(
-        BF16,
-        f"{ZBV} --gradient-checkpointing --recompute.mode operators --logits-chunk 5 "
-        "--offload-activations",
-    ),
-    "bf16 shares": Case(
-        BF16,
-        "--dp-degree 2 --dp-shard --batch-size 2 --micro-batch-size 1 --gradient-checkpointing",
-        ranks=2,
-        cards=2,
-    ),
     "fp16 scaler": Case("--fp16", ZBV),
     "lora dropout": Case(DROPOUT, f"--gradient-checkpointing {ZBV}"),
     "dora rslora": Case(f"{BF16} {LORA} --lora.use_dora --lora.use_rslora", "--save-steps 1"),
     "pissa": Case(f"{LORA} --lora.init pissa", ZBV),
     "pissa fast": Case(f"{BF16} {LORA} --lora.init pissa_niter_2"),
     "new tokens": Case(NEW_TOKENS, f"{ZBV} --save-steps 1"),
-    "packing": Case("--packing", ZBV),
     "packing replicas": Case(
         "--packing", "--dp-degree 2 --batch-size 2 --micro-batch-size 1", ranks=2, cards=2
     ),
@@ -110,9 +97,7 @@ CASES = {
     "methods": Case(f"{BF16} {METHODS}", ZBV, waits=".*modeling_rope_utils.py"),
     "muon": Case("--optimizer muon", ZBV),
     "adafactor": Case("--optimizer adafactor", waits=".*training/precision.py"),
-    "sgd": Case("--optimizer sgd --optimizer.momentum 0.9"),
     "experts": Case("--train-model.output_router_logits true", ZBV, family="mixtral"),
-    "windows": Case(BF16, ZBV, family="gemma2"),
     "tied": Case(BF16, "--num-stages 2", ranks=2, cards=2, family="gpt2"),
     "dpo": Case(f"--collate-fn dpo --loss-fn dpo {LORA}", "--eval-samples 4", rows="dpo"),
     "dpo full": Case(
@@ -139,14 +124,10 @@ CASES = {
 }
 
 if KIND != "cuda":  # what differs by kind is in these
-    CASES = {
-        name: CASES[name]
-        for name in (
-            *("zbv recompute chunk", "offload operators", "stages", "shares", "lora dropout"),
-            *("packing eager fp16", "pissa", "dpo"),
-            *("streaming", "streaming lora dropout", "streaming stale"),
-        )
-    }
+    names = ("zbv recompute chunk", "offload operators", "stages", "shares", "lora dropout")
+    names += ("packing eager fp16", "pissa", "dpo", "streaming", "streaming stale")
+    CASES = {name: CASES[name] for name in names}
+shown_on_cuda = pytest.mark.skipif(KIND != "cuda", reason="the same code as on CUDA's cards")
 
 
 class Jobs:
@@ -168,22 +149,9 @@ class Jobs:
         key = case.family, case.like, case.rows
         if key not in self.on_cpu:
             job, name = self.job(case.family), f"cpu {len(self.on_cpu)}"
-            done = job.fork(name, *TWO_STEPS, *case.like.split(), *rows_of(job, case), ranks=1)
-            assert done.code == 0, done.err
+            job.train(name, *TWO_STEPS, *case.like.split(), *rows_of(job, case), ranks=1)
             self.on_cpu[key] = job.losses(name)
         return self.on_cpu[key]
-
-
-def write_preferences(folder):
-    pairs, rated = [], []
-    for i in range(30):
-        said = {"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "!" * (i % 5)}
-        pairs.append(
-            {"question": f"{i}?", "chosen": "!" * (1 + i % 5), "rejected": "no " * (1 + i % 3)}
-        )
-        rated.append({"messages": said, "label": i % 3 > 0})
-    write_lines(folder / "dpo.jsonl", pairs)
-    write_lines(folder / "kto.jsonl", rated)
 
 
 def rows_of(job, case):
@@ -228,6 +196,7 @@ def test_a_run_has_the_losses_of_one_stage_on_the_cpu(jobs, name, cards, seen):
     assert len(found) == len(expected) and found == pytest.approx(expected, rel=tolerance)
 
 
+@shown_on_cuda
 def test_a_projector_alone_trains_over_two_cards(tmp_path, cards, seen):
     """The last stage trains nothing, and takes part in the norm all the same."""
     job = VisionJob(tmp_path, family="qwen2_5_vl")
@@ -239,6 +208,7 @@ def test_a_projector_alone_trains_over_two_cards(tmp_path, cards, seen):
     seen.assert_clean(2)
 
 
+@shown_on_cuda
 def test_a_run_goes_on_from_what_it_saved_on_other_cards(jobs, cards, seen):
     """Shares of two cards, then two stages on two; the CPU's numbers in both."""
     job = jobs.job("llama")
@@ -251,6 +221,7 @@ def test_a_run_goes_on_from_what_it_saved_on_other_cards(jobs, cards, seen):
     assert found == pytest.approx(jobs.expected(Case()), rel=1e-5)
 
 
+@shown_on_cuda
 def test_a_loss_that_is_no_number_is_found_on_its_card(jobs, cards, seen):
     """The passes of that step run once more, on generators set back."""
     job = jobs.job("llama")
@@ -264,8 +235,7 @@ def test_a_loss_that_is_no_number_is_found_on_its_card(jobs, cards, seen):
 
 def test_the_planner_measures_on_a_card(jobs, cards, seen):
     job = jobs.job("llama")
-    done = job.fork("plan", *TWO_STEPS, "--device", KIND, *ZBV.split(), "--plan", ranks=1)
-    assert done.code == 0, done.err
+    done = job.train("plan", *TWO_STEPS, "--device", KIND, *ZBV.split(), "--plan", ranks=1)
     seen.assert_clean(1)
     assert "plan: --schedule zbv, 2 stages on 1 ranks" in done.out and "peak" in done.out
 
@@ -298,6 +268,7 @@ def test_every_schedule_over_two_cards(cards):
                 assert ours == pytest.approx(theirs, rel=1e-5), name
 
 
+@shown_on_cuda
 def test_start_weights_on_the_host_are_exchanged_with_those_on_the_card(jobs, cards):
     """Full weights with a divergence from the start: the card has what the CPU has."""
     job = jobs.job("llama")
@@ -307,12 +278,8 @@ def test_start_weights_on_the_host_are_exchanged_with_those_on_the_card(jobs, ca
         "--rollouts.max_completion_length 8 "
         "--rollouts.kl_beta 0.1 --loss-fn.entropy_coef 0.1 --learning-rate 3e-3 --num-stages 2"
     ).split()
-    cpu = job.fork("start cpu", *TWO_STEPS, *words, ranks=2)
-    assert cpu.code == 0, cpu.err
+    job.train("start cpu", *TWO_STEPS, *words, ranks=2)
     cards.count = 2
     train(job, "start", *words, ranks=2)
-    told = []
-    for name in ("start", "start cpu"):
-        lines = map(json.loads, (job.folder / name / "log.jsonl").read_text().splitlines())
-        told.append([line["kl"] for line in lines if line["kind"] == "train"])
+    told = [[record["kl"] for record in job.records(name)] for name in ("start", "start cpu")]
     assert told[0][0] == 0 < told[0][1] and told[0] == pytest.approx(told[1], rel=1e-3)

@@ -28,7 +28,6 @@ from tests.helpers.decoded_models import decoded_text_model, generated, load_who
 from tests.helpers.decoding_engines import answers_of, on_ranks
 from tests.helpers.host_waits import host_waits
 from tests.helpers.ports import free_port
-from tests.helpers.ranks import run_ranks
 
 NUM_TOKENS = 8
 GPU = torch.device("cuda", 0)
@@ -200,11 +199,4 @@ def test_two_stages_on_two_gpus(model, library):
     context = mp.spawn(_answer_by_nccl, (free_port(), found, *of_model), nprocs=2, join=False)
     answers = found.get()
     context.join()
-    assert answers == library(torch.float32)
-
-
-@pytest.mark.cards(2)
-def test_two_stages_on_two_emulated_gpus(model, library, cards):
-    of_model = str(model.folder), model.processor, [dict(one) for one in model.prompts]
-    answers = run_ranks(_answer_on, 2, *of_model)[0]
     assert answers == library(torch.float32)

@@ -212,20 +212,6 @@ def test_a_forward_call_joins_autograd(output_device, slow):
         assert not engine(batch).requires_grad
 
 
-def test_inputs_that_the_callers_stream_has_not_made_yet():
-    ours, theirs = make_model(), make_model()
-    engine = RoundPipe(ours, lanes=lanes_of(1))
-    batch, label = make_batch()
-    on_gpu = (batch.cuda(), label.cuda())
-    torch.cuda.synchronize()
-    torch.cuda._sleep(50 * CYCLES)
-    late = [each * 3 for each in on_gpu]
-    loss = engine.forward_backward((late[0],), label=late[1], loss_fn=loss_fn)
-    del late
-    expected = plain_loop(theirs, batch * 3, label * 3, 2)
-    torch.testing.assert_close(loss, expected, **CLOSE)
-
-
 def test_values_outlive_their_last_reference():
     """Many micro-batches of one size on a slow compute stream: memory is used again at once."""
     ours, theirs = make_model(), make_model()
@@ -306,54 +292,6 @@ def test_ways_of_pinning_give_the_same_numbers(pin_model):
             torch.testing.assert_close(one.grad, other.grad, **CLOSE)
         del engine, ours
         gc.collect()
-
-
-class Breaks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.is_broken = nn.Linear(WIDTH, WIDTH), False
-
-    def forward(self, value):
-        if self.is_broken:
-            raise KeyError("broken on purpose")
-        return self.linear(value)
-
-
-@pytest.mark.parametrize("slow", [None, SLOW_QUEUES[1]])
-def test_an_error_in_a_layer_leaves_the_engine_usable(slow):
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Breaks(), nn.Linear(WIDTH, 64)).double()
-    lanes = lanes_of(1, slow=slow)
-    engine = RoundPipe(model, lanes=lanes)
-    batch, label = make_batch()
-    plan = Plan((range(0, 1), range(1, 2)), tuple(range(at, at + 1) for at in (2, 1, 0)))
-    call = {
-        "label": label,
-        "loss_fn": loss_fn,
-        "run_config": RoundPipeRunConfig(num_microbatch=2, execute_plan=plan),
-    }
-    first = engine.forward_backward((batch,), **call)
-    held = lanes[0].pool.held_bytes
-    for _ in range(5):
-        model[1].is_broken = True
-        with pytest.raises(KeyError, match="broken on purpose"):
-            engine.forward_backward((batch,), **call)
-        model[1].is_broken = False
-        torch.testing.assert_close(engine.forward_backward((batch,), **call), first, **CLOSE)
-    assert lanes[0].pool.held_bytes <= 2 * held
-
-
-def test_an_error_in_a_step_is_raised_at_the_next_call():
-    engine = RoundPipe(make_model(), lanes=lanes_of(1))
-    batch, label = make_batch()
-
-    def failing_step():
-        raise ZeroDivisionError("in the step")
-
-    engine.forward_backward((batch,), label=label, loss_fn=loss_fn)
-    engine.step(failing_step)
-    with pytest.raises(ZeroDivisionError, match="in the step"):
-        engine.synchronize()
 
 
 def test_the_controller_waits_for_no_stream_while_it_gives_work():

@@ -1,7 +1,5 @@
 """Small runs whose model answers before each step, and what two of them have alike."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -73,14 +71,7 @@ GRPO = (
     "--rollouts.prompts_together 2 "
     "--rollouts.max_completion_length 8 --total-steps 4 --save-steps 2 --learning-rate 3e-3"
 ).split()
-TWICE = (
-    "--rollouts.inner_steps",
-    2,
-    "--rollouts.sampling_temperature",
-    0.7,
-    "--loss-fn",
-    "watched",
-)
+TWICE = "--rollouts.inner_steps 2 --rollouts.sampling_temperature 0.7 --loss-fn watched".split()
 LORA = ("--llm-lora-num", 1, "--parts.lm_head.frozen", "--rollouts.kl_beta", 0.1)
 SPLITS = [
     ((), 2),
@@ -89,15 +80,7 @@ SPLITS = [
     (("--schedule", "interleaved_1f1b", "--num-stages", 4), 2),
 ]
 REPLICAS = ("--dp-degree", 2, "--num-stages", 1, "--batch-size", 8)
-AHEAD = (
-    "--rollouts.ahead",
-    1,
-    "--rollouts.sampling_temperature",
-    0.7,
-    "--loss-fn",
-    "watched",
-    *LORA,
-)
+AHEAD = ("--rollouts.ahead", 1, *TWICE[2:], *LORA)
 
 
 def run(job, name, *options, **more):
@@ -105,9 +88,13 @@ def run(job, name, *options, **more):
     return job.fork(name, *words, **more)
 
 
+def trained(job, name, *options, **more):
+    """As `run`, and it must not fail."""
+    return job.train(name, "--import", job.folder / "parts.py", *GRPO, *options, **more)
+
+
 def records(job, name, kind="train"):
-    lines = map(json.loads, (job.folder / name / "log.jsonl").read_text().splitlines())
-    return {record["step"]: record for record in lines if record["kind"] == kind}
+    return {record["step"]: record for record in job.records(name, kind)}
 
 
 def samples(job, name):

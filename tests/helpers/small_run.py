@@ -1,7 +1,6 @@
 """A small training run through the real entry file, for fault tests.
 
-`Job.run` starts it as a user does, which takes ten seconds: for what launchers have a part in.
-`Job.fork` forks ranks of this process, which has imported everything, and takes two.
+`Job.fork` forks ranks of this process, which has imported everything: two seconds instead of ten.
 """
 
 import gc
@@ -9,7 +8,6 @@ import json
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,7 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from safetensors.torch import load_file
@@ -109,37 +107,6 @@ class Job:
         words = [sys.executable, *launcher, ROOT / "train_pp.py", *model, *OPTIONS, *paths]
         return list(map(str, [*words, "--output-dir", self.folder / name, *options]))
 
-    def start(
-        self,
-        name: str,
-        *options: str | Path | int,
-        chaos: str = "",
-        torchrun: tuple[str | int, ...] = (),
-    ) -> subprocess.Popen:
-        """Starts a run in a process group of its own; `finish` ends it."""
-        environment = {**os.environ, **faults.environment(chaos), "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            self.command(name, *options, torchrun=torchrun),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
-        process.started_at = time.monotonic()
-        return process
-
-    def run(
-        self,
-        name: str,
-        *options: str | Path | int,
-        chaos: str = "",
-        torchrun: tuple[str | int, ...] = (),
-        timeout: float = 120,
-    ) -> Finished:
-        """Runs to the end."""
-        return finish(self.start(name, *options, chaos=chaos, torchrun=torchrun), timeout=timeout)
-
     def fork(
         self,
         name: str,
@@ -160,6 +127,12 @@ class Job:
         run = self.start_forked(name, *options, *more, ranks=ranks, chaos=chaos)
         return run.wait(timeout)
 
+    def train(self, name: str, *options: str | Path | int, **more: Any) -> Finished:
+        """As `fork`, and it must not fail."""
+        done = self.fork(name, *options, **more)
+        assert done.code == 0, done.out[-2000:] + done.err[-4000:]
+        return done
+
     def start_forked(
         self, name: str, *options: str | Path | int, ranks: int = 2, chaos: str = ""
     ) -> "ForkedRun":
@@ -169,9 +142,12 @@ class Job:
 
     def losses(self, name: str) -> dict[int, float]:
         """Step -> loss as the log says it; of a step that was run again the last."""
+        return {record["step"]: record["loss"] for record in self.records(name)}
+
+    def records(self, name: str, kind: str = "train") -> list[dict[str, Any]]:
+        """What the log says of steps (`train`) or of evaluations (`eval`)."""
         lines = (self.folder / name / "log.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines]
-        return {r["step"]: r["loss"] for r in records if r["kind"] == "train"}
+        return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
     def checkpoints(self, name: str) -> list[str]:
         """Names of what is called a checkpoint, in order."""
@@ -199,6 +175,13 @@ def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
             assert f"{kind}/{name}" not in found, "saved twice"
             found[f"{kind}/{name}"] = value
     return found
+
+
+def assert_same_tensors(ours: Path, theirs: Path) -> None:
+    """Two checkpoints hold the same, to the bit."""
+    made, expected = saved_tensors(ours), saved_tensors(theirs)
+    assert made.keys() == expected.keys()
+    assert [name for name in made if not torch.equal(made[name], expected[name])] == []
 
 
 class ForkedRanks:
@@ -387,12 +370,20 @@ def run_and_exit(words: list[str], files: Sequence[Path], prepare: Callable[[], 
             os._exit(code)
 
 
-def finish(process: subprocess.Popen, *, timeout: float = 120) -> Finished:
-    """Waits for a process that `Job.start` began; kills its group when it takes too long."""
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
-        raise AssertionError(f"still running after {timeout} s:\n{out}\n{err}") from None
-    return Finished(process.returncode, out, err, time.monotonic() - process.started_at)
+EVALUATION = (
+    "--dataset jsonl --dataset.test_size 1.0 --image-token none --device cpu --max-new-tokens 6 "
+    "--batch-size 4 --bootstrap.resamples 10"
+).split()
+GENERATE = "--model generate --metric exact_match --prompt question --prompt-fn fill".split()
+
+
+def evaluated(job: Job, folder: Path, *options: object, ranks: int = 1) -> dict[str, dict]:
+    """id -> what evaluate.py wrote about a row; later options win."""
+    paths = ("--model-path", job.model, "--dataset-path", job.rows, "--output-dir", folder)
+    words = [ROOT / "evaluate.py", *EVALUATION, *paths, *options]
+    done = ForkedRun(list(map(str, words)), ranks=ranks).wait(200)
+    assert done.code == 0, done.out[-2000:] + done.err[-4000:]
+    lines = (folder / "predictions.jsonl").read_text().splitlines()
+    records = {record["id"]: record for record in map(json.loads, lines)}
+    assert len(records) == len(lines), "a row comes twice"
+    return records

@@ -136,3 +136,18 @@ def make_groups(folder: Path) -> None:
     write_lines(folder / "train.jsonl", rows[:12])
     write_lines(folder / "test.jsonl", rows[12:])
     picture(folder / "a.png")
+
+
+def write_preferences(folder: Path) -> None:
+    """30 pairs of answers in dpo.jsonl, and 30 answers that are wanted or not in kto.jsonl."""
+    pairs = [
+        {"question": f"{i}?", "chosen": "!" * (1 + i % 5), "rejected": "no " * (1 + i % 3)}
+        for i in range(30)
+    ]
+    write_lines(folder / "dpo.jsonl", pairs)
+    rated = []
+    for i, pair in enumerate(pairs):
+        said = {"user": pair["question"], "assistant": pair["chosen"]}
+        messages = [{"role": role, "content": text} for role, text in said.items()]
+        rated.append({"messages": messages, "label": i % 3 > 0})
+    write_lines(folder / "kto.jsonl", rated)

@@ -96,7 +96,7 @@ def launch(
     chaos: str = "",
     torchrun: tuple[str | int, ...] = (),
 ) -> WarmLauncher:
-    """As `job.start`, from a fork."""
+    """Starts a run below a launcher, from a fork."""
     words = job.command(name, *options, torchrun=torchrun)[1:]
     return WarmLauncher(words, {**faults.environment(chaos), "OMP_NUM_THREADS": "1"})
 

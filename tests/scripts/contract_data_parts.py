@@ -40,124 +40,52 @@ class Rows:
 dataset_register["rows"] = Rows
 
 
+def other_rows(key, change):
+    """A dataset with other rows: change(sample)."""
+
+    class OtherRows(Rows):
+        def __getitem__(self, row):
+            return change(self.sample(row))
+
+    dataset_register[key] = OtherRows
+
+
+other_rows("row_is_none", lambda sample: None)
+other_rows("row_is_three", lambda sample: (None, sample, 0))
+other_rows("row_is_a_dict_of_two", lambda sample: {"question": "1?", "answer": "!"})
+other_rows("sample_is_a_text", lambda sample: (None, "0? !"))
+other_rows("row_has_paths_for_images", lambda sample: (["0.png"], sample))
+other_rows("row_has_a_tensor", lambda sample: (torch.zeros(3, 24, 24), sample))
+
+
 @dataset_register("row_is_a_dict")
 class RowIsADict(Rows):
-    """A row without images."""
-
     def __getitem__(self, row):
         return self.sample(row)
 
 
-@dataset_register("row_is_a_dict_of_two")
-class RowIsADictOfTwo(Rows):
-    """A row of two fields, which would come apart as a pair of names."""
-
-    def __getitem__(self, row):
-        return {"question": "1?", "answer": "!"}
-
-
 @dataset_register("row_is_swapped")
 class RowIsSwapped(Rows):
-    """The sample first."""
-
     def __getitem__(self, row):
         return self.sample(row), None
 
 
-@dataset_register("row_has_text_for_images")
-class RowHasTextForImages(Rows):
-    """A path where an image belongs."""
-
-    def __getitem__(self, row):
-        return "0.png", self.sample(row)
-
-
-@dataset_register("row_has_paths_for_images")
-class RowHasPathsForImages(Rows):
-    """A list of paths where images belong."""
-
-    def __getitem__(self, row):
-        return ["0.png"], self.sample(row)
-
-
-@dataset_register("row_is_three")
-class RowIsThree(Rows):
-    """Something more."""
-
-    def __getitem__(self, row):
-        return None, self.sample(row), row
-
-
-@dataset_register("row_is_none")
-class RowIsNone(Rows):
-    """A forgotten return."""
-
-    def __getitem__(self, row):
-        self.sample(row)
-
-
-@dataset_register("sample_is_a_text")
-class SampleIsAText(Rows):
-    """A text where a dict belongs."""
-
-    def __getitem__(self, row):
-        return None, "0? !"
-
-
 @dataset_register("row_has_one_image")
 class RowHasOneImage(Rows):
-    """One image where a list belongs."""
-
     def __getitem__(self, row):
         from PIL import Image
 
         return Image.new("RGB", (24, 24)), self.sample(row)
 
 
-@dataset_register("row_has_tensor_images")
-class RowHasTensorImages(Rows):
-    """A tensor where an image belongs."""
-
-    def __getitem__(self, row):
-        return [torch.zeros(3, 24, 24)], self.sample(row)
-
-
-@dataset_register("row_has_a_tensor")
-class RowHasATensor(Rows):
-    """A tensor where a list belongs."""
-
-    def __getitem__(self, row):
-        return torch.zeros(3, 24, 24), self.sample(row)
-
-
-@dataset_register("takes_no_split")
-class TakesNoSplit(Rows):
-    """A class without `split`."""
-
-    def __init__(self, *, dataset_path=None):
-        self.number = 24
-
-
 @dataset_register("takes_no_path")
 class TakesNoPath(Rows):
-    """A class without `dataset_path`."""
-
     def __init__(self, *, split="train"):
         self.number = 24
 
 
-@dataset_register("needs_a_path")
-class NeedsAPath(Rows):
-    """A class that opens what --dataset-path names."""
-
-    def __init__(self, *, dataset_path, split="train"):
-        self.number = len(open(dataset_path).readlines())
-
-
 @dataset_register("has_no_len")
 class HasNoLen:
-    """An iterable."""
-
     def __init__(self, *, dataset_path=None, split="train"):
         pass
 
@@ -167,8 +95,6 @@ class HasNoLen:
 
 @dataset_register("has_no_getitem")
 class HasNoGetitem:
-    """A length and nothing else."""
-
     def __init__(self, *, dataset_path=None, split="train"):
         pass
 
@@ -178,14 +104,11 @@ class HasNoGetitem:
 
 @dataset_register("makes_none")
 def makes_none(*, dataset_path=None, split="train"):
-    """A function that forgot its return."""
     Rows(split=split)
 
 
 @dataset_register("long_test_rows")
 class LongTestRows(Rows):
-    """Held-out rows that are all too long."""
-
     def __init__(self, *, dataset_path=None, split="train"):
         self.number, self.is_test = 24, split == "test"
 
@@ -195,8 +118,6 @@ class LongTestRows(Rows):
 
 @dataset_register("some_long_rows")
 class SomeLongRows(Rows):
-    """Four of five rows are too long."""
-
     def sample(self, row):
         return {**super().sample(row), "answer": "!" * (3 if row % 5 == 0 else 90)}
 
@@ -211,111 +132,65 @@ def gives_none(sample, prompt, *, processor=None, for_generation=False):
 
 @prompt_fn_register("gives_pieces")
 def gives_pieces(sample, prompt, *, processor=None, for_generation=False):
-    """A list of pieces."""
     return list(fill(sample, prompt))
 
 
 @prompt_fn_register("takes_one")
 def takes_one(sample):
-    """Another signature."""
     return fill(sample, "[QUESTION] [ANSWER]")
 
 
 @prompt_fn_register("raises_key_error")
 def raises_key_error(sample, prompt, *, processor=None, for_generation=False):
-    """A field that no row has."""
     return fill({**sample, "question": sample["title"]}, prompt)
 
 
 @image_token_register("image_token_str")
 def image_token_str(rendered, images, *, processor):
-    """A text."""
     return rendered.text
 
 
 @image_token_register("image_token_one")
 def image_token_one(rendered):
-    """Another signature."""
     return rendered
 
 
 # -- collate functions ---------------------------------------------------------------------------
 
 
-@collate_fn_register("collate_list")
-def collate_list(samples, *, num_stages, **common):
-    """A list of rows."""
-    return list(collate_sft(samples, num_stages=num_stages, **common).values())
+def other_batches(key, change):
+    """A collate part with other batches: change(batch)."""
+
+    @collate_fn_register(key)
+    def collate(samples, *, num_stages, **common):
+        return change(collate_sft(samples, num_stages=num_stages, **common))
 
 
-@collate_fn_register("collate_none")
-def collate_none(samples, *, num_stages, **common):
-    """A forgotten return."""
-
-
-@collate_fn_register("collate_lists")
-def collate_lists(samples, *, num_stages, **common):
-    """Lists where tensors belong."""
-    batch = collate_sft(samples, num_stages=num_stages, **common)
-    return {name: value.tolist() for name, value in batch.items()}
+other_batches("collate_none", lambda batch: None)
+other_batches("collate_lists", lambda batch: {n: v.tolist() for n, v in batch.items()})
+other_batches("collate_no_mask", lambda batch: {n: batch[n] for n in ("input_ids", "labels")})
+other_batches("collate_float_ids", lambda batch: {**batch, "input_ids": batch["input_ids"].float()})
+other_batches("collate_short_labels", lambda batch: {**batch, "labels": batch["labels"][:, 1:]})
 
 
 @collate_fn_register("collate_no_labels")
 def collate_no_labels(samples, *, num_stages, **common):
-    """Without labels."""
     batch = collate_sft(samples, num_stages=num_stages, **common)
     del batch["labels"]
     return batch
 
 
-@collate_fn_register("collate_no_mask")
-def collate_no_mask(samples, *, num_stages, **common):
-    """Without attention_mask."""
-    batch = collate_sft(samples, num_stages=num_stages, **common)
-    del batch["attention_mask"]
-    return batch
-
-
-@collate_fn_register("collate_float_ids")
-def collate_float_ids(samples, *, num_stages, **common):
-    """Token ids as floats."""
-    batch = collate_sft(samples, num_stages=num_stages, **common)
-    return {**batch, "input_ids": batch["input_ids"].float()}
-
-
-@collate_fn_register("collate_flat")
-def collate_flat(samples, *, num_stages, **common):
-    """One dimension."""
-    batch = collate_sft(samples, num_stages=num_stages, **common)
-    return {name: value.flatten() for name, value in batch.items()}
-
-
-@collate_fn_register("collate_short_labels")
-def collate_short_labels(samples, *, num_stages, **common):
-    """Labels shifted already, and so a token shorter."""
-    batch = collate_sft(samples, num_stages=num_stages, **common)
-    return {**batch, "labels": batch["labels"][:, 1:]}
-
-
 @collate_fn_register("collate_fewer_rows")
 def collate_fewer_rows(samples, *, num_stages, **common):
-    """A row is lost."""
     batch = collate_sft(samples, num_stages=num_stages, **common)
     return {name: value[:-1] for name, value in batch.items()} if len(samples) > 1 else batch
 
 
 @collate_fn_register("collate_no_test_targets")
 def collate_no_test_targets(samples, *, num_stages, **common):
-    """Nothing is learnt of rows that are held out."""
     batch = collate_sft(samples, num_stages=num_stages, **common)
     is_test = any(len(sample["answer"]) > 20 for _, sample in samples)
     return {**batch, "labels": torch.full_like(batch["labels"], -100)} if is_test else batch
-
-
-@collate_fn_register("collate_one")
-def collate_one(samples):
-    """Another signature."""
-    return collate_sft(samples)
 
 
 # -- metrics -------------------------------------------------------------------------------------
@@ -323,13 +198,10 @@ def collate_one(samples):
 
 @metric_register("metric_number")
 def metric_number(predictions, samples):
-    """The score alone."""
     return 0.5
 
 
 @dataset_register("has_no_id")
 class HasNoId(Rows):
-    """Samples that nothing tells apart."""
-
     def sample(self, row):
         return {"question": "0?", "answer": "!"}

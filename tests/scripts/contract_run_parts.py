@@ -28,117 +28,79 @@ def cross_entropy(logits, batch, reduction="sum"):
 
 @loss_fn_register("loss_of_two")
 def loss_of_two(logits, labels):
-    """The signature of torch's losses."""
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 @loss_fn_register("loss_of_outputs")
 def loss_of_outputs(outputs, labels, num_items_in_batch=None):
-    """The signature of the library's Trainer."""
     return functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
 
 
 @loss_fn_register("loss_vector")
 def loss_vector(logits_BTV, micro_batch, *, num_targets):
-    """A loss for each token."""
     return cross_entropy(logits_BTV, micro_batch, "none") / num_targets
 
 
-@loss_fn_register("loss_none")
-def loss_none(logits_BTV, micro_batch, *, num_targets):
-    """A forgotten return."""
-    cross_entropy(logits_BTV, micro_batch)
+def other_loss(key, change):
+    """A loss that gives something else: change(value)."""
+
+    @loss_fn_register(key)
+    def loss(logits_BTV, micro_batch, *, num_targets):
+        return change(cross_entropy(logits_BTV, micro_batch) / num_targets)
+
+
+other_loss("loss_float", float)
+other_loss("loss_one_element", lambda value: value[None])
+other_loss("loss_integer", lambda value: value.long())
+other_loss("loss_dict", lambda value: {"loss": value})
+other_loss("loss_three", lambda value: (value, {}, value))
+other_loss("loss_figure_float", lambda value: (value, {"mine": 1.0}))
 
 
 @loss_fn_register("loss_mean")
 def loss_mean(logits_BTV, micro_batch, *, num_targets):
-    """A mean over the micro-batch."""
     return cross_entropy(logits_BTV, micro_batch, "mean")
 
 
 @loss_fn_register("loss_half_mean")
 def loss_half_mean(logits_BTV, micro_batch, *, num_targets):
-    """A sum, and a regulariser that is a mean."""
     z = logits_BTV.float().logsumexp(-1).square().mean()
     return cross_entropy(logits_BTV, micro_batch) / num_targets + 0.01 * z
 
 
 @loss_fn_register("loss_mean_over_count")
 def loss_mean_over_count(logits_BTV, micro_batch, *, num_targets):
-    """A mean that is divided again."""
     return cross_entropy(logits_BTV, micro_batch, "mean") / num_targets
-
-
-@loss_fn_register("loss_float")
-def loss_float(logits_BTV, micro_batch, *, num_targets):
-    """A number of Python."""
-    return float(cross_entropy(logits_BTV, micro_batch) / num_targets)
-
-
-@loss_fn_register("loss_one_element")
-def loss_one_element(logits_BTV, micro_batch, *, num_targets):
-    """A tensor of one element."""
-    return (cross_entropy(logits_BTV, micro_batch) / num_targets)[None]
-
-
-@loss_fn_register("loss_integer")
-def loss_integer(logits_BTV, micro_batch, *, num_targets):
-    """Whole numbers."""
-    return (cross_entropy(logits_BTV, micro_batch) / num_targets).long()
-
-
-@loss_fn_register("loss_dict")
-def loss_dict(logits_BTV, micro_batch, *, num_targets):
-    """A dict."""
-    return {"loss": cross_entropy(logits_BTV, micro_batch) / num_targets}
-
-
-@loss_fn_register("loss_three")
-def loss_three(logits_BTV, micro_batch, *, num_targets):
-    """Three values."""
-    return cross_entropy(logits_BTV, micro_batch) / num_targets, {}, logits_BTV
-
-
-@loss_fn_register("loss_figure_float")
-def loss_figure_float(logits_BTV, micro_batch, *, num_targets):
-    """A figure that is a Python number."""
-    return cross_entropy(logits_BTV, micro_batch) / num_targets, {"mine": 1.0}
 
 
 @loss_fn_register("loss_figure_mean")
 def loss_figure_mean(logits_BTV, micro_batch, *, num_targets):
-    """A figure that is a mean."""
     figures = {"entropy": cross_entropy(logits_BTV, micro_batch, "mean")}
     return cross_entropy(logits_BTV, micro_batch) / num_targets, figures
 
 
 @loss_fn_register("loss_declared", weighs_by_itself=True)
 def loss_declared(logits_BTV, micro_batch, *, num_targets):
-    """A mean that is meant so."""
     return cross_entropy(logits_BTV, micro_batch, "mean")
 
 
 @loss_fn_register("loss_raises")
 def loss_raises(logits_BTV, micro_batch, *, num_targets):
-    """A key that no micro-batch has."""
     return micro_batch["weights"].sum() / num_targets
 
 
 @loss_fn_register("loss_fails")
 def loss_fails(logits_BTV, micro_batch, *, num_targets):
-    """Classes lie in the second dimension: torch refuses this."""
     return nn.functional.cross_entropy(logits_BTV, micro_batch["labels"]) / num_targets
 
 
 @loss_fn_register("loss_on_a_gpu")
 def loss_on_a_gpu(logits_BTV, micro_batch, *, num_targets):
-    """Of a kernel that is not here."""
     raise RuntimeError("this kernel needs CUDA")
 
 
 @loss_fn_register("loss_unshifted")
 def loss_unshifted(logits_BTV, micro_batch, *, num_targets):
-    """Compares logits of a token with the token itself."""
     labels = micro_batch["labels"].flatten()
     total = functional.cross_entropy(logits_BTV.float().flatten(0, 1), labels, reduction="sum")
     return total / num_targets
@@ -146,45 +108,29 @@ def loss_unshifted(logits_BTV, micro_batch, *, num_targets):
 
 @sim_fn_register("sim_scalar")
 def sim_scalar(a_NV, b_NV):
-    """One number."""
     return (a_NV * b_NV).sum()
 
 
 # -- optimizers ----------------------------------------------------------------------------------
 
 
-@optimizer_register("optimizer_none")
-def optimizer_none(param_groups, *, learning_rate, weight_decay):
-    """A forgotten return."""
-
-
 @optimizer_register("optimizer_class")
 def optimizer_class(param_groups, *, learning_rate, weight_decay):
-    """The class, not an object."""
     return torch.optim.AdamW
-
-
-@optimizer_register("optimizer_lr")
-def optimizer_lr(params, lr):
-    """Another signature."""
-    return torch.optim.AdamW(params, lr=lr)
 
 
 @optimizer_register("optimizer_of_one")
 def optimizer_of_one(param_groups, *, learning_rate, weight_decay):
-    """Updates the first group alone."""
     return torch.optim.AdamW(param_groups[:1], lr=learning_rate)
 
 
 @lr_scheduler_register("rate_is_a_number")
 def rate_is_a_number(*, learning_rate, **others):
-    """A number."""
     return learning_rate
 
 
 @lr_scheduler_register("rate_is_an_object")
 def rate_is_an_object(*, learning_rate, min_lr, warmup_steps, warmup_start_lr, total_steps):
-    """torch's own scheduler."""
     weight = nn.Parameter(torch.zeros(1))
     return torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([weight], lr=1.0), lambda step: 1.0)
 
@@ -192,61 +138,29 @@ def rate_is_an_object(*, learning_rate, min_lr, warmup_steps, warmup_start_lr, t
 # -- stage models --------------------------------------------------------------------------------
 
 
-@train_model_register("stage_dict")
-def stage_dict(**kwargs):
-    """A stage that returns a dict."""
-    return DictStage.build(**kwargs)
-
-
-class DictStage(CausalLMStage):
-    """Every stage but the last."""
-
-    def forward(self, hidden_or_ids, *extras, **batch):
-        hidden = super().forward(hidden_or_ids, *extras, **batch)
-        return hidden if self.is_last else {"hidden_states": hidden}
-
-
 class SaysItself(CausalLMStage):
-    """One that says by get_example_input alone what travels."""
-
     def get_batch_input(self, batch):
         return self.get_example_input(*batch["input_ids"].shape)
 
 
 class WrongShape(SaysItself):
-    """Says half of the width."""
-
     def get_example_input(self, micro_batch_size, max_token_num):
         (one,) = super().get_example_input(micro_batch_size, max_token_num)
         return (one if self.is_first else one[..., : one.shape[-1] // 2],)
 
 
-class WrongCount(SaysItself):
-    """Says two."""
-
-    def get_example_input(self, micro_batch_size, max_token_num):
-        (one,) = super().get_example_input(micro_batch_size, max_token_num)
-        return (one,) if self.is_first else (one, one)
-
-
 class ExampleIsATensor(CausalLMStage):
-    """A tensor, no tuple."""
-
     def get_example_input(self, micro_batch_size, max_token_num):
         (one,) = super().get_example_input(micro_batch_size, max_token_num)
         return one
 
 
 class ExampleIsNone(CausalLMStage):
-    """A forgotten return."""
-
     def get_example_input(self, micro_batch_size, max_token_num):
         super().get_example_input(micro_batch_size, max_token_num)
 
 
 class LostTensor(CausalLMStage):
-    """A table made under meta, a plain attribute."""
-
     def __init__(self, config, **kwargs):
         super().__init__(config, **kwargs)
         with torch.device("meta"):
@@ -254,45 +168,29 @@ class LostTensor(CausalLMStage):
 
 
 class LostBuffer(CausalLMStage):
-    """A buffer made under meta."""
-
     def __init__(self, config, **kwargs):
         super().__init__(config, **kwargs)
         with torch.device("meta"):
             self.register_buffer("table", torch.arange(4), persistent=False)
 
 
-class LastToken(CausalLMStage):
-    """Logits of the last token alone."""
-
-    def forward(self, hidden_or_ids, *extras, **batch):
-        output = super().forward(hidden_or_ids, *extras, **batch)
-        return output[:, -1:] if self.is_last else output
-
-
 class TakesOne(CausalLMStage):
-    """Takes the hidden states alone."""
-
     def forward(self, hidden_or_ids):
         return super().forward(hidden_or_ids)
 
 
 for _name, _class in {
     "stage_wrong_shape": WrongShape,
-    "stage_wrong_count": WrongCount,
     "stage_example_tensor": ExampleIsATensor,
     "stage_example_none": ExampleIsNone,
     "stage_lost_tensor": LostTensor,
     "stage_lost_buffer": LostBuffer,
-    "stage_last_token": LastToken,
     "stage_takes_one": TakesOne,
 }.items():
     train_model_register[_name] = _class.build
 
 
 class Plain(nn.Module):
-    """A module that is no StageModel, and has no get_example_input."""
-
     def __init__(self, stage, num_stages):
         super().__init__()
         self.stage, self.num_stages = stage, num_stages
@@ -306,19 +204,15 @@ class Plain(nn.Module):
 
 @train_model_register("stage_plain")
 def stage_plain(*, stage, num_stages, **kwargs):
-    """No StageModel."""
     return Plain(stage, num_stages), None, 0
 
 
 @train_model_register("stage_alone")
 def stage_alone(*, stage, num_stages, **kwargs):
-    """The model alone, without processor and padding id."""
     return CausalLMStage.build(stage=stage, num_stages=num_stages, **kwargs)[0]
 
 
 class OwnStage(StageModel):
-    """Of its own, without get_example_input: its hidden states are not as wide as the config's."""
-
     def __init__(self, config, **kwargs):
         super().__init__(config, **kwargs)
         with torch.device("meta"):

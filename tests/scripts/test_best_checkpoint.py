@@ -1,47 +1,26 @@
 """--save-best through the real entry: what is kept computes the best figure of the log."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stageline.checkpoint.layout import verify
-from tests.helpers.forked_entry import run_entry
-from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
+from tests.helpers.small_run import Job
+from tests.helpers.tiny_datasets import write_lines
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_HELD_OUT = 11  # neither whole batches nor whole micro-batches
 
 
 @pytest.fixture
-def folder(tmp_path):
-    """A tiny llama's config and tokenizer, and rows that it learns by heart."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(tmp_path / "model")
-    tiny_config("llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
+def job(tmp_path):
+    """Rows that a tiny llama learns by heart, and others that are held out."""
     for name, start, count in (("train", 0, 16), ("test", 30, NUM_HELD_OUT)):
         rows = range(start, start + count)
         lines = [{"id": str(i), "question": f"{i}?", "answer": f"{i % 7}!"} for i in rows]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (tmp_path / f"{name}.jsonl").write_text(text)
-    return tmp_path
-
-
-def train(folder, *options):
-    command = [
-        *(str(ROOT / "train_pp.py"), "--train-model", "llama"),
-        *("--dataset", "jsonl", "--dataset-path", str(folder), "--prompt", "question"),
-        *("--prompt-fn", "fill", "--image-token", "none", "--collate-fn", "sft"),
-        *("--config-path", str(folder / "model"), "--num-stages", "2", "--device", "cpu"),
-        *("--batch-size", "8", "--micro-batch-size", "2", "--max-token-num", "64"),
-        *("--total-steps", "12", "--eval-steps", "4", "--learning-rate", "0.05"),
-        *("--lr-scheduler", "constant", "--output-dir", str(folder / "run"), *options),
-    ]
-    done = run_entry(command, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+        write_lines(tmp_path / f"{name}.jsonl", lines)
+    return Job(tmp_path, num_layers=4)
 
 
 @torch.no_grad()
@@ -63,10 +42,12 @@ def plain_figures(checkpoint, rows):
     return loss / targets, hits / targets, targets
 
 
-def test_the_kept_weights_compute_the_best_figures_of_the_log(folder):
-    shown = train(folder, "--save-best", "loss")
-    lines = [json.loads(line) for line in (folder / "run" / "log.jsonl").read_text().splitlines()]
-    evaluations = [line for line in lines if line["kind"] == "eval"]
+def test_the_kept_weights_compute_the_best_figures_of_the_log(job):
+    folder = job.folder
+    options = "--eval-steps 4 --eval-samples all --learning-rate 0.05 --lr-scheduler constant"
+    more = ("--dataset-path", folder, "--save-best", "loss", "--save-steps", 0)
+    done = job.train("run", *options.split(), *more)
+    evaluations = job.records("run", "eval")
     assert [line["step"] for line in evaluations] == [0, 4, 8, 12]
     best = min(evaluations, key=lambda line: line["loss"])
     assert best["step"] > 0 and best["is_best"]
@@ -82,4 +63,4 @@ def test_the_kept_weights_compute_the_best_figures_of_the_log(folder):
     )
     names = {path.name for path in checkpoints.iterdir()}
     assert names == {"best", f"best-step-{best['step']:08d}", "step-00000012"}
-    assert f"{best['loss']:.4f} at step {best['step']}: saved {checkpoints / 'best'}" in shown
+    assert f"{best['loss']:.4f} at step {best['step']}: saved {checkpoints / 'best'}" in done.out

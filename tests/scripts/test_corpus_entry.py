@@ -15,11 +15,9 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from commands import corpus
-from options.fields import OptionError
 from parse_args import parse_corpus_args
 from register import dataset_register, import_shelf
 from stageline.corpus.corpus_files import open_corpus
-from stageline.corpus.header import BEGINS, ENDS, HAS_BOS, HAS_EOS
 from stageline.corpus.pack import PackedRows
 from stageline.errors import DataError, UserError
 from tests.helpers.forked_entry import run_entry
@@ -93,28 +91,6 @@ def test_the_line_of_the_notes_runs_as_a_program(inside):
         do(shlex.join(words))
 
 
-def test_segments_are_those_of_transformers(inside):
-    tokenizer = AutoTokenizer.from_pretrained("T")
-    built = open_corpus("data/dataset1")
-    ids = [
-        tokenizer(text, split_special_tokens=True, add_special_tokens=False).input_ids
-        for text in LINES
-    ]
-    whole = [[tokenizer.bos_token_id, *row, tokenizer.eos_token_id] for row in ids]
-    documents = [numpy.concatenate(built.read(range(*pair))).tolist() for pair in built.documents()]
-    assert documents == whole
-    limits = [len(row) for row in whole if len(row) <= 64]
-    cut = len(whole) - len(limits)
-    assert cut == 1 and built.lengths().max() <= 64
-    assert len(built) == len(limits) + -(-len(whole[0]) // 64) or len(built) > len(limits) + 1
-    flags = built.flags()
-    assert [bool(flag & HAS_BOS) for flag in flags] == [bool(flag & BEGINS) for flag in flags]
-    assert [bool(flag & HAS_EOS) for flag in flags] == [bool(flag & ENDS) for flag in flags]
-    # whole sentences: no piece begins or ends inside one
-    pieces = [tokenizer.decode(row) for row in built.read(range(len(built) - 3))]
-    assert all(piece.rstrip().endswith((".", "</s>")) for piece in pieces)
-
-
 @pytest.mark.parametrize(
     ("prefix", "options", "wanted"),
     [
@@ -137,16 +113,6 @@ def test_documents_come_back_to_the_byte(inside, tmp_path, prefix, options, want
         do(f"{words} --output-path {tmp_path}/out")
 
 
-def test_read_shows_segments(inside, capsys):
-    do("read --read-path-prefix data/dataset1 --start 1 --limit 2")
-    shown = capsys.readouterr().out
-    ids = open_corpus("data/dataset1")[1].tolist()
-    assert " ".join(map(str, ids)) in shown and shown.count("[") == 2
-    do("read --read-path-prefix data/dataset1 --limit 1 --tokenizer-path T/tokenizer.json")
-    shown = capsys.readouterr().out
-    assert shown.startswith("[0] type dataset1, ") and "begins BOS\n<s>One sentence." in shown
-
-
 def test_read_refuses_what_cannot_be_right(inside, tmp_path, monkeypatch):
     with monkeypatch.context() as moved:
         moved.setattr(Path, "is_file", lambda path: False)
@@ -154,13 +120,9 @@ def test_read_refuses_what_cannot_be_right(inside, tmp_path, monkeypatch):
             do("read --read-path-prefix data/b --text")
     with pytest.raises(DataError, match="document 0 has several lines.*--json"):
         do("read --read-path-prefix data/b --text --json false --tokenizer-path T")
-    with pytest.raises(UserError, match="--type 3: the corpus has the types 0 to 0"):
-        do("read --read-path-prefix data/b --type 3")
     tiny_tokenizer(["another"]).save_pretrained(tmp_path / "U")
     with pytest.raises(DataError, match="another tokenizer than that of the corpus, T"):
         do(f"read --read-path-prefix data/b --tokenizer-path {tmp_path}/U")
-    with pytest.raises(DataError, match="another tokenizer than that of the corpus, T"):
-        do(f"verify --read-path-prefix data/b --tokenizer-path {tmp_path}/U")
 
 
 def test_merge_stats_verify(inside, capsys):
@@ -272,17 +234,6 @@ def seen_segments(part, rows):
     return places if part.packed is None else [n for at in places for n in part.packed[at].tolist()]
 
 
-def test_find_trained_needs_to_know_how_far_a_run_came(inside, tmp_path):
-    words = f"find-trained --read-path-prefix data/b --save-path {tmp_path}/s"
-    with pytest.raises(UserError, match="--steps and --batch-size are missing"):
-        do(words)
-    with pytest.raises(OptionError, match="config.yaml is not there. Correct the path"):
-        do(f"{words} --run-path {tmp_path}")
-    (tmp_path / "config.yaml").write_text("dataset: corpus\nbatch-size: 2\n")
-    with pytest.raises(UserError, match="has no checkpoint. Give --steps"):
-        do(f"{words} --run-path {tmp_path}")
-
-
 def test_convert_there_and_back(inside, capsys):
     do("convert --read-path-prefix data/b --new-path-prefix data/megatron")
     with pytest.raises(UserError, match="--tokenizer-path is missing"):
@@ -329,13 +280,6 @@ def test_parts_of_a_user_reach_the_workers(inside):
     assert built.header.language == "words"
 
 
-def test_a_bad_row_under_strict_is_named_and_leaves_no_corpus(inside):
-    wanted = "b.jsonl:1: no field 'text'; the row has the fields instruction, output"
-    with pytest.raises(DataError, match=wanted):
-        do(WRITE.format("b.jsonl", "strict", "auto") + " --strict")
-    assert not Path("data/strict.idx").exists()
-
-
 def test_a_build_beside_its_input_does_not_read_its_own_list(inside, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{bad\n')
     for where in (tmp_path, f"{tmp_path}/*.jsonl"):
@@ -345,29 +289,6 @@ def test_a_build_beside_its_input_does_not_read_its_own_list(inside, tmp_path):
         assert [source["name"] for source in open_corpus(tmp_path / "p").header.sources] == [
             "a.jsonl"
         ]
-
-
-def test_without_sentences_and_newlines(inside):
-    do(WRITE.format("b.jsonl", "c", "none").replace(" --do-keep-newlines", "")
-       + " --do-keep-newlines false --document.template '[INSTRUCTION][OUTPUT]'")  # fmt: skip
-    built = open_corpus("data/c")
-    rules = built.header.rules
-    assert (rules.splits_sentences, rules.keeps_newlines) == (False, False)
-    tokenizer = AutoTokenizer.from_pretrained("T")
-    texts = [tokenizer.decode(built.document_tokens(*pair)) for pair in built.documents()]
-    assert texts == [" ".join(text.split()) for text in DOCUMENTS]
-
-
-def test_json_lines_in_a_text_file(inside, capsys):
-    Path("data/j.txt").write_text(Path("data/b.jsonl").read_text())
-    do(WRITE.format("j.txt", "j", "chinese") + " --document.template '[INSTRUCTION][OUTPUT]'")
-    assert "JSON object" not in capsys.readouterr().err
-    ours, theirs = open_corpus("data/j"), open_corpus("data/b")
-    assert [row.tolist() for row in ours.read(range(len(ours)))] == [
-        row.tolist() for row in theirs.read(range(len(theirs)))
-    ]
-    do(WRITE.format("j.txt", "raw", "chinese"))
-    assert "j.txt begins with a JSON object" in capsys.readouterr().err
 
 
 def test_a_tokenizer_without_bos_gives_none(inside):

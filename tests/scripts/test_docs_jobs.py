@@ -150,23 +150,6 @@ def check_runs_of_vsr(runs):
 # -- tables ----------------------------------------------------------------------------------------
 
 
-def options_of(text):
-    text = re.sub(r"^\| .*? \|", "", text, flags=re.MULTILINE)  # theirs
-    return set(re.findall(r"(?<![\w-])--([a-z][a-z0-9-]+(?:\.[a-z0-9_]+)*)", text))
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_the_options_of_a_page_exist(page):
-    from commands import option_names
-
-    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
-    elsewhere = {"cards", "output", "dataset-info"}
-    known = option_names()
-    mappings = {name[: dot.start()] for name in known for dot in re.finditer(r"\.", name)}
-    for name in {name.replace("-", "_") for name in options_of(text) - elsewhere}:
-        assert {name, name.partition(".")[0]} & known.keys() or name in mappings, name
-
-
 def test_the_page_about_trl_has_every_field():
     import dataclasses
 

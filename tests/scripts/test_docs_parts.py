@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from options.parts import CONTRACTS
 from prompt_fn import fill, none
 from register import import_parts, restored_registers
 from stageline.data.batches.loader import MicroBatchLoader
@@ -22,7 +21,6 @@ from tests.helpers.tiny_models import tiny_tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 ENGLISH = (DOCS / "add_a_part.md").read_text(encoding="utf-8")
-CHINESE = (DOCS / "add_a_part.zh.md").read_text(encoding="utf-8")
 
 
 def blocks(text, language):
@@ -93,14 +91,6 @@ def test_the_commands_of_the_guide_run(folder):
     assert all(record["prompt"].rstrip().endswith("=") for record in predictions)
 
 
-def test_a_bad_row_is_named_before_a_model_is_loaded(folder):
-    with (folder / "sums.txt").open("a") as file:
-        file.write("three + 4\n")
-    done = run(commands()[0], folder)
-    assert done.returncode == 3
-    assert "sums.txt:65" in done.stderr and "Traceback" not in done.stderr
-
-
 def test_the_loss_of_the_guide_equals_a_loop(parts):
     logits = torch.randn(2, 5, 7, dtype=torch.float64).float()
     labels = torch.tensor([[-100, -100, 3, 4, -100], [-100, 1, 2, 3, 6]])
@@ -115,14 +105,6 @@ def test_the_loss_of_the_guide_equals_a_loop(parts):
                 wanted -= float(weights[row] * log_shares[label])
     got = parts.row_weighted(logits, batch, num_targets=torch.tensor(9.0))
     assert float(got) == pytest.approx(wanted / 9, rel=1e-5)
-
-
-def test_the_metric_of_the_guide(parts):
-    samples = [{"answer": "7", "group": "plain"}, {"answer": "12", "group": "carry"}]
-    predictions = [{"prediction": "it is 8"}, {"prediction": "none"}]
-    assert parts.near(predictions, samples)["per_sample"] == [0, 0]
-    figures = parts.near(predictions, samples, tolerance=1)
-    assert figures == {"score": 0.5, "per_sample": [1, 0], "groups": {"plain": [0], "carry": [1]}}
 
 
 def test_both_forms_of_a_collate_part(folder):
@@ -155,19 +137,3 @@ def test_both_forms_of_a_collate_part(folder):
     assert 0 < drawn < learnt
     widths = [batch["input_ids"].shape[1] for batch in steps[module.all_learnt, None]]
     assert len(set(widths)) > 1, "sorted"
-
-
-def test_both_languages_show_the_same_code():
-    for language in ("python", "bash"):
-        assert blocks(CHINESE, language) == blocks(ENGLISH, language)
-    headings = [re.findall(r"^(#+) ", text, re.MULTILINE) for text in (ENGLISH, CHINESE)]
-    assert headings[0] == headings[1]
-
-
-@pytest.mark.parametrize("text", [ENGLISH, CHINESE], ids=["en", "zh"])
-def test_the_table_names_what_a_run_supplies(text):
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", text, re.MULTILINE))
-    assert set(rows) == set(CONTRACTS) - {"engine"}
-    for register in set(rows) - {"train_model", "prompt"}:
-        named = set(re.findall(r"\w+", rows[register]))
-        assert set(CONTRACTS[register][1].split()) <= named, register

@@ -147,18 +147,6 @@ def test_an_example_parses_and_runs(path, models, folder, monkeypatch):
         assert (made / "report.json").exists() == (command == "eval")
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_an_example_says_what_it_needs_and_is_listed(path):
-    text = path.read_text(encoding="utf-8")
-    for made in re.findall(r"\.cache/[\w-]+", text):
-        makers = rf"# First: (python scripts/\w+\.py {made}|bash scripts/build_corpus\.sh)\n"
-        assert re.search(makers, text), made
-    for script in re.findall(r"scripts/\w+\.py", text):
-        assert (ROOT / script).is_file()
-    for name in ("README.md", "README.zh.md"):
-        assert f"`{path.name}`" in (ROOT / "examples" / name).read_text(encoding="utf-8")
-
-
 def test_the_default_job_reads_a_picture_as_one_tile():
     """So its four tokens; tiles took most of its time, on the first stage, and taught nothing."""
     module = runpy.run_path(str(ROOT / "scripts/make_digits_model.py"))

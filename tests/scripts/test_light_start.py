@@ -2,15 +2,11 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
-OPTION = re.compile(r"^  (--[a-z0-9._-]+) ", re.MULTILINE)
 TRAIN = (
     "train_pp.py --train-model llama --dataset jsonl --prompt vqa --prompt-fn chat "
     "--image-token auto --collate-fn sft"
@@ -24,8 +20,6 @@ COMMANDS = [
     *("corpus.py find-trained", "-m stageline check", "-m stageline infer"),
     *("-m stageline chat", "-m stageline lm-eval"),
 ]
-DATASETS = "digits jsonl groups sets corpus"
-COLLATE_FNS = ("sft", "contrastive", "dpo", "kto", "pt", "rm")
 
 
 # runs each command in a fork of one light process, up to where it would start its ranks
@@ -120,39 +114,6 @@ def test_a_slip_imports_no_torch():
     assert [words for words, wanted in SLIPS.items() if wanted not in texts[words]] == []
 
 
-def test_options_of_every_dataset_and_collate_part_are_read_without_torch():
-    wanted = {f"--dataset {key}": f"--dataset {key}" for key in DATASETS.split()}
-    wanted |= {f"--collate-fn {key}": "--collate-fn.overlong" for key in COLLATE_FNS}
-    texts = start([f"{TRAIN} {words} --help" for words in wanted], code=0)
-    for (words, option), text in zip(wanted.items(), texts.values(), strict=True):
-        assert option in text, words
-
-
-def test_help_shows_a_dozen_options_and_all_the_others_by_group():
-    commands = ["train_pp.py --help", "train_pp.py --help all"]
-    commands += ["evaluate.py --help", "evaluate.py --help all"]
-    texts = list(start(commands, code=0).values())
-    for short, whole in zip(texts[::2], texts[1::2], strict=True):
-        few, many = (set(OPTION.findall(text)) for text in (short, whole))
-        assert "--model-path" in few and "--visual-gpu-ratio" in many - few
-        section = short.partition("Options that most runs need:")[2].partition("\n\n")[0]
-        assert 10 <= len(OPTION.findall(section)) <= 14
-        left = int(re.search(r"--help all +(\d+) more options", short)[1])
-        assert left == len(many - few)
-        assert "more options" not in whole and "\nFiles and machine:\n" in whole
-
-
-@pytest.mark.parametrize("words", ["--help", "--list"])
-def test_a_reader_that_leaves_early_is_no_failure(words):
-    """As `train_pp.py --help | head -1`: nobody reads any more when the text is written."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    command = [sys.executable, "train_pp.py", *words.split()]
-    done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 LAUNCHERS = [
     f"train_pp.py {TRAIN.partition(' ')[2]} --num-stages 2 --device cpu",
     f"{EVALUATE} --engine pipeline --num-stages 2 --model-path .",
@@ -165,9 +126,3 @@ LAUNCHERS = [
 def test_what_starts_the_ranks_imports_no_transformers():
     """Its ranks do, each for itself: in their launcher it is three seconds that all wait."""
     start(LAUNCHERS, code=40, heavy=["torch"])
-
-
-def test_a_training_rank_draws_nothing_at_its_start():
-    """matplotlib takes a rank half a second; one of them needs it, when it draws."""
-    words = "import sys, commands.train_engines; sys.exit('matplotlib' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", words], cwd=ROOT, timeout=120).returncode == 0

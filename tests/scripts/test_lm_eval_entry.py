@@ -7,25 +7,18 @@ from pathlib import Path
 import pytest
 
 from commands import lm_eval as entry
-from stageline.data.text.processor import save_processor
 from stageline.errors import UserError
 from tests.helpers.forked_entry import run_entry
-from tests.helpers.tiny_checkpoints import tiny_whole
-from tests.helpers.tiny_models import tiny_tokenizer
+from tests.helpers.lm_eval_results import TASKS, save_task_model
 
 lm_eval = pytest.importorskip("lm_eval")
 
 ROOT = Path(__file__).resolve().parents[2]
-TASKS = ROOT / "tests" / "samples" / "lm_eval_tasks"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = tiny_tokenizer((TASKS / "commands.jsonl").read_text(encoding="utf-8").splitlines())
-    tiny_whole("llama", path, vocab_size=len(tokenizer), noise=0.3)
-    save_processor(tokenizer, path)
-    return path
+    return save_task_model(tmp_path_factory.mktemp("model"))
 
 
 def run(folder, *words):
@@ -77,8 +70,3 @@ def test_a_missing_package_is_named_with_its_cure(folder, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["lm-eval", "--model-path", str(folder), "--tasks", "x"])
     with pytest.raises(UserError, match="setup.sh lm-eval"):
         entry.main()
-
-
-def test_checking_alone_loads_no_model(folder):
-    done = run(folder, "--tasks", "commands_name", "--lm-eval.include_path", TASKS, "--check-only")
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr

@@ -1,15 +1,13 @@
 """The recipes for several machines: what they refuse, and a Slurm job with stand-ins for Slurm."""
 
-import json
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
-from torch.distributed.run import parse_args
 
 from tests.helpers.ports import free_port
-from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
+from tests.helpers.small_run import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "scripts" / "train_pp_multinode.sh"
@@ -45,34 +43,6 @@ def test_what_a_machine_was_not_told_is_refused(changed, word):
     assert done.returncode == 2
     errors = done.stderr.splitlines()
     assert len(errors) == 1 and errors[0].startswith("error: ") and word in errors[0]
-
-
-def test_torchrun_understands_the_command_and_is_not_to_try_again():
-    show = f'source "{ROOT}/scripts/_env.sh"; source "{ROOT}/scripts/_nodes.sh"; '
-    show += 'printf "%s\\n" "${TORCHRUN[@]}"'
-    done = run(["bash", "-c", show], **TOLD, MASTER_PORT="1234")
-    assert done.returncode == 0, done.stderr
-    words = done.stdout.splitlines()
-    assert words[1:3] == ["-m", "torch.distributed.run"]
-    told = parse_args([*words[3:], "train_pp.py"])
-    assert (told.nnodes, told.node_rank, told.nproc_per_node) == ("2", 1, "1")
-    assert (told.rdzv_backend, told.master_addr, told.master_port) == ("static", "localhost", 1234)
-    assert told.max_restarts == 0
-
-
-def tiny_job(folder):
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(folder / "model")
-    tiny_config("llama", vocab_size=len(tokenizer)).save_pretrained(folder / "model")
-    rows = [{"id": str(i), "question": f"{i}?", "answer": f"{i}!"} for i in range(20)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [
-        *("--train-model", "llama", "--config-path", str(folder / "model"), "--device", "cpu"),
-        *("--dataset", "jsonl", "--dataset-path", str(folder / "rows.jsonl")),
-        *("--prompt", "question", "--image-token", "none", "--total-steps", "1"),
-        *("--batch-size", "4", "--micro-batch-size", "2", "--warmup-steps", "0"),
-        *("--eval-samples", "0", "--output-dir", str(folder / "run")),
-    ]
 
 
 def stand_ins(folder):
@@ -115,16 +85,11 @@ def spooled(folder):
 
 @pytest.mark.timeout(300)
 def test_a_slurm_job_of_two_machines_trains(tmp_path):
-    command = [*spooled(tmp_path), *tiny_job(tmp_path)]
+    words = Job(tmp_path).command("run", "--total-steps", 1, "--warmup-steps", 0)
+    words[words.index("--model-path")] = "--config-path"  # which the recipe gives, too
+    command = [*spooled(tmp_path), *words[2:]]
     done = run(command, **{**slurm(tmp_path), "MASTER_PORT": str(free_port())})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "machine 0 of 2" in done.stderr and "machine 1 of 2" in done.stderr
     assert done.stdout.count("step 1/1: loss") == 1
     assert (tmp_path / "run" / "checkpoints" / "step-00000001" / "manifest.json").is_file()
-
-
-def test_a_slurm_job_from_another_folder_is_refused(tmp_path):
-    told = {**slurm(tmp_path), "SLURM_SUBMIT_DIR": str(tmp_path)}
-    done = run(spooled(tmp_path), **told)
-    assert done.returncode == 2
-    assert f"error: {tmp_path} is not Stageline's folder" in done.stderr

@@ -10,7 +10,6 @@ import pytest
 from commands.export import make_stages
 from register import import_shelf, train_model_register
 from stageline.errors import UserError
-from stageline.verify.scaled_copy import tiny_partition
 from tests.helpers.small_run import ForkedRun, Job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,11 +130,3 @@ def test_a_part_that_differs_from_the_library_on_one_stage_too_is_compared_with_
     done = fork(job.command("out", "--num-stages", 2, "--total-steps", 1)[1:], job, "other")
     assert done.code == 0, done.err
     assert "equals the part on one stage" in done.out
-
-
-def test_borders_keep_their_places_in_the_pattern_of_layers():
-    assert tiny_partition([4, 4], 1) == [1, 1]
-    assert tiny_partition([9, 9, 8], 6) == [3, 9, 6]
-    assert tiny_partition([6, 6], 6) == [6, 6]
-    assert tiny_partition([2] * 16, 1) == [1, 1, 1, 1]
-    assert tiny_partition([5, 1], 2) == [1, 3]

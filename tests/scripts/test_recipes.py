@@ -78,13 +78,6 @@ def test_options_of_a_script_exist(path):
         assert not unknown, f"{program} has no {unknown}"
 
 
-def test_the_readme_names_scripts_that_exist():
-    names = re.findall(r"(?:bash|sbatch) (scripts/\w+\.\w+)", (ROOT / "README.md").read_text())
-    assert len(names) >= 4
-    for name in names:
-        assert (ROOT / name).is_file(), name
-
-
 def run(script, *options, **environment):
     return subprocess.run(
         ["bash", str(ROOT / "scripts" / script), *options],

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -113,33 +112,10 @@ def test_a_changed_list_makes_it_again(machine):
     assert len(machine.set_up("serve")[0]) == 1  # the purpose is added again
 
 
-def test_settings_of_other_tools_make_nothing_again(machine):
-    machine.set_up()
-    file = machine.root / "pyproject.toml"
-    file.write_text(file.read_text().replace("line-length = 100", "line-length = 90"))
-    assert machine.set_up()[0] == []
-
-
 def test_an_interrupted_set_up_starts_again(machine):
     machine.set_up(FAILS_AT="needs.txt", code=1)
     calls, _ = machine.set_up()
     assert "-m venv" in calls[0] and machine.set_up()[0] == []
-
-
-def test_an_interrupted_purpose_is_added_again_and_training_stays(machine):
-    machine.set_up()
-    machine.set_up("serve", FAILS_AT="needs.txt", code=1)
-    assert machine.set_up()[0] == []
-    assert len(machine.set_up("serve")[0]) == 1
-
-
-def test_of_two_at_once_the_second_waits(machine):
-    alone = len(machine.set_up()[0])
-    shutil.rmtree(machine.root / ".venv")
-    machine.log.write_text("")
-    running = [machine.start(SLOW="0.5") for _ in range(2)]
-    assert [process.wait(60) for process in running] == [0, 0]
-    assert len(machine.log.read_text().splitlines()) == alone
 
 
 def test_uv_installs_all_but_torch_where_it_is_there(machine):
@@ -155,45 +131,6 @@ def test_uv_installs_all_but_torch_where_it_is_there(machine):
     assert any("pip install" in call and "torch==2.13.0" in call for call in calls)
     calls, said = machine.set_up("remote", UV_CODE="1")
     assert "pip tries" in said and "-m pip" in calls[1] and "needs.txt" in calls[1]
-
-
-def test_pip_may_not_bring_another_torch(machine):
-    calls, _ = machine.set_up()
-    assert f"--constraint {machine.root}/.venv/torch.txt" in calls[2]
-    version = importlib.metadata.version("torch")  # of the interpreter behind the stand-in
-    assert (machine.root / ".venv/torch.txt").read_text() == f"torch=={version}\n"
-
-
-def test_the_torch_of_a_named_python_is_used(machine):
-    calls, said = machine.set_up(HAS_TORCH="1")
-    assert "--system-site-packages" in calls[0] and "using the torch" in said
-    assert not any("torch==2.13.0" in call for call in calls)
-
-
-def test_packages_of_a_base_python_in_a_venv_are_seen(tmp_path):
-    """--system-site-packages alone shows what lies below that venv, not what is installed in it."""
-    make = ["-m", "venv", "--without-pip", "--system-site-packages"]  # the one that is not enough
-    below, above = tmp_path / "below", tmp_path / "above"
-    subprocess.run([sys.executable, *make, str(below)], check=True)
-    subprocess.run([str(below / "bin/python"), *make, str(above)], check=True)
-    [packages] = below.glob("lib/python*/site-packages")
-    (packages / "only_below.py").write_text("")
-    look = [str(above / "bin/python"), "-c", "import only_below"]
-    assert subprocess.run(look, capture_output=True).returncode == 1
-    text = (ROOT / "scripts/_env.sh").read_text()
-    function = text[text.index("stageline_see_base()") :].partition("\n}\n")[0] + "\n}\n"
-    words = ["bash", "-c", f'{function}stageline_see_base "{below}/bin/python"']
-    subprocess.run(words, env={**os.environ, "VENV": str(above)}, check=True)
-    assert subprocess.run(look).returncode == 0
-
-
-@pytest.mark.parametrize(("wanted", "fits"), [("", True), ("torch==1.0", False)])
-def test_a_torch_of_another_version_than_asked_for_is_not_used(wanted, fits):
-    text = (ROOT / "scripts/_env.sh").read_text()
-    function = text[text.index("stageline_has_torch()") :].partition("\nPY\n}\n")[0] + "\nPY\n}\n"
-    words = ["bash", "-c", f'{function}stageline_has_torch "{sys.executable}"']
-    told = {**os.environ, "STAGELINE_PYTHON": sys.executable, "STAGELINE_TORCH": wanted}
-    assert (subprocess.run(words, env=told).returncode == 0) is fits
 
 
 def test_an_unknown_purpose_is_refused_before_anything_is_made(machine):
@@ -229,15 +166,3 @@ def test_the_lock_has_a_version_of_all_that_a_purpose_brings(purpose):
             if line.marker is None or any(line.marker.evaluate(mark) for mark in marks):
                 line.marker = None
                 waiting.append(line)
-
-
-def test_scripts_and_cures_name_purposes_that_exist():
-    text = "\n".join(
-        path.read_text(encoding="utf-8")
-        for folder in ("scripts", "stageline", "commands", "options", "docs", "models", ".")
-        for path in (ROOT / folder).glob("**/*" if folder != "." else "*")
-        if path.suffix in (".py", ".sh", ".md") and ".venv" not in path.parts
-    )
-    told = set(re.findall(r"setup\.sh[\"\s]+([a-z][a-z-]+)", text))
-    told |= set(re.findall(r"^STAGELINE_PURPOSES=([a-z-]+) source", text, re.MULTILINE))
-    assert {"serve", "lm-eval", "dev", "quantization", "remote"} <= told <= set(EXTRAS)

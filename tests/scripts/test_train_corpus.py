@@ -20,7 +20,7 @@ from stageline.corpus.encoder import load_encoder
 from stageline.corpus.header import CutRules
 from stageline.corpus.tools import merge
 from stageline.distributed import failure
-from tests.helpers.small_run import Job, saved_tensors
+from tests.helpers.small_run import Job, assert_same_tensors
 from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,23 +80,13 @@ def options(job, *more):
 
 @pytest.fixture(scope="module")
 def whole(job):
-    done = job.fork("whole", *options(job))
-    assert done.code == 0, done.err
+    done = job.train("whole", *options(job))
     return done
-
-
-def records(job, name, kind):
-    lines = (job.folder / name / "log.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
-
-
-def last(job, name):
-    return saved_tensors(job.folder / name / "checkpoints" / f"step-{STEPS:08d}")
 
 
 def test_the_held_out_perplexity_falls(job, whole):
     assert "type english: " in whole.out and "6 in a batch" in whole.out, whole.out
-    perplexities = [record["perplexity"] for record in records(job, "whole", "eval")]
+    perplexities = [record["perplexity"] for record in job.records("whole", "eval")]
     assert len(perplexities) == 3
     # by how much depends on the guides, which change
     assert perplexities[0] > 1.2 * perplexities[1] and perplexities[1] > 1.02 * perplexities[2]
@@ -106,19 +96,17 @@ def test_killed_and_resumed_to_the_same_bits(job, whole, monkeypatch):
     monkeypatch.setattr(failure, "SECONDS_FOR_THE_CAUSE", 0.2)  # a killed rank tells none
     killed = job.fork("killed", *options(job), chaos=KILL.format(6), waits=True)
     assert killed.code != 0
-    done = job.fork("killed", *options(job), "--resume", "auto", "--num-workers", 1)
-    assert done.code == 0 and "4 of 12 steps are done" in done.out, done.err
+    done = job.train("killed", *options(job), "--resume", "auto", "--num-workers", 1)
+    assert "4 of 12 steps are done" in done.out
     assert job.losses("killed") == job.losses("whole")
-    mine, expected = last(job, "killed"), last(job, "whole")
-    assert mine.keys() == expected.keys()
-    assert [name for name in mine if not torch.equal(mine[name], expected[name])] == []
+    last = f"checkpoints/step-{STEPS:08d}"
+    assert_same_tensors(job.folder / "killed" / last, job.folder / "whole" / last)
 
 
 def test_other_replicas_and_accumulation_see_the_same_rows(job, whole):
     point = job.folder / "whole" / "checkpoints" / "step-00000008"
     two = ("--num-stages", 1, "--dp-degree", 2, "--batch-size", 2, "--accumulate-steps", 2)
-    done = job.fork("two", *options(job), *two, "--resume", point, "--eval-samples", 0)
-    assert done.code == 0, done.err
+    job.train("two", *options(job), *two, "--resume", point, "--eval-samples", 0)
     expected = {step: loss for step, loss in job.losses("whole").items() if step > 8}
     assert job.losses("two") == pytest.approx(expected, rel=1e-4)
 
@@ -126,15 +114,7 @@ def test_other_replicas_and_accumulation_see_the_same_rows(job, whole):
 def test_packed_rows_train_on_all_stages(job):
     rows = ("--dataset.rows", "packed", "--dataset.test_path", job.folder / "english")
     words = [word for word in options(job) if word not in ("--dataset.test_size", 8)]
-    done = job.fork("packed", *words, *rows, "--total-steps", 12, "--eval-samples", 8)
-    assert done.code == 0, done.err
+    done = job.train("packed", *words, *rows, "--total-steps", 12, "--eval-samples", 8)
     assert "packed rows of" in done.out and (job.folder / "both.pack").exists()
     losses = job.losses("packed")
     assert losses[12] < losses[1] - 0.1
-
-
-def test_another_tokenizer_is_refused(job, tmp_path):
-    tiny_tokenizer(vocab_size=600).save_pretrained(tmp_path)
-    words = ("--processor-path", tmp_path, "--check-only")
-    done = job.fork("other", *options(job), *words, ranks=1)
-    assert done.code == 2 and "another. The same one was expected" in done.err

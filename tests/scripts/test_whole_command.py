@@ -7,7 +7,7 @@ import yaml
 
 from tests.helpers.forked_entry import run_entry
 from tests.helpers.small_run import Job
-from tests.helpers.tiny_datasets import write_lines
+from tests.helpers.tiny_datasets import write_preferences
 
 FEW = "--total-steps 2 --batch-size 2 --micro-batch-size 1 --max-token-num 64 --device cpu".split()
 CHAT = {"prompt": "chat", "prompt-fn": "chat", "image-token": "auto", "dataset": "jsonl"}
@@ -16,15 +16,7 @@ CHAT = {"prompt": "chat", "prompt-fn": "chat", "image-token": "auto", "dataset":
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     made = Job(tmp_path_factory.mktemp("whole"))
-    says = [
-        [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "!" * (1 + i % 7)}]
-        for i in range(40)
-    ]
-    write_lines(made.folder / "chat.jsonl", [{"messages": messages} for messages in says])
-    pairs = [
-        {"question": f"{i}?", "chosen": "!" * (1 + i % 5), "rejected": "no"} for i in range(40)
-    ]
-    write_lines(made.folder / "pairs.jsonl", pairs)
+    write_preferences(made.folder)
     return made
 
 
@@ -32,14 +24,14 @@ def job(tmp_path_factory):
     ("file", "more", "keys"),
     [
         ("rows.jsonl", (), {"train-model": "llama", "loss-fn": "sft", "collate-fn": "sft"}),
-        ("chat.jsonl", (), {"train-model": "llama", "loss-fn": "sft", "collate-fn": "sft"}),
+        ("kto.jsonl", (), {"train-model": "llama", "loss-fn": "sft", "collate-fn": "sft"}),
         (
-            "pairs.jsonl",
+            "dpo.jsonl",
             ("--loss-fn", "dpo"),
             {"train-model": "llama", "loss-fn": "dpo", "collate-fn": "dpo"},
         ),
         (
-            "pairs.jsonl",
+            "dpo.jsonl",
             ("--loss-fn", "rm"),
             {"train-model": "reward", "loss-fn": "rm", "collate-fn": "rm"},
         ),

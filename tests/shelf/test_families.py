@@ -53,21 +53,6 @@ def test_a_multiplier_that_runs_twice_is_found(tmp_path: Path) -> None:
     assert verdict.said == "WRONG" and verdict.largest > 0.01, verdict
 
 
-def test_a_final_norm_that_every_stage_keeps_is_found(tmp_path: Path) -> None:
-    family = make("text", "lfm2", tmp_path)
-    norm = family.whole.model.embedding_norm
-
-    def build(folder: Path, stage: int, num_stages: int, dtype: torch.dtype) -> torch.nn.Module:
-        model = build_stage(folder, stage, num_stages, dtype)
-        plain = model.forward
-        if stage < num_stages - 1:
-            model.forward = lambda *came, **batch: norm(plain(*came, **batch))
-        return model
-
-    verdict = judge(family, build, num_stages=2)
-    assert verdict.said == "WRONG" and verdict.largest > 0.01, verdict
-
-
 def test_a_gradient_that_is_lost_is_found(tmp_path: Path) -> None:
     family = make("text", "granite", tmp_path)
 

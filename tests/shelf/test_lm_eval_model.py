@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stageline.errors import UserError
-from stageline.inference.decoding.request import Failed
+from tests.helpers.lm_eval_results import TASKS, assert_same_results
 from tests.helpers.tiny_checkpoints import tiny_whole
 from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.whole_engine import WholeEngine
@@ -16,14 +16,12 @@ for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):  # lm_eval imports what r
 lm_eval = pytest.importorskip("lm_eval")
 
 from lm_eval.api.instance import Instance  # noqa: E402
-from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from stageline.evaluation.lm_eval import StagelineLM  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-TASKS = ROOT / "tests" / "samples" / "lm_eval_tasks"
 NAMES = ["commands_choice", "commands_name", "descriptions"]
 
 
@@ -54,33 +52,6 @@ def reference(model, tokenizer, **options):
     return HFLM(model, tokenizer=tokenizer, device="cpu", dtype="float32", **options)
 
 
-def logliks(samples):
-    """Of each sample, what the model answered: texts or (log-likelihood, is greedy) pairs."""
-    return {sample["doc_id"]: [answer for (answer,) in sample["resps"]] for sample in samples}
-
-
-def check_same(ours, theirs):
-    assert ours["results"].keys() == set(NAMES)
-    for name in NAMES:
-        check_same_answers(logliks(ours["samples"][name]), logliks(theirs["samples"][name]))
-        for figure, value in theirs["results"][name].items():
-            if isinstance(value, float):
-                assert ours["results"][name][figure] == pytest.approx(value, rel=1e-5), figure
-
-
-def check_same_answers(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for doc, answers in theirs.items():
-        for mine, answer in zip(ours[doc], answers, strict=True):
-            if isinstance(answer, str):
-                assert mine == answer
-            elif isinstance(answer, float):
-                assert mine == pytest.approx(answer, abs=1e-4)
-            else:
-                assert mine[0] == pytest.approx(answer[0], abs=1e-4)
-                assert mine[1] == answer[1]
-
-
 @pytest.mark.parametrize("num_fewshot", [0, 2])
 def test_same_figures_and_answers_as_hf(model_and_tokenizer, manager, monkeypatch, num_fewshot):
     model, tokenizer = model_and_tokenizer
@@ -89,7 +60,8 @@ def test_same_figures_and_answers_as_hf(model_and_tokenizer, manager, monkeypatc
         options["apply_chat_template"] = True
     ours = evaluate(StagelineLM(WholeEngine(model, tokenizer)), manager, monkeypatch, **options)
     theirs = evaluate(reference(model, tokenizer), manager, monkeypatch, **options)
-    check_same(ours, theirs)
+    assert ours["results"].keys() == set(NAMES)
+    assert_same_results(ours, theirs, NAMES, pair={"abs": 1e-4}, whole={"abs": 1e-4})
 
 
 @pytest.fixture(scope="module")
@@ -174,38 +146,6 @@ def test_a_sampled_answer_has_a_seed_of_its_own(plain):
     assert texts[0] != texts[1]
 
 
-def test_the_chat_template_is_filled_as_hf_fills_it(plain):
-    ours, theirs = StagelineLM(WholeEngine(*plain)), reference(*plain)
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "ls?"}]
-    assert ours.apply_chat_template(messages) == theirs.apply_chat_template(messages)
-    messages.append({"role": "assistant", "content": "It"})
-    mine = ours.apply_chat_template(messages, add_generation_prompt=False)
-    assert mine == theirs.apply_chat_template(messages, add_generation_prompt=False)
-    assert ours.chat_template(True) == theirs.chat_template(True)
-    assert ours.tokenizer_name == theirs.tokenizer_name
-    assert ours.eot_token_id == theirs.eot_token_id
-
-
-def test_it_is_found_by_its_key(plain):
-    made = get_model("stageline").create_from_arg_obj(
-        {"engine": WholeEngine(*plain)}, {"batch_size": 4, "device": None}
-    )
-    assert isinstance(made, StagelineLM)
-
-
-class Failing(WholeEngine):
-    def answer(self, requests):
-        for request in requests:
-            yield Failed(request.key, UserError("too long"))
-
-
-def test_what_gets_no_answer_ends_the_evaluation(plain):
-    with pytest.raises(UserError, match="too long"):
-        StagelineLM(Failing(*plain)).generate_until(
-            instances("generate_until", ("ls", {"max_gen_toks": 4}))
-        )
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -218,13 +158,3 @@ def test_options_that_can_not_be_kept_are_refused(plain, options, message):
     lm = StagelineLM(WholeEngine(*plain))
     with pytest.raises(UserError, match=message):
         lm.generate_until(instances("generate_until", ("ls", {"until": [], **options})))
-
-
-def test_an_unknown_argument_is_refused(plain):
-    with pytest.raises(UserError, match="pretrained came"):
-        StagelineLM(WholeEngine(*plain), pretrained="x")
-
-
-def test_a_continuation_that_can_not_be_scored_is_refused(plain):
-    with pytest.raises(UserError, match="a continuation of 0 tokens"):
-        StagelineLM(WholeEngine(*plain)).loglikelihood(instances("loglikelihood", ("ls", "")))

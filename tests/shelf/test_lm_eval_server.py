@@ -11,14 +11,13 @@ import torch
 
 from commands.stages import AnsweringModel
 from register import image_token_register, import_shelf, prompt_fn_register
-from stageline.data.text.processor import load_processor, save_processor
+from stageline.data.text.processor import load_processor
 from stageline.inference.decoding.chain import LocalChain
 from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.inference.generation import stop_ids_of
-from tests.helpers.tiny_checkpoints import tiny_whole
-from tests.helpers.tiny_models import tiny_tokenizer
+from tests.helpers.lm_eval_results import TASKS, assert_same_results, save_task_model
 
 for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):  # read when lm_eval is imported
     os.environ.setdefault(name, "1")
@@ -34,7 +33,6 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 from tests.helpers.served import served  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-TASKS = ROOT / "tests" / "samples" / "lm_eval_tasks"
 TASK = "commands_name"
 SCORED = ["commands_choice", "descriptions"]  # of choices, and of whole texts
 POSITIONS = 512
@@ -42,12 +40,7 @@ POSITIONS = 512
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = tiny_tokenizer((TASKS / "commands.jsonl").read_text(encoding="utf-8").splitlines())
-    fields = {"vocab_size": len(tokenizer), "max_position_embeddings": POSITIONS}
-    tiny_whole("llama", path, noise=0.3, **fields)
-    save_processor(tokenizer, path)
-    return path
+    return save_task_model(tmp_path_factory.mktemp("model"), max_position_embeddings=POSITIONS)
 
 
 @pytest.fixture(scope="module")
@@ -145,38 +138,5 @@ def test_the_scores_of_the_server_are_those_of_hf(url, folder, manager, monkeypa
     )
     reference = HFLM(str(folder), device="cpu", dtype="float32")
     expected = evaluated(reference, manager, monkeypatch, SCORED, num_fewshot=1)
-    for task in SCORED:
-        ours, theirs = (
-            {sample["doc_id"]: sample["resps"] for sample in results["samples"][task]}
-            for results in (found, expected)
-        )
-        assert ours.keys() == theirs.keys()
-        for doc, resps in theirs.items():
-            for (mine,), (its,) in zip(ours[doc], resps, strict=True):
-                if task == "descriptions":
-                    mine, its = (mine, None), (its, None)
-                assert mine == (pytest.approx(its[0], abs=1e-3, rel=1e-6), its[1])
-        for name, value in expected["results"][task].items():
-            if isinstance(value, float):
-                assert found["results"][task][name] == pytest.approx(value, rel=1e-5), name
-
-
-def test_greedy_answers_are_seen_as_such(url, folder):
-    from lm_eval.models.openai_completions import LocalCompletionsAPI
-
-    reference = HFLM(str(folder), device="cpu", dtype="float32")
-    context = [9, 10, 11]
-    made = reference.model.generate(
-        torch.tensor([context]), max_new_tokens=4, do_sample=False, eos_token_id=None
-    )
-    greedy = made[0, 3:].tolist()
-    rows = [
-        (("", ""), context, greedy),
-        (("", ""), context, [*greedy[:3], 12]),
-        (("", ""), [9], [3]),
-    ]
-    api = LocalCompletionsAPI(**completions(url, folder, batch_size=2))
-    expected = reference._loglikelihood_tokens(rows, disable_tqdm=True)
-    assert [is_greedy for _, is_greedy in expected[:2]] == [True, False]
-    for mine, its in zip(api._loglikelihood_tokens(rows), expected, strict=True):
-        assert mine == (pytest.approx(its[0], abs=1e-4), its[1])
+    close = {"abs": 1e-3, "rel": 1e-6}
+    assert_same_results(found, expected, SCORED, pair=close, whole=close)

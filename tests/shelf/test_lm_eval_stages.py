@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import os
 from pathlib import Path
 
@@ -11,15 +10,14 @@ import torch
 
 from commands.stages import AnsweringModel
 from register import import_shelf
-from stageline.data.text.processor import load_processor, save_processor
+from stageline.data.text.processor import load_processor
 from stageline.errors import UserError
 from stageline.inference.decoding.chain import LocalChain
 from stageline.inference.decoding.engine import DecodingEngine
 from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder
 from stageline.inference.generation import stop_ids_of
-from tests.helpers.tiny_checkpoints import tiny_whole
-from tests.helpers.tiny_models import tiny_tokenizer
+from tests.helpers.lm_eval_results import TASKS, assert_same_results, save_task_model
 
 for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):  # read when lm_eval is imported
     os.environ.setdefault(name, "1")
@@ -30,14 +28,11 @@ from lm_eval.models.huggingface import HFLM  # noqa: E402
 from stageline.evaluation.lm_eval import (  # noqa: E402
     TaskSettings,
     find_tasks,
-    results_table,
     run_tasks,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-TASKS = ROOT / "tests" / "samples" / "lm_eval_tasks"
 NAMES = ["commands_choice", "commands_name", "descriptions"]
-SMOLLM2 = ROOT / ".cache" / "smollm2"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,12 +48,8 @@ def manager():
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def folder(request, tmp_path_factory):
     """gpt2 has no place for a token behind its last position."""
-    path = tmp_path_factory.mktemp(request.param)
-    tokenizer = tiny_tokenizer((TASKS / "commands.jsonl").read_text(encoding="utf-8").splitlines())
     fields = {"max_position_embeddings" if request.param == "llama" else "n_positions": 96}
-    tiny_whole(request.param, path, vocab_size=len(tokenizer), noise=0.3, **fields)
-    save_processor(tokenizer, path)
-    return path
+    return save_task_model(tmp_path_factory.mktemp(request.param), request.param, **fields)
 
 
 def open_engine(folder, num_stages):
@@ -78,40 +69,9 @@ def open_engine(folder, num_stages):
 
 @pytest.fixture(scope="module")
 def expected(folder, manager):
-    return by_hf(folder, manager)
-
-
-def by_hf(folder, manager, **options):
     lm = HFLM(str(folder), device="cpu", dtype="float32")
     with contextlib.chdir(ROOT):  # the data files of the tasks are relative to it
-        return lm_eval.simple_evaluate(
-            lm, tasks=NAMES, task_manager=manager, bootstrap_iters=0, **options
-        )
-
-
-def check_same(ours, theirs):
-    """The figures, and each answer: texts, log-likelihoods, whether they are greedy."""
-    for name in NAMES:
-        answers = [
-            {sample["doc_id"]: sample["resps"] for sample in results["samples"][name]}
-            for results in (ours, theirs)
-        ]
-        assert answers[0].keys() == answers[1].keys()
-        for doc, there in answers[1].items():
-            for (mine,), (its,) in zip(answers[0][doc], there, strict=True):
-                assert_same(mine, its)
-        for figure, value in theirs["results"][name].items():
-            if isinstance(value, float):
-                assert ours["results"][name][figure] == pytest.approx(value, rel=1e-5), figure
-
-
-def assert_same(mine, its):
-    if isinstance(its, str):
-        assert mine == its
-    elif isinstance(its, tuple):
-        assert mine == (pytest.approx(its[0], abs=1e-4), its[1])
-    else:
-        assert mine == pytest.approx(its, abs=1e-4, rel=1e-6)
+        return lm_eval.simple_evaluate(lm, tasks=NAMES, task_manager=manager, bootstrap_iters=0)
 
 
 @pytest.mark.parametrize("num_stages", [1, 4])
@@ -119,38 +79,11 @@ def test_same_figures_and_answers_as_hf(folder, expected, manager, num_stages, m
     monkeypatch.chdir(ROOT)  # the data files of the tasks are relative to it
     engine = open_engine(folder, num_stages)
     settings = TaskSettings(log_samples=True)
-    check_same(run_tasks(engine, NAMES, manager=manager, settings=settings), expected)
+    found = run_tasks(engine, NAMES, manager=manager, settings=settings)
+    close = {"abs": 1e-4}
+    assert_same_results(found, expected, NAMES, pair=close, whole=close | {"rel": 1e-6})
     texts = {sample["resps"][0][0] for sample in expected["samples"]["commands_name"]}
     assert len(texts) > 3  # else equal texts would show little
-
-
-@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="the real model isn't here")
-def test_same_figures_and_answers_of_a_real_model(manager, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    options = {"limit": 1, "apply_chat_template": True}
-    settings = TaskSettings(**options, log_samples=True)
-    engine = open_engine(SMOLLM2, 2)
-    ours = run_tasks(engine, NAMES, manager=manager, settings=settings)
-    check_same(ours, by_hf(SMOLLM2, manager, **options))
-
-
-def test_results_are_written_as_lm_eval_writes_them(folder, manager, monkeypatch, tmp_path):
-    monkeypatch.chdir(ROOT)
-    results = run_tasks(
-        open_engine(folder, 1),
-        ["commands_*"],
-        manager=manager,
-        settings=TaskSettings(limit=2, log_samples=True),
-        described={"pretrained": "mine"},
-        output_path=tmp_path,
-    )
-    files = sorted((tmp_path / "mine").iterdir())
-    names = [file.name.rpartition("_")[0] for file in files]
-    assert names == ["results", "samples_commands_choice", "samples_commands_name"]
-    written = json.loads(files[0].read_text())
-    assert written["results"] == results["results"]
-    assert written["config"]["model_args"] == {"pretrained": "mine"}
-    assert "commands_choice" in results_table(results)
 
 
 def test_an_unknown_task_is_named(monkeypatch):

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from transformers import PretrainedConfig
 
 from loss_fn import sft
 from pp_models import class_of_key
 from stageline.checkpoint.init import init_split_model
 from stageline.pipeline.runner import PipelineRunner
-from stageline.stages.example_batch import example_pictures
 from stageline.training.replicas import Replicas, ShardedReplicas, bit_sum
 from stageline.training.step import TrainStep
 from tests.helpers.ranks import run_ranks
@@ -91,12 +89,6 @@ def test_a_broken_tower_reaches_nothing(family):
     found, grads = run(model, text_batch())
     assert torch.equal(found, expected)
     assert grads == {}
-
-
-def test_an_unknown_tower_is_left_alone():
-    config = PretrainedConfig()
-    config.vision_config = PretrainedConfig()
-    assert example_pictures(config, dtype=torch.float32, device=CPU) is None
 
 
 # -- replicas ----------------------------------------------------------------------------------

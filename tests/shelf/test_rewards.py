@@ -3,8 +3,6 @@
 import http.server
 import json
 import re
-import subprocess
-import sys
 import threading
 import time
 import types
@@ -18,7 +16,6 @@ from options.parts import chosen_part
 from parse_args import parse_train_args, save_config
 from register import import_shelf, reward_register
 from stageline.errors import DataError, UserError
-from stageline.tasks.rewards import side_by_side
 from stageline.training.rewards import Reward, Rewards
 
 import_shelf(*SHELF)
@@ -99,20 +96,6 @@ def test_a_judge_elsewhere_is_asked():
     assert all("2+5?" in one and "Right answer:\n7" in one for one in asked)
 
 
-def test_rows_are_asked_side_by_side_and_nobody_waits_for_them_at_the_end():
-    both = threading.Barrier(2, timeout=30)
-    found = side_by_side(lambda one, two: both.wait() * 0 + one - two, [5, 7], [1, 2])
-    assert found == [4, 5]
-    with pytest.raises(KeyError, match="depth"):
-        side_by_side(lambda one: raises(one, one, one), range(40))
-    code = (
-        "import threading, time; from stageline.tasks.rewards import side_by_side\n"
-        "given = side_by_side, (time.sleep, [3600])\n"
-        "threading.Thread(target=given[0], args=given[1], daemon=True).start()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
 def test_a_pattern_that_searches_for_ever_says_nothing():
     began = time.monotonic()
     part = reward("format", pattern=r"(a|aa)+$")
@@ -121,17 +104,6 @@ def test_a_pattern_that_searches_for_ever_says_nothing():
     assert time.monotonic() - began < 20
     with pytest.raises(UserError, match="is no regular expression"):
         Rewards([reward("format", pattern="(")])([""], ["a"], [{}])
-
-
-def test_one_that_is_late_gives_nothing_and_is_counted():
-    release = threading.Event()
-    slow = Reward("slow", lambda prompts, texts, samples: release.wait(30) and [1.0])
-    rewards = Rewards([slow, Reward("fast", lambda prompts, texts, samples: [2.0])], timeout=0.1)
-    judging = rewards.begin()
-    judging.add([""], ["x"], [{}])
-    found = judging.result()
-    release.set()
-    assert torch.isnan(found[0, 0]) and found[1, 0] == 2 and judging.num_late == 1
 
 
 def test_what_is_late_does_not_depend_on_how_long_answers_take(monkeypatch):
@@ -196,14 +168,6 @@ def raises(prompts, completions, samples):
 def test_a_broken_reward_names_itself(part, wanted):
     with pytest.raises(UserError, match=wanted):
         Rewards([Reward("mine", part)])(["a", "b"], ["c", "d"], [{}, {}])
-
-
-def test_full_memory_stays_what_it_is():
-    def large(prompts, completions, samples):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    with pytest.raises(torch.OutOfMemoryError):  # the report tells what fills it
-        Rewards([Reward("large", large)])([""], ["x"], [{}])
 
 
 def test_a_row_without_an_answer_is_named():
