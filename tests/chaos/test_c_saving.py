@@ -1,5 +1,6 @@
 """Saving: whatever stops it, the last good checkpoint survives and is found."""
 
+import json
 import os
 import shutil
 import signal
@@ -8,15 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from pp_models import CausalLMStage
 from stageline.checkpoint import writer as writer_module
 from stageline.checkpoint.layout import verify
+from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.optimizer_state import SavedState
 from stageline.checkpoint.writer import CheckpointWriter, find_latest, keep_last
 from stageline.errors import NonFiniteError
 from tests.helpers import faults
 from tests.helpers.small_run import Job
-from tests.helpers.tiny_checkpoints import load_stages, tiny_whole
+from tests.helpers.tiny_checkpoints import tiny_whole
 
 SHORT = ("--total-steps", 4, "--save-steps", 2)
 RESUME = ("--resume", "auto")
@@ -47,6 +52,17 @@ def assert_whole(job, name, *expected):
     assert job.checkpoints(name) == [f"step-{step:08d}" for step in expected]
     for step in expected:
         verify(checkpoints(job, name) / f"step-{step:08d}")
+
+
+def assert_goes_on(job, name, undisturbed, ranks=1, **kwargs):
+    """Resuming gives the losses and weights of a run that nothing happened to."""
+    done = job.fork(name, *SHORT, *RESUME, ranks=ranks, **kwargs)
+    assert done.code == 0, done.err
+    assert job.losses(name) == job.losses("undisturbed")
+    assert_whole(job, name, 2, 4)
+    if ranks == 1:
+        assert files(checkpoints(job, name) / "step-00000004") == undisturbed
+    assert not list(checkpoints(job, name).glob("*.tmp-*"))
 
 
 def dies_at(count, work) -> bool:
@@ -84,6 +100,26 @@ def test_c01_stopped_at_each_file_operation(tmp_path):
     assert stops >= 10
 
 
+@pytest.mark.parametrize(("rank", "stride"), [(0, 13), (1, 11)])
+def test_c02_runs_stopped_at_file_operations(rank, stride, job, undisturbed):
+    """Some of the operations of each rank of a whole run, which is resumed each time."""
+    ranks = rank + 1
+    stops = 0
+    for count in range(1, 100, stride):
+        name = f"sweep-{rank}-{count}"
+        fault = f"at=file,rank={rank},count={count},do=exit"
+        done = job.fork(name, *SHORT, ranks=ranks, chaos=fault, waits=True)
+        if done.code == 0:
+            break
+        stops += 1
+        whole = [int(text[5:]) for text in job.checkpoints(name)]
+        assert whole in ([], [2], [2, 4]), whole
+        assert_whole(job, name, *whole)
+        assert_goes_on(job, name, undisturbed, ranks=ranks)
+        shutil.rmtree(job.folder / name)
+    assert stops >= (2 if rank == 0 else 1)
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -117,6 +153,46 @@ def test_c06_output_dir_cannot_be_written(job, tmp_path):
         assert "Traceback" not in done.err
 
 
+VANDAL = """
+import os, shutil
+from register import lr_scheduler_register
+
+@lr_scheduler_register("vandal")
+def vandal(learning_rate, min_lr, warmup_steps, warmup_start_lr, total_steps, folder: str):
+    def rate(step):
+        if step == 3:
+            while os.path.exists(folder):  # a checkpoint may be written while it is removed
+                shutil.rmtree(folder, ignore_errors=True)
+        return learning_rate
+    return rate
+"""
+
+
+def test_c07_output_dir_removed_while_running(job):
+    """It is gone when a checkpoint is due: code 5, the folder named."""
+    part = job.folder / "vandal_part.py"
+    part.write_text(VANDAL)
+    folder = job.folder / "removed"
+    done = job.fork(
+        "removed",
+        *("--import", part, "--lr-scheduler", "vandal", "--lr-scheduler.folder", folder),
+        *SHORT,
+        ranks=1,
+    )
+    assert done.code == 5 and "No such file" in done.err and str(folder) in done.err, done.err
+
+
+def test_c08_stopped_between_publishing_and_removing(job, undisturbed):
+    """Both checkpoints are whole; the next run removes the old one."""
+    keep = ("--keep-last", 1)
+    fault = "at=retention,count=2,do=exit"
+    assert job.fork("between", *SHORT, *keep, ranks=1, chaos=fault).code == 137
+    assert_whole(job, "between", 2, 4)
+    done = job.fork("between", *RESUME, *keep, "--total-steps", 6, "--allow-changes", ranks=1)
+    assert done.code == 0 and "removed step-00000002, step-00000004" in done.out
+    assert_whole(job, "between", 6)
+
+
 def test_c11_a_step_that_exists_is_kept_aside(job, undisturbed):
     """Resumed from an older one: later ones get another name and are not written into."""
     shutil.copytree(job.folder / "undisturbed", job.folder / "again")
@@ -131,8 +207,11 @@ def test_c11_a_step_that_exists_is_kept_aside(job, undisturbed):
 
 def make_writer(folder: Path, **options):
     """A writer over a tiny model and its optimizer after one step."""
-    tiny_whole("llama", folder / "base")
-    (model,) = load_stages(folder / "base", num_stages=1)
+    if not (folder / "base").exists():
+        tiny_whole("llama", folder / "base")
+    config = AutoModelForCausalLM.from_pretrained(folder / "base").config
+    model = CausalLMStage(config, stage=0, num_stages=1)
+    load_split_model(model, folder / "base", device="cpu", dtype=torch.float32)
     parameters = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(parameters.values(), lr=0.1)
     step(parameters, optimizer)
@@ -209,6 +288,14 @@ def test_the_last_checkpoints_stay_and_none_is_removed_under_its_name(tmp_path, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000020"]
 
 
+def test_c13_an_error_in_the_background_stops_the_run(job):
+    """Raised at the next step, with the message of the writer; code 5."""
+    done = job.fork("background", ranks=2, chaos="at=file,count=25,rank=0,do=enospc")
+    assert done.code == 5, done.err
+    assert "No space left" in done.err
+    assert_whole(job, "background", 2)
+
+
 def test_c14_the_end_waits_for_a_save(job):
     """The last checkpoint is being written when training ends: it is there."""
     done = job.fork("slow", *SHORT, ranks=1, chaos="at=write,count=2,do=sleep,value=2")
@@ -233,6 +320,21 @@ def test_c15_a_killed_run_holds_no_lock(job):
     chaos = "at=step,step=3,do=sigkill"
     assert job.fork("killed", "--num-workers", 2, ranks=1, chaos=chaos).code == -signal.SIGKILL
     assert job.fork("killed", "--num-workers", 2, *RESUME, ranks=1).code == 0
+
+
+def test_c16_every_parameter_of_every_stage_is_there(tmp_path):
+    """Weights and moments: the names of the whole model, each once."""
+    job = Job(tmp_path, num_layers=3)
+    assert job.fork("all", *SHORT, ranks=3).code == 0
+    folder = checkpoints(job, "all") / "step-00000004"
+    whole = dict(AutoModelForCausalLM.from_pretrained(job.model).named_parameters())
+    names = [n for path in folder.glob("*.safetensors") for n in load_file(path)]
+    assert sorted(names) == sorted(whole)
+    state = json.loads((folder / "training_state" / "state.json").read_text())["parameters"]
+    assert state.keys() == whole.keys()
+    for parameter, entry in state.items():
+        assert tuple(entry["shape"]) == whole[parameter].shape
+        assert entry["values"].keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
 def test_h12_a_folder_with_checkpoints_of_another_run(job, undisturbed):

@@ -43,6 +43,15 @@ def test_a_constant_rate_goes_on_as_if_it_had_been_longer(job):
     assert_same_run(job, "short", "whole", 11)
 
 
+def test_more_epochs_on_resume(job):
+    assert job.fork("eight", *CONSTANT, "--total-steps", 8, ranks=1).code == 0
+    done = job.fork("epochs", *CONSTANT, "--num-train-epochs", 1, ranks=1)
+    assert done.code == 0 and "an epoch is 4 steps, 1 epoch = 4 steps" in done.out, done.err
+    done = job.fork("epochs", *CONSTANT, "--num-train-epochs", 2, *RESUME, ranks=1)
+    assert done.code == 0 and "4 of 8 steps are done" in done.out, done.err
+    assert_same_run(job, "epochs", "eight", 8)
+
+
 def test_a_decay_may_be_put_off_before_it_begins(job):
     wsd = ("--lr-scheduler", "wsd", "--lr-scheduler.decay", 2)
     assert job.fork("late", *wsd, "--total-steps", 10, ranks=1).code == 0
@@ -59,7 +68,17 @@ def test_a_decay_may_be_put_off_before_it_begins(job):
     ("first", "then", "words"),
     [
         (("--total-steps", 4), ("--total-steps", 6), ["step 2, which is done", "then, 6 now"]),
+        (
+            ("--total-steps", 4, "--lr-scheduler", "linear", "--warmup-steps", 2),
+            ("--total-steps", 6, "--lr-scheduler", "linear", "--warmup-steps", 2),
+            ["step 4, which is done", "--lr-scheduler constant"],
+        ),
         ((*CONSTANT, "--total-steps", 4), (*CONSTANT, "--total-steps", 3), ["4 are done"]),
+        (
+            ("--total-steps", 4, "--lr-scheduler", "constant", "--warmup-ratio", 0.5),
+            ("--total-steps", 8, "--lr-scheduler", "constant", "--warmup-ratio", 0.5),
+            ["step 2, which is done, would have had", "warmup-steps: 2 then, 4 now"],
+        ),
     ],
 )
 def test_what_would_have_been_another_course_is_refused(job, tmp_path, first, then, words):
@@ -98,6 +117,13 @@ def test_both_typed_are_refused(job):
     assert done.code == 2 and "were both given" in done.err
     done = job.fork("both", "--warmup-ratio", 0.1, "--warmup-steps", 0, ranks=1)
     assert done.code == 2 and "--warmup-steps 0 were both given" in done.err
+
+
+def test_replicas_and_accumulation_share_an_epoch(job):
+    more = ("--num-train-epochs", 3, "--accumulate-steps", 2, "--batch-size", 4, "--check-only")
+    done = job.fork("check", *more, "--num-stages", 1, "--dp-degree", 2, ranks=2)
+    assert done.code == 0 and "an epoch is 2 steps, 3 epochs = 6 steps" in done.out, done.err
+    assert not (job.folder / "check").exists()
 
 
 def test_epochs_of_answers_that_some_steps_share_end_with_whole_ones(job):

@@ -1,9 +1,11 @@
 """Resuming is exact: the same losses, weights, optimizer state and samples as without a stop."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.helpers.small_run import Job, saved_tensors
 
@@ -35,9 +37,9 @@ def last(job, name):
     return job.folder / name / "checkpoints" / f"step-{STEPS:08d}"
 
 
-@pytest.mark.parametrize("step", [1, 4, STEPS - 1])
-def test_e01_e03_resumed_after_a_step(step, job, straight):
-    """Resumed after the first and last steps, within an epoch, and at its end (E3)."""
+@pytest.mark.parametrize("step", range(1, STEPS))
+def test_e01_e03_resumed_at_each_step(step, job, straight):
+    """Resumed after each step of a run in turn; epochs end at 4 and 8 (E3)."""
     name = f"from-{step}"
     done = job.fork(name, "--resume", straight / f"step-{step:08d}", "--save-steps", 6, ranks=1)
     assert done.code == 0, done.err
@@ -46,15 +48,29 @@ def test_e01_e03_resumed_after_a_step(step, job, straight):
     assert_same(last(job, name), last(job, "straight"))
 
 
+def test_e02_three_resumes_in_a_chain(job, straight):
+    """Killed three times, each time resumed from the newest checkpoint."""
+    for number, step in enumerate((3, 7, 9)):
+        options = ("--resume", "auto") if number else ()
+        assert job.fork("chain", *options, ranks=1, chaos=KILL.format(step), waits=True).code != 0
+    done = job.fork("chain", "--resume", "auto", ranks=1)
+    assert done.code == 0 and "step-00000008: 8 of 12 steps are done" in done.out
+    assert job.losses("chain") == job.losses("straight")
+    assert_same(last(job, "chain"), last(job, "straight"))
+
+
 OPTIONS = {
-    "e04_data_workers_and_packing": ("--num-workers", 2, "--packing"),
-    "e05_e06_accumulation_and_warm_up": (
-        *("--accumulate-steps", 2, "--batch-size", 4, "--gradient-checkpointing"),
-        *("--warmup-steps", 5, "--weight-decay", 0.3, "--max-grad-norm", 0.5),
-    ),
-    "e07_lora_with_dropout": ("--llm-lora-num", 1, "--lora.dropout", 0.3),
+    "e04_data_workers": ("--num-workers", 2),
+    "e05_accumulation": ("--accumulate-steps", 2, "--batch-size", 4),
+    "e06_warm_up_and_decay": ("--warmup-steps", 5, "--weight-decay", 0.3, "--max-grad-norm", 0.5),
+    "e07_dropout": ("--llm-lora-num", 1, "--lora.dropout", 0.3),
     "e13_bf16_masters": ("--bf16",),
     "e13_fp16_scale": ("--fp16",),
+    "packed": ("--packing",),
+    "recomputed": ("--gradient-checkpointing",),
+    "frozen": ("--parts.lm_head.frozen",),
+    "lora": ("--llm-lora-num", 1),
+    "waits": ("--sync-save",),
     "muon": ("--optimizer", "muon"),
     "adafactor": ("--optimizer", "adafactor"),
     "adamw_8bit": ("--optimizer", "adamw_8bit"),
@@ -87,6 +103,61 @@ def test_e08_other_intervals_change_nothing(job, straight):
     assert_same(last(job, "intervals"), last(job, "straight"))
 
 
+RECORDING = """
+import json, os
+from register import dataset_register
+
+class Recorded:
+    def __init__(self, path, split):
+        with open(path) as file:
+            self.rows = [json.loads(line) for line in file]
+        self.path = path
+    def __len__(self):
+        return len(self.rows)
+    def __getitem__(self, index):
+        with open(os.environ["RECORD"], "a") as file:
+            file.write(self.rows[index]["id"] + "\\n")
+        return [], self.rows[index]
+
+@dataset_register("recorded")
+def recorded(dataset_path, split):
+    return Recorded(dataset_path, split)
+"""
+
+
+def test_e09_each_sample_once_in_the_same_order(job, monkeypatch):
+    """The rows that were read, step by step, over a kill and a resume."""
+    part = job.folder / "recorded_part.py"
+    part.write_text(RECORDING)
+    options = ("--import", part, "--dataset", "recorded", "--max-token-num", 256)
+
+    def rows(name, *more, chaos=""):
+        record = job.folder / f"{name}.txt"
+        record.unlink(missing_ok=True)
+        monkeypatch.setenv("RECORD", str(record))
+        run = name.partition("+")[0]
+        job.fork(run, *options, *more, ranks=1, chaos=chaos)
+        return record.read_text().split()[-8 * STEPS :]
+
+    whole = rows("rows-whole")
+    first = rows("rows-parts", chaos=KILL.format(7))
+    rest = rows("rows-parts+", "--resume", "auto")[-8 * (STEPS - 6) :]
+    assert len(whole) == 8 * STEPS
+    assert rest == whole[8 * 6 :] and whole[: 8 * 6] == first[-8 * 8 : -8 * 2]
+    for epoch in range(2):
+        seen = whole[40 * epoch : 40 * (epoch + 1)]
+        assert len(set(seen)) == len(seen), "a row came twice in an epoch"
+
+
+def test_e10_and_e11_stages_change_nothing(job, straight):
+    """The same run again and with 2 and 3 stages: equal to the bit."""
+    for name, ranks in (("again", 1), ("two", 2), ("three", 3)):
+        done = job.fork(name, ranks=ranks)
+        assert done.code == 0, done.err
+        assert job.losses(name) == job.losses("straight")
+        assert_same(last(job, name), last(job, "straight"))
+
+
 def test_d12_two_stages_then_four_then_one_and_back(job, straight):
     """Resumed on another number of stages and another schedule each time; moments by name."""
     for ranks, step, options in (
@@ -100,8 +171,18 @@ def test_d12_two_stages_then_four_then_one_and_back(job, straight):
             "moves", *resume, *options, ranks=ranks, chaos=KILL.format(step), waits=True
         )
         assert done.code != 0
-    zbv = ("--num-stages", 4, "--schedule", "zbv", "--stages-per-rank", 2)
-    done = job.fork("moves", "--resume", "auto", *zbv, ranks=2)
+    done = job.fork(
+        "moves",
+        "--resume",
+        "auto",
+        "--num-stages",
+        4,
+        "--schedule",
+        "zbv",
+        "--stages-per-rank",
+        2,
+        ranks=2,
+    )
     assert done.code == 0, done.err
     assert job.losses("moves") == job.losses("straight")
     assert_same(last(job, "moves"), last(job, "straight"))
@@ -131,11 +212,51 @@ def test_d12_replicas_come_and_go(shards, job):
     assert_close(last(job, name), last(job, f"alone-{shards}"), rtol=1e-3)
 
 
+@pytest.mark.parametrize("precision", ["--bf16", "--fp16"])
+def test_d12_sharded_masters(precision, job):
+    """Float32 masters of a half-precision run, from shares to whole ones and on."""
+    name = f"masters{precision}"
+    two = ("--num-stages", 1, "--dp-degree", 2, "--batch-size", 4, "--dp-shard")
+    assert job.fork(name, precision, *two, chaos=KILL.format(5), waits=True).code != 0
+    folder = job.folder / name / "checkpoints" / "step-00000004"
+    masters = {k: v for k, v in tensors_joined(folder).items() if k.startswith("weight/")}
+    assert masters and all(v.dtype == torch.float32 for v in masters.values())
+    assert any(not torch.equal(v, v.bfloat16().float()) for v in masters.values())
+    done = job.fork(
+        name, precision, "--resume", "auto", "--total-steps", 4, "--allow-changes", ranks=1
+    )
+    assert done.code == 0 and "4 of 4 steps are done" in done.out, done.err
+    done = job.fork(name, precision, "--resume", "auto", ranks=2)
+    assert done.code == 0 and "4 of 12" in done.out, done.err
+
+
+def tensors_joined(folder: Path) -> dict[str, torch.Tensor]:
+    """The training state with rows of several ranks put together, read by hand."""
+    index = json.loads((folder / "training_state" / "state.json").read_text())["parameters"]
+    found = {}
+    for name, entry in index.items():
+        for key, pieces in entry["values"].items():
+            parts = [
+                load_file(folder / "training_state" / piece["file"])[f"{key}/{name}"]
+                for piece in sorted(pieces, key=lambda piece: piece.get("start", 0))
+            ]
+            found[f"{key}/{name}"] = torch.cat(parts) if "start" in pieces[0] else parts[0]
+    return found
+
+
 def test_lora_on_lora(job):
     """A second adapter on a first one: killed and resumed on another number of stages."""
     assert job.fork("first", "--llm-lora-num", 1, ranks=1).code == 0
-    options = ("--model-path", last(job, "first"), "--llm-lora-num", 2)
-    options += ("--processor-path", job.model, "--config-path", job.model)
+    options = (
+        "--model-path",
+        last(job, "first"),
+        "--llm-lora-num",
+        2,
+        "--processor-path",
+        job.model,
+        "--config-path",
+        job.model,
+    )
     assert job.fork("second", *options, ranks=1).code == 0
     assert job.fork("second-parts", *options, ranks=2, chaos=KILL.format(7), waits=True).code != 0
     done = job.fork("second-parts", *options, "--resume", "auto", ranks=1)

@@ -26,8 +26,10 @@ PARTS = Path(__file__).with_name("faulty_parts.py")
 def job(tmp_path_factory):
     """A job whose run `whole` nothing has disturbed."""
     job = Job(tmp_path_factory.mktemp("job"), num_layers=4)
-    options = ("--total-steps", 6, "--save-steps", 1, "--lr-scheduler", "cosine")
-    assert job.fork("whole", *options).code == 0
+    assert (
+        job.fork("whole", "--total-steps", 6, "--save-steps", 1, "--lr-scheduler", "cosine").code
+        == 0
+    )
     return job
 
 
@@ -96,17 +98,29 @@ def test_f03_a_skipped_step_is_counted_and_changes_nothing(job):
     ended = job.fork("skip", *options, chaos=";".join(faults))
     assert ended.code == 0, ended.err
     told = records(job, "skip")
-    assert told[4]["loss"] is None and told[4]["non_finite"]["loss"] == "nan", "it is not hidden"
     assert [told[step]["is_skipped"] for step in range(1, 7)] == [0, 1, 0, 1, 1, 0]
     counts = [told[step]["trouble"] for step in (2, 4, 5)]
-    found = [(count["skipped_in_a_row"], count["num_skipped"]) for count in counts]
-    assert found == [(1, 1), (1, 2), (2, 3)]
+    assert [(count["skipped_in_a_row"], count["num_skipped"]) for count in counts] == [
+        (1, 1),
+        (1, 2),
+        (2, 3),
+    ]
     assert "step 5/6: skipped, no weight changed (2 in a row, 3 in all)" in ended.out
     for before, after in ((1, 2), (3, 4), (4, 5)):
         old, new = (weights(job, "skip", f"step-0000000{step}") for step in (before, after))
         assert_equal(old, new)
-    old, new = (weights(job, "skip", f"step-0000000{step}") for step in (5, 6))
-    assert not torch.equal(old["model.norm.weight"], new["model.norm.weight"])
+    assert not torch.equal(
+        *(weights(job, "skip", f"step-0000000{s}")["model.norm.weight"] for s in (5, 6))
+    )
+
+
+def test_f03_too_many_in_a_row(job):
+    faults = [f"at=gradient,rank=1,step={step},do=value" for step in (1, 3, 4, 5)]
+    options = ("--total-steps", 9, "--save-steps", 2, "--bad-steps.max_skipped", 3)
+    ended = job.fork("row", *options, chaos=";".join(faults))
+    assert ended.code == 6
+    assert "3 steps in a row up to step 6 were skipped" in ended.err
+    assert job.checkpoints("row") == ["step-00000002", "step-00000004"]
 
 
 def test_f04_a_micro_batch_without_targets_weighs_nothing(job, tmp_path):
@@ -124,6 +138,15 @@ def test_f04_a_micro_batch_without_targets_weighs_nothing(job, tmp_path):
     told = records(job, "with")[1], records(job, "without")[1]
     assert told[0]["num_targets"] == told[1]["num_targets"]
     assert told[0]["num_samples"] == told[1]["num_samples"] == 7
+
+
+def test_f05_nan_is_not_hidden(job):
+    options = ("--total-steps", 9, "--log-steps", 9)
+    ended = job.fork("log", *options, chaos="at=loss,rank=1,step=4,do=value")
+    told = records(job, "log")
+    assert sorted(told) == [1, 5, 9], "a skipped step is logged whatever the interval"
+    assert told[5]["loss"] is None and told[5]["non_finite"]["loss"] == "nan"
+    assert "step 5/9: skipped" in ended.out and "the loss is nan" in ended.out
 
 
 def test_f06_a_spike(job):
@@ -166,7 +189,7 @@ def test_f08_a_stage_that_learns_nothing_is_named_once(job):
 # -- without the entry file ------------------------------------------------------------------
 
 
-def build(rank, num_ranks):
+def build(rank, num_ranks, **options):
     stage = CausalLMStage(tiny_config("llama"), stage=rank, num_stages=num_ranks)
     init_split_model(stage, seed=1, device="cpu", dtype=torch.float32)
     stage.frozen()
@@ -176,13 +199,65 @@ def build(rank, num_ranks):
         runner,
         make_optimizer=lambda named: torch.optim.AdamW(named.values(), lr=1e-2),
         learning_rate=lambda step: 1e-2,
-        loss_fn=sft,
+        **options,
     )
+
+
+def state(step):
+    moments = step.optimizer.state_dict()["state"]
+    tensors = list(step.weights.parameters.values())
+    tensors += [value for entry in moments.values() for value in entry.values()]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def skip_one(rank, num_ranks, kind):
+    """Steps with a good batch, a bad one, a good one; the bad one is the row that starts with 5."""
+
+    def loss_fn(logits, batch, *, num_targets):
+        loss = sft(logits, batch, num_targets=num_targets)
+        if "loss_is_bad" not in batch:
+            return loss
+        if kind == "loss":
+            return loss * math.inf
+        return loss + (logits.sum() * 0).sqrt()  # its value is 0, its derivative nan
+
+    step = build(rank, num_ranks, loss_fn=loss_fn)
+    batches = [dict(batch) for batch in tiny_micro_batches("llama")]
+    for index, batch in enumerate(batches):
+        rows = len(batch["input_ids"])
+        batch["loss_rows"] = torch.arange(rows) + 10 * index
+    bad = [dict(batch) for batch in batches]
+    bad[1]["loss_is_bad"] = torch.ones(1)
+    results = [step(batches, step=0)]
+    before = state(step)
+    results.append(step(bad, step=1))
+    after = state(step)
+    results.append(step(batches, step=2))
+    return {
+        "unchanged": all(map(torch.equal, before, after)) and len(before) == len(after),
+        "moved": not all(map(torch.equal, after, state(step))),
+        "told": [[r.loss, r.is_skipped, r.problem or "", list(r.rows)] for r in results],
+    }
+
+
+@pytest.mark.parametrize(("kind", "num_ranks"), [("loss", 1), ("gradient", 2)])
+def test_f02_f03_all_stages_skip_together_and_know_the_micro_batch(kind, num_ranks):
+    results = run_ranks(skip_one, num_ranks, num_ranks, kind)
+    assert all(result == results[0] for result in results)
+    good, bad, again = results[0]["told"]
+    assert [good[1], bad[1], again[1]] == [False, True, False]
+    assert results[0]["unchanged"] and results[0]["moved"]
+    assert "micro-batch 1 (rows 10, 11" in bad[2] and bad[3][0] == 0
+    if kind == "loss":
+        assert math.isinf(bad[0])
+    else:
+        assert math.isfinite(bad[0]), "finite, and skipped all the same"
+        assert f"lm_head.weight (stage {num_ranks - 1}, rank {num_ranks - 1})" in bad[2]
 
 
 def bad_module(rank, num_ranks, name, place):
     """What is told of a step in which one module of stage 1, or two in turn, return nan."""
-    step = build(rank, num_ranks)
+    step = build(rank, num_ranks, loss_fn=sft)
     model = step.runner.local.models[0]
     spoilt = {
         "inside": {name: lambda output: output * math.nan},

@@ -67,8 +67,15 @@ def test_a_run_without_failure_ends_with_0_and_no_words(tmp_path):
     assert len(list(tmp_path.glob("done_*"))) == 3
 
 
-def test_an_exception_on_rank_1_ends_all_and_is_the_only_report(tmp_path):
-    done = _run_warm("close_then_raise_on_1", tmp_path, num_ranks=3)
+def test_a_single_process_says_no_word_either(tmp_path):
+    done = _run_warm("ok", tmp_path, num_ranks=1)
+    assert (done.code, done.out, done.err) == (0, "", "")
+    assert [path.name for path in tmp_path.glob("done_*")] == ["done_0"]
+
+
+@pytest.mark.parametrize("mode", ["raise_on_1", "close_then_raise_on_1"])
+def test_an_exception_on_rank_1_ends_all_and_is_the_only_report(tmp_path, mode):
+    done = _run_warm(mode, tmp_path, num_ranks=3)
     assert done.code == 9
     line = "error[crash] rank=1 stage=1: KeyError: 'boom on purpose' at failing_entry.py:"
     assert _first_line(done.err).startswith(line)
@@ -87,6 +94,13 @@ def test_below_torchrun_the_cause_comes_first_too(tmp_path):
     assert "Connection closed" not in done.stderr
 
 
+def test_what_the_schedule_wrapped_is_named_by_its_cause(tmp_path):
+    done = _run_warm("wrapped_on_1", tmp_path)
+    assert done.code == 9
+    line = "error[crash] rank=1 stage=1: IndexError: index 7 is out of range"
+    assert _first_line(done.err).startswith(line)
+
+
 def test_an_error_that_all_ranks_hit_is_printed_once(tmp_path):
     done = _run_warm("user_error", tmp_path, num_ranks=3)
     assert done.code == 2
@@ -97,6 +111,22 @@ def test_an_error_of_the_data_ends_with_3(tmp_path):
     done = _run_warm("data_error_on_1", tmp_path)
     assert done.code == 3
     assert done.err == "error[data] rank=1 stage=1: rows.jsonl:17 is no JSON\n"
+
+
+@pytest.mark.parametrize(("mode", "code"), [("raise_on_0", 9), ("user_error", 2)])
+def test_a_single_process_reports_the_same_way(tmp_path, mode, code):
+    done = _run_warm(mode, tmp_path, num_ranks=1)
+    assert done.code == code
+    wanted = "error[crash]: KeyError: 'boom alone'" if code == 9 else "error[usage]: --batch-size 7"
+    assert _first_line(done.err).startswith(wanted)
+
+
+def test_a_killed_rank_is_named_with_its_signal(tmp_path):
+    done = _run_warm("killed_on_1", tmp_path, num_ranks=3)
+    assert done.code == 9
+    words = "error[crash] rank=1 stage=1: killed by signal 9 (SIGKILL; the system may have run out"
+    assert done.err.startswith(words) and done.err.count("\n") == 1
+    assert "Traceback" not in done.err
 
 
 def _start(
@@ -170,14 +200,43 @@ def test_ctrl_c_below_torchrun_saves_too(tmp_path):
     assert len(list(tmp_path.glob("saved_*"))) == 2
 
 
-def test_a_second_ctrl_c_ends_at_once(tmp_path):
-    run = _start("never_stop_in_a_wait", tmp_path)
+def test_a_key_press_that_arrives_twice_is_one(tmp_path):
+    run = _start("train_until_stopped", tmp_path)
+    _send(run, signal.SIGINT)
+    time.sleep(0.05)
+    os.kill(run.pid, signal.SIGINT)
+    assert run.finish(SECONDS).code == 130
+    assert len(list(tmp_path.glob("saved_*"))) == 2
+
+
+@pytest.mark.parametrize("mode", ["never_stop", "never_stop_in_a_wait"])
+def test_a_second_ctrl_c_ends_at_once(tmp_path, mode):
+    run = _start(mode, tmp_path)
     workers = _send(run, signal.SIGINT)
     time.sleep(1.2)
     assert run.poll() is None
     os.kill(run.pid, signal.SIGINT)
     assert run.finish(SECONDS).code == 130
     assert list(tmp_path.glob("done_*")) == []
+    assert not workers & live_processes().keys()
+
+
+def test_ctrl_c_before_the_first_step_ends_at_once(tmp_path):
+    run = _start("slow_start", tmp_path)
+    workers = _send(run, signal.SIGINT)
+    done = run.finish(SECONDS)
+    assert done.code == 130
+    assert done.err.strip() == "Interrupted before the first step; nothing was saved."
+    assert not workers & live_processes().keys()
+
+
+def test_sigterm_to_the_launcher_ends_workers_that_do_not_stop(tmp_path):
+    run = _start("never_stop_in_a_wait", tmp_path, STOP_DEADLINE="1")
+    workers = _send(run, signal.SIGTERM)
+    done = run.finish(SECONDS)
+    assert done.code == 143, done.err
+    assert "error[stopped]" in done.err and "asked for a stop 1 s ago" in done.err
+    assert "The last checkpoint is what counts" in done.err
     assert not workers & live_processes().keys()
 
 

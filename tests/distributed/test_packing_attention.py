@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 from torch.nn.attention import flex_attention
+from transformers import AutoModelForCausalLM
 
 from options.memory import KERNELS, attention_arguments
 from options.train import RunConfig
@@ -16,6 +17,7 @@ from stageline.checkpoint.init import init_split_model
 from stageline.data.batches.batch import pack_rows
 from stageline.data.text.encode import Encoded
 from stageline.errors import UserError
+from stageline.stages.packing import check_packing
 from tests.helpers.tiny_batches import FIRST_TEXT_ID
 from tests.helpers.tiny_models import VOCAB_SIZE, tiny_config
 
@@ -140,6 +142,22 @@ def test_kernels_agree_with_each_other(kind, quick_flex):
         torch.testing.assert_close(value, found["eager"], rtol=0, atol=1e-6, msg=kernel)
 
 
+def test_the_librarys_defaults_would_mix_samples():
+    """A mask of ones, or a cache, hides the borders: what stages must not hand on."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8)
+    batch = packed_of(samples()[:1])
+    shared = {name: batch[name] for name in ("input_ids", "position_ids")}
+    right = model(**shared, use_cache=False).logits
+    masked = model(**shared, attention_mask=batch["attention_mask"], use_cache=False).logits
+    cached = model(**shared, use_cache=True).logits
+    for wrong in (masked, cached):
+        assert (wrong - right)[:, ROWS[0][0] :].abs().max() > 1e-3
+
+
 @pytest.mark.parametrize(
     ("stage_class", "family"),
     [(CausalLMStage, "llama"), (RewardStage, "gemma2"), (VisionLanguageStage, "llava")],
@@ -151,6 +169,11 @@ def test_no_stage_keeps_a_cache(stage_class, family):
         configs += [module.config for module in model.modules() if hasattr(module, "config")]
         assert not any(getattr(config, "use_cache", False) for config in configs)
         assert model.cached_configs  # and what is saved has it again
+
+
+def test_packing_is_tried_with_the_chosen_kernel():
+    for stage in build("eager", "sliding window", dtype=torch.float32):
+        check_packing(stage, rows=2)
 
 
 def test_a_kernel_that_an_architecture_lacks_is_refused():

@@ -1,5 +1,6 @@
 """The mesh: which rank is which stage of which replica; and a process that is alone."""
 
+import os
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,11 +10,14 @@ import torch
 import torch.distributed as dist
 
 from stageline.distributed.process_group import (
+    _init_group,
+    choose_device,
     distributed_context,
     open_channels,
     warm_up,
 )
 from stageline.errors import UserError
+from tests.helpers.fake_devices import fake_accelerators
 from tests.helpers.ranks import run_ranks
 from tests.helpers.warm_start import WarmLauncher
 
@@ -70,6 +74,25 @@ def test_no_exchange_waits_longer_than_the_run_does():
             assert waits == timedelta(seconds=77)
 
 
+def test_on_gpus_nccl_knows_its_device_and_gloo_is_beside_it(monkeypatch):
+    told, variable = {}, "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+    monkeypatch.setenv(variable, "")
+    monkeypatch.delenv(variable)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *how, **more: told.update(more, how=how))
+    _init_group(0, 1, torch.device("cuda", 3), timeout=77.0)
+    assert told["how"] == ("cpu:gloo,cuda:nccl",)
+    assert told["device_id"] == torch.device("cuda", 3)
+    assert told["timeout"] == timedelta(seconds=77)
+    assert os.environ[variable] == "false"  # one stream, one order: no reason to warn
+
+
+def test_after_an_exception_the_group_is_left_alone():
+    with pytest.raises(KeyError), distributed_context(num_ranks=1, device="cpu"):
+        raise KeyError
+    assert dist.is_initialized()
+
+
 def test_more_stages_than_processes_are_refused_before_a_group_is_made():
     with (
         pytest.raises(UserError, match="1 processes can't hold pipelines of 2 ranks"),
@@ -77,3 +100,24 @@ def test_more_stages_than_processes_are_refused_before_a_group_is_made():
     ):
         pass
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "expected"),
+    [
+        ("auto", 0, "cpu"),
+        ("auto", 2, "cuda:1"),
+        ("cpu", 2, "cpu"),
+        ("cuda", 2, "cuda:1"),
+    ],
+)
+def test_each_process_of_a_machine_needs_a_gpu_of_its_own(monkeypatch, device, num_gpus, expected):
+    fake_accelerators(monkeypatch, "cuda", num_gpus)
+    assert str(choose_device(device, local_rank=1, local_world_size=2)) == expected
+
+
+@pytest.mark.parametrize("device", ["cuda", "auto"])
+def test_too_few_gpus_are_an_error_not_a_run_on_the_cpu(monkeypatch, device):
+    fake_accelerators(monkeypatch, "cuda", 1)
+    with pytest.raises(UserError, match=f"device`? {device}: this machine shows 1 devices"):
+        choose_device(device, local_rank=0, local_world_size=2)

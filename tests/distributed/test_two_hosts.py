@@ -19,6 +19,7 @@ from tests.helpers.warm_start import WarmLauncher
 sys.path.insert(0, str(Path(__file__).parent))
 from two_hosts import MASTER_ADDR, ROOT, enter, torchrun, two_hosts, why_not  # noqa: E402
 
+ENTRY = Path(__file__).with_name("failing_entry.py")
 SECONDS = 60
 SECONDS_TO_START = 180
 REASON = why_not()
@@ -88,15 +89,28 @@ def start_recipe(hosts, job, folder, *options):
     return processes, [folder / f"{number}.log" for number in range(2)]
 
 
-def start_warm(hosts, folder, *words):
+def start_warm(hosts, folder, *words, num_ranks=1, **environment):
     """An entry file on both hosts, below torchruns that are forks of this process."""
-    told = {"GLOO_SOCKET_IFNAME": "eth0", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
     logs = [folder / f"{number}.log" for number in range(2)]
     for number, log in enumerate(logs):
-        enter_host = partial(enter, hosts.names[number], name="ab"[number])
-        command = [*torchrun(number), *map(str, words)]
-        hosts.started.append(WarmLauncher(command, told, enter=enter_host, output=log))
+        launcher = torchrun(number, num_ranks=num_ranks)
+        fork_on(hosts, number, [*launcher, *map(str, words)], environment, output=log)
     return hosts.started[-2:], logs
+
+
+def fork_on(hosts, number, words, environment, **options):
+    """A torchrun that is a fork of this process, on a host."""
+    told = {"GLOO_SOCKET_IFNAME": "eth0", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+    enter_host = partial(enter, hosts.names[number], name="ab"[number])
+    run = WarmLauncher(words, {**told, **environment}, enter=enter_host, **options)
+    hosts.started.append(run)
+    return run
+
+
+def start_entry(hosts, mode, folder, *, num_ranks=1, **environment):
+    """failing_entry.py on both hosts."""
+    words = (ENTRY, mode, folder, 2 * num_ranks)
+    return start_warm(hosts, folder, *words, num_ranks=num_ranks, **environment)
 
 
 def wait_for(is_true, processes):
@@ -147,4 +161,20 @@ def test_a_host_that_is_killed_in_the_middle_ends_the_other(hosts, job, tmp_path
     log = tmp_path / "run" / "log.jsonl"
     wait_for(lambda: log.exists() and len(log.read_text().splitlines()) > 2, processes)
     hosts.kill(1)
+    assert_lost(processes[0], logs[0], 0)
+
+
+def test_the_first_host_may_be_the_one_that_is_killed(hosts, tmp_path):
+    processes, logs = start_entry(hosts, "never_stop_in_a_wait", tmp_path)
+    wait_for(lambda: len(list(tmp_path.glob("started_*"))) == 2, processes)
+    hosts.kill(0)
+    assert_lost(processes[1], logs[1], 1)
+
+
+def test_the_host_of_the_rank_that_failed_names_it(hosts, tmp_path):
+    processes, logs = start_entry(hosts, "raise_on_1", tmp_path)
+    assert [process.wait(SECONDS_TO_START) for process in processes] == [1, 1]
+    line = "error[crash] rank=1 stage=1: KeyError: 'boom on purpose' at failing_"
+    assert said(logs[1])[0].startswith(line)
+    assert "Traceback" in said(logs[1])[1] and "failing_entry.py" in logs[1].read_text()
     assert_lost(processes[0], logs[0], 0)

@@ -1,5 +1,7 @@
 """The emulated cards: they tell the faults that are put in here, and nothing that is none."""
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from torch import nn
 from stageline.streaming.engine import RoundPipe
 from stageline.streaming.lanes import Lane, StreamQueue
 from stageline.streaming.run_config import RoundPipeRunConfig
+from tests.helpers.host_waits import host_waits
 
 pytestmark = pytest.mark.usefixtures("cards")
 
@@ -24,6 +27,26 @@ def on(stream, work):
         return work()
 
 
+def test_values_and_gradients_are_those_of_the_cpu():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3))
+    value = torch.randn(5, 4)
+    expected = model(value)
+    expected.square().sum().backward()
+    reference = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    parameters = list(model.parameters())
+    model.cuda()
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    found = model(value.cuda())
+    found.square().sum().backward()
+    assert found.device == torch.device("cuda", 0) and found.is_cuda
+    torch.testing.assert_close(found.cpu(), expected)
+    for parameter, grad in zip(parameters, reference, strict=True):
+        assert parameter.grad.is_cuda
+        torch.testing.assert_close(parameter.grad.cpu(), grad)
+
+
 @pytest.mark.cards(4)
 def test_tensors_of_two_devices_are_refused():
     first, last = torch.ones(3, device="cuda:0"), torch.ones(3, device="cuda:3")
@@ -35,6 +58,13 @@ def test_tensors_of_two_devices_are_refused():
         nn.functional.embedding(torch.zeros(2, dtype=torch.long), first.view(3, 1))
     assert (first + torch.tensor(1.0)).tolist() == [2.0] * 3  # a number is a kernel's argument
     assert (first + last.to(first.device)).tolist() == [2.0] * 3
+
+
+def test_a_card_that_is_not_there_is_refused():
+    with pytest.raises(RuntimeError, match="invalid device ordinal 1"):
+        torch.ones(3, device="cuda:1")
+    with pytest.raises(TypeError, match="numpy"):
+        torch.ones(3, device="cuda").numpy()
 
 
 def test_a_stream_that_waits_for_nothing(cards):
@@ -94,6 +124,15 @@ def test_a_pinned_buffer_is_filled_again_too_early(cards):
     assert not told(cards)
 
 
+def test_a_pinned_buffer_is_read_too_early_by_another_thread(cards):
+    host, found = torch.zeros(3, pin_memory=True), []
+    host.copy_(torch.ones(3, device="cuda"), non_blocking=True)
+    reader = threading.Thread(target=lambda: found.append(host.sum()))
+    reader.start()
+    reader.join()
+    assert "the host (sum" in told(cards)
+
+
 def test_waits_of_the_host(cards):
     value = torch.ones(3, device="cuda")
     cards.clear()
@@ -104,6 +143,34 @@ def test_waits_of_the_host(cards):
     expected = ["_local_scalar_dense", "blocking copy to the host", "index"]
     assert found == [(kind, 1) for kind in expected]
     assert all(wait.place.startswith("tests/gpu/test_emulated") for wait in cards.waits)
+
+
+@pytest.mark.cards(2)
+def test_memory_figures():
+    assert torch.cuda.memory_allocated(1) == 0
+    value = torch.empty(100, 1000, device="cuda:1")
+    view = value.view(-1)[5:]
+    assert torch.cuda.memory_allocated(1) == torch.cuda.max_memory_allocated(1) == 400_384
+    del value
+    assert torch.cuda.memory_allocated(1) == 400_384  # the view holds it
+    del view
+    assert torch.cuda.memory_allocated(1) == 0
+    assert torch.cuda.max_memory_allocated(1) == 400_384
+    free, total = torch.cuda.mem_get_info(1)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        torch.empty(total + 1, dtype=torch.uint8, device="cuda:1")
+    assert free == total == torch.cuda.mem_get_info(1)[0]
+
+
+@pytest.mark.cards(2)
+def test_each_card_draws_its_own_numbers():
+    torch.manual_seed(3)
+    host = torch.rand(4)
+    torch.manual_seed(3)
+    first, second = (torch.rand(4, device=f"cuda:{i}") for i in range(2))
+    assert torch.equal(first.cpu(), second.cpu())  # seeded alike
+    assert torch.equal(torch.rand(4), host)  # and the host's numbers are not used up
+    assert not torch.equal(torch.rand(4, device="cuda:0").cpu(), first.cpu())
 
 
 def run_engine(lanes):
@@ -131,6 +198,18 @@ def test_a_wait_that_the_streaming_engine_leaves_out(cards, missing, monkeypatch
     run_engine([Lane.streams(torch.device("cuda", index)) for index in range(2)])
     found = told(cards)
     assert bool(found) == bool(missing)
+
+
+def test_waits_are_counted_by_place():
+    value = torch.ones(3, device="cuda")
+    with host_waits() as waits:
+        for _ in range(2):
+            value.sum().item()
+        nn.functional.one_hot(torch.zeros(2, dtype=torch.long, device="cuda"))
+    (twice,) = [place for place, count in waits.items() if count == 2]
+    assert twice.startswith("tests/gpu/test_emulated_cards.py:")
+    value.sum().item()
+    assert sum(waits.values()) == 2 + len(waits) - 1 > 2
 
 
 def test_a_transfer_that_nobody_waits_for(cards):

@@ -12,12 +12,13 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from pp_models import CausalLMStage
+from pp_models import CausalLMStage, VisionLanguageStage
+from register import train_model_register
 from stageline.errors import UserError
 from stageline.modules.lora import wrap_linear
 from stageline.stages.packing import RouterLoss
 from tests.helpers.tiny_batches import tiny_micro_batches
-from tests.helpers.tiny_models import tiny_config
+from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
 COEFFICIENT = 0.5  # far above what is usual, so that the loss weighs in every gradient
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
@@ -153,6 +154,10 @@ def test_stages_equal_the_whole(family, num_stages):
     check(config, num_stages)
 
 
+def test_without_a_mask_every_token_counts():
+    check(make_config("qwen3_moe"), 2, drop=("attention_mask",))
+
+
 def test_statistics_are_float32_beside_a_bf16_model():
     _, stages = check(make_config("mixtral"), 3, dtype=torch.bfloat16)
     hidden, statistics = stages[0].get_example_output(2, 5)
@@ -160,7 +165,7 @@ def test_statistics_are_float32_beside_a_bf16_model():
     assert statistics.shape == (2 * 4 + 1,)
 
 
-@pytest.mark.parametrize("dense", [[0], [1, 2], [0, 1, 3]])
+@pytest.mark.parametrize("dense", [[0], [3], [1, 2], [0, 1, 3]])
 def test_stages_without_experts_hand_the_statistics_on(dense):
     check(make_config("qwen3_moe", mlp_only_layers=dense), 4)
 
@@ -229,7 +234,7 @@ def test_the_loss_of_frozen_routers_reaches_adapters():
 
 
 def test_the_comparison_can_fail(monkeypatch):
-    """Statistics that lose the gradient at a border."""
+    """Statistics that lose the gradient at a border, and a mean over layers, are other numbers."""
     add = RouterLoss.add
 
     def add_detached(self, statistics, *args, **kwargs):
@@ -239,6 +244,15 @@ def test_the_comparison_can_fail(monkeypatch):
         patch.setattr(RouterLoss, "add", add_detached)
         with pytest.raises(AssertionError, match="embed_tokens"):
             check(make_config("mixtral"), 2)
+    whole = build_whole(make_config("mixtral"))
+    batch = tiny_micro_batches("mixtral")[0]
+    del batch["labels"]
+    outputs = whole(**batch, output_router_logits=True)
+    library = sys.modules[type(whole).__module__].load_balancing_loss_func
+    each = [library((n,), 4, 2, batch["attention_mask"]) for n in outputs.router_logits]
+    assert abs(torch.stack(each).mean() - outputs.aux_loss) > 1e-3
+    unmasked = library(outputs.router_logits, 4, 2, None)
+    assert abs(unmasked - outputs.aux_loss) > 1e-3
 
 
 # -- whether it is on ----------------------------------------------------------------------
@@ -262,7 +276,35 @@ def test_the_option_goes_before_the_config(in_config, option, is_on):
     assert stages[0].config.output_router_logits == in_config  # as it was, for the checkpoint
 
 
+def test_the_coefficient_can_be_set():
+    config = make_config("mixtral")
+    for coefficient, wanted in ((None, COEFFICIENT), (0.25, 0.25), (0.0, 0.0)):
+        stage = CausalLMStage(config, stage=0, num_stages=2, router_aux_loss_coef=coefficient)
+        assert stage.router_loss.coefficient == wanted
+
+
+@pytest.mark.parametrize("key", ["causal_lm", "mixtral"])
+def test_the_parts_pass_the_options_on(key, tmp_path):
+    make_config("mixtral", output_router_logits=False).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    model, _, _ = train_model_register[key](
+        config_path=str(tmp_path),
+        processor_path=None,
+        checkpoint_path=None,
+        stage=0,
+        num_stages=2,
+        output_router_logits=True,
+        router_aux_loss_coef=0.125,
+    )
+    assert model.router_loss == RouterLoss(num_experts=4, top_k=2, coefficient=0.125)
+
+
 # -- what is refused -----------------------------------------------------------------------
+
+
+def test_a_model_without_routers_is_refused():
+    with pytest.raises(UserError, match="LlamaForCausalLM.*Set output_router_logits to false"):
+        CausalLMStage(tiny_config("llama"), stage=0, num_stages=2, output_router_logits=True)
 
 
 def test_a_mixture_whose_loss_has_another_weight_is_refused():
@@ -278,6 +320,13 @@ def test_a_mixture_whose_loss_has_another_weight_is_refused():
     )
     with pytest.raises(UserError, match="jetmoe"):
         CausalLMStage(config, stage=0, num_stages=2)
+
+
+def test_a_vision_language_model_is_refused():
+    config = tiny_config("internvl")
+    config.text_config.output_router_logits = True
+    with pytest.raises(UserError, match="text decoder with experts"):
+        VisionLanguageStage(config, stage=0, num_stages=2)
 
 
 def test_another_formula_of_the_library_is_refused(monkeypatch):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import random
 
 import numpy
@@ -21,7 +22,7 @@ from stageline.evaluation.report import (
     report_markdown,
     sign_test,
 )
-from stageline.plotting.pictures import groups_figure
+from stageline.plotting.pictures import groups_figure, plot_groups
 
 # -- intervals ---------------------------------------------------------------------------
 
@@ -62,6 +63,22 @@ def test_whole_clusters_are_drawn(seed):
     means = all_means(clusters)
     assert share_below(means, low) == pytest.approx(0.025, abs=0.008)
     assert share_below(means, high) == pytest.approx(0.975, abs=0.008)
+
+
+def test_clusters_widen_the_interval():
+    scores = [1] * 40 + [0] * 40
+    alone = Bootstrap().interval(scores)
+    together = Bootstrap().interval(scores, clusters=[i // 4 for i in range(80)])
+    assert together[1] - together[0] > 1.5 * (alone[1] - alone[0])
+
+
+def test_shares_of_zeros_and_ones_follow_the_binomial():
+    """Resampling 0 and 1 is a binomial draw, whose quantiles are sums of its terms."""
+    low, high = Bootstrap(20_000, seed=3).interval([1] * 30 + [0] * 20)
+    terms = [math.comb(50, k) * 0.6**k * 0.4 ** (50 - k) for k in range(51)]
+    cumulated = list(itertools.accumulate(terms))
+    assert low == next(k for k in range(51) if cumulated[k] >= 0.025) / 50
+    assert high == next(k for k in range(51) if cumulated[k] >= 0.975) / 50
 
 
 def test_intervals_are_seeded_and_independent_of_chunks(monkeypatch):
@@ -128,6 +145,43 @@ def test_a_metric_that_counts_no_unparsed_answers_has_a_report():
     ]  # fmt: skip
 
 
+def test_tables_show_each_grouping_once():
+    report = make_report(FIGURES, settings={"metric": "vsr"}, samples=SAMPLES)
+    text = format_report(report)
+    heads = [line.split()[0] for line in text.splitlines() if "bootstrap" in line]
+    assert heads == ["relation", "task"]  # "group" is the relation
+    page = report_markdown(report)
+    assert "# Evaluation with vsr" in page and "| on | 0.5000 | 0.095 - 0.905 |" in page
+    assert page.count("| all |") == 2
+
+
+def test_the_picture_shows_what_the_report_says(tmp_path):
+    report = make_report(FIGURES, settings={}, samples=SAMPLES)
+    figure = groups_figure(report)
+    titles = [axes.get_title().split(":")[0] for axes in figure.axes]
+    assert titles == ["relation", "task"]
+    axes = figure.axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["on (2)", "in (1)"]
+    right = next(c for c in axes.containers if c.get_label() == "right" and hasattr(c, "patches"))
+    assert [bar.get_width() for bar in right.patches] == [0.5, 0.0]
+    plot_groups(report, tmp_path / "groups.png")
+    assert (tmp_path / "groups.png").read_bytes().startswith(b"\x89PNG")
+    plot_groups(make_report({"per_sample": [1]}, settings={}), tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_numbers_are_sorted_as_numbers(tmp_path):
+    names = ["10", "9", "left", "-90", "10 o'clock", "9 o'clock", "0"]
+    wanted = ["-90", "0", "9", "9 o'clock", "10", "10 o'clock", "left"]
+    samples = [{"id": name, "groups": {"turn": name}} for name in names]
+    report = make_report({"per_sample": [1] * 7}, settings={}, samples=samples)
+    assert list(report["groupings"]["turn"]) == wanted
+    shuffled = {name: report["groupings"]["turn"][name] for name in names}
+    figure = groups_figure({**report, "groupings": {"turn": shuffled}})
+    shown = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert shown[::-1] == [f"{name} (1)" for name in wanted], "from the top"
+
+
 def test_chance_is_drawn_where_the_number_of_choices_is_known():
     samples = [
         {"id": "1", "groups": {"task": "a", "set": "x"}, "choices": ["p", "q"]},
@@ -151,6 +205,33 @@ def test_chance_is_drawn_where_the_number_of_choices_is_known():
     axes = groups_figure(report).axes[0]
     assert axes.get_title().startswith("task: mean score") and axes.get_xlim()[1] >= 2
     assert "chance" not in str(make_report(graded, settings={}, samples=samples)["groupings"])
+
+
+def test_the_legend_lies_on_no_bar():
+    groups = {f"{number}": [number] for number in range(12)}
+    figures = {"per_sample": [1] * 12, "unparsed": [0] * 12, "groups": groups}
+    for unparsed in ([0] * 12, [1, *[0] * 11]):
+        report = make_report({**figures, "unparsed": unparsed}, settings={}, bootstrap=Bootstrap(0))
+        figure = groups_figure(report)
+        figure.canvas.draw()
+        (legend,) = figure.legends
+        (axes,) = figure.axes
+        assert axes.get_legend() is None
+        assert legend.get_window_extent().y1 <= axes.get_tightbbox().y0 + 1, "but for rounding"
+        assert legend.get_window_extent().x0 >= 0
+        labels = [text.get_text() for text in legend.get_texts()]
+        assert ("unparsed" in labels) == any(unparsed) and {"right", "all samples"} <= set(labels)
+
+
+def test_the_page_names_what_was_evaluated():
+    about = {"model": "LlamaForCausalLM", "checkpoint": "/runs/a/step-5", "date": "2026-11-23"}
+    report = make_report(FIGURES, settings={"metric": "vsr"}, samples=SAMPLES, about=about)
+    page = report_markdown(report)
+    assert page.startswith(
+        "# Evaluation with vsr\n\n- model: LlamaForCausalLM\n- checkpoint: /runs/a/step-5\n"
+        "- date: 2026-11-23\n\n4 samples."
+    )
+    assert report["about"] == about
 
 
 # -- two runs ----------------------------------------------------------------------------

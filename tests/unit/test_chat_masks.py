@@ -8,6 +8,7 @@ from PIL import Image
 from prompt_fn import auto, chat
 from stageline.data.batches.batch import encode_sample, render_sample
 from stageline.data.rows.conversations import WEIGHTS
+from stageline.data.text import chat as rendering
 from stageline.data.text.chat_template import ChatTemplate
 from stageline.data.text.encode import encode_rendered
 from stageline.errors import DataError, UserError
@@ -51,6 +52,13 @@ def test_the_prompt_may_be_learnt(tokenizer):
     assert learnt(rendered) == rendered.text[rendered.text.index("Which?") :]
 
 
+@pytest.mark.parametrize("name", ["llama2", "qwen"])
+def test_an_answer_is_found_in_other_formats(name):
+    rendered = chat(ROW, "", processor=format_tokenizer(name), mask_history=True)
+    last = {"llama2": " Yes </s>", "qwen": "<think>\n\n</think>\n\nYes<|im_end|>"}[name]
+    assert learnt(rendered) == last
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -76,6 +84,14 @@ def test_images_are_never_learnt(family):
     encoded = encode_sample(rendered, images, processor=processor, name="row")
     place = encoded.input_ids.index(processor.image_token_id)
     assert not encoded.is_target[place] and encoded.is_target[-1]
+
+
+def test_an_end_is_added_after_all_text_too():
+    template = "{% for m in messages %}{{ m['role'] | upper }}: {{ m['content'] }} {% endfor %}"
+    tokenizer = tiny_tokenizer(chat_template=template)
+    rendered = chat(ROW, "", processor=tokenizer, train_on_prompt=True)
+    assert learnt(rendered) == rendered.text
+    assert rendered.text.endswith("USER: Sure? ASSISTANT: Yes</s>")
 
 
 # -- templates with {% generation %} ---------------------------------------------------------
@@ -127,6 +143,26 @@ def test_a_structure_is_found_out_once():
     assert counts == [3, 1, 1]
 
 
+def test_what_was_found_out_is_given_up_when_the_template_writes_something_else():
+    tokenizer = format_tokenizer("chatml")
+    chat(ROW, "", processor=tokenizer)
+    template = ChatTemplate.of(tokenizer)
+    (key,) = template.layouts
+    kept = template.layouts[key]
+    segments = (kept.segments[0].__class__("Yesterday"), *kept.segments)
+    template.layouts[key] = kept.__class__("Yesterday" + kept.bare, segments)
+    assert learnt(chat(ROW, "", processor=tokenizer)) == "Seven<|im_end|>Yes<|im_end|>"
+
+
+def test_few_structures_are_kept(monkeypatch):
+    monkeypatch.setattr(rendering, "_MOST_LAYOUTS", 2)
+    tokenizer = format_tokenizer("chatml")
+    for count in (1, 2, 3):
+        turns = [TURNS[1], TURNS[2]] * count
+        chat({"messages": turns}, "", processor=tokenizer)
+    assert len(ChatTemplate.of(tokenizer).layouts) <= 2
+
+
 def test_texts_decide_where_a_template_looks_at_them():
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content %}{{ m.content }}"
@@ -155,25 +191,41 @@ def test_a_mask_may_stand_in_messages_or_in_a_list(tokenizer, name):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"messages": ["hello"]}, "'hello'"),
-        ({"messages": [{"role": "user"}]}, "content None"),
-        ({"messages": [{"role": "a<|im_end|>", "content": "x"}]}, "the role"),
-        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "audio"),
-        ({"messages": [{**TURNS[2], "weight": 0.5}]}, "the weight 0.5"),
         ({"tools": [1]}, "`tools` is"),
+        ({"tools": "none"}, "`tools` is 'none'"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "user has tool_ca"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "the tool call"),
         ({"messages": [{"role": "assistant", "tool_calls": "f"}]}, "a list was|a list"),
         ({"messages": [{"role": "user", "content": "x", "reasoning_content": "y"}]}, "reasoning"),
         # JSON in a text of JSON: the reader of the rows has not seen what it says
         ({"tools": r'[{"name": "\ud800"}]'}, "half a surrogate pair"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [
+                            {"function": {"name": "f", "arguments": r'{"q": "\u0000"}'}}
+                        ],
+                    }
+                ]
+            },
+            "a NUL .*field .q.*no text",
+        ),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": 7}]}, "tool_call_id 7"),
         ({"messages": [{**TURNS[2], "mask": 0}]}, "the mask 0. A weight or loss_mask"),
         ({"mask": "User"}, "the row has the mask 'User'"),
         ({"loss_mask": [1]}, "'loss_mask' has 1 values for 5 messages"),
-        ({"messages": [{**TURNS[1], "training": True}, TURNS[2]]}, "is no answer"),
+        (
+            {"messages": [{**TURNS[1], "training": True}, TURNS[2]]},
+            "training True and is no answer",
+        ),
         ({"messages": [{**TURNS[2], "weight": 1, "train": 0}]}, "weight 1 and train 0"),
-        ({"messages": [{**TURNS[2], "masked": 0}]}, "the fields masked"),
+        # whatever the value of a field that is not known
+        *(
+            ({"messages": [{**TURNS[2], "masked": value}]}, "the fields masked")
+            for value in (0, False, "", [])
+        ),
     ],
 )
 def test_rows_that_are_refused(tokenizer, fields, words):

@@ -22,7 +22,6 @@ from stageline.shrink import shrink_config
 from tests.helpers.family_configs import family_config
 from tests.helpers.split_backward import plain_backward, split_backward
 from tests.helpers.tiny_batches import tiny_micro_batches
-from tests.helpers.tiny_checkpoints import auto_class
 from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, VOCAB_SIZE, tiny_config
 
 FAMILIES = DECODERS + VISION_LANGUAGE
@@ -32,11 +31,16 @@ LENGTH = 14
 
 def make_pair(family, *, dtype=torch.float64, tied=False, num_stages=1, **overrides):
     """The whole model of the library and the last stage of ours, with the same weights."""
+    auto = (
+        transformers.AutoModelForImageTextToText
+        if family in VISION_LANGUAGE
+        else transformers.AutoModelForCausalLM
+    )
     stage_class = class_of_key(family)
     config = tiny_config(family, tied=tied, **overrides)
     config._experts_implementation = "eager"  # grouped products know no float64
     torch.manual_seed(3)
-    whole = auto_class(family).from_config(config, dtype=dtype)
+    whole = auto.from_config(config, dtype=dtype)
     with torch.no_grad():
         for parameter in whole.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -98,6 +102,20 @@ def test_it_equals_the_library(family, tied):
             torch.testing.assert_close(loss, expected, rtol=TOLERANCE[dtype], atol=0.0)
             assert_close(grads_of(stage), grads_of(whole), dtype)
             stage.zero_grad()
+
+
+def test_soft_caps_act_in_these_tests():
+    """gemma2 caps its logits: without the class's own code the loss would be another."""
+    whole, stage = make_pair("gemma2", final_logit_softcapping=0.5)
+    batch, inputs = batch_of("gemma2", torch.float64)
+    count = torch.tensor(7.0, dtype=torch.float64)
+    expected = library_loss(whole, inputs, batch["labels"]) / count
+    stage.logits_chunk = 4
+    hidden = stage(batch["input_ids"], **inputs)
+    ours = chunked(stage)(hidden, batch, num_targets=count)
+    torch.testing.assert_close(ours, expected, rtol=1e-13, atol=0.0)
+    uncapped = sft(stage.whole.lm_head(hidden), batch, num_targets=count)
+    assert abs(uncapped - expected) > 1e-3
 
 
 # -- parts of the graph that do not train, and two walks -----------------------------------
@@ -327,6 +345,14 @@ def test_a_head_that_cannot_run_alone_is_refused():
     for model in (whole.model, None):
         with pytest.raises(UserError, match="a base model apart from its head"):
             ChunkedLoss(sft, whole=model, chunk=4)
+
+
+def test_the_model_is_as_before():
+    whole = transformers.AutoModelForCausalLM.from_config(tiny_config("llama"))
+    base, names = whole.model, list(whole.state_dict())
+    logits = head_of(whole)(torch.ones(1, 3, 16))
+    assert whole.model is base and list(whole.state_dict()) == names
+    assert torch.equal(logits, whole.lm_head(torch.ones(1, 3, 16)))
 
 
 def test_one_token_has_no_target():

@@ -191,8 +191,8 @@ def test_without_marks_the_marked_term_is_nothing():
 
 @pytest.mark.parametrize(
     ("step", "start", "steps", "share"),
-    [(0, 0, 0, 1), (0, 0, 10, 0), (3, 0, 10, 0.3), (99, 0, 10, 1), (4, 5, 0, 0), (5, 5, 0, 1),
-     (6, 5, 4, 0.25)],
+    [(0, 0, 0, 1), (0, 0, 10, 0), (3, 0, 10, 0.3), (10, 0, 10, 1), (99, 0, 10, 1),
+     (4, 5, 0, 0), (5, 5, 0, 1), (6, 5, 4, 0.25)],
 )  # fmt: skip
 def test_the_warm_up_follows_the_step_and_no_counter(step, start, steps, share):
     batch = make_batch()
@@ -241,6 +241,19 @@ def test_the_positive_that_says_the_same_wins():
     assert figures["contrastive_loss"].item() == pytest.approx(math.log(3), rel=1e-6)
 
 
+def test_a_user_s_own_similarity():
+    batch = make_batch()
+    logits = make_logits(batch)
+
+    def dot(a, b):
+        assert a.shape == b.shape == (9, VOCABULARY)
+        torch.testing.assert_close(a.sum(dim=1), torch.ones(9, dtype=a.dtype))
+        return (a * b).sum(dim=1)
+
+    loss, _ = ours([logits], [batch], dot)
+    assert torch.isfinite(loss)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"temperature": 0.0}, {"temperature": -1.0}, {"marked_weight": -1.0}, {"warmup_steps": -1}],
@@ -263,6 +276,17 @@ def test_a_micro_batch_of_another_collate_part():
 
 def shares(*rows):
     return torch.tensor(rows, dtype=torch.float64)
+
+
+RANDOM = torch.randn(2, 50, 17, generator=torch.Generator().manual_seed(4)).double() * 4
+
+
+@pytest.mark.parametrize("sim", SIM_FNS)
+def test_symmetric_and_one_for_the_same(sim):
+    a, b = RANDOM.softmax(-1)
+    assert torch.equal(SIM_FNS[sim](a, b), SIM_FNS[sim](b, a))
+    torch.testing.assert_close(SIM_FNS[sim](a, a), torch.ones(50, dtype=torch.float64))
+    assert ((SIM_FNS[sim](a, b) >= 0) & (SIM_FNS[sim](a, b) < 1)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -295,6 +319,13 @@ def test_known_values_with_zeros_have_finite_gradients(a, b, js_value, cos_value
         assert torch.isfinite(one.grad).all() and torch.isfinite(other.grad).all()
 
 
+def test_js_has_no_gradient_at_the_same_distribution():
+    """It is the highest value there, so along shares that still add up to 1 nothing pulls."""
+    logits = RANDOM[0].clone().requires_grad_()
+    js(logits.softmax(-1), RANDOM[0].softmax(-1)).sum().backward()
+    assert logits.grad.abs().max() < 1e-12
+
+
 def test_js_pulls_disjoint_ones_together():
     """Their value is put back into [0, 1] after rounding; the gradient must not go with it."""
     one, other = torch.eye(2).requires_grad_(), torch.eye(2).flip(0)
@@ -306,3 +337,10 @@ def test_js_pulls_disjoint_ones_together():
     other = torch.cat([torch.zeros_like(other), other / other.sum(-1, keepdim=True)], dim=-1)
     js(one.requires_grad_(), other).sum().backward()
     assert (one.grad[:, 8:].amin(-1) > one.grad[:, :8].amax(-1) + 1).all()
+
+
+@pytest.mark.parametrize("sim", SIM_FNS)
+def test_gradients_of_the_similarities_by_differences(sim):
+    a, b = (RANDOM[:, :3] / 4).softmax(-1)
+    a, b = a.clone().requires_grad_(), b.clone().requires_grad_()
+    assert torch.autograd.gradcheck(SIM_FNS[sim], (a, b))

@@ -6,6 +6,8 @@ import gzip
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from multiprocessing import get_context
 from pathlib import Path
@@ -21,6 +23,7 @@ from tests.helpers import faults
 from tests.helpers.byte_cutter import REFUSED, ByteCutter
 from tests.helpers.peak_memory import peak_rise
 
+ROOT = Path(__file__).resolve().parents[2]
 SUFFIXES = (".bin", ".idx", ".dis", ".tmp", ".bad.jsonl")
 # one line in 20 is empty, one in 50 no UTF-8
 LINES = [
@@ -49,11 +52,10 @@ def build(files, prefix, *, seq_length=32, fingerprint="f", **kwargs):
     )
 
 
-def in_child(fault, files, prefix, *, sessions=None, **kwargs):
-    """Builds in a forked session with a fault, a journal a chunk; returns how it ended."""
+def in_child(fault, files, prefix, **kwargs):
+    """Builds in a forked process with a fault, a journal a chunk; returns how it ended."""
 
     def run():
-        os.setsid()
         os.environ[faults.VARIABLE] = fault
         faults.arm()
         build(files, prefix, **{"seconds_a_journal": 0.0} | kwargs)
@@ -62,19 +64,7 @@ def in_child(fault, files, prefix, *, sessions=None, **kwargs):
     child.start()
     child.join(60)
     assert child.exitcode is not None, "it hangs"
-    if sessions is not None:
-        sessions.append(child.pid)
     return child.exitcode
-
-
-def is_session_alive(session):
-    """Whether a process of the session runs, such as a worker that outlives its killed parent."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, _, own = path.read_text().rpartition(")")[2].split()[:4]
-            if int(own) == session and state != "Z":
-                return True
-    return False
 
 
 def files_of(prefix):
@@ -118,15 +108,33 @@ def test_documents_come_back_and_bad_lines_are_counted(inputs, whole):
     assert names(prefix) == sorted(f"corpus{suffix}" for suffix in SUFFIXES)
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_the_bytes_do_not_depend_on_the_workers(num_workers, inputs, whole, tmp_path):
+    build(inputs, tmp_path / "corpus", num_workers=num_workers)
+    assert files_of(tmp_path / "corpus") == files_of(whole[0])
+
+
+def test_parquet_in_several_processes(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = [f"document {i} " * (i % 40) for i in range(3000)]
+    table = pyarrow.table({"text": texts, "other": texts})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=1000)
+    (tmp_path / "a.txt").write_text("\n".join(texts))
+    for name, number in (("txt", 0), ("parquet", 2)):
+        build(tmp_path / f"a.{name}", tmp_path / name, num_workers=number, chunk_bytes=1 << 16)
+    found = [Path(tmp_path / f"{name}.bin").read_bytes() for name in ("txt", "parquet")]
+    assert found[0] == found[1] and len(found[0]) > 100_000
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_killed_again_and_again_the_bytes_are_the_same(num_workers, inputs, whole, tmp_path):
-    prefix, starts, sessions = tmp_path / "corpus", 0, []
-    kwargs = {"num_workers": num_workers, "sessions": sessions}
+    prefix, starts = tmp_path / "corpus", 0
+    kwargs = {"num_workers": num_workers}
     while in_child("at=corpus_chunk,do=sigkill,count=7", inputs, prefix, **kwargs):
         starts += 1
         assert starts < 30 and not Path(f"{prefix}.idx").exists()
     assert starts > 3
-    until(lambda: not any(map(is_session_alive, sessions)))
     assert files_of(prefix) == files_of(whole[0])
     assert names(prefix) == names(whole[0])
 
@@ -149,6 +157,39 @@ def test_what_came_after_the_journal_is_forgotten(inputs, whole, tmp_path):
     report = build(inputs, prefix)
     assert 0 < report.num_bytes_before < report.progress.num_bytes
     assert files_of(prefix) == files_of(whole[0])
+
+
+def test_killed_from_outside_with_its_workers(inputs, whole, tmp_path):
+    prefix = tmp_path / "corpus"
+    code = (
+        "import functools\n"
+        "from stageline.corpus.build import build_corpus\n"
+        "from tests.helpers.byte_cutter import ByteCutter\n"
+        f"build_corpus({str(inputs)!r}, path_prefix={str(prefix)!r}, num_workers=2,\n"
+        "    make_cutter=functools.partial(ByteCutter, 32, 'f'), chunk_bytes=8000,\n"
+        "    seconds_a_journal=0.0, progress=False)\n"
+    )
+    environment = {**os.environ, **faults.environment("at=corpus_chunk,do=sleep,value=60,count=10")}
+    run = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment)
+    journal = Path(f"{prefix}.journal")
+    until(lambda: journal.exists() and json.loads(journal.read_text())["progress"]["part"] >= 9)
+    workers = children(run.pid)
+    assert len(workers) == 2
+    os.kill(run.pid, signal.SIGKILL)
+    assert run.wait() == -signal.SIGKILL
+    until(lambda: not any(map(is_alive, workers)))
+    assert build(inputs, prefix, num_workers=1).num_bytes_before > 0
+    assert files_of(prefix) == files_of(whole[0])
+
+
+def children(pid):
+    return [int(name) for name in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_alive(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def until(is_true):
@@ -188,6 +229,8 @@ CHANGES = {
     "seq_length": ({"seq_length": 16}, "rules.seq_length: was 32, is 16"),
     "tokenizer": ({"fingerprint": "g"}, "tokenizer.fingerprint: was 'f', is 'g'"),
     "document": ({"document_name": "other"}, "document: was 'default', is 'other'"),
+    "language": ({"language": "chinese"}, "language: was 'auto', is 'chinese'"),
+    "limit": ({"max_document_bytes": 9}, "max_document_bytes: was 33554432, is 9"),
 }
 
 
@@ -253,6 +296,13 @@ def test_strict_names_file_and_line_and_leaves_no_corpus(inputs, tmp_path):
         build(inputs, tmp_path / "other", strict=True)
 
 
+def test_strict_lets_good_files_pass(tmp_path):
+    (tmp_path / "a.txt").write_text("one\ntwo\r\n")
+    report = build(tmp_path / "a.txt", tmp_path / "corpus", strict=True)
+    assert report.progress.bad_kinds.total() == 0 and report.bad_path is None
+    assert not (tmp_path / "corpus.bad.jsonl").exists()
+
+
 def test_a_long_line_is_counted_and_takes_no_memory(tmp_path):
     path = tmp_path / "a.txt"
     with path.open("wb") as file:
@@ -313,11 +363,7 @@ def test_a_file_that_changes_meanwhile_is_noticed(tmp_path):
 
 
 def test_one_build_of_a_prefix_at_a_time(inputs, tmp_path):
-    part = tmp_path / "corpus.bin.part"
-    with contextlib.closing(GrowingFile(part)) as file:
-        file.write(b"kept")
-        file.sync()
+    with contextlib.closing(GrowingFile(tmp_path / "corpus.bin.part")):
         # a lock is of a process
         assert in_child("at=none,do=raise", inputs, tmp_path / "corpus") == 1
-        assert part.stat().st_size == 4, "another build must not empty it"
     assert in_child("at=none,do=raise", inputs, tmp_path / "corpus") == 0

@@ -2,6 +2,7 @@
 
 import struct
 
+import numpy
 import pytest
 
 from stageline.corpus import corpus_files
@@ -132,8 +133,18 @@ def test_empty_documents_vanish_and_empty_ends_are_refused(tmp_path):
     [
         (".bin", lambda old: old[:-2], r"m.bin is damaged: .*its index ends at"),
         (".idx", lambda old: old[:-8], r"m.idx is damaged: .*its header announces"),
+        (".idx", lambda old: old[:20], "truncated or of another program"),
         (".idx", lambda old: old[:9] + b"\x02" + old[10:], "has version 2 and dtype code 8"),
+        (".idx", lambda old: old[:17] + b"\x06" + old[18:], "has version 1 and dtype code 6"),
+        (".idx", lambda old: old[:18] + b"\xff" * 8 + old[26:], "its header announces"),
+        (".idx", lambda old: old[:26] + bytes(8) + old[34:], "its header announces"),
         (".idx", lambda old: old[:37] + b"\x80" + old[38:], "sequences do not follow"),
+        (
+            ".idx",
+            lambda old: old[:34] + bytes([old[34] + 1]) + old[35:],
+            "sequences do not follow",
+        ),
+        (".idx", lambda old: old[:-16] + b"\xff" * 8 + old[-8:], "documents do not go from"),
         (".idx", lambda old: old[:-8] + bytes(8), "documents do not go from"),
     ],
 )
@@ -153,3 +164,27 @@ def test_a_pair_is_overwritten_only_when_asked(tmp_path):
     with pytest.raises(UserError, match="not changed in place"):
         to_megatron(tmp_path / "a", tmp_path / "a", overwrite=True)
     to_megatron(tmp_path / "a", tmp_path / "m", overwrite=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("vocab_size", [1000, 70_000])
+def test_megatron_itself_reads_ours_and_we_read_its(tmp_path, vocab_size):
+    """Runs where megatron-core is installed (0.16.1 was checked)."""
+    theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    documents = documents_of(SIZES, vocab_size=vocab_size)
+    corpus = write(tmp_path / "a", documents, vocab_size=vocab_size)
+    to_megatron(tmp_path / "a", tmp_path / "m")
+    read = theirs.IndexedDataset(str(tmp_path / "m"))
+    assert [read[i].tolist() for i in range(len(read))] == [row.tolist() for row in corpus]
+    borders = [0, *(last for _, last in corpus.documents())]
+    assert read.document_indices.tolist() == borders
+
+    dtype = theirs.DType.optimal_dtype(vocab_size)
+    builder = theirs.IndexedDatasetBuilder(str(path_of(tmp_path / "t", ".bin")), dtype=dtype)
+    for document in documents:
+        lengths = [len(piece) for piece in document]
+        builder.add_document(numpy.concatenate(document).tolist(), lengths)
+    builder.finalize(str(path_of(tmp_path / "t", ".idx")))
+    for suffix in (".bin", ".idx"):
+        same = path_of(tmp_path / "m", suffix).read_bytes()
+        assert path_of(tmp_path / "t", suffix).read_bytes() == same

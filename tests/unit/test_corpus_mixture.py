@@ -11,6 +11,12 @@ from hypothesis import strategies as st
 from stageline.corpus.mixture import DROP_MODES, Apportionment, Mixture, as_drop_mode
 from stageline.errors import UserError
 
+NOTES = {"sizes": [100, 50, 10], "counts": [5, 2, 1], "batch": 8}
+
+
+def _mixture(sizes, **options):
+    return Mixture(sizes, **options)
+
 
 def _epoch(mixture, epoch=0):
     return [mixture.batch(epoch, index) for index in range(len(mixture))]
@@ -52,6 +58,27 @@ def _batches_by_hand(sizes, counts, mode):
         }
         if is_over[mode]:
             return num
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_batches", "drawn", "distinct", "most"),
+    [
+        ("first_ends_drop", 10, [50, 20, 10], [50, 20, 10], [1, 1, 1]),
+        ("first_ends_fill", 10, [50, 20, 10], [50, 20, 10], [1, 1, 1]),
+        ("last_ends_drop", 25, [125, 50, 25], [100, 50, 10], [2, 1, 3]),
+        ("last_ends_fill", 25, [125, 50, 25], [100, 50, 10], [2, 1, 3]),
+    ],
+)
+def test_the_example_of_the_notes(mode, num_batches, drawn, distinct, most):
+    mixture = _mixture(**NOTES, drop_mode=mode)
+    assert len(mixture) == num_batches
+    told = _per_epoch(mixture)
+    assert [share.drawn for share in told] == drawn
+    assert [share.distinct for share in told] == distinct
+    assert [share.most for share in told] == most
+    assert [share.repeated for share in told] == [d - u for d, u in zip(drawn, distinct)]
+    assert [share.dropped for share in told] == [100 - distinct[0], 50 - distinct[1], 0]
+    assert [mixture.shares.share(kind) for kind in range(3)] == [5, 2, 1]
 
 
 _SIZES_COUNTS = st.lists(
@@ -157,6 +184,14 @@ def test_decimal_weights_are_exact():
     assert shares.before(10**18) == [7 * 10**18, 2 * 10**18, 10**18]
 
 
+def test_whole_weights_are_counts():
+    by_weights = Mixture([100, 50, 10], weights=[5, 2, 1], batch=8, drop_mode=2, seed=4)
+    by_counts = Mixture([100, 50, 10], counts=[5, 2, 1], batch=8, drop_mode=2, seed=4)
+    assert len(by_weights) == len(by_counts)
+    for index in range(len(by_counts)):
+        assert (by_weights.batch(1, index) == by_counts.batch(1, index)).all()
+
+
 def test_weights_end_an_epoch_by_the_modes():
     mixtures = {
         mode: Mixture([100, 50, 10], weights=[0.7, 0.25, 0.05], batch=8, drop_mode=mode)
@@ -168,6 +203,26 @@ def test_weights_end_an_epoch_by_the_modes():
     assert all(share.dropped == 0 for share in _per_epoch(mixtures["last_ends_fill"]))
     assert len(mixtures["first_ends_fill"]) - len(mixtures["first_ends_drop"]) in (0, 1)
     assert len(mixtures["last_ends_fill"]) - len(mixtures["last_ends_drop"]) in (0, 1)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 4, 8])
+def test_replicas_get_their_share_of_each_type(num_replicas):
+    counts = [64, 40, 20, 4]
+    mixture = Mixture([1000, 900, 800, 700], counts=counts, batch=128)
+    rows = mixture.batch(3, 5)
+    for replica in range(num_replicas):
+        own = _per_type(mixture, rows[replica::num_replicas])
+        for count, share in zip(own, counts, strict=True):
+            assert abs(count - share / num_replicas) < 1
+
+
+def test_any_batch_is_found_without_those_before():
+    mixture, other = (Mixture([40, 9], weights=[3, 1], batch=5, drop_mode=3) for _ in range(2))
+    in_turn = [mixture.batch(epoch, index) for epoch in range(2) for index in range(len(mixture))]
+    backwards = [
+        other.batch(epoch, index) for epoch in (1, 0) for index in reversed(range(len(other)))
+    ]
+    assert all((a == b).all() for a, b in zip(in_turn, reversed(backwards), strict=True))
 
 
 def test_epochs_types_and_seeds_have_orders_of_their_own():
@@ -207,6 +262,7 @@ def test_modes_have_names_and_numbers():
         ({"weights": [1, -1, 1], "batch": 8}, "none negative"),
         ({"counts": [0, 0, 0], "batch": 8}, "not all 0"),
         ({"counts": [5, 2, 1], "weights": [5, 2, 1], "batch": 8}, "both given"),
+        ({"counts": [5, 2, 11], "batch": 18}, r"type 2: 10 rows, 11 in a batch"),
         ({"batch": 161}, r"no whole batch of 161 rows \(type 0: 100 rows, 100.6 in"),
     ],
 )

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import pickle
+import random
 import tracemalloc
 
 import numpy
@@ -176,15 +177,56 @@ def loader(dataset, **options):
     return MicroBatchLoader(dataset, collate=collate, micro_batch_size=1, order="given", **options)
 
 
+def drawn(dataset, num_steps, **options):
+    """The rows of steps, of all replicas: as texts of their tokens, sorted."""
+    steps = [[] for _ in range(num_steps)]
+    for rank in range(options["dp_degree"]):
+        batches = iter(loader(dataset, dp_rank=rank, **options))
+        for rows in steps:
+            for batch in next(batches):
+                rows.append((batch["loss_rows"].item(), tuple(batch["input_ids"][0].tolist())))
+    return [sorted(rows) for rows in steps]
+
+
+@pytest.mark.parametrize(
+    "mixture",
+    [{}, {"global_batch_distributed": [3, 1]}, {"mixture_weights": [0.5, 0.5]}],
+    ids=str,
+)
+def test_a_run_goes_on_row_for_row_with_other_replicas_and_accumulation(prefix, mixture):
+    dataset = part(prefix, **mixture, drop_mode="last_ends_fill")
+    first = {"batch_size": 4, "accumulate_steps": 2, "dp_degree": 1, "seed": 3}
+    whole = drawn(dataset, 9, **first)
+    assert {row for step in whole for row, _ in step} == set(range(15))
+    draw = random.Random(0)
+    for _ in range(12):
+        step = draw.randrange(1, 8)
+        position = loader(dataset, **first).state_after(step)
+        dp_degree = draw.choice([1, 2, 4, 8])
+        batch_size = draw.choice([size for size in (1, 2, 4, 8) if size * dp_degree <= 8])
+        options = {"dp_degree": dp_degree, "batch_size": batch_size, "seed": 3}
+        options["accumulate_steps"] = 8 // (dp_degree * batch_size)
+        again = drawn(dataset, 9 - step, **options, start_step=step, position=position)
+        assert again == whole[step:], (step, options)
+        # and once more from there, as that run saved it
+        resumed = loader(dataset, **options, start_step=step, position=position)
+        assert resumed.state_after(9) == loader(dataset, **first).state_after(9)
+
+
 def test_the_state_is_small_and_steps_go_over_the_end_of_an_epoch():
     options = {"batch_size": 3, "step_samples": 6, "dp_degree": 1, "seed": 0}
     sampler = run_sampler([9, 6], **options, counts=[2, 1])
     assert sampler.state_after(0) == {"epoch": 0, "batch": 0, "batch_rows": 3}
     assert sampler.state_after(3) == {"epoch": 1, "batch": 2, "batch_rows": 3}
     steps = [rows for (rows,), _ in zip(sampler.shares(), range(6), strict=False)]
+    by_type = [[row >= 9 for row in rows] for rows in steps]
+    assert by_type == [[False, False, True] * 2] * 6
     for epoch in range(3):  # 4 batches, 2 steps: type 0 ends with one row left
         rows = [row for step in steps[2 * epoch : 2 * epoch + 2] for row in step]
         assert len(set(rows)) == 12
+    huge = run_sampler([10**9, 10**8], **options, counts=[2, 1], start_step=10**7)
+    (rows,) = next(huge.shares(10**7))
+    assert len(set(rows)) == 6 and max(rows) < 11 * 10**8
     told = sampler.report()
     assert "an epoch is 4 batches of 3 rows (first_ends_drop)" in told
     assert "type 0: 8 of 9 rows, 2 in a batch, 1 left out" in told
@@ -228,6 +270,17 @@ def test_nothing_walks_a_billion_rows():
         assert sorted(kinds) == [0] * 6 + [1] * 2
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
+
+
+def test_counts_are_of_a_batch_that_steps_consist_of():
+    options = {"batch_size": 4, "dp_degree": 2, "seed": 0}
+    with pytest.raises(UserError, match=r"5,2 adds up to 7 rows.*global batch has 8.*step 16"):
+        run_sampler([9, 9], step_samples=8, counts=[5, 2], **options)
+    # as a run that began with half the replicas, or accumulated half as often, gave them
+    assert run_sampler([9, 9], step_samples=8, counts=[2, 2], **options).num_batches == 4
+    position = {"epoch": 2, "batch": 1, "batch_rows": 8}
+    half = run_sampler([9, 9], step_samples=8, counts=[2, 2], **options, position=position)
+    assert half.state_after(0) == {"epoch": 2, "batch": 2, "batch_rows": 4}
 
 
 def test_mixtures_are_options_of_a_corpus_alone():

@@ -8,7 +8,7 @@ import torch
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError
 from stageline.evaluation.predictions import Asking, PredictionFile, check_ids, fingerprint, predict
-from stageline.evaluation.report import wilson_interval
+from stageline.evaluation.report import make_report, wilson_interval, write_report
 
 ROWS = [(None, {"id": f"r{i}", "question": str(i), "answer": str(i)}) for i in range(7)]
 TEXTS = {
@@ -65,6 +65,24 @@ def test_other_settings_are_answered_anew(tmp_path):
     assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1}) != fingerprint({"a": 2})
 
 
+def test_failed_samples_are_done_again(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"settings": "k", "id": "r0", "error": "out of memory"}) + "\n")
+    answerer = Answerer()
+    run(path, answerer)
+    assert answerer.asked[0] == "0"
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_order_of_lines_and_batches_makes_no_difference(order, tmp_path):
+    path = tmp_path / "p.jsonl"
+    run(path, Answerer(), batch_size=3)
+    path.write_text("".join(f"{line}\n" for line in path.read_text().splitlines()[::order]))
+    other = PredictionFile(path, settings_key="k")
+    again = run(tmp_path / "q.jsonl", Answerer(), batch_size=7)
+    assert other.records == again.records
+
+
 def test_a_text_with_odd_line_breaks_stays_one_line(tmp_path):
     path = tmp_path / "p.jsonl"
     text = "a\u2028b\x85c"
@@ -76,6 +94,8 @@ def test_a_text_with_odd_line_breaks_stays_one_line(tmp_path):
     ("line", "words"),
     [
         ('{"id": "r1", "pred', "no prediction"),
+        ('["r1"]', "no prediction"),
+        ('{"prediction": "a"}', "no prediction"),
         ('{"id": "r1", "prediction": 5}', "no prediction"),
         ('{"settings": "k", "id": "r0", "prediction": "b"}', "another prediction in line 1"),
     ],
@@ -111,3 +131,12 @@ def test_the_interval_is_where_the_score_test_accepts(hits, count):
     low, high = wilson_interval(hits, count)
     assert low == pytest.approx(accepted.min().item(), abs=1e-4)
     assert high == pytest.approx(accepted.max().item(), abs=1e-4)
+
+
+def test_report_has_groups(tmp_path):
+    figures = {"score": 0.5, "per_sample": [1, 0, 1, 0], "groups": {"a": [0, 2], "b": [1, 3]}}
+    report = make_report(figures, settings={"x": 1})
+    write_report(report, tmp_path / "report.json")
+    read = json.loads((tmp_path / "report.json").read_text())
+    assert read["groups"]["a"]["score"] == 1.0 and read["groups"]["b"]["score"] == 0.0
+    assert read["score"] == 0.5 and read["num_samples"] == 4 and read["settings"] == {"x": 1}

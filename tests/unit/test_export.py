@@ -4,9 +4,12 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pp_models import CausalLMStage
+from stageline.checkpoint import plain_folder
+from stageline.checkpoint.check_export import ExportError
+from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
@@ -14,15 +17,39 @@ from stageline.errors import UserError
 from stageline.shrink import shrink_config
 from tests.helpers.exports import export_alone, export_folder
 from tests.helpers.family_configs import family_config
-from tests.helpers.tiny_checkpoints import load_stages, shake, tiny_whole
+from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
 
 
 def saved_run(tmp_path, *, num_loras=0, tied=False, family="llama"):
     """What a run of two stages saves."""
     tiny_whole(family, tmp_path / "base", tied=tied)
     (tmp_path / "base" / "tokenizer.json").write_text('{"of": "base"}')
-    stages = shake(load_stages(tmp_path / "base", llm_lora_num=num_loras))
+    stages = []
+    for stage in range(2):
+        config = AutoConfig.from_pretrained(tmp_path / "base")
+        model = CausalLMStage(config, stage=stage, num_stages=2, llm_lora_num=num_loras)
+        load_split_model(model, tmp_path / "base", device="cpu", dtype=torch.float32)
+        model.frozen()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.full_like(parameter, 0.1 + len(name) / 500))
+        stages.append(model)
     return save_split_model(stages, None, tmp_path / "run")
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_full_run_becomes_one_model(tied, tmp_path):
+    run = saved_run(tmp_path, tied=tied)
+    report = export_folder(run, tmp_path / "out")
+    assert not report.is_adapter
+    assert report.verdict.difference == 0.0
+    whole = auto_class("llama").from_pretrained(tmp_path / "out")
+    expected = auto_class("llama").from_pretrained(run).state_dict()
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, expected[name])
+    assert ("lm_head.weight" in weight_files(tmp_path / "out")) is not tied
+    assert not list((tmp_path / "out").glob("*.index.json"))
 
 
 def test_merge_gives_a_model_without_adapter(tmp_path):
@@ -30,8 +57,32 @@ def test_merge_gives_a_model_without_adapter(tmp_path):
     report = export_folder(run, tmp_path / "out", merge=True)
     assert 0.0 < report.verdict.difference < 1e-5
     assert not (tmp_path / "out" / "adapter_config.json").exists()
+    base = auto_class("llama").from_pretrained(tmp_path / "base")
+    adapted = peft.PeftModel.from_pretrained(base, run).eval()
+    whole = auto_class("llama").from_pretrained(tmp_path / "out").eval()
+    ids = torch.tensor([[9, 12, 33, 5]])
+    with torch.no_grad():
+        expected = adapted(input_ids=ids).logits
+        torch.testing.assert_close(whole(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
     # what the adapter's folder lacks comes from the base
     assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"of": "base"}'
+
+
+def test_an_adapter_stays_one(tmp_path):
+    run = saved_run(tmp_path, num_loras=1)
+    report = export_folder(run, tmp_path / "out", dtype=torch.bfloat16)
+    assert report.is_adapter
+    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert 0.0 < report.verdict.difference < 5e-2
+
+
+def test_dtype_of_a_whole_model(tmp_path):
+    run = saved_run(tmp_path, family="mixtral")
+    report = export_folder(run, tmp_path / "out", dtype=torch.bfloat16)
+    assert 0.0 < report.verdict.difference < 5e-2
+    whole = auto_class("mixtral").from_pretrained(tmp_path / "out", dtype="auto")
+    assert {parameter.dtype for parameter in whole.parameters()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe"])
@@ -86,10 +137,25 @@ def test_what_a_family_keeps_in_float32_is_not_rounded(family, tmp_path):
         assert tensor.dtype == half.state_dict()[name].dtype, name
 
 
+def test_an_export_that_computes_something_else_is_found(tmp_path, monkeypatch):
+    run = saved_run(tmp_path, num_loras=1)
+    write = plain_folder.write_model
+
+    def write_wrong(model, *args, **kwargs):
+        model.model.layers[2].mlp.up_proj.weight.data.mul_(1.5)
+        write(model, *args, **kwargs)
+
+    monkeypatch.setattr(plain_folder, "write_model", write_wrong)
+    with pytest.raises(ExportError, match="differ from the checkpoint's by"):
+        export_folder(run, tmp_path / "out", merge=True)
+
+
 def test_what_is_refused(tmp_path):
     run = saved_run(tmp_path)
     with pytest.raises(UserError, match="nothing to merge"):
         export_alone(run, tmp_path / "out", merge=True)
+    with pytest.raises(UserError, match="exists, and a checkpoint is never"):
+        export_folder(run, tmp_path / "base")
     shard = sorted(run.glob("*.safetensors"))[0]
     content = bytearray(shard.read_bytes())
     content[-3] ^= 4

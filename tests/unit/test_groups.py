@@ -1,18 +1,29 @@
 """Groups of samples stay whole: drawn, sorted, shared out, filled up, left out."""
 
+import functools
 import itertools
+import json
 
 import pytest
 import torch
 from torch.utils.data import Subset
 
+from dataset import sft
+from prompt_fn import fill, none
 from register import dataset_register
 from stageline.data.batches.collate_part import CollatePart, EncodedSample
 from stageline.data.batches.loader import MicroBatchLoader
-from stageline.data.batches.sampler import StepSampler, check_batch_sizes, group_size_of, some_rows
+from stageline.data.batches.sampler import (
+    StepSampler,
+    check_batch_sizes,
+    group_size_of,
+    some_rows,
+    whole_groups,
+)
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.errors import DataError, UserError
 from tests.helpers.tiny_datasets import group_row, write_json, write_lines
+from tests.helpers.tiny_models import tiny_tokenizer
 
 SIZE = 3
 
@@ -72,6 +83,28 @@ def test_steps_hold_whole_groups_and_an_epoch_each_once(collate, dp_degree):
     assert seen != sorted(seen), "shuffled"
 
 
+def test_every_collate_part_sees_the_same_samples_in_the_same_order():
+    drawn = [next(loader_of(16, collate=part).sampler.shares()) for part in (collate, len)]
+    assert drawn[0] == drawn[1]
+
+
+def test_sorting_moves_groups_of_near_length_together():
+    given = next(iter(loader_of(16, batch_size=48, order="given")))
+    ordered = next(iter(loader_of(16, batch_size=48, collate=collate_sorted)))
+    assert len(given) == len(ordered) == 8
+
+    def cost(step):
+        lengths = [
+            [encode(None, {"number": int(n)}).length for n in batch["input_ids"][:, 0]]
+            for batch in step
+        ]
+        return sum(len(row) * max(row) for row in lengths)
+
+    assert cost(ordered) < cost(given)
+    found = sorted(group for batch in ordered for group in groups_in(batch))
+    assert found == sorted(group for batch in given for group in groups_in(batch))
+
+
 @pytest.mark.parametrize("num_groups", [1, 3, 4, 5])
 def test_an_evaluation_fills_up_with_whole_groups_without_labels(num_groups):
     steps = list(loader_of(num_groups, eval=True, shuffle=False))
@@ -94,6 +127,15 @@ def test_without_groups_the_order_is_what_it_was():
     assert StepSampler(10, step_samples=2, seed=3).order(1) == expected
 
 
+def test_a_run_goes_on_from_any_step():
+    full = list(itertools.islice(loader_of(10), 5))
+    rest = list(itertools.islice(loader_of(10, start_step=2), 3))
+    for ours, theirs in zip(rest, full[2:], strict=True):
+        assert all(
+            torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(ours, theirs, strict=True)
+        )
+
+
 @pytest.mark.parametrize(
     ("batch", "micro", "size", "wanted"),
     [
@@ -101,6 +143,7 @@ def test_without_groups_the_order_is_what_it_was():
                     "15 or 18", "size 6 with --batch-size 12 or 18"]),
         (12, 2, 4, ["--micro-batch-size 4 with --batch-size 12."]),
         (10, 5, 5, None),
+        (8, 4, 1, None),
     ],
 )  # fmt: skip
 def test_batches_that_cut_groups(batch, micro, size, wanted):
@@ -131,11 +174,20 @@ def test_a_dataset_whose_last_group_is_cut():
     assert group_size_of(Subset(Numbers(4), [0, 1, 2])) == SIZE
 
 
+def test_rows_are_left_out_with_their_group():
+    assert whole_groups([4, 5, 10], SIZE) == [3, 4, 5, 9, 10, 11]
+    assert whole_groups([4, 9], 1) == [4, 9]
+
+
 @pytest.mark.parametrize(("count", "groups"), [(1, [0]), (6, [0, 6]), (7, [0, 6]), (99, range(8))])
 def test_some_rows_are_whole_groups_spread_over_the_set(count, groups):
     chosen = some_rows(Numbers(8), count)
     assert [row // SIZE for row in chosen.indices[::SIZE]] == list(groups)
     assert len(chosen) == SIZE * len(groups) and group_size_of(chosen) == SIZE
+
+
+def test_some_rows_without_groups():
+    assert list(some_rows(list(range(10)), 4)) == [0, 3, 5, 9]
 
 
 # -- the dataset part ----------------------------------------------------------------------
@@ -182,10 +234,12 @@ def test_a_list_and_fewer_negatives_and_a_split_by_groups(tmp_path):
         ({"anchor": None}, {}, "g.jsonl:2: 'anchor' is missing"),
         ({"positive": "left"}, {}, "g.jsonl:2: 'positive' is 'left'"),
         ({"negatives": []}, {}, "g.jsonl:2: 'negatives' is \\[\\]"),
+        ({"negatives": ["left"]}, {}, "A list of objects .* was expected"),
         ({"negatives": [{"answer": "a"}]}, {}, "2: the group has 1 negatives, 2 .*g.jsonl:1"),
         ({"negatives": [{"answer": "a"}]}, {"num_negatives": 2}, "num_negatives says"),
         ({"negatives": [{"question": "q"}] * 2}, {}, "g.jsonl:2 \\(negative 1\\): the field 'ans"),
         ({"anchor": {"answer": "a", "image": 3}}, {}, "g.jsonl:2 \\(anchor\\): the image is 3"),
+        ({"anchor": {"answer": "a", "image": "../x.png"}}, {}, "g.jsonl:2"),
     ],
 )
 def test_bad_lines_are_named_and_may_be_left_out_as_a_whole(tmp_path, change, options, wanted):
@@ -196,3 +250,31 @@ def test_bad_lines_are_named_and_may_be_left_out_as_a_whole(tmp_path, change, op
         dataset = groups(tmp_path / "g.jsonl", test_size=0, **options)
     assert len(bad_rows) == 1 and len(dataset) == 8
     assert {dataset[row][1]["contrast_group"] for row in range(8)} == {"group0", "group2"}
+
+
+def test_less_than_one_negative(tmp_path):
+    write_lines(tmp_path / "g.jsonl", [group_row(0)])
+    with pytest.raises(UserError, match="num_negatives 0: at least 1") as error:
+        groups(tmp_path / "g.jsonl", num_negatives=0)
+    assert error.value.exit_code == 2
+
+
+def test_sft_trains_on_groups_as_on_rows(tmp_path):
+    (tmp_path / "g.jsonl").write_text("".join(json.dumps(group_row(i)) + "\n" for i in range(6)))
+    part = functools.partial(
+        sft,
+        prompt="[QUESTION]\n[ANSWER]",
+        prompt_fn=fill,
+        image_token=none,
+        processor=tiny_tokenizer(),
+        pad_token_id=0,
+        max_token_num=64,
+        stage=0,
+        num_stages=1,
+    )
+    dataset = groups(tmp_path / "g.jsonl", test_size=0)
+    loader = MicroBatchLoader(dataset, collate=part, batch_size=8, micro_batch_size=4)
+    for batch in next(iter(loader)):
+        rows = batch["loss_rows"].tolist()
+        assert rows == list(range(rows[0], rows[0] + 4)) and rows[0] % 4 == 0
+        assert "loss_marks" not in batch

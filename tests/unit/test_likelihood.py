@@ -7,9 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from metric import answer_likelihood, choice_accuracy, text_perplexity
+from models.generate import generate
 from models.likelihood import loglikelihood, perplexity
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError, UserError
+from stageline.inference.decoding.request import Failed, Finished, Scored
 from stageline.inference.generation import continuation_row, first_token, windows
 from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
@@ -169,6 +171,69 @@ def test_perplexity_of_texts_longer_than_the_model_reads(stride):
     assert figures["byte_perplexity"] == pytest.approx(math.exp(-total / num_bytes))
     assert figures["bits_per_byte"] == pytest.approx(math.log2(figures["byte_perplexity"]))
     assert figures["word_perplexity"] == pytest.approx(math.exp(-total / (22 + 1 + 5)))
+
+
+class FakeEngine:
+    """Answers score() as a decoding engine does, with a model; in reversed order."""
+
+    def __init__(self, model, max_length=64):
+        self.model, self.max_length = model, max_length
+
+    def score(self, items):
+        for item in reversed(list(items)):
+            ids = item.prompt["input_ids"][0]
+            if len(ids) > 30:
+                yield Failed(item.key, UserError("too long"))
+                continue
+            with torch.no_grad():
+                table = torch.log_softmax(self.model(ids[None]).logits[0], -1)
+            found = table[range(len(ids) - 1), ids[1:]][-item.num_targets :]
+            yield Scored(item.key, tuple(found.tolist()), False)
+
+
+def test_an_engine_gives_what_the_model_gives_and_failures_are_told():
+    tokenizer, model = TOKENIZERS["bytes"], tiny_model()
+    samples = [{"id": "0", "choices": ["a", "b c d"]}, {"id": "1", "choices": ["x" * 40, "y"]}]
+    prompts = [rendered("What is this?"), rendered("Which digit?")]
+    options = {"images": [None] * 2, "prompts": prompts, "samples": samples, "batch_size": 4}
+    here = dict(loglikelihood(model, tokenizer, **options))
+    there = dict(loglikelihood(FakeEngine(model), tokenizer, **options))
+    for own, other in zip(here[0]["choice_scores"], there[0]["choice_scores"], strict=True):
+        assert own["logprob"] == pytest.approx(other["logprob"], abs=1e-5)
+    assert there[1] == {"error": "UserError: too long"}
+
+
+class EncodingEngine:
+    """Answers as vLLM does, which wants prompts in its own form; the last first."""
+
+    def encode(self, rendered, images):
+        return {"text": rendered.text, "images": images}
+
+    def answer(self, requests):
+        for request in reversed(list(requests)):
+            if request.prompt["images"]:
+                yield Failed(request.key, UserError("no pictures"))
+                continue
+            ids = tuple(TOKENIZERS["bytes"].encode(request.prompt["text"]))
+            ids = ids[: request.sampling.max_new_tokens]
+            yield Finished(request.key, "length", 3, len(ids), "as the engine has it", ids)
+
+
+def test_an_engine_answers_as_generation_does():
+    prompts = [rendered("What is this?"), rendered("Which digit?"), rendered("see")]
+    found = generate(
+        EncodingEngine(),
+        TOKENIZERS["bytes"],
+        images=[None, None, ["a.png"]],
+        prompts=prompts,
+        max_new_tokens=2,
+    )
+    found = list(found)
+    assert found[0] == (2, {"error": "UserError: no pictures"})
+    for place, answer in found[1:]:
+        ids = TOKENIZERS["bytes"].encode(prompts[place].text)[:2]
+        text = TOKENIZERS["bytes"].decode(ids)
+        assert answer == {"text": text, "token_ids": ids, "finish_reason": "length"}
 
 
 def test_what_cannot_be_scored_is_refused():

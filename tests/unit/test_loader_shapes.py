@@ -10,13 +10,13 @@ from commands.train_data import epoch_steps, left_over_rows
 from dataset import sft
 from options.data import RowSettings
 from options.train import RunConfig
-from stageline.data.batches.collate_part import as_collate_part
+from prompt_fn import fill, none
+from stageline.data.batches.collate_part import CollatePart, as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.batches.step_maker import padding_argument
 from stageline.errors import UserError
 from stageline.pipeline.schedules import make_schedule
 from stageline.training.evaluation import evaluate
-from tests.helpers.collating import collate_options
 from tests.helpers.tiny_models import tiny_tokenizer
 
 MAX_TOKENS = 48
@@ -27,7 +27,11 @@ class Sentences:
 
     def __init__(self, count=40):
         self.rows = [
-            {"id": str(i), "question": f"{i} {'What? ' * (i * 7 % 13)}", "answer": "yes " * (i % 5)}
+            {
+                "id": str(i),
+                "question": f"{i} " + "What? " * (i * 7 % 13),
+                "answer": "yes " * (i % 5),
+            }
             for i in range(count)
         ]
         for row in self.rows:
@@ -46,8 +50,18 @@ def tokenizer():
 
 
 def collate_of(tokenizer, **options):
-    common = collate_options(tokenizer, max_token_num=MAX_TOKENS, num_stages=2)
-    return functools.partial(sft, **common, **options)
+    return functools.partial(
+        sft,
+        prompt="[QUESTION]\n[ANSWER]",
+        prompt_fn=fill,
+        image_token=none,
+        processor=tokenizer,
+        pad_token_id=0,
+        max_token_num=MAX_TOKENS,
+        stage=0,
+        num_stages=2,
+        **options,
+    )
 
 
 def make_loader(tokenizer, *, collate=None, dataset=None, **options):
@@ -104,8 +118,6 @@ def test_last_rows_of_an_epoch_are_dropped_or_padded(tokenizer):
         assert len(loader) == num_steps
         seen = [sample for step in steps_of(loader, num_steps) for sample in samples_in(step)]
         assert len(seen) == 8 * num_steps and len(set(seen)) == min(19, len(seen))
-    run = RunConfig(batch_size=4, accumulate_steps=2, dp_degree=2)
-    assert epoch_steps(run, Sentences(36)) == 2
     evaluations = [
         make_loader(tokenizer, dataset=dataset, pads=p, eval=True) for p in (True, False)
     ]
@@ -124,10 +136,34 @@ def test_sorting_leaves_less_padding_in_as_many_micro_batches(tokenizer):
     assert real < padded["sorted"] < 1.15 * real < padded["given"]
 
 
+def test_loss_rows_name_the_rows(tokenizer):
+    dataset = Sentences()
+    for batch in itertools.chain(*steps_of(make_loader(tokenizer, dataset=dataset))):
+        for row, ids in zip(batch["loss_rows"].tolist(), batch["input_ids"], strict=True):
+            assert tokenizer.decode(ids).startswith(dataset.rows[row]["question"][:4].strip())
+
+
 @pytest.mark.parametrize("options", [{}, {"packing": MAX_TOKENS}])
 def test_workers_make_the_same_steps(tokenizer, options):
     alone = steps_of(make_loader(tokenizer, **options), 6)
     equal_steps(steps_of(make_loader(tokenizer, num_workers=2, **options), 6), alone)
+
+
+@pytest.mark.parametrize("dp_degree", [1, 2])
+def test_lengths_of_other_replicas_rows_are_computed_once(tokenizer, dp_degree):
+    asked = []
+    part = as_collate_part(collate_of(tokenizer))
+
+    def encode(images, sample):
+        asked.append(sample["id"])
+        return part.encode(images, sample)
+
+    counted = CollatePart(part.collate, encode=encode, pack=part.pack)
+    options = {"collate": counted, "dp_degree": dp_degree, "packing": MAX_TOKENS}
+    loader = make_loader(tokenizer, batch_size=8 // dp_degree, shuffle=False, **options)
+    steps_of(loader, 15)  # three epochs
+    own = 120 // dp_degree
+    assert len(asked) == own + (20 if dp_degree == 2 else 0)
 
 
 def test_a_part_that_knows_no_lengths_keeps_the_order(tokenizer):
@@ -155,6 +191,16 @@ def test_a_part_that_cannot_round_is_refused():
     assert padding_argument(lambda samples, **common: samples, 8) == {"pad_to_multiple_of": 8}
     with pytest.raises(UserError, match="--rows.pad_to_multiple_of 8"):
         padding_argument(lambda samples, *, stage: samples, 8)
+
+
+def test_packed_rows_are_full(tokenizer):
+    steps = steps_of(make_loader(tokenizer, packing=MAX_TOKENS, batch_size=20), 2)
+    for step in steps:
+        assert all(batch["input_ids"].shape[1] <= MAX_TOKENS for batch in step)
+        widths = sum(batch["input_ids"].numel() for batch in step)
+        real = sum(int(batch["attention_mask"].sum()) for batch in step)
+        assert real > 0.85 * widths
+    assert sum(map(len, steps)) < 2 * 10
 
 
 @pytest.mark.parametrize("dp_degree", [1, 2, 3])

@@ -10,7 +10,16 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from stageline.errors import UserError
-from stageline.modules.lora import LoRAWrapper, linear_names, lora_stacks, merge_lora, wrap_linear
+from stageline.modules.lora import (
+    LoRAWrapper,
+    key_map_without_last_lora,
+    linear_names,
+    lora_stacks,
+    merge_lora,
+    strip_lora,
+    unwrapped,
+    wrap_linear,
+)
 from stageline.modules.lora_layer import restored_weight
 from stageline.shrink import shrink_config
 from tests.helpers.family_configs import family_config
@@ -46,6 +55,20 @@ def fill_adapters(model):
                     linear.weight.copy_(torch.randn(linear.weight.shape, generator=generator))
 
 
+def test_names_and_untouched_output():
+    plain = Tower()
+    x = torch.randn(3, 6)
+    expected = plain(x)
+    wrapped = wrap_linear(plain, rank=2, alpha=4.0)
+    names = {name for name, _ in wrapped.named_parameters()}
+    assert "layers.0.q_proj.lora_module.weight" in names
+    assert "layers.0.q_proj.lora.lora_A.weight" in names
+    assert "layers.1.c_fc.lora.lora_B.weight" in names
+    assert "layers.0.norm.weight" in names
+    assert len(lora_stacks(wrapped)) == 5
+    assert torch.equal(wrapped(x), expected)  # B is zero
+
+
 def test_outputs_and_gradients_are_those_of_peft():
     torch.manual_seed(0)
     ours = Tower()
@@ -67,6 +90,14 @@ def test_outputs_and_gradients_are_those_of_peft():
             expected = getattr(modules[name], part)["default"].weight.grad
             assert expected.abs().sum() > 0
             assert torch.equal(getattr(wrapper.lora, part).weight.grad, expected)
+
+
+def test_start_is_that_of_peft_in_distribution():
+    # the same function of torch, so the same bound: 1 / sqrt(inputs)
+    layer = wrap_linear(nn.Linear(400, 10), rank=50, alpha=1.0).lora
+    assert layer.lora_A.weight.abs().max() <= 1 / 20
+    assert layer.lora_A.weight.abs().max() > 0.99 / 20
+    assert torch.count_nonzero(layer.lora_B.weight) == 0
 
 
 @pytest.mark.parametrize("start", ["default", "gaussian", "orthogonal"])
@@ -119,10 +150,49 @@ def test_a_merge_into_half_precision_is_rounded_once():
     assert torch.equal(merge_lora(model)[0].weight, expected)
 
 
-@pytest.mark.parametrize("module", [nn.Embedding(4, 3), Tower()])
+def test_root_linear_is_wrapped_and_merged():
+    linear = nn.Linear(3, 2)
+    wrapped = wrap_linear(wrap_linear(linear, rank=1, alpha=1.0), rank=1, alpha=1.0)
+    assert isinstance(wrapped, LoRAWrapper)
+    assert wrapped.lora_module.lora_module is linear
+    assert (wrapped.in_features, wrapped.out_features) == (3, 2)
+    assert merge_lora(wrapped) is linear
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Embedding(4, 3), nn.Conv2d(3, 4, 1), nn.Bilinear(2, 2, 2), Tower()]
+)
 def test_what_is_not_a_linear_layer_is_refused_by_name(module):
-    with pytest.raises(UserError, match=rf"{type(module).__name__}.*--lora.modules_to_save"):
+    with pytest.raises(
+        UserError, match=rf"{type(module).__name__} is not one.*--lora.modules_to_save"
+    ):
         LoRAWrapper(module, rank=2, alpha=4.0)
+
+
+def test_stacked_names_and_key_map():
+    model = Tower()
+    for _ in range(2):
+        wrap_linear(model, rank=2, alpha=4.0, target=["q_proj"])
+    key_map = {here: there for there, here in key_map_without_last_lora(model.state_dict()).items()}
+    name = "layers.1.q_proj"
+    assert key_map[f"{name}.lora_module.lora_module.weight"] == f"{name}.lora_module.weight"
+    assert key_map[f"{name}.lora_module.lora_module.bias"] == f"{name}.lora_module.bias"
+    assert key_map[f"{name}.lora_module.lora.lora_A.weight"] == f"{name}.lora.lora_A.weight"
+    assert f"{name}.lora.lora_A.weight" not in key_map
+    assert key_map["join.weight"] == "join.weight"
+    # the map leads to exactly the names of a model that was wrapped once
+    once = wrap_linear(Tower(), rank=2, alpha=4.0, target=["q_proj"])
+    assert set(key_map.values()) == set(once.state_dict())
+    plain = list(Tower().state_dict())
+    assert key_map_without_last_lora(plain) == {n: n for n in plain}
+    assert key_map_without_last_lora(["lora_module.weight", "lora.lora_B.weight"]) == {
+        "weight": "lora_module.weight"
+    }
+
+
+def test_strip_lora():
+    assert strip_lora("a.q.lora_module.lora_module.weight") == "a.q.weight"
+    assert strip_lora("a.q.weight") == "a.q.weight"
 
 
 @pytest.mark.parametrize(
@@ -142,6 +212,16 @@ def test_targets(target, expected):
     holder = nn.Module()
     holder.t = wrap_linear(Tower(), rank=1, alpha=1.0, target=target, prefix="t")
     assert set(lora_stacks(holder)) == expected
+
+
+def test_target_without_match_lists_the_candidates():
+    with pytest.raises(UserError, match=r"\['v_proj'\] matches none of the 5.*c_fc, join, q_proj"):
+        wrap_linear(Tower(), rank=1, alpha=1.0, target=["v_proj"], prefix="model")
+
+
+def test_target_of_another_stages_layer_is_no_error():
+    model = wrap_linear(Tower(), rank=1, alpha=1.0, target=["layers.7.q_proj"])
+    assert lora_stacks(model) == {}
 
 
 @pytest.mark.parametrize("options", [{"rank": 0}, {"rank": 4, "dropout": 1.0}])
@@ -196,6 +276,15 @@ def test_dropout_acts_in_training_only():
     assert not torch.equal(model(x), model(x))
     model.eval()
     assert torch.equal(model(x), model(x))
+
+
+def test_unwrapped_gives_plain_names_and_puts_back():
+    model = wrap_linear(wrap_linear(Tower(), rank=1, alpha=1.0), rank=1, alpha=1.0)
+    names = list(model.state_dict())
+    with pytest.raises(KeyError), unwrapped(model):
+        assert set(model.state_dict()) == set(Tower().state_dict())
+        raise KeyError
+    assert list(model.state_dict()) == names
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Packed rows against the samples alone: loss and gradients.
+"""Packed rows against the samples alone: loss, gradients, and that no token sees another sample.
 
 The reference is the library's whole model on one sample at a time, without padding.
 """
@@ -172,6 +172,54 @@ def test_flex_attention_has_no_mask_to_cut_a_window_out_of(tmp_path):
     stages = build_stages("gemma3_vl", tmp_path, torch.float32, "flex_attention", num_stages=1)
     with pytest.raises(UserError, match="attention flex.*--attention sdpa"):
         chain(stages, packed_of(samples_of("gemma3_vl")))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_token_sees_another_sample(family, tmp_path):
+    """Every text token of the middle sample is changed: its neighbours' logits keep each bit."""
+    whole_model(family, tmp_path, torch.float32)
+    stages = build_stages(family, tmp_path, torch.float32)
+    texts = [sample for row in samples_of(family) for sample in row if "pixel_values" not in sample]
+    rows = [texts[:3] + texts[:1]] * 2
+    packed = packed_of(rows)
+    changed = {name: value.clone() for name, value in packed.items()}
+    middle = (packed["sample_ids"] == 1) & (torch.arange(2)[:, None] == 0)
+    changed["input_ids"][middle] = 9 + (packed["input_ids"][middle] - 9 + 7) % (VOCAB_SIZE - 9)
+    with torch.no_grad():
+        before, after = (chain(stages, batch) for batch in (packed, changed))
+    assert not torch.equal(before[middle], after[middle])
+    if family in ("mixtral", "qwen3_moe"):  # experts get other numbers of tokens: rounding
+        torch.testing.assert_close(before[~middle], after[~middle], rtol=1e-6, atol=1e-6)
+    else:
+        assert torch.equal(before[~middle], after[~middle])
+
+
+@pytest.mark.parametrize("family", VISION_LANGUAGE)
+def test_no_token_sees_the_picture_of_another_sample(family, tmp_path):
+    whole_model(family, tmp_path, torch.float32)
+    stages = build_stages(family, tmp_path, torch.float32)
+    packed = packed_of(samples_of(family))
+    first = (packed["sample_ids"] == 0) & (torch.arange(len(ROWS))[:, None] == 0)
+    changed = {name: value.clone() for name, value in packed.items()}
+    num_images = sum(length > 8 for row in ROWS for length in row)
+    changed["pixel_values"][: len(packed["pixel_values"]) // num_images] += 0.5
+    with torch.no_grad():
+        before, after = (chain(stages, batch) for batch in (packed, changed))
+    assert not torch.equal(before[first], after[first])
+    assert torch.equal(before[~first], after[~first])
+
+
+def test_a_packed_batch_is_what_it_says():
+    first = Encoded([11, 12, 13], [True, False, True], [False] * 3)
+    second = Encoded([21, 22], [True, True], [False] * 2)
+    batch = pack_rows([[first, second], []], pad_token_id=7, multiple_of=4, max_width=7)
+    assert batch["input_ids"].tolist() == [[11, 12, 13, 21, 22, 7, 7], [7] * 7]
+    assert batch["labels"].tolist() == [[-100, -100, 13, -100, 22, -100, -100], [-100] * 7]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 0], [0] * 7]
+    assert batch["sample_ids"].tolist() == [[0, 0, 0, 1, 1, -1, -1], [-1] * 7]
+    assert batch["attention_mask"].tolist() == [[1] * 5 + [0] * 2, [0] * 7]
+    assert count_samples(batch) == 2
+    assert pack_rows([[]], pad_token_id=7)["input_ids"].tolist() == [[7, 7]]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2_5_vl", "internvl"])

@@ -7,7 +7,12 @@ import pytest
 
 from stageline.pipeline.schedules import make_schedule
 from stageline.planner.estimate import Cost, MemoryRules, ModelCosts
-from stageline.planner.partition import Placement, best_split, every_split, smallest_maximum
+from stageline.planner.partition import (
+    Placement,
+    best_split,
+    every_split,
+    smallest_maximum,
+)
 
 
 def random_costs(rng, num_layers, *, saved=0, weights=0):
@@ -33,6 +38,13 @@ def random_costs(rng, num_layers, *, saved=0, weights=0):
         batch=0,
         shape=(1, 1),
     )
+
+
+def test_every_split_is_there_once():
+    splits = list(every_split(7, 3))
+    assert len(splits) == 15
+    assert len({tuple(split) for split in splits}) == 15
+    assert all(sum(split) == 7 and min(split) >= 1 for split in splits)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])

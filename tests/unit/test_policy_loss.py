@@ -299,6 +299,37 @@ def test_the_expected_gradient_is_the_policys(size):
         torch.testing.assert_close(found, share * true, **CLOSE)
 
 
+def test_sampled_groups_come_near_the_expected_gradient():
+    """The error falls with the square root of their number."""
+    logits = torch.tensor([0.4, -0.3]).double().requires_grad_()
+    chances = logits.detach().softmax(-1)
+    true = torch.autograd.grad((logits.softmax(-1) * torch.tensor([0.0, 1.0])).sum(), logits)[0]
+    generator = torch.Generator().manual_seed(0)
+    errors = {}
+    for num_groups in (100, 10_000):
+        found = []
+        for _ in range(20):
+            shape = (num_groups, 4)
+            drawn = (torch.rand(shape, generator=generator) < chances[1]).long()
+            weights = advantages(drawn.double(), "rloo").flatten()
+            batch = {
+                "labels": pad(drawn.view(-1, 1), (1, 0), value=-100),
+                "loss_advantages": weights,
+                "loss_is_learnt": torch.ones(len(weights), dtype=torch.bool),
+            }
+            count = torch.tensor(float(len(weights)))
+            loss, _ = policy_loss(
+                logits.expand(len(weights), 2, 2),
+                batch,
+                num_tokens=count,
+                num_answers=count,
+                options=PolicyOptions(),
+            )
+            found.append((-torch.autograd.grad(loss, logits)[0] - true).norm())
+        errors[num_groups] = torch.stack(found).mean().item()
+    assert 5 < errors[100] / errors[10_000] < 20, errors
+
+
 def test_what_is_no_loss_is_refused():
     for wrong in ({"epsilon": -0.1}, {"temperature": 0.0}, {"delta": 0.0}, {"kl_beta": -1.0}):
         with pytest.raises(UserError, match="the loss grpo has"):

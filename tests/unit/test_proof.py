@@ -9,6 +9,7 @@ from transformers import CONFIG_MAPPING
 from pp_models import CausalLMStage, VisionLanguageStage
 from stageline.checkpoint.layout import Ranks
 from stageline.errors import UserError
+from stageline.modules.pass_through import PassThrough
 from stageline.verify import scaled_copy
 from stageline.verify.scaled_copy import ScaledCopy, verify
 from stageline.verify.training import training
@@ -71,6 +72,16 @@ def test_a_gradient_that_stops_at_a_border_is_seen(tmp_path):
     message = "all borders and the loss are equal; the first gradient that differs is that of "
     with pytest.raises(UserError, match=message + "model.embed_tokens.weight"):
         prove(tmp_path, Cuts, tiny_config("llama"))
+
+
+def test_a_border_that_is_scaled_says_by_how_much(tmp_path):
+    class Scales(CausalLMStage):
+        def forward(self, hidden_or_ids, *extras, **batch):
+            output = super().forward(hidden_or_ids, *extras, **batch)
+            return output if self.is_last else output * 7.0
+
+    with pytest.raises(UserError, match="is the first that differs .it is 7 times as large"):
+        prove(tmp_path, Scales, tiny_config("llama"))
 
 
 def test_what_pictures_alone_change_is_seen(tmp_path):
@@ -138,3 +149,14 @@ def test_what_cannot_be_tried_is_said_and_not_refused(tmp_path, monkeypatch):
     assert said.startswith("note: loss and gradients not compared") and "full moon" in said
     monkeypatch.setenv("STAGELINE_CACHE", "/proc/no/such/folder")  # cannot be written
     assert "equals Llama" in prove(tmp_path, CausalLMStage, tiny_config("llama"))
+
+
+def test_a_layer_that_is_left_out_is_seen(tmp_path):
+    class Skips(CausalLMStage):
+        def adopt(self, whole):
+            super().adopt(whole)
+            if self.stage == 1:
+                self.get_submodule("model.layers")[1].mlp = PassThrough()
+
+    with pytest.raises(UserError, match="does not compute"):
+        prove(tmp_path, Skips, tiny_config("llama"))

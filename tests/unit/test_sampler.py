@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
 from stageline.errors import UserError
@@ -46,11 +48,14 @@ def _warped(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     "options",
     [
         {"temperature": 0.7},
+        {"top_k": 1},
         {"top_k": 40},
         {"top_k": 10**6},
         {"top_p": 0.9},
         {"top_p": 0.9, "temperature": 4.0},
+        {"top_p": 1e-6},
         {"min_p": 0.05},
+        {"min_p": 1.0},
         {"temperature": 1.5, "top_k": 100, "top_p": 0.8, "min_p": 0.02},
     ],
     ids=str,
@@ -63,6 +68,49 @@ def test_kept_tokens_and_probabilities_are_those_of_transformers(options):
     assert torch.equal(weights > 0, expected > 0)
     found = weights.double() / weights.double().sum(-1, keepdim=True)
     torch.testing.assert_close(found, expected.double(), atol=1e-7, rtol=1e-5)
+
+
+def test_rows_with_different_settings_have_their_own_weights():
+    scores = _logits(4, 501)  # odd: rows begin at odd places in memory
+    samplings = [
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.5, top_k=7),
+        Sampling(temperature=2.0, top_p=0.5),
+        Sampling(temperature=1.0, top_k=30, min_p=0.1),
+    ]
+    together = token_weights(scores, samplings)
+    alone = [token_weights(scores[i : i + 1], [s]) for i, s in enumerate(samplings)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@given(
+    size=st.integers(1, 60),
+    seed=st.integers(0, 10**6),
+    options=st.fixed_dictionaries(
+        {
+            "temperature": st.floats(0.1, 5),
+            "top_k": st.integers(0, 70),
+            "top_p": st.floats(0, 1),
+            "min_p": st.floats(0, 1),
+        }
+    ),
+)
+@settings(max_examples=60, deadline=None)
+def test_kept_tokens_at_any_setting(size, seed, options):
+    scores = _logits(1, size, seed=seed)
+    sampling = Sampling(**options)
+    found = token_weights(scores, [sampling])[0] > 0
+    # rounding may move a border that lies on a token: both sides of it are right
+    near = [
+        _warped(scores, Sampling(**{**options, "top_p": p, "min_p": m}))[0] > 0
+        for p in (max(sampling.top_p - 1e-5, 1e-9), min(sampling.top_p + 1e-5, 1.0))
+        for m in (max(sampling.min_p - 1e-5, 0.0), min(sampling.min_p + 1e-5, 1.0))
+    ]
+    assert found.any()
+    assert not (found & ~torch.stack(near).any(0)).any()
+    # at the settings themselves what the library surely keeps is here too
+    surely = torch.stack(near).all(0) & (scores[0] - scores.max() > -20 * sampling.temperature)
+    assert not (surely & ~found).any()
 
 
 def test_equal_scores_stay_together():
@@ -124,6 +172,18 @@ def test_draws_follow_the_distribution():
     freedom = kept.sum() - 1
     distance = ((counts - expected)[kept] ** 2 / expected[kept]).sum()
     assert 5 <= freedom and distance < freedom + 3.1 * (2 * freedom) ** 0.5 + 6
+
+
+def test_numbers_of_a_row_follow_from_its_seed_and_are_even_and_independent():
+    rows = [_row(seed=seed) for seed in range(100)]
+    numbers = np.array([[row.next_number() for _ in range(100)] for row in rows])
+    again = _row(seed=7)
+    assert [again.next_number() for _ in range(100)] == numbers[7].tolist()
+    assert 0 <= numbers.min() and numbers.max() < 1 and len(np.unique(numbers)) == numbers.size
+    counts = np.bincount((numbers * 20).astype(int).ravel(), minlength=20)
+    assert ((counts - 500) ** 2 / 500).sum() < 46  # chi-square, 19 degrees: 0.0005
+    for neighbours in (numbers[1:] - numbers[:-1], numbers[:, 1:] - numbers[:, :-1]):
+        assert abs(neighbours.var() - 1 / 6) < 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -231,13 +291,18 @@ def test_a_broken_row_gets_its_error_and_the_others_their_tokens():
     ("name", "value"),
     [
         ("max_new_tokens", 0),
+        ("max_new_tokens", 1.5),
         ("temperature", -0.1),
         ("temperature", float("nan")),
+        ("temperature", True),
         ("top_k", -1),
         ("top_p", 1.01),
         ("min_p", "0.1"),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", INF),
         ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("seed", 2**64),
         ("logprobs", -1),
     ],
 )

@@ -1,12 +1,18 @@
 """Saving: the folder loads in plain transformers, with the names and values of the stages."""
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoConfig
 
+from pp_models import CausalLMStage, StageModel, class_of_key
 from stageline.checkpoint.files import tensor_names, weight_files
+from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.layout import (
     MANIFEST,
     check_files,
@@ -15,11 +21,24 @@ from stageline.checkpoint.layout import (
     read_manifest,
     verify,
 )
+from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
 from stageline.checkpoint.shards import split_state
 from stageline.errors import CheckpointError, UserError
-from tests.helpers.tiny_checkpoints import auto_class, load_stages, tiny_whole
-from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE
+from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
+from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
+
+
+def load_stages(family, folder, num_stages, **kwargs):
+    stage_class = class_of_key(family)
+    stages = []
+    for stage in range(num_stages):
+        config = AutoConfig.from_pretrained(folder)
+        model = stage_class(config, stage=stage, num_stages=num_stages, **kwargs)
+        load_split_model(model, folder, device="cpu", dtype=torch.float32)
+        model.frozen()
+        stages.append(model)
+    return stages
 
 
 def change(stages):
@@ -34,7 +53,7 @@ def change(stages):
 @pytest.mark.parametrize("family", DECODERS + VISION_LANGUAGE)
 def test_saved_stages_are_a_plain_model(family, tied, tmp_path):
     tiny_whole(family, tmp_path / "before", tied=tied)
-    stages = load_stages(tmp_path / "before", num_stages=3)
+    stages = load_stages(family, tmp_path / "before", 3)
     change(stages)
     folder = save_split_model(stages, None, tmp_path / "after", step=7)
     # names on disk are those of the library's own writer, each in one file: a tied one too
@@ -52,9 +71,22 @@ def test_saved_stages_are_a_plain_model(family, tied, tmp_path):
     assert (manifest["kind"], manifest["step"], manifest["num_stages"]) == ("full", 7, 3)
 
 
+def test_random_start_is_saved_whole(tmp_path):
+    stages = []
+    for stage in range(2):
+        model = CausalLMStage(tiny_config("mixtral"), stage=stage, num_stages=2)
+        init_split_model(model, seed=0, device="cpu", dtype=torch.float32)
+        stages.append(model)
+    folder = save_split_model(stages, None, tmp_path / "saved")
+    state = auto_class("mixtral").from_pretrained(folder).state_dict()
+    for model in stages:
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, state[name]), name
+
+
 def test_files_are_those_of_the_library_and_the_same_each_time(tmp_path):
     tiny_whole("llama", tmp_path / "before", tied=True)
-    stages = load_stages(tmp_path / "before", num_stages=3)
+    stages = load_stages("llama", tmp_path / "before", 3)
     save_split_model(stages, None, tmp_path / "a", max_shard_bytes=9000)
     save_split_model(stages, None, tmp_path / "b", max_shard_bytes=9000)
     names = sorted(path.name for path in (tmp_path / "a").iterdir())
@@ -66,9 +98,40 @@ def test_files_are_those_of_the_library_and_the_same_each_time(tmp_path):
     for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert not list(tmp_path.glob("*.tmp-*"))
-    one = save_split_model(load_stages(tmp_path / "before", num_stages=1), None, tmp_path / "one")
+    one = save_split_model(load_stages("llama", tmp_path / "before", 1), None, tmp_path / "one")
     assert (one / "model.safetensors").exists()
     assert not (one / "model.safetensors.index.json").exists()
+
+
+def test_index_says_what_the_files_hold(tmp_path):
+    whole = tiny_whole("llama", tmp_path / "before")
+    stages = load_stages("llama", tmp_path / "before", 2)
+    folder = save_split_model(stages, None, tmp_path / "after")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    count = sum(parameter.numel() for parameter in whole.parameters())
+    assert index["metadata"]["total_parameters"] == count
+    assert index["weight_map"]["lm_head.weight"] == "model-00002-of-00002.safetensors"
+
+
+def test_a_saved_folder_is_a_start(tmp_path):
+    tiny_whole("qwen2_5_vl", tmp_path / "before", tied=True)
+    stages = load_stages("qwen2_5_vl", tmp_path / "before", 3)
+    change(stages)
+    folder = save_split_model(stages, None, tmp_path / "after")
+    expected = {n: t for model in stages for n, t in model.state_dict().items()}
+    for model in load_stages("qwen2_5_vl", folder, 2):
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, expected[name])
+
+
+def test_nothing_is_written_over(tmp_path):
+    tiny_whole("llama", tmp_path / "before")
+    stages = load_stages("llama", tmp_path / "before", 1)
+    before = sorted(path.read_bytes() for path in (tmp_path / "before").iterdir())
+    with pytest.raises(UserError, match="exists, and a checkpoint is never"):
+        save_split_model(stages, None, tmp_path / "before")
+    assert sorted(path.read_bytes() for path in (tmp_path / "before").iterdir()) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["before"]
 
 
 class BrokenProcessor:
@@ -78,24 +141,25 @@ class BrokenProcessor:
 
 def test_a_failed_save_leaves_nothing(tmp_path):
     tiny_whole("llama", tmp_path / "before")
-    stages = load_stages(tmp_path / "before", num_stages=2)
+    stages = load_stages("llama", tmp_path / "before", 2)
     with pytest.raises(OSError, match="failed on rank 0: no space left"):
         save_split_model(stages, BrokenProcessor(), tmp_path / "after")
     assert [path.name for path in tmp_path.iterdir()] == ["before"]
 
 
-class Part:
-    def __init__(self, name):
-        self.name = name
-
-    def save_pretrained(self, folder):
-        (Path(folder) / self.name).write_text("{}")
-
-
 class TwoParts:
     """A processor that cannot save itself, as one without its video part."""
 
-    tokenizer, image_processor = Part("tokenizer.json"), Part("preprocessor_config.json")
+    class Part:
+        def __init__(self, name):
+            self.name = name
+
+        def save_pretrained(self, folder):
+            (Path(folder) / self.name).write_text("{}")
+
+    def __init__(self):
+        self.tokenizer = self.Part("tokenizer.json")
+        self.image_processor = self.Part("preprocessor_config.json")
 
     def save_pretrained(self, folder):
         raise AttributeError("None has no save_pretrained")
@@ -103,19 +167,23 @@ class TwoParts:
 
 def test_a_processor_is_saved_by_its_parts(tmp_path):
     tiny_whole("llama", tmp_path / "before")
-    stages = load_stages(tmp_path / "before", num_stages=1)
+    stages = load_stages("llama", tmp_path / "before", 1)
     folder = save_split_model(stages, TwoParts(), tmp_path / "after")
     assert {"tokenizer.json", "preprocessor_config.json"} <= set(verify(folder)["files"])
 
 
-def test_the_manifest_finds_damage(tmp_path):
+@pytest.mark.parametrize("spoil", ["flip", "cut", "remove"])
+def test_the_manifest_finds_damage(spoil, tmp_path):
     tiny_whole("llama", tmp_path / "before")
-    stages = load_stages(tmp_path / "before", num_stages=2)
+    stages = load_stages("llama", tmp_path / "before", 2)
     folder = save_split_model(stages, None, tmp_path / "after")
     shard = folder / "model-00002-of-00002.safetensors"
     content = bytearray(shard.read_bytes())
     content[-5] ^= 1
-    shard.write_bytes(content)
+    if spoil == "remove":
+        shard.unlink()
+    else:
+        shard.write_bytes(content if spoil == "flip" else content[:-1])
     with pytest.raises(UserError, match=shard.name):
         verify(folder)
     (folder / MANIFEST).write_text((folder / MANIFEST).read_text()[:40])
@@ -131,6 +199,37 @@ def test_shards_hold_each_tensor_once_within_the_limit():
         size = sum(tensor.nbytes for tensor in shard.values())
         assert size <= 200 or len(shard) == 1
     assert len(split_state(state, 10**6)) == 1
+
+
+class OwnStage(StageModel):
+    def __init__(self, config, **kwargs):
+        super().__init__(config, **kwargs)
+        with torch.device("meta"):
+            self.layers = nn.ModuleList(
+                nn.Linear(4, 4) if index in self.layers else nn.Identity() for index in range(4)
+            )
+
+    def num_layers(self):
+        return 4
+
+    def parts(self):
+        return {"llm": ["layers"]}
+
+
+def test_own_modules_are_saved_under_their_names(tmp_path):
+    state = {f"layers.{i}.weight": torch.randn(4, 4) for i in range(4)}
+    state |= {f"layers.{i}.bias": torch.randn(4) for i in range(4)}
+    (tmp_path / "before").mkdir()
+    save_file(state, tmp_path / "before" / "model.safetensors")
+    stages = [OwnStage(None, stage=stage, num_stages=2) for stage in range(2)]
+    for model in stages:
+        load_split_model(model, tmp_path / "before", device="cpu", dtype=torch.float32)
+    folder = save_split_model(stages, None, tmp_path / "after")
+    assert set(weight_files(folder)) == set(state)
+    again = OwnStage(None, stage=0, num_stages=1)
+    load_split_model(again, folder, device="cpu", dtype=torch.float32)
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, state[name])
 
 
 @pytest.mark.parametrize("name", ["model-extra.safetensors", "below/adapter_config.json"])
@@ -181,7 +280,7 @@ def test_all_is_on_disk_before_the_folder_gets_its_name(tmp_path, monkeypatch):
         rename(source, target)
 
     tiny_whole("llama", tmp_path / "before")
-    stages = load_stages(tmp_path / "before", num_stages=2)
+    stages = load_stages("llama", tmp_path / "before", 2)
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "rename", noted_rename)
     folder = save_split_model(stages, None, tmp_path / "after")

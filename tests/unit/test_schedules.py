@@ -1,15 +1,18 @@
 """Every schedule: complete, free of circles, as idle as published and as documented."""
 
+import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from stageline.errors import UserError
-from stageline.pipeline.plan import Action, Kind
+from stageline.pipeline.plan import Action, Kind, parse_action
 from stageline.pipeline.schedules import SCHEDULES, make_schedule
 from stageline.planner.estimate import Cost, most_in_flight, peak_activations
 from stageline.planner.simulate import simulate
 
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 CASES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 8, 16, 32)]
 # (ranks, micro-batches) -> % idle / activations alive, of a rank's layers x micro-batch, at equal
 # times of forward, input and weight gradient; simulated by others from torch 2.13's own lists
@@ -73,6 +76,11 @@ def test_idle_share_and_memory_are_the_published_ones(num_ranks, count):
         assert f"{100 * result.bubble:.1f}/{alive:g}" == wanted, name
 
 
+def ideal_bubble(*, num_stages, num_micro_batches):
+    """The idle share of GPipe and 1F1B at equal stages."""
+    return (num_stages - 1) / (num_micro_batches + num_stages - 1)
+
+
 @pytest.mark.parametrize("num_ranks, count", CASES)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager_1f1b"])
 def test_idle_share_and_memory_are_as_documented(name, num_ranks, count):
@@ -81,13 +89,34 @@ def test_idle_share_and_memory_are_as_documented(name, num_ranks, count):
     schedule = make_schedule(name, num_ranks=num_ranks)
     result = simulate(schedule.orders(count), equal_times(num_ranks), num_stages=num_ranks)
     assert result.seconds == pytest.approx(3.0 * (count + num_ranks - 1))
-    assert result.bubble == pytest.approx((num_ranks - 1) / (count + num_ranks - 1))
+    assert result.bubble == pytest.approx(
+        ideal_bubble(num_stages=num_ranks, num_micro_batches=count)
+    )
     kept = {
         "gpipe": [count] * num_ranks,
         "1f1b": [num_ranks - stage for stage in range(num_ranks)],
         "eager_1f1b": [2 * (num_ranks - stage) - 1 for stage in range(num_ranks)],
     }[name]
     assert most_in_flight(schedule, count) == [min(count, most) for most in kept]
+
+
+@pytest.mark.parametrize("times", [[1, 1, 2, 1], [3, 1, 1, 1], [1, 2], [1, 1, 1, 4]])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager_1f1b"])
+def test_the_slowest_stage_sets_the_pace(name, times):
+    count = 16
+    durations = {
+        (stage, kind): float(time)
+        for stage, time in enumerate(times)
+        for kind in (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+    }
+    schedule = make_schedule(name, num_ranks=len(times))
+    seconds = simulate(schedule.orders(count), durations, num_stages=len(times)).seconds
+    whole = [3 * time for time in times]
+    documented = (count - 1) * max(whole) + sum(whole)
+    if name == "gpipe":
+        assert seconds == pytest.approx(documented)
+    else:
+        assert count * max(whole) <= seconds <= documented
 
 
 def test_hand_overs_cost_where_a_border_lies_between_ranks():
@@ -103,6 +132,25 @@ def test_hand_overs_cost_where_a_border_lies_between_ranks():
     assert near.seconds == simulate(orders, times, num_stages=2).seconds
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_one_more_in_flight_hides_transfers_behind_passes(num_ranks):
+    """All but those that fill and empty the pipeline, while two take no longer than the passes of
+    a micro-batch; 1F1B waits for them in every round."""
+    times, count = equal_times(num_ranks), 4 * num_ranks
+
+    def seconds(name, hand_over):
+        orders = make_schedule(name, num_ranks=num_ranks).orders(count)
+        return simulate(orders, times, num_stages=num_ranks, hand_over=hand_over).seconds
+
+    alone = seconds("1f1b", 0.0)
+    assert seconds("eager_1f1b", 0.0) == pytest.approx(alone)
+    for hand_over in (0.1, 0.5, 1.5):
+        ends = 2 * (num_ranks - 1) * hand_over
+        assert seconds("eager_1f1b", hand_over) == pytest.approx(alone + ends)
+        assert seconds("1f1b", hand_over) > alone + ends + count // 2 * hand_over / 2
+    assert seconds("eager_1f1b", 3.0) > alone + 2 * (num_ranks - 1) * 3.0 + 1
+
+
 def test_zero_bubble_gains_lora_little():
     """Where weight gradients cost next to nothing there is nothing to fill the gaps with."""
 
@@ -113,6 +161,24 @@ def test_zero_bubble_gains_lora_little():
 
     assert idle("interleaved_1f1b", 1.0) - idle("zbv", 1.0) > 0.09
     assert abs(idle("interleaved_1f1b", 0.02) - idle("zbv", 0.02)) < 0.005
+
+
+def test_the_table_of_the_guide():
+    text = (DOCS / "schedules.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| ([\d. %|]+) \|$", text, re.MULTILINE)
+    assert len(rows) >= 3
+    for num_stages, cells in rows:
+        shown = [float(cell) for cell in re.findall(r"([\d.]+) %", cells)]
+        wanted = [
+            100 * ideal_bubble(num_stages=int(num_stages), num_micro_batches=count)
+            for count in (4, 8, 16, 32, 64)
+        ]
+        assert shown == pytest.approx(wanted, abs=0.051)
+
+
+def test_the_guide_names_every_schedule():
+    text = (DOCS / "schedules.md").read_text()
+    assert all(f"`{key}`" in text for key in SCHEDULES)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +194,8 @@ def test_micro_batches_that_cannot_be_run(name, num_ranks, per_rank, count, lega
     schedule = make_schedule(name, num_ranks=num_ranks, stages_per_rank=per_rank)
     with pytest.raises(UserError, match=reason) as caught:
         schedule.check(count)
+    assert f"{count} micro-batches" in str(caught.value)
+    assert f"can't fill --schedule {name}" in str(caught.value)
     assert f"Set --batch-size to {legal}, which makes {legal}" in str(caught.value)
     schedule.check(legal)
 
@@ -154,9 +222,10 @@ def test_the_next_legal_number_is_the_least(name):
                     schedule.check(less)
 
 
-def test_an_unknown_name():
+@pytest.mark.parametrize("name", ["zero", "1F1B", ""])
+def test_an_unknown_name(name):
     with pytest.raises(UserError, match="is unknown.*interleaved_zero_bubble"):
-        make_schedule("1F1B", num_ranks=2)
+        make_schedule(name, num_ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -173,3 +242,9 @@ def test_the_last_stage_of_a_v_is_on_rank_0():
     assert make_schedule("zbv", num_ranks=4).stages_of(1) == [1, 6]
     assert make_schedule("interleaved_1f1b", num_ranks=4).last_stage_rank == 3
     assert make_schedule("interleaved_1f1b", num_ranks=4).stages_of(1) == [1, 5]
+
+
+def test_spelling_of_actions():
+    assert parse_action(" 12I3 ") == Action(12, Kind.INPUT_GRAD, 3)
+    assert str(Action(2, Kind.FORWARD, 0)) == "2F0"
+    assert parse_action("2SEND_F0") is None

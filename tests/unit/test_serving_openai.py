@@ -1,4 +1,4 @@
-"""The server as OpenAI's own client sees it: answers, streams, tools, errors."""
+"""The server as OpenAI's own client and LangChain's see it: answers, streams, tools, errors."""
 
 import json
 
@@ -169,6 +169,15 @@ def test_no_two_answers_of_neighbouring_seeds_share_their_randomness(client, ser
     assert len({request.sampling.seed for request in server.service.engine.asked[-6:]}) == 6
 
 
+def test_a_stop_string_ends_the_text_before_it(client):
+    assert ask(client, "count", stop=" four").choices[0].message.content == "one two three"
+    parts = [
+        chunk.choices[0].delta.content or ""
+        for chunk in ask(client, "count", stop=" four", stream=True)
+    ]
+    assert "".join(parts) == "one two three"
+
+
 def test_logprobs_of_chats(client):
     answer = ask(client, logprobs=True, top_logprobs=2).choices[0]
     said = b"".join(bytes(token.bytes) for token in answer.logprobs.content)
@@ -272,15 +281,31 @@ def test_completions(client, server):
     assert offsets == sorted(offsets) and offsets[0] == 0 and offsets[-1] > 15
 
 
+def test_the_model_is_listed(client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="not served here"):
+        client.models.retrieve("../tiny")
+
+
 REFUSED = {
+    "temperature": {"temperature": 2.1},
     "top_p": {"top_p": 0},
+    "n": {"n": 9},
     "max_tokens": {"max_tokens": 10**9},
     "logit_bias": {"logit_bias": {"999999": 1}},
+    "stop.0": {"stop": [""]},
     "response_format": {"response_format": {"type": "xml"}},
+    "tool_choice": {"tools": [], "tool_choice": "required"},
+    "top_logprobs": {"top_logprobs": 2},
+    "stream_options": {"stream_options": {"include_usage": True}},
+    "reasoning_effort": {"reasoning_effort": "high"},
     "colour": {"extra_body": {"colour": "blue"}},
+    "chat_template": {"extra_body": {"chat_template": "{{ 1 }}"}},
     "messages": {"messages": [{"role": "assistant", "content": "Me"}]},
     "messages.0.content": {"messages": [{"role": "user", "content": 5}]},
     "messages.0": {"messages": [{"role": "boss", "content": "x"}]},
+    "messages.0.content.0.type": {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
 }
 
 
@@ -303,3 +328,42 @@ def test_a_prompt_that_is_too_long_is_told_with_both_numbers(client):
         client.completions.create(model="tiny", prompt="x" * 200_000)
     with pytest.raises(openai.BadRequestError, match="and 2040 tokens of answer"):
         ask(client, max_tokens=2040)
+
+
+def test_errors_of_the_engine(client):
+    with pytest.raises(openai.InternalServerError) as caught:
+        ask(client, "fail")
+    assert "RuntimeError" in caught.value.message and "/home" not in caught.value.message
+    with pytest.raises(openai.InternalServerError):
+        list(ask(client, "fail", stream=True))
+    with pytest.raises(openai.BadRequestError, match="too long"):
+        ask(client, "too long", stream=True)
+    assert ask(client).choices[0].finish_reason == "stop"
+
+
+class TestLangChain:
+    @pytest.fixture
+    def model(self, server):
+        langchain = pytest.importorskip("langchain_openai")
+        return langchain.ChatOpenAI(
+            model="tiny", base_url=f"{server.url}/v1", api_key="none", max_retries=0
+        )
+
+    def test_answers_and_streams(self, model):
+        answer = model.invoke([("system", "Be short."), ("user", "Hello")])
+        assert answer.content == "Yes, 3 turns. Ünï😀"
+        assert answer.usage_metadata["output_tokens"] > 5
+        parts = [chunk.content for chunk in model.stream("count")]
+        assert "".join(parts) == "one two three four five six" and len(parts) > 5
+
+    def test_tools(self, model):
+        answer = model.bind_tools([WEATHER]).invoke("weather")
+        assert [call["args"] for call in answer.tool_calls] == [{"city": "Köln"}] * 2
+        whole = None
+        for chunk in model.bind_tools([WEATHER]).stream("weather"):
+            whole = chunk if whole is None else whole + chunk
+        assert [call["args"] for call in whole.tool_calls] == [{"city": "Köln"}] * 2
+
+    def test_errors(self, model):
+        with pytest.raises(openai.BadRequestError, match="response_format"):
+            model.bind(response_format={"type": "xml"}).invoke("x")

@@ -35,6 +35,15 @@ def test_mixing_is_that_of_the_library(mix, lengths, probabilities):
     assert mixed(lengths, mix, probabilities, seed=11).tolist() == list(expected)
 
 
+def test_rates_are_those_asked_for_and_another_seed_draws_others():
+    order = mixed((10_000, 10_000), "interleave_under", [0.8, 0.2], seed=0)
+    share = (order < 10_000).mean()
+    assert 0.78 < share < 0.82
+    assert (
+        order.tolist() != mixed((10_000, 10_000), "interleave_under", [0.8, 0.2], seed=1).tolist()
+    )
+
+
 def test_all_rows_of_each_set_come_one_after_the_other():
     assert mixed((2, 3), "concat", None, seed=0).tolist() == [0, 1, 2, 3, 4]
     assert mixed((3,), "interleave_over", None, seed=0).tolist() == [0, 1, 2]
@@ -73,6 +82,8 @@ def test_sizes_that_hold_out_nothing_or_all_are_refused(size):
         ("concat", 2, [0.5, 0.5], "takes all rows of each set"),
         ("interleave_under", 1, [1.0], "1 sets are mixed"),
         ("interleave_under", 3, [0.5, 0.5], "3 sets are mixed"),
+        ("interleave_under", 2, [0.0, 0.0], "add up to 0"),
+        ("interleave_under", 2, [1.5, -0.5], "between 0 and 1"),
         ("interleave_under", 2, [float("nan"), 0.5], "between 0 and 1"),
         ("interleave_under", 2, [0.2, 0.2], "add up to 0.4"),
         ("interleave_over", 2, [1.0, 0.0], "never come to its end"),

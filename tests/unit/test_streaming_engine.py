@@ -1,5 +1,6 @@
 """The streaming engine against plain PyTorch, on lanes that work at once and on late ones."""
 
+import copy
 import itertools
 
 import pytest
@@ -71,6 +72,63 @@ def test_synchronous_steps_are_those_of_plain_pytorch(num_lanes, is_late, grain,
         assert torch.equal(loss, expected) and not loss.requires_grad
         engine.step(optimizer.step, is_async=False)
     assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("num_lanes", "is_late"), [(1, False), (1, True), (3, True)])
+def test_asynchronous_steps_are_one_step_stale(num_lanes, is_late):
+    """V_0 = W_0; g_t = gradient at V_t; W_(t+1) = update(W_t, g_t); V_(t+1) = W_t."""
+    ours, newest, seen = make_model(), make_model(), make_model()
+    engine = RoundPipe(ours, lanes=lanes_of(num_lanes, is_late))
+    optimizer = torch.optim.AdamW(engine.optim_parameters(), lr=0.1)
+    plain = torch.optim.AdamW(newest.parameters(), lr=0.1)
+    batch, label = make_batch()
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=CUT)
+    for step in range(6):
+        call = {"label": label, "loss_fn": loss_fn, "run_config": config}
+        loss = engine.forward_backward((batch + step,), **call)
+        engine.step(optimizer.step)
+        expected = plain_loop(seen, batch + step, label, 2)
+        assert torch.equal(loss, expected), step
+        before = copy.deepcopy(newest.state_dict())
+        for parameter, other in zip(newest.parameters(), seen.parameters(), strict=True):
+            parameter.grad, other.grad = other.grad, None
+        plain.step()
+        seen.load_state_dict(before)
+    engine.synchronize()
+    assert_equal(ours, newest)
+
+
+def test_two_asynchronous_steps_without_a_pass_between():
+    ours = make_model()
+    engine = RoundPipe(ours)
+    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
+    batch, label = make_batch()
+    engine.forward_backward((batch,), label=label, loss_fn=loss_fn)
+    engine.step(optimizer.step)
+    engine.step(optimizer.step)  # there is no gradient left
+    engine.synchronize()
+    theirs = make_model()
+    plain = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    plain_loop(theirs, batch, label, 2)
+    plain.step()
+    assert_equal(ours, theirs)
+
+
+def test_gradients_add_up_over_calls_and_are_shown_without_being_lost():
+    ours, theirs = make_model(), make_model()
+    engine = RoundPipe(ours, lanes=late_lanes(2))
+    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
+    batch, label = make_batch()
+    for shift in (0, 1, 2):
+        engine.forward_backward((batch + shift,), label=label, loss_fn=loss_fn)
+        plain_loop(theirs, batch + shift, label, 3)
+    engine.synchronize()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=1e-6)
+    engine.step(optimizer.step, is_async=False)
+    torch.optim.SGD(theirs.parameters(), lr=0.1).step()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
 class Noisy(nn.Module):
@@ -146,23 +204,46 @@ def test_a_forward_call_joins_autograd(num_lanes, is_late, grain, plan):
         again.backward()
 
 
-def test_several_losses_are_summed_apart_and_inputs_get_gradients():
-    ours, theirs = make_model(), make_model()
-    engine = RoundPipe(ours, lanes=late_lanes(2))
-    batch, label = make_batch(6)
+def test_a_profiler_shows_the_name_of_the_model():
+    engine = RoundPipe(make_model(), name="mine", model_run_config=RoundPipeRunConfig(
+        num_microbatch=2, execute_plan=Plan((range(0, 3),), (range(3, 5), range(0, 3)))
+    ))  # fmt: skip
+    batch, label = make_batch()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        engine.forward_backward((batch,), label=label, loss_fn=loss_fn)
+    shown = {event.name for event in profiler.events() if event.name.startswith("mine ")}
+    assert shown == {
+        f"mine {work}, micro-batch {part}"
+        for work in ("forward of layers 0-2", "turn of layers 3-4", "backward of layers 0-2")
+        for part in range(2)
+    }
+
+
+def test_inputs_get_gradients_of_a_fused_call():
+    engine, theirs = RoundPipe(make_model(), lanes=late_lanes(2)), make_model()
+    batch, label = make_batch()
     ours_in, theirs_in = (batch.clone().requires_grad_() for _ in range(2))
+    loss, output = engine.forward_backward(
+        (ours_in * 2,), label=label, loss_fn=loss_fn, return_outputs=True
+    )
+    expected = theirs(theirs_in * 2)
+    loss_fn(expected, label).backward()
+    torch.testing.assert_close(ours_in.grad, theirs_in.grad)
+    torch.testing.assert_close(output, expected)
+
+
+def test_several_losses_are_differentiated_as_one_and_summed_apart():
+    ours, theirs = make_model(), make_model()
+    engine = RoundPipe(ours)
+    batch, label = make_batch(6)
 
     def two(output, its_label):
         return [(output - its_label).square().sum(), output.abs().sum()]
 
-    call = {"label": label, "loss_fn": two, "return_outputs": True}
-    losses, output = engine.forward_backward((ours_in * 2,), **call)
-    whole = theirs(theirs_in * 2)
-    expected = two(whole, label)
+    losses = engine.forward_backward((batch,), label=label, loss_fn=two)
+    expected = two(theirs(batch), label)
     sum(expected).backward()
     torch.testing.assert_close(losses, [each.detach() for each in expected])
-    torch.testing.assert_close(output, whole)
-    torch.testing.assert_close(ours_in.grad, theirs_in.grad)
     engine.synchronize()
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
@@ -172,6 +253,7 @@ def test_the_optimizer_has_its_own_dtype():
     ours = make_model().bfloat16()
     engine = RoundPipe(ours, optim_dtype=torch.float32)
     masters = dict(engine.optim_named_parameters())
+    assert masters.keys() == dict(make_model().named_parameters()).keys()
     assert {each.dtype for each in masters.values()} == {torch.float32}
     batch, label = (each.bfloat16() for each in make_batch())
     optimizer = torch.optim.SGD(masters.values(), lr=1e-4)

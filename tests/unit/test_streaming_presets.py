@@ -10,6 +10,7 @@ from torch import nn
 from stageline.errors import UserError
 from stageline.streaming.engine import RoundPipe
 from stageline.streaming.lanes import Lane
+from stageline.streaming.plan import Plan
 from stageline.streaming.presets import NoPresetError, sequential_of
 from stageline.streaming.run_config import RoundPipeRunConfig
 from tests.helpers.late_queues import late_lanes
@@ -107,6 +108,52 @@ def test_a_family_is_its_unsplit_model(family):
     if family in MIXTURES:
         assert len(output.router_logits) == len(whole.router_logits) == 4
         assert whole.aux_loss > 0
+        shape = whole.router_logits[0].shape
+        assert output.router_logits[0].shape == shape
+
+
+def test_tied_weights_are_one_and_stay_one():
+    model, batch = make_model("llama", tied=True), make_batch("llama")
+    plain = copy.deepcopy(model)
+    engine = engine_of(model, [Lane.cpu(), Lane.cpu()])
+    names = [name for name, _ in engine.optim_named_parameters()]
+    assert names == [name for name, _ in plain.named_parameters()]
+    assert "lm_head.weight" not in names
+    ours = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        loss = engine.forward_backward(input_kwargs=batch, loss_fn=loss_of)
+        assert_close(loss, plain_loop(plain, batch))
+        engine.step(ours.step, is_async=False)
+        theirs.step()
+        theirs.zero_grad()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(one, other)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_frozen_weights_get_nothing_and_masks_ask_for_nothing():
+    model, batch = make_model("gemma3", attention="eager"), make_batch("gemma3")
+    plain = copy.deepcopy(model)
+    for each in (model, plain):
+        each.requires_grad_(False)
+        each.model.layers[2].self_attn.q_proj.requires_grad_(True)
+    asked = []
+    model.model.layers[3].register_forward_pre_hook(
+        lambda layer, args, kwargs: asked.append(
+            (args[0].requires_grad, kwargs["attention_mask"].requires_grad)
+        ),
+        with_kwargs=True,
+    )
+    layers = [range(number, number + 1) for number in range(6)]
+    engine = engine_of(model, execute_plan=Plan(tuple(layers[:5]), tuple(layers[::-1])))
+    assert [hosted.is_trained for hosted in engine._hosted_layers].index(True) == 3
+    loss = engine.forward_backward(input_kwargs=batch, loss_fn=loss_of)
+    engine.synchronize()
+    assert_close(loss, plain_loop(plain, batch))
+    assert_gradients(model, plain)
+    assert asked and not any(mask for _, mask in asked)
+    assert any(hidden for hidden, _ in asked)
 
 
 def test_the_forward_call_and_embeddings_that_want_gradients():
@@ -124,11 +171,47 @@ def test_the_forward_call_and_embeddings_that_want_gradients():
     assert_close(mine.grad, others.grad)
 
 
-@pytest.mark.parametrize("name", ["use_cache", "output_hidden_states"])
-def test_what_belongs_to_generation_is_refused(name):
+def test_what_is_set_on_the_model_later_holds():
+    model, batch = make_model("llama"), make_batch("llama")
+    engine = engine_of(model)
+    engine.loss_function = lambda logits, labels, **_: logits.sum() * 0 + 7
+    assert engine.forward_backward(input_kwargs=batch, loss_fn=loss_of) == 7 * PARTS
+    assert engine(**batch, return_dict=False)[0] == 7
+
+
+def test_text_is_generated_by_the_model_itself():
+    model = make_model("llama")
+    plain = copy.deepcopy(model)
+    engine = engine_of(model)
+    ids = torch.tensor([[5, 9, 12]])
+    limits = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(engine.generate(ids, **limits), plain.generate(ids, **limits))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_cache", True),
+        ("past_key_values", transformers.DynamicCache()),
+        ("cache", transformers.DynamicCache()),
+        ("output_hidden_states", True),
+        ("output_attentions", True),
+    ],
+)
+def test_what_belongs_to_generation_is_refused(name, value):
     engine = engine_of(make_model("llama"))
+    ids = torch.tensor([[5, 9, 12]])
     with pytest.raises(ValueError, match=f"{name}:.* a model that streams"):
-        engine(torch.tensor([[5, 9, 12]]), **{name: True})
+        engine(ids, **{name: value})
+    assert engine(ids, use_cache=False, past_key_values=None).past_key_values is None
+
+
+def test_a_config_that_asks_for_hidden_states_is_refused():
+    model = make_model("llama")
+    engine = engine_of(model)
+    model.config.output_hidden_states = True
+    with pytest.raises(ValueError, match="output_hidden_states: those"):
+        engine(torch.tensor([[5, 9]]))
 
 
 SMALL = {
@@ -138,19 +221,21 @@ SMALL = {
     "vocab_size": 32,
     "pad_token_id": 0,
 }
-OPT = {**SMALL, "ffn_dim": 24, "word_embed_proj_dim": 16, "max_position_embeddings": 32}
 
 
-@pytest.mark.parametrize("kind", ["opt", "bloom", "classifier"])
+@pytest.mark.parametrize("kind", ["opt", "bloom", "bare", "classifier"])
 def test_other_shapes_of_models(kind):
-    """A decoder inside of the base, layers that return tuples, another head."""
+    """A decoder inside of the base, layers that return tuples, no head, another head."""
     torch.manual_seed(0)
     if kind == "opt":
-        model = transformers.OPTForCausalLM(transformers.OPTConfig(**OPT))
+        fields = {**SMALL, "ffn_dim": 24, "word_embed_proj_dim": 16, "max_position_embeddings": 32}
+        model = transformers.OPTForCausalLM(transformers.OPTConfig(**fields))
     elif kind == "bloom":
         model = transformers.BloomForCausalLM(
             transformers.BloomConfig(**{**SMALL, "n_layer": 2, "n_head": 2})
         )
+    elif kind == "bare":
+        model = transformers.LlamaModel(tiny_config("llama"))
     else:
         config = tiny_config("llama", num_labels=3, pad_token_id=0)
         model = transformers.LlamaForSequenceClassification(config)
@@ -158,6 +243,7 @@ def test_other_shapes_of_models(kind):
     ids = torch.randint(3, 32, (4, 6))
     expected = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     value = through(sequential_of(model), input_ids=ids, attention_mask=torch.ones_like(ids))
+    assert type(value) is type(expected)
     assert torch.equal(value[0], expected[0])
 
 
@@ -180,7 +266,8 @@ def test_images_come_in_by_the_first_piece(family):
 
 
 def test_layers_that_are_left_out_by_chance_are_refused():
-    model = transformers.OPTForCausalLM(transformers.OPTConfig(**OPT, layerdrop=1.0))
+    fields = {**SMALL, "ffn_dim": 24, "word_embed_proj_dim": 16, "max_position_embeddings": 32}
+    model = transformers.OPTForCausalLM(transformers.OPTConfig(**fields, layerdrop=1.0))
     row = sequential_of(model.eval())
     model.train()  # that of the model, not of the row: it follows
     row.train()
@@ -204,19 +291,26 @@ def test_adapters_of_peft_stream_with_their_layers():
 
 
 class MiddleDecoder(transformers.LlamaModel):
-    """Computes between its layers and after its norm."""
+    """Computes between its layers or after its norm, or gives all layers the same."""
+
+    where = "between"
 
     def forward(self, input_ids=None, **kwargs):
-        hidden = self.embed_tokens(input_ids)
+        hidden = start = self.embed_tokens(input_ids)
         positions = torch.arange(hidden.shape[1])[None]
         turns = self.rotary_emb(hidden, position_ids=positions)
         for layer in self.layers:
-            hidden = layer(hidden, position_embeddings=turns) * 2
-        hidden = self.norm(hidden) * 2
+            given = start if self.where == "beside" else hidden
+            hidden = layer(given, position_embeddings=turns)
+            hidden = hidden * 2 if self.where == "between" else hidden
+        hidden = self.norm(hidden)
+        hidden = hidden * 2 if self.where == "after" else hidden
         return transformers.modeling_outputs.BaseModelOutputWithPast(last_hidden_state=hidden)
 
 
-def test_a_model_that_computes_between_its_layers_streams():
+@pytest.mark.parametrize("where", ["between", "beside", "after"])
+def test_a_model_that_computes_between_its_layers_streams(where, monkeypatch):
+    monkeypatch.setattr(MiddleDecoder, "where", where)
     model = MiddleDecoder(tiny_config("llama")).eval()
     ids = torch.randint(3, 32, (4, 6))
     assert torch.equal(through(sequential_of(model), input_ids=ids)[0], model(ids)[0])
