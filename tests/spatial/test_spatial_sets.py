@@ -113,5 +113,5 @@ def test_rotated_pictures(tmp_path):
 def test_missing_files_are_named(tmp_path):
     with pytest.raises(UserError, match="dataset vsr was expected"):
         dataset_register["vsr"](dataset_path=None)
-    with pytest.raises(UserError, match=r"random/train.jsonl.*is in"):
+    with pytest.raises(UserError, match=r"random/train.jsonl.*--dataset-path"):
         dataset_register["vsr"](dataset_path=str(tmp_path))

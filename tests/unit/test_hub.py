@@ -97,7 +97,7 @@ def test_options_take_names_and_say_what_a_path_was_taken_for(tmp_path, monkeypa
         check_limits(RunConfig(model_path="runs/modle"))
     with pytest.raises(OptionError, match="no such file or folder") as caught:
         check_limits(RunConfig(dataset_path="sets/rows.jsonl"))
-    assert "hub:" not in str(caught.value).split("Check")[1]
+    assert "hub:" not in str(caught.value).split("relative to")[1]
 
 
 # -- what is fetched ---------------------------------------------------------------------------
