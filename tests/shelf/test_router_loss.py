@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from pp_models import CausalLMStage
+from pp_models import CausalLMStage, VisionLanguageStage
 from stageline.errors import UserError
 from stageline.modules.lora import wrap_linear
 from stageline.stages.packing import RouterLoss
@@ -153,6 +153,10 @@ def test_stages_equal_the_whole(family, num_stages):
     check(config, num_stages)
 
 
+def test_without_a_mask_every_token_counts():
+    check(make_config("qwen3_moe"), 2, drop=("attention_mask",))
+
+
 def test_statistics_are_float32_beside_a_bf16_model():
     _, stages = check(make_config("mixtral"), 3, dtype=torch.bfloat16)
     hidden, statistics = stages[0].get_example_output(2, 5)
@@ -265,6 +269,11 @@ def test_the_option_goes_before_the_config(in_config, option, is_on):
 # -- what is refused -----------------------------------------------------------------------
 
 
+def test_a_model_without_routers_is_refused():
+    with pytest.raises(UserError, match="LlamaForCausalLM.*Set output_router_logits to false"):
+        CausalLMStage(tiny_config("llama"), stage=0, num_stages=2, output_router_logits=True)
+
+
 def test_a_mixture_whose_loss_has_another_weight_is_refused():
     config = transformers.JetMoeConfig(
         vocab_size=64,
@@ -278,6 +287,13 @@ def test_a_mixture_whose_loss_has_another_weight_is_refused():
     )
     with pytest.raises(UserError, match="jetmoe"):
         CausalLMStage(config, stage=0, num_stages=2)
+
+
+def test_a_vision_language_model_is_refused():
+    config = tiny_config("internvl")
+    config.text_config.output_router_logits = True
+    with pytest.raises(UserError, match="text decoder with experts"):
+        VisionLanguageStage(config, stage=0, num_stages=2)
 
 
 def test_another_formula_of_the_library_is_refused(monkeypatch):
