@@ -72,7 +72,7 @@ def against_plain_model(folder, made=Rollouts._with_log_probs):
         if self.answers.route[-1] == self.runner.pp_rank:
             plain = AutoModelForCausalLM.from_pretrained(folder).eval()
             for batch in found:
-                assert_log_probs_of(plain, batch, self.options.temperature)
+                assert_log_probs_of(plain, batch, self.options.sampling_temperature)
         return found
 
     return noted

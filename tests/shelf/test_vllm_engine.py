@@ -127,7 +127,7 @@ def test_a_prompt_that_does_not_fit_fails_alone(engine):
     long = prompt(*[5] * 64)
     found = by_key(engine.answer([Request("long", long, Sampling()), REQUESTS[0]]))
     assert isinstance(found["long"], Failed)
-    assert "the prompt has 64 tokens. From 1 to 63" in str(found["long"].error)
+    assert "prompt has 64 tokens" in str(found["long"].error)
     assert found["a"].text
     (failed,) = engine.score([ScoreRequest("long", long, 1)])
     assert isinstance(failed, Failed)
