@@ -65,6 +65,13 @@ def test_a10_a_rank_that_sleeps_for_ever_is_named(job, at, words):
         assert "in _hang" in stacks(job, "a10_forward")[0]
 
 
+def test_a10_a_lone_process_is_looked_after_too(job):
+    done = job.fork("a10_1", *LIMIT, ranks=1, chaos="at=forward,step=3,do=hang")
+    assert done.code == 8 and done.seconds < SECONDS
+    assert re.match(r"error\[hang\] step=3: no progress for \d s in forward of micro", done.err)
+    assert_kept(job, "a10_1", 2)
+
+
 def test_a10_the_start_has_no_limit(job, monkeypatch):
     # what this process has run before is not what its forks do
     monkeypatch.setattr(progress, "_place", progress.Progress(step=3, since=0.0))

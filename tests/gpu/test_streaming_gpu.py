@@ -212,6 +212,20 @@ def test_a_forward_call_joins_autograd(output_device, slow):
         assert not engine(batch).requires_grad
 
 
+def test_inputs_that_the_callers_stream_has_not_made_yet():
+    ours, theirs = make_model(), make_model()
+    engine = RoundPipe(ours, lanes=lanes_of(1))
+    batch, label = make_batch()
+    on_gpu = (batch.cuda(), label.cuda())
+    torch.cuda.synchronize()
+    torch.cuda._sleep(50 * CYCLES)
+    late = [each * 3 for each in on_gpu]
+    loss = engine.forward_backward((late[0],), label=late[1], loss_fn=loss_fn)
+    del late
+    expected = plain_loop(theirs, batch * 3, label * 3, 2)
+    torch.testing.assert_close(loss, expected, **CLOSE)
+
+
 def test_values_outlive_their_last_reference():
     """Many micro-batches of one size on a slow compute stream: memory is used again at once."""
     ours, theirs = make_model(), make_model()

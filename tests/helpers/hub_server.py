@@ -136,6 +136,9 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
+    def do_HEAD(self) -> None:
+        self._answer()
+
     def do_GET(self) -> None:
         self._answer()
 

@@ -7,6 +7,7 @@ import yaml
 
 from tests.helpers.forked_entry import run_entry
 from tests.helpers.small_run import Job
+from tests.helpers.tiny_datasets import write_lines
 
 
 @pytest.fixture
@@ -14,6 +15,8 @@ def job(tmp_path):
     """Its model has config and tokenizer, and weights that cannot be read."""
     job = Job(tmp_path, num_layers=4)
     (job.model / "model.safetensors").write_bytes(b"no weights")
+    rows = [{"id": str(i), "question": f"{i}?", "answer": f"{i}!"} for i in range(40)]
+    write_lines(job.rows, rows)
     return job
 
 
