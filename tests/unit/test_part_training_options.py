@@ -34,7 +34,7 @@ def _parts(monkeypatch, tmp_path):
     for register in ALL_REGISTERS.values():
         register.data = {}
     words = TRAIN + EVALUATE[:-2]
-    for option, key in zip(words[::2], words[1::2], strict=True):
+    for option, key in set(zip(words[::2], words[1::2], strict=True)):
         name = option[2:].replace("-", "_")
         ALL_REGISTERS[name][key] = "[ANSWER]" if name == "prompt" else lambda *args, **kwargs: None
     monkeypatch.chdir(tmp_path)
