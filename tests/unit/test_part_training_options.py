@@ -81,7 +81,7 @@ def run_of(words):
         ("--freeze.llama_pro", "--freeze.llama_pro requires --freeze.layers"),
         ("--freeze.extra norm", "--freeze.extra norm requires"),
         ("--freeze.layers 0", "--freeze.layers 0 came"),
-        ("--freeze.layers -2 --freeze.llama_pro", "how many blocks"),
+        ("--freeze.layers -2 --freeze.llama_pro", "came with --freeze.llama_pro"),
         ("--freeze.layers 2 --llm-lora-num 1", "--llm-lora-num exclude each other"),
         ("--fp32.norms", "--fp32.norms requires --bf16 or --fp16"),
         ("--quantization nf4", "requires --llm-lora-num"),
