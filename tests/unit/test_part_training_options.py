@@ -34,7 +34,7 @@ def _parts(monkeypatch, tmp_path):
     for register in ALL_REGISTERS.values():
         register.data = {}
     words = TRAIN + EVALUATE[:-2]
-    for option, key in zip(words[::2], words[1::2], strict=True):
+    for option, key in set(zip(words[::2], words[1::2], strict=True)):
         name = option[2:].replace("-", "_")
         ALL_REGISTERS[name][key] = "[ANSWER]" if name == "prompt" else lambda *args, **kwargs: None
     monkeypatch.chdir(tmp_path)
@@ -81,7 +81,7 @@ def run_of(words):
         ("--freeze.llama_pro", "--freeze.llama_pro requires --freeze.layers"),
         ("--freeze.extra norm", "--freeze.extra norm requires"),
         ("--freeze.layers 0", "--freeze.layers 0 came"),
-        ("--freeze.layers -2 --freeze.llama_pro", "how many blocks"),
+        ("--freeze.layers -2 --freeze.llama_pro", "came with --freeze.llama_pro"),
         ("--freeze.layers 2 --llm-lora-num 1", "--llm-lora-num exclude each other"),
         ("--fp32.norms", "--fp32.norms requires --bf16 or --fp16"),
         ("--quantization nf4", "requires --llm-lora-num"),
