@@ -28,6 +28,7 @@ class Stream:
         self, device: Any = None, priority: int = 0, *, stream_id: int | None = None, **_: object
     ) -> None:
         self.device = torch.device(KIND, index_of(device))
+        self.priority = priority
         new = entered().native.cards_new_id
         self.stream_id = new() if stream_id is None else stream_id
 
@@ -65,6 +66,9 @@ class Stream:
         entered().note_wait("stream synchronize")
         entered().order.join(HOST, self.actor)
 
+    def query(self) -> bool:
+        return True
+
 
 class Event:
     """As `torch.cuda.Event`; times are those of the host."""
@@ -83,6 +87,9 @@ class Event:
     def synchronize(self) -> None:
         entered().note_wait("event synchronize")
         entered().order.wait(HOST, self.key)
+
+    def query(self) -> bool:
+        return True
 
     def elapsed_time(self, other: "Event") -> float:
         return 1000 * (other.time - self.time)
