@@ -248,7 +248,7 @@ BUDGET = {
     "modules": ("stageline/modules/", 3200, 3717),
     "streaming": ("stageline/streaming/", 3000, 3214),
     "training": ("stageline/training/", 4600, 5706),
-    "checkpoint": ("stageline/checkpoint/", 4300, 4699),
+    "checkpoint": ("stageline/checkpoint/", 4300, 4710),
     "data": ("stageline/data/", 7600, 9364),
     "corpus": ("stageline/corpus/", 3800, 4509),
     "inference": ("stageline/inference/", 5200, 5425),

@@ -135,15 +135,15 @@ def test_a_model_that_sees_nothing_is_shown_none_and_one_too_long_gets_no_score(
     assert found[2].isnan()
 
 
-def test_an_answer_that_the_template_writes_otherwise_gets_no_score(tmp_path):
+def test_an_answer_is_scored_as_the_template_writes_it(tmp_path):
     _, tokenizer = save(tmp_path, num_labels=1, pad_token_id=0)
-    content = "{{ m.content | upper if 'x' in m.content else m.content }}"
-    tokenizer.chat_template = "{% for m in messages %}" + content + "</s>{% endfor %}"
-    tokenizer.save_pretrained(tmp_path)
-    found = score(tmp_path, [QUESTION] * 2, ["7", "x"])
-    assert found[0].isfinite() and found[1].isnan()
-    with pytest.raises(UserError, match="it changes contents"):
-        score(tmp_path, [QUESTION], ["x"])
+    found = []
+    for content, answer in (("m.content | upper", "x"), ("m.content", "X")):
+        turn = "{{ " + content + " if loop.last else m.content }}</s>"
+        tokenizer.chat_template = "{% for m in messages %}" + turn + "{% endfor %}"
+        tokenizer.save_pretrained(tmp_path)
+        found.append(score(tmp_path, [QUESTION], [answer]))
+    assert found[0].isfinite().all() and torch.equal(*found)
 
 
 def test_half_precision_and_one_load_for_all_calls(tmp_path, monkeypatch):
