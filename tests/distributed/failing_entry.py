@@ -1,6 +1,7 @@
 """An entry file that fails, or is stopped, in the way its first argument names. Run by tests."""
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -49,6 +50,19 @@ def close_then_raise_on_1(context: DistributedContext, folder: Path) -> None:
     raise_on_1(context, folder)
 
 
+def wrapped_on_1(context: DistributedContext, folder: Path) -> None:
+    if context.rank == 1:
+        try:
+            raise IndexError("index 7 is out of range")
+        except IndexError as error:
+            raise RuntimeError("[Stage 1] failed to run forward: args (...)") from error
+    raise_on_1(context, folder)
+
+
+def raise_on_0(context: DistributedContext, folder: Path) -> None:
+    raise KeyError("boom alone")
+
+
 def user_error(context: DistributedContext, folder: Path) -> None:
     raise UserError("--batch-size 7 is wrong on every rank")
 
@@ -56,6 +70,12 @@ def user_error(context: DistributedContext, folder: Path) -> None:
 def data_error_on_1(context: DistributedContext, folder: Path) -> None:
     if context.rank == 1:
         raise DataError("rows.jsonl:17 is no JSON")
+    raise_on_1(context, folder)
+
+
+def killed_on_1(context: DistributedContext, folder: Path) -> None:
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     raise_on_1(context, folder)
 
 
@@ -72,11 +92,23 @@ def train_until_stopped(context: DistributedContext, folder: Path) -> None:
             return
 
 
+def never_stop(context: DistributedContext, folder: Path) -> None:
+    stop_requested()
+    (folder / f"started_{context.rank}").touch()
+    time.sleep(500)
+    time.sleep(500)
+
+
 def never_stop_in_a_wait(context: DistributedContext, folder: Path) -> None:
     """Both ranks wait for each other inside gloo, where no Python handler runs."""
     stop_requested()
     (folder / f"started_{context.rank}").touch()
     dist.recv(torch.empty(4), group=context.pp_group, group_src=1 - context.pp_rank)
+
+
+def slow_start(context: DistributedContext, folder: Path) -> None:
+    (folder / f"started_{context.rank}").touch()
+    exchange(context) if context.rank else time.sleep(500)
 
 
 def main() -> None:
