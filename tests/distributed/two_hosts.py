@@ -39,6 +39,10 @@ class TwoHosts:
         for name in self.names:
             _ip("-n", name, "link", "set", "eth0", "up")
 
+    def cut(self) -> None:
+        """Pulls the cable: no side is told."""
+        _ip("-n", self.names[1], "link", "set", "eth0", "down")
+
     def start(self, number: int, command: list[str], log: Path, **environment: str):
         """Runs a command on a host; its output goes to a file, as a pipe might fill."""
         letter = "ab"[number]
@@ -130,10 +134,10 @@ def two_hosts() -> Iterator[TwoHosts]:
         hosts.remove()
 
 
-def torchrun(number: int) -> list[str]:
+def torchrun(number: int, *, num_ranks: int = 1) -> list[str]:
     """What stands between `python` and an entry file on one of the hosts."""
     return [
         *("-m", "torch.distributed.run", "--nnodes", "2"),
-        *("--node-rank", str(number), "--nproc-per-node", "1"),
+        *("--node-rank", str(number), "--nproc-per-node", str(num_ranks)),
         *("--rdzv-backend", "static", "--master-addr", MASTER_ADDR, "--master-port", "29500"),
     ]
