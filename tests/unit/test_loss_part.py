@@ -201,7 +201,7 @@ def test_the_similarity_is_chosen_where_the_loss_takes_one(parts):
     ("words", "wanted"),
     [
         ("--loss-fn needs", "--sim-fn is missing.*cos, js, scaled"),
-        ("--loss-fn sft --sim-fn js", "--sim-fn js came with --loss-fn sft, which takes no"),
+        ("--loss-fn sft --sim-fn js", "--sim-fn js: --loss-fn sft takes no sim_fn"),
         ("--loss-fn needs --sim-fn js --loss-fn.num_long 3", "loss-fn.num.long.*unknown option"),
     ],
 )
