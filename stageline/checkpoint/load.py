@@ -8,7 +8,7 @@ built, what this stage drops. Not here: adapters (`adapter.py`), random starts (
 import copy
 import ctypes
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -270,7 +270,8 @@ def _read_by_library(
             f"{error}. Use a checkpoint of the same architecture and configuration."
         ) from error
     model.keys_fresh = set(info["missing_keys"]) & getattr(model, "fresh_names", frozenset())
-    is_unknown, unused = whole.unknown(files, loaded), getattr(model, "unused_names", ())
+    names = {name: _renamed(name, whole.transforms, whole.base, whole.names) for name in files}
+    is_unknown, unused = whole.unknown(names, loaded), getattr(model, "unused_names", ())
     unknown = {
         name for name in info["unexpected_keys"] if is_unknown(name) and not name.startswith(unused)
     }
@@ -283,7 +284,7 @@ def _read_by_library(
         model.whole.generation_config = GenerationConfig.from_pretrained(
             checkpoint, local_files_only=True
         )
-    return {whole.renamed(name): name for name in files}
+    return {there: name for name, there in names.items()}
 
 
 class WholeNames:
@@ -303,17 +304,16 @@ class WholeNames:
         self.transforms = get_model_conversion_mapping(whole)
         self.base = whole.base_model_prefix
 
-    def renamed(self, name: str) -> str:
-        """Returns a name on disk as the whole model has it."""
-        return _renamed(name, self.transforms, self.base, self.names)
+    def unknown(self, renamed: Mapping[str, str], pruned: PreTrainedModel) -> Callable[[str], bool]:
+        """Says whether a name, as the pruned model has renamed it, is none of the whole model's.
 
-    def unknown(self, files: Iterable[str], pruned: PreTrainedModel) -> Callable[[str], bool]:
-        """Says whether a name, as the pruned model has renamed it, is none of the whole model's."""
+        `renamed` has each name on disk as the whole model has it.
+        """
         ours, kept = get_model_conversion_mapping(pruned), pruned.state_dict()
         known = {
             _renamed(name, ours, self.base, kept)
-            for name in files
-            if self.renamed(name) in self.names
+            for name, there in renamed.items()
+            if there in self.names
         }
         base = self.base + "."
         # a checkpoint of the bare base model lacks the prefix

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import random
 import re
 from itertools import combinations, product
 from pathlib import Path
@@ -108,6 +109,23 @@ def test_the_fewest_and_the_longest_of_all_cuttings():
             for lengths in product((1, 2, 3), repeat=num_units):
                 longest = max(_all_cuttings(lengths, limit))
                 assert tuple(fewest(numpy.array(lengths), limit)) == longest
+
+
+def test_longer_lists_agree_with_the_plain_table():
+    dice = random.Random(0)
+    for _ in range(1000):
+        limit = dice.randint(1, 40)
+        lengths = [dice.randint(1, limit) for _ in range(dice.randint(1, 100))]
+        found = fewest(numpy.array(lengths), limit).tolist()
+        assert max(_pieces(lengths, found)) <= limit and len(found) == _table(lengths, limit)
+
+
+def test_a_segment_takes_all_that_fits():
+    assert fewest(numpy.array([3, 3, 3, 3]), 9).tolist() == [3, 4]
+
+
+def test_no_units_give_no_segments():
+    assert fewest(numpy.array([], dtype=numpy.int64), 5).tolist() == []
 
 
 def _manual_pages():
