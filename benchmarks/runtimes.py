@@ -129,7 +129,8 @@ def runner_of(way: str, rank: int, kind: str, count: int, options):
 
 def work(options) -> None:
     """One round of one tree."""
-    sys.path[:0] = [str(options.tree), str(HERE / "benchmarks"), str(HERE / "tests" / "helpers")]
+    # each tree with stages and delays of its own
+    sys.path[:0] = [str(options.tree / below) for below in ("", "benchmarks", "tests/helpers")]
     from tests.helpers.ranks import run_ranks
 
     ways = options.ways.split(",")

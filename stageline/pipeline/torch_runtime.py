@@ -1,11 +1,11 @@
 """Executes plans with PyTorch's schedule runtime: its loop over actions, and its receives.
 
-The plan contains the transfers and omits backward passes that nothing needs. A custom function per
-compute action waits for the receive, so that the wait is named and timed, and passes tensors on
-between the stages of one rank.
+The plan contains the receives and omits backward passes that nothing needs. A custom function per
+compute action waits for the receive, so that the wait is named and timed, starts the send, and
+passes tensors on between the stages of one rank.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,10 @@ class PlanRuntime(_PipelineScheduleRuntime):
         for stage in stages:
             stage.stage_index_to_group_rank = dict(enumerate(rank_of_stage))
         self.stage_of = {stage.stage_index: stage for stage in stages}
-        order = [action for item in plan for action in _actions(item)]
-        self.pipeline_order_with_comms = {self.rank: order}
+        # a send follows the pass that makes its tensor, so `_compute` starts it: every action of
+        # PyTorch's loop costs its profiler's ranges, torch 2.15 has a third one per transfer
+        order = [item for item in plan if isinstance(item, Action) or not item.is_send]
+        self.pipeline_order_with_comms = {self.rank: [_action(item) for item in order]}
         for kind in Kind:
             self.register_custom_function(_ComputationType(kind.value), self._compute)
 
@@ -90,29 +92,27 @@ class PlanRuntime(_PipelineScheduleRuntime):
             made = stage.forward_one_chunk(index, save_forward_output=False)
             if behind is not None:
                 behind.set_local_fwd_input(made, index)
+            else:
+                stage.get_fwd_send_ops(index)
         elif kind == Kind.WEIGHT_GRAD:
             stage.backward_weight_one_chunk(index)
         else:
             stage.backward_one_chunk(index, full_backward=kind == Kind.BACKWARD)
             if before is not None:
                 before.set_local_bwd_input(stage.get_local_bwd_output(index), index)
+            else:
+                stage.get_bwd_send_ops(index)
 
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the channels are open, and shapes come from each batch."""
 
 
-def _actions(item: Action | Transfer) -> Iterator[_Action]:
+def _action(item: Action | Transfer) -> _Action:
     if isinstance(item, Action):
-        yield _Action(item.stage, _ComputationType(item.kind.value), item.micro_batch)
-        return
-    # PyTorch names a send by the stage that made the tensor
-    made_by = item.stage + 1 if item.is_grad else item.stage - 1
-    stage, way = (made_by, "SEND") if item.is_send else (item.stage, "RECV")
-    name = f"{way}_{'B' if item.is_grad else 'F'}"
-    yield _Action(stage, _ComputationType(name), item.micro_batch)
-    if item.is_send and f"WAIT_{name}" in _ComputationType.__members__:
-        # torch 2.15 requires one per send; `Sends` started it and waits for it
-        yield _Action(stage, _ComputationType(f"WAIT_{name}"), item.micro_batch)
+        name = item.kind.value
+    else:
+        name = "RECV_B" if item.is_grad else "RECV_F"
+    return _Action(item.stage, _ComputationType(name), item.micro_batch)
 
 
 def torch_schedule(

@@ -222,7 +222,7 @@ class StagelineStage(PipelineStage):
         tensors = tuple(tensor.detach().contiguous() for tensor in tensors)
         self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
         ops = self._ops(dist.isend, tensors, stage)
-        if self.sends is None:
+        if self.sends is None or not ops:
             return ops
         self.sends.start(ops)
         return []

@@ -255,6 +255,7 @@ def run_every_schedule(rank):
     return found, dict(Cards.entered.races), Cards.entered.groups
 
 
+@shown_on_cuda
 def test_every_schedule_over_two_cards(cards):
     cards.count = 2
     ranks = run_ranks(run_every_schedule, 2)

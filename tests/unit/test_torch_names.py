@@ -63,7 +63,7 @@ def test_the_runtime_has_what_a_plan_uses():
         assert f"self.{name}" in source, name
     assert "_initialize_stages" in vars(PipelineScheduleMulti)
     assert {"F", "B", "I", "W"} == {_ComputationType(kind.value).value for kind in Kind}
-    assert str(_Action(2, _ComputationType("SEND_F"), 0)) == "2SEND_F0"
+    assert str(_Action(2, _ComputationType("RECV_F"), 0)) == "2RECV_F0"
 
 
 def test_a_backward_pass_in_two_halves():
