@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Sets up and runs all checks: style, types, tests. Arguments go to pytest; types are left out then.
+# Sets up and runs all checks: style, prose, types, tests. Arguments go to pytest; types are left out then.
 #
 # STAGELINE_TEST_WORKERS   processes that run tests, a file at a time (default: 3)
 STAGELINE_PURPOSES=dev source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 "$PYTHON" -m ruff check "$ROOT" --config "$ROOT/pyproject.toml"
 "$PYTHON" -m ruff format --check --quiet "$ROOT" --config "$ROOT/pyproject.toml"
+"$PYTHON" "$ROOT/tools/prose.py" --check
 unset PYTHONDONTWRITEBYTECODE # some tests start Python, again and again
 # many ranks of small models: on the CPU, wherever they run; tests/gpu as an argument runs on GPUs
 case "$*" in *tests/gpu*) ;; *) export CUDA_VISIBLE_DEVICES="" ;; esac
