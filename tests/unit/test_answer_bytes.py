@@ -32,9 +32,9 @@ from tests.helpers.pictured_prompts import pictured_prompts
 from tests.helpers.tiny_batches import tiny_micro_batches
 
 CPU = torch.device("cpu")
-COPIES, ANSWER = 3, 60
-# with two lots at once: full ones, with prompts of several lengths, and one that is not full
-LENGTHS = {"even": [40] * 8, "mixed": [40, 9, 17, 23, 40, 8], "rest": [12, 31, 40]}
+COPIES, ANSWER = 3, 40
+# with two lots at once: full ones, and with prompts of several lengths one that is not full
+LENGTHS = {"even": [40] * 8, "mixed": [40, 9, 17, 23, 40, 8]}
 
 
 class Watched(StageDecoder):
@@ -119,15 +119,13 @@ def test_stages_are_the_sum_of_their_items(model):
         prompts = (*model.prompts, model.prompts[2])
     load = load_of(prompts, lots_at_once=1)
     workload = Workload(batch, lambda last: functools.partial(sft, num_targets=1), CPU, repeats=1)
+    stages = [make(stage=index, num_stages=2, partition=[1, 3], device=CPU) for index in range(2)]
+    decoders, peak = really_drawn(model, stages, load, prompts)
     for costs in (estimate(outline, shape=(2, 20)), measure(outline, workload)):
         assert not any(stage.cache or stage.answering for stage in costs.stages([1, 3]))
         found = answering_costs(costs, outline, functools.partial(answer_cost, loads=[load]))
         assert found.not_counted == ""
-        stages = [
-            make(stage=index, num_stages=2, partition=[1, 3], device=CPU) for index in range(2)
-        ]
-        decoders, peak = really_drawn(model, stages, load, prompts)
         stated = found.stages([1, 3])
         assert [decoder.most for decoder in decoders] == [stage.cache for stage in stated]
         all_bytes = sum(stage.cache for stage in stated) + max(s.answering for s in stated)
-    assert 0.7 * all_bytes < peak <= all_bytes
+        assert 0.7 * all_bytes < peak <= all_bytes
