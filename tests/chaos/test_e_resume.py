@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from stageline.checkpoint.optimizer_state import SavedState
 from tests.helpers.small_run import Job, saved_tensors
 
 STEPS = 12
@@ -88,6 +89,8 @@ def test_resumed_with_options(case, job):
     assert done.code == 0 and "6 of 12 steps are done" in done.out, done.err
     assert job.losses(parts) == job.losses(whole)
     assert_same(last(job, parts), last(job, whole))
+    numbers = [SavedState(last(job, name)).facts["numbers"] for name in (parts, whole)]
+    assert numbers[0] == numbers[1]
 
 
 def test_e08_other_intervals_change_nothing(job, straight):

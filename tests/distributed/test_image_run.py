@@ -23,6 +23,7 @@ def test_losses_and_weights_are_equal_with_workers(job):
     for kind in ("train", "eval"):
         losses = [[r["loss"] for r in job.records(name, kind)] for name in ("plain", "workers")]
         assert losses[0] == losses[1] != []
+    assert [record["step"] for record in job.records("plain", "eval")] == [0, 2, 4, 5]
     last = "checkpoints/step-00000005"
     assert_same_tensors(job.folder / "workers" / last, job.folder / "plain" / last)
     assert all(0 < record["data_wait"] < record["seconds"] for record in job.records("plain"))
