@@ -263,7 +263,11 @@ def read_adapter(folder: str | Path) -> Adapter:
             rows[module] = (_row_ids(config, module), tensor)
         else:
             extras[plain.replace(WHOLE_OF_PEFT, "")] = tensor
-    broken = [name for name, half in halves.items() if not _is_pair(half.get("A"), half.get("B"))]
+    broken = []
+    for name, half in halves.items():
+        matrices = half.keys() == {"A", "B"} and all(value.ndim == 2 for value in half.values())
+        if not matrices or not half["A"].shape[0] == half["B"].shape[1] > 0:
+            broken.append(name)
     broken += [name for name, (ids, values) in rows.items() if values.shape[:1] != (len(ids),)]
     pairs = {module: (half["A"], half["B"]) for module, half in halves.items() if len(half) == 2}
     if not broken:
@@ -278,12 +282,6 @@ def read_adapter(folder: str | Path) -> Adapter:
             f"output, and {INDICES} has an id for each row of new tokens. Copy the adapter again."
         )
     return Adapter(folder, config, pairs, extras, rows, magnitudes)
-
-
-def _is_pair(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    if a is None or b is None or a.ndim != 2 or b.ndim != 2:
-        return False
-    return a.shape[0] == b.shape[1] > 0
 
 
 def _row_ids(config: Mapping[str, Any], module: str) -> list[int]:

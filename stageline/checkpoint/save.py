@@ -185,17 +185,6 @@ def _adapter_level(stacks: Mapping[str, Sequence[LoRAWrapper]], level: int) -> A
     return found
 
 
-def _write_part(share: AdapterShare, folder: Path) -> AdapterShare:
-    """Write a stage's share; return it with files in the place of tensors."""
-    levels = {}
-    for number, level in share.levels.items():
-        file = f"part-{share.stage:05d}-{number}.safetensors" if level.tensors else ""
-        if file:
-            write_tensors(level.tensors, folder / file)
-        levels[number] = replace(level, tensors={}, file=file)
-    return replace(share, levels=levels)
-
-
 def _merge_parts(parts: list[AdapterShare], folder: Path, *, base: str, model_class: str) -> None:
     """Make one adapter of the stages' parts, and one per level where adapters are stacked."""
     depth = max(part.depth for part in parts)
@@ -510,9 +499,20 @@ class WeightSaver:
         }
 
     def _write_adapter(self, share: WeightShare, draft: Path, base: str) -> None:
-        told = self.ranks.together(
-            lambda: [_write_part(adapter, draft) for adapter in share.adapters], draft
-        )
+        def write() -> list[AdapterShare]:
+            """Writes shares; returns them with files in the place of tensors."""
+            parts = []
+            for one in share.adapters:
+                levels = {}
+                for number, level in one.levels.items():
+                    file = f"part-{one.stage:05d}-{number}.safetensors" if level.tensors else ""
+                    if file:
+                        write_tensors(level.tensors, draft / file)
+                    levels[number] = replace(level, tensors={}, file=file)
+                parts.append(replace(one, levels=levels))
+            return parts
+
+        told = self.ranks.together(write, draft)
         parts = [part for entry in told for part in entry]
 
         def merge() -> None:

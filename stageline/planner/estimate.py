@@ -68,6 +68,7 @@ class Cost:
         saved: bytes that the backward pass waits for.
         transient: what the fullest moment of a pass has beyond those.
         cache: keys and values of the answers that are drawn at once, of a run whose model answers.
+        beyond: what a cache with a window holds of a long prompt until the first step.
         answering: what the fullest moment of a pass that answers has beyond the cache.
         trains: some parameter is trained.
     """
@@ -84,8 +85,14 @@ class Cost:
     saved: int = 0
     transient: int = 0
     cache: int = 0
+    beyond: int = 0
     answering: int = 0
     trains: bool = False
+
+    @property
+    def while_answering(self) -> int:
+        """Bytes at the fullest moment of a model that only answers."""
+        return self.weights + self.cache + self.beyond + self.answering
 
     def __add__(self, other: "Cost") -> "Cost":
         """Both on one stage, this one first.
@@ -147,10 +154,10 @@ class ModelCosts:
     first: Cost
     layers: tuple[Cost, ...]
     last: Cost
-    tied: Cost
-    border: int
-    batch: int
-    shape: tuple[int, int]
+    tied: Cost = Cost()
+    border: int = 0
+    batch: int = 0
+    shape: tuple[int, int] = (1, 1)
     hand_over: float = 0.0
     front: str = "embedding"
     not_counted: str = ""
@@ -943,29 +950,10 @@ class Load:
         return f"{rows} of {self.length} tokens{images}"
 
 
-@dataclass(frozen=True)
-class LayerBytes:
-    """Of one layer.
+def pass_bytes(model: PreTrainedModel, load: Load, *, image_tokens: int = 0) -> list[Cost]:
+    """Run the decoder of a model on the meta device; return what each layer holds beside weights.
 
-    Attributes:
-        cache: keys, values and states when the answer is complete. Its last token is in no cache.
-        beyond: what a cache with a window holds of a long prompt until the first step.
-        workspace: the fullest moment beside weights and caches, of the prompt or of a step.
-    """
-
-    weights: int
-    cache: int = 0
-    beyond: int = 0
-    workspace: int = 0
-
-    @property
-    def lasting(self) -> int:
-        """All but the workspace."""
-        return self.weights + self.cache + self.beyond
-
-
-def pass_bytes(model: PreTrainedModel, load: Load, *, image_tokens: int = 0) -> list[LayerBytes]:
-    """Run the decoder of a model on the meta device; weights are left out.
+    The cache is that of the complete answer, whose last token is in no cache.
 
     Args:
         image_tokens: of a row, where layers look at images themselves.
@@ -996,7 +984,7 @@ def pass_bytes(model: PreTrainedModel, load: Load, *, image_tokens: int = 0) -> 
         held_so_far += held
         # a step joins old and new keys: for a moment both are there
         workspace = max(peak - held_so_far, kept // 2, 0)
-        found.append(LayerBytes(0, kept, held - kept, workspace))
+        found.append(Cost(cache=kept, beyond=held - kept, answering=workspace))
     return found
 
 
@@ -1097,27 +1085,23 @@ LOGIT_COPIES = 3  # of the last logits that a step holds in float32 while it cho
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """Of a whole model for one load.
+    """A whole model that answers one load.
 
     Attributes:
-        ends: weights of embeddings, norms and head; a tied head counts once.
-        vision: weights of tower and projector.
-        blocks: of `vision`, those of each block of the tower, where it can be cut.
-        vision_workspace: while the tower looks at the images of all rows.
-        end_workspace: while a token is chosen from the logits.
+        ends: embeddings, norms and head, and the choice of a token; a tied head counts once.
+        tower: tower and projector, while they look at the images of all rows.
+        blocks: weights of each block of the tower, where it can be cut.
     """
 
-    layers: tuple[LayerBytes, ...]
-    ends: int
-    vision: int = 0
-    vision_workspace: int = 0
-    end_workspace: int = 0
+    layers: tuple[Cost, ...]
+    ends: Cost
+    tower: Cost = Cost()
     blocks: tuple[int, ...] = ()
 
     @property
     def weights(self) -> int:
         """All of them."""
-        return self.ends + self.vision + sum(layer.weights for layer in self.layers)
+        return sum((*self.layers, self.tower), self.ends).weights
 
 
 def measure_model(model: PreTrainedModel, load: Load) -> ModelBytes:
@@ -1149,17 +1133,14 @@ def measure_model(model: PreTrainedModel, load: Load) -> ModelBytes:
             "by their weights",
             file=sys.stderr,
         )
-        layers = [LayerBytes(0)] * len(weights)
+        layers = [Cost()] * len(weights)
     num_logits = load.rows * model.config.get_text_config(decoder=True).vocab_size
+    choice = num_logits * (model.dtype.itemsize + 4 * LOGIT_COPIES)
     return ModelBytes(
-        layers=tuple(
-            replace(layer, weights=own) for layer, own in zip(layers, weights, strict=True)
-        ),
-        ends=ends,
-        vision=vision,
-        vision_workspace=_vision_workspace(model, load),
+        tuple(replace(layer, weights=own) for layer, own in zip(layers, weights, strict=True)),
+        ends=Cost(weights=ends, answering=choice),
+        tower=Cost(weights=vision, answering=_vision_workspace(model, load)),
         blocks=tuple(blocks),
-        end_workspace=num_logits * (model.dtype.itemsize + 4 * LOGIT_COPIES),
     )
 
 
