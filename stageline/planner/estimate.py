@@ -13,7 +13,6 @@ import functools
 import gc
 import itertools
 import math
-import os
 import statistics
 import sys
 import time
@@ -21,7 +20,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -37,7 +35,7 @@ from transformers import (
 )
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from stageline.device import empty_cache, is_accelerator, synchronize
+from stageline.device import available_memory, empty_cache, is_accelerator, synchronize
 from stageline.errors import UserError
 from stageline.model_folder import attention_options, called_alike, is_of_library
 from stageline.modules.quantised import num_weights
@@ -354,10 +352,6 @@ def most_in_flight(schedule: Schedule, num_micro_batches: int) -> list[int]:
 
 
 KEPT_FREE = 0.05  # of an accelerator: the allocator's gaps and the libraries
-_GROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 
 
 def device_capacity(device: torch.device, *, num_local_ranks: int, gib: float | None = None) -> int:
@@ -374,15 +368,7 @@ def device_capacity(device: torch.device, *, num_local_ranks: int, gib: float | 
         free, total = module.mem_get_info(device)
         free += module.memory_reserved(device)
         return int(free - KEPT_FREE * total)
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = page * os.sysconf("SC_PHYS_PAGES")
-    for path in _GROUP_LIMITS:  # of a container
-        if path.is_file() and (text := path.read_text().strip()).isdigit():
-            total = min(total, int(text))
-    # what this process holds before a model is built: the interpreter and its libraries
-    status = Path("/proc/self/statm")
-    resident = page * int(status.read_text().split()[1]) if status.exists() else 0
-    return max(0, total // num_local_ranks - resident)
+    return (available_memory() or sys.maxsize) // num_local_ranks
 
 
 # -- the items of a stage model, timed and weighed on a device -------------------------------------
@@ -394,39 +380,24 @@ FIRST, MIDDLE, LAST = range(3)
 MASTER_BYTES = GRADIENT_BYTES = 4  # float32, whatever the weights are
 
 
-@dataclass(frozen=True)
-class Outline:
+@dataclass(frozen=True, kw_only=True)
+class Outline(ModelCosts):
     """The items of a model without their seconds and activations; no weight is made for it.
 
     Attributes:
-        first, layers, last: parameters of the items.
         kinds: for each layer the first one that is like it.
-        tied: what first and last item both hold.
-        border: (rows, tokens) -> bytes that travel between two stages.
+        border_of: (rows, tokens) -> bytes that travel between two stages.
         widths: for each layer, numbers saved for each token, roughly; 0 where they are recomputed.
         last_width: the same of head and norm.
         has_tower: the first item looks at images.
     """
 
     make_piece: MakePiece
-    first: Cost
-    layers: tuple[Cost, ...]
-    last: Cost
     kinds: tuple[int, ...]
-    tied: Cost
-    border: Callable[[int, int], int]
+    border_of: Callable[[int, int], int]
     widths: tuple[int, ...]
     last_width: int
     has_tower: bool = False
-
-    @property
-    def front(self) -> str:
-        """What the first item holds, for people."""
-        return "tower+embedding" if self.has_tower else "embedding"
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers)
 
     @cached_property
     def trains(self) -> list[bool]:
@@ -465,17 +436,29 @@ def outline_of(make_piece: MakePiece) -> Outline:
     layers: list[dict[str, torch.Tensor]]
     layers = [dict(whole.get_submodule(path).named_parameters()) for path in paths]
     is_recomputed = recomputes(whole)
+    # layers are alike if shapes, settings and what is trained in and before them are
+    is_after_trained = any(parameter.requires_grad for parameter in first.values())
+    first_of: dict[Hashable, int] = {}
+    kinds = []
+    for index, layer in enumerate(layers):
+        shapes = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in layer.items())
+        key = (shapes, whole.layer_kind(index), is_after_trained)
+        kinds.append(first_of.setdefault(key, index))
+        is_after_trained = is_after_trained or any(p.requires_grad for p in layer.values())
+    has_tower = bool(getattr(getattr(whole, "paths", None), "vision_tower", ""))
     return Outline(
         make_piece=make_piece,
+        overhead=Cost(),
         first=parameter_cost(first.values()),
         layers=tuple(parameter_cost(layer.values()) for layer in layers),
         last=parameter_cost(last.values()),
-        kinds=_kinds(whole, layers, is_after_trained=any(p.requires_grad for p in first.values())),
+        kinds=tuple(kinds),
         tied=parameter_cost(last[name] for name in first.keys() & last.keys()),
-        border=lambda *shape: tensor_bytes(ends[1].get_example_input(*shape)),
+        border_of=lambda *shape: tensor_bytes(ends[1].get_example_input(*shape)),
         widths=tuple(0 if is_recomputed else token_width(layer) for layer in layers),
         last_width=token_width(last),
-        has_tower=bool(getattr(getattr(whole, "paths", None), "vision_tower", "")),
+        has_tower=has_tower,
+        front="tower+embedding" if has_tower else "embedding",
     )
 
 
@@ -502,20 +485,6 @@ def parameter_cost(parameters: Iterable[torch.Tensor]) -> Cost:
         masters=num_half * MASTER_BYTES,
         trains=bool(trained),
     )
-
-
-def _kinds(
-    whole: Stage, layers: list[dict[str, torch.Tensor]], *, is_after_trained: bool
-) -> tuple[int, ...]:
-    """Layers are alike if shapes, settings and what is trained in and before them are."""
-    first_of: dict[Hashable, int] = {}
-    kinds = []
-    for index, layer in enumerate(layers):
-        shapes = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in layer.items())
-        key = (shapes, whole.layer_kind(index), is_after_trained)
-        kinds.append(first_of.setdefault(key, index))
-        is_after_trained = is_after_trained or any(p.requires_grad for p in layer.values())
-    return tuple(kinds)
 
 
 MOST_REPEATS, SHORT_SECONDS = 30, 0.1  # short passes are repeated more often
@@ -574,17 +543,16 @@ def measure(
 
     layers = zip(outline.kinds, outline.layers, strict=True)
     shared = max((found[kind + 1][1] for kind in outline.kinds), default=0)
-    return ModelCosts(
+    return replace(
+        outline,
         overhead=replace(overhead, saved=shared),
         first=item_cost(0, outline.first),
         layers=tuple(item_cost(kind + 1, facts) for kind, facts in layers),
         last=item_cost(outline.num_layers + 1, outline.last),
-        tied=outline.tied,
         border=border,
         hand_over=hand_over_seconds(border, on_cpu=workload.device.type == "cpu"),
         batch=tensor_bytes(iter(workload.batch.values())),
         shape=workload.shape,
-        front=outline.front,
     )
 
 
@@ -640,6 +608,8 @@ class ItemRun:
 
     def time(self) -> dict[Kind, float]:
         """Median seconds of each pass that this piece has."""
+        # on a CPU the time of this thread: what other programs take does not count
+        clock = time.perf_counter if is_accelerator(self.device) else time.thread_time
         times: dict[Kind, list[float]] = {}
         start = time.perf_counter()
         for index in range(MOST_REPEATS + 1):
@@ -647,9 +617,12 @@ class ItemRun:
                 break
             for kinds in self.sequences():
                 for kind in kinds:
-                    seconds = self._timed(kind)
+                    synchronize(self.device)
+                    began = clock()
+                    self.run_pass(kind)
+                    synchronize(self.device)
                     if index:  # the first round warms up
-                        times.setdefault(kind, []).append(seconds)
+                        times.setdefault(kind, []).append(clock() - began)
         return {kind: statistics.median(values) for kind, values in times.items()}
 
     def sequences(self) -> Sequence[Sequence[Kind]]:
@@ -666,7 +639,15 @@ class ItemRun:
         Gradients must be there already, as in all but the first micro-batch of a step.
         """
         saved = SavedBytes(itertools.chain(self.model.parameters(), self.model.buffers()))
-        hooks = self._mark_shared(saved)
+        layers = [self.model.get_submodule(self.model.layer_name(i)) for i in self.model.layers]
+        is_recomputed = recomputes(self.model)
+
+        def mark(module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
+            # what a layer gets by name (masks, rotary tables) all layers of a stage get
+            others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+            saved.share((args[1:], others), is_held=is_recomputed)
+
+        hooks = [layer.register_forward_pre_hook(mark, with_kwargs=True) for layer in layers]
         meter = PeakBytes(self.device)
         with meter.watch():
             with saved.hooks():
@@ -684,26 +665,6 @@ class ItemRun:
         made = saved.own_bytes + saved.shared_bytes - tensor_bytes(self.inputs)
         transient = max(forward_peak, meter.peak) - made
         return saved.own_bytes, saved.shared_bytes, max(transient, 0)
-
-    def _mark_shared(self, saved: SavedBytes) -> list[torch.utils.hooks.RemovableHandle]:
-        """What a layer gets by name (masks, rotary tables) all layers of a stage get."""
-        layers = [self.model.get_submodule(self.model.layer_name(i)) for i in self.model.layers]
-        is_recomputed = recomputes(self.model)
-
-        def mark(module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
-            others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-            saved.share((args[1:], others), is_held=is_recomputed)
-
-        return [layer.register_forward_pre_hook(mark, with_kwargs=True) for layer in layers]
-
-    def _timed(self, kind: Kind) -> float:
-        # on a CPU the time of this thread: what other programs take does not count
-        clock = time.perf_counter if is_accelerator(self.device) else time.thread_time
-        synchronize(self.device)
-        start = clock()
-        self.run_pass(kind)
-        synchronize(self.device)
-        return clock() - start
 
     def run_pass(self, kind: Kind) -> None:
         """Run one pass of the micro-batch."""
@@ -764,7 +725,7 @@ def estimate(outline: Outline, *, shape: tuple[int, int]) -> ModelCosts:
     would have fitted. `measure` knows better.
     """
     rows, tokens = shape
-    border = outline.border(rows, tokens)
+    border = outline.border_of(rows, tokens)
     # weights and hidden states have one type: bytes of an element of either
     total = sum((*outline.layers, outline.first), Cost())
     item_size = max(1, total.weights // max(1, total.num_parameters))
@@ -776,17 +737,8 @@ def estimate(outline: Outline, *, shape: tuple[int, int]) -> ModelCosts:
         else facts
         for index, (facts, width) in enumerate(zip(outline.layers, outline.widths, strict=True))
     )
-    return ModelCosts(
-        overhead=Cost(),
-        first=outline.first,
-        layers=layers,
-        last=replace(outline.last, saved=saved_last if outline.computes(last_item) else 0),
-        tied=outline.tied,
-        border=border,
-        batch=0,
-        shape=shape,
-        front=outline.front,
-    )
+    last = replace(outline.last, saved=saved_last if outline.computes(last_item) else 0)
+    return replace(outline, layers=layers, last=last, border=border, shape=shape)
 
 
 # -- a transformers model on the meta device ------------------------------------------------------
@@ -824,9 +776,8 @@ def layers_path(model: PreTrainedModel) -> str:
     ]
     if len(found) != 1:
         raise UserError(
-            f"{type(model).__name__} has {len(found)} lists of {wanted} layers beside "
-            "its embeddings, one was expected: use `num_devices` 1, or a builder part of your "
-            "own that makes the device_map."
+            f"{type(model).__name__} has {len(found)} lists of {wanted} layers beside its "
+            "embeddings. Use `num_devices` 1, or a builder that makes the device_map."
         )
     return found[0]
 
@@ -1052,32 +1003,31 @@ def _attend(
 @contextmanager
 def _light_experts(model: nn.Module) -> Iterator[None]:
     """Which rows an expert gets depends on values: here all go through all that they chose."""
+
+    def pass_all(
+        experts: nn.Module, hidden: torch.Tensor, *routed: torch.Tensor, **_: object
+    ) -> torch.Tensor:
+        chosen = next((item for item in routed if item.dtype in (torch.long, torch.int)), None)
+        num_chosen = 1 if chosen is None else chosen.shape[-1]
+        num_rows = hidden.numel() // hidden.shape[-1] * num_chosen
+        widths = [sum(p.shape[-2:]) for p in experts.parameters(recurse=False) if p.dim() == 3]
+        held = hidden.new_empty((num_rows, sum(widths)))  # counted, beside what is returned
+        made = torch.empty_like(hidden)
+        del held
+        return made
+
     changed = [
         module
         for name, module in model.named_modules()
         if name.rpartition(".")[2] == "experts" and not isinstance(module, nn.ModuleList)
     ]
     for module in changed:
-        module.forward = functools.partial(_pass_experts, module)
+        module.forward = functools.partial(pass_all, module)
     try:
         yield
     finally:
         for module in changed:
             del module.forward
-
-
-def _pass_experts(
-    experts: nn.Module, hidden: torch.Tensor, *routed: torch.Tensor, **_: object
-) -> torch.Tensor:
-    """Makes what passes through experts make, all of it at once."""
-    chosen = next((item for item in routed if item.dtype in (torch.long, torch.int)), None)
-    num_chosen = 1 if chosen is None else chosen.shape[-1]
-    num_rows = hidden.numel() // hidden.shape[-1] * num_chosen
-    widths = [sum(p.shape[-2:]) for p in experts.parameters(recurse=False) if p.dim() == 3]
-    held = hidden.new_empty((num_rows, sum(widths)))
-    made = torch.empty_like(hidden)
-    del held
-    return made
 
 
 LOGIT_COPIES = 3  # of the last logits that a step holds in float32 while it chooses a token
@@ -1192,27 +1142,26 @@ ROWS = 8  # that decode together, where nobody says how many: it matters for exp
 
 def decode_bytes(model: PreTrainedModel, *, num_rows: int = ROWS) -> tuple[list[float], float]:
     """Bytes of weights that a decode step reads: in each layer, and behind the layers."""
-    path = layers_path(model)
     share = _expert_share(model.config.get_text_config(decoder=True), num_rows)
-    layers = [_read_bytes(layer, share) for layer in module_list(model, path)]
+
+    def read_bytes(module: nn.Module) -> float:
+        """Of all parameters but those that are looked up by row."""
+        total = 0.0
+        for name, child in module.named_modules():
+            if not isinstance(child, nn.Embedding):
+                own = share if "experts" in name.split(".") else 1.0
+                total += sum(p.nbytes * own for p in child._parameters.values() if p is not None)
+        return total
+
+    path = layers_path(model)
+    layers = [read_bytes(layer) for layer in module_list(model, path)]
     text_model = model.get_submodule(text_model_path(model))
     list_name = path.rpartition(".")[2]
-    beside = [child for name, child in text_model.named_children() if name != list_name]
-    back = sum(_read_bytes(child, share) for child in beside)
+    back = sum(read_bytes(one) for name, one in text_model.named_children() if name != list_name)
     head = model.get_output_embeddings()
     if head is not None:  # its weight may be that of the embeddings: here it is read
         back += sum(parameter.nbytes for parameter in head.parameters())
     return layers, back
-
-
-def _read_bytes(module: nn.Module, expert_share: float) -> float:
-    """Of all parameters but those that are looked up by row."""
-    total = 0.0
-    for name, child in module.named_modules():
-        if not isinstance(child, nn.Embedding):
-            share = expert_share if "experts" in name.split(".") else 1.0
-            total += sum(p.nbytes * share for p in child._parameters.values() if p is not None)
-    return total
 
 
 def _expert_share(config: PretrainedConfig, num_rows: int) -> float:

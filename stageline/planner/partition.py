@@ -207,24 +207,21 @@ class Placement:
                 most_splits=self.most_splits,
                 most_values=self.most_steps,
             )
-        fitting = self._chain_or_none(
+        fitting = self._chain(
             lambda stage, cost: (
                 self._seconds(stage, cost) if self._fullness(stage, cost) <= 1 else math.inf
             )
         )
         return fitting or self._chain(self._fullness)
 
-    def _chain_or_none(self, value: StageValue) -> list[int] | None:
-        return smallest_maximum(
+    def _chain(self, value: StageValue) -> list[int]:
+        """The split of the smallest dearest stage; empty where every one is infinite."""
+        found = smallest_maximum(
             self.costs.num_layers,
             self.schedule.num_stages,
             lambda stage, start, end: value(stage, self.costs.stage(start, end)),
         )
-
-    def _chain(self, value: StageValue) -> list[int]:
-        found = self._chain_or_none(value)
-        assert found is not None
-        return found
+        return found or []
 
     def _seconds(self, stage: int, cost: Cost) -> float:
         return cost.seconds(splits_backward=self.schedule.splits_backward)

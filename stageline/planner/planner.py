@@ -254,9 +254,8 @@ class Planner:
             return outline_of(self.make_piece)
         except (TypeError, AttributeError, NotImplementedError) as error:
             raise PlanError(
-                f"this `train_model` can't be built in pieces ({error}), so it can't be measured: "
-                "its part must pass on is_piece and device as StageModel.build takes them. Use "
-                "`partition` uniform or numbers."
+                f"`train_model` can't be built in pieces ({error}). Pass on is_piece and device to "
+                "StageModel.build, or use `partition` uniform or numbers."
             ) from error
 
     @cached_property
