@@ -22,7 +22,6 @@ from stageline.inference.decoding.request import (
     Failed,
     Finished,
     Request,
-    Sampling,
     Scored,
     ScoreRequest,
     TokenLogprob,
@@ -126,11 +125,7 @@ class VllmEngine:
 
     def answer(self, requests: Iterable[Request]) -> Iterator[Finished | Failed]:
         """Answers requests, some hundred at a time, in their order."""
-
-        def params(request: Request) -> Any:
-            return self._sampling_params(request.sampling)
-
-        return self._each(requests, params, self._finished)
+        return self._each(requests, self._sampling_params, self._finished)
 
     def score(self, items: Iterable[ScoreRequest]) -> Iterator[Scored | Failed]:
         """Scores the last tokens of rows; vLLM reads them as prompts and makes one token more."""
@@ -174,7 +169,8 @@ class VllmEngine:
             prompt_token_ids=ids, multi_modal_data={"image": list(images)}
         )
 
-    def _sampling_params(self, sampling: Sampling) -> Any:
+    def _sampling_params(self, request: Request) -> Any:
+        sampling = request.sampling
         ends = self.stop_ids if sampling.stop_token_ids is None else sampling.stop_token_ids
         return self._vllm.SamplingParams(
             max_tokens=sampling.max_new_tokens,
