@@ -327,13 +327,14 @@ def _slots(
             if leaf.is_tainted and leaf.born < start and is_read(leaf):
                 found.setdefault(leaf.identity, []).append((layer, leaf))
     outside = _outside_reads(watched, border)
-    only_here = {} if without is None else _only_with_pictures(watched, without, around)
     for name in around:
+        had = {leaf.path for leaf in without.log.calls[name][0].leaves} if without else set()
         for leaf in watched.log.calls[name][0].leaves:
             storage = leaf.identity[0]
             is_open = storage in outside and leaf.identity not in found and leaf.is_tainted
-            is_new = (name, leaf.path) in only_here and is_read(leaf)
-            if is_open or is_new:
+            # what it is given with pictures only, and a later stage cannot make
+            is_new = without and leaf.path not in had and storage not in watched.given
+            if is_open or (is_new and is_read(leaf)):
                 found.setdefault(leaf.identity, []).append((name, leaf))
                 outside.pop(storage, None)
     carried = {identity[0] for identity in found}
@@ -383,19 +384,6 @@ def _outside_reads(watched: _Watched, border: int) -> dict[int, tuple[int, str]]
         call = watched.layers[layer] if 0 <= layer < len(watched.layers) else None
         if not (call and time < call.end and storage in watched.given_to[layer]):
             found.setdefault(storage, (time, operator))
-    return found
-
-
-def _only_with_pictures(
-    full: _Watched, blind: _Watched, around: Sequence[str]
-) -> dict[tuple[str, Path], Leaf]:
-    """What modules around the layers are given with pictures, and a later stage cannot make."""
-    found = {}
-    for name in around:
-        had = {leaf.path for leaf in blind.log.calls[name][0].leaves}
-        for leaf in full.log.calls[name][0].leaves:
-            if leaf.path not in had and leaf.identity[0] not in full.given:
-                found[name, leaf.path] = leaf
     return found
 
 
@@ -498,20 +486,16 @@ def _structure_of(call: TracedCall | None) -> Any:
     for leaf in call.leaves:
         paths.setdefault(tuple(leaf.value.shape), []).append((not leaf.is_tainted, leaf.path))
 
-    def like(value: torch.Tensor) -> Path | None:
-        found = paths.get(tuple(value.shape))
-        return min(found, key=lambda one: one[0])[1] if found else None
+    def structure(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            alike = paths.get(tuple(value.shape))
+            return ("like", min(alike, key=lambda one: one[0])[1] if alike else None)
+        if isinstance(value, list | tuple):
+            return ("items", type(value), tuple(map(structure, value)))
+        is_plain = isinstance(value, int | float | str | bool | None)
+        return ("const", value if is_plain else None)
 
-    return _structure(call.output, like)
-
-
-def _structure(value: Any, like: Callable[[torch.Tensor], Path | None]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return ("like", like(value))
-    if isinstance(value, list | tuple):
-        return ("items", type(value), tuple(_structure(one, like) for one in value))
-    is_plain = isinstance(value, int | float | str | bool | None)
-    return ("const", value if is_plain else None)
+    return structure(call.output)
 
 
 def rebuild(structure: Any, get: Callable[[Path, Path], Any], path: Path = ("o",)) -> Any:
