@@ -37,13 +37,26 @@ class AutoRoundPipe(StreamedModel):
         self, model: nn.Module, optim_dtype: torch.dtype | None = None, name: str | None = None
     ) -> None:
         super().__init__(optim_dtype, name)
-        engines, loose = _parts(model)
+        # RoundPipes inside of the model, and parameters that are used outside of them, each once
+        engines: list[RoundPipe] = []
+        loose: dict[int, nn.Parameter] = {}
+        waiting, seen = [model], set[int]()
+        while waiting:
+            module = waiting.pop(0)
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            if isinstance(module, RoundPipe):
+                engines.append(module)
+                continue
+            loose |= {id(each): each for each in module._parameters.values() if each is not None}
+            waiting += [child for child in module._modules.values() if child is not None]
         self._home_of: dict[int, Home] = {}  # by parameter; what two parts use has one home
         for engine in engines:
             engine._worker = self._worker
             for hosted in engine._hosted_layers:
                 hosted.homes = [self._home_of.setdefault(id(h.parameter), h) for h in hosted.homes]
-        self._loose = [self._home_of.setdefault(id(each), Home(each)) for each in loose]
+        self._loose = [self._home_of.setdefault(key, Home(each)) for key, each in loose.items()]
         self._watched: set[int] = set()
         # vision-language models of the library hand it on among other keywords
         hands_on = isinstance(model, PreTrainedModel)
@@ -95,24 +108,6 @@ class AutoRoundPipe(StreamedModel):
         for home in self._homes():
             if home.parameter.requires_grad and home.master is None:
                 home.make_master(self._optim_dtype, page_views([home.parameter])[0])
-
-
-def _parts(model: nn.Module) -> tuple[list[RoundPipe], list[nn.Parameter]]:
-    """RoundPipes inside of a model, and the parameters that are used outside of them, each once."""
-    engines: dict[int, RoundPipe] = {}
-    loose: dict[int, nn.Parameter] = {}
-    waiting, seen = [model], set()
-    while waiting:
-        module = waiting.pop(0)
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        if isinstance(module, RoundPipe):
-            engines[id(module)] = module
-            continue
-        loose |= {id(each): each for each in module._parameters.values() if each is not None}
-        waiting += [child for child in module._modules.values() if child is not None]
-    return list(engines.values()), list(loose.values())
 
 
 _INHERIT = RoundPipeRunConfig()
@@ -226,18 +221,19 @@ class _Rules:
             return self._engine(
                 module, name, RoundPipeRunConfig(num_microbatch=1 if is_tiny else None)
             )
+        # with those that come twice: each place needs what is to stand there
+        children = [(key, child) for key, child in module._modules.items() if child is not None]
         if isinstance(module, nn.ModuleList):
-            elements = _children(module)
-            for key, element in elements:
+            for key, element in children:
                 path = f"{name}.{key}"
                 if self._is_left(element) or id(element) in self.done or not _has_forward(element):
                     module._modules[key] = self.wrapped(element, path)
                     continue
-                is_last = element is elements[-1][1]
+                is_last = element is children[-1][1]
                 config = RoundPipeRunConfig(merge_output=None if is_last else False)
                 module._modules[key] = self.done[id(element)] = self._engine(element, path, config)
             return module
-        for key, child in _children(module):
+        for key, child in children:
             module._modules[key] = self.wrapped(child, f"{name}.{key}")
         if isinstance(module, PreTrainedModel) and module.base_model is not module:  # it has a loss
             # as one micro-batch: the mean of micro-batches' means is another loss
@@ -276,11 +272,6 @@ class _Function(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
-
-
-def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """With those that come twice: each place needs what is to stand there."""
-    return [(key, child) for key, child in module._modules.items() if child is not None]
 
 
 def _has_forward(module: nn.Module) -> bool:
