@@ -88,8 +88,7 @@ class AdapterStart:
         if others:
             raise UserError(
                 f"{self.resumed} has LoRA on {', '.join(sorted(others)[:5])}, which is in none of "
-                f"{', '.join(LORA_PARTS.values())}. Merge it instead (`create_new_adapter`), or "
-                "export it merged."
+                f"{', '.join(LORA_PARTS.values())}. Merge it instead (`create_new_adapter`)."
             )
         found = {}
         for part, one in lora.items():

@@ -179,9 +179,7 @@ def load_split_model(
         if integers := integer_weights(found, leaves):
             raise CheckpointMismatch(
                 f"{checkpoint} holds {len(integers)} weights as integers: "
-                f"{list_names(integers, 5)}, which mean nothing to stage {model.stage} of "
-                f"{model.num_stages} without their scales. Use the checkpoint that was not "
-                "quantised, or undo it with the program that did it."
+                f"{list_names(integers, 5)}. Use the checkpoint that was not quantised."
             )
         return found
 
@@ -239,9 +237,8 @@ def _read_by_library(
     assert model.whole is not None  # the caller looked
     if earlier := {there for there in key_map.values() if is_lora_name(there)}:
         raise UserError(
-            f"{checkpoint} holds no LoRA, and of several LoRAs (`llm_lora_num` 2) all but the last "
-            f"come from the checkpoint ({list_names(earlier, 3)}). Give the adapter folder of the "
-            "earlier run as `model_path`, or use one LoRA."
+            f"{checkpoint} holds no LoRA for {list_names(earlier, 3)}. Give the earlier run's "
+            "adapter folder as `model_path`, or use one LoRA."
         )
     base_class: Any = type(model.whole)  # a class that is known at run time alone
     base = base_class.base_model_prefix

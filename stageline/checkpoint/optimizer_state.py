@@ -133,9 +133,8 @@ def _as_tensor(
 
 def _cannot_save(optimizer: torch.optim.Optimizer | None, key: str, kind: str) -> UserError:
     return UserError(
-        f"the optimizer {type(optimizer).__name__} keeps {key} as {kind}; only tensors and numbers "
-        "of parameters and numbers of groups can be saved without pickled code. Use another "
-        "`optimizer`."
+        f"the optimizer {type(optimizer).__name__} keeps {key} as {kind}, which cannot be saved "
+        "without pickled code. Use another `optimizer`."
     )
 
 
@@ -149,8 +148,7 @@ def _piece(
         return {"start": rows.start, "rows": rows.count}
     raise UserError(
         f"the optimizer keeps {key} of shape {list(tensor.shape)} for a share of shape "
-        f"{list(parameter.shape)}, which cannot be shared out anew. Leave `dp_shard` out or use "
-        "another `optimizer`."
+        f"{list(parameter.shape)}. Leave `dp_shard` out or use another `optimizer`."
     )
 
 
@@ -211,8 +209,7 @@ class SavedState:
         if not path.is_file():
             raise CheckpointError(
                 f"{folder} holds weights alone, without {STATE_FOLDER}/{STATE_FILE}. Resume from a "
-                "folder checkpoints/step-...; to start anew from these weights give them as "
-                "`model_path`."
+                "folder checkpoints/step-..., or give these weights as `model_path`."
             )
         saved = read_json(path)
         self.facts: dict[str, Any] = saved["facts"]
@@ -277,8 +274,7 @@ class SavedState:
                 if of_group.setdefault(id(group), extras) != extras:
                     raise CheckpointError(
                         f"{self.folder} has {extras} for the group of {name}, and other values for "
-                        "parameters that are in one group with it now. Resume with the stages of "
-                        "that run, or use another `optimizer`."
+                        "others of its group now. Resume with the stages of that run."
                     )
                 group.update(extras)
 

@@ -47,7 +47,6 @@ from stageline.checkpoint.shards import (
     save_stop_ids,
     shard_name,
     split_state,
-    to_host,
     write_index,
     write_shard,
 )
@@ -123,9 +122,8 @@ def trained_names(stage: nn.Module) -> list[str]:
             continue
         if WRAPPED in name.split("."):
             raise UserError(
-                f"{strip_lora(name)} is trained and has a LoRA as well; an adapter folder has no "
-                "place for it. Freeze the base of layers with LoRA, or merge an earlier adapter "
-                "that changed it (`adapter_path`, `create_new_adapter`)."
+                f"{strip_lora(name)} is trained and has a LoRA as well. Freeze the base of layers "
+                "with LoRA, or merge the earlier adapter (`adapter_path`, `create_new_adapter`)."
             )
         names.append(name)
     return names
@@ -148,7 +146,11 @@ def adapter_share(stage: Stage, *, claimed: set[str]) -> AdapterShare:
         for module, (_, values) in rows.items():
             state[PEFT_PREFIX + module + ROWS_OF_PEFT] = values
     for one in levels.values():
-        one.tensors.update(to_host(one.tensors))
+        copies = HostCopies()
+        for name, tensor in one.tensors.items():
+            if tensor.device.type != "cpu":
+                one.tensors[name] = copies.copy(name, tensor)
+        copies.wait()
     dropout = 0.0
     for wrappers in stacks.values():
         dropout = getattr(wrappers[-1].lora.dropout, "p", 0.0)
