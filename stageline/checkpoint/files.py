@@ -103,10 +103,8 @@ def weight_files(checkpoint: Path, *, fetches: bool = True) -> dict[str, Path]:
         )
     elif pickles:
         cure = (
-            "A pickle can run any program, so it is never opened. If you trust where it came from, "
-            'convert it once: python -c "from transformers import AutoModelForCausalLM as M; '
-            f"M.from_pretrained('{checkpoint}').save_pretrained('NEW_FOLDER')\", and copy the "
-            "tokenizer's files"
+            "A pickle can run any program, so it is never opened. If you trust it, load it once "
+            "in transformers, save_pretrained it to a new folder, and copy the tokenizer's files"
         )
     raise CheckpointError(
         f"{checkpoint} holds neither {SINGLE_FILE} nor {INDEX_FILE}, but "

@@ -52,7 +52,6 @@ def open_vllm(
     Raises:
         UserError: vLLM isn't installed, or the folder can't be read.
     """
-    check_vllm()
     config = load_config(folder, trust_remote_code=trust_remote_code)
     processor = load_processor(folder, trust_remote_code=trust_remote_code)
     return VllmEngine(

@@ -322,26 +322,23 @@ def find_router_loss(whole: PreTrainedModel, *, coefficient: float | None = None
             f"{LIBRARY_NAME} of a text decoder with experts. Set {FLAG} to false."
         )
     num_experts, top_k, default = (value for value in values if value is not None)
-    if not _agrees(RouterLoss(num_experts, top_k, coefficient=1.0), library):
+    # both on two small layers: a new version of the library may change its formula
+    ours, is_same = RouterLoss(num_experts, top_k, coefficient=1.0), False
+    if list(inspect.signature(library).parameters) == LIBRARY_ARGUMENTS:
+        device = torch.device("cpu")  # whatever the default is
+        generator = torch.Generator(device).manual_seed(0)
+        mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]], device=device)
+        shape = (mask.numel(), num_experts)
+        layers = tuple(torch.randn(shape, generator=generator, device=device) for _ in range(2))
+        theirs = library(layers, num_experts, top_k, mask)
+        found = ours.loss(ours.add(None, layers, mask, device=device))
+        is_same = torch.allclose(found, theirs, rtol=1e-5)
+    if not is_same:
         raise UserError(
             f"{LIBRARY_NAME} of {whole.config.model_type} gives another number than E x sum of "
             f"f_e x P_e over all layers. Set {FLAG} to false."
         )
     return RouterLoss(num_experts, top_k, default if coefficient is None else coefficient)
-
-
-def _agrees(router_loss: RouterLoss, library: Callable[..., torch.Tensor]) -> bool:
-    """Tries both on two small layers: a new version of the library may change its formula."""
-    if list(inspect.signature(library).parameters) != LIBRARY_ARGUMENTS:
-        return False
-    device = torch.device("cpu")  # whatever the default is
-    generator = torch.Generator(device).manual_seed(0)
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]], device=device)
-    shape = (mask.numel(), router_loss.num_experts)
-    layers = tuple(torch.randn(shape, generator=generator, device=device) for _ in range(2))
-    theirs = library(layers, router_loss.num_experts, router_loss.top_k, mask)
-    ours = router_loss.loss(router_loss.add(None, layers, mask, device=device))
-    return torch.allclose(ours, theirs, rtol=1e-5)
 
 
 # -- tries, before training, whether a stage keeps packed samples apart. Asks no model for its name

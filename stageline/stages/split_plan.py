@@ -194,10 +194,31 @@ def make_plan(
     outputs = text.layers
     picture_borders: tuple[tuple[Slot, ...], ...] | None = None
     seen: dict[str, int] = {}
-    borders = tuple(
-        _slots_of_any_length(whole, text, again, k, around, sizes, batch, numbers)
-        for k in range(size + 1)
-    )
+
+    def slots_of_any_length(border: int) -> tuple[Slot, ...]:
+        """Slots whose dimensions hold for any length.
+
+        A number that the configuration does not name may be the length and some more (prompts of
+        the model's own): one token more shows it.
+        """
+        slots = _slots(whole, text, border, around, sizes(batch))
+        odd = {dim for slot in slots for dim in slot.dims if isinstance(dim, int) and dim > 1}
+        if odd <= set(numbers):
+            return slots
+        found, num_tokens = [], sizes(batch)["T"]
+        others = _slots(whole, again(), border, around, sizes(longer(batch)))
+        for slot, other in zip(slots, others, strict=True):
+            dims: list[Dim] = []
+            for one, two in zip(slot.dims, other.dims, strict=True):
+                is_length = isinstance(one, int) and isinstance(two, int) and two == one + 1
+                if one != two and not is_length:
+                    why = f"a tensor between its layers is {one} wide for one length and {two} for"
+                    raise _refusal(whole, f"{why} the next")
+                dims.append(("T", one - num_tokens) if is_length and isinstance(one, int) else one)
+            found.append(replace(slot, dims=tuple(dims)))
+        return tuple(found)
+
+    borders = tuple(map(slots_of_any_length, range(size + 1)))
     if pictures is not None:
         full = watch(pictures)
         blind = watch({key: value for key, value in pictures.items() if not is_pixel(key)})
@@ -419,42 +440,6 @@ def longer(batch: Batch) -> Batch:
         name: torch.cat([value, value[:, -1:]], dim=1) if value.shape[:2] == shape else value
         for name, value in batch.items()
     }
-
-
-def _slots_of_any_length(
-    whole: nn.Module,
-    text: _Watched,
-    again: Callable[[], _Watched],
-    border: int,
-    around: Sequence[str],
-    sizes: Callable[[Batch], Mapping[str, int]],
-    batch: Batch,
-    numbers: Collection[int],
-) -> tuple[Slot, ...]:
-    """Slots whose dimensions hold for any length.
-
-    A number that the configuration does not name may be the length and some more (prompts of the
-    model's own): `again`, with one token more, shows it.
-    """
-    slots = _slots(whole, text, border, around, sizes(batch))
-    odd = {dim for slot in slots for dim in slot.dims if isinstance(dim, int) and dim > 1}
-    if odd <= set(numbers):
-        return slots
-    found, num_tokens = [], sizes(batch)["T"]
-    others = _slots(whole, again(), border, around, sizes(longer(batch)))
-    for slot, other in zip(slots, others, strict=True):
-        dims: list[Dim] = []
-        for one, two in zip(slot.dims, other.dims, strict=True):
-            is_length = isinstance(one, int) and isinstance(two, int) and two == one + 1
-            if one != two and not is_length:
-                raise _refusal(
-                    whole,
-                    f"a tensor between its layers is {one} wide for one length and {two} for the "
-                    "next",
-                )
-            dims.append(("T", one - num_tokens) if is_length and isinstance(one, int) else one)
-        found.append(replace(slot, dims=tuple(dims)))
-    return tuple(found)
 
 
 def _check_same_positions(whole: nn.Module, full: _Watched, blind: _Watched) -> None:
