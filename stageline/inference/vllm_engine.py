@@ -155,11 +155,6 @@ class VllmEngine:
                 f"{self.max_length}. Shorten it."
             )
         images = prompt.get(IMAGES)
-        if images is None and any(value.is_floating_point() for value in prompt.values()):
-            raise UserError(
-                "A prompt came with the pixels of its images, and vLLM has processors of its own. "
-                "Make the prompt with `encode` of this engine."
-            )
         if not images:
             return self._vllm.TokensPrompt(prompt_token_ids=ids)
         if get_image_processor(self.processor) is None:

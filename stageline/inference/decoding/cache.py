@@ -336,18 +336,8 @@ class GroupCache(Cache):
         num_rows, width = mine.num_rows + theirs.num_rows, max(mine.width, theirs.width)
         if num_rows > mine.row_capacity or theirs.width > mine.end:
             self._relocate(num_rows, width, 1)
-        self._join_window(other)
-        self.fixed.lengths += other.fixed.lengths
-        for own, new in zip(self.fixed_layers, other.fixed_layers, strict=True):
-            own.join(new, mine.num_rows, theirs.num_rows)
-        shift = mine.end - theirs.end
-        mine.first_columns += [first + shift for first in theirs.first_columns]
-        mine.trim()
-
-    def _join_window(self, other: "GroupCache") -> None:
-        """Hidden columns become zero: they may hold what a row left that was no number."""
-        mine, theirs = self.window, other.window
-        old, new = slice(0, mine.num_rows), slice(mine.num_rows, mine.num_rows + theirs.num_rows)
+        # hidden columns become zero: they may hold what a row left that was no number
+        old, new = slice(0, mine.num_rows), slice(mine.num_rows, num_rows)
         begin = mine.end - theirs.width
         before, wider = slice(min(mine.start, begin), begin), slice(begin, mine.start)
         into, out_of = slice(begin, mine.end), slice(theirs.start, theirs.end)
@@ -355,6 +345,12 @@ class GroupCache(Cache):
             own[new, :, before] = 0
             own[old, :, wider] = 0  # nothing, where they start behind the own ones
             own[new, :, into] = news[: theirs.num_rows, :, out_of]
+        self.fixed.lengths += other.fixed.lengths
+        for fixed, more in zip(self.fixed_layers, other.fixed_layers, strict=True):
+            fixed.join(more, mine.num_rows, theirs.num_rows)
+        shift = mine.end - theirs.end
+        mine.first_columns += [first + shift for first in theirs.first_columns]
+        mine.trim()
 
     def num_bytes(self) -> int:
         """Return what the buffers of the window take."""

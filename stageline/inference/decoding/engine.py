@@ -96,8 +96,11 @@ class DecodingEngine:
         self.has_cache, self.reads_in_pieces = has_cache, reads_in_pieces and has_cache
         self.matchers = matchers or Matchers(lambda: tokenizer)
         self.is_healthy = True
+        least = ROWS_OF_A_GROUP if has_cache else 1  # whole rows are bound by arithmetic
         self._scheduler = Scheduler(
-            limits, best_groups=self._best_groups, num_stages=chain.num_stages
+            limits,
+            best_groups=lambda num_rows: max(1, min(chain.num_stages, num_rows // least)),
+            num_stages=chain.num_stages,
         )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, Running] = {}
@@ -417,7 +420,3 @@ class DecodingEngine:
             running.fail(error)
         self._running.clear()
         self._scores.fail_all(error)
-
-    def _best_groups(self, num_rows: int) -> int:
-        least = ROWS_OF_A_GROUP if self.has_cache else 1  # whole rows are bound by arithmetic
-        return max(1, min(self.chain.num_stages, num_rows // least))

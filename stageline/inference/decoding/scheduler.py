@@ -166,7 +166,12 @@ class Scheduler:
         if self._was_piece and self._home():
             return None
         if self.reading is not None:
-            return None if self._awaits_pass() else self._next_piece()
+            # the next piece waits for a pass that is about to come back, in a full pipeline when as
+            # many pieces as there are further stages have followed it. Started sooner, pieces would
+            # queue up before every token of those that run
+            enough = self._num_pieces - (self.num_stages - 1)
+            waits = any(one.on_way and one.on_way[0] <= enough for one in self.groups.values())
+            return None if waits else self._next_piece()
         room = self.limits.max_rows - self.num_running
         if not self.waiting or room < 1:
             return None
@@ -216,15 +221,6 @@ class Scheduler:
             group.members.append(one)
             group.on_way.append(self._num_pieces)
         return Prefill(group, [one], piece)
-
-    def _awaits_pass(self) -> bool:
-        """Whether a pass is about to come back, which the next piece had better wait for.
-
-        In a full pipeline it is back when as many pieces as there are further stages have followed
-        it. Started sooner, pieces would queue up before every token of those that run.
-        """
-        enough = self._num_pieces - (self.num_stages - 1)
-        return any(group.on_way and group.on_way[0] <= enough for group in self.groups.values())
 
     def _emptiest(self, num_new: int) -> RunningGroup:
         total = self.num_running + num_new
