@@ -167,10 +167,10 @@ class Spliced(_Mixed):
                 if index in self.layers or layer is None:
                     continue
                 kept = {}
-                for part, child in layer.named_children():
+                for part, inner in layer.named_children():
                     if _is_below(own, f"{prefix}{leaf}.{part}"):
-                        self._keep(child, f"{prefix}{leaf}.{part}", own)
-                        kept[part] = child
+                        self._keep(inner, f"{prefix}{leaf}.{part}", own)
+                        kept[part] = inner
                 stand_in = ForeignLayer(layer, kept=kept)
                 stand_in.__dict__["meet"] = functools.partial(self._meet, index)
                 module._modules[leaf] = stand_in
