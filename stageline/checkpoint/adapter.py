@@ -188,8 +188,9 @@ def find_base(folder: Path) -> Path:
         except UserError as error:
             why = f" ({error})"
     raise CheckpointError(
-        f"The base of the adapter {folder}, {named!r}, is not on this machine or has changed{why}. "
-        f"Put it there, or change base_model_name_or_path in {folder / ADAPTER_CONFIG}."
+        f"the adapter {folder} belongs to the model {named!r}, which is not on this machine, or is "
+        f"another one now{why}. Put it there, or change base_model_name_or_path in "
+        f"{folder / ADAPTER_CONFIG}."
     )
 
 

@@ -226,8 +226,8 @@ class CrossAttentionStage(VisionLanguageStage):
     def model_inputs(self, batch: Batch) -> dict[str, Any]:
         if is_packed(batch):
             raise UserError(
-                f"Layers of {self.config.model_type} attend to images by cross-attention, so a "
-                "packed sample would see the images of its row. Leave `packing` out."
+                f"Layers of {self.config.model_type} attend to images by cross-attention: a packed "
+                "sample attends to all images of its row. Leave `packing` out."
             )
         return super().model_inputs(batch)
 
