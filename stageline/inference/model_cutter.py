@@ -206,27 +206,19 @@ def _gib(size: float) -> str:
     return f"{size / GIB:.2f}"
 
 
-def layer_counts(num_layers: int, num_devices: int, *, visual_gpu_ratio: float = 0.0) -> list[int]:
-    """Return layers per device; device 0 has the first layers and the last one.
+def layer_devices(num_layers: int, num_devices: int, *, visual_gpu_ratio: float = 0.0) -> list[int]:
+    """Return the device of each layer; device 0 has the first layers and the last one.
+
+    Devices 1 and above have at most one layer more than others of them. Fewer devices than asked
+    for where there are too few layers: device 0 needs two.
 
     Args:
-        visual_gpu_ratio: see `uniform_partition`. The tower is not cut: whether it fits on device 0
-            is not known here.
-
-    Returns:
-        Counts that sum to `num_layers`; at most one apart on devices 1 and above. Fewer devices
-        than asked for where there are too few layers: device 0 needs two.
+        visual_gpu_ratio: see `uniform_partition`. The tower is not cut.
     """
     num_devices = min(num_devices, max(1, num_layers - 1))
     counts = uniform_partition(num_layers, num_devices, visual_gpu_ratio=visual_gpu_ratio)
     if num_devices > 1 and counts[0] < 2:
         counts = [2, *uniform_partition(num_layers - 2, num_devices - 1)]
-    return counts
-
-
-def layer_devices(num_layers: int, num_devices: int, *, visual_gpu_ratio: float = 0.0) -> list[int]:
-    """Return the device of each layer."""
-    counts = layer_counts(num_layers, num_devices, visual_gpu_ratio=visual_gpu_ratio)
     devices = [device for device, count in enumerate(counts) for _ in range(count)]
     return [*devices[1:], 0]
 
@@ -250,7 +242,7 @@ class ModelCutter:
     Args:
         model: a transformers model, on the meta device for instance.
         num_devices: how many devices there are.
-        visual_gpu_ratio: see `layer_counts`; None: bytes decide.
+        visual_gpu_ratio: see `layer_devices`; None: bytes decide.
         memory: bytes that are free on each device; None: all have the same.
         load: what the model will be asked for.
     """
