@@ -230,8 +230,8 @@ def check_host_memory(
     needed, there = host_bytes(hosted_layers, optim_dtype) - weights, available_memory()
     if there is not None and needed > there:
         raise MemoryError(
-            f"training takes {needed:,} bytes of host memory beside weights and optimizer state, "
-            f"{there:,} are free: freeze more of the model, or train adapters"
+            f"training takes {needed:,} bytes of host memory next to weights and optimizer state, "
+            f"{there:,} are free. Freeze more of the model, or train adapters."
         )
 
 
