@@ -164,8 +164,8 @@ def auto_map(model, bytes_of, memory):
     for index, layer in enumerate(bytes_of.layers):
         home = _home(f"{path}.{index}.x", placed)
         lasting[home] += layer.cache + layer.beyond
-        peaks[home] = max(peaks[home], layer.workspace)
-    peaks[0] = max(peaks[0], bytes_of.vision_workspace)
+        peaks[home] = max(peaks[home], layer.answering)
+    peaks[0] = max(peaks[0], bytes_of.tower.answering)
     return max((a + b) / c for a, b, c in zip(lasting, peaks, memory, strict=True))
 
 
@@ -237,9 +237,10 @@ def real():
                 pad_token_id=0,
             )
         cache = sum(t.nbytes for layer in made.past_key_values.layers for t in layer_tensors(layer))
-        expected = found.cache + found.workspace
+        expected = found.cost.cache + found.workspace
         print(
-            f"| {rows} | {length} | {stated.weights:,} / {weights:,} | {found.cache:,} / {cache:,} "
+            f"| {rows} | {length} | {stated.weights:,} / {weights:,} "
+            f"| {found.cost.cache:,} / {cache:,} "
             f"| {expected:,} / {watch.peak:,} = {expected / watch.peak:.2f} |",
             flush=True,
         )

@@ -127,8 +127,8 @@ def main() -> None:
 def check_exported(arguments: "CheckArguments") -> int:
     """Compare an exported folder with its checkpoint, print how, and return the exit code."""
     with importing():
-        from stageline.checkpoint.check_export import check_export
         from stageline.checkpoint.export_files import find_source
+        from stageline.verify.export import check_export
     run, part = arguments.run, arguments.parts.get("train_model")
     if run.model_path is None:
         raise UserError("--exported has nothing to be compared with. Add --model-path CHECKPOINT.")

@@ -81,9 +81,8 @@ def put_rows(model: nn.Module, adapter: "Adapter") -> None:
     unknown = set(adapter.rows) - set(paths)
     if unknown:
         raise CheckpointError(
-            f"the adapter {adapter.folder} has rows of new tokens for {list_names(unknown)}, but "
-            f"embedding and head are {', '.join(paths)} here. Use it with the model it was trained "
-            "on."
+            f"the adapter {adapter.folder} has rows of new tokens for {list_names(unknown)}, the "
+            f"model for {', '.join(paths)}. Use it with the model it was trained on."
         )
     here = vocabulary_modules(model, paths)
     for path, (ids, values) in adapter.rows.items():
@@ -151,8 +150,7 @@ class Adapter:
         if found != expected:
             raise CheckpointError(
                 f"{self.folder / ADAPTER_FILE} is for {module} with {found[0]} inputs and "
-                f"{found[1]} outputs, the model's has {expected[0]} and {expected[1]}. Use it with "
-                "the model it was trained on."
+                f"{found[1]} outputs, not {expected[0]} and {expected[1]}. Use its own model."
             )
         layer.load(a, b, self.scale(module), self.magnitudes.get(module))
 
@@ -213,8 +211,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     if used:
         raise CheckpointError(
             f"{path} sets {', '.join(used)}, which is more than plain LoRA or DoRA. Merge it with "
-            "peft (merge_and_unload), or convert it to plain LoRA (save_pretrained with "
-            "path_initial_model_for_weight_conversion)."
+            "peft (merge_and_unload), or convert it to plain LoRA."
         )
     return config
 
@@ -263,7 +260,11 @@ def read_adapter(folder: str | Path) -> Adapter:
             rows[module] = (_row_ids(config, module), tensor)
         else:
             extras[plain.replace(WHOLE_OF_PEFT, "")] = tensor
-    broken = [name for name, half in halves.items() if not _is_pair(half.get("A"), half.get("B"))]
+    broken = []
+    for name, half in halves.items():
+        matrices = half.keys() == {"A", "B"} and all(value.ndim == 2 for value in half.values())
+        if not matrices or not half["A"].shape[0] == half["B"].shape[1] > 0:
+            broken.append(name)
     broken += [name for name, (ids, values) in rows.items() if values.shape[:1] != (len(ids),)]
     pairs = {module: (half["A"], half["B"]) for module, half in halves.items() if len(half) == 2}
     if not broken:
@@ -273,17 +274,10 @@ def read_adapter(folder: str | Path) -> Adapter:
         broken += [n for n in both if magnitudes[n].shape != pairs[n][1].shape[:1]]
     if broken:
         raise CheckpointError(
-            f"{file} does not fit {ADAPTER_CONFIG} or is damaged at {list_names(broken)}: lora_A "
-            "is [rank, in] and lora_B [out, rank], with use_dora there is a magnitude for each "
-            f"output, and {INDICES} has an id for each row of new tokens. Copy the adapter again."
+            f"{file} does not fit {ADAPTER_CONFIG} or is damaged at {list_names(broken)}. Copy the "
+            "adapter again."
         )
     return Adapter(folder, config, pairs, extras, rows, magnitudes)
-
-
-def _is_pair(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    if a is None or b is None or a.ndim != 2 or b.ndim != 2:
-        return False
-    return a.shape[0] == b.shape[1] > 0
 
 
 def _row_ids(config: Mapping[str, Any], module: str) -> list[int]:
@@ -326,8 +320,7 @@ def refuse_unknown(adapter: Adapter, unknown: set[str], model_name: str) -> None
     if unknown:
         raise CheckpointError(
             f"the adapter {adapter.folder} has weights for {list_names(unknown)}, which are no "
-            f"linear layers of {model_name}. Use it with the model it was trained on, with LoRA on "
-            "the same parts and the same `lora_target`."
+            f"linear layers of {model_name}. Use the model, parts and `lora_target` of its run."
         )
 
 
@@ -423,22 +416,19 @@ def fill_earlier_lora(model: Stage, folder: Path, adapters: list[Adapter]) -> No
             if len(wrappers) - count not in (0, 1):
                 raise UserError(
                     f"{folder} holds {count} adapters for {name}, which has {len(wrappers)} LoRAs "
-                    f"here. Set `llm_lora_num` (or `vit_lora_num`, `mlp_lora_num`) to {count + 1}, "
-                    "or merge them with export.py `merge`."
+                    f"here. Set `llm_lora_num` (`vit_lora_num`, `mlp_lora_num`) to {count + 1}."
                 )
             layer = wrappers[level].lora
             is_dora = name in adapter.magnitudes
             if is_dora != layer.use_dora or (is_dora and len(wrappers) > 1):
                 raise UserError(
                     f"{adapter.folder} holds {'DoRA' if is_dora else 'plain LoRA'} for {name}, "
-                    "whose layer here is of another kind, or has two with DoRA. Give it with "
-                    "`adapter_path` (with `create_new_adapter` it is merged first)."
+                    "whose layer here is of another kind. Give it with `adapter_path`."
                 )
             if layer.taken is not None:
                 raise UserError(
-                    f"{adapter.folder} came with `lora_init` {layer.start}, but a saved adapter "
-                    "belongs to the weights before PiSSA. Leave `lora_init` out, or add "
-                    "`create_new_adapter` to `adapter_path`."
+                    f"`lora_init` {layer.start} does not go with the saved adapter "
+                    f"{adapter.folder}. Leave it out, or add `create_new_adapter`."
                 )
             adapter.fill(layer, name)
             layer.use_rslora = bool(adapter.config.get("use_rslora"))
@@ -513,9 +503,8 @@ def refuse_two_ways(folder: Path, adapters: Sequence[str | Path]) -> None:
     """Refuse adapters by `adapter_path` above one by `model_path`."""
     if adapters:
         raise UserError(
-            f"`model_path` {folder} is an adapter, and `adapter_path` "
-            f"{','.join(map(str, adapters))} came too. Give the base as `model_path`, and name all "
-            "adapters in `adapter_path`, in their order."
+            f"`model_path` {folder} is an adapter, like {','.join(map(str, adapters))}. Give the "
+            "base as `model_path`, and name all adapters in `adapter_path`, in their order."
         )
 
 

@@ -88,12 +88,24 @@ class AdapterStart:
         if others:
             raise UserError(
                 f"{self.resumed} has LoRA on {', '.join(sorted(others)[:5])}, which is in none of "
-                f"{', '.join(LORA_PARTS.values())}. Merge it instead (`create_new_adapter`), or "
-                "export it merged."
+                f"{', '.join(LORA_PARTS.values())}. Merge it instead (`create_new_adapter`)."
             )
         found = {}
         for part, one in lora.items():
-            found[part] = own = _as_in_file(adapter, names.get(part, []), one)
+            own = replace(one, num=0)
+            if here := names.get(part):
+                rank = adapter.pairs[here[0]][0].shape[0]
+                use_rslora = bool(adapter.config.get("use_rslora"))
+                own = PartLoRA(
+                    num=1,
+                    rank=rank,
+                    alpha=adapter.scale(here[0]) * (rank**0.5 if use_rslora else rank),
+                    dropout=one.dropout,
+                    target=frozenset(here),
+                    use_rslora=use_rslora,
+                    use_dora=bool(adapter.magnitudes),
+                )
+            found[part] = own
             what, told = LORA_PARTS[part], f"{self.resumed} decides: "
             if own.num:
                 kind = "rank-stabilised LoRA" if own.use_rslora else "LoRA"
@@ -136,22 +148,6 @@ class AdapterStart:
             name: (a[len(a) // 2 :].contiguous(), -b[:, len(a) // 2 :])
             for name, (a, b) in adapter.pairs.items()
         }
-
-
-def _as_in_file(adapter: Adapter, names: list[str], asked: PartLoRA) -> PartLoRA:
-    if not names:
-        return replace(asked, num=0)
-    rank = adapter.pairs[names[0]][0].shape[0]
-    use_rslora = bool(adapter.config.get("use_rslora"))
-    return PartLoRA(
-        num=1,
-        rank=rank,
-        alpha=adapter.scale(names[0]) * (rank**0.5 if use_rslora else rank),
-        dropout=asked.dropout,
-        target=frozenset(names),
-        use_rslora=use_rslora,
-        use_dora=bool(adapter.magnitudes),
-    )
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from huggingface_hub import ModelCardData
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from stageline.checkpoint.adapter import PEFT_PREFIX, base_of, note_untied
+from stageline.checkpoint.adapter import PEFT_PREFIX, base_of
 from stageline.checkpoint.files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -100,12 +100,10 @@ def publish_over(draft: Path, target: Path, *, facts: dict[str, object]) -> None
     try:
         publish(draft, ready, facts=facts, known={})
         target.rename(old)
-        try:
-            ready.rename(target)
-        except BaseException:
-            old.rename(target)
-            raise
+        ready.rename(target)
     except BaseException:
+        if old.exists() and not target.exists():
+            old.rename(target)
         discard(ready)
         raise
     fsync_path(target.parent)  # before the old one goes
@@ -138,14 +136,6 @@ def write_model(
         shutil.copyfile(generation, draft / GENERATION_CONFIG_NAME)
     for path in draft.glob("*.safetensors"):
         path.chmod(FILE_MODE)  # safetensors writes for the owner alone
-
-
-def untie_changed_head(model: PreTrainedModel) -> None:
-    """Note in the configuration that a head got a weight of its own, as an adapter may give it."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if head is None or embedding is None or head.weight is embedding.weight:
-        return
-    note_untied(model.config)
 
 
 def write_adapter(source: Path, draft: Path, dtype_of: Callable[[str], torch.dtype] | None) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,16 +24,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 # what torch.save writes, by whatever name; never opened
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
-# first bytes of what lies in place of weights most often, for the message
-_LOOKS = (
-    (b"version https://git-lfs", "a Git LFS pointer: fetch the file itself with `git lfs pull`"),
-    (b"PK\x03\x04", "a zip archive, such as torch.save writes"),
-    (b"\x80", "a pickle, such as torch.save wrote once"),
-    (b"GGUF", "a GGUF file: convert it to safetensors first"),
-    (b"<", "HTML: a page of a server that was saved in place of the file"),
-    (b"{", "JSON: perhaps the index, or an error message of a server"),
-    (bytes(8), "a file whose space was reserved and never written: it begins with zeros"),
-)
+_LFS = b"version https://git-lfs"
 
 
 def inside(folder: Path, name: object, *, told_by: Path, is_plain: bool = False) -> Path:
@@ -113,10 +103,8 @@ def weight_files(checkpoint: Path, *, fetches: bool = True) -> dict[str, Path]:
         )
     elif pickles:
         cure = (
-            "A pickle can run any program, so it is never opened. If you trust where it came from, "
-            'convert it once: python -c "from transformers import AutoModelForCausalLM as M; '
-            f"M.from_pretrained('{checkpoint}').save_pretrained('NEW_FOLDER')\", and copy the "
-            "tokenizer's files"
+            "A pickle can run any program, so it is never opened. If you trust it, load it once "
+            "in transformers, save_pretrained it to a new folder, and copy the tokenizer's files"
         )
     raise CheckpointError(
         f"{checkpoint} holds neither {SINGLE_FILE} nor {INDEX_FILE}, but "
@@ -189,35 +177,13 @@ def open_tensors(file: Path, device: torch.device | str = "cpu") -> safe_open:
     """
     fetch_missing(file)
     try:
-        if file.exists() and not file.is_file():  # to open a pipe would wait for its writer
-            raise OSError("it is a folder" if file.is_dir() else "it is a device or a pipe")
         return safe_open(file, framework="pt", device=str(device), backend="pread")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read: {error}{_what_came(file)}. Copy the safetensors file again."
-        ) from error
-
-
-def _what_came(file: Path) -> str:
-    """What a refused file is by its first bytes, or both sizes if it was cut; else ""."""
-    if not file.is_file() or not os.access(file, os.R_OK):
-        return ""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        start = opened.read(64)
-        opened.seek(8)
-        length = int.from_bytes(start[:8], "little")
-        header = opened.read(min(length, size))
-    if not header.startswith(b"{"):  # else it is a safetensors file that was damaged
-        for magic, name in _LOOKS:
-            if start.startswith(magic):
-                return f"; it looks like {name}"
-    expected = 8 + length if size >= 8 else 8
-    with contextlib.suppress(ValueError, RecursionError, AttributeError, TypeError, LookupError):
-        entries = json.loads(header)
-        entries.pop("__metadata__", None)
-        expected += max(entry["data_offsets"][1] for entry in entries.values())
-    return f"; expected {expected} bytes, found {size}" if expected != size else ""
+        cure = "Copy the safetensors file again."
+        with contextlib.suppress(OSError), file.open("rb") as opened:
+            if opened.read(len(_LFS)) == _LFS:
+                cure = "It is a Git LFS pointer: fetch the file itself with `git lfs pull`."
+        raise CheckpointError(f"{file} cannot be read: {error}. {cure}") from error
 
 
 def read_tensor(tensors: safe_open, name: str, file: Path) -> torch.Tensor:

@@ -302,6 +302,5 @@ def check_filled(model: nn.Module, source: str) -> None:
         raise UserError(
             f"{len(empty)} tensors have no value, or NaN, after {source}: {', '.join(empty[:10])} "
             f"of the stage model {part_name(type(model))}. Give the module a reset_parameters() "
-            "that sets them (what is made inside torch.device('meta') has only a shape), or start "
-            "from a checkpoint that is whole (`model_path`)."
+            "that sets them, or start from a checkpoint that is whole (`model_path`)."
         )

@@ -8,7 +8,7 @@ built, what this stage drops. Not here: adapters (`adapter.py`), random starts (
 import copy
 import ctypes
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -179,9 +179,7 @@ def load_split_model(
         if integers := integer_weights(found, leaves):
             raise CheckpointMismatch(
                 f"{checkpoint} holds {len(integers)} weights as integers: "
-                f"{list_names(integers, 5)}, which mean nothing to stage {model.stage} of "
-                f"{model.num_stages} without their scales. Use the checkpoint that was not "
-                "quantised, or undo it with the program that did it."
+                f"{list_names(integers, 5)}. Use the checkpoint that was not quantised."
             )
         return found
 
@@ -239,17 +237,41 @@ def _read_by_library(
     assert model.whole is not None  # the caller looked
     if earlier := {there for there in key_map.values() if is_lora_name(there)}:
         raise UserError(
-            f"{checkpoint} holds no LoRA, and of several LoRAs (`llm_lora_num` 2) all but the last "
-            f"come from the checkpoint ({list_names(earlier, 3)}). Give the adapter folder of the "
-            "earlier run as `model_path`, or use one LoRA."
+            f"{checkpoint} holds no LoRA for {list_names(earlier, 3)}. Give the earlier run's "
+            "adapter folder as `model_path`, or use one LoRA."
         )
-    whole = WholeNames()
+    base_class: Any = type(model.whole)  # a class that is known at run time alone
+    base = base_class.base_model_prefix
+    # of the whole model, before it is pruned
+    whole_names: dict[str, torch.Tensor] = {}
+    transforms: list[WeightTransform] = []
+
+    class Pruned(base_class):
+        """Drops what this stage drops, while it is built."""
+
+        all_tied_weights_keys: dict[str, str]
+
+        def __init__(self, config: object, *args: object, **kwargs: object) -> None:
+            super().__init__(config, *args, **kwargs)
+            whole_names.update(self.state_dict())
+            transforms.extend(get_model_conversion_mapping(self))
+            model.prune(self)
+            kept = set(self.state_dict())
+            # ties of weights that went with the pruning would be looked for, and not found
+            self.all_tied_weights_keys = {
+                target: source
+                for target, source in self.all_tied_weights_keys.items()
+                if target in kept and source in kept
+            }
+
+    Pruned.__name__, Pruned.__qualname__ = base_class.__name__, base_class.__qualname__
+    # else the library takes it for custom code and leaves names on disk as they are
+    Pruned.__module__ = base_class.__module__
     model.keys_read = set()
-    stage_class = _pruning_class(model.whole, model.prune, whole)
     kwargs: dict[str, Any] = {"device_map": {"": device}} if device.type != "cpu" else {}
     try:
         with quiet(), returns_freed_memory():
-            found = stage_class.from_pretrained(
+            found = Pruned.from_pretrained(
                 None,
                 state_dict=lazy_state(files, model.keys_read),
                 config=copy.deepcopy(model.config),
@@ -270,10 +292,17 @@ def _read_by_library(
             f"{error}. Use a checkpoint of the same architecture and configuration."
         ) from error
     model.keys_fresh = set(info["missing_keys"]) & getattr(model, "fresh_names", frozenset())
-    names = {name: _renamed(name, whole.transforms, whole.base, whole.names) for name in files}
-    is_unknown, unused = whole.unknown(names, loaded), getattr(model, "unused_names", ())
+    names = {name: _renamed(name, transforms, base, whole_names) for name in files}
+    # a stage without a tower lacks the tower's own renames: what it does not know may be known
+    ours, kept = get_model_conversion_mapping(loaded), loaded.state_dict()
+    known = {_renamed(n, ours, base, kept) for n, there in names.items() if there in whole_names}
+    # a checkpoint of the bare base model lacks the prefix
+    known |= {*whole_names, *(name.removeprefix(f"{base}.") for name in whole_names)}
+    unused = getattr(model, "unused_names", ())
     unknown = {
-        name for name in info["unexpected_keys"] if is_unknown(name) and not name.startswith(unused)
+        name
+        for name in info["unexpected_keys"]
+        if not {name, name.removeprefix(f"{base}.")} & known and not name.startswith(unused)
     }
     wrong = [other_shape(*mismatch) for mismatch in info["mismatched_keys"]]
     _refuse(model, checkpoint, set(info["missing_keys"]) - model.keys_fresh, unknown, wrong)
@@ -287,41 +316,6 @@ def _read_by_library(
     return {there: name for name, there in names.items()}
 
 
-class WholeNames:
-    """The names of the whole model, and how the library finds them from those on disk.
-
-    A stage without a tower lacks the tower's own renames: what it does not know may be known.
-    """
-
-    def __init__(self) -> None:
-        self.names: dict[str, torch.Tensor] = {}
-        self.transforms: list[WeightTransform] = []
-        self.base = ""
-
-    def take(self, whole: PreTrainedModel) -> None:
-        """Notes down what is known before the model is pruned."""
-        self.names = whole.state_dict()
-        self.transforms = get_model_conversion_mapping(whole)
-        self.base = whole.base_model_prefix
-
-    def unknown(self, renamed: Mapping[str, str], pruned: PreTrainedModel) -> Callable[[str], bool]:
-        """Says whether a name, as the pruned model has renamed it, is none of the whole model's.
-
-        `renamed` has each name on disk as the whole model has it.
-        """
-        ours, kept = get_model_conversion_mapping(pruned), pruned.state_dict()
-        known = {
-            _renamed(name, ours, self.base, kept)
-            for name, there in renamed.items()
-            if there in self.names
-        }
-        base = self.base + "."
-        # a checkpoint of the bare base model lacks the prefix
-        return lambda name: (
-            name not in known and not {name, base + name, name.removeprefix(base)} & set(self.names)
-        )
-
-
 def _renamed(
     name: str, transforms: list[WeightTransform], base: str, names: dict[str, torch.Tensor]
 ) -> str:
@@ -330,33 +324,6 @@ def _renamed(
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
     found, _ = rename_source_key(name, renamings, converters, base, names)
     return name if found not in names and name in names else found
-
-
-def _pruning_class(
-    model: PreTrainedModel, prune: Callable[[PreTrainedModel], None], whole: WholeNames
-) -> type[PreTrainedModel]:
-    """A subclass of the model's class whose instances drop what this stage drops, when built."""
-    base: Any = type(model)  # a class that is known at run time alone
-
-    class Pruned(base):
-        all_tied_weights_keys: dict[str, str]
-
-        def __init__(self, config: object, *args: object, **kwargs: object) -> None:
-            super().__init__(config, *args, **kwargs)
-            whole.take(self)
-            prune(self)
-            kept = set(self.state_dict())
-            # ties of weights that went with the pruning would be looked for, and not found
-            self.all_tied_weights_keys = {
-                target: source
-                for target, source in self.all_tied_weights_keys.items()
-                if target in kept and source in kept
-            }
-
-    Pruned.__name__, Pruned.__qualname__ = base.__name__, base.__qualname__
-    # else the library takes it for custom code and leaves names on disk as they are
-    Pruned.__module__ = base.__module__
-    return Pruned
 
 
 def _refuse(

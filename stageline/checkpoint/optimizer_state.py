@@ -6,7 +6,8 @@ writes its rows. Nothing depends on which stage or rank a parameter was on. No p
 """
 
 import copy
-from collections.abc import Collection, Iterable, Mapping
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,9 +133,8 @@ def _as_tensor(
 
 def _cannot_save(optimizer: torch.optim.Optimizer | None, key: str, kind: str) -> UserError:
     return UserError(
-        f"the optimizer {type(optimizer).__name__} keeps {key} as {kind}; only tensors and numbers "
-        "of parameters and numbers of groups can be saved without pickled code. Use another "
-        "`optimizer`."
+        f"the optimizer {type(optimizer).__name__} keeps {key} as {kind}, which cannot be saved "
+        "without pickled code. Use another `optimizer`."
     )
 
 
@@ -148,8 +148,7 @@ def _piece(
         return {"start": rows.start, "rows": rows.count}
     raise UserError(
         f"the optimizer keeps {key} of shape {list(tensor.shape)} for a share of shape "
-        f"{list(parameter.shape)}, which cannot be shared out anew. Leave `dp_shard` out or use "
-        "another `optimizer`."
+        f"{list(parameter.shape)}. Leave `dp_shard` out or use another `optimizer`."
     )
 
 
@@ -210,8 +209,7 @@ class SavedState:
         if not path.is_file():
             raise CheckpointError(
                 f"{folder} holds weights alone, without {STATE_FOLDER}/{STATE_FILE}. Resume from a "
-                "folder checkpoints/step-...; to start anew from these weights give them as "
-                "`model_path`."
+                "folder checkpoints/step-..., or give these weights as `model_path`."
             )
         saved = read_json(path)
         self.facts: dict[str, Any] = saved["facts"]
@@ -258,10 +256,15 @@ class SavedState:
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         of_group: dict[int, dict[str, Any]] = {}
         with ExitStack() as stack:
-            files = _Files(self.folder, stack)
+
+            @functools.cache
+            def opened(name: str) -> safe_open:
+                path = inside(self.folder, name, told_by=self.folder / STATE_FILE, is_plain=True)
+                return stack.enter_context(open_tensors(path))
+
             for name, parameter in parameters.items():
                 group = groups[id(parameter)]
-                state = self._values(name, parameter, rows.get(name), files, group)
+                state = self._values(name, parameter, rows.get(name), opened, group)
                 value = state.pop(WEIGHT, None)
                 if value is not None:
                     parameter.copy_(value)
@@ -271,8 +274,7 @@ class SavedState:
                 if of_group.setdefault(id(group), extras) != extras:
                     raise CheckpointError(
                         f"{self.folder} has {extras} for the group of {name}, and other values for "
-                        "parameters that are in one group with it now. Resume with the stages of "
-                        "that run, or use another `optimizer`."
+                        "others of its group now. Resume with the stages of that run."
                     )
                 group.update(extras)
 
@@ -281,7 +283,7 @@ class SavedState:
         name: str,
         parameter: nn.Parameter,
         rows: RowRange | None,
-        files: "_Files",
+        opened: Callable[[str], safe_open],
         group: Mapping[str, Any],
     ) -> dict[str, Any]:
         entry = self.index[name]
@@ -293,7 +295,7 @@ class SavedState:
             )
         values: dict[str, Any] = {}
         for key, pieces in entry["values"].items():
-            value = files.read(f"{key}/{name}", pieces, rows=rows, shape=shape)
+            value = self._read(f"{key}/{name}", pieces, opened, rows=rows, shape=shape)
             number = pieces[0].get("number")
             if number is not None:
                 values[key] = value.item()
@@ -303,43 +305,29 @@ class SavedState:
             values[key] = value if stays else value.to(parameter.device)
         return values
 
-
-class _Files:
-    """The files of a state, each opened once."""
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.folder = folder
-        self.stack = stack
-        self.opened: dict[str, safe_open] = {}
-
-    def read(
+    def _read(
         self,
         key: str,
         pieces: list[dict[str, Any]],
+        opened: Callable[[str], safe_open],
         *,
         rows: RowRange | None,
         shape: tuple[int, ...],
     ) -> torch.Tensor:
         """A whole value, or the rows of it that are wanted."""
+        first = opened(pieces[0]["file"])
         if "start" not in pieces[0]:
-            value = self._open(pieces[0]).get_slice(key)
+            value = first.get_slice(key)
             if rows is None or tuple(value.get_shape()) != shape:
-                return self._open(pieces[0]).get_tensor(key)
-            first = rows.start if rows.count else 0  # none may begin behind the last row
-            return value[first : first + rows.count]
-        first, count = (0, shape[0]) if rows is None else (rows.start, rows.count)
+                return first.get_tensor(key)
+            start = rows.start if rows.count else 0  # none may begin behind the last row
+            return value[start : start + rows.count]
+        begin, count = (0, shape[0]) if rows is None else (rows.start, rows.count)
         parts = []
         for piece in sorted(pieces, key=lambda piece: piece["start"]):
-            start = max(first, piece["start"])
-            stop = min(first + count, piece["start"] + piece["rows"])
+            start = max(begin, piece["start"])
+            stop = min(begin + count, piece["start"] + piece["rows"])
             if start < stop:
-                values = self._open(piece).get_slice(key)
+                values = opened(piece["file"]).get_slice(key)
                 parts.append(values[start - piece["start"] : stop - piece["start"]])
-        return torch.cat(parts) if parts else self._open(pieces[0]).get_slice(key)[:0]
-
-    def _open(self, piece: Mapping[str, Any]) -> safe_open:
-        name = piece["file"]
-        if name not in self.opened:
-            path = inside(self.folder, name, told_by=self.folder / STATE_FILE, is_plain=True)
-            self.opened[name] = self.stack.enter_context(open_tensors(path))
-        return self.opened[name]
+        return torch.cat(parts) if parts else first.get_slice(key)[:0]

@@ -19,6 +19,7 @@ from stageline.checkpoint.adapter import (
     config_folder,
     find_base,
     merge_adapters,
+    note_untied,
     read_adapter_config,
 )
 from stageline.checkpoint.export_files import (
@@ -29,7 +30,6 @@ from stageline.checkpoint.export_files import (
     model_card,
     publish_over,
     read_run_facts,
-    untie_changed_head,
     write_adapter,
     write_model,
 )
@@ -120,7 +120,10 @@ def export_folder(
             merge_adapters(model, adapters, adapter_weights)
             if is_sum:
                 merge_lora(model)
-                untie_changed_head(model)
+                embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+                if head is not None and embedding is not None:
+                    if head.weight is not embedding.weight:  # an adapter may give it its own
+                        note_untied(model.config)
                 if dtype is not None:
                     round_weights(model, dtype)
             if type(model).__name__.endswith(CLASSIFIER) and model.config.pad_token_id is None:

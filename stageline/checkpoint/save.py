@@ -47,7 +47,6 @@ from stageline.checkpoint.shards import (
     save_stop_ids,
     shard_name,
     split_state,
-    to_host,
     write_index,
     write_shard,
 )
@@ -123,9 +122,8 @@ def trained_names(stage: nn.Module) -> list[str]:
             continue
         if WRAPPED in name.split("."):
             raise UserError(
-                f"{strip_lora(name)} is trained and has a LoRA as well; an adapter folder has no "
-                "place for it. Freeze the base of layers with LoRA, or merge an earlier adapter "
-                "that changed it (`adapter_path`, `create_new_adapter`)."
+                f"{strip_lora(name)} is trained and has a LoRA as well. Freeze the base of layers "
+                "with LoRA, or merge the earlier adapter (`adapter_path`, `create_new_adapter`)."
             )
         names.append(name)
     return names
@@ -148,7 +146,11 @@ def adapter_share(stage: Stage, *, claimed: set[str]) -> AdapterShare:
         for module, (_, values) in rows.items():
             state[PEFT_PREFIX + module + ROWS_OF_PEFT] = values
     for one in levels.values():
-        one.tensors.update(to_host(one.tensors))
+        copies = HostCopies()
+        for name, tensor in one.tensors.items():
+            if tensor.device.type != "cpu":
+                one.tensors[name] = copies.copy(name, tensor)
+        copies.wait()
     dropout = 0.0
     for wrappers in stacks.values():
         dropout = getattr(wrappers[-1].lora.dropout, "p", 0.0)
@@ -185,17 +187,6 @@ def _adapter_level(stacks: Mapping[str, Sequence[LoRAWrapper]], level: int) -> A
     return found
 
 
-def _write_part(share: AdapterShare, folder: Path) -> AdapterShare:
-    """Write a stage's share; return it with files in the place of tensors."""
-    levels = {}
-    for number, level in share.levels.items():
-        file = f"part-{share.stage:05d}-{number}.safetensors" if level.tensors else ""
-        if file:
-            write_tensors(level.tensors, folder / file)
-        levels[number] = replace(level, tensors={}, file=file)
-    return replace(share, levels=levels)
-
-
 def _merge_parts(parts: list[AdapterShare], folder: Path, *, base: str, model_class: str) -> None:
     """Make one adapter of the stages' parts, and one per level where adapters are stacked."""
     depth = max(part.depth for part in parts)
@@ -209,6 +200,7 @@ def _merge_parts(parts: list[AdapterShare], folder: Path, *, base: str, model_cl
         if not any(name.startswith(f"{module}.") for name in adapted)
     ]
     outermost = [m for m in modules if not any(m.startswith(f"{other}.") for other in modules)]
+    hub = name_of(base)  # whoever gets the adapter has another cache
     for number in _levels(depth):
         target = folder if number == SUM else folder / STACK_FOLDER / str(number)
         target.mkdir(parents=True, exist_ok=True)
@@ -217,64 +209,35 @@ def _merge_parts(parts: list[AdapterShare], folder: Path, *, base: str, model_cl
         for level in levels:
             tensors.update(load_file(folder / level.file) if level.file else {})
         has_extras = number in (SUM, depth - 1)
-        config = _peft_config(
-            {name: fact for level in levels for name, fact in level.facts.items()},
-            base=base,
-            dropout=max(part.dropout for part in parts),
-            modules_to_save=outermost if has_extras else [],
-            token_ids=token_ids if has_extras else {},
-            kinds={kind for level in levels for kind in level.kinds},
-            task=task_of(model_class),
-        )
+        facts = {name: fact for level in levels for name, fact in level.facts.items()}
+        kinds = {kind for level in levels for kind in level.kinds}
+        if "use_rslora" in kinds:  # the scale is alpha / sqrt(rank) then, and stays what it is
+            facts = {n: (r, round(alpha / r**0.5, 9), t) for n, (r, alpha, t) in facts.items()}
+        ordered = sorted(facts)
+        rank, alpha, _ = facts[ordered[0]]
+        config = {
+            "peft_type": "LORA",
+            "task_type": task_of(model_class),
+            "base_model_name_or_path": hub.repo if hub else base,
+            "revision": hub.revision if hub else None,
+            "r": rank,
+            "lora_alpha": alpha,
+            "lora_dropout": max(part.dropout for part in parts),
+            "bias": "none",
+            "inference_mode": True,
+            "init_lora_weights": True,
+            "fan_in_fan_out": any(transposed for _, _, transposed in facts.values()),
+            "target_modules": ordered,
+            "modules_to_save": (outermost if has_extras else []) or None,
+            "rank_pattern": {re.escape(n): facts[n][0] for n in ordered if facts[n][0] != rank},
+            "alpha_pattern": {re.escape(n): facts[n][1] for n in ordered if facts[n][1] != alpha},
+            **({INDICES: token_ids} if token_ids and has_extras else {}),
+            **dict.fromkeys(sorted(kinds), True),
+        }
         write_tensors(dict(sorted(tensors.items())), target / ADAPTER_FILE)
         (target / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     for level in [level for part in parts for level in part.levels.values() if level.file]:
         (folder / level.file).unlink()
-
-
-def _peft_config(
-    facts: dict[str, tuple[int, float, bool]],
-    *,
-    base: str,
-    dropout: float,
-    modules_to_save: list[str],
-    task: str | None,
-    token_ids: dict[str, list[int]],
-    kinds: set[str],
-) -> dict[str, object]:
-    """The content of adapter_config.json.
-
-    Args:
-        facts, kinds: of all stages, see `AdapterLevel`.
-        base: the folder of the frozen model.
-        modules_to_save: modules that were trained whole.
-        task: what peft calls the kind of model.
-        token_ids: module -> ids of the new tokens whose rows the adapter holds.
-    """
-    if "use_rslora" in kinds:  # the scale is alpha / sqrt(rank) then, and stays what it is
-        facts = {n: (r, round(alpha / r**0.5, 9), t) for n, (r, alpha, t) in facts.items()}
-    ordered = sorted(facts)
-    rank, alpha, _ = facts[ordered[0]]
-    hub = name_of(base)  # whoever gets the adapter has another cache
-    return {
-        "peft_type": "LORA",
-        "task_type": task,
-        "base_model_name_or_path": hub.repo if hub else base,
-        "revision": hub.revision if hub else None,
-        "r": rank,
-        "lora_alpha": alpha,
-        "lora_dropout": dropout,
-        "bias": "none",
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "fan_in_fan_out": any(transposed for _, _, transposed in facts.values()),
-        "target_modules": ordered,
-        "modules_to_save": modules_to_save or None,
-        "rank_pattern": {re.escape(n): facts[n][0] for n in ordered if facts[n][0] != rank},
-        "alpha_pattern": {re.escape(n): facts[n][1] for n in ordered if facts[n][1] != alpha},
-        **({INDICES: token_ids} if token_ids else {}),
-        **dict.fromkeys(sorted(kinds), True),
-    }
 
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -510,9 +473,20 @@ class WeightSaver:
         }
 
     def _write_adapter(self, share: WeightShare, draft: Path, base: str) -> None:
-        told = self.ranks.together(
-            lambda: [_write_part(adapter, draft) for adapter in share.adapters], draft
-        )
+        def write() -> list[AdapterShare]:
+            """Writes shares; returns them with files in the place of tensors."""
+            parts = []
+            for one in share.adapters:
+                levels = {}
+                for number, level in one.levels.items():
+                    file = f"part-{one.stage:05d}-{number}.safetensors" if level.tensors else ""
+                    if file:
+                        write_tensors(level.tensors, draft / file)
+                    levels[number] = replace(level, tensors={}, file=file)
+                parts.append(replace(one, levels=levels))
+            return parts
+
+        told = self.ranks.together(write, draft)
         parts = [part for entry in told for part in entry]
 
         def merge() -> None:

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,17 +60,6 @@ class HostCopies:
         for device in self._coming:
             torch.get_device_module(device).current_stream(device).synchronize()
         self._coming.clear()
-
-
-def to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All of them on the host, with one wait; those that are there stay as they are."""
-    copies = HostCopies()
-    found = {
-        name: tensor if tensor.device.type == "cpu" else copies.copy(name, tensor)
-        for name, tensor in tensors.items()
-    }
-    copies.wait()
-    return found
 
 
 Place = tuple[nn.Module, str]  # a module and the name of its parameter

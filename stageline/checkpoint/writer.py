@@ -218,9 +218,14 @@ class CheckpointWriter:
         if self.waits:
             self._write(target, step, weights, state, facts)
             return
-        self._thread = threading.Thread(
-            target=self._try_to_write, args=(target, step, weights, state, facts), daemon=True
-        )
+
+        def write() -> None:
+            try:
+                self._write(target, step, weights, state, facts)
+            except Exception as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=write, daemon=True)
         self._thread.start()
 
     def news(self) -> list[str]:
@@ -252,12 +257,6 @@ class CheckpointWriter:
         facts: dict[str, object] = {"kind": BASE_FOLDER}
         finish_draft(draft, target, self.ranks, processor=self.processor, facts=facts, known=known)
         self.saver.base = str(target)
-
-    def _try_to_write(self, *args: Any) -> None:
-        try:
-            self._write(*args)
-        except Exception as error:
-            self._error = error
 
     def _write(
         self,

@@ -301,9 +301,8 @@ class LocalModel:
             if most is None or length + answering["max_new_tokens"] <= most:
                 return batch, num_dropped
         raise UserError(
-            f"The message is {length} tokens long with the template; with `max_new_tokens` "
-            f"{answering['max_new_tokens']} the model reads {most} at most. Shorten the message, "
-            "or lower `max_new_tokens`."
+            f"The message is {length} tokens long; with `max_new_tokens` "
+            f"{answering['max_new_tokens']} the model reads {most}. Shorten it, or lower that."
         )
 
     def encode(self, messages: list[Message]) -> dict[str, torch.Tensor]:
@@ -432,19 +431,12 @@ class Server:
         return cards[0]
 
     def _failure(self, error: Exception) -> RemoteError:
-        body, status = getattr(error, "body", None), getattr(error, "status_code", None)
-        told = body.get("message") if isinstance(body, dict) else None
-        what = f"{status}: {told or error}" if status else f"{type(error).__name__}: {error}"
-        if not status and error.__cause__ is not None:  # such as a certificate's
-            what += f" {error.__cause__}"
+        what = f"{type(error).__name__}: {error} {error.__cause__ or ''}".strip()
         advice = "Check `server` and `server_model`, or the server's log"
-        if status in (401, 403):
+        if getattr(error, "status_code", None) in (401, 403):
             advice = f"Put a key that it accepts into the variable {self.endpoint.api_key_env}"
         elif "CERTIFICATE_VERIFY_FAILED" in what:
-            advice = (
-                "Its certificate is signed by no authority that is known here: name your own "
-                "authority's file (PEM) in the environment variable SSL_CERT_FILE"
-            )
+            advice = "Name your authority's file (PEM) in the environment variable SSL_CERT_FILE"
         return RemoteError(
             f"{self.endpoint.base_url} does not answer ({what[:500]}). The message was not kept. "
             f"{advice}."

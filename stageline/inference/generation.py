@@ -298,9 +298,8 @@ def shortened(row: ScoredRow, *, max_length: int | None, cuts: bool) -> ScoredRo
     if cuts and not row.images and row.num_targets <= max_length:
         return replace(row, input_ids=row.input_ids[-(max_length + 1) :])
     raise DataError(
-        f"{row.name}: prompt and continuation have {len(row.input_ids)} tokens, and the model "
-        f"reads {max_length}. Shorten the row, or give `model.overlong` cut, which leaves out the "
-        "beginning of prompts without pictures."
+        f"{row.name}: prompt and continuation have {len(row.input_ids)} tokens, the model reads "
+        f"{max_length}. Shorten the row, or give `model.overlong` cut."
     )
 
 

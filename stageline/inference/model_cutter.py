@@ -12,7 +12,7 @@ only (both are compared in benchmarks/model_cutter_2026-11-22.md).
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import nn
@@ -22,9 +22,10 @@ from stageline import tables
 from stageline.errors import UserError
 from stageline.pipeline.topology import uniform_partition
 from stageline.planner.estimate import (
-    LayerBytes,
+    Cost,
     Load,
     ModelBytes,
+    ModelCosts,
     blocks_path,
     layers_path,
     measure_model,
@@ -43,27 +44,24 @@ class DeviceBytes:
 
     Attributes:
         layers: their indices.
-        weights: of layers and ends; the tower's are in `vision`.
-        workspace: the fullest moment beside the lasting bytes.
+        vision: of the weights, those of the tower.
         memory: bytes that may be used; 0: not known.
     """
 
     layers: tuple[int, ...]
-    weights: int
-    cache: int
+    cost: Cost
     vision: int
-    workspace: int
     memory: int = 0
 
     @property
-    def total(self) -> int:
-        """At the fullest moment."""
-        return self.weights + self.cache + self.vision + self.workspace
+    def workspace(self) -> int:
+        """The fullest moment beside weights and complete caches."""
+        return self.cost.answering + self.cost.beyond
 
     @property
     def fraction(self) -> float:
-        """Of its memory."""
-        return self.total / self.memory if self.memory else 0.0
+        """Of its memory, at the fullest moment."""
+        return self.cost.while_answering / self.memory if self.memory else 0.0
 
 
 @dataclass(frozen=True)
@@ -112,21 +110,18 @@ def _deal(model: ModelBytes, memory: Sequence[int], *, cuts_tower: bool = False)
         return Homes((0,) * num_layers, (0,) * num_blocks)
     blocks = model.blocks if cuts_tower else ()
     front = model.layers[:1] if cuts_tower else ()
-    items = [LayerBytes(size, workspace=model.vision_workspace) for size in blocks]
-    items += model.layers[len(front) : -1]
-    fixed = [*front, model.layers[-1]]
-    fixed_lasting = model.ends + model.vision - sum(blocks) + sum(one.lasting for one in fixed)
-    fixed_peak = max(model.vision_workspace, model.end_workspace, *(one.workspace for one in fixed))
-    sums = [0, *itertools.accumulate(item.lasting for item in items)]
+    rest = replace(model.tower, weights=model.tower.weights - sum(blocks))
+    chain = ModelCosts(
+        overhead=Cost(),
+        first=sum((*front, model.layers[-1], rest), model.ends),
+        layers=(*(replace(model.tower, weights=w) for w in blocks), *model.layers[len(front) : -1]),
+        last=Cost(),
+    )
 
     def fraction(device: int, start: int, end: int) -> float:
-        lasting = sums[end] - sums[start]
-        peak = max(item.workspace for item in items[start:end])
-        if device == 0:
-            lasting, peak = lasting + fixed_lasting, max(peak, fixed_peak)
-        return (lasting + peak) / memory[device]
+        return chain.stage(start, end).while_answering / memory[device]
 
-    counts = smallest_maximum(len(items), len(memory), fraction)
+    counts = smallest_maximum(chain.num_layers, len(memory), fraction)
     assert counts is not None, "fractions are finite"
     runs = [device for device, count in enumerate(counts) for _ in range(count)]
     layers = (*(0 for _ in front), *runs[len(blocks) :], 0)
@@ -138,26 +133,15 @@ def device_bytes(model: ModelBytes, homes: Homes, memory: Sequence[int]) -> list
     found = []
     for device, limit in enumerate(memory):
         indices = tuple(index for index, own in enumerate(homes.layers) if own == device)
-        layers = [model.layers[index] for index in indices]
         tower = zip(model.blocks, homes.blocks, strict=True)
         blocks = [size for size, own in tower if own == device]
-        peaks = [layer.workspace for layer in layers]
-        if blocks or device == 0:
-            peaks.append(model.vision_workspace)
-        weights, vision = sum(layer.weights for layer in layers), sum(blocks)
+        vision, cost = sum(blocks), Cost()
         if device == 0:
-            peaks.append(model.end_workspace)
-            weights, vision = weights + model.ends, vision + model.vision - sum(model.blocks)
-        found.append(
-            DeviceBytes(
-                layers=indices,
-                weights=weights,
-                cache=sum(layer.cache for layer in layers),
-                vision=vision,
-                workspace=max(peaks, default=0) + sum(layer.beyond for layer in layers),
-                memory=limit,
-            )
-        )
+            vision, cost = vision + model.tower.weights - sum(model.blocks), model.ends
+        if blocks or device == 0:
+            cost += replace(model.tower, weights=vision)
+        cost = sum((model.layers[index] for index in indices), cost)
+        found.append(DeviceBytes(indices, cost, vision, limit))
     return found
 
 
@@ -172,7 +156,7 @@ def check_fit(found: Sequence[DeviceBytes], *, asked: str, without_passes: bool 
     """
     over = {}
     for device, item in enumerate(found):
-        needed = item.weights + item.vision if without_passes else item.total
+        needed = item.cost.weights if without_passes else item.cost.while_answering
         if needed > item.memory * (1 - HEADROOM):
             over[device] = needed - int(item.memory * (1 - HEADROOM))
     if not over:
@@ -181,7 +165,7 @@ def check_fit(found: Sequence[DeviceBytes], *, asked: str, without_passes: bool 
     helpful = ["a quantised base (`builder.quantization` nf4)"]
     if worst.vision and worst.workspace > lacking:
         helpful.insert(0, "fewer `plan_for.images`")
-    if worst.cache + worst.workspace > lacking:
+    if worst.cost.cache + worst.workspace > lacking:
         helpful.insert(0, "fewer rows (`batch_size`) or a shorter `plan_for.length`")
     if len(over) < len(found) or len(worst.layers) > 2:
         helpful.insert(0, "more or larger devices (`num_devices`)")
@@ -197,14 +181,17 @@ def format_table(found: Sequence[DeviceBytes]) -> str:
     """A row a device, in GiB."""
     head = ("device", "layers", "weights", "cache", "vision", "workspace", "sum", "free", "used")
     rows: list[tuple[str, ...]] = [head]
+    columns = []
     for device, item in enumerate(found):
-        sizes = (item.weights, item.cache, item.vision, item.workspace, item.total, item.memory)
+        cost = item.cost
+        sizes = [cost.weights - item.vision, cost.cache, item.vision, item.workspace]
+        sizes += [cost.while_answering, item.memory]
+        columns.append(sizes)
         rows.append((str(device), _runs(item.layers), *map(_gib, sizes), f"{item.fraction:.1%}"))
-    names = ("weights", "cache", "vision", "total", "memory")
-    sums = [_gib(sum(getattr(item, name) for item in found)) for name in names]
     fullest = f"{max(item.fraction for item in found):.1%}"
     count = str(sum(len(item.layers) for item in found))
-    rows.append(("all", count, sums[0], sums[1], sums[2], "", sums[3], sums[4], fullest))
+    sums = [_gib(sum(column)) for column in zip(*columns, strict=True)]
+    rows.append(("all", count, *sums[:3], "", *sums[4:], fullest))
     return tables.format_table(rows, num_texts=0)
 
 
@@ -219,27 +206,19 @@ def _gib(size: float) -> str:
     return f"{size / GIB:.2f}"
 
 
-def layer_counts(num_layers: int, num_devices: int, *, visual_gpu_ratio: float = 0.0) -> list[int]:
-    """Return layers per device; device 0 has the first layers and the last one.
+def layer_devices(num_layers: int, num_devices: int, *, visual_gpu_ratio: float = 0.0) -> list[int]:
+    """Return the device of each layer; device 0 has the first layers and the last one.
+
+    Devices 1 and above have at most one layer more than others of them. Fewer devices than asked
+    for where there are too few layers: device 0 needs two.
 
     Args:
-        visual_gpu_ratio: see `uniform_partition`. The tower is not cut: whether it fits on device 0
-            is not known here.
-
-    Returns:
-        Counts that sum to `num_layers`; at most one apart on devices 1 and above. Fewer devices
-        than asked for where there are too few layers: device 0 needs two.
+        visual_gpu_ratio: see `uniform_partition`. The tower is not cut.
     """
     num_devices = min(num_devices, max(1, num_layers - 1))
     counts = uniform_partition(num_layers, num_devices, visual_gpu_ratio=visual_gpu_ratio)
     if num_devices > 1 and counts[0] < 2:
         counts = [2, *uniform_partition(num_layers - 2, num_devices - 1)]
-    return counts
-
-
-def layer_devices(num_layers: int, num_devices: int, *, visual_gpu_ratio: float = 0.0) -> list[int]:
-    """Return the device of each layer."""
-    counts = layer_counts(num_layers, num_devices, visual_gpu_ratio=visual_gpu_ratio)
     devices = [device for device, count in enumerate(counts) for _ in range(count)]
     return [*devices[1:], 0]
 
@@ -263,7 +242,7 @@ class ModelCutter:
     Args:
         model: a transformers model, on the meta device for instance.
         num_devices: how many devices there are.
-        visual_gpu_ratio: see `layer_counts`; None: bytes decide.
+        visual_gpu_ratio: see `layer_devices`; None: bytes decide.
         memory: bytes that are free on each device; None: all have the same.
         load: what the model will be asked for.
     """

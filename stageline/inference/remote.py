@@ -76,8 +76,7 @@ class Endpoint:
         if not key and self.base_url is None:
             raise UserError(
                 f"The environment variable {self.api_key_env} is empty, and OpenAI's own server "
-                "asks for a key. Export it, or give another server in `builder.base_url` "
-                "(http://127.0.0.1:8000/v1)."
+                "requires a key. Export it, or give another server in `builder.base_url`."
             )
         return OpenAI(
             api_key=key or "none",  # servers of one's own ask for none

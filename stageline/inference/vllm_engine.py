@@ -22,7 +22,6 @@ from stageline.inference.decoding.request import (
     Failed,
     Finished,
     Request,
-    Sampling,
     Scored,
     ScoreRequest,
     TokenLogprob,
@@ -53,7 +52,6 @@ def open_vllm(
     Raises:
         UserError: vLLM isn't installed, or the folder can't be read.
     """
-    check_vllm()
     config = load_config(folder, trust_remote_code=trust_remote_code)
     processor = load_processor(folder, trust_remote_code=trust_remote_code)
     return VllmEngine(
@@ -126,11 +124,7 @@ class VllmEngine:
 
     def answer(self, requests: Iterable[Request]) -> Iterator[Finished | Failed]:
         """Answers requests, some hundred at a time, in their order."""
-
-        def params(request: Request) -> Any:
-            return self._sampling_params(request.sampling)
-
-        return self._each(requests, params, self._finished)
+        return self._each(requests, self._sampling_params, self._finished)
 
     def score(self, items: Iterable[ScoreRequest]) -> Iterator[Scored | Failed]:
         """Scores the last tokens of rows; vLLM reads them as prompts and makes one token more."""
@@ -161,11 +155,6 @@ class VllmEngine:
                 f"{self.max_length}. Shorten it."
             )
         images = prompt.get(IMAGES)
-        if images is None and any(value.is_floating_point() for value in prompt.values()):
-            raise UserError(
-                "A prompt came with the pixels of its images, and vLLM has processors of its own. "
-                "Make the prompt with `encode` of this engine."
-            )
         if not images:
             return self._vllm.TokensPrompt(prompt_token_ids=ids)
         if get_image_processor(self.processor) is None:
@@ -174,7 +163,8 @@ class VllmEngine:
             prompt_token_ids=ids, multi_modal_data={"image": list(images)}
         )
 
-    def _sampling_params(self, sampling: Sampling) -> Any:
+    def _sampling_params(self, request: Request) -> Any:
+        sampling = request.sampling
         ends = self.stop_ids if sampling.stop_token_ids is None else sampling.stop_token_ids
         return self._vllm.SamplingParams(
             max_tokens=sampling.max_new_tokens,

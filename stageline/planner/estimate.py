@@ -13,7 +13,6 @@ import functools
 import gc
 import itertools
 import math
-import os
 import statistics
 import sys
 import time
@@ -21,7 +20,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -37,7 +35,7 @@ from transformers import (
 )
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from stageline.device import empty_cache, is_accelerator, synchronize
+from stageline.device import available_memory, empty_cache, is_accelerator, synchronize
 from stageline.errors import UserError
 from stageline.model_folder import attention_options, called_alike, is_of_library
 from stageline.modules.quantised import num_weights
@@ -68,6 +66,7 @@ class Cost:
         saved: bytes that the backward pass waits for.
         transient: what the fullest moment of a pass has beyond those.
         cache: keys and values of the answers that are drawn at once, of a run whose model answers.
+        beyond: what a cache with a window holds of a long prompt until the first step.
         answering: what the fullest moment of a pass that answers has beyond the cache.
         trains: some parameter is trained.
     """
@@ -84,8 +83,14 @@ class Cost:
     saved: int = 0
     transient: int = 0
     cache: int = 0
+    beyond: int = 0
     answering: int = 0
     trains: bool = False
+
+    @property
+    def while_answering(self) -> int:
+        """Bytes at the fullest moment of a model that only answers."""
+        return self.weights + self.cache + self.beyond + self.answering
 
     def __add__(self, other: "Cost") -> "Cost":
         """Both on one stage, this one first.
@@ -147,10 +152,10 @@ class ModelCosts:
     first: Cost
     layers: tuple[Cost, ...]
     last: Cost
-    tied: Cost
-    border: int
-    batch: int
-    shape: tuple[int, int]
+    tied: Cost = Cost()
+    border: int = 0
+    batch: int = 0
+    shape: tuple[int, int] = (1, 1)
     hand_over: float = 0.0
     front: str = "embedding"
     not_counted: str = ""
@@ -347,10 +352,6 @@ def most_in_flight(schedule: Schedule, num_micro_batches: int) -> list[int]:
 
 
 KEPT_FREE = 0.05  # of an accelerator: the allocator's gaps and the libraries
-_GROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 
 
 def device_capacity(device: torch.device, *, num_local_ranks: int, gib: float | None = None) -> int:
@@ -367,15 +368,7 @@ def device_capacity(device: torch.device, *, num_local_ranks: int, gib: float | 
         free, total = module.mem_get_info(device)
         free += module.memory_reserved(device)
         return int(free - KEPT_FREE * total)
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = page * os.sysconf("SC_PHYS_PAGES")
-    for path in _GROUP_LIMITS:  # of a container
-        if path.is_file() and (text := path.read_text().strip()).isdigit():
-            total = min(total, int(text))
-    # what this process holds before a model is built: the interpreter and its libraries
-    status = Path("/proc/self/statm")
-    resident = page * int(status.read_text().split()[1]) if status.exists() else 0
-    return max(0, total // num_local_ranks - resident)
+    return (available_memory() or sys.maxsize) // num_local_ranks
 
 
 # -- the items of a stage model, timed and weighed on a device -------------------------------------
@@ -387,39 +380,24 @@ FIRST, MIDDLE, LAST = range(3)
 MASTER_BYTES = GRADIENT_BYTES = 4  # float32, whatever the weights are
 
 
-@dataclass(frozen=True)
-class Outline:
+@dataclass(frozen=True, kw_only=True)
+class Outline(ModelCosts):
     """The items of a model without their seconds and activations; no weight is made for it.
 
     Attributes:
-        first, layers, last: parameters of the items.
         kinds: for each layer the first one that is like it.
-        tied: what first and last item both hold.
-        border: (rows, tokens) -> bytes that travel between two stages.
+        border_of: (rows, tokens) -> bytes that travel between two stages.
         widths: for each layer, numbers saved for each token, roughly; 0 where they are recomputed.
         last_width: the same of head and norm.
         has_tower: the first item looks at images.
     """
 
     make_piece: MakePiece
-    first: Cost
-    layers: tuple[Cost, ...]
-    last: Cost
     kinds: tuple[int, ...]
-    tied: Cost
-    border: Callable[[int, int], int]
+    border_of: Callable[[int, int], int]
     widths: tuple[int, ...]
     last_width: int
     has_tower: bool = False
-
-    @property
-    def front(self) -> str:
-        """What the first item holds, for people."""
-        return "tower+embedding" if self.has_tower else "embedding"
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers)
 
     @cached_property
     def trains(self) -> list[bool]:
@@ -458,17 +436,29 @@ def outline_of(make_piece: MakePiece) -> Outline:
     layers: list[dict[str, torch.Tensor]]
     layers = [dict(whole.get_submodule(path).named_parameters()) for path in paths]
     is_recomputed = recomputes(whole)
+    # layers are alike if shapes, settings and what is trained in and before them are
+    is_after_trained = any(parameter.requires_grad for parameter in first.values())
+    first_of: dict[Hashable, int] = {}
+    kinds = []
+    for index, layer in enumerate(layers):
+        shapes = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in layer.items())
+        key = (shapes, whole.layer_kind(index), is_after_trained)
+        kinds.append(first_of.setdefault(key, index))
+        is_after_trained = is_after_trained or any(p.requires_grad for p in layer.values())
+    has_tower = bool(getattr(getattr(whole, "paths", None), "vision_tower", ""))
     return Outline(
         make_piece=make_piece,
+        overhead=Cost(),
         first=parameter_cost(first.values()),
         layers=tuple(parameter_cost(layer.values()) for layer in layers),
         last=parameter_cost(last.values()),
-        kinds=_kinds(whole, layers, is_after_trained=any(p.requires_grad for p in first.values())),
+        kinds=tuple(kinds),
         tied=parameter_cost(last[name] for name in first.keys() & last.keys()),
-        border=lambda *shape: tensor_bytes(ends[1].get_example_input(*shape)),
+        border_of=lambda *shape: tensor_bytes(ends[1].get_example_input(*shape)),
         widths=tuple(0 if is_recomputed else token_width(layer) for layer in layers),
         last_width=token_width(last),
-        has_tower=bool(getattr(getattr(whole, "paths", None), "vision_tower", "")),
+        has_tower=has_tower,
+        front="tower+embedding" if has_tower else "embedding",
     )
 
 
@@ -495,20 +485,6 @@ def parameter_cost(parameters: Iterable[torch.Tensor]) -> Cost:
         masters=num_half * MASTER_BYTES,
         trains=bool(trained),
     )
-
-
-def _kinds(
-    whole: Stage, layers: list[dict[str, torch.Tensor]], *, is_after_trained: bool
-) -> tuple[int, ...]:
-    """Layers are alike if shapes, settings and what is trained in and before them are."""
-    first_of: dict[Hashable, int] = {}
-    kinds = []
-    for index, layer in enumerate(layers):
-        shapes = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in layer.items())
-        key = (shapes, whole.layer_kind(index), is_after_trained)
-        kinds.append(first_of.setdefault(key, index))
-        is_after_trained = is_after_trained or any(p.requires_grad for p in layer.values())
-    return tuple(kinds)
 
 
 MOST_REPEATS, SHORT_SECONDS = 30, 0.1  # short passes are repeated more often
@@ -567,17 +543,16 @@ def measure(
 
     layers = zip(outline.kinds, outline.layers, strict=True)
     shared = max((found[kind + 1][1] for kind in outline.kinds), default=0)
-    return ModelCosts(
+    return replace(
+        outline,
         overhead=replace(overhead, saved=shared),
         first=item_cost(0, outline.first),
         layers=tuple(item_cost(kind + 1, facts) for kind, facts in layers),
         last=item_cost(outline.num_layers + 1, outline.last),
-        tied=outline.tied,
         border=border,
         hand_over=hand_over_seconds(border, on_cpu=workload.device.type == "cpu"),
         batch=tensor_bytes(iter(workload.batch.values())),
         shape=workload.shape,
-        front=outline.front,
     )
 
 
@@ -633,6 +608,8 @@ class ItemRun:
 
     def time(self) -> dict[Kind, float]:
         """Median seconds of each pass that this piece has."""
+        # on a CPU the time of this thread: what other programs take does not count
+        clock = time.perf_counter if is_accelerator(self.device) else time.thread_time
         times: dict[Kind, list[float]] = {}
         start = time.perf_counter()
         for index in range(MOST_REPEATS + 1):
@@ -640,9 +617,12 @@ class ItemRun:
                 break
             for kinds in self.sequences():
                 for kind in kinds:
-                    seconds = self._timed(kind)
+                    synchronize(self.device)
+                    began = clock()
+                    self.run_pass(kind)
+                    synchronize(self.device)
                     if index:  # the first round warms up
-                        times.setdefault(kind, []).append(seconds)
+                        times.setdefault(kind, []).append(clock() - began)
         return {kind: statistics.median(values) for kind, values in times.items()}
 
     def sequences(self) -> Sequence[Sequence[Kind]]:
@@ -659,7 +639,15 @@ class ItemRun:
         Gradients must be there already, as in all but the first micro-batch of a step.
         """
         saved = SavedBytes(itertools.chain(self.model.parameters(), self.model.buffers()))
-        hooks = self._mark_shared(saved)
+        layers = [self.model.get_submodule(self.model.layer_name(i)) for i in self.model.layers]
+        is_recomputed = recomputes(self.model)
+
+        def mark(module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
+            # what a layer gets by name (masks, rotary tables) all layers of a stage get
+            others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+            saved.share((args[1:], others), is_held=is_recomputed)
+
+        hooks = [layer.register_forward_pre_hook(mark, with_kwargs=True) for layer in layers]
         meter = PeakBytes(self.device)
         with meter.watch():
             with saved.hooks():
@@ -677,26 +665,6 @@ class ItemRun:
         made = saved.own_bytes + saved.shared_bytes - tensor_bytes(self.inputs)
         transient = max(forward_peak, meter.peak) - made
         return saved.own_bytes, saved.shared_bytes, max(transient, 0)
-
-    def _mark_shared(self, saved: SavedBytes) -> list[torch.utils.hooks.RemovableHandle]:
-        """What a layer gets by name (masks, rotary tables) all layers of a stage get."""
-        layers = [self.model.get_submodule(self.model.layer_name(i)) for i in self.model.layers]
-        is_recomputed = recomputes(self.model)
-
-        def mark(module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
-            others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-            saved.share((args[1:], others), is_held=is_recomputed)
-
-        return [layer.register_forward_pre_hook(mark, with_kwargs=True) for layer in layers]
-
-    def _timed(self, kind: Kind) -> float:
-        # on a CPU the time of this thread: what other programs take does not count
-        clock = time.perf_counter if is_accelerator(self.device) else time.thread_time
-        synchronize(self.device)
-        start = clock()
-        self.run_pass(kind)
-        synchronize(self.device)
-        return clock() - start
 
     def run_pass(self, kind: Kind) -> None:
         """Run one pass of the micro-batch."""
@@ -757,7 +725,7 @@ def estimate(outline: Outline, *, shape: tuple[int, int]) -> ModelCosts:
     would have fitted. `measure` knows better.
     """
     rows, tokens = shape
-    border = outline.border(rows, tokens)
+    border = outline.border_of(rows, tokens)
     # weights and hidden states have one type: bytes of an element of either
     total = sum((*outline.layers, outline.first), Cost())
     item_size = max(1, total.weights // max(1, total.num_parameters))
@@ -769,17 +737,8 @@ def estimate(outline: Outline, *, shape: tuple[int, int]) -> ModelCosts:
         else facts
         for index, (facts, width) in enumerate(zip(outline.layers, outline.widths, strict=True))
     )
-    return ModelCosts(
-        overhead=Cost(),
-        first=outline.first,
-        layers=layers,
-        last=replace(outline.last, saved=saved_last if outline.computes(last_item) else 0),
-        tied=outline.tied,
-        border=border,
-        batch=0,
-        shape=shape,
-        front=outline.front,
-    )
+    last = replace(outline.last, saved=saved_last if outline.computes(last_item) else 0)
+    return replace(outline, layers=layers, last=last, border=border, shape=shape)
 
 
 # -- a transformers model on the meta device ------------------------------------------------------
@@ -817,9 +776,8 @@ def layers_path(model: PreTrainedModel) -> str:
     ]
     if len(found) != 1:
         raise UserError(
-            f"{type(model).__name__} has {len(found)} lists of {wanted} layers beside "
-            "its embeddings, one was expected: use `num_devices` 1, or a builder part of your "
-            "own that makes the device_map."
+            f"{type(model).__name__} has {len(found)} lists of {wanted} layers beside its "
+            "embeddings. Use `num_devices` 1, or a builder that makes the device_map."
         )
     return found[0]
 
@@ -943,29 +901,10 @@ class Load:
         return f"{rows} of {self.length} tokens{images}"
 
 
-@dataclass(frozen=True)
-class LayerBytes:
-    """Of one layer.
+def pass_bytes(model: PreTrainedModel, load: Load, *, image_tokens: int = 0) -> list[Cost]:
+    """Run the decoder of a model on the meta device; return what each layer holds beside weights.
 
-    Attributes:
-        cache: keys, values and states when the answer is complete. Its last token is in no cache.
-        beyond: what a cache with a window holds of a long prompt until the first step.
-        workspace: the fullest moment beside weights and caches, of the prompt or of a step.
-    """
-
-    weights: int
-    cache: int = 0
-    beyond: int = 0
-    workspace: int = 0
-
-    @property
-    def lasting(self) -> int:
-        """All but the workspace."""
-        return self.weights + self.cache + self.beyond
-
-
-def pass_bytes(model: PreTrainedModel, load: Load, *, image_tokens: int = 0) -> list[LayerBytes]:
-    """Run the decoder of a model on the meta device; weights are left out.
+    The cache is that of the complete answer, whose last token is in no cache.
 
     Args:
         image_tokens: of a row, where layers look at images themselves.
@@ -996,7 +935,7 @@ def pass_bytes(model: PreTrainedModel, load: Load, *, image_tokens: int = 0) -> 
         held_so_far += held
         # a step joins old and new keys: for a moment both are there
         workspace = max(peak - held_so_far, kept // 2, 0)
-        found.append(LayerBytes(0, kept, held - kept, workspace))
+        found.append(Cost(cache=kept, beyond=held - kept, answering=workspace))
     return found
 
 
@@ -1064,13 +1003,26 @@ def _attend(
 @contextmanager
 def _light_experts(model: nn.Module) -> Iterator[None]:
     """Which rows an expert gets depends on values: here all go through all that they chose."""
+
+    def pass_all(
+        experts: nn.Module, hidden: torch.Tensor, *routed: torch.Tensor, **_: object
+    ) -> torch.Tensor:
+        chosen = next((item for item in routed if item.dtype in (torch.long, torch.int)), None)
+        num_chosen = 1 if chosen is None else chosen.shape[-1]
+        num_rows = hidden.numel() // hidden.shape[-1] * num_chosen
+        widths = [sum(p.shape[-2:]) for p in experts.parameters(recurse=False) if p.dim() == 3]
+        held = hidden.new_empty((num_rows, sum(widths)))  # counted, beside what is returned
+        made = torch.empty_like(hidden)
+        del held
+        return made
+
     changed = [
         module
         for name, module in model.named_modules()
         if name.rpartition(".")[2] == "experts" and not isinstance(module, nn.ModuleList)
     ]
     for module in changed:
-        module.forward = functools.partial(_pass_experts, module)
+        module.forward = functools.partial(pass_all, module)
     try:
         yield
     finally:
@@ -1078,46 +1030,28 @@ def _light_experts(model: nn.Module) -> Iterator[None]:
             del module.forward
 
 
-def _pass_experts(
-    experts: nn.Module, hidden: torch.Tensor, *routed: torch.Tensor, **_: object
-) -> torch.Tensor:
-    """Makes what passes through experts make, all of it at once."""
-    chosen = next((item for item in routed if item.dtype in (torch.long, torch.int)), None)
-    num_chosen = 1 if chosen is None else chosen.shape[-1]
-    num_rows = hidden.numel() // hidden.shape[-1] * num_chosen
-    widths = [sum(p.shape[-2:]) for p in experts.parameters(recurse=False) if p.dim() == 3]
-    held = hidden.new_empty((num_rows, sum(widths)))
-    made = torch.empty_like(hidden)
-    del held
-    return made
-
-
 LOGIT_COPIES = 3  # of the last logits that a step holds in float32 while it chooses a token
 
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """Of a whole model for one load.
+    """A whole model that answers one load.
 
     Attributes:
-        ends: weights of embeddings, norms and head; a tied head counts once.
-        vision: weights of tower and projector.
-        blocks: of `vision`, those of each block of the tower, where it can be cut.
-        vision_workspace: while the tower looks at the images of all rows.
-        end_workspace: while a token is chosen from the logits.
+        ends: embeddings, norms and head, and the choice of a token; a tied head counts once.
+        tower: tower and projector, while they look at the images of all rows.
+        blocks: weights of each block of the tower, where it can be cut.
     """
 
-    layers: tuple[LayerBytes, ...]
-    ends: int
-    vision: int = 0
-    vision_workspace: int = 0
-    end_workspace: int = 0
+    layers: tuple[Cost, ...]
+    ends: Cost
+    tower: Cost = Cost()
     blocks: tuple[int, ...] = ()
 
     @property
     def weights(self) -> int:
         """All of them."""
-        return self.ends + self.vision + sum(layer.weights for layer in self.layers)
+        return sum((*self.layers, self.tower), self.ends).weights
 
 
 def measure_model(model: PreTrainedModel, load: Load) -> ModelBytes:
@@ -1149,17 +1083,14 @@ def measure_model(model: PreTrainedModel, load: Load) -> ModelBytes:
             "by their weights",
             file=sys.stderr,
         )
-        layers = [LayerBytes(0)] * len(weights)
+        layers = [Cost()] * len(weights)
     num_logits = load.rows * model.config.get_text_config(decoder=True).vocab_size
+    choice = num_logits * (model.dtype.itemsize + 4 * LOGIT_COPIES)
     return ModelBytes(
-        layers=tuple(
-            replace(layer, weights=own) for layer, own in zip(layers, weights, strict=True)
-        ),
-        ends=ends,
-        vision=vision,
-        vision_workspace=_vision_workspace(model, load),
+        tuple(replace(layer, weights=own) for layer, own in zip(layers, weights, strict=True)),
+        ends=Cost(weights=ends, answering=choice),
+        tower=Cost(weights=vision, answering=_vision_workspace(model, load)),
         blocks=tuple(blocks),
-        end_workspace=num_logits * (model.dtype.itemsize + 4 * LOGIT_COPIES),
     )
 
 
@@ -1211,27 +1142,26 @@ ROWS = 8  # that decode together, where nobody says how many: it matters for exp
 
 def decode_bytes(model: PreTrainedModel, *, num_rows: int = ROWS) -> tuple[list[float], float]:
     """Bytes of weights that a decode step reads: in each layer, and behind the layers."""
-    path = layers_path(model)
     share = _expert_share(model.config.get_text_config(decoder=True), num_rows)
-    layers = [_read_bytes(layer, share) for layer in module_list(model, path)]
+
+    def read_bytes(module: nn.Module) -> float:
+        """Of all parameters but those that are looked up by row."""
+        total = 0.0
+        for name, child in module.named_modules():
+            if not isinstance(child, nn.Embedding):
+                own = share if "experts" in name.split(".") else 1.0
+                total += sum(p.nbytes * own for p in child._parameters.values() if p is not None)
+        return total
+
+    path = layers_path(model)
+    layers = [read_bytes(layer) for layer in module_list(model, path)]
     text_model = model.get_submodule(text_model_path(model))
     list_name = path.rpartition(".")[2]
-    beside = [child for name, child in text_model.named_children() if name != list_name]
-    back = sum(_read_bytes(child, share) for child in beside)
+    back = sum(read_bytes(one) for name, one in text_model.named_children() if name != list_name)
     head = model.get_output_embeddings()
     if head is not None:  # its weight may be that of the embeddings: here it is read
         back += sum(parameter.nbytes for parameter in head.parameters())
     return layers, back
-
-
-def _read_bytes(module: nn.Module, expert_share: float) -> float:
-    """Of all parameters but those that are looked up by row."""
-    total = 0.0
-    for name, child in module.named_modules():
-        if not isinstance(child, nn.Embedding):
-            share = expert_share if "experts" in name.split(".") else 1.0
-            total += sum(p.nbytes * share for p in child._parameters.values() if p is not None)
-    return total
 
 
 def _expert_share(config: PretrainedConfig, num_rows: int) -> float:

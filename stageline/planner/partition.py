@@ -13,7 +13,7 @@ from functools import cache, cached_property
 import torch
 from transformers import PretrainedConfig
 
-from stageline.errors import UserError, spelled
+from stageline.errors import spelled
 from stageline.pipeline.schedules import SCHEDULES, Schedule, make_schedule
 from stageline.planner.estimate import (
     ROWS,
@@ -207,24 +207,21 @@ class Placement:
                 most_splits=self.most_splits,
                 most_values=self.most_steps,
             )
-        fitting = self._chain_or_none(
+        fitting = self._chain(
             lambda stage, cost: (
                 self._seconds(stage, cost) if self._fullness(stage, cost) <= 1 else math.inf
             )
         )
         return fitting or self._chain(self._fullness)
 
-    def _chain_or_none(self, value: StageValue) -> list[int] | None:
-        return smallest_maximum(
+    def _chain(self, value: StageValue) -> list[int]:
+        """The split of the smallest dearest stage; empty where every one is infinite."""
+        found = smallest_maximum(
             self.costs.num_layers,
             self.schedule.num_stages,
             lambda stage, start, end: value(stage, self.costs.stage(start, end)),
         )
-
-    def _chain(self, value: StageValue) -> list[int]:
-        found = self._chain_or_none(value)
-        assert found is not None
-        return found
+        return found or []
 
     def _seconds(self, stage: int, cost: Cost) -> float:
         return cost.seconds(splits_backward=self.schedule.splits_backward)
@@ -336,34 +333,6 @@ def legal_schedules(num_ranks: int, num_micro_batches: int, num_layers: int) -> 
                 yield schedule
 
 
-def stage_partition_by_bytes(
-    layer_costs: Sequence[float], num_stages: int, *, back_cost: float = 0.0
-) -> list[int]:
-    """The split whose dearest stage is cheapest, exactly; at least one layer a stage.
-
-    Args:
-        back_cost: what the last stage has besides its layers.
-
-    Raises:
-        UserError: more stages than layers.
-    """
-    num_layers = len(layer_costs)
-    if not 1 <= num_stages <= num_layers:
-        raise UserError(
-            f"{num_layers} layers on {num_stages} stages: each stage needs a layer. Use 1 to "
-            f"{num_layers} stages."
-        )
-    sums = [0.0, *itertools.accumulate(layer_costs)]
-
-    def cost(stage: int, start: int, end: int) -> float:
-        back = back_cost if stage == num_stages - 1 else 0.0
-        return sums[end] - sums[start] + back
-
-    found = smallest_maximum(num_layers, num_stages, cost)
-    assert found is not None, "costs are finite"
-    return found
-
-
 def decode_partition(
     config: PretrainedConfig,
     num_stages: int,
@@ -374,11 +343,17 @@ def decode_partition(
 ) -> list[int] | None:
     """Layers per stage, from the bytes that a decode step of `num_rows` reads; loads nothing.
 
-    None: the model's layers do not lie where they are looked for, as those of BERT and LongCat.
+    None: the model has fewer layers, or they do not lie where they are looked for, as those of BERT
+    and LongCat.
     """
     try:
         model = model_on_meta(config, dtype=dtype, trust_remote_code=trust_remote_code)
         layers, back = decode_bytes(model, num_rows=num_rows)
     except (ValueError, AttributeError):  # what is no model at all is refused where it is built
         return None
-    return stage_partition_by_bytes(layers, num_stages, back_cost=back)
+    sums = [0.0, *itertools.accumulate(layers)]
+
+    def cost(stage: int, start: int, end: int) -> float:
+        return sums[end] - sums[start] + (back if stage == num_stages - 1 else 0.0)
+
+    return smallest_maximum(len(layers), num_stages, cost)

@@ -46,51 +46,6 @@ _RANKS = ("rank", "weights", "state", "activations", "inputs", "peak", "device",
 _ANSWERS = ("cache", "answering")  # of a run whose model answers; before the peak
 
 
-def format_plan(
-    expectation: Expectation,
-    costs: ModelCosts,
-    *,
-    kind: str,
-    capacities: Sequence[int] | None,
-    choices: Sequence[Choice] = (),
-) -> str:
-    """Tables of stages and ranks, the expected step, and advice."""
-    rows, tokens = costs.shape
-    count = expectation.num_micro_batches
-    schedule = expectation.schedule
-    lines = [
-        spelled(f"plan: `schedule` {schedule.name}, {schedule.num_stages} stages on ")
-        + f"{schedule.num_ranks} ranks, {count} micro-batches, measured with {rows} x {tokens} "
-        + "tokens",
-        f"partition ({kind}): {','.join(map(str, expectation.partition))}",
-        "",
-        format_table([_STAGES, *_stage_rows(expectation, costs.front)], num_texts=4, rules=[1]),
-        "",
-        format_table(_rank_rows(expectation.memory, capacities), rules=[1]),
-        "",
-        f"expected: {seconds_text(expectation.seconds)} for forward and backward of a step, "
-        f"bubble {expectation.bubble:.1%}, slowest rank {seconds_text(expectation.slowest)} a "
-        f"micro-batch, peak {human_bytes(max(rank.peak for rank in expectation.memory))}",
-    ]
-    if costs.not_counted:
-        lines.append(f"not counted: {costs.not_counted}")
-    pairs = zip(expectation.memory, capacities or (), strict=False)
-    if any(rank.peak > capacity for rank, capacity in pairs):
-        lines += ["", refusal(expectation, capacities or ())]
-    if choices:
-        taken = f"a transfer between ranks taken as {seconds_text(costs.hand_over)}"
-        lines += ["", f"the same step on these ranks, by simulation ({taken}):"]
-        for choice in choices[:MOST_CHOICES]:
-            other = choice.expectation
-            gain = expectation.seconds / max(other.seconds, 1e-12)
-            fits = ", DOES NOT FIT" if choice.overshoot else ""
-            lines.append(
-                f"  {seconds_text(other.seconds)} ({gain:.2f} x as fast), bubble "
-                f"{other.bubble:.1%}, peak {human_bytes(choice.peak)}{fits}: {choice.options()}"
-            )
-    return "\n".join(lines)
-
-
 def refusal(expectation: Expectation, capacities: Sequence[int]) -> str:
     """Say why a run cannot be started, with the figures of each rank that is too full."""
     pairs = enumerate(zip(expectation.memory, capacities, strict=True))
@@ -254,9 +209,8 @@ class Planner:
             return outline_of(self.make_piece)
         except (TypeError, AttributeError, NotImplementedError) as error:
             raise PlanError(
-                f"this `train_model` can't be built in pieces ({error}), so it can't be measured: "
-                "its part must pass on is_piece and device as StageModel.build takes them. Use "
-                "`partition` uniform or numbers."
+                f"`train_model` can't be built in pieces ({error}). Pass on is_piece and device to "
+                "StageModel.build, or use `partition` uniform or numbers."
             ) from error
 
     @cached_property
@@ -315,14 +269,41 @@ class Planner:
     def plan(self, kind: PartitionKind, capacities: tuple[int, ...] | None = None) -> str:
         """The table of a run: layers, bytes, expected seconds, bubble, memory, and advice."""
         placement = self._placement(self.measured(self.micro_batch_size), capacities)
-        partition = self._partition(kind, placement)
-        return format_plan(
-            placement.expect(partition),
-            placement.costs,
-            kind=kind if isinstance(kind, str) else "as given",
-            capacities=capacities,
-            choices=self.advice(capacities),
-        )
+        partition, costs = self._partition(kind, placement), placement.costs
+        expectation, schedule = placement.expect(partition), self.schedule
+        rows, tokens = costs.shape
+        given = kind if isinstance(kind, str) else "as given"
+        lines = [
+            spelled(f"plan: `schedule` {schedule.name}, {schedule.num_stages} stages on ")
+            + f"{schedule.num_ranks} ranks, {expectation.num_micro_batches} micro-batches, "
+            + f"measured with {rows} x {tokens} tokens",
+            f"partition ({given}): {','.join(map(str, expectation.partition))}",
+            "",
+            format_table([_STAGES, *_stage_rows(expectation, costs.front)], num_texts=4, rules=[1]),
+            "",
+            format_table(_rank_rows(expectation.memory, capacities), rules=[1]),
+            "",
+            f"expected: {seconds_text(expectation.seconds)} for forward and backward of a step, "
+            f"bubble {expectation.bubble:.1%}, slowest rank {seconds_text(expectation.slowest)} a "
+            f"micro-batch, peak {human_bytes(max(rank.peak for rank in expectation.memory))}",
+        ]
+        if costs.not_counted:
+            lines.append(f"not counted: {costs.not_counted}")
+        if placement.overshoot(expectation.memory):
+            lines += ["", refusal(expectation, capacities or ())]
+        choices = self.advice(capacities)
+        if choices:
+            taken = f"a transfer between ranks taken as {seconds_text(costs.hand_over)}"
+            lines += ["", f"the same step on these ranks, by simulation ({taken}):"]
+        for choice in choices[:MOST_CHOICES]:
+            other = choice.expectation
+            gain = expectation.seconds / max(other.seconds, 1e-12)
+            fits = ", DOES NOT FIT" if choice.overshoot else ""
+            lines.append(
+                f"  {seconds_text(other.seconds)} ({gain:.2f} x as fast), bubble "
+                f"{other.bubble:.1%}, peak {human_bytes(choice.peak)}{fits}: {choice.options()}"
+            )
+        return "\n".join(lines)
 
     def advice(
         self, capacities: tuple[int, ...] | None = None, sizes: list[int] | None = None

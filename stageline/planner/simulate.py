@@ -65,43 +65,30 @@ def simulate(
         for rank, order in enumerate(kept):
             while places[rank] < len(order):
                 action = order[places[rank]]
-                ready = _ready_time(action, ends, rank_of_stage, hand_over)
-                if ready is None:
+                # one of each way that it needs
+                found = [
+                    next((way for way in ways if way in ends), None)
+                    for ways in needs(action, len(rank_of_stage))
+                ]
+                if None in found:
                     break
+                ready = 0.0
+                for way in filter(None, found):
+                    is_near = rank_of_stage[way.stage] == rank
+                    ready = max(ready, ends[way] + (0.0 if is_near else hand_over))
                 start = max(clocks[rank], ready)
-                clocks[rank] = ends[action] = start + seconds_of(action, durations)
                 stage, kind, micro_batch = action
+                seconds = durations.get((stage, kind))
+                if seconds is None:
+                    parts = (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+                    seconds = sum(durations[stage, part] for part in parts)
+                clocks[rank] = ends[action] = start + seconds
                 events.append(
                     TimelineEvent(rank, stage, kind.value, micro_batch, start, ends[action])
                 )
                 places[rank] += 1
         assert len(events) > num_before, "every rank waits for another"
     return Simulation(events, max(clocks))
-
-
-def seconds_of(action: Action, durations: Durations) -> float:
-    """The time of one pass."""
-    stage, kind = action.stage, action.kind
-    if kind == Kind.BACKWARD and (stage, kind) not in durations:
-        return durations[stage, Kind.INPUT_GRAD] + durations[stage, Kind.WEIGHT_GRAD]
-    return durations[stage, kind]
-
-
-def _ready_time(
-    action: Action,
-    ends: Mapping[Action, float],
-    rank_of_stage: Mapping[int, int],
-    hand_over: float,
-) -> float | None:
-    """When the last thing that an action needs is there; None: not yet known."""
-    ready = 0.0
-    for ways in needs(action, len(rank_of_stage)):
-        found = [way for way in ways if way in ends]
-        if not found:
-            return None
-        is_near = rank_of_stage[found[0].stage] == rank_of_stage[action.stage]
-        ready = max(ready, ends[found[0]] + (0.0 if is_near else hand_over))
-    return ready
 
 
 @dataclass(frozen=True)

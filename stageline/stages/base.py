@@ -259,9 +259,8 @@ class StageModel(Stage):
         ]
         if len(lists) != 1:
             raise PlanError(
-                f"{type(self).__name__} has {len(lists)} lists of {count} layers, the planner "
-                "looks for one: override layer_name(index) in the stage model, or give "
-                "`partition` as numbers."
+                f"{type(self).__name__} has {len(lists)} lists of {count} layers, not one. "
+                "Override layer_name(index), or give `partition` as numbers."
             )
         return f"{lists[0]}.{index}"
 
@@ -387,8 +386,7 @@ class StageModel(Stage):
         """(index in the whole model, layer) of the split layers; others' may be among them."""
         raise UserError(
             f"{type(self).__name__} has no layer_list(), which `gradient_checkpointing` and "
-            "`compile_layers` change layer by layer: return [(index, layer), ...] from it, or "
-            "leave these options out."
+            "`compile_layers` require. Return [(index, layer), ...] from it."
         )
 
     def enable_gradient_checkpointing(
@@ -451,15 +449,14 @@ class StageModel(Stage):
         config_path = config_path or checkpoint_path
         if config_path is None:
             raise UserError(
-                "neither `model_path` nor `config_path` came. Give the folder with config.json: "
-                "`model_path` continues from weights, `config_path` starts at random."
+                "Neither `model_path` nor `config_path` was given. Give the folder with "
+                "config.json: `model_path` continues from weights, `config_path` starts at random."
             )
         config = load_config(config_path, trust_remote_code=trust_remote_code)
         if model_types is not None and config.model_type not in model_types:
             raise UserError(
-                f"{config_path} holds a model of type {config.model_type!r}, the chosen "
-                f"`train_model` serves {' or '.join(model_types)}: choose the key of that "
-                "architecture, or a generic one (causal_lm, vision_language)."
+                f"{config_path} holds a model of type {config.model_type!r}, `train_model` serves "
+                f"{' or '.join(model_types)}. Choose its key, causal_lm or vision_language."
             )
         if new_rows is not None and checkpoint_path is not None:
             # it may have more rows than the configuration that its run began with

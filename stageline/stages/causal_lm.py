@@ -65,9 +65,8 @@ def refuse_both_ways(whole: PreTrainedModel, layers: str) -> None:
     if found and is_of_library(whole):
         raise UserError(
             f"{found[0]} is {str(told[found[0]]).lower()} in the configuration of "
-            f"{config.model_type}: each token sees those behind it, and learns nothing by "
-            "predicting the next one. Choose a decoder, or set the field in config.json (true; "
-            "attn_type uni) if it was trained so."
+            f"{config.model_type}: each token sees the one that it predicts. Choose a decoder, or "
+            "set the field in config.json (true; attn_type uni) if it was trained so."
         )
 
 
@@ -385,7 +384,18 @@ class RewardStage(CausalLMStage):
 
     def __init__(self, config: PretrainedConfig, **stage_kwargs: Any) -> None:
         is_classifier = any(name.endswith(CLASSIFIER) for name in config.architectures or ())
-        super().__init__(_with_one_score(config, is_classifier), **stage_kwargs)
+        if type(config) not in AutoModelForSequenceClassification._model_mapping:
+            raise UserError(
+                f"transformers has no sequence classifier for {config.model_type}, which "
+                "`train_model` reward is saved as. Choose another architecture."
+            )
+        if is_classifier and config.num_labels != 1:
+            raise UserError(
+                f"The model has {config.num_labels} labels, and a reward is one number. Start from "
+                "a language model, or from a classifier with num_labels 1."
+            )
+        config.num_labels = 1
+        super().__init__(config, **stage_kwargs)
         if not is_classifier:
             self.fresh_names = frozenset({f"{SCORE}.weight"})
 
@@ -415,18 +425,3 @@ class RewardStage(CausalLMStage):
             assert model.whole is not None  # it is a transformers model
             model.config.pad_token_id = model.whole.config.pad_token_id = pad_token_id
         return model, processor, pad_token_id
-
-
-def _with_one_score(config: PretrainedConfig, is_classifier: bool) -> PretrainedConfig:
-    if type(config) not in AutoModelForSequenceClassification._model_mapping:
-        raise UserError(
-            f"`train_model` reward came with a {config.model_type} model, of which the library "
-            "has no sequence classifier to save it as. Choose another architecture."
-        )
-    if is_classifier and config.num_labels != 1:
-        raise UserError(
-            f"the model has {config.num_labels} labels, and a reward is one number. Start from a "
-            "language model, or from a classifier with num_labels 1."
-        )
-    config.num_labels = 1
-    return config

@@ -5,16 +5,12 @@ plan: what is read for pictures alone is tower and projector. Works for every mo
 whose layers are called in a row.
 """
 
-import contextlib
 import functools
 import json
-import os
 import re
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,8 +55,6 @@ _PLANS: dict[str, SplitPlan] = {}
 _PATH = re.compile(r'"_name_or_path": "(?:[^"\\]|\\.)*"')  # where a model lies plans nothing
 _ROWS = range(7, 500)  # a few times the length is not to be taken for all tokens
 _TOKENS = range(17, 500)
-CACHE = "STAGELINE_CACHE"  # the folder for what can be made again; default: ~/.cache/stageline
-VERSIONS = ("torch", "transformers")
 
 
 def plan_of(
@@ -308,27 +302,3 @@ def tower_blocks(tower: nn.Module, config: PretrainedConfig) -> str:
         if isinstance(module, nn.ModuleList) and len(module) == count
     )
     return next(lists, "")
-
-
-# -- files that can be made again, for other runs on this machine ----------------------------------
-
-
-def cache_folder() -> Path:
-    """Where this machine keeps what can be made again."""
-    given = os.environ.get(CACHE)
-    if given:
-        return Path(given).expanduser()
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "stageline"
-
-
-def keep_record(record: Path, content: object) -> None:
-    """Writes JSON; one that cannot be kept costs the next run some seconds, and nothing else."""
-    draft = record.with_name(f"{record.name}.{secrets.token_hex(4)}")
-    try:
-        record.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(draft, record)
-    except OSError:
-        with contextlib.suppress(OSError):
-            draft.unlink()

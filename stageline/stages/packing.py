@@ -319,30 +319,26 @@ def find_router_loss(whole: PreTrainedModel, *, coefficient: float | None = None
     if library is None or None in values or not is_text_model or not records:
         raise UserError(
             f"{FLAG} is true for {type(whole).__name__} ({whole.config.model_type}), which has no "
-            f"router loss that stages can carry, {LIBRARY_NAME} of a text decoder with experts. "
-            f"Set {FLAG} to false."
+            f"{LIBRARY_NAME} of a text decoder with experts. Set {FLAG} to false."
         )
     num_experts, top_k, default = (value for value in values if value is not None)
-    if not _agrees(RouterLoss(num_experts, top_k, coefficient=1.0), library):
+    # both on two small layers: a new version of the library may change its formula
+    ours, is_same = RouterLoss(num_experts, top_k, coefficient=1.0), False
+    if list(inspect.signature(library).parameters) == LIBRARY_ARGUMENTS:
+        device = torch.device("cpu")  # whatever the default is
+        generator = torch.Generator(device).manual_seed(0)
+        mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]], device=device)
+        shape = (mask.numel(), num_experts)
+        layers = tuple(torch.randn(shape, generator=generator, device=device) for _ in range(2))
+        theirs = library(layers, num_experts, top_k, mask)
+        found = ours.loss(ours.add(None, layers, mask, device=device))
+        is_same = torch.allclose(found, theirs, rtol=1e-5)
+    if not is_same:
         raise UserError(
             f"{LIBRARY_NAME} of {whole.config.model_type} gives another number than E x sum of "
-            f"f_e x P_e over all layers, which is what stages can carry: set {FLAG} to false."
+            f"f_e x P_e over all layers. Set {FLAG} to false."
         )
     return RouterLoss(num_experts, top_k, default if coefficient is None else coefficient)
-
-
-def _agrees(router_loss: RouterLoss, library: Callable[..., torch.Tensor]) -> bool:
-    """Tries both on two small layers: a new version of the library may change its formula."""
-    if list(inspect.signature(library).parameters) != LIBRARY_ARGUMENTS:
-        return False
-    device = torch.device("cpu")  # whatever the default is
-    generator = torch.Generator(device).manual_seed(0)
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]], device=device)
-    shape = (mask.numel(), router_loss.num_experts)
-    layers = tuple(torch.randn(shape, generator=generator, device=device) for _ in range(2))
-    theirs = library(layers, router_loss.num_experts, router_loss.top_k, mask)
-    ours = router_loss.loss(router_loss.add(None, layers, mask, device=device))
-    return torch.allclose(ours, theirs, rtol=1e-5)
 
 
 # -- tries, before training, whether a stage keeps packed samples apart. Asks no model for its name
@@ -480,11 +476,6 @@ def _refusal(model: Any, reason: str) -> UserError:
     kernel = getattr(config, "_attn_implementation", None)
     return UserError(
         f"`packing`: stage {model.stage} of {type(inner or model).__name__} (attention {kernel}) "
-        f"cannot hold several samples in one row: {reason}. Leave `packing` out (samples of "
-        "similar length travel together anyway)"
-        + (
-            ", set `micro_batch_size` 1, or choose `train_model.attn_implementation` sdpa."
-            if "flash" in str(kernel)
-            else "."
-        )
+        f"cannot hold several samples in one row: {reason}. Leave `packing` out, or choose "
+        "`train_model.attn_implementation` sdpa."
     )

@@ -164,12 +164,23 @@ class Spliced(_Mixed):
         if path == self.plan.layers:
             for index, leaf in enumerate(module._modules):
                 layer = module._modules[leaf]
-                if index not in self.layers and layer is not None:
-                    module._modules[leaf] = self._foreign(layer, prefix + leaf, own, index)
+                if index in self.layers or layer is None:
+                    continue
+                kept = {}
+                for part, inner in layer.named_children():
+                    if _is_below(own, f"{prefix}{leaf}.{part}"):
+                        self._keep(inner, f"{prefix}{leaf}.{part}", own)
+                        kept[part] = inner
+                stand_in = ForeignLayer(layer, kept=kept)
+                stand_in.__dict__["meet"] = functools.partial(self._meet, index)
+                module._modules[leaf] = stand_in
             return
         for name, weight in list(module._parameters.items()):
             if weight is not None and prefix + name not in own:
-                self._hollow_out(module, path, name)
+                del module._parameters[name]
+                hollow = _Hollow(path, name, tuple(weight.shape), weight.dtype)
+                module.__dict__[name] = hollow.zeros("cpu")
+                self._hollow = (*self._hollow, hollow)
         for leaf, child in list(module._modules.items()):
             if child is None or next(child.parameters(), None) is None:
                 continue
@@ -184,23 +195,6 @@ class Spliced(_Mixed):
                 self._keep(child, here, own)
             else:
                 module._modules[leaf] = Absent(child, kept={})
-
-    def _foreign(self, layer: nn.Module, path: str, own: set[str], index: int) -> nn.Module:
-        kept = {}
-        for leaf, child in layer.named_children():
-            if _is_below(own, f"{path}.{leaf}"):
-                self._keep(child, f"{path}.{leaf}", own)
-                kept[leaf] = child
-        stand_in = ForeignLayer(layer, kept=kept)
-        stand_in.__dict__["meet"] = functools.partial(self._meet, index)
-        return stand_in
-
-    def _hollow_out(self, module: nn.Module, path: str, name: str) -> None:
-        weight = module._parameters.pop(name)
-        assert weight is not None  # the caller read it there
-        hollow = _Hollow(path, name, tuple(weight.shape), weight.dtype)
-        module.__dict__[name] = hollow.zeros("cpu")
-        self._hollow = (*self._hollow, hollow)
 
     def enlarge_hollow(self, paths: Sequence[str], num_rows: int) -> None:
         """Embedding and head of other stages have got rows too: token ids may name them."""
@@ -242,30 +236,27 @@ class Spliced(_Mixed):
         outgoing = () if self.is_last else plan.slots(self.layers.stop, has_pictures=has_pictures)
         if len(came) != len(incoming):
             raise AssertionError(f"{len(came)} tensors came, {len(incoming)} were expected")
-        self._pass = _Pass(came, incoming, outgoing)
-        output, is_cut = None, False
+        current = self._pass = _Pass(came, incoming, outgoing)
+        output: Any = None
+        is_cut = False
         try:
             with self._filled(ids.device):
                 output = run()
         except Cut:
-            is_cut, output = True, self._sent()
+            is_cut, output = True, ()
+            for number in range(len(outgoing)):
+                tensor = current.sent[number]
+                # an input that is handed on as it came would have no pass of its own
+                is_input = any(tensor is one for one in came)
+                output = (*output, tensor.clone() if is_input else tensor)
         finally:
-            current, self._pass = self._pass, None
+            self._pass = None
         if (is_cut or self.is_last) and (0 in current.taken or not came):
             return output
         raise UserError(
             f"Stage {self.stage} of {type(self.whole).__name__} ran without a call of its first "
             f"layer or of the next stage's. {OTHER_WAY}"
         )
-
-    def _sent(self) -> Tensors:
-        current, made = self._current(), []
-        for number in range(len(current.outgoing)):
-            tensor = current.sent[number]
-            # an input that is handed on as it came would have no pass of its own
-            is_input = any(tensor is one for one in current.came)
-            made.append(tensor.clone() if is_input else tensor)
-        return tuple(made)
 
     def _current(self) -> _Pass:
         assert self._pass is not None, "outside of a pass"
@@ -317,7 +308,13 @@ class Spliced(_Mixed):
                 for slot, tensor in zip(current.incoming, current.came, strict=True)
             }
             return rebuild(self.plan.outputs[index], lambda _, path: outputs.get(path))
-        return rebuild(self.plan.outputs[index], lambda like, _: _zeros_like(arguments, like))
+
+        def zeros(like: Path | None, _: Path) -> torch.Tensor | None:
+            # fresh ones: the model may hold the argument under another name, and fill it
+            value = None if like is None else reach(arguments, like)
+            return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+
+        return rebuild(self.plan.outputs[index], zeros)
 
     def _take_in(self, where: Where, arguments: Arguments) -> Arguments:
         current = self._current()
@@ -342,12 +339,6 @@ class Spliced(_Mixed):
 
 def _is_below(own: set[str], path: str) -> bool:
     return any(name.startswith(path + ".") for name in own)
-
-
-def _zeros_like(arguments: Arguments, path: Path | None) -> torch.Tensor | None:
-    # fresh ones: the model may hold the argument under another name, and fill it
-    value = None if path is None else reach(arguments, path)
-    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
 
 
 def reach(value: Any, path: Path) -> Any:

@@ -194,10 +194,31 @@ def make_plan(
     outputs = text.layers
     picture_borders: tuple[tuple[Slot, ...], ...] | None = None
     seen: dict[str, int] = {}
-    borders = tuple(
-        _slots_of_any_length(whole, text, again, k, around, sizes, batch, numbers)
-        for k in range(size + 1)
-    )
+
+    def slots_of_any_length(border: int) -> tuple[Slot, ...]:
+        """Slots whose dimensions hold for any length.
+
+        A number that the configuration does not name may be the length and some more (prompts of
+        the model's own): one token more shows it.
+        """
+        slots = _slots(whole, text, border, around, sizes(batch))
+        odd = {dim for slot in slots for dim in slot.dims if isinstance(dim, int) and dim > 1}
+        if odd <= set(numbers):
+            return slots
+        found, num_tokens = [], sizes(batch)["T"]
+        others = _slots(whole, again(), border, around, sizes(longer(batch)))
+        for slot, other in zip(slots, others, strict=True):
+            dims: list[Dim] = []
+            for one, two in zip(slot.dims, other.dims, strict=True):
+                is_length = isinstance(one, int) and isinstance(two, int) and two == one + 1
+                if one != two and not is_length:
+                    why = f"a tensor between its layers is {one} wide for one length and {two} for"
+                    raise _refusal(whole, f"{why} the next")
+                dims.append(("T", one - num_tokens) if is_length and isinstance(one, int) else one)
+            found.append(replace(slot, dims=tuple(dims)))
+        return tuple(found)
+
+    borders = tuple(map(slots_of_any_length, range(size + 1)))
     if pictures is not None:
         full = watch(pictures)
         blind = watch({key: value for key, value in pictures.items() if not is_pixel(key)})
@@ -327,13 +348,14 @@ def _slots(
             if leaf.is_tainted and leaf.born < start and is_read(leaf):
                 found.setdefault(leaf.identity, []).append((layer, leaf))
     outside = _outside_reads(watched, border)
-    only_here = {} if without is None else _only_with_pictures(watched, without, around)
     for name in around:
+        had = {leaf.path for leaf in without.log.calls[name][0].leaves} if without else set()
         for leaf in watched.log.calls[name][0].leaves:
             storage = leaf.identity[0]
             is_open = storage in outside and leaf.identity not in found and leaf.is_tainted
-            is_new = (name, leaf.path) in only_here and is_read(leaf)
-            if is_open or is_new:
+            # what it is given with pictures only, and a later stage cannot make
+            is_new = without and leaf.path not in had and storage not in watched.given
+            if is_open or (is_new and is_read(leaf)):
                 found.setdefault(leaf.identity, []).append((name, leaf))
                 outside.pop(storage, None)
     carried = {identity[0] for identity in found}
@@ -386,19 +408,6 @@ def _outside_reads(watched: _Watched, border: int) -> dict[int, tuple[int, str]]
     return found
 
 
-def _only_with_pictures(
-    full: _Watched, blind: _Watched, around: Sequence[str]
-) -> dict[tuple[str, Path], Leaf]:
-    """What modules around the layers are given with pictures, and a later stage cannot make."""
-    found = {}
-    for name in around:
-        had = {leaf.path for leaf in blind.log.calls[name][0].leaves}
-        for leaf in full.log.calls[name][0].leaves:
-            if leaf.path not in had and leaf.identity[0] not in full.given:
-                found[name, leaf.path] = leaf
-    return found
-
-
 def _last_slots(whole: nn.Module, watched: _Watched, sizes: Mapping[str, int]) -> tuple[Slot, ...]:
     """Behind the last layer: what of its output is read; a head alone begins with it."""
     layers = list(enumerate(watched.layers))
@@ -433,42 +442,6 @@ def longer(batch: Batch) -> Batch:
     }
 
 
-def _slots_of_any_length(
-    whole: nn.Module,
-    text: _Watched,
-    again: Callable[[], _Watched],
-    border: int,
-    around: Sequence[str],
-    sizes: Callable[[Batch], Mapping[str, int]],
-    batch: Batch,
-    numbers: Collection[int],
-) -> tuple[Slot, ...]:
-    """Slots whose dimensions hold for any length.
-
-    A number that the configuration does not name may be the length and some more (prompts of the
-    model's own): `again`, with one token more, shows it.
-    """
-    slots = _slots(whole, text, border, around, sizes(batch))
-    odd = {dim for slot in slots for dim in slot.dims if isinstance(dim, int) and dim > 1}
-    if odd <= set(numbers):
-        return slots
-    found, num_tokens = [], sizes(batch)["T"]
-    others = _slots(whole, again(), border, around, sizes(longer(batch)))
-    for slot, other in zip(slots, others, strict=True):
-        dims: list[Dim] = []
-        for one, two in zip(slot.dims, other.dims, strict=True):
-            is_length = isinstance(one, int) and isinstance(two, int) and two == one + 1
-            if one != two and not is_length:
-                raise _refusal(
-                    whole,
-                    f"a tensor between its layers is {one} wide for one length and {two} for the "
-                    "next",
-                )
-            dims.append(("T", one - num_tokens) if is_length and isinstance(one, int) else one)
-        found.append(replace(slot, dims=tuple(dims)))
-    return tuple(found)
-
-
 def _check_same_positions(whole: nn.Module, full: _Watched, blind: _Watched) -> None:
     """Refuses masks or positions that come out otherwise where the pixels are not."""
     for index, (one, other) in enumerate(zip(full.layers, blind.layers, strict=True)):
@@ -498,20 +471,16 @@ def _structure_of(call: TracedCall | None) -> Any:
     for leaf in call.leaves:
         paths.setdefault(tuple(leaf.value.shape), []).append((not leaf.is_tainted, leaf.path))
 
-    def like(value: torch.Tensor) -> Path | None:
-        found = paths.get(tuple(value.shape))
-        return min(found, key=lambda one: one[0])[1] if found else None
+    def structure(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            alike = paths.get(tuple(value.shape))
+            return ("like", min(alike, key=lambda one: one[0])[1] if alike else None)
+        if isinstance(value, list | tuple):
+            return ("items", type(value), tuple(map(structure, value)))
+        is_plain = isinstance(value, int | float | str | bool | None)
+        return ("const", value if is_plain else None)
 
-    return _structure(call.output, like)
-
-
-def _structure(value: Any, like: Callable[[torch.Tensor], Path | None]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return ("like", like(value))
-    if isinstance(value, list | tuple):
-        return ("items", type(value), tuple(_structure(one, like) for one in value))
-    is_plain = isinstance(value, int | float | str | bool | None)
-    return ("const", value if is_plain else None)
+    return structure(call.output)
 
 
 def rebuild(structure: Any, get: Callable[[Path, Path], Any], path: Path = ("o",)) -> Any:

@@ -8,7 +8,7 @@ Shapes: B rows, T tokens, H hidden size.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,9 +56,8 @@ class VisionLanguageStage(VisionStages):
         is_asked = getattr(self.text_config, "use_bidirectional_attention", None) is True
         if is_asked and "token_type_ids" not in batch:  # it would read answers so, too
             raise UserError(
-                f"{type(self.whole).__name__} reads a prompt in both directions, and the "
-                "micro-batch has no token_type_ids, which tell where the answer begins. Add them "
-                "in a collate_fn of your own (0 = prompt, 1 = answer), or train another model."
+                f"{type(self.whole).__name__} reads a prompt in both directions and requires "
+                "token_type_ids. Add them in a collate_fn of your own (0 = prompt, 1 = answer)."
             )
         if is_packed(batch) and self.has_axes and batch["position_ids"].ndim == 2:
             inputs["position_ids"] = multimodal_positions(
@@ -85,9 +84,26 @@ class VisionLanguageStage(VisionStages):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         has_tower = self.is_first and self.paths.vision_tower and not self.vision_stages
         if has_tower and "pixel_values" not in batch and not self.only_answers:
-            tower = self.get_submodule(self.paths.vision_tower)
-            run_placeholder(self.whole, tower, self.front_weights(), see=self.see_images)
+            self._run_placeholder()
         return super().forward(hidden_or_ids, *extras, **batch)
+
+    def _run_placeholder(self) -> None:
+        """Runs the tower on a small picture, in a micro-batch without one.
+
+        Where tower or projector are trained, or the tower's weights are sharded on their own, all
+        replicas must do the same work in each micro-batch. The output is dropped, and the weights
+        get no gradient, as in plain transformers: zeros would let AdamW move them. Random numbers
+        are drawn as if it had not run.
+        """
+        tower = self.get_submodule(self.paths.vision_tower)
+        is_trained = torch.is_grad_enabled() and any(w.requires_grad for w in self.front_weights())
+        if not is_trained and not any(isinstance(one, FSDPModule) for one in tower.modules()):
+            return
+        device = next(tower.parameters()).device
+        inputs = example_pictures(self.whole.config, dtype=self.whole.dtype, device=device)
+        if inputs is not None:
+            with torch.no_grad(), RandomState(device).replayed():
+                self.see_images(**inputs)
 
     def see_images(self, **inputs: torch.Tensor) -> object:
         """Runs tower and projector alone."""
@@ -102,35 +118,6 @@ class VisionLanguageStage(VisionStages):
             found = [found] if isinstance(found, torch.Tensor) else found.parameters()
             weights.update(dict.fromkeys(found))
         return list(weights)
-
-
-def run_placeholder(
-    whole: PreTrainedModel,
-    tower: nn.Module,
-    weights: Sequence[nn.Parameter],
-    *,
-    see: Callable[..., object],
-) -> None:
-    """Runs the tower on a small picture, in a micro-batch without one.
-
-    Where tower or projector are trained, or the tower's weights are sharded on their own, all
-    replicas must do the same work in each micro-batch. The output is dropped, and the weights get
-    no gradient, as in plain transformers: zeros would let AdamW move them. Random numbers are drawn
-    as if it had not run.
-
-    Args:
-        weights: of tower and projector.
-        see: runs both on its inputs.
-    """
-    is_trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-    is_sent_on_its_own = any(isinstance(module, FSDPModule) for module in tower.modules())
-    if not is_trained and not is_sent_on_its_own:
-        return
-    device = next(tower.parameters()).device
-    inputs = example_pictures(whole.config, dtype=whole.dtype, device=device)
-    if inputs is not None:
-        with torch.no_grad(), RandomState(device).replayed():
-            see(**inputs)
 
 
 class Gemma3VisionStage(VisionLanguageStage):
@@ -150,8 +137,8 @@ class Gemma3VisionStage(VisionLanguageStage):
         types_BT = inputs["token_type_ids"]
         if self.text_config._attn_implementation == "flex_attention":
             raise UserError(
-                f"`packing` came for {type(self.whole).__name__} with the attention flex, which "
-                "takes no mask of numbers. Choose `attention` sdpa, or leave `packing` out."
+                f"Packed rows of {type(self.whole).__name__} require a mask of numbers, which the "
+                "attention flex does not take. Choose `attention` sdpa, or leave `packing` out."
             )
         full_B1TT = create_causal_mask(
             self.text_config,
@@ -239,10 +226,8 @@ class CrossAttentionStage(VisionLanguageStage):
     def model_inputs(self, batch: Batch) -> dict[str, Any]:
         if is_packed(batch):
             raise UserError(
-                "`packing` came for a model whose layers attend to images by cross-attention "
-                f"({self.config.model_type}): a token before the first image of its sample attends "
-                "to all images of its row. Leave `packing` out (samples of similar length travel "
-                "together anyway)."
+                f"Layers of {self.config.model_type} attend to images by cross-attention: a packed "
+                "sample attends to all images of its row. Leave `packing` out."
             )
         return super().model_inputs(batch)
 

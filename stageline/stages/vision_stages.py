@@ -80,7 +80,10 @@ class TowerImages:
 
     def tile_tokens(self) -> int:
         """Tokens that one tile takes in the text."""
-        raise NotImplementedError
+        ratio = getattr(self.config, "downsample_ratio", None)
+        if ratio is not None:  # InternVL: 4 patches become a token
+            return int(self.tile_side() * ratio) ** 2
+        return self.config.mm_tokens_per_image  # Gemma 3: pooled to a fixed number
 
     def tile_side(self) -> int:
         """Patches of a row of a tile."""
@@ -119,20 +122,6 @@ class TowerImages:
         layers = getattr(self.config, "vision_feature_layer", -1)
         layers = layers if isinstance(layers, list | tuple) else [layers]
         return min(layer % (self.num_blocks + 1) for layer in layers)
-
-
-class InternVLImages(TowerImages):
-    """InternVL: tiles, 4 patches of which become a token."""
-
-    def tile_tokens(self) -> int:
-        return int(self.tile_side() * self.config.downsample_ratio) ** 2
-
-
-class Gemma3Images(TowerImages):
-    """Gemma 3: one tile an image, pooled to a fixed number of tokens."""
-
-    def tile_tokens(self) -> int:
-        return self.config.mm_tokens_per_image
 
 
 class Idefics3Images(TowerImages):
@@ -211,9 +200,9 @@ class GridImages(TowerImages):
 
 
 FAMILIES: dict[str, type[TowerImages]] = {
-    "gemma3": Gemma3Images,
+    "gemma3": TowerImages,
     "idefics3": Idefics3Images,
-    "internvl": InternVLImages,
+    "internvl": TowerImages,
     "llava": LlavaImages,
     "llava_next": LlavaNextImages,
     "qwen2_vl": GridImages,
@@ -272,9 +261,8 @@ class VisionStages(CausalLMStage):
         if vision_stages:
             if config.model_type not in FAMILIES:
                 raise UserError(
-                    f"`vision_stages` came with a model of type {config.model_type!r}; it serves "
-                    f"{', '.join(FAMILIES)}. Use `visual_gpu_ratio` or `partition` to place the "
-                    "tower."
+                    f"`vision_stages` serves {', '.join(FAMILIES)}, not {config.model_type!r}. Use "
+                    "`visual_gpu_ratio` or `partition` to place the tower."
                 )
             self.images = FAMILIES[config.model_type](config)
             self.tower_partition = split_tower(self.images, vision_stages, vision_partition)
@@ -471,24 +459,22 @@ def split_tower(images: TowerImages, num_stages: int, counts: list[int] | None) 
     num_blocks = images.num_blocks
     if num_stages > num_blocks:
         raise UserError(
-            f"`vision_stages` {num_stages} came for a tower of {num_blocks} blocks; each stage "
-            f"needs at least one. Set `vision_stages` to {num_blocks} or less."
+            f"`vision_stages` {num_stages} is more than the tower of {num_blocks} blocks has. Set "
+            f"it to {num_blocks} or less."
         )
     counts = counts or uniform_partition(num_blocks, num_stages)
     shown = ",".join(map(str, counts))
     if len(counts) != num_stages or min(counts) < 1 or sum(counts) != num_blocks:
         raise UserError(
-            f"`vision_partition` {shown} came for {num_stages} stages of a tower of {num_blocks} "
-            "blocks. Give one count a stage, each at least 1, with that sum, or leave them out for "
-            "an even split."
+            f"`vision_partition` {shown} does not fit a tower of {num_blocks} blocks on "
+            f"{num_stages} stages. Give one count a stage, each at least 1, with that sum."
         )
     earliest = images.earliest_state()
     if earliest < num_blocks - counts[-1]:
         raise UserError(
-            f"`vision_stages`: the last of {num_stages} stages holds blocks from "
-            f"{num_blocks - counts[-1]} on, and the projector takes what comes before block "
-            f"{earliest} (vision_feature_layer of the model): give it {num_blocks - earliest} "
-            "blocks or more by `vision_partition`."
+            f"The projector takes what comes before block {earliest}, and the last of {num_stages} "
+            f"stages begins at block {num_blocks - counts[-1]}. Use `vision_partition` to give it "
+            f"{num_blocks - earliest} blocks or more."
         )
     return counts
 

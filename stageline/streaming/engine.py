@@ -287,17 +287,9 @@ def _generators_kept(run: Pass) -> Iterator[None]:
                 mark.wait()
 
 
-def _at_home(flow: Flow | None) -> Any:
-    """The value on the host, once it is there."""
-    assert flow is not None
-    here = bring(flow, None)
-    here.mark.wait()
-    return here.value
-
-
 def _input_gradients(part: PassPart) -> list[torch.Tensor | None]:
     """A gradient or None for each tensor of a micro-batch's inputs."""
-    rest = iter(_at_home(part.gradients))
+    rest = iter(_brought(part.gradients))
     tensors = tensors_of(part.inputs.value)
     found = [next(rest) if can_have(leaf) else None for leaf in tensors]
     return [
@@ -306,10 +298,14 @@ def _input_gradients(part: PassPart) -> list[torch.Tensor | None]:
     ]
 
 
-def _brought(flow: Flow | None, settings: RoundPipeRunConfig) -> Any:
-    """The value where the caller wants it."""
-    device = torch.device(settings.output_device or "cpu")
-    return on_tensors(lambda each: each.to(device), _at_home(flow))
+def _brought(flow: Flow | None, device: torch.device | str | None = None) -> Any:
+    """The value where the caller wants it, once it is there; None: on the host."""
+    assert flow is not None
+    here = bring(flow, None)
+    here.mark.wait()
+    if device is None:
+        return here.value
+    return on_tensors(lambda each: each.to(device), here.value)
 
 
 def _summed(losses: Sequence[Any]) -> Any:
@@ -408,7 +404,7 @@ class RoundPipe(StreamedModel):
         plan = self._plan(settings, len(run.parts), with_graph=True)
         with _generators_kept(run):
             run.forward_backward(plan)
-        losses = [_brought(part.loss, settings) for part in run.parts]
+        losses = [_brought(part.loss, settings.output_device) for part in run.parts]
         if run.input_gradients:  # hand them on to where the call's inputs come from
             leaves = [leaf for part in run.parts for leaf in tensors_of(part.inputs.value)]
             found = [gradient for part in run.parts for gradient in _input_gradients(part)]
@@ -416,7 +412,11 @@ class RoundPipe(StreamedModel):
             if pairs:
                 tensors, gradients = zip(*pairs, strict=True)
                 torch.autograd.backward(tensors, gradients)
-        outputs = [_brought(part.output, settings) for part in run.parts] if return_outputs else []
+        outputs = (
+            [_brought(part.output, settings.output_device) for part in run.parts]
+            if return_outputs
+            else []
+        )
         self._settle(run)
         total = _summed(losses)
         return (total, merge_outputs(outputs, settings.merge_output)) if return_outputs else total
@@ -468,7 +468,7 @@ class RoundPipe(StreamedModel):
     ) -> list[Any]:
         """What the last layer makes of each micro-batch, without a graph."""
         run.forward(stages, segments)
-        outputs = [_brought(part.output, settings) for part in run.parts]
+        outputs = [_brought(part.output, settings.output_device) for part in run.parts]
         self._settle(run)
         return outputs
 

@@ -230,10 +230,8 @@ def check_host_memory(
     needed, there = host_bytes(hosted_layers, optim_dtype) - weights, available_memory()
     if there is not None and needed > there:
         raise MemoryError(
-            f"training takes {needed:,} bytes of host memory beside the weights (second pages, "
-            f"gradients, their sums, the optimizer's copies; its own state comes on top); "
-            f"{there:,} are free: freeze more of the model, train adapters, or take a machine "
-            "with more memory"
+            f"training takes {needed:,} bytes of host memory next to weights and optimizer state, "
+            f"{there:,} are free. Freeze more of the model, or train adapters."
         )
 
 

@@ -156,9 +156,9 @@ class BufferPool:
         idle = sum(each.data.nbytes for each in self._idle)
         if self.held_bytes - idle + num_bytes > self.budget:  # to drop them all would not help
             raise DeviceBudgetError(
-                f"{num_bytes:,} bytes are needed on {self.device} beside "
-                f"{self.held_bytes - idle:,} in use; the budget is {self.budget:,}: allow more, or "
-                "cut the model into smaller stages (execute_plan)"
+                f"{num_bytes:,} bytes are needed on {self.device} next to "
+                f"{self.held_bytes - idle:,} in use; the budget is {self.budget:,}. Allow more, or "
+                "cut the model into smaller stages (execute_plan)."
             )
         self._idle.sort(key=lambda each: each.data.nbytes)
         while self.held_bytes + num_bytes > self.budget:

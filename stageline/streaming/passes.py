@@ -242,7 +242,15 @@ class StagePass:
             leaf = self._on_device[id(home.parameter)]
             outward.run(functools.partial(_stage_gradient, self.used, hosted, home, leaf))
         if not self.is_recomputed and self._buffers:
-            outward.run(functools.partial(_buffers_home, self.hosted_layers, self.shells))
+            layers, shells = self.hosted_layers, self.shells
+
+            def buffers_home() -> None:
+                for hosted, shell in zip(layers, shells, strict=True):
+                    # of the shell's own: a layer may put a new tensor in the place of a buffer
+                    for host, device in zip(hosted.buffers, shell.buffers(), strict=True):
+                        host.copy_(device, non_blocking=True)
+
+            outward.run(buffers_home)
         gone = outward.record()
         assert self._weights is not None
         self.lane.pool.give(self._weights, gone if self._buffers else computed)
@@ -335,13 +343,6 @@ def _stage_gradient(used: set[int], hosted: HostWeights, home: Home, leaf: torch
     # not used, it has none, as in PyTorch, and not zeros to decay by
     if id(home.parameter) in used and leaf.grad is not None:
         hosted.staged_for(home).copy_(leaf.grad, non_blocking=True)
-
-
-def _buffers_home(hosted_layers: Sequence[HostWeights], shells: Sequence[Any]) -> None:
-    for hosted, shell in zip(hosted_layers, shells, strict=True):
-        # of the shell's own: a layer may put a new tensor in the place of a buffer
-        for host, device in zip(hosted.buffers, shell.buffers(), strict=True):
-            host.copy_(device, non_blocking=True)
 
 
 @dataclass
@@ -559,8 +560,10 @@ class Pass:
 
         def begin() -> None:
             read_by(queue, began, *others)
+            # what a graph begins with needs gradients if anything before it does
+            needs = self.input_gradients or segment.start > self._first_graph
             graph.start = graph.value = (
-                began.value if saved is not None else self._start(began.value, segment.start)
+                began.value if saved is not None else detached(began.value, requires_grad=needs)
             )
 
         def work(some: range) -> None:
@@ -580,20 +583,6 @@ class Pass:
             queue.run(functools.partial(work, segment))
         return graph
 
-    def _fetch_kept(self, key: Hashable, lane: Lane) -> None:
-        """What a layer saved, where it runs again: that may be another lane."""
-        if key in self._kept:
-            read_by(lane.compute, Flow(self._kept[key]))
-            self._kept[key] = on_tensors(
-                lambda each: each.to(lane.device) if is_accelerator(each.device) else each,
-                self._kept[key],
-            )
-
-    def _start(self, value: Any, layer: int) -> Any:
-        """What a graph begins with; it needs gradients if anything before it does."""
-        needs = self.input_gradients or layer > self._first_graph
-        return detached(value, requires_grad=needs)
-
     def _layers(self, seat: StagePass, stage: range) -> Callable[[int, Any, int], Any]:
         """What runs a layer of a stage on a value, with random numbers of its own.
 
@@ -605,7 +594,12 @@ class Pass:
             if seed is not None:
                 lane.seed(layer_seed(seed, layer, place, len(self.parts)))
             shell = shells[layer - stage.start]
-            self._fetch_kept((layer, place), lane)
+            if (kept := self._kept.get((layer, place))) is not None:
+                # saved where the layer ran first: that may be another lane
+                read_by(lane.compute, Flow(kept))
+                self._kept[layer, place] = on_tensors(
+                    lambda each: each.to(lane.device) if is_accelerator(each.device) else each, kept
+                )
             with running(self._kept, (layer, place), is_recomputed=seat.is_recomputed):
                 if layer > 0:
                     return shell(value)

@@ -134,10 +134,9 @@ def choose(
     for number, cost in enumerate(costs):
         if room is not None and cost.backward_bytes > room:
             raise ValueError(
-                f"layer {number} needs {cost.backward_bytes:,} bytes on the device (weights, "
-                f"gradients, activations of a micro-batch) and at most {room:,} are free, half of "
-                "the budget: the next stage is fetched while one runs. Allow more memory, or use "
-                "smaller micro-batches."
+                f"layer {number} needs {cost.backward_bytes:,} bytes on the device and at most "
+                f"{room:,} are free, half of the budget: the next stage is fetched while one runs. "
+                "Allow more memory, or use smaller micro-batches."
             )
     if num_lanes == 1:
         return _cut(costs, room, limit=float("inf"), is_even=False)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer, _Replicate
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
@@ -92,7 +92,6 @@ def place_of_call() -> str:
 
 
 Inputs = tuple[tuple, dict[str, Any]]
-_RULES = (TensorChunkSpec, _CustomReducer, _Replicate)
 
 
 class Packed(list):
@@ -223,30 +222,26 @@ def _batch_size(value: Any) -> int | None:
 def _split(value: Any, spec: Any, num_parts: int, size: int | None) -> list[Any]:
     leaves, structure = pytree.tree_flatten(value)
     rules = [None] * len(leaves) if spec is None else _leaf_rules(value, spec)
-    columns = [
-        _split_leaf(leaf, rule, num_parts, size if spec is None else None)
-        for leaf, rule in zip(leaves, rules, strict=True)
-    ]
+    columns: list[Sequence[Any]] = []
+    for leaf, rule in zip(leaves, rules, strict=True):
+        is_tensor = isinstance(leaf, torch.Tensor) and leaf.ndim > 0
+        if isinstance(leaf, Packed):
+            columns.append(leaf)
+        elif is_tensor and isinstance(rule, TensorChunkSpec):
+            if leaf.shape[rule.split_dim] < num_parts:
+                raise ValueError(
+                    f"a tensor of shape {tuple(leaf.shape)} cannot be cut into {num_parts} along "
+                    f"dimension {rule.split_dim}. Lower num_microbatch."
+                )
+            columns.append(leaf.tensor_split(num_parts, rule.split_dim))
+        elif is_tensor and spec is None and leaf.shape[0] == size:
+            columns.append(leaf.tensor_split(num_parts))
+        else:
+            columns.append([leaf] * num_parts)
     return [
         pytree.tree_unflatten([column[part] for column in columns], structure)
         for part in range(num_parts)
     ]
-
-
-def _split_leaf(leaf: Any, rule: Any, num_parts: int, size: int | None) -> Sequence[Any]:
-    if isinstance(leaf, Packed):
-        return leaf
-    is_tensor = isinstance(leaf, torch.Tensor) and leaf.ndim > 0
-    if is_tensor and isinstance(rule, TensorChunkSpec):
-        if leaf.shape[rule.split_dim] < num_parts:
-            raise ValueError(
-                f"a tensor of shape {tuple(leaf.shape)} cannot be cut into {num_parts} along "
-                f"dimension {rule.split_dim}: lower num_microbatch"
-            )
-        return leaf.tensor_split(num_parts, rule.split_dim)
-    if is_tensor and size is not None and leaf.shape[0] == size:
-        return leaf.tensor_split(num_parts)
-    return [leaf] * num_parts
 
 
 def _leaf_rules(value: Any, spec: Any) -> list[Any]:
@@ -255,22 +250,9 @@ def _leaf_rules(value: Any, spec: Any) -> list[Any]:
     Raises:
         ValueError: the spec has another structure.
     """
-    rules: list[Any] = []
-
-    def walk(part: Any, rule: Any) -> None:
-        is_leaf = isinstance(part, Packed) or not isinstance(part, (tuple, list, dict))
-        if is_leaf or isinstance(rule, _RULES) or rule is None:
-            rules.extend([rule] * len(pytree.tree_leaves(part)))
-        elif isinstance(part, dict):
-            if not isinstance(rule, dict):
-                raise ValueError(f"{rule!r} came as the spec of a dict with {sorted(part)}")
-            for key in part:
-                walk(part[key], rule.get(key))
-        else:
-            if not isinstance(rule, (tuple, list)) or len(rule) != len(part):
-                raise ValueError(f"{rule!r} came as the spec of {len(part)} values")
-            for each, its_rule in zip(part, rule, strict=True):
-                walk(each, its_rule)
-
-    walk(value, spec)
+    if isinstance(value, dict) and isinstance(spec, dict):
+        spec = {key: spec.get(key) for key in value}
+    rules = pytree._broadcast_to_and_flatten(spec, pytree.tree_structure(value))
+    if rules is None:
+        raise ValueError(f"{spec!r} is not the spec of {len(value)} values of {type(value)}.")
     return rules

@@ -133,13 +133,18 @@ class StreamedCall:
 
         Called by work of the device's compute queue, which all that reads it runs in.
         """
-        pixels, others = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-        for name, value in self.batches[index].items():
-            (pixels if name.startswith("pixel_") else others)[name] = value
+
+        def moved(*, pixels: bool) -> MicroBatch:
+            return {
+                name: value.to(device, non_blocking=True)
+                for name, value in self.batches[index].items()
+                if name.startswith("pixel_") == pixels
+            }
+
         if (index, device) not in self._there:
-            self._there[index, device] = _moved(others, device)
+            self._there[index, device] = moved(pixels=False)
         there = self._there[index, device]
-        return {**there, **_moved(pixels, device)} if with_pixels else dict(there)
+        return {**there, **moved(pixels=True)} if with_pixels else dict(there)
 
     def run(self, stage: Stage, index: int, came: Tensors) -> Output | tuple[()]:
         """The forward pass of a stage; `stage` is a shell whose weights are on the device."""
@@ -159,10 +164,6 @@ class StreamedCall:
         device = (output[0] if isinstance(output, tuple) else output).device
         self.seeds.start_loss()
         return loss_fn(output, self.batch(index, device))
-
-
-def _moved(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
 
 
 class StageLayer(nn.Module):

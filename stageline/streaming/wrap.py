@@ -7,7 +7,6 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -37,13 +36,26 @@ class AutoRoundPipe(StreamedModel):
         self, model: nn.Module, optim_dtype: torch.dtype | None = None, name: str | None = None
     ) -> None:
         super().__init__(optim_dtype, name)
-        engines, loose = _parts(model)
+        # RoundPipes inside of the model, and parameters that are used outside of them, each once
+        engines: list[RoundPipe] = []
+        loose: dict[int, nn.Parameter] = {}
+        waiting, seen = [model], set[int]()
+        while waiting:
+            module = waiting.pop(0)
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            if isinstance(module, RoundPipe):
+                engines.append(module)
+                continue
+            loose |= {id(each): each for each in module._parameters.values() if each is not None}
+            waiting += [child for child in module._modules.values() if child is not None]
         self._home_of: dict[int, Home] = {}  # by parameter; what two parts use has one home
         for engine in engines:
             engine._worker = self._worker
             for hosted in engine._hosted_layers:
                 hosted.homes = [self._home_of.setdefault(id(h.parameter), h) for h in hosted.homes]
-        self._loose = [self._home_of.setdefault(id(each), Home(each)) for each in loose]
+        self._loose = [self._home_of.setdefault(key, Home(each)) for key, each in loose.items()]
         self._watched: set[int] = set()
         # vision-language models of the library hand it on among other keywords
         hands_on = isinstance(model, PreTrainedModel)
@@ -95,24 +107,6 @@ class AutoRoundPipe(StreamedModel):
         for home in self._homes():
             if home.parameter.requires_grad and home.master is None:
                 home.make_master(self._optim_dtype, page_views([home.parameter])[0])
-
-
-def _parts(model: nn.Module) -> tuple[list[RoundPipe], list[nn.Parameter]]:
-    """RoundPipes inside of a model, and the parameters that are used outside of them, each once."""
-    engines: dict[int, RoundPipe] = {}
-    loose: dict[int, nn.Parameter] = {}
-    waiting, seen = [model], set()
-    while waiting:
-        module = waiting.pop(0)
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        if isinstance(module, RoundPipe):
-            engines[id(module)] = module
-            continue
-        loose |= {id(each): each for each in module._parameters.values() if each is not None}
-        waiting += [child for child in module._modules.values() if child is not None]
-    return list(engines.values()), list(loose.values())
 
 
 _INHERIT = RoundPipeRunConfig()
@@ -183,88 +177,69 @@ def wrap_model_to_roundpipe(
             engine = RoundPipe(found, name=name, model_run_config=config, **kwargs)
             engine.set_original_model(model)
             return engine
-    if upper_threshold is None:
-        upper_threshold = _num_bytes(model) // (len(kwargs["lanes"]) + 1)
-    thresholds = (lower_threshold, upper_threshold)
-    walk = _Rules(*thresholds, skip_modules, overrides, model_run_config, kwargs)
-    if isinstance(wrapped := walk.wrapped(model, name), RoundPipe):
-        return wrapped
-    return AutoRoundPipe(wrapped, kwargs.get("optim_dtype"), name)
+    upper = _num_bytes(model) // (len(kwargs["lanes"]) + 1)
+    upper = upper if upper_threshold is None else upper_threshold
+    done: dict[int, nn.Module] = {}  # what became of a module: one that has two places stays one
 
+    def is_left(module: nn.Module) -> bool:
+        return module in skip_modules or isinstance(module, (RoundPipe, AutoRoundPipe))
 
-@dataclass
-class _Rules:
-    """The walk through a model.
+    def engine_of(module: nn.Module, name: str, config: RoundPipeRunConfig = _INHERIT) -> RoundPipe:
+        own = overrides.get(module, _INHERIT).over(config, model_run_config)
+        return RoundPipe(module, name=name, model_run_config=own, **kwargs)
 
-    Attributes:
-        done: what became of a module, by its id: one that has two places stays one.
-    """
-
-    lower: int
-    upper: int
-    skip: Container[nn.Module]
-    overrides: Mapping[nn.Module, RoundPipeRunConfig]
-    run_config: RoundPipeRunConfig
-    kwargs: dict[str, Any]
-    done: dict[int, nn.Module] = field(default_factory=dict)
-
-    def wrapped(self, module: nn.Module, name: str) -> nn.Module:
+    def wrapped(module: nn.Module, name: str) -> nn.Module:
         """What stands in the module's place afterwards."""
-        if id(module) not in self.done:
-            self.done[id(module)] = self._by_rules(module, name)
-        return self.done[id(module)]
+        if id(module) not in done:
+            done[id(module)] = by_rules(module, name)
+        return done[id(module)]
 
-    def _by_rules(self, module: nn.Module, name: str) -> nn.Module:
-        if self._is_left(module):
+    def by_rules(module: nn.Module, name: str) -> nn.Module:
+        if is_left(module):
             return module
         if isinstance(module, nn.Sequential):
-            return self._engine(module, name)
+            return engine_of(module, name)
         own = _num_bytes(module, recurse=False)
-        fits = own >= self.lower or _num_bytes(module) <= self.upper
+        fits = own >= lower_threshold or _num_bytes(module) <= upper
         if fits and _has_forward(module):
-            is_tiny = _num_bytes(module) < self.lower and module not in self.overrides
-            return self._engine(
+            is_tiny = _num_bytes(module) < lower_threshold and module not in overrides
+            return engine_of(
                 module, name, RoundPipeRunConfig(num_microbatch=1 if is_tiny else None)
             )
+        # with those that come twice: each place needs what is to stand there
+        children = [(key, child) for key, child in module._modules.items() if child is not None]
         if isinstance(module, nn.ModuleList):
-            elements = _children(module)
-            for key, element in elements:
+            for key, element in children:
                 path = f"{name}.{key}"
-                if self._is_left(element) or id(element) in self.done or not _has_forward(element):
-                    module._modules[key] = self.wrapped(element, path)
+                if is_left(element) or id(element) in done or not _has_forward(element):
+                    module._modules[key] = wrapped(element, path)
                     continue
-                is_last = element is elements[-1][1]
+                is_last = element is children[-1][1]
                 config = RoundPipeRunConfig(merge_output=None if is_last else False)
-                module._modules[key] = self.done[id(element)] = self._engine(element, path, config)
+                module._modules[key] = done[id(element)] = engine_of(element, path, config)
             return module
-        for key, child in _children(module):
-            module._modules[key] = self.wrapped(child, f"{name}.{key}")
+        for key, child in children:
+            module._modules[key] = wrapped(child, f"{name}.{key}")
         if isinstance(module, PreTrainedModel) and module.base_model is not module:  # it has a loss
             # as one micro-batch: the mean of micro-batches' means is another loss
             config = RoundPipeRunConfig(
-                requires_grad=self.run_config.requires_grad,
-                output_device=self.run_config.output_device,
+                requires_grad=model_run_config.requires_grad,
+                output_device=model_run_config.output_device,
                 num_microbatch=1,
             )
             engine = RoundPipe(
                 _Function(module.loss_function),
                 name=f"{name}.loss_function",
                 model_run_config=config,
-                **self.kwargs,
+                **kwargs,
             )
             cast(Any, module).loss_function = functools.partial(engine)
         return module
 
-    def _is_left(self, module: nn.Module) -> bool:
-        return module in self.skip or isinstance(module, (RoundPipe, AutoRoundPipe))
-
-    def _engine(
-        self, module: nn.Module, name: str, config: RoundPipeRunConfig = _INHERIT
-    ) -> RoundPipe:
-        own = self.overrides.get(module, _INHERIT)
-        return RoundPipe(
-            module, name=name, model_run_config=own.over(config, self.run_config), **self.kwargs
-        )
+    made = wrapped(model, name)
+    if isinstance(made, RoundPipe):
+        return made
+    return AutoRoundPipe(made, kwargs.get("optim_dtype"), name)
 
 
 class _Function(nn.Module):
@@ -276,11 +251,6 @@ class _Function(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
-
-
-def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """With those that come twice: each place needs what is to stand there."""
-    return [(key, child) for key, child in module._modules.items() if child is not None]
 
 
 def _has_forward(module: nn.Module) -> bool:

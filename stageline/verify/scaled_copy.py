@@ -12,6 +12,7 @@ import hashlib
 import importlib.metadata
 import inspect
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +32,6 @@ from stageline.errors import UserError
 from stageline.model_folder import attention_options, called_alike, find_folder, load_config
 from stageline.pipeline.topology import stage_layers
 from stageline.shrink import layer_period, shrink_config
-from stageline.stages.discover import VERSIONS, cache_folder, keep_record
 from stageline.stages.packing import check_packing
 from stageline.verify.batches import ordinary_ids
 from stageline.verify.whole_model import library_class, save_config
@@ -42,6 +42,7 @@ CODE = (
     *("stages/*.py", "verify/*.py", "modules/pass_through.py", "inference/decoding/*.py"),
     *("shrink.py", "cache_trial.py"),
 )
+VERSIONS = ("torch", "transformers")
 MOST_STAGES = 4  # of a copy
 PACKED = 19  # tokens of a sample: above each window of a copy, no multiple of one
 
@@ -288,7 +289,9 @@ def verify(
                 note(" and ".join(checks), error)
             return
         key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-        record = cache_folder() / "verified" / f"{key}.json"
+        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        cache = Path(os.environ.get("STAGELINE_CACHE") or f"{home}/stageline").expanduser()
+        record = cache / "verified" / f"{key}.json"
         known: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             known |= json.loads(record.read_bytes())["checks"]
@@ -304,7 +307,10 @@ def verify(
             except Exception as error:  # a copy that cannot be built, run, saved or read again
                 note(name, error)
                 continue
-            keep_record(record, {"copy": shown(small, partition), "facts": facts, "checks": known})
+            kept = {"copy": shown(small, partition), "facts": facts, "checks": known}
+            with contextlib.suppress(OSError):  # without a record the next run checks again
+                record.parent.mkdir(parents=True, exist_ok=True)
+                record.write_text(json.dumps(kept, indent=1) + "\n")
             if told:
                 say(f"{told}: {time.perf_counter() - started:.1f} s, recorded")
 

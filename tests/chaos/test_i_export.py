@@ -11,12 +11,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import modeling_utils
 
-from stageline.checkpoint.check_export import check_export
 from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.layout import verify
 from stageline.checkpoint.plain_folder import export_folder
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import CheckpointError, StorageError, UserError
+from stageline.verify.export import check_export
 from tests.helpers import faults
 from tests.helpers.tiny_checkpoints import load_stages, shake, tiny_whole
 from tests.helpers.tiny_models import tiny_config

@@ -2,9 +2,9 @@
 
 from types import SimpleNamespace
 
-from stageline.checkpoint.check_export import check_export
 from stageline.checkpoint.export_files import find_source
 from stageline.checkpoint.plain_folder import export_folder as export_alone
+from stageline.verify.export import check_export
 
 
 def export_folder(source, target, *, make_stages=None, **options):

@@ -147,7 +147,7 @@ class Simulated:
         members = [one.row for group in groups for one in [*group.members, *group.coming]]
         assert scheduler.num_running == len(members)
         coming = [one for group in groups for one in group.coming]
-        assert coming == ([] if scheduler.reading is None else [scheduler.reading.sequence])
+        assert coming == ([] if scheduler.reading is None else [scheduler.reading])
         assert len(members) == len(set(members))
         assert {*members, *(one.row for one in scheduler.waiting)} == set(self.left)
         for number, group in scheduler.groups.items():

@@ -8,13 +8,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pp_models import CausalLMStage
 from stageline.checkpoint import plain_folder
-from stageline.checkpoint.check_export import ExportError
 from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.load import load_split_model
 from stageline.checkpoint.save import save_split_model
 from stageline.errors import UserError
 from stageline.shrink import shrink_config
+from stageline.verify.export import ExportError
 from tests.helpers.exports import export_alone, export_folder
 from tests.helpers.family_configs import family_config
 from tests.helpers.tiny_checkpoints import auto_class, tiny_whole

@@ -11,10 +11,10 @@ from transformers import AutoTokenizer
 import pp_models  # noqa: F401 - puts the parts that make_stages looks for on the shelf
 from commands.export import make_stages, stage_key
 from pp_models import CausalLMStage
-from stageline.checkpoint.check_export import ExportError, compare_logits
 from stageline.checkpoint.layout import MANIFEST
 from stageline.data.text.processor import save_processor
 from stageline.errors import CheckpointError, UserError
+from stageline.verify.export import ExportError, compare_logits
 from tests.helpers.exports import export_alone, export_folder
 from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
 from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config, tiny_processor
@@ -73,13 +73,6 @@ def test_an_image_is_tried_too(family, tmp_path):
 
     with pytest.raises(ExportError, match=r"\(image, compared with"):
         export_folder(tmp_path / "base", tmp_path / "no", make_stages=spoil(change))
-
-
-def test_without_a_processor_the_image_is_left_out_and_said_so(tmp_path):
-    tiny_whole("llava", tmp_path / "base")
-    report = export_folder(tmp_path / "base", tmp_path / "out", make_stages=make_stages)
-    assert report.verdict.probes == ("text",)
-    assert "compared without an image" in report.notes[0]
 
 
 def test_what_no_part_is_made_for_is_compared_in_plain_transformers(tmp_path):

@@ -103,8 +103,8 @@ def test_prompts_and_answers_end_where_positions_do(family):
     )[0, length:].tolist()
     assert near["token_ids"] == (expected[: expected.index(2)] if 2 in expected else expected)
     assert "text" in short and "error" not in short
-    assert "the prompt has 0 tokens. From 1 to 23 were expected" in empty["error"]
-    assert "tokens. From 1 to 23 were expected" in beyond["error"]
+    assert "The prompt has 0 tokens; 1 to 23 fit" in empty["error"]
+    assert "tokens; 1 to 23 fit" in beyond["error"]
 
 
 class Forgetful(LlamaForCausalLM):

@@ -10,7 +10,6 @@ import pp_models  # noqa: F401 - puts the parts on the shelf
 from commands.export import make_stages
 from pp_models import CrossAttentionStage
 from register import train_model_register
-from stageline.checkpoint.check_export import ExportError
 from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.save import save_split_model
 from stageline.data.batches.batch import add_image_inputs, encode_sample, pad_rows
@@ -18,6 +17,7 @@ from stageline.data.text.processor import load_processor, save_processor
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import UserError
 from stageline.stages.packing import check_packing
+from stageline.verify.export import ExportError
 from tests.helpers.exports import export_folder
 from tests.helpers.tiny_mllama import mllama_micro_batch
 from tests.helpers.tiny_models import tiny_mllama_config, tiny_mllama_processor

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from stageline.checkpoint.adapter import attach_adapter, read_adapter
-from stageline.checkpoint.check_export import load_with_peft
 from stageline.checkpoint.plain_model import load_plain
 from stageline.checkpoint.save import save_split_model
 from stageline.modules.methods import FreezeRule, Methods
 from stageline.modules.new_rows import NewRows
 from stageline.pipeline.runner import LocalStages
 from stageline.training.optimizers import optimizer_groups
+from stageline.verify.export import load_with_peft
 from tests.helpers.chain import chained_logits
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_checkpoints import auto_class, load_stages, shake, tiny_whole

@@ -5,7 +5,14 @@ import torch
 import transformers
 
 from stageline.pipeline.live_bytes import PeakBytes
-from stageline.planner.estimate import Load, layer_tensors, measure_model, model_on_meta, pass_bytes
+from stageline.planner.estimate import (
+    Cost,
+    Load,
+    layer_tensors,
+    measure_model,
+    model_on_meta,
+    pass_bytes,
+)
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_checkpoints import auto_class
 from tests.helpers.tiny_models import DECODERS, tiny_config
@@ -109,7 +116,7 @@ def test_a_real_prompt_needs_the_workspace_that_is_stated(family):
     with torch.no_grad(), watch.watch():
         held = model.get_decoder()(ids_BT, attention_mask=torch.ones_like(ids_BT), use_cache=True)
     assert held.past_key_values is not None
-    expected = sum(layer.lasting for layer in stated) + max(layer.workspace for layer in stated)
+    expected = sum(stated, Cost()).while_answering
     assert 0.75 * watch.peak < expected < 1.4 * watch.peak
 
 
@@ -124,7 +131,7 @@ def test_a_tower_needs_the_workspace_that_is_stated(family):
     if side is None:  # patches, of 4 x 4 x 3 numbers for instance
         patch = config.vision_config.patch_size
         load = Load(rows=1, length=PROMPT, images=1, image_size=int(len(pixels) ** 0.5 + 1) * patch)
-    stated = measure_model(model_on_meta(config, dtype=torch.float32), load).vision_workspace
+    stated = measure_model(model_on_meta(config, dtype=torch.float32), load).tower.answering
     model = auto_class(family).from_config(config).eval()
     taken = {name: batch[name] for name in ("pixel_values", "image_grid_thw") if name in batch}
     watch = PeakBytes(torch.device("cpu"))

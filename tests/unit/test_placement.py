@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stageline.errors import UserError
 from stageline.inference.model_cutter import Homes, ModelCutter, check_fit, device_bytes, place
 from stageline.planner.estimate import (
-    LayerBytes,
+    Cost,
     Load,
     ModelBytes,
     layers_path,
@@ -21,10 +21,9 @@ from stageline.planner.estimate import (
 from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 
 SIZE = st.integers(0, 40)
-LAYER = st.builds(LayerBytes, st.integers(1, 40), SIZE, SIZE, SIZE)
-MODEL = st.builds(
-    ModelBytes, st.lists(LAYER, min_size=1, max_size=8).map(tuple), SIZE, SIZE, SIZE, SIZE
-)
+LAYER = st.builds(Cost, weights=st.integers(1, 40), cache=SIZE, beyond=SIZE, answering=SIZE)
+END = st.builds(Cost, weights=SIZE, answering=SIZE)
+MODEL = st.builds(ModelBytes, st.lists(LAYER, min_size=1, max_size=8).map(tuple), END, END)
 GIB = 1024**3
 
 
@@ -34,10 +33,10 @@ def fullest(model, devices, memory):
     for device, limit in enumerate(memory):
         own = [layer for layer, home in zip(model.layers, devices, strict=True) if home == device]
         lasting = sum(layer.weights + layer.cache + layer.beyond for layer in own)
-        peak = max((layer.workspace for layer in own), default=0)
+        peak = max((layer.answering for layer in own), default=0)
         if device == 0:
-            lasting += model.ends + model.vision
-            peak = max(peak, model.vision_workspace, model.end_workspace)
+            lasting += model.ends.weights + model.tower.weights
+            peak = max(peak, model.ends.answering, model.tower.answering)
         fractions.append((lasting + peak) / limit)
     return max(fractions)
 
@@ -68,21 +67,20 @@ def test_the_table_counts_every_byte_once(model, memory):
     homes = place(model, memory)
     devices, found = homes.layers, device_bytes(model, homes, memory)
     assert sorted(i for item in found for i in item.layers) == list(range(len(model.layers)))
-    assert sum(item.weights + item.vision for item in found) == model.weights
-    assert sum(item.cache for item in found) == sum(layer.cache for layer in model.layers)
+    assert sum(item.cost.weights for item in found) == model.weights
+    assert sum(item.cost.cache for item in found) == sum(layer.cache for layer in model.layers)
     assert max(i.fraction for i in found) == pytest.approx(fullest(model, devices, memory))
 
 
 TOWER = st.builds(
-    lambda blocks, rest, **fields: ModelBytes(
-        blocks=tuple(blocks), vision=sum(blocks) + rest, **fields
+    lambda blocks, rest, workspace, **fields: ModelBytes(
+        blocks=tuple(blocks), tower=Cost(weights=sum(blocks) + rest, answering=workspace), **fields
     ),
     st.lists(st.integers(1, 60), min_size=1, max_size=4),
     st.integers(0, 9),
+    workspace=SIZE,
     layers=st.lists(LAYER, min_size=3, max_size=5).map(tuple),
-    ends=SIZE,
-    vision_workspace=SIZE,
-    end_workspace=SIZE,
+    ends=END,
 )
 
 
@@ -103,13 +101,14 @@ def test_a_tower_is_cut_where_it_does_not_fit_and_in_the_best_way(model, memory)
         runs = [sum(index >= cut for cut in cuts) for index in range(chain)]
         other = Homes((0, *runs[num_blocks:], 0), tuple(runs[:num_blocks]))
         found = device_bytes(model, other, memory)
-        assert sum(item.weights + item.vision for item in found) == model.weights
+        assert sum(item.cost.weights for item in found) == model.weights
         best = min(best, max(item.fraction for item in found))
     assert used == pytest.approx(best)
 
 
 def model_of_two_gib():
-    return ModelBytes((LayerBytes(GIB // 2, GIB // 4, 0, GIB // 4),) * 4, ends=GIB)
+    layer = Cost(weights=GIB // 2, cache=GIB // 4, answering=GIB // 4)
+    return ModelBytes((layer,) * 4, ends=Cost(weights=GIB))
 
 
 def test_what_does_not_fit_is_refused_with_what_is_missing_and_what_helps():
@@ -140,11 +139,11 @@ def test_weights_are_those_that_accelerate_counts(family):
     of_images = [
         name for name in sizes if name.endswith(("visual", "vision_tower", "vision_model"))
     ]
-    assert (found.vision > 0) == (family in VISION_LANGUAGE) == bool(of_images)
+    assert (found.tower.weights > 0) == (family in VISION_LANGUAGE) == bool(of_images)
     if of_images:
         tower = sizes[min(of_images, key=len)]
-        assert tower <= found.vision < tower + sizes[""] / 4, "tower and projector"
-        assert found.vision_workspace > 0
+        assert tower <= found.tower.weights < tower + sizes[""] / 4, "tower and projector"
+        assert found.tower.answering > 0
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "internvl"])
@@ -157,5 +156,5 @@ def test_a_loaded_model_has_on_each_device_what_the_table_says(family):
     for name, tensor in [*real.named_parameters(), *real.named_buffers()]:
         home = next(d for key, d in placed.items() if name == key or name.startswith(key + "."))
         lying[home] += tensor.nbytes
-    assert lying == [item.weights + item.vision for item in found]
+    assert lying == [item.cost.weights for item in found]
     assert [len(item.layers) for item in found] == [2, 1, 1]

@@ -9,7 +9,7 @@ import re
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
@@ -356,7 +356,6 @@ class ScoreQueue:
     def __init__(self, limits: Limits, *, pads_right: bool = False) -> None:
         self.limits, self.pads_right = limits, pads_right
         self.waiting: deque[_Row] = deque()
-        self.done: deque[Scored | Failed] = deque()
         self._on_their_way: deque[list[_Row]] = deque()
 
     @property
@@ -368,39 +367,6 @@ class ScoreQueue:
     def is_on_its_way(self) -> bool:
         """Whether the stages have a pass that has not come back."""
         return bool(self._on_their_way)
-
-    def answers(
-        self, items: Iterable[ScoreRequest], *, most: int, act: Callable[[], object]
-    ) -> Iterator[Scored | Failed]:
-        """Scores of all items, as they are done.
-
-        Args:
-            most: so many wait at a time.
-            act: brings the engine on.
-        """
-        source, is_over = iter(items), False
-        while not is_over or self.has_work or self.done:
-            while not is_over and len(self.waiting) < most:
-                item = next(source, None)
-                is_over = item is None
-                if item is None:
-                    break
-                try:
-                    check_row(item, self.limits)
-                    self.add(item, self.done.append)
-                except UserError as error:
-                    self.done.append(Failed(item.key, error))
-            while self.done:
-                yield self.done.popleft()
-            if self.has_work:
-                act()
-
-    def forget(self, act: Callable[[], object]) -> None:
-        """Drops what nobody wants any more, when it has come back."""
-        self.waiting.clear()
-        while self.has_work:
-            act()
-        self.done.clear()
 
     def add(self, item: ScoreRequest, listener: ScoreListener) -> None:
         """A row that is to be scored."""

@@ -69,23 +69,6 @@ class _Row:
     answer: SampledAnswer
     words: AnswerText
 
-    def take(self, order: PassOrder, place: int, most: int) -> bool:
-        """Takes a token; True: the answer has ended."""
-        error = error_of(order, place)
-        if error is not None:
-            raise error
-        logprob = order.logprobs[place]
-        assert logprob is not None  # they were asked for
-        self.answer.token_ids.append(order.tokens[place])
-        self.answer.log_probs.append(logprob.logprob)
-        self.words.add(order.tokens[place])
-        is_over = self.words.is_stopped or len(self.answer.token_ids) == most
-        if is_over:
-            self.words.finish()  # its rest may end in a stop string
-            self.answer.is_cut = not self.words.is_stopped
-            self.answer.text = self.words.text
-        return is_over
-
 
 @dataclass(eq=False)
 class _Lot:
@@ -239,8 +222,18 @@ class _Drawing:
         lot = self.lots[order.group]
         lot.unread -= order.kind == "prefill"
         for place, number in enumerate(order.rows):
-            row = self._rows[number]
-            if row.take(order, place, self.sampling.max_new_tokens):
+            row, error = self._rows[number], error_of(order, place)
+            if error is not None:
+                raise error
+            logprob = order.logprobs[place]
+            assert logprob is not None  # they were asked for
+            row.answer.token_ids.append(order.tokens[place])
+            row.answer.log_probs.append(logprob.logprob)
+            row.words.add(order.tokens[place])
+            if row.words.is_stopped or len(row.answer.token_ids) == self.sampling.max_new_tokens:
+                row.words.finish()  # its rest may end in a stop string
+                row.answer.is_cut = not row.words.is_stopped
+                row.answer.text = row.words.text
                 # as the stages take a row out, so that they need not move any
                 take_out(lot.rows, lot.rows.index(row))
                 lot.left.append((lot.number, number))

@@ -119,8 +119,10 @@ class LocalChain:
         return self._done.popleft()
 
 
-class Carrier:
-    """One rank's part of a chain: runs its stages when their turn comes, and sends orders on.
+class RankChain:
+    """Stages on the ranks of a pipeline: runs those of this rank in their turn, sends orders on.
+
+    The first rank starts orders and takes results; on the others see `follow`.
 
     Args:
         decoders: the stage of this rank, or its stages by number.
@@ -137,56 +139,39 @@ class Carrier:
         route: Sequence[int] | None = None,
     ) -> None:
         self.decoders = decoders if isinstance(decoders, Mapping) else {wire.rank: decoders}
-        self.wire, self.route = wire, route or range(num_stages)
+        self.wire, self.num_stages, self.route = wire, num_stages, route or range(num_stages)
+        self.num_in_flight = 0
+        self._done: deque[PassOrder] = deque()
         sources = {self.route[stage - 1] for stage in self.decoders}
         sources |= {self.route[-1]} if wire.rank == self.route[0] else set()
         sources -= {wire.rank}
         self._source = sources.pop() if len(sources) == 1 else None
 
-    def receive(self) -> tuple[PassOrder, Tensors]:
-        """The next order that comes to this rank."""
-        return self.wire.receive(self._source)
+    def start(self, order: PassOrder, tensors: Tensors) -> None:
+        self.num_in_flight += 1
+        self._carry(order, tensors)
 
-    def carry(self, order: PassOrder, tensors: Tensors) -> bool:
-        """Does what comes next here, and hands the order on; True: it is over, and at its home."""
+    def result(self) -> PassOrder:
+        while not self._done:
+            self.carry_next()
+        self.num_in_flight -= 1
+        return self._done.popleft()
+
+    def carry_next(self) -> PassOrder:
+        """Does this rank's part of the next order that comes here."""
+        order, tensors = self.wire.receive(self._source)
+        self._carry(order, tensors)
+        return order
+
+    def _carry(self, order: PassOrder, tensors: Tensors) -> None:
         route, here = self.route, self.wire.rank
         while len(order.seconds) < len(route) and route[len(order.seconds)] == here:
             tensors = self.decoders[len(order.seconds)].run(order, tensors)
         target = route[len(order.seconds) % len(route)]
-        if target == here:
-            return True
-        self.wire.send(target, order, tensors)
-        return False
-
-
-class RankChain:
-    """Stages on the ranks of a pipeline; this is the first one's. Arguments as of `Carrier`."""
-
-    def __init__(
-        self,
-        decoders: StageDecoder | Mapping[int, StageDecoder],
-        wire: Wire,
-        *,
-        num_stages: int,
-        route: Sequence[int] | None = None,
-    ) -> None:
-        self.wire, self.num_stages = wire, num_stages
-        self._carrier = Carrier(decoders, wire, num_stages=num_stages, route=route)
-        self.num_in_flight = 0
-        self._done: deque[PassOrder] = deque()
-
-    def start(self, order: PassOrder, tensors: Tensors) -> None:
-        self.num_in_flight += 1
-        if self._carrier.carry(order, tensors):
+        if target == here:  # it is over, and at its home
             self._done.append(order)
-
-    def result(self) -> PassOrder:
-        while not self._done:
-            order, tensors = self._carrier.receive()
-            if self._carrier.carry(order, tensors):
-                self._done.append(order)
-        self.num_in_flight -= 1
-        return self._done.popleft()
+        else:
+            self.wire.send(target, order, tensors)
 
 
 Chain = LocalChain | RankChain
@@ -200,13 +185,11 @@ def follow(
     route: Sequence[int] | None = None,
 ) -> None:
     """What the other ranks do: each order's part, until the order to stop has gone by."""
-    carrier = Carrier(decoders, wire, num_stages=num_stages, route=route)
-    last = max(carrier.decoders)
+    chain = RankChain(decoders, wire, num_stages=num_stages, route=route)
     has_stopped = False
     while not has_stopped:
-        order, tensors = carrier.receive()
-        carrier.carry(order, tensors)
-        has_stopped = order.kind == "stop" and len(order.seconds) > last
+        order = chain.carry_next()
+        has_stopped = order.kind == "stop" and len(order.seconds) > max(chain.decoders)
     wire.flush()
 
 

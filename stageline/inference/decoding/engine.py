@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -42,79 +42,12 @@ from stageline.inference.decoding.request import (
 from stageline.inference.decoding.scheduler import (
     Limits,
     Prefill,
-    RunningGroup,
     Scheduler,
 )
 from stageline.inference.decoding.scheduler import Sequence as Scheduled
 
-
-def admitted(request: Request, engine: "DecodingEngine") -> Request:
-    """The request as it runs: no longer than there is room, with all tokens that end it.
-
-    Raises:
-        UserError: there is no room for one token, or the model can't take images or the grammar.
-    """
-    length, limits = length_of(request.prompt), engine.limits
-    cells = engine.prompt_cells(request.prompt)
-    room = limits.max_length if limits.max_cells is None else limits.max_cells - cells
-    longest = min(limits.max_length, room)
-    images = f", and its images take as much room as {cells} more" if cells else ""
-    most = min(request.sampling.max_new_tokens, answer_room(length, longest, images=images))
-    if not engine.has_cache and is_alone(request.prompt):
-        raise UserError(
-            "The prompt has images, and this model keeps no keys and values (can_decode is False): "
-            "it would look at them for every token. Ask with text alone."
-        )
-    sampling = request.sampling
-    if sampling.grammar is not None:
-        engine.matchers.check(sampling.grammar)
-    ends = engine.stop_ids if sampling.stop_token_ids is None else sampling.stop_token_ids
-    if limits.short_length is not None and not limits.is_long(length):
-        # no pass reads the last token
-        most = min(most, limits.short_length + 1 - length)
-    return replace(request, sampling=replace(sampling, max_new_tokens=most, stop_token_ids=ends))
-
-
-Inputs = dict[str, torch.Tensor]
-
-
-def prefill_pass(found: Prefill, *, has_cache: bool) -> tuple[PassOrder, Inputs]:
-    """Make the pass that reads prompts, or a piece of one."""
-    owners = [one.owner for one in found.chosen]
-    order = PassOrder(
-        "prefill" if has_cache else "whole",
-        group=found.group.number,
-        rows=[one.row for one in found.chosen],
-        adapters=adapters_of(owner.request for owner in owners),
-        lengths=[one.length for one in found.chosen],
-    )
-    if found.piece is not None:
-        order.piece = [found.piece.start, found.piece.stop]
-    if not order.is_part:
-        order.settings = [owner.request.sampling for owner in owners]
-    if not has_cache:
-        return order, padded_right([owner.row_ids() for owner in owners])
-    read = [owner.request.prompt for owner in owners]
-    if found.piece is not None:
-        read = [part_of(prompt, found.piece) for prompt in read]
-    return order, together(read)
-
-
-def step_pass(
-    group: RunningGroup, joins: list[tuple[int, int]], *, has_cache: bool
-) -> tuple[PassOrder, Inputs]:
-    """Make the pass that brings one more token of each row of a group."""
-    owners = [one.owner for one in group.members]
-    order = PassOrder("decode", group=group.number, rows=[one.row for one in group.members])
-    order.adapters = adapters_of(owner.request for owner in owners)
-    if has_cache:
-        order.join = joins
-        return order, {"input_ids": torch.tensor([[owner.last_token] for owner in owners])}
-    ids = [owner.row_ids() for owner in owners]
-    order.kind, order.lengths = "whole", list(map(len, ids))
-    return order, padded_right(ids)
-
-
+Item = TypeVar("Item", Request, ScoreRequest)
+Result = TypeVar("Result")
 SECONDS_BETWEEN_SIGNS = 30.0  # an idle engine asks so often whether all stages are there
 DEFAULT_LIMITS = Limits()
 # A step on few rows takes as long as one on a few more: all weights are read. So fewer rows are not
@@ -163,8 +96,11 @@ class DecodingEngine:
         self.has_cache, self.reads_in_pieces = has_cache, reads_in_pieces and has_cache
         self.matchers = matchers or Matchers(lambda: tokenizer)
         self.is_healthy = True
+        least = ROWS_OF_A_GROUP if has_cache else 1  # whole rows are bound by arithmetic
         self._scheduler = Scheduler(
-            limits, best_groups=self._best_groups, num_stages=chain.num_stages
+            limits,
+            best_groups=lambda num_rows: max(1, min(chain.num_stages, num_rows // least)),
+            num_stages=chain.num_stages,
         )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, Running] = {}
@@ -255,23 +191,11 @@ class DecodingEngine:
             if isinstance(event, Finished | Failed):
                 done.append(event)
 
-        source, most = iter(requests), 2 * self.limits.max_rows
-        is_over = False
+        def add(request: Request) -> None:
+            self._admit(self._running_of(request, listen))
+
         try:
-            while not is_over or self._running or done:
-                while not is_over and len(self._running) < most:
-                    request = next(source, None)
-                    is_over = request is None
-                    if request is None:
-                        break
-                    try:
-                        self._admit(self._running_of(request, listen))
-                    except UserError as error:
-                        listen(Failed(request.key, error))
-                while done:
-                    yield done.popleft()
-                if self._running:
-                    self._act()
+            yield from self._drain(requests, done, add, num_waiting=lambda: len(self._running))
         finally:  # also where the caller wants no more
             if self.is_healthy:
                 for key in list(self._running):
@@ -287,11 +211,44 @@ class DecodingEngine:
 
     def score(self, items: Iterable[ScoreRequest]) -> Iterator[Scored | Failed]:
         """Scores the last tokens of rows, in this thread; in the order in which it is done."""
+        done, scores = deque[Scored | Failed](), self._scores
+
+        def add(item: ScoreRequest) -> None:
+            check_row(item, self.limits)
+            scores.add(item, done.append)
+
         try:
-            yield from self._scores.answers(items, most=2 * self.limits.max_rows, act=self._act)
+            yield from self._drain(items, done, add, num_waiting=lambda: len(scores.waiting))
         finally:  # also where the caller wants no more
             if self.is_healthy:
-                self._scores.forget(self._act)
+                scores.waiting.clear()
+                while scores.has_work:
+                    self._act()
+
+    def _drain(
+        self,
+        items: Iterable[Item],
+        done: deque[Result],
+        add: Callable[[Item], None],
+        *,
+        num_waiting: Callable[[], int],
+    ) -> Iterator[Result | Failed]:
+        """Takes items in, so many that the stages are busy, and yields what is done of them."""
+        source, is_over = iter(items), False
+        while not is_over or done or self._running or self._scores.has_work:
+            while not is_over and num_waiting() < 2 * self.limits.max_rows:
+                item = next(source, None)
+                is_over = item is None
+                if item is None:
+                    break
+                try:
+                    add(item)
+                except UserError as error:
+                    yield Failed(item.key, error)
+            while done:
+                yield done.popleft()
+            if self._running or self._scores.has_work:
+                self._act()
 
     def close(self) -> None:
         """Lets the other ranks go; nothing is answered any more."""
@@ -324,16 +281,48 @@ class DecodingEngine:
             return True
         found = self._scheduler.next_prefill()
         if found is not None:
-            order, inputs = prefill_pass(found, has_cache=self.has_cache)
-            self._order(order, inputs)
-            self._prompt_tokens += sum(order.lengths) if found.piece is None else len(found.piece)
+            self._read(found)
             return True
         joins = self._scheduler.next_joins()
         group = self._scheduler.next_step(may_wait=not joins)
         if group is None:
             return False
-        self._order(*step_pass(group, joins, has_cache=self.has_cache))
+        # one more token of each row of the group
+        owners = [one.owner for one in group.members]
+        order = PassOrder("decode", group=group.number, rows=[one.row for one in group.members])
+        order.adapters = adapters_of(owner.request for owner in owners)
+        if self.has_cache:
+            order.join = joins
+            ids = {"input_ids": torch.tensor([[owner.last_token] for owner in owners])}
+        else:
+            rows = [owner.row_ids() for owner in owners]
+            order.kind, order.lengths = "whole", list(map(len, rows))
+            ids = padded_right(rows)
+        self._order(order, ids)
         return True
+
+    def _read(self, found: Prefill) -> None:
+        """Starts the pass that reads prompts, or a piece of one."""
+        owners = [one.owner for one in found.chosen]
+        order = PassOrder(
+            "prefill" if self.has_cache else "whole",
+            group=found.group.number,
+            rows=[one.row for one in found.chosen],
+            adapters=adapters_of(owner.request for owner in owners),
+            lengths=[one.length for one in found.chosen],
+        )
+        if found.piece is not None:
+            order.piece = [found.piece.start, found.piece.stop]
+        if not order.is_part:
+            order.settings = [owner.request.sampling for owner in owners]
+        if self.has_cache:
+            read = [owner.request.prompt for owner in owners]
+            if found.piece is not None:
+                read = [part_of(prompt, found.piece) for prompt in read]
+            self._order(order, together(read))
+        else:
+            self._order(order, padded_right([owner.row_ids() for owner in owners]))
+        self._prompt_tokens += sum(order.lengths) if found.piece is None else len(found.piece)
 
     def _order(self, order: PassOrder, tensors: dict[str, torch.Tensor] | None = None) -> None:
         order.number = next(self._numbers)
@@ -366,9 +355,31 @@ class DecodingEngine:
             self._scheduler.came_home(order.group)
 
     def _running_of(self, request: Request, listener: Listener) -> Running:
-        request = admitted(request, self)
-        ends = request.sampling.stop_token_ids or ()
-        return Running(request, listener, AnswerText(self.tokenizer, request.sampling.stop, ends))
+        """The request with an answer that there is room for, and with all tokens that end it.
+
+        Raises:
+            UserError: no token fits, or the model can't take images or the grammar.
+        """
+        prompt, sampling, limits = request.prompt, request.sampling, self.limits
+        length, cells = length_of(prompt), self.prompt_cells(prompt)
+        room = limits.max_length if limits.max_cells is None else limits.max_cells - cells
+        images = f", and its images take as much room as {cells} more" if cells else ""
+        room = answer_room(length, min(limits.max_length, room), images=images)
+        most = min(sampling.max_new_tokens, room)
+        if not self.has_cache and is_alone(prompt):
+            raise UserError(
+                "The prompt has images, and this model keeps no keys and values (can_decode is "
+                "False): it would look at them for every token. Ask with text alone."
+            )
+        if sampling.grammar is not None:
+            self.matchers.check(sampling.grammar)
+        ends = self.stop_ids if sampling.stop_token_ids is None else sampling.stop_token_ids
+        if limits.short_length is not None and not limits.is_long(length):
+            # no pass reads the last token
+            most = min(most, limits.short_length + 1 - length)
+        sampling = replace(sampling, max_new_tokens=most, stop_token_ids=ends)
+        text = AnswerText(self.tokenizer, sampling.stop, ends)
+        return Running(replace(request, sampling=sampling), listener, text)
 
     def _admit(self, running: Running) -> None:
         if running.key in self._running:
@@ -409,7 +420,3 @@ class DecodingEngine:
             running.fail(error)
         self._running.clear()
         self._scores.fail_all(error)
-
-    def _best_groups(self, num_rows: int) -> int:
-        least = ROWS_OF_A_GROUP if self.has_cache else 1  # whole rows are bound by arithmetic
-        return max(1, min(self.chain.num_stages, num_rows // least))

@@ -42,11 +42,10 @@ def answer_room(length: int, longest: int | None, *, images: str = "") -> int:
     most = _LARGEST if longest is None else longest
     if 1 <= length < most:
         return most - length
-    allowed = "One or more" if longest is None else f"From 1 to {longest - 1}"
+    allowed = "one or more" if longest is None else f"1 to {longest - 1}"
     raise UserError(
-        f"the prompt has {length} tokens{images}. {allowed} were expected, because the prompt and "
-        "at least one token of the answer must fit the model's positions and the cache: "
-        f"{'shorten it' if length else 'give it a text'}."
+        f"The prompt has {length} tokens{images}; {allowed} fit the model's positions and the "
+        f"cache with one token of the answer. {'Shorten it' if length else 'Give it a text'}."
     )
 
 

@@ -155,11 +155,10 @@ def choose(logits_BV: Tensor, rows: Sequence[SampledRow]) -> list[Chosen]:
     temperature (as OpenAI and vLLM have it); of tempered ones where the row asks for it.
     """
     tops, tokens = _likeliest(logits_BV)
-    errors = {
-        place: error
-        for place, (row, top) in enumerate(zip(rows, tops, strict=True))
-        if (error := _find_error(row, top, logits_BV.shape[-1])) is not None
-    }
+    errors = {}
+    for place, (row, top) in enumerate(zip(rows, tops, strict=True)):
+        if (error := _find_error(row, top, logits_BV.shape[-1])) is not None:
+            errors[place] = error
     others = [
         place
         for place, row in enumerate(rows)
@@ -174,8 +173,12 @@ def choose(logits_BV: Tensor, rows: Sequence[SampledRow]) -> list[Chosen]:
         found = _choose_others(_rows(logits_BV, others), [rows[place] for place in others])
         for place, token in zip(others, found, strict=True):
             tokens[place] = token
-            if token == _NONE:
-                errors[place] = _no_token(rows[place])
+            matcher = rows[place].matcher
+            if token == _NONE and matcher is not None:
+                errors[place] = matcher.error or UserError(
+                    f"No token that the grammar allows can be token {rows[place].index} of the "
+                    "answer. Change the grammar, or name a stop token."
+                )
     return [
         Chosen(_NONE, error=errors[place])
         if place in errors
@@ -259,14 +262,6 @@ def _keep_to_grammars(scores_RV: Tensor, rows: Sequence[SampledRow]) -> set[int]
         for i, matcher, is_without in zip(matched, matchers, is_none, strict=True)
         if is_without or matcher.error is not None
     }
-
-
-def _no_token(row: SampledRow) -> Exception:
-    assert row.matcher is not None
-    return row.matcher.error or UserError(
-        f"no token that the grammar allows can be token {row.index} of the answer: the model's "
-        "vocabulary has none, or the grammar has ended and the request names no stop token"
-    )
 
 
 def _change(scores_V: Tensor, row: SampledRow) -> None:

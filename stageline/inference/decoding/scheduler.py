@@ -8,7 +8,7 @@ one another through the stages; groups take steps in between.
 import itertools
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from stageline.inference.decoding.cache import take_out
@@ -77,24 +77,6 @@ class RunningGroup:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A prompt of which pieces are still to be read.
-
-    Attributes:
-        size: tokens of a piece; the last one may have fewer.
-        end: tokens that were handed out.
-    """
-
-    sequence: Sequence
-    size: int
-    end: int = 0
-
-    def next_piece(self) -> range:
-        """Places of the tokens that follow."""
-        return range(self.end, min(self.end + self.size, self.sequence.length))
-
-
-@dataclass(frozen=True)
 class Prefill:
     """Prompts that are read in one pass.
 
@@ -154,7 +136,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.groups: dict[int, RunningGroup] = {}
         self.leaving: list[tuple[int, int]] = []  # (group, row), told with the next order
-        self.reading: Reading | None = None
+        self.reading: Sequence | None = None  # a prompt of which pieces are still to be read
+        self._piece_tokens = self._num_read = 0  # of it: the size of a piece, and handed out
         self._turn = itertools.count(1)
         self._most_tokens = limits.prefill_tokens  # of the pass that is put together
         self._num_pieces = 0  # handed out so far
@@ -183,7 +166,12 @@ class Scheduler:
         if self._was_piece and self._home():
             return None
         if self.reading is not None:
-            return None if self._awaits_pass() else self._next_piece()
+            # the next piece waits for a pass that is about to come back, in a full pipeline when as
+            # many pieces as there are further stages have followed it. Started sooner, pieces would
+            # queue up before every token of those that run
+            enough = self._num_pieces - (self.num_stages - 1)
+            waits = any(one.on_way and one.on_way[0] <= enough for one in self.groups.values())
+            return None if waits else self._next_piece()
         room = self.limits.max_rows - self.num_running
         if not self.waiting or room < 1:
             return None
@@ -211,7 +199,8 @@ class Scheduler:
         if chosen[0].may_be_cut and chosen[0].length > self._most_tokens:
             group.coming += chosen
             count = -(-chosen[0].length // self._most_tokens)
-            self.reading = Reading(chosen[0], -(-chosen[0].length // count))
+            self.reading, self._num_read = chosen[0], 0
+            self._piece_tokens = -(-chosen[0].length // count)
             return self._next_piece()
         group.members += chosen
         group.on_way.append(self._num_pieces)
@@ -219,29 +208,19 @@ class Scheduler:
         return Prefill(group, chosen)
 
     def _next_piece(self) -> Prefill:
-        reading = self.reading
-        assert reading is not None  # the callers looked
-        one, piece = reading.sequence, reading.next_piece()
-        assert one.group is not None  # it got one when its reading began
+        one = self.reading
+        assert one is not None and one.group is not None  # the callers looked
+        piece = range(self._num_read, min(self._num_read + self._piece_tokens, one.length))
         group = self.groups[one.group]
         self._num_pieces += 1
         self._was_piece = True
-        self.reading = replace(reading, end=piece.stop)
+        self._num_read = piece.stop
         if piece.stop == one.length:
             self.reading = None
             group.coming.remove(one)
             group.members.append(one)
             group.on_way.append(self._num_pieces)
         return Prefill(group, [one], piece)
-
-    def _awaits_pass(self) -> bool:
-        """Whether a pass is about to come back, which the next piece had better wait for.
-
-        In a full pipeline it is back when as many pieces as there are further stages have followed
-        it. Started sooner, pieces would queue up before every token of those that run.
-        """
-        enough = self._num_pieces - (self.num_stages - 1)
-        return any(group.on_way and group.on_way[0] <= enough for group in self.groups.values())
 
     def _emptiest(self, num_new: int) -> RunningGroup:
         total = self.num_running + num_new
@@ -349,9 +328,9 @@ class Scheduler:
         for one in [one for one in self.waiting if one.owner is owner]:
             self.waiting.remove(one)
             return True
-        if self.reading is None or self.reading.sequence.owner is not owner:
+        if self.reading is None or self.reading.owner is not owner:
             return False
-        self.leave(self.reading.sequence)
+        self.leave(self.reading)
         return True
 
     def _forget_if_over(self, group: RunningGroup) -> None:

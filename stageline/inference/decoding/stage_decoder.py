@@ -78,16 +78,9 @@ class Group:
     def _of_rows(self) -> tuple[list[Any], ...]:
         return (self.rows, self.positions, self.kept)
 
-    def join(self, new: "Group", *, is_lost: bool = False) -> None:
-        """Take the rows of another group.
-
-        Args:
-            is_lost: keys and values of both are gone; passes of their rows fail.
-        """
-        if is_lost:
-            self.cache.lose(len(new.rows))
-        else:
-            self.cache.join(new.cache)
+    def join(self, new: "Group") -> None:
+        """Take the rows of another group."""
+        self.cache.join(new.cache)
         self.position_ids = None
         for own, others in zip(self._of_rows, new._of_rows, strict=True):
             own += others
@@ -196,24 +189,21 @@ class StageDecoder:
         Returns:
             What the next stage needs. The last stage writes into the order instead.
         """
+        began = time.perf_counter()
+        found: Tensors = {}
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._mode())
             if self._trains_on:  # a training run looks for operations that hang: each pass is one
                 stack.enter_context(progress.doing("decoding", stage=self.stage.stage))
-            return self._run(order, tensors)
-
-    def _run(self, order: PassOrder, tensors: Tensors) -> Tensors:
-        began = time.perf_counter()
-        self._tidy(order)
-        if self._row_choice is not None:
-            self._row_choice.begin(order.adapters)
-        found: Tensors = {}
-        if order.error is None and order.kind in self._passes:
-            try:
-                found = self._passes[order.kind](order, tensors)
-            except Exception as error:  # out of memory, or a fault of the model: others go on
-                traceback.print_exc(file=sys.stderr)
-                order.error = f"stage {self.stage.stage}: {type(error).__name__}: {error}"
+            self._tidy(order)
+            if self._row_choice is not None:
+                self._row_choice.begin(order.adapters)
+            if order.error is None and order.kind in self._passes:
+                try:
+                    found = self._passes[order.kind](order, tensors)
+                except Exception as error:  # out of memory, or a fault of the model: others go on
+                    traceback.print_exc(file=sys.stderr)
+                    order.error = f"stage {self.stage.stage}: {type(error).__name__}: {error}"
         order.seconds.append(time.perf_counter() - began)
         return {} if order.error else found
 
@@ -256,38 +246,41 @@ class StageDecoder:
             if leaving.issuperset((number, row) for row in group.rows):
                 del self.groups[number]  # where all rows leave, none is moved
         for number, row in order.leave:
-            self._remove(number, row)
+            self.sampled.pop(row, None)
+            self.unfinished.pop(row, None)
+            left = self.groups.get(number)
+            if left is None or row not in left.rows:
+                continue  # its prefill failed before it came here
+            left.remove(row)
+            if not left.rows:
+                del self.groups[number]
         for source, target in order.join:
             new = self.groups.pop(source)
             try:
                 self._join(target, new)
-            except Exception:  # out of memory: the rows still leave one by one
+            except Exception:  # out of memory: passes of these rows fail, others go on
                 traceback.print_exc(file=sys.stderr)
-                self.groups[target].join(new, is_lost=True)
-
-    def _remove(self, number: int, row: int) -> None:
-        self.sampled.pop(row, None)
-        self.unfinished.pop(row, None)
-        group = self.groups.get(number)
-        if group is None or row not in group.rows:
-            return  # its prefill failed before it came here
-        group.remove(row)
-        if not group.rows:
-            del self.groups[number]
 
     def _join(self, number: int, new: Group) -> None:
-        if number in self.groups:
-            self.groups[number].join(new)
-        else:
-            self.groups[number] = new
+        group = self.groups.pop(number, None)  # one that cannot grow is lost
+        if group is not None:
+            group.join(new)
+        self.groups[number] = new if group is None else group
 
     def _prefill(self, order: PassOrder, tensors: Tensors) -> Tensors:
         """The prompts of new rows, or a piece of one; at their ends they are in the group."""
-        new = self._begun(order)
-        if new is None:
+        first, end = order.span
+        new = self.unfinished.pop(order.rows[0], None) if first else None
+        if first and new is None:  # its pass failed
             order.error = f"stage {self.stage.stage}: an earlier piece of the prompt was not read"
             return {}
-        width, window = order.span[1] - order.span[0], new.cache.window
+        if new is None:
+            new = Group(self._new_cache(len(order.lengths)), list(order.rows))
+            lengths = [end] if order.piece else order.lengths
+            new.cache.begin(end, lengths=lengths, room=max(order.lengths))
+        else:
+            new.cache.begin(end - first)
+        width, window = end - first, new.cache.window
         batch: dict[str, Any] = {
             **_others(tensors),
             "attention_mask": window.mask(width, self.device),
@@ -326,22 +319,6 @@ class StageDecoder:
             )
         return _onwards(output, _others(tensors))
 
-    def _begun(self, order: PassOrder) -> Group | None:
-        """Return the group that a pass over prompts writes into, with room for it.
-
-        None: what comes before in the prompt is not there. A pass that fails leaves it out, too.
-        """
-        first, end = order.span
-        if first:
-            new = self.unfinished.pop(order.rows[0], None)
-            if new is not None:
-                new.cache.begin(end - first)
-            return new
-        new = Group(self._new_cache(len(order.lengths)), list(order.rows))
-        lengths = [end] if order.piece else order.lengths
-        new.cache.begin(end, lengths=lengths, room=max(order.lengths))
-        return new
-
     def _welcome(self, order: PassOrder, place: int, ids_T: torch.Tensor, prompt_T: slice) -> None:
         """A new row on the last stage."""
         sampling = order.settings[place]
@@ -377,7 +354,9 @@ class StageDecoder:
 
     def _decode(self, order: PassOrder, tensors: Tensors) -> Tensors:
         """One more token of each row of a group."""
-        group = self.groups[order.group]
+        group = self.groups.pop(order.group, None)  # it is back when all went well
+        if group is None:
+            raise RuntimeError("the keys and values of this group were lost when memory ran out")
         group.arrange(order.rows)
         window = group.cache.window
         group.cache.begin(1)
@@ -390,6 +369,7 @@ class StageDecoder:
             **self.stage.decode_inputs(group.kept, window.width + 1),
         }
         output = self._forward(tensors, batch, group.cache)
+        self.groups[order.group] = group
         group.cache.advance(1)
         group.positions = [position + 1 for position in group.positions]
         group.position_ids = group.position_ids + 1

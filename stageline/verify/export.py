@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch.nn import functional
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from stageline.checkpoint.adapter import (
-    config_folder,
     fit_vocabulary,
     merge_adapters,
     read_adapter,
@@ -24,13 +24,11 @@ from stageline.checkpoint.adapter import (
 )
 from stageline.checkpoint.files import ADAPTER_CONFIG
 from stageline.checkpoint.plain_model import CLASSIFIER, load_base, load_plain, tensor_dtypes
-from stageline.data.batches.batch import add_image_inputs, encode_sample, pad_rows
 from stageline.data.images.images import CROSS_MASK, grow_cross_mask
-from stageline.data.text.processor import get_image_processor, get_pad_token_id, load_processor
-from stageline.data.text.rendered import Piece, Rendered, plain_image_text
 from stageline.errors import UserError
-from stageline.model_folder import load_config, special_tokens
 from stageline.stage import Stage
+from stageline.stages.example_batch import image_token, picture_batch
+from stageline.verify.batches import ordinary_ids
 
 # a checkpoint's folder -> its stages in float32 on the CPU, or why there are none
 StageMaker = Callable[[Path], Sequence[Stage] | str]
@@ -40,8 +38,6 @@ Inputs = dict[str, torch.Tensor]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 COMPUTE = torch.float32
 ROWS, TOKENS, NEW_TOKENS = 2, 12, 6
-IMAGE_SIZE = 112
-QUESTION = "What is in this picture?"
 
 
 class ExportError(RuntimeError):
@@ -89,17 +85,20 @@ def check_export(
         ExportError: they differ by more than the tolerance.
     """
     code = trust_remote_code
-    config = load_config(config_folder(source), trust_remote_code=code)
-    told = [source, *adapter_paths]
-    new_ids = sorted({token for folder in told for token in token_ids_on_disk(folder)})
-    probes, note = _make_probes(config, exported, new_ids=new_ids, trust_remote_code=code)
-    notes = [] if note is None else [f"compared without an image: {note}"]
+    folders = [source, *adapter_paths]
+    new_ids = sorted({token for folder in folders for token in token_ids_on_disk(folder)})
+    notes = []
 
     # the export, as its user loads it
     model = _load_exported(exported, trust_remote_code=code)
+    probes = {"text": _text_rows(model.config, new_ids)}
+    if getattr(model.config, "vision_config", None) is not None:
+        try:
+            probes["image"] = picture_batch(model.config, model, rows=(1,), dtype=COMPUTE)
+        except UserError as error:
+            notes.append(f"compared without an image: {error}")
     rows = {name: _with_answer(model, inputs) for name, inputs in probes.items()}
     found = {name: _logits(model, inputs) for name, inputs in rows.items()}
-    has_answers = model.can_generate()
     del model
 
     # the checkpoint
@@ -119,7 +118,7 @@ def check_export(
     tolerance = TOLERANCE[_rounded_to(source, exported, is_sum=is_sum) or COMPUTE]
     worst = 0.0
     for name, inputs in rows.items():
-        num_new = NEW_TOKENS if has_answers else 0
+        num_new = inputs["input_ids"].shape[1] - probes[name]["input_ids"].shape[1]
         difference, wrong_rows = compare_logits(
             expected[name], found[name], inputs["input_ids"], num_new=num_new, tolerance=tolerance
         )
@@ -135,7 +134,7 @@ def check_export(
                 f"({name}, compared with {reference}), though its logits agree. Report this."
             )
         worst = max(worst, difference)
-    return ExportVerdict(reference, worst, tolerance, tuple(probes), tuple(notes))
+    return ExportVerdict(reference, worst, tolerance, tuple(rows), tuple(notes))
 
 
 def compare_logits(
@@ -195,57 +194,15 @@ def load_with_peft(folder: Path, base: PreTrainedModel) -> PreTrainedModel | Non
         return cast(PreTrainedModel, adapted.get_base_model()).eval()
 
 
-def _make_probes(
-    config: PretrainedConfig,
-    folder: Path,
-    *,
-    new_ids: Sequence[int],
-    trust_remote_code: bool,
-) -> tuple[dict[str, Inputs], str | None]:
-    """Name -> inputs of a forward pass, and why there is no image among them where one belongs.
-
-    Args:
-        folder: of the processor, if there is one.
-        new_ids: of tokens whose rows the model got in training.
-    """
-    # fixed random ids [B, T] that stand for nothing special; the first row begins with new ones
-    text = config.get_text_config(decoder=True)
-    special = special_tokens(config)
-    plain = torch.tensor([i for i in range(text.vocab_size) if i not in special])
+def _text_rows(config: PretrainedConfig, new_ids: Sequence[int]) -> Inputs:
+    """Fixed random ids [B, T] of text; the first row begins with tokens that training added."""
+    ordinary, text = ordinary_ids(config), config.get_text_config(decoder=True)
     longest = getattr(text, "max_position_embeddings", None) or 2 * TOKENS
     shape = (ROWS, max(1, min(TOKENS, longest // 2)))
-    ids = plain[torch.randint(len(plain), shape, generator=torch.Generator().manual_seed(0))]
+    ids = ordinary[torch.randint(len(ordinary), shape, generator=torch.Generator().manual_seed(0))]
     shown = torch.tensor(new_ids[: shape[1]], dtype=ids.dtype)
     ids[0, : len(shown)] = shown
-    probes = {"text": {"input_ids": ids, "attention_mask": torch.ones_like(ids)}}
-    if getattr(config, "vision_config", None) is None:
-        return probes, None
-    try:
-        processor = load_processor(folder, trust_remote_code=trust_remote_code)
-        if get_image_processor(processor) is None:
-            return probes, "the processor knows no images"
-        probes["image"] = _image_probe(config, processor)
-    except (UserError, OSError, ValueError, RuntimeError, AttributeError, ImportError) as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        return probes, f"no image could be prepared ({type(error).__name__}: {first})"
-    return probes, None
-
-
-def _image_probe(config: PretrainedConfig, processor: Any) -> Inputs:
-    """One random image with a question, as training gives it to a model."""
-    from PIL import Image  # with it come the readers of images, which a text model does not need
-
-    size = getattr(config.vision_config, "image_size", None) or IMAGE_SIZE
-    size = max(size) if isinstance(size, list | tuple) else size
-    pixels = torch.randint(
-        256, (size, size, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
-    )
-    image = Image.fromarray(pixels.numpy())
-    pieces = (Piece(plain_image_text(processor), is_image=True), Piece(QUESTION, is_user=True))
-    row = encode_sample(Rendered(pieces), [image], processor=processor, name="the image")
-    batch = pad_rows([row], pad_token_id=get_pad_token_id(processor), with_labels=False)
-    add_image_inputs(batch, [[image]], processor=processor, names=["the image"], with_pixels=True)
-    return batch
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def _logits(model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
@@ -277,18 +234,17 @@ def _with_answer(model: PreTrainedModel, inputs: Inputs) -> Inputs:
     model.generation_config = GenerationConfig()
     wanted = GenerationConfig(do_sample=False, max_new_tokens=NEW_TOKENS)
     rows = cast(Any, model).generate(**inputs, generation_config=wanted)
-    tokens = rows[:, inputs["input_ids"].shape[1] :]
-    zeros = torch.zeros_like(tokens)
-    more = {
-        "input_ids": tokens,
-        "attention_mask": torch.ones_like(tokens),
-        "mm_token_type_ids": zeros,
-        "token_type_ids": zeros,
-    }
+    shape = inputs["input_ids"].shape
+    # a token that stands for a picture would want one
+    token = image_token(model.config)
+    is_picture = rows[:, shape[1] :] == (-1 if token is None else token)
+    count = int((is_picture.cumsum(1).amax(0) == 0).sum())
     grown = {
-        name: torch.cat([value, more[name]], dim=1) if name in more else value
+        name: functional.pad(value, (0, count), value=int(name == "attention_mask"))
+        if value.shape == shape
+        else value
         for name, value in inputs.items()
     }
-    for _ in range(NEW_TOKENS if CROSS_MASK in inputs else 0):
-        grown[CROSS_MASK] = grow_cross_mask(grown[CROSS_MASK])
-    return grown
+    if CROSS_MASK in grown:
+        grown[CROSS_MASK] = grow_cross_mask(grown[CROSS_MASK], count)
+    return {**grown, "input_ids": rows[:, : shape[1] + count]}
