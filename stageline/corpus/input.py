@@ -1,9 +1,8 @@
 """The input of a corpus: files, the chunks they are divided into, and the documents in them.
 
 The division is always the same: chunks of about a megabyte, named by their file and their number in
-it, so that a build resumes where it was. A plain file is divided by bytes and read by the workers.
-Compressed files and Parquet are read here, block by block, and handed on as they are: only their
-beginning can be found.
+it, so that a build resumes where it was. Files are read here, block by block, and whole lines or
+rows are handed to the workers.
 
 A line ends at "\n"; a "\r" before it belongs to the end. In text files a line is a document and
 an empty line an empty document; between JSON lines empty lines are passed over.
@@ -32,7 +31,6 @@ CHUNK_BYTES = 1 << 20
 EMPTY = "empty document"
 
 Document = Callable[[Any], str]
-_READ_BYTES = 1 << 20
 # parts of a row group are numbered from a multiple of it: groups before need not be read
 _PARTS_OF_GROUP = 1 << 32
 # what of a chunk's bad lines is kept in full; all are counted
@@ -162,8 +160,7 @@ class Chunk:
         file, part: number of the file, and of the chunk in it.
         kind: how its rows are read: text, json or parquet.
         num_bytes: of the file as it is on the disk, for the progress.
-        start, stop: bytes of a plain file; the lines that begin between them are meant.
-        payload: whole lines, or an Arrow stream of rows; None: they are in the file.
+        payload: whole lines, or an Arrow stream of rows.
         ends_too_long: after the lines came one longer than a document may be; it was passed over.
     """
 
@@ -172,9 +169,7 @@ class Chunk:
     kind: str
     path: str
     num_bytes: int
-    start: int = 0
-    stop: int = 0
-    payload: bytes | None = None
+    payload: bytes
     ends_too_long: bool = False
 
 
@@ -199,38 +194,24 @@ def iter_chunks(
         source, part = sources[file], first[1] if file == first[0] else 0
         if source.kind == PARQUET:
             chunks = _parquet_chunks(source, file, part, columns, chunk_bytes)
-        elif source.compression:
-            chunks = _stream_chunks(source, file, max_document_bytes, chunk_bytes)
         else:
-            chunks = _range_chunks(source, file, chunk_bytes)
+            chunks = _text_chunks(source, file, max_document_bytes, chunk_bytes)
         yield from (chunk for chunk in chunks if chunk.part >= part)
 
 
-def _range_chunks(source: Source, file: int, chunk_bytes: int) -> Iterator[Chunk]:
-    with open(source.path, "rb") as raw:
-        _refuse_list(source, raw.read(64))
-    for part, start in enumerate(range(0, source.size, chunk_bytes)):
-        stop = min(start + chunk_bytes, source.size)
-        yield Chunk(file, part, source.kind, source.path, stop - start, start=start, stop=stop)
-
-
-def _refuse_list(source: Source, head: bytes) -> None:
-    if source.kind == JSON and head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-        raise DataError(
-            f"{source.path} begins with '[': one JSON list. Write a JSON object on each line "
-            "(jq -c '.[]')."
-        )
-
-
-def _stream_chunks(
+def _text_chunks(
     source: Source, file: int, max_document_bytes: int, chunk_bytes: int
 ) -> Iterator[Chunk]:
     with open(source.path, "rb") as raw:
         before = 0
-        blocks = _line_blocks(source, raw, max_document_bytes, chunk_bytes)
+        blocks = _line_blocks(_text_blocks(source, raw, chunk_bytes), max_document_bytes)
         for part, (lines, ends_too_long) in enumerate(blocks):
-            if part == 0:
-                _refuse_list(source, lines[:64])
+            head = lines[:64].removeprefix(b"\xef\xbb\xbf").lstrip()
+            if part == 0 and source.kind == JSON and head.startswith(b"["):
+                raise DataError(
+                    f"{source.path} begins with '[': one JSON list. Write a JSON object on each "
+                    "line (jq -c '.[]')."
+                )
             # pyarrow closes it at its end
             read = source.size if raw.closed else min(raw.tell(), source.size)
             about = (file, part, source.kind, source.path, read - before)
@@ -238,13 +219,11 @@ def _stream_chunks(
             before = read
 
 
-def _line_blocks(
-    source: Source, raw: BinaryIO, max_document_bytes: int, chunk_bytes: int
-) -> Iterator[tuple[bytes, bool]]:
-    """(whole lines, whether a line that is too long came after them) of a compressed file."""
+def _line_blocks(blocks: Iterable[bytes], max_document_bytes: int) -> Iterator[tuple[bytes, bool]]:
+    """(whole lines, whether a line that is too long came after them)."""
     rest = b""
     skips = False  # inside a line that is too long
-    for block in _decompressed(source, raw, chunk_bytes):
+    for block in blocks:
         if skips:
             end = block.find(b"\n")
             if end < 0:
@@ -264,12 +243,13 @@ def _line_blocks(
         yield rest, False
 
 
-def _decompressed(source: Source, raw: BinaryIO, num_bytes: int) -> Iterator[bytes]:
-    """Blocks of the text; several frames in one file are read through."""
+def _text_blocks(source: Source, raw: BinaryIO, num_bytes: int) -> Iterator[bytes]:
+    """Blocks of the text; several compressed frames in one file are read through."""
+    if not source.compression or not source.size:
+        yield from iter(lambda: raw.read(num_bytes), b"")
+        return
     import pyarrow  # late: slow to import
 
-    if not source.size:
-        return
     kind = COMPRESSIONS[source.compression]
     try:
         stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), kind)
@@ -427,8 +407,6 @@ def read_chunk(
         _read_parquet(rows, chunk, document, max_document_bytes)
         return rows
     body, ends_too_long = chunk.payload, chunk.ends_too_long
-    if body is None:
-        body, ends_too_long = _read_lines(chunk, max_document_bytes)
     if chunk.part == 0:
         body = body.removeprefix(b"\xef\xbb\xbf")
     # of a byte that is no UTF-8 half a surrogate pair is made, which UTF-8 has none of
@@ -455,33 +433,6 @@ def read_chunk(
 
 def _too_long(what: str, limit: int) -> tuple[str, str]:
     return "too long", spelled(f"the {what} is longer than {limit} bytes (`max_document_bytes`)")
-
-
-def _read_lines(chunk: Chunk, max_document_bytes: int) -> tuple[bytes, bool]:
-    """The lines of a plain file that begin in a chunk.
-
-    Returns:
-        The lines, and whether another one came that is longer than allowed: of it no more is
-        read than that.
-    """
-    with open(chunk.path, "rb") as file:
-        # the byte before tells whether a line begins at `start`
-        file.seek(max(0, chunk.start - 1))
-        body = file.read(chunk.stop - file.tell())
-        if chunk.start > 0:
-            first = body.find(b"\n") + 1
-            body = body[first:] if first else b""
-        if not body or body.endswith(b"\n"):
-            return body, False
-        last = body.rfind(b"\n") + 1
-        most = max_document_bytes + 1  # a CR before the end does not count
-        blocks, length = [body], len(body) - last
-        while length <= most and (block := file.readline(_READ_BYTES)):
-            blocks.append(block)
-            length += len(block)
-            if block.endswith(b"\n"):
-                return b"".join(blocks), False
-        return (body[:last], True) if length > most else (b"".join(blocks), False)
 
 
 def _read_parquet(
@@ -512,7 +463,7 @@ def _read_parquet(
                     row for at in range(batch.num_rows) for row in dicts(batch.slice(at, 1))
                 )
 
-    for batch in pyarrow.ipc.open_stream(chunk.payload or b""):
+    for batch in pyarrow.ipc.open_stream(chunk.payload):
         for row in dicts(batch):
             rows.num_lines += 1
             rows.take(rows.num_lines, row, make)

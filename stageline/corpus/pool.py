@@ -250,8 +250,7 @@ def _cut(chunk: Chunk) -> ChunkResult:
 def _ray_actors(task: Task, num_workers: int) -> Iterator[Pool]:
     """Workers on a Ray cluster: the one that RAY_ADDRESS names, or one of this machine alone.
 
-    Plain files are read where they are cut, so they have to be on a disk that all machines share.
-    Compressed files and Parquet are read by the parent and sent.
+    The parent reads the files and sends their lines and rows.
     """
     try:
         import ray
@@ -311,6 +310,6 @@ def ordered(pool: Pool, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, ChunkR
         if len(waiting) >= most:
             first, result = waiting.popleft()
             yield first, result()
-        waiting.append((dataclasses.replace(chunk, payload=None), pool.submit(chunk)))
+        waiting.append((dataclasses.replace(chunk, payload=b""), pool.submit(chunk)))
     for first, result in waiting:
         yield first, result()

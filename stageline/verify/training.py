@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -38,12 +38,10 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 MOST_WEIGHTS = 20_000_000  # of a copy; a user's own configuration may not have become small
 
 
-@dataclass(frozen=True)
-class Proof:
-    """The result of a comparison.
+class Proof(NamedTuple):
+    """The greatest differences, as a share of the loss and of the largest gradient.
 
     Attributes:
-        loss, gradient: greatest difference, as a share of the loss and of the largest gradient.
         dtype: in which both were computed.
         place: the first thing that differs, in the order of the forward pass, and its usual cause;
             "" where nothing differs.

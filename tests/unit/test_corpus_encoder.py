@@ -9,9 +9,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers import pre_tokenizers as pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from stageline.corpus import fast_encoder
-from stageline.corpus.encoder import load_encoder, tokenizer_fingerprint, why_bad
-from stageline.corpus.fast_encoder import check_texts
+from stageline.corpus import encoder as encoders
+from stageline.corpus.encoder import check_texts, load_encoder, tokenizer_fingerprint, why_bad
 from stageline.errors import DataError, UserError
 
 pytest.importorskip("tiktoken")
@@ -220,7 +219,7 @@ def test_falls_back_when_real_documents_differ(folders, monkeypatch):
 
 
 def test_self_check_finds_a_wrong_expression(folders, monkeypatch):
-    monkeypatch.setattr(fast_encoder, "GPT2_PATTERN", r"\w+|\W+")
+    monkeypatch.setattr(encoders, "GPT2_PATTERN", r"\w+|\W+")
     assert "other ids" in load_encoder(folders("gpt2")).note
     with pytest.raises(UserError, match="cannot be run by tiktoken exactly.*other ids"):
         load_encoder(folders("gpt2"), kind="tiktoken")
