@@ -11,7 +11,7 @@ import random
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -25,7 +25,6 @@ from stageline.hub import title_of
 
 Kind = Literal["auto", "tiktoken", "tokenizers"]
 Spec = dict[str, Any]  # of a tokenizer.json
-_SPACE = "▁"
 
 
 def load_encoder(tokenizer_path: str | Path, *, kind: Kind = "auto") -> "Encoder":
@@ -103,7 +102,7 @@ class Encoder:
         info: what a corpus remembers of the tokenizer.
         kind: `tiktoken` or `tokenizers`: what really encodes.
         note: one line, why not tiktoken; empty where it is used or was not wanted.
-        token_bytes: bytes of each id; None if a token does not stand for the same bytes always.
+        token_bytes: bytes of each id of a byte-level tokenizer; of others None.
     """
 
     def __init__(self, spec: Spec, *, info: TokenizerInfo, kind: Kind = "auto") -> None:
@@ -113,17 +112,9 @@ class Encoder:
         self._spec = spec
         steps = _steps(spec.get("pre_tokenizer"), "pretokenizers")
         self._normalizers = {one["type"] for one in _steps(spec.get("normalizer"), "normalizers")}
-        self._is_byte_level = any(step["type"] == "ByteLevel" for step in steps)
-        decoders = _steps(spec.get("decoder"), "decoders")
         self.token_bytes: list[bytes] | None = None
-        if self._is_byte_level or _marks_spaces(self._normalizers, steps, decoders):
-            self.token_bytes = _token_bytes(spec, is_byte_level=self._is_byte_level)
-        # encoding put a space before the text
-        self._drops_first_space = not self._is_byte_level and any(
-            step["type"] == "Strip"
-            or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
-            for step in decoders
-        )
+        if any(step["type"] == "ByteLevel" for step in steps):
+            self.token_bytes = _token_bytes(spec)
         self._lengths = numpy.array([len(part) for part in self.token_bytes or []], numpy.int64)
         self._fast: FastEncoder | None = None
         if kind == "tokenizers":
@@ -161,10 +152,14 @@ class Encoder:
 
         A token that ends inside a character ends inside its bytes.
         """
-        if self.token_bytes is not None and self._is_bytes_of(text, ids):
-            ends = numpy.cumsum(self._lengths[ids])
-            # a space that encoding has put before the text counts nothing
-            return ends - (int(ends[-1]) - _num_bytes(text)) if len(ends) else ends
+        if self.token_bytes is not None:
+            is_normal = not self._normalizers or unicodedata.is_normalized("NFC", text)
+            if self._normalizers <= {"NFC"} and is_normal:
+                is_whole = int(self._lengths[ids].sum()) == len(text.encode())
+            else:
+                is_whole = self._decode_bytes(ids) == text.encode()
+            if is_whole:
+                return numpy.cumsum(self._lengths[ids])
         encoding = self._backend.encode(text, add_special_tokens=False)
         assert len(encoding.ids) == len(ids), "ids of another text"
         return _ends_of_offsets(text, encoding.offsets)
@@ -216,16 +211,7 @@ class Encoder:
 
     def _decode_bytes(self, ids: Sequence[int] | numpy.ndarray) -> bytes:
         assert self.token_bytes is not None  # the callers looked
-        data = b"".join([self.token_bytes[index] for index in ids])
-        return data.removeprefix(b" ") if self._drops_first_space else data
-
-    def _is_bytes_of(self, text: str, ids: numpy.ndarray) -> bool:
-        """Whether the bytes of the tokens, one behind the other, are the text."""
-        if self._is_byte_level and self._normalizers <= {"NFC"}:
-            is_normal = not self._normalizers or text.isascii()
-            if is_normal or unicodedata.is_normalized("NFC", text):
-                return int(self._lengths[ids].sum()) == _num_bytes(text)
-        return self._decode_bytes(ids) == text.encode()
+        return b"".join([self.token_bytes[index] for index in ids])
 
 
 def _ends_of_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> numpy.ndarray:
@@ -245,10 +231,6 @@ def _ends_of_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> numpy.nda
     return numpy.maximum(byte_ends - (last - numpy.arange(len(ends))), 0)
 
 
-def _num_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
-
-
 def _bad_text(texts: Sequence[str]) -> DataError:
     place, reason = next(
         (place, reason) for place, text in enumerate(texts) if (reason := why_bad(text))
@@ -262,50 +244,25 @@ def _bad_text(texts: Sequence[str]) -> DataError:
 # What a tokenizer.json says.
 
 
-@cache
-def _byte_alphabet() -> dict[str, int]:
-    """Character -> byte: how byte-level tokenizers print bytes (GPT-2's table)."""
+def _token_bytes(spec: Spec) -> list[bytes]:
+    """The bytes that each id of a byte-level tokenizer stands for."""
+    # character -> byte: GPT-2's table
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printed]
-    table = {chr(byte): byte for byte in printed}
-    return table | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-def _token_bytes(spec: Spec, *, is_byte_level: bool) -> list[bytes]:
-    """The bytes that each id stands for."""
-    vocab = _vocab(spec["model"])
-    if is_byte_level:
-        alphabet = _byte_alphabet()
-        is_known = frozenset(alphabet).issuperset
-        letters = {ord(char): chr(byte) for char, byte in alphabet.items()}
-        table = {
-            index: token.translate(letters).encode("latin-1")
-            for token, index in vocab.items()
-            if is_known(token)
-        }
-    else:
-        single = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
-        has_single = spec["model"].get("byte_fallback")
-        table = {
-            index: (has_single and single.get(token)) or token.replace(_SPACE, " ").encode()
-            for token, index in vocab.items()
-        }
+    letters = {byte: chr(byte) for byte in printed}
+    letters |= {256 + place: chr(byte) for place, byte in enumerate(others)}
+    is_known = frozenset(map(chr, letters)).issuperset
+    table = {
+        index: token.translate(letters).encode("latin-1")
+        for token, index in _vocab(spec["model"]).items()
+        if is_known(token)
+    }
     for token in spec["added_tokens"]:
         if token["special"]:
             table.setdefault(token["id"], token["content"].encode())
         else:  # it stands for itself, whatever the model has under its id
             table[token["id"]] = token["content"].encode()
     return [table.get(index, b"") for index in range(_vocab_size(spec))]
-
-
-def _marks_spaces(normalizers: set[str], steps: list[Spec], decoders: list[Spec]) -> bool:
-    """Whether tokens are text with a low line for a space, as in Llama 2, and nothing else."""
-    return (
-        normalizers <= {"Prepend", "Replace"}
-        and {step["type"] for step in (*steps, *decoders)}
-        <= {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}
-        and f'"{_SPACE}"' in json.dumps(decoders, ensure_ascii=False)
-    )
 
 
 def _vocab(model: Spec) -> dict[str, int]:

@@ -157,25 +157,22 @@ class CorpusWriter:
         self._type_names = type_names or (Path(path_prefix).name,)
         self._sources = sources
         self._dtype = numpy.dtype(dtype_for(tokenizer.vocab_size))
-        for path in map(self._final, (".idx", ".bin")):
+        for path in (path_of(path_prefix, ".idx"), path_of(path_prefix, ".bin")):
             if path.exists() and not overwrite:
                 raise UserError(
                     f"{path} exists: a finished corpus is not overwritten unasked. Give another "
                     "prefix, or `overwrite` to replace it."
                 )
-        self._final(".bin").parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        begin: dict[str, Any] = {"counts": [[0, 0, 0]] * len(self._type_names), "endings": [0] * 4}
+        told = state or {**begin, "type_index": 0, "files": {name: {} for name in _PARTS}}
+        self._counts = numpy.array(told["counts"], dtype=numpy.int64)
+        self._endings = numpy.array(told["endings"], dtype=numpy.int64)
+        self._type_index = told["type_index"]
+        files = told["files"]
+        self._files = {name: GrowingFile(self._part(name), **files[name]) for name in _PARTS}
         if state is None:
-            self._counts = numpy.zeros((len(self._type_names), 3), dtype=numpy.int64)
-            self._endings = numpy.zeros(4, dtype=numpy.int64)
-            self._type_index = 0
-            self._files = {name: GrowingFile(self._part(name)) for name in _PARTS}
             self._files["offsets"].write(bytes(8))
-        else:
-            self._counts = numpy.array(state["counts"], dtype=numpy.int64)
-            self._endings = numpy.array(state["endings"], dtype=numpy.int64)
-            self._type_index = state["type_index"]
-            files = state["files"]
-            self._files = {name: GrowingFile(self._part(name), **files[name]) for name in _PARTS}
 
     def add(self, segments: Segments, *, type_index: int = 0) -> None:
         """Appends segments to a type; earlier types are closed by that.
@@ -256,9 +253,10 @@ class CorpusWriter:
             "counts": [kind.num_segments for kind in header.types],
             "types": [asdict(kind) for kind in header.types],
         }
-        _write_json(path_of(self.path_prefix, ".dis.part"), counts)
         endings = dict(zip(ENDINGS, self._endings.tolist(), strict=True))
-        _write_json(path_of(self.path_prefix, ".tmp.part"), endings)
+        for name, values in (("dis", counts), ("tmp", endings)):
+            text = json.dumps(values, ensure_ascii=False, indent=1) + "\n"
+            self._part(name).write_text(text, encoding="utf-8")
         when_whole()
         name_files(self.path_prefix)
         return header
@@ -277,9 +275,6 @@ class CorpusWriter:
         """Leaves no parts behind a failure; does not close."""
         if error is not None:
             self.discard()
-
-    def _final(self, suffix: str) -> Path:
-        return path_of(self.path_prefix, suffix)
 
     def _part(self, name: str) -> Path:
         return path_of(self.path_prefix, f".{name}.part")
@@ -312,7 +307,3 @@ def count_endings(flags: numpy.ndarray) -> numpy.ndarray:
 
 def _bytes_of(array: numpy.ndarray) -> memoryview:
     return numpy.ascontiguousarray(array).data.cast("B")
-
-
-def _write_json(path: Path, values: dict) -> None:
-    path.write_text(json.dumps(values, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

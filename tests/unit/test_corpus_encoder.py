@@ -177,21 +177,6 @@ def test_byte_ends_are_the_lengths_of_the_bytes(folders):
         assert end == offset or not {end, offset} & borders
 
 
-def test_byte_ends_of_tokens_that_mark_spaces(folders):
-    encoder = load_encoder(folders("llama2"))
-    texts = [*_training_texts(), " a\n  b", "x", "中文 😀!"]
-    found = encoder.encode(texts)
-    by_bytes = [encoder.byte_ends(text, ids) for text, ids in zip(texts, found, strict=True)]
-    encoder.token_bytes = None  # as for tokenizers that change the text: by offsets
-    for text, ids, ends in zip(texts, found, by_bytes, strict=True):
-        offsets = encoder.byte_ends(text, ids)
-        borders = set(numpy.cumsum([len(char.encode()) for char in text]).tolist())
-        pairs = zip(ends.tolist(), offsets.tolist(), strict=True)
-        differ = [pair for pair in pairs if pair[0] != pair[1] and borders & set(pair)]
-        # by offsets a space put before the text has the place of the first character
-        assert differ in ([], [(0, 1)])
-
-
 def test_long_runs_take_neither_forever_nor_the_process(folders):
     encoder = load_encoder(folders("gpt2"))
     slow = load_encoder(folders("gpt2"), kind="tokenizers")
