@@ -24,7 +24,6 @@ from stageline.corpus.input import (
     EMPTY,
     Chunk,
     Document,
-    check_unchanged,
     default_document,
     find_sources,
 )
@@ -34,7 +33,6 @@ from stageline.errors import DataError, UserError
 
 MAX_DOCUMENT_BYTES = 32 << 20
 MB = 1e6
-JOURNAL = ".journal"
 _NUM_LISTED = 1000  # of the bad lines
 _HOPELESS = 1000  # bad lines without any document: the input is not what it should be
 
@@ -148,7 +146,7 @@ class BuildRun:
         self._prefix, self._task, self._facts = prefix, task, facts
         self._is_strict = is_strict
         self._seconds_a_journal = seconds_a_journal
-        self._journal, self._bad_path = Path(f"{prefix}{JOURNAL}"), Path(f"{prefix}.bad.jsonl")
+        self._journal, self._bad_path = Path(f"{prefix}.journal"), Path(f"{prefix}.bad.jsonl")
         # all that decides over the bytes of the corpus
         settings = {
             **given,
@@ -343,7 +341,6 @@ class BuildRun:
             name_files(self._prefix)
         else:
             sources = self._task.sources
-            check_unchanged(sources)
             self._refuse_hopeless(1)
             if not self.progress.counts["num_tokens"]:
                 raise DataError(
@@ -402,12 +399,6 @@ def build_corpus(
     sources = find_sources(files)
     task = Task(sources, make_cutter, document, max_document_bytes, columns, chunk_bytes)
     prefix = os.fspath(path_prefix)
-    index, journal = Path(f"{prefix}.idx"), Path(f"{prefix}{JOURNAL}")
-    if index.exists() and not journal.exists() and not overwrite:
-        raise UserError(
-            f"{index} is there: a finished corpus. Give another `save_prefix`, or replace it with "
-            "`overwrite`."
-        )
     with open_pool(task, num_workers, executor) as pool:
         return BuildRun(
             prefix,

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from stageline.corpus.encoder import Encoder, why_bad
+from stageline.corpus.encoder import Encoder
 from stageline.corpus.header import BEGINS, ENDS, HAS_BOS, HAS_EOS, CutRules, Segments
 from stageline.corpus.sentences import Splitter
-from stageline.errors import DataError, UserError
+from stageline.errors import UserError
 
 # where a sentence too long for a segment may be cut, the best places first: before a newline,
 # behind a comma or another sign, before white space
@@ -32,12 +32,11 @@ class CutCounts(NamedTuple):
     """What became of some documents.
 
     Attributes:
-        num_documents: documents that gave segments; with the empty and the bad ones all that came.
+        num_documents: documents that gave segments; with the empty ones all that came.
         num_segments, num_tokens: of these documents; tokens with BOS and EOS.
         num_cut_documents: that gave more than one segment.
         num_sentences_cut: sentences longer than a segment, which had to be cut inside.
         num_empty: without any token; they give no segment.
-        num_bad: that cannot be encoded (`why_bad`); they give no segment.
         num_changed: whose text does not come back from its ids, for the tokenizer drops or
             normalises some of it.
     """
@@ -48,7 +47,6 @@ class CutCounts(NamedTuple):
     num_cut_documents: int = 0
     num_sentences_cut: int = 0
     num_empty: int = 0
-    num_bad: int = 0
     num_changed: int = 0
 
 
@@ -96,15 +94,9 @@ class DocumentCutter:
 
     def __call__(self, texts: Sequence[str]) -> tuple[Segments, CutCounts]:
         """The segments of a batch of documents, in their order; some hundred documents are best."""
-        num_texts = len(texts)
         if not self.rules.keeps_newlines:
             texts = [join_lines(text) for text in texts]
-        try:
-            documents, doubtful = self.encoder.encode_and_doubt(texts)
-        except DataError:
-            texts = [text for text in texts if why_bad(text) is None]
-            documents, doubtful = self.encoder.encode_and_doubt(texts)
-        num_bad = num_texts - len(texts)
+        documents, doubtful = self.encoder.encode_and_doubt(texts)
         num_changed = sum(self.encoder.decode(documents[i]) != texts[i] for i in doubtful)
         filled = [(text, ids) for text, ids in zip(texts, documents, strict=True) if len(ids)]
         num_first, num_last = len(self._bos), len(self._eos)
@@ -139,7 +131,6 @@ class DocumentCutter:
             num_cut_documents=len(too_long),
             num_sentences_cut=sum(cut.num_cut_sentences for cut in cuts),
             num_empty=len(texts) - len(filled),
-            num_bad=num_bad,
             num_changed=num_changed,
         )
 

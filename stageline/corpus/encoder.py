@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy
 
 from stageline.corpus.header import TokenizerInfo
-from stageline.errors import DataError, UserError
+from stageline.errors import UserError
 from stageline.hub import title_of
 
 Kind = Literal["auto", "tiktoken", "tokenizers"]
@@ -83,18 +83,6 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return _fingerprint(json.loads(tokenizer.backend_tokenizer.to_str()))
 
 
-def why_bad(text: str) -> str | None:
-    """Why a text cannot be encoded: it holds half a surrogate pair; None for all other texts."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return (
-            f"character {error.start} is U+{ord(text[error.start]):04X}, half of a surrogate pair, "
-            "which is no character"
-        )
-    return None
-
-
 class Encoder:
     """Texts to ids and back; `load_encoder` makes one.
 
@@ -127,11 +115,7 @@ class Encoder:
         self.check(check_texts(self.token_bytes))
 
     def encode(self, texts: Sequence[str]) -> list[numpy.ndarray]:
-        """The ids (uint32) of each text, without special tokens.
-
-        Raises:
-            DataError: a text for which `why_bad` has an answer.
-        """
+        """The ids (uint32) of each text, without special tokens."""
         return self.encode_and_doubt(texts)[0]
 
     def encode_and_doubt(self, texts: Sequence[str]) -> tuple[list[numpy.ndarray], list[int]]:
@@ -139,10 +123,7 @@ class Encoder:
 
         The tokens of the others are known to be as long as the text.
         """
-        try:
-            found = [self._fast.encode(text) if self._fast else None for text in texts]
-        except UnicodeEncodeError:
-            raise _bad_text(texts) from None
+        found = [self._fast.encode(text) if self._fast else None for text in texts]
         left = [place for place, ids in enumerate(found) if ids is None]
         slow = dict(zip(left, self._slow([texts[place] for place in left]), strict=True))
         return [slow[place] if ids is None else ids for place, ids in enumerate(found)], left
@@ -182,7 +163,6 @@ class Encoder:
         """
         if self._fast is None:
             return True
-        texts = [text for text in texts if why_bad(text) is None]
         for text, slow in zip(texts, self._slow(texts), strict=True):
             fast = self._fast.encode(text)
             if fast is not None and not numpy.array_equal(fast, slow):
@@ -203,10 +183,7 @@ class Encoder:
     def _slow(self, texts: list[str]) -> list[numpy.ndarray]:
         if not texts:
             return []
-        try:
-            found = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        except TypeError:  # what the library says to half a surrogate pair
-            raise _bad_text(texts) from None
+        found = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [numpy.array(encoding.ids, dtype=numpy.uint32) for encoding in found]
 
     def _decode_bytes(self, ids: Sequence[int] | numpy.ndarray) -> bytes:
@@ -229,16 +206,6 @@ def _ends_of_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> numpy.nda
     byte_ends = numpy.concatenate([numpy.zeros(1, dtype=numpy.int64), numpy.cumsum(sizes)])[ends]
     last = numpy.searchsorted(ends, ends, side="right") - 1
     return numpy.maximum(byte_ends - (last - numpy.arange(len(ends))), 0)
-
-
-def _bad_text(texts: Sequence[str]) -> DataError:
-    place, reason = next(
-        (place, reason) for place, text in enumerate(texts) if (reason := why_bad(text))
-    )
-    return DataError(
-        f"Text {place} of {len(texts)} cannot be encoded: {reason}; it begins with "
-        f"{texts[place][:40]!r}. Repair the file, or let bad documents be skipped."
-    )
 
 
 # What a tokenizer.json says.
@@ -425,11 +392,7 @@ class FastEncoder:
         self._whole = [one["content"] for one in added if not one["special"]]  # as <think>
 
     def encode(self, text: str) -> numpy.ndarray | None:
-        """Return the ids (uint32) of a text; None for one that `tokenizers` has to encode.
-
-        Raises:
-            UnicodeEncodeError: a text holds half a surrogate pair.
-        """
+        """Return the ids (uint32) of a text; None for one that `tokenizers` has to encode."""
         if any(token in text for token in self._whole):
             return None
         if len(text) > 32_768 and _LONG_BLANK.search(text):

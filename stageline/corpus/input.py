@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from stageline.corpus.encoder import why_bad
 from stageline.corpus.header import edges_digest
 from stageline.errors import DataError, UserError, spelled
 
@@ -81,7 +80,22 @@ def find_sources(files: str | os.PathLike | Iterable[str | os.PathLike]) -> list
         first = paths.setdefault(os.path.realpath(path), path)
         if first is not path:
             raise UserError(f"{path} and {first} are the same file. Name it once.")
-    return [_source(path) for path in paths.values()]
+    sources = []
+    for path in paths.values():
+        suffix, compression = _suffixes(path)
+        kind = KINDS.get(suffix)
+        if kind is None or (kind == PARQUET and compression):
+            ending = "".join(path.suffixes[-2:]) or "nothing"
+            raise UserError(f"{path} ends in {ending!r}. {_EXPECTED}")
+        try:
+            stat, edges = path.stat(), edges_digest(path)
+        except OSError as error:
+            raise DataError(
+                f"{path} cannot be read ({error.strerror or error}). Check its rights and its disk."
+            ) from error
+        about = (stat.st_size, stat.st_mtime_ns, edges)
+        sources.append(Source(str(path), kind, compression, *about))
+    return sources
 
 
 def _paths_of(name: str) -> list[Path]:
@@ -110,20 +124,6 @@ def _suffixes(path: Path) -> tuple[str, str]:
     return (Path(path.stem).suffix.lower(), suffix) if suffix in COMPRESSIONS else (suffix, "")
 
 
-def _source(path: Path) -> Source:
-    suffix, compression = _suffixes(path)
-    kind = KINDS.get(suffix)
-    if kind is None or (kind == PARQUET and compression):
-        raise UserError(f"{path} ends in {''.join(path.suffixes[-2:]) or 'nothing'!r}. {_EXPECTED}")
-    try:
-        stat, edges = path.stat(), edges_digest(path)
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read ({error.strerror or error}). Check its rights and its disk."
-        ) from error
-    return Source(str(path), kind, compression, stat.st_size, stat.st_mtime_ns, edges)
-
-
 def holds_json_lines(source: Source) -> bool:
     """Whether the first line of a plain text file is a JSON object."""
     if source.kind != TEXT or source.compression:
@@ -133,23 +133,6 @@ def holds_json_lines(source: Source) -> bool:
             return bool(json_object(file.readline(CHUNK_BYTES).decode("utf-8")))
         except (BadDocument, UnicodeDecodeError):
             return False
-
-
-def check_unchanged(sources: Sequence[Source]) -> None:
-    """Refuse to call a corpus finished whose files changed while they were read.
-
-    Raises:
-        DataError: names the first such file.
-    """
-    for source in sources:
-        path = Path(source.path)
-        now = path.stat() if path.exists() else None
-        if now is None or (now.st_size, now.st_mtime_ns) != (source.size, source.time_ns):
-            raise DataError(
-                f"{path} changed while the corpus was built: it had {source.size} bytes and has "
-                f"{now.st_size if now else 'gone'}, or another time of change. Wait until it is "
-                "complete and build again (`overwrite`)."
-            )
 
 
 @dataclass(frozen=True)
@@ -338,8 +321,7 @@ class ChunkRows:
                 raise BadDocument("not text", f"the document is {kind}, not text")
             if not text:
                 raise BadDocument(EMPTY, "the document is empty")
-            if reason := why_bad(text):
-                raise BadDocument("lone surrogate", reason)
+            text.encode()
         except MemoryError:
             raise
         except Exception as error:  # also what a user's function raises: it is the row's fault
@@ -349,6 +331,9 @@ class ChunkRows:
                 case UnicodeDecodeError():
                     kind = "invalid UTF-8"
                     reason = f"byte {error.start + 1} of the line is no UTF-8 ({error.reason})"
+                case UnicodeEncodeError():
+                    kind, sign = "lone surrogate", f"U+{ord(error.object[error.start]):04X}"
+                    reason = f"character {error.start} is {sign}, half of a surrogate pair"
                 case KeyError():
                     kind, reason = "missing field", f"no field {error}"
                 case UserError():
@@ -451,17 +436,14 @@ def _read_parquet(
             raise BadDocument(*_too_long("document", max_document_bytes))
         return text
 
-    def dicts(batch: Any) -> Iterator[Any]:
+    def dicts(batch: Any) -> list[Any]:
         """The rows; instead of one whose text is no UTF-8 the error."""
         try:
-            yield from batch.to_pylist()
+            return batch.to_pylist()
         except UnicodeDecodeError as error:
             if batch.num_rows == 1:
-                yield error
-            else:
-                yield from (
-                    row for at in range(batch.num_rows) for row in dicts(batch.slice(at, 1))
-                )
+                return [error]
+            return [row for at in range(batch.num_rows) for row in dicts(batch.slice(at, 1))]
 
     for batch in pyarrow.ipc.open_stream(chunk.payload):
         for row in dicts(batch):
