@@ -72,8 +72,8 @@ def stage_devices(asked: str = "auto") -> list[torch.device]:
     if found[0].type == "mps":
         raise UserError(
             "`device` mps came for a model that is cut into stages, which requires streams, "
-            "float64 and a backend of torch.distributed. Take `device` cpu, or answer with a whole model, "
-            "placed by a device_map."
+            "float64 and a backend of torch.distributed. Take `device` cpu, or answer with a whole "
+            "model, placed by a device_map."
         )
     return found
 
