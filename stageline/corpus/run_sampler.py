@@ -112,9 +112,9 @@ def run_sampler(
         if step_rows % sum(counts):
             raise UserError(
                 f"`global_batch_distributed` {','.join(map(str, counts))} adds up to {sum(counts)} "
-                f"rows, and a step has {step_rows}, which is no multiple. A global batch has "
-                f"{batch_size * dp_degree} (`batch_size` x data parallel replicas): change the "
-                "counts or `batch_size`."
+                f"rows; a global batch has {batch_size * dp_degree} (`batch_size` x data parallel "
+                f"replicas), a step {step_rows}, which is not a multiple. Change the counts or "
+                "`batch_size`."
             )
         batch = sum(counts)
     mixture = Mixture(
