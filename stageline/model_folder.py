@@ -9,7 +9,7 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -125,7 +125,9 @@ def check_bulky(folder: Path) -> None:
 def _code_names(value: Any, key: str = "") -> Iterator[str]:
     """The code that settings name, at any depth: sub-configs and parts have an auto_map each."""
     if isinstance(value, dict | list):
-        named = value.items() if isinstance(value, dict) else ((key, one) for one in value)
+        named: Iterable[tuple[str, Any]] = ((key, one) for one in value)
+        if isinstance(value, dict):
+            named = value.items()
         for name, inner in named:
             yield from _code_names(inner, key if key in _CODE else name)
     # "org/name" in place of sdpa is a compiled kernel that the library would fetch

@@ -202,7 +202,7 @@ AT_MOST = {
 }
 EXACTLY = {
     r"(decoder_)?vocab_size(_per_layer_input)?": VOCABULARY,
-    r".*attention_heads_per_layer|linear_num_value_heads": NUM_HEADS,
+    r".*attention_heads_per_layer": NUM_HEADS,
     r"rotary_dim|d_rel": 4,
     r"(q|kv|o)_lora_rank": 16,
     r"(.*_)?image_size|max_img_size|crop_size|resolution": PATCH * GRID,
@@ -264,11 +264,9 @@ def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
             queries = [*(queries if is_full else ()), "linear_num_value_heads"]
         alike = any(type(told.get(one)) is int and told[one] == value for one in queries)
         return 1 if value == 1 else NUM_HEADS if alike else 2
-    if named(r"linear_num_value_heads|.*attention_heads_per_layer"):
-        return NUM_HEADS
-    if not named(r"(mamba_n_heads|mamba_num_heads|n_mamba_heads)"):
-        if named(r"(.*_)?(attention_heads|num_heads|n_heads?|heads)"):
-            return 8 if is_mamba_2 else NUM_HEADS
+    is_mamba = named(r"mamba_n_heads|mamba_num_heads|n_mamba_heads")
+    if named(r"(.*_)?(attention_heads|num_heads|n_heads?|heads)") and not is_mamba:
+        return 8 if is_mamba_2 else NUM_HEADS
     if named(r"attention_head_dim"):
         heads = told.get("num_attention_heads") or NUM_HEADS
         times = value * heads / (hidden_size or value * heads)
@@ -278,9 +276,9 @@ def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
     if named(r"index(er)?_head_dim"):
         return 2 * sizes.head_dim
     if named(r"(.*_)?head_dim|kv_channels|attention_head_size|d_head|d_kv|dim_head"):
-        return (
-            mamba_head if is_mamba_2 else latent_head if "kv_lora_rank" in told else sizes.head_dim
-        )
+        if is_mamba_2:
+            return mamba_head
+        return latent_head if "kv_lora_rank" in told else sizes.head_dim
     # widths
     if named(r"word_embed_proj_dim"):  # OPT: as wide as the model, or narrower with a projection
         return width if value == hidden_size else width // 2
@@ -298,8 +296,8 @@ def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
     # layers
     if named(r"num_kv_shared_layers"):  # the last ones; before them comes one of every kind
         kinds = LayerKinds(told)
-        share = round(sizes.num_layers * value / max(kinds.depth, 1))
-        return max(1, min(share, sizes.num_layers - len(kinds.firsts))) if value else 0
+        shared = round(sizes.num_layers * value / max(kinds.depth, 1))
+        return max(1, min(shared, sizes.num_layers - len(kinds.firsts))) if value else 0
     if named(r"moe_layer_end_index"):
         return sizes.num_layers - 1
     if named(r"max_window_layers"):
@@ -312,9 +310,9 @@ def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
     exact = next((number for one, number in EXACTLY.items() if named(one)), None)
     if exact is not None:
         return exact
-    times = next((times for one, times in WIDTHS.items() if named(one)), None)
-    if times is not None:
-        return round(width * times) if value > 0 else value
+    share = next((times for one, times in WIDTHS.items() if named(one)), None)
+    if share is not None:
+        return round(width * share) if value > 0 else value
     if named(r"(.*_)?intermediate_size(_mlp)?|(.*_)?ffn_(dim|hidden_size)"):
         # twice the width; four times where it is so: towers that merge four patches rely on it
         return width * (4 if value == 4 * (hidden_size or 0) else 2)

@@ -439,7 +439,8 @@ def _read_parquet(
     def dicts(batch: Any) -> list[Any]:
         """The rows; instead of one whose text is no UTF-8 the error."""
         try:
-            return batch.to_pylist()
+            found: list[Any] = batch.to_pylist()
+            return found
         except UnicodeDecodeError as error:
             if batch.num_rows == 1:
                 return [error]
