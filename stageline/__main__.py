@@ -14,9 +14,8 @@ def main() -> int:
     """Runs the command of the command line; returns its exit code."""
     if not (ROOT / "commands").is_dir():
         print(
-            f"error[usage]: stageline lies in {ROOT}, and the folder commands is not beside it. "
-            "The whole repository was expected there, because its commands and parts are not "
-            "installed: run `pip install --editable .` in the repository.",
+            f"error[usage]: stageline is in {ROOT}, and the folder commands is not beside it. Run "
+            "`pip install --editable .` in the repository.",
             file=sys.stderr,
         )
         return 2

@@ -9,12 +9,11 @@ Shapes: B rows, T tokens.
 
 import sys
 import warnings
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from stageline.model_folder import is_of_library, special_tokens
 from stageline.shrink import layer_period, shrink_config
@@ -23,8 +22,7 @@ SPREAD = 0.1  # of the noise on all weights: those that start at 0 or 1 hide a s
 NAMES = ("cache", "past_key_values")  # the newest first: the library warns of what it renamed
 LENGTHS = (3, 1)  # tokens of two rows before the last one; no window of a copy is as short
 TOLERANCE = 1e-3  # of the largest number
-_FOUND: dict[tuple[str, type, str], Any] = {}  # (trial, class, configuration) -> what it found
-T = TypeVar("T")
+_FOUND: dict[tuple[type, str], str | None] = {}  # (class, configuration) -> the keyword
 
 
 @torch.no_grad()
@@ -60,93 +58,30 @@ def cache_name(model: PreTrainedModel) -> str | None:
     Args:
         model: any one of its class and configuration, also on meta.
     """
-    return _once(_tried_name, model)
-
-
-def generates_alike(model: PreTrainedModel) -> bool:
-    """Whether transformers' `generate` answers with its cache as it does without.
-
-    Not where a forward takes the cache among other keywords and does nothing with it: `generate`
-    then hands it the last token alone. Prints so; a model that cannot be tried is taken to be
-    right.
-    """
-    return _once(_tried_generate, model)
-
-
-def masks_padding(model: PreTrainedModel) -> bool:
-    """Whether a row that is padded on the left is answered as it is alone.
-
-    Models of transformers are taken to do so; one that cannot be tried is not.
-    """
-    return is_of_library(model) or _once(_tried_padding, model)
-
-
-def _once(trial: Callable[[PreTrainedModel], T], model: PreTrainedModel) -> T:
-    key = trial.__name__, type(model), model.config.to_json_string(use_diff=False)
+    key = type(model), model.config.to_json_string(use_diff=False)
     if key not in _FOUND:
         # a caller may measure on meta, where a default device is set
         with warnings.catch_warnings(), torch.no_grad(), torch.device("cpu"):
             warnings.simplefilter("ignore")
-            _FOUND[key] = trial(model)
-    found: T = _FOUND[key]
-    return found
+            _FOUND[key] = _tried_name(model)
+    return _FOUND[key]
 
 
-def _tried_padding(model: PreTrainedModel) -> bool:
-    return bool(_steps_agree(model, size=2))
+def answers_alike(model: PreTrainedModel) -> bool:
+    """Whether `generate` gives a row the same answer with padding and a cache as without.
 
-
-def _tried_generate(model: PreTrainedModel) -> bool:
-    is_alike = _steps_agree(model, use_cache=True)
-    if is_alike is False:
-        print(
-            f"{type(model).__name__} answers otherwise with transformers' cache than without: "
-            "use_cache is off, and each token of an answer reads its whole row",
-            file=sys.stderr,
-        )
-    return is_alike is not False
-
-
-def _steps_agree(model: PreTrainedModel, *, size: int = 0, use_cache: bool = False) -> bool | None:
-    """Whether two new tokens have the logits that they have without padding and without a cache.
-
-    Args:
-        size: places of padding before the row.
-
-    Returns:
-        None: no copy can be tried. An error of the changed way alone counts as False.
+    Models of transformers are taken to do so. One with code of its own may take a cache among other
+    keywords and do nothing with it; `generate` would then hand it the last token only.
     """
-
-    def steps(size: int, use_cache: bool) -> tuple[torch.Tensor, ...]:
-        padded_1T = nn.functional.pad(ids_T, (size, 0), value=3)[None]
-        found: tuple[torch.Tensor, ...] = copy.generate(
-            padded_1T,
-            attention_mask=(torch.arange(padded_1T.shape[1]) >= size).long()[None],
-            do_sample=False,
-            max_new_tokens=2,
-            use_cache=use_cache,
-            output_logits=True,
-            return_dict_in_generate=True,
-        ).logits
-        return found
-
-    try:
-        copy: Any = small_copy(model)
-        copy.generation_config = GenerationConfig(pad_token_id=0)
-        ids_T = _rows(copy)[0][:-1]  # as few as the keys that a copy chooses at least
-        expected = steps(0, False)
-    except Exception:  # of any of some hundred classes
-        return None
-    try:
-        return all(map(_is_close, steps(size, use_cache), expected))
-    except Exception:  # the real one would raise it, too
-        return False
+    return is_of_library(model) or cache_name(model) is not None
 
 
 def _tried_name(model: PreTrainedModel) -> str | None:
     try:
         copy = small_copy(model)
-        rows = _rows(copy)
+        special = special_tokens(copy.config)
+        ids = torch.tensor([one for one in range(3, 40) if one not in special])
+        rows = [ids[: length + 1].roll(length) for length in LENGTHS]
         wholes = [_last(copy, input_ids=row[None], use_cache=False) for row in rows]
     except Exception as error:  # of any of some hundred classes
         print(
@@ -161,15 +96,12 @@ def _tried_name(model: PreTrainedModel) -> str | None:
             found = _with_cache(copy, rows, name)
         except Exception:  # an unknown keyword, layers that want another cache
             continue
-        if all(_is_close(one, whole) for one, whole in zip(found, wholes, strict=True)):
+        if all(
+            (one - whole).abs().max() <= TOLERANCE * whole.abs().max()
+            for one, whole in zip(found, wholes, strict=True)
+        ):
             return name
     return None
-
-
-def _rows(copy: PreTrainedModel) -> list[torch.Tensor]:
-    special = special_tokens(copy.config)
-    ids = torch.tensor([one for one in range(3, 40) if one not in special])
-    return [ids[: length + 1].roll(length) for length in LENGTHS]
 
 
 def _with_cache(copy: PreTrainedModel, rows: list[torch.Tensor], name: str) -> torch.Tensor:
@@ -198,8 +130,3 @@ def _last(copy: PreTrainedModel, **inputs: Any) -> torch.Tensor:
     if getattr(copy.config.get_text_config(decoder=True), "use_bidirectional_attention", None):
         inputs["token_type_ids"] = torch.ones_like(inputs["input_ids"])  # no prefix: an answer
     return copy(**inputs)[0][:, -1]
-
-
-def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    apart = (found - expected).abs().max()
-    return bool(apart <= TOLERANCE * expected.abs().max())

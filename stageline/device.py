@@ -55,10 +55,9 @@ def accelerators(asked: str = "auto") -> list[torch.device]:
     if asked != "auto" and (kind != asked or not count):
         there = f"{count} x {kind}" if count else "no accelerator"
         raise UserError(
-            f"`device` {asked} came, and torch {torch.__version__} finds {there} here. One of the "
-            "kind was expected, because the model is to lie on it. Install the torch that is made "
-            f"for it (npu: and torch_npu), look at {VISIBLE.get(asked, 'its driver')}, or take "
-            "`device` auto or cpu."
+            f"`device` {asked} came, and torch {torch.__version__} finds {there} here. Install the "
+            "torch that is made for it (npu: and torch_npu), look at "
+            f"{VISIBLE.get(asked, 'its driver')}, or take `device` auto or cpu."
         )
     return [torch.device(kind, index) for index in range(count)]
 
@@ -72,10 +71,9 @@ def stage_devices(asked: str = "auto") -> list[torch.device]:
     found = accelerators(asked) or [torch.device("cpu")]
     if found[0].type == "mps":
         raise UserError(
-            "`device` mps came for a model that is cut into stages. A device with streams, float64 "
-            "and a backend of torch.distributed was expected, because weights and hidden states "
-            "travel beside the passes, and norms are added in float64. Take `device` cpu; a whole "
-            "model answers on mps, in one process, placed by a device_map."
+            "`device` mps came for a model that is cut into stages, which requires streams, "
+            "float64 and a backend of torch.distributed. Take `device` cpu, or answer with a whole "
+            "model, placed by a device_map."
         )
     return found
 
@@ -89,9 +87,8 @@ def visible(devices: Sequence[torch.device]) -> tuple[str, list[str]]:
     kind = devices[0].type
     if kind not in VISIBLE:
         raise UserError(
-            f"processes were to get devices of their own, of the kind {kind}. One of "
-            f"{', '.join(VISIBLE)} was expected, because of no other it is known which variable of "
-            "the environment shows them. Take `device` cpu, or one process with one device."
+            f"no variable is known that gives processes devices of their own of the kind {kind}, "
+            f"only of {', '.join(VISIBLE)}. Take `device` cpu, or one process with one device."
         )
     given = os.environ.get(VISIBLE[kind], "")
     named = [name.strip() for name in given.split(",") if name.strip()]

@@ -1,7 +1,7 @@
 """The errors that end a run, and the exit code of each kind. Not for our own mistakes: assertions.
 
-A message has four parts: what came, what was expected, why, what to do. An entry file prints it
-without a traceback and ends with `exit_code`; `kind` is the word in brackets of its first line.
+A message says what is wrong, with the value, and what to do. An entry file prints it without a
+traceback and ends with `exit_code`; `kind` is the word in brackets of its first line.
 
 Codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 storage, 6 non-finite, 7 memory, 8 hang, 9 crash,
 10 remote, 130 interrupted (Ctrl-C), 143 preempted and saved.
@@ -27,7 +27,7 @@ def name_options(names: Callable[[], Mapping[str, str]]) -> None:
     """Tells which words are options of the command that runs.
 
     The engine knows no option: its messages write `num_stages`, as its arguments are called, and
-    `dataset.val_size` for an option of a part. Somebody at a command line reads `num_stages`.
+    `dataset.val_size` for an option of a part.
 
     Args:
         names: gives argument -> option as it is typed; called when a message is written.

@@ -95,13 +95,13 @@ def local_folder(given: str | Path, *, option: str = "`model_path`") -> Path:
         return Path(given).expanduser()
     found = _fetched().get(str(name))
     if found is None:
-        uses_modelscope = os.environ.get("USE_MODELSCOPE_HUB", "").lower() in _TRUE
+        is_modelscope = os.environ.get("USE_MODELSCOPE_HUB", "").lower() in _TRUE
         try:
-            found = _from_modelscope(name, option) if uses_modelscope else _from_hub(name)
+            found = _from_modelscope(name, option) if is_modelscope else _from_hub(name)
         except UserError:
             raise
         except Exception as error:  # a client raises what its transport does
-            at = "ModelScope" if uses_modelscope else ""
+            at = "ModelScope" if is_modelscope else ""
             raise _refused(name, option, error, at=at) from error
         _note(name, found)
     return Path(found)
@@ -194,12 +194,11 @@ def _from_modelscope(name: HubName, option: str) -> str:
             f"{option} {name} was to come from ModelScope (USE_MODELSCOPE_HUB), whose client is "
             "not installed. pip install modelscope, or unset the variable."
         ) from error
-    patterns = [*_AT_ONCE, _ADAPTER, "model*.safetensors"]
     return str(
         snapshot_download(
             name.repo,
             revision=name.revision,
-            allow_patterns=patterns,
+            allow_patterns=[*_AT_ONCE, _ADAPTER, "model*.safetensors"],
             ignore_patterns=_LEFT_OUT,
         )
     )

@@ -9,7 +9,7 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,7 +38,7 @@ _DECIDING = (
     "config.json adapter_config.json *processor_config.json tokenizer* special_tokens_map.json "
     "added_tokens.json chat_template.* vocab.* merges.txt *.model *.tiktoken *.py"
 ).split()
-_KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation")
+_CODE = ("auto_map", "attn_implementation", "_attn_implementation", "experts_implementation")
 
 
 def find_folder(path: str | Path, *, option: str = "`model_path`") -> Path:
@@ -83,7 +83,21 @@ def check_folder(path: str | Path, *, trust_remote_code: bool) -> Path:
     for file in sorted({file for pattern in _SETTINGS for file in folder.glob(pattern)}):
         code = sorted(set(_code_names(read_json(file))))
         if code and not trust_remote_code:
-            raise _has_code(file, code)
+            cure = (
+                "If you have read it and trust it, give `trust_remote_code`; if transformers has "
+                "this architecture too, take auto_map out of the file."
+            )
+            if read_json(file).get("model_type") == "internvl_chat":
+                name = name_of(folder)
+                ready = f"Take {name.repo}-hf, if the hub has it, or convert" if name else "Convert"
+                cure = (
+                    f"{ready} the folder to transformers' InternVLForConditionalGeneration: python "
+                    f"tools/convert_internvl.py {folder} NEW_FOLDER"
+                )
+            raise UserError(
+                f"{file} names code of its own in auto_map ({', '.join(code)[:200]}), which is not "
+                f"run unasked. {cure}"
+            )
     return folder
 
 
@@ -93,8 +107,7 @@ def files_fingerprint(path: str | Path, *, answers: bool = False) -> str:
     Args:
         answers: the model is asked, so that what ends an answer counts.
     """
-    told = hashlib.sha256()
-    folder = find_folder(path)
+    told, folder = hashlib.sha256(), find_folder(path)
     patterns = [*_DECIDING, "generation_config.json"] if answers else _DECIDING
     for file in sorted({file for pattern in patterns for file in folder.glob(pattern)}):
         if file.is_file():
@@ -109,43 +122,17 @@ def check_bulky(folder: Path) -> None:
             read_json(folder / name)
 
 
-def _code_names(value: object) -> Iterator[str]:
+def _code_names(value: Any, key: str = "") -> Iterator[str]:
     """The code that settings name, at any depth: sub-configs and parts have an auto_map each."""
-    waiting = [value]
-    while waiting:
-        value = waiting.pop()
+    if isinstance(value, dict | list):
+        named: Iterable[tuple[str, Any]] = ((key, one) for one in value)
         if isinstance(value, dict):
-            yield from _leaves(value.get("auto_map"))
-            # "org/name" in place of sdpa is a compiled kernel that the library would fetch
-            kernels = [leaf for key in _KERNELS for leaf in _leaves(value.get(key))]
-            yield from (name for name in kernels if "/" in name)
-            waiting += value.values()
-        elif isinstance(value, list):
-            waiting += value
-
-
-def _leaves(value: object) -> list[str]:
-    if isinstance(value, dict):
-        return [leaf for one in value.values() for leaf in _leaves(one)]
-    if isinstance(value, list):
-        return [leaf for one in value for leaf in _leaves(one)]
-    return [] if value is None else [str(value)]
-
-
-def _has_code(file: Path, code: list[str]) -> UserError:
-    if read_json(file).get("model_type") == "internvl_chat":
-        name = name_of(file.parent)
-        ready = f"Take {name.repo}-hf, if the hub has it, or convert" if name else "Convert"
-        return UserError(
-            f"{file} is of InternVLChatModel, which comes as code of its own. {ready} the folder "
-            "to transformers' InternVLForConditionalGeneration: python tools/convert_internvl.py "
-            f"{file.parent} NEW_FOLDER"
-        )
-    return UserError(
-        f"{file} names code of its own in auto_map ({', '.join(code)[:200]}), which is not run "
-        "unasked. If you have read it and trust it, give `trust_remote_code`; if transformers has "
-        "this architecture too, take auto_map out of the file."
-    )
+            named = value.items()
+        for name, inner in named:
+            yield from _code_names(inner, key if key in _CODE else name)
+    # "org/name" in place of sdpa is a compiled kernel that the library would fetch
+    elif value is not None and (key == "auto_map" or (key in _CODE and "/" in str(value))):
+        yield str(value)
 
 
 def load_config(path: str | Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -211,8 +198,7 @@ def refused_build(
         return UserError(
             f"transformers' {auto_class.__name__} has no model for {kind}. Choose a `train_model` "
             "of the model's kind (causal_lm for text, vision_language for pictures), or register "
-            f"its class in the file that you `import`: {auto_class.__name__}.register(ConfigClass, "
-            "ModelClass)."
+            f"its class by {auto_class.__name__}.register() in the file that you `import`."
         )
     what, cure = f"built by transformers {version}", "Correct its config.json"
     if attn_implementation and ("attention" in text.lower() or "flash" in text.lower()):

@@ -4,6 +4,7 @@ One record for the process, exchanged as a whole, so that another thread reads i
 A device works behind the main thread, which waits somewhere else: marks in its queue tell how far.
 """
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -64,17 +65,11 @@ def where() -> Progress:
     On a device `since` is when that thread first saw it there.
     """
     global _on_device
-    while _ahead and _is_reached(_ahead[0][1]):
-        reached, _ = _ahead.popleft()
-        _on_device = reached and replace(reached, since=time.monotonic())
+    with contextlib.suppress(RuntimeError):  # the device failed: the main thread will tell
+        while _ahead and _ahead[0][1].query():
+            reached, _ = _ahead.popleft()
+            _on_device = reached and replace(reached, since=time.monotonic())
     return _on_device or _place
-
-
-def _is_reached(mark: Mark) -> bool:
-    try:
-        return mark.query()
-    except RuntimeError:  # the device failed, which the main thread is about to tell
-        return False
 
 
 def begin() -> None:

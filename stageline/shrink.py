@@ -2,13 +2,13 @@
 
 What makes a family special stays: multipliers, caps, flags, the kinds of layers and what they have
 to do with each other. What makes it large goes, by the name of the field: depth, width, heads,
-experts, vocabulary, towers. Rules by name serve families that nobody has seen yet: the first rule
-that fits counts. What no such rule can know about a family stands in `EXCEPTIONS`, at the end.
+experts, vocabulary, towers. Rules by name serve families that nobody has seen yet. What no such
+rule can know about a family stands at the end.
 """
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -29,12 +29,13 @@ def shrink_config(config: PretrainedConfig, *, num_layers: int) -> PretrainedCon
     Raises:
         UserError: the class of the configuration refuses the copy.
     """
-    sizes = Sizes(num_layers, _head_dim(config), _token_places(config))
+    special = sorted(one for one in special_tokens(config) if one > 2)
+    ids = {one: place for place, one in enumerate([0, 1, 2, *special])}
+    sizes = Sizes(num_layers, _head_dim(config), ids)
     text = config.get_text_config(decoder=True)
     try:
         small = _shrink_part(config, sizes, text if _holds(config, text) else config)
-        if config.model_type in EXCEPTIONS:
-            EXCEPTIONS[config.model_type](small, sizes)
+        _except(config.model_type, small, sizes)
         return type(config).from_dict(small)
     except Exception as error:  # whatever the checks of some hundred classes raise
         raise UserError(
@@ -116,16 +117,12 @@ class LayerKinds:
         before = any(self.told.get(name) for name in PREFIXES) and len(self.firsts) == 1
         return math.lcm(max(len(self.firsts), 1 + before), *patterns, *steps)
 
-    def models(self, num_layers: int) -> list[int]:
-        """For each layer of a copy the one that it is made after; the last one like the last."""
+    def fewer(self, num_layers: int) -> dict[str, Any]:
+        """The fields that tell the kinds, for a copy of so many layers."""
+        # for each layer the one that it is made after; the last one like the last
         models = [self.firsts[index % len(self.firsts)] for index in range(num_layers)]
         if num_layers > len(self.firsts):
             models[-1] = self.last
-        return models
-
-    def fewer(self, num_layers: int) -> dict[str, Any]:
-        """The fields that tell the kinds, for a copy of so many layers."""
-        models = self.models(num_layers)
         fields: dict[str, Any] = {}
         for name in self.lists:
             entries = [self.told[name][model] for model in models]
@@ -133,7 +130,10 @@ class LayerKinds:
         for name in self.indices:
             fields[name] = [i for i, model in enumerate(models) if model in self.told[name]]
         for name in self.sources:
-            fields[name] = _sources(self.told[name], models)
+            made: list[int] = []
+            for index, model in enumerate(models):
+                made.append(index if self.told[name][model] == model or not made else made[-1])
+            fields[name] = made
         if self.overrides:
             own = {i: self.overrides[m] for i, m in enumerate(models) if m in self.overrides}
             fields["per_layer_config"] = own
@@ -168,13 +168,6 @@ def _interval(step: object) -> int:
     return step
 
 
-def _sources(told: Sequence[int], models: Sequence[int]) -> list[int]:
-    made: list[int] = []
-    for index, model in enumerate(models):
-        made.append(index if told[model] == model or not made else made[-1])
-    return made
-
-
 FieldValues = dict[str, Any]
 NUM_HEADS = 4
 HEAD_DIM = 8  # more where rotary positions on a part of a head, or of three axes, ask for it
@@ -182,6 +175,51 @@ VOCABULARY = 128
 MAX_POSITIONS = 128
 TOWER_DEPTH = 4
 PATCH, GRID = 4, 4  # pixels of a patch, patches of a row of a picture
+TOWER_INDICES = (  # of blocks
+    *("deepstack_visual_indexes", "fullatt_block_indexes", "global_attn_indexes"),
+    *("intermediate_layers_indices", "out_indices", "vision_feature_layer"),
+)
+# the rules that need no other field: pattern -> the number of a copy
+AT_MOST = {
+    r".*(vocab_size|codebook_size|num_embeddings|hash_byte_group_vocab)": 64,
+    r"(n_ctx|max_(source|target)_positions|seq_len|max_2d_position_embeddings)": 128,
+    r"(mamba_n_heads|mamba_num_heads|n_mamba_heads)": 8,
+    r"base_channels": 32,
+    r"(laurel_rank|time_step_rank|mamba_dt_rank|adapter_rank|gated_norm_rank|hc_lowrank)": 4,
+    # experts
+    r"(num_(local_)?|n_routed_|moe_num_)experts|zero_expert_num": 4,
+    r"num_experts_per_tok(en)?|moe_k|moe_topk|moe_top_k|top_k_experts|.*shared_experts": 2,
+    r"n_group|num_expert_group|n_groups|mamba_n_?groups|o_groups": 2,
+    # states, windows
+    r"(mamba_d_state|ssm_state_size|state_size|mamba_chunk_size|chunk_size)": 8,
+    r"attention_chunk_size|keep_window_size|block_size|floor_scale": 8,
+    r"index_(topk|block_size|kpool)": 4,
+    r"index_topk_blocks": 2,
+    r"block_multiple_of": 8,
+    # towers
+    r"mm_tokens_per_image|num_query_tokens|.*n(um)?_latents|latent_query_num": 4,
+    r"resampler_depth|num_global_layers": 2,
+}
+EXACTLY = {
+    r"(decoder_)?vocab_size(_per_layer_input)?": VOCABULARY,
+    r".*attention_heads_per_layer": NUM_HEADS,
+    r"rotary_dim|d_rel": 4,
+    r"(q|kv|o)_lora_rank": 16,
+    r"(.*_)?image_size|max_img_size|crop_size|resolution": PATCH * GRID,
+    r"patch_size": PATCH,
+    r"num_position_embeddings|num_patches": GRID * GRID,
+    r"pos_emb_(height|width)|posemb_grid_size": GRID,
+    r"vision_soft_tokens_per_image": GRID * GRID,
+}
+WIDTHS = {  # times the width of the copy
+    r"hidden_size_per_layer_input": 0.25,
+    r"output_proj_dims|hidden_sizes|output_channels|downsample_channels": 1,
+    r"(.*_)?(hidden_size(_global)?|hidden_dim|d_model|n_embd|dim_model|lru_width)": 1,
+    r"(.*_)?(output|input|projection|adapter_in|adapter_out|emb|embed|embedding)_(dim|size)": 1,
+    r"(shared_|moe_|expert_|share_).*(intermediate_size|ffn_hidden_size|expert_dim)": 0.5,
+    r"alignment_intermediate_size|merged_hidden_size": 2,
+    r"n_inner|d_ff|dff|dim_ff|d_inner|mlp_dim|block_ff_dim|feed_forward_size": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -197,194 +235,89 @@ class Sizes:
         return NUM_HEADS * self.head_dim
 
 
-Rule = Callable[[int, FieldValues, Sizes], int]
+def _number(name: str, value: int, told: FieldValues, sizes: Sizes) -> int:
+    """The number of a copy in place of `value`, by the name of the field and those beside it."""
 
+    def named(pattern: str) -> bool:
+        return re.fullmatch(pattern, name) is not None
 
-def _to(number: int) -> Rule:
-    return lambda value, told, sizes: number
-
-
-def _at_most(number: int) -> Rule:
-    return lambda value, told, sizes: min(value, number)
-
-
-def _widths(times: float) -> Rule:
-    return lambda value, told, sizes: round(sizes.width * times) if value > 0 else value
-
-
-def _head(value: int, told: FieldValues, sizes: Sizes) -> int:
-    if "state_size" in told and "num_heads" in told:  # Mamba 2
-        return _mamba_head(value, told, sizes)
-    if "kv_lora_rank" in told:
-        return _latent_head(value, told, sizes)
-    return sizes.head_dim
-
-
-def _latent_head(value: int, told: FieldValues, sizes: Sizes) -> int:
-    """Parts of a head of latent attention: the part that is rotated has `HEAD_DIM` numbers."""
-    own = told.get("qk_rope_head_dim") or told.get("qk_nope_head_dim") or value
-    return round(value * HEAD_DIM / own) if own else 0
-
-
-def _heads(value: int, told: FieldValues, sizes: Sizes) -> int:
-    return 8 if "state_size" in told and "num_heads" in told else NUM_HEADS
-
-
-def _pairs_of_heads(value: int, told: FieldValues, sizes: Sizes) -> int:
-    """Heads of keys and values: one, as many as there are queries, or between."""
-    queries = ("num_attention_heads", "n_heads", "n_head", "num_heads", "linear_num_value_heads")
-    named = [told[name] for name in queries if isinstance(told.get(name), int)]
-    if "linear_num_value_heads" in told and value != told.get("num_key_value_heads"):
-        named = [told["linear_num_value_heads"]]
-    return 1 if value == 1 else NUM_HEADS if value in named else 2
-
-
-def _mamba_head(value: int, told: FieldValues, sizes: Sizes) -> int:
-    expand = told.get("mamba_expand") or told.get("expand") or 2
-    return round(expand * sizes.width) // 8
-
-
-def _of_width(value: int, told: FieldValues, sizes: Sizes) -> int:
-    """A width that is a multiple of the model's own."""
-    own = told.get("hidden_size") or told.get("d_model") or value
-    return sizes.width * max(1, round(value / own))
-
-
-def _inner(value: int, told: FieldValues, sizes: Sizes) -> int:
-    """Twice the width; four times where it is so: towers that merge four patches rely on it."""
-    return sizes.width * (4 if value == 4 * (told.get("hidden_size") or 0) else 2)
-
-
-def _with_earlier_states(value: int, told: FieldValues, sizes: Sizes) -> int:
-    """Of a tower: its width, and once more for each block whose states are handed out."""
-    blocks = told.get("intermediate_layers_indices") or ()
-    return sizes.width * (1 + min(len(blocks), TOWER_DEPTH - 1))
-
-
-def _of_width_a_head(value: int, told: FieldValues, sizes: Sizes) -> int:
-    heads = told.get("num_attention_heads") or NUM_HEADS
-    own = told.get("hidden_size") or value * heads
-    return sizes.width * max(1, round(value * heads / own)) // NUM_HEADS
-
-
-def _chosen_groups(value: int, told: FieldValues, sizes: Sizes) -> int:
-    """Groups that are chosen from: fewer than there are, where the real model has it so."""
-    total = told.get("n_group") or told.get("num_expert_group") or value
-    return min(total, 2) if value >= total else 1
-
-
-def _projected(value: int, told: FieldValues, sizes: Sizes) -> int:
-    """OPT's embeddings: as wide as the model, or narrower with a projection between."""
-    return sizes.width if value == told.get("hidden_size") else sizes.width // 2
-
-
-def _positions(value: int, told: FieldValues, sizes: Sizes) -> int:
-    """Rotary positions cost nothing, and their scaling compares the number with another."""
-    is_rotary = told.get("rope_parameters") is not None or told.get("rope_scaling") is not None
-    return value if is_rotary else min(value, MAX_POSITIONS)
-
-
-def _real_vocabulary(value: int, told: FieldValues, sizes: Sizes) -> int:
-    return VOCABULARY - 8 if value < (told.get("vocab_size") or value) else VOCABULARY
-
-
-def _window(value: int, told: FieldValues, sizes: Sizes) -> int:
-    """Tokens of a window of text, pixels of one of a tower."""
-    if "patch_size" not in told:
-        return min(value, 6)
-    merge = told.get("spatial_merge_size")
-    return PATCH * merge * 2 if merge else 2
-
-
-def _kv_shared(value: int, told: FieldValues, sizes: Sizes) -> int:
-    """The last layers, of which one of every kind is to come first."""
-    if not value:
-        return 0
-    kinds = LayerKinds(told)
-    share = round(sizes.num_layers * value / max(kinds.depth, 1))
-    return max(1, min(share, sizes.num_layers - len(kinds.firsts)))
-
-
-def _last_layer(value: int, told: FieldValues, sizes: Sizes) -> int:
-    return sizes.num_layers - 1
-
-
-def _layers_before(value: int, told: FieldValues, sizes: Sizes) -> int:
-    return sizes.num_layers if value >= depth_of(told) else sizes.num_layers // 2
-
-
-RULES: tuple[tuple[str, Rule], ...] = (
-    # vocabulary and positions
-    (r"(decoder_)?vocab_size(_per_layer_input)?", _to(VOCABULARY)),
-    (r"unpadded_vocab_size", _real_vocabulary),
-    (r".*(vocab_size|codebook_size|num_embeddings|hash_byte_group_vocab)", _at_most(64)),
-    (r"(max_position_embeddings|n_positions|max_seq_len|context_length)", _positions),
-    (r"(n_ctx|max_(source|target)_positions|seq_len|max_2d_position_embeddings)", _at_most(128)),
+    width, hidden_size = sizes.width, told.get("hidden_size")
+    is_mamba_2 = "state_size" in told and "num_heads" in told
+    mamba_head = round((told.get("mamba_expand") or told.get("expand") or 2) * width) // 8
+    # of latent attention: the part of a head that is rotated has `HEAD_DIM` numbers
+    latent = told.get("qk_rope_head_dim") or told.get("qk_nope_head_dim") or value
+    latent_head = round(value * HEAD_DIM / latent) if latent else 0
+    if named(r"unpadded_vocab_size"):
+        return VOCABULARY - 8 if value < (told.get("vocab_size") or value) else VOCABULARY
+    if named(r"(max_position_embeddings|n_positions|max_seq_len|context_length)"):
+        # rotary positions cost nothing, and their scaling compares the number with another
+        is_rotary = told.get("rope_parameters") is not None or told.get("rope_scaling") is not None
+        return value if is_rotary else min(value, MAX_POSITIONS)
     # heads
-    (r"(mamba_n_heads|mamba_num_heads|n_mamba_heads)", _at_most(8)),
-    (r"(mamba_d_head|mamba_head_?dim)", _mamba_head),
-    (r".*(key_value_heads|kv_heads|kv_n_heads|num_key_heads|num_query_groups)", _pairs_of_heads),
-    (r"(.*_)?(attention_heads|num_heads|n_heads?|heads)", _heads),
-    (r".*attention_heads_per_layer|linear_num_value_heads", _to(NUM_HEADS)),
-    (r"attention_head_dim", _of_width_a_head),
-    (r"qk_(rope_|nope_)?head_dim", _latent_head),
-    (r"index(er)?_head_dim", lambda value, told, sizes: 2 * sizes.head_dim),
-    (r"(.*_)?head_dim|kv_channels|attention_head_size|d_head|d_kv|dim_head", _head),
-    (r"(rotary_dim|d_rel)", _to(4)),
+    if named(r"mamba_d_head|mamba_head_?dim"):
+        return mamba_head
+    if named(r".*(key_value_heads|kv_heads|kv_n_heads|num_key_heads|num_query_groups)"):
+        # one, as many as there are queries, or between
+        queries = ["num_attention_heads", "n_heads", "n_head", "num_heads"]
+        if "linear_num_value_heads" in told:
+            is_full = value == told.get("num_key_value_heads")
+            queries = [*(queries if is_full else ()), "linear_num_value_heads"]
+        alike = any(type(told.get(one)) is int and told[one] == value for one in queries)
+        return 1 if value == 1 else NUM_HEADS if alike else 2
+    is_mamba = named(r"mamba_n_heads|mamba_num_heads|n_mamba_heads")
+    if named(r"(.*_)?(attention_heads|num_heads|n_heads?|heads)") and not is_mamba:
+        return 8 if is_mamba_2 else NUM_HEADS
+    if named(r"attention_head_dim"):
+        heads = told.get("num_attention_heads") or NUM_HEADS
+        times = value * heads / (hidden_size or value * heads)
+        return width * max(1, round(times)) // NUM_HEADS
+    if named(r"qk_(rope_|nope_)?head_dim"):
+        return latent_head
+    if named(r"index(er)?_head_dim"):
+        return 2 * sizes.head_dim
+    if named(r"(.*_)?head_dim|kv_channels|attention_head_size|d_head|d_kv|dim_head"):
+        if is_mamba_2:
+            return mamba_head
+        return latent_head if "kv_lora_rank" in told else sizes.head_dim
     # widths
-    (r"hidden_size_per_layer_input", _widths(0.25)),
-    (r"word_embed_proj_dim", _projected),
-    (r"attention_hidden_size", _of_width),
-    (r"mamba_d_ssm", lambda value, told, sizes: 8 * _mamba_head(value, told, sizes)),
-    (r"base_channels", _at_most(32)),
-    (r"output_proj_dims", _widths(1)),
-    (r"hidden_sizes|output_channels|downsample_channels", _widths(1)),
-    (r"(.*_)?(hidden_size(_global)?|hidden_dim|d_model|n_embd|dim_model|lru_width)", _widths(1)),
-    (
-        r"(emb|embed|embedding|output|input|projection|adapter_in|adapter_out)_(dim|size)",
-        _widths(1),
-    ),
-    (r"vision_output_dim", _with_earlier_states),
-    (r"(.*_)?(output|input|projector_input|embedding|embed)_(dim|size)", _widths(1)),
-    (
-        r"(shared_|moe_|expert_|share_).*(intermediate_size|ffn_hidden_size|expert_dim)",
-        _widths(0.5),
-    ),
-    (r"alignment_intermediate_size|merged_hidden_size", _widths(2)),
-    (r"(.*_)?intermediate_size(_mlp)?|(.*_)?ffn_(dim|hidden_size)", _inner),
-    (r"n_inner|d_ff|dff|dim_ff|d_inner|mlp_dim|block_ff_dim|feed_forward_size", _widths(2)),
-    (r"(q|kv|o)_lora_rank", _to(16)),
-    (
-        r"(laurel_rank|time_step_rank|mamba_dt_rank|adapter_rank|gated_norm_rank|hc_lowrank)",
-        _at_most(4),
-    ),
+    if named(r"word_embed_proj_dim"):  # OPT: as wide as the model, or narrower with a projection
+        return width if value == hidden_size else width // 2
+    if named(r"attention_hidden_size"):
+        return width * max(1, round(value / (hidden_size or told.get("d_model") or value)))
+    if named(r"mamba_d_ssm"):
+        return 8 * mamba_head
+    if named(r"vision_output_dim"):  # its own, and of each block whose states are handed out
+        blocks = told.get("intermediate_layers_indices") or ()
+        return width * (1 + min(len(blocks), TOWER_DEPTH - 1))
     # experts
-    (r"(num_(local_)?|n_routed_|moe_num_)experts|zero_expert_num", _at_most(4)),
-    (
-        r"num_experts_per_tok(en)?|moe_k|moe_topk|moe_top_k|top_k_experts|.*shared_experts",
-        _at_most(2),
-    ),
-    (r"n_group|num_expert_group|n_groups|mamba_n_?groups|o_groups", _at_most(2)),
-    (r"topk_group", _chosen_groups),
-    (r"num_kv_shared_layers", _kv_shared),
-    (r"moe_layer_end_index", _last_layer),
-    (r"max_window_layers", _layers_before),
-    # states, windows
-    (r"(mamba_d_state|ssm_state_size|state_size|mamba_chunk_size|chunk_size)", _at_most(8)),
-    (r"(.*_)?(sliding_window|window_size|window_len|window_length)|local_attention", _window),
-    (r"attention_chunk_size|keep_window_size|block_size|floor_scale", _at_most(8)),
-    (r"index_(topk|block_size|kpool)", _at_most(4)),
-    (r"index_topk_blocks", _at_most(2)),
-    (r"block_multiple_of", _at_most(8)),
-    # towers
-    (r"(.*_)?image_size|max_img_size|crop_size|resolution", _to(PATCH * GRID)),
-    (r"patch_size", _to(PATCH)),
-    (r"num_position_embeddings|num_patches|position_embedding_size", _to(GRID * GRID)),
-    (r"pos_emb_(height|width)|posemb_grid_size", _to(GRID)),
-    (r"mm_tokens_per_image|num_query_tokens|.*n(um)?_latents|latent_query_num", _at_most(4)),
-    (r"vision_soft_tokens_per_image", _to(GRID * GRID)),
-    (r"resampler_depth|num_global_layers", _at_most(2)),
-)
+    if named(r"topk_group"):  # groups that are chosen from: fewer than all, where it is so
+        total = told.get("n_group") or told.get("num_expert_group") or value
+        return min(total, 2) if value >= total else 1
+    # layers
+    if named(r"num_kv_shared_layers"):  # the last ones; before them comes one of every kind
+        kinds = LayerKinds(told)
+        shared = round(sizes.num_layers * value / max(kinds.depth, 1))
+        return max(1, min(shared, sizes.num_layers - len(kinds.firsts))) if value else 0
+    if named(r"moe_layer_end_index"):
+        return sizes.num_layers - 1
+    if named(r"max_window_layers"):
+        return sizes.num_layers if value >= depth_of(told) else sizes.num_layers // 2
+    if named(r"(.*_)?(sliding_window|window_size|window_len|window_length)|local_attention"):
+        if "patch_size" not in told:
+            return min(value, 6)  # tokens; of a tower pixels
+        merge = told.get("spatial_merge_size")
+        return PATCH * merge * 2 if merge else 2
+    exact = next((number for one, number in EXACTLY.items() if named(one)), None)
+    if exact is not None:
+        return exact
+    share = next((times for one, times in WIDTHS.items() if named(one)), None)
+    if share is not None:
+        return round(width * share) if value > 0 else value
+    if named(r"(.*_)?intermediate_size(_mlp)?|(.*_)?ffn_(dim|hidden_size)"):
+        # twice the width; four times where it is so: towers that merge four patches rely on it
+        return width * (4 if value == 4 * (hidden_size or 0) else 2)
+    most = next((number for one, number in AT_MOST.items() if named(one)), None)
+    return value if most is None else min(value, most)
 
 
 def _holds(config: PretrainedConfig, part: PretrainedConfig) -> bool:
@@ -403,7 +336,13 @@ def _shrink_part(
         if name in parts:
             small[name] = _shrink_part(parts[name], sizes, text, in_text=is_text)
         elif name in DEPTHS and isinstance(value, int):
-            small[name] = _scaled_depth(value, kinds.depth, depth, is_text)
+            old = kinds.depth
+            if not is_text:
+                small[name] = min(value, TOWER_DEPTH)
+            elif old % value and value % old:
+                small[name] = 2
+            else:  # twice as many layers as of another stack stay twice as many
+                small[name] = max(1, round(depth * value / old))
         elif name == "per_layer_config" and value:
             small[name] = {at: _shrink_fields(own, told | own, sizes) for at, own in value.items()}
         elif name in kinds.lists and not isinstance(value, str):
@@ -411,14 +350,15 @@ def _shrink_part(
     done = {*parts, *kinds.lists, *kinds.indices, *kinds.sources, "per_layer_config", *DEPTHS}
     rest = {name: value for name, value in small.items() if name not in done}
     small |= _shrink_fields(rest, told, sizes)
-    return small | _shrink_tower_indices(told, depth)
-
-
-def _scaled_depth(value: int, old: int, new: int, is_text: bool) -> int:
-    """Layers of one stack: twice as many as of another one stay twice as many."""
-    if not is_text:
-        return min(value, TOWER_DEPTH)
-    return max(1, round(new * value / old)) if old % value == 0 or value % old == 0 else 2
+    for name in TOWER_INDICES:  # indices of blocks: as many as fit, from the front or from the back
+        value, most = told.get(name), min(depth or TOWER_DEPTH, TOWER_DEPTH)
+        if isinstance(value, list) and any(one < 0 for one in value):
+            small[name] = [max(-most, min(one, most - 1)) for one in value]
+        elif isinstance(value, list):
+            small[name] = list(range(most - min(len(value), most - 1), most))
+        elif isinstance(value, int) and not isinstance(value, bool):
+            small[name] = max(-TOWER_DEPTH, min(value, TOWER_DEPTH - 1))
+    return small
 
 
 def _shrink_fields(fields: FieldValues, told: FieldValues, sizes: Sizes) -> FieldValues:
@@ -440,27 +380,21 @@ def _shrink(name: str, value: Any, told: FieldValues, sizes: Sizes) -> Any:
         return value
     if name.startswith("rope_") and isinstance(value, dict):
         return _shrink_rope(value, told, sizes)
-    if name == "image_grid_pinpoints":
-        return _shrink_pinpoints(value, told)
+    if name == "image_grid_pinpoints":  # whole tiles, of which a picture has two a side at most
+        tile = (told.get("vision_config") or {}).get("image_size") or min(map(min, value))
+        tile = tile if isinstance(tile, int) else tile[0]
+        tiles = {tuple(max(1, min(side // tile, 2)) for side in size) for size in value}
+        return [[side * PATCH * GRID for side in one] for one in sorted(tiles)]
     if isinstance(value, list | tuple):
         return [_shrink(name, one, told, sizes) for one in value]
     if isinstance(value, int) and is_token(name):
         return sizes.ids.get(value, value)
     if isinstance(value, float):
         return 0.0 if re.fullmatch(DROPOUT, name) else value
-    if isinstance(value, int):
-        rule = next((rule for pattern, rule in RULES if re.fullmatch(pattern, name)), None)
-        return value if rule is None else rule(value, told, sizes)
-    return value
+    return _number(name, value, told, sizes) if isinstance(value, int) else value
 
 
 DROPOUT = r".*(dropout|drop|drop_?path|layerdrop|jitter|noise)(_prob|_rate|_p|_noise|_eps)?|.*pdrop"
-
-
-def _token_places(config: PretrainedConfig) -> dict[int, int]:
-    """Small ids for special tokens: different ones stay different."""
-    known = sorted(one for one in special_tokens(config) if one > 2)
-    return {one: place for place, one in enumerate(known, 3)} | {0: 0, 1: 1, 2: 2}
 
 
 # -- rotary positions ---------------------------------------------------------------------------
@@ -511,52 +445,12 @@ def _shrink_rope(rope: FieldValues, told: FieldValues, sizes: Sizes) -> FieldVal
         rope = {"mrope_section": SECTIONS[told["model_type"]]} | rope
     for name, value in rope.items():
         if name.endswith("_section") and isinstance(value, list):
-            small[name] = _shares(value, size)
+            least, rest = divmod(size, len(value))  # axes with equal shares keep equal ones
+            lone = next((place for place, one in enumerate(value) if value.count(one) == 1), 0)
+            small[name] = [least + rest * (place == lone) for place in range(len(value))]
         elif name in ("long_factor", "short_factor"):
             small[name] = value[:size]
     return small
-
-
-def _shares(old: list[int], size: int) -> list[int]:
-    """`size` in as many shares; axes with equal shares keep equal ones."""
-    least, rest = divmod(size, len(old))
-    lone = next((place for place, one in enumerate(old) if old.count(one) == 1), 0)
-    return [least + rest * (place == lone) for place in range(len(old))]
-
-
-# -- towers -------------------------------------------------------------------------------------
-
-TOWER_INDICES = (
-    *("deepstack_visual_indexes", "fullatt_block_indexes", "global_attn_indexes"),
-    *("intermediate_layers_indices", "out_indices", "vision_feature_layer"),
-)
-
-
-def _shrink_tower_indices(told: FieldValues, depth: int) -> FieldValues:
-    """Indices of blocks of a tower: as many as fit, from the front or from the back."""
-    small: FieldValues = {}
-    for name in TOWER_INDICES:
-        value = told.get(name)
-        if isinstance(value, list):
-            small[name] = _few_indices(value, min(depth or TOWER_DEPTH, TOWER_DEPTH))
-        elif isinstance(value, int) and not isinstance(value, bool):
-            small[name] = max(-TOWER_DEPTH, min(value, TOWER_DEPTH - 1))
-    return small
-
-
-def _shrink_pinpoints(sizes: list, told: FieldValues) -> list:
-    """Sizes of pictures in whole tiles, of which a picture has two a side at most."""
-    tile = (told.get("vision_config") or {}).get("image_size") or min(map(min, sizes))
-    tile = tile if isinstance(tile, int) else tile[0]
-    tiles = {tuple(max(1, min(side // tile, 2)) for side in size) for size in sizes}
-    return [[side * PATCH * GRID for side in one] for one in sorted(tiles)]
-
-
-def _few_indices(values: list[int], depth: int) -> list[int]:
-    if any(value < 0 for value in values):
-        return [max(-depth, min(value, depth - 1)) for value in values]
-    count = min(len(values), depth - 1)
-    return list(range(depth - count, depth))
 
 
 # -- what no rule can know about a family, with the reason -----------------------------------------
@@ -583,51 +477,25 @@ SECTIONS: dict[str, list[int]] = {
 LEAST_HEAD_DIM = {"granite4_vision": 16}
 
 
-def _absolute_positions(small: dict[str, Any], sizes: Any) -> None:
-    """Reformer's axial positions take rows of one length alone."""
-    small["axial_pos_embds"] = False
-
-
-def _soft_tokens(small: dict[str, Any], sizes: Any) -> None:
-    """Gemma3n knows pictures and sounds by ids above those of text."""
-    for name, start, token in (("vision", 112, "image"), ("audio", 120, "audio")):
-        small[f"{name}_config"] |= {"vocab_offset": start, "vocab_size": 8}
-        small[f"{token}_token_id"] = start + 1
-    small["text_config"]["vocab_size_per_layer_input"] = 112
-
-
-def _merged_patches(small: dict[str, Any], sizes: Any) -> None:
-    """Muse hands out as many times the tower's width as patches become one token."""
-    small["out_hidden_size"] = sizes.width * small["vision_config"]["merge_size"] ** 2
-
-
-def _queries_of_patches(small: dict[str, Any], sizes: Any) -> None:
-    """Aria's projector has so many tokens for so many patches."""
-    small["projector_patch_to_query_dict"] = {16: 4}
-
-
-def _states_for_layers(small: dict[str, Any], sizes: Any) -> None:
-    """Granite 4 Vision adds states of the tower to the inputs of deeper layers."""
-    last = sizes.num_layers - 1
-    small["deepstack_layer_map"] = [(-3, min(1, last)), (-2, min(2, last))]
-    places = range(len(small["spatial_target_layers"]))
-    small["spatial_target_layers"] = [min(place + 1, last) for place in places]
-
-
-def _shuffled_patches(small: dict[str, Any], sizes: Any) -> None:
-    """Llama 4's projector takes what of the tower's width the shuffle of pixels makes."""
-    vision = small["vision_config"]
-    times = round(1 / vision["pixel_shuffle_ratio"]) ** 2
-    vision["intermediate_size"] = sizes.width * times
-
-
-# model type -> what is changed in the fields of a copy, which has these sizes
-EXCEPTIONS: dict[str, Callable[[dict[str, Any], Any], None]] = {
-    "aria": _queries_of_patches,
-    "granite4_vision": _states_for_layers,
-    "llama4": _shuffled_patches,
-    "muse_glimmer": _merged_patches,
-    "muse_spark": _merged_patches,
-    "gemma3n": _soft_tokens,
-    "reformer": _absolute_positions,
-}
+def _except(model_type: str, small: FieldValues, sizes: Sizes) -> None:
+    """Change in the fields of a copy what no rule can know about its family."""
+    if model_type == "aria":  # its projector has so many tokens for so many patches
+        small["projector_patch_to_query_dict"] = {16: 4}
+    elif model_type == "granite4_vision":  # states of the tower go to the inputs of deeper layers
+        last = sizes.num_layers - 1
+        small["deepstack_layer_map"] = [(-3, min(1, last)), (-2, min(2, last))]
+        places = range(len(small["spatial_target_layers"]))
+        small["spatial_target_layers"] = [min(place + 1, last) for place in places]
+    elif model_type == "llama4":  # its projector takes what a shuffle of pixels makes
+        vision = small["vision_config"]
+        times = round(1 / vision["pixel_shuffle_ratio"]) ** 2
+        vision["intermediate_size"] = sizes.width * times
+    elif model_type in ("muse_glimmer", "muse_spark"):  # the patches of a token make its width
+        small["out_hidden_size"] = sizes.width * small["vision_config"]["merge_size"] ** 2
+    elif model_type == "gemma3n":  # pictures and sounds have ids above those of text
+        for name, start, token in (("vision", 112, "image"), ("audio", 120, "audio")):
+            small[f"{name}_config"] |= {"vocab_offset": start, "vocab_size": 8}
+            small[f"{token}_token_id"] = start + 1
+        small["text_config"]["vocab_size_per_layer_input"] = 112
+    elif model_type == "reformer":  # axial positions take rows of one length only
+        small["axial_pos_embds"] = False

@@ -9,17 +9,16 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from stageline.tasks import answer_text
-from stageline.tasks.answer_text import (
+from examples.spatial import answer_text
+from examples.spatial.answer_text import (
     clean,
-    contains_words,
     named_options,
     read_answer,
-    tidy,
     without_negated,
     without_question,
     without_refusals,
 )
+from stageline.tasks.answer_text import contains_words, tidy
 
 _DIRECTIONS = {
     "left": "left leftward leftwards lefthand leftmost",

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from examples.spatial.answer_text import without_negated
 from examples.spatial.answers import (
     is_clock,
     parse_angle,
@@ -13,7 +14,7 @@ from examples.spatial.answers import (
 )
 from metric import Predictions, Samples, answers_of, figures_of, wrong_or_unparsed
 from stageline.errors import DataError
-from stageline.tasks.answer_text import contains_words, normalize, without_negated
+from stageline.tasks.answer_text import contains_words, normalize
 from stageline.tasks.rewards import references, right_choice
 
 

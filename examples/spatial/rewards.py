@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from examples.spatial.answers import parse_choice, parse_directions
-from stageline.tasks.rewards import is_answer, is_choice, references, said
+from stageline.tasks.rewards import is_answer, references, right_choice, said
 
 Sample = Mapping[str, Any]
 
@@ -31,8 +31,12 @@ def spatial_choice(
     prompts: Sequence[str], completions: Sequence[str], samples: Sequence[dict[str, Any]]
 ) -> list[float | None]:
     """As choice; "upper left", "no, it is not" or "at three" name an option by what they mean."""
-    pairs = zip(completions, samples, strict=True)
-    return [float(is_choice(text, sample, read=parse_choice)) for text, sample in pairs]
+    found: list[float | None] = []
+    for text, sample in zip(completions, samples, strict=True):
+        right, choices = right_choice(sample, read=parse_choice), list(map(str, sample["choices"]))
+        named = parse_choice(said(text), choices, question=sample.get("question"))
+        found.append(float(named == right))
+    return found
 
 
 def agreement(

@@ -22,20 +22,17 @@ from tqdm import tqdm
 from stageline.corpus.input import (
     CHUNK_BYTES,
     EMPTY,
-    BadLine,
     Chunk,
     Document,
-    check_unchanged,
     default_document,
     find_sources,
 )
 from stageline.corpus.pool import ChunkResult, CutterFacts, Pool, Task, open_pool, ordered
-from stageline.corpus.writer import CorpusWriter, cannot_write
+from stageline.corpus.writer import CorpusWriter, cannot_write, name_files
 from stageline.errors import DataError, UserError
 
 MAX_DOCUMENT_BYTES = 32 << 20
 MB = 1e6
-JOURNAL = ".journal"
 _NUM_LISTED = 1000  # of the bad lines
 _HOPELESS = 1000  # bad lines without any document: the input is not what it should be
 
@@ -52,7 +49,7 @@ class Progress:
         counts: of the cutter, by name: documents, segments, tokens, cut sentences ...
         bad_kinds: lines that gave no document, by kind.
         bad_bytes, num_listed: size and lines of the list of bad lines.
-        is_closing: all is added; only the names of the files are to change.
+        is_closing: all is written; only the names of the files are to change.
     """
 
     file: int = 0
@@ -149,7 +146,7 @@ class BuildRun:
         self._prefix, self._task, self._facts = prefix, task, facts
         self._is_strict = is_strict
         self._seconds_a_journal = seconds_a_journal
-        self._journal, self._bad_path = Path(f"{prefix}{JOURNAL}"), Path(f"{prefix}.bad.jsonl")
+        self._journal, self._bad_path = Path(f"{prefix}.journal"), Path(f"{prefix}.bad.jsonl")
         # all that decides over the bytes of the corpus
         settings = {
             **given,
@@ -157,15 +154,13 @@ class BuildRun:
             "rules": asdict(facts.rules),
             "max_document_bytes": task.max_document_bytes,
             "chunk_bytes": task.chunk_bytes,
+            "chunks": "whole lines",  # an older build divided plain files at other places
         }
         sources = {source.path: asdict(source) for source in task.sources}
         self._settings = json.loads(json.dumps({"settings": settings, "sources": sources}))
         self.progress, state = self._left(overwrites)
         self._before, self._seconds_before = self.progress.num_bytes, self.progress.seconds
-        # the files have their last names: only the journal is still to go
-        has_names = Path(f"{prefix}.idx").exists() and not Path(f"{prefix}.bin.part").exists()
-        self._is_closed = self.progress.is_closing and has_names
-        if not self._is_closed:
+        if not self.progress.is_closing:
             # first: it refuses a second build of the prefix at the same time
             self._writer = CorpusWriter(
                 prefix,
@@ -216,7 +211,13 @@ class BuildRun:
             progress.num_bytes = bar.total
             self._finish()
         except (KeyboardInterrupt, SystemExit, RuntimeError, UserError):
-            self._leave()
+            # the next start need not cut again what is written
+            if self._is_between_chunks and progress.counts["num_tokens"]:
+                with contextlib.suppress(OSError):
+                    self._write_journal()
+            elif self._is_between_chunks:  # nothing is lost by beginning again
+                self._journal.unlink(missing_ok=True)
+                self._writer.discard()
             raise
         finally:
             bar.close()
@@ -263,10 +264,12 @@ class BuildRun:
         """Replace the journal; a kill leaves the old one or the new one."""
         self.progress.seconds = self._seconds()
         draft = self._journal.with_name(f"{self._journal.name}.part")
-        state = {"progress": vars(self.progress), "writer": self._writer.state()}
+        writer = None if self.progress.is_closing else self._writer.state()
         try:
             with draft.open("w", encoding="utf-8") as file:
-                json.dump({**self._settings, **state}, file)
+                json.dump(
+                    {**self._settings, "progress": vars(self.progress), "writer": writer}, file
+                )
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(draft, self._journal)
@@ -289,7 +292,20 @@ class BuildRun:
             )
         self._is_between_chunks = False
         self._writer.add(result.segments)
-        self._list_bad(chunk.path, first_line, result.bad)
+        bad = result.bad[: max(0, _NUM_LISTED - progress.num_listed)]
+        rows = [
+            {"file": chunk.path, "line": first_line + line, "reason": reason, "start": start}
+            for line, _, reason, start in bad
+        ]
+        if rows:
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            try:
+                with self._bad_path.open("a", encoding="utf-8") as file:
+                    file.write(text)
+            except OSError as error:
+                raise cannot_write(self._bad_path, error) from error
+            progress.num_listed += len(rows)
+            progress.bad_bytes += len(text)  # ASCII
         progress.bad_kinds += result.bad_kinds
         progress.counts.update(result.counts)
         progress.file, progress.part = chunk.file, chunk.part + 1
@@ -299,23 +315,6 @@ class BuildRun:
         self._refuse_hopeless()
         if time.monotonic() - self._written >= self._seconds_a_journal:
             self._write_journal()
-
-    def _list_bad(self, path: str, first_line: int, bad: Sequence[BadLine]) -> None:
-        wanted = bad[: max(0, _NUM_LISTED - self.progress.num_listed)]
-        if not wanted:
-            return
-        rows = [
-            {"file": path, "line": first_line + one.line, "reason": one.reason, "start": one.start}
-            for one in wanted
-        ]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        try:
-            with self._bad_path.open("a", encoding="utf-8") as file:
-                file.write(text)
-        except OSError as error:
-            raise cannot_write(self._bad_path, error) from error
-        self.progress.num_listed += len(wanted)
-        self.progress.bad_bytes += len(text)  # ASCII
 
     def _listed(self, most: int = 5) -> str:
         """The first bad lines, a line each."""
@@ -337,33 +336,25 @@ class BuildRun:
                 "Check how documents are made of rows."
             )
 
-    def _leave(self) -> None:
-        """Note how far it is, so that the next start need not cut that again."""
-        if not self._is_between_chunks:
-            return
-        if not self.progress.counts["num_tokens"]:  # nothing is lost by beginning again
-            self._journal.unlink(missing_ok=True)
-            self._writer.discard()
-            return
-        with contextlib.suppress(OSError):
-            self._write_journal()
-
     def _finish(self) -> None:
-        if not self._is_closed:
+        if self.progress.is_closing:
+            name_files(self._prefix)
+        else:
             sources = self._task.sources
-            check_unchanged(sources)
             self._refuse_hopeless(1)
             if not self.progress.counts["num_tokens"]:
                 raise DataError(
                     f"no document came from {len(sources)} files, the first of them "
                     f"{sources[0].path}. Check the files."
                 )
-            self.progress.is_closing = True
             self._write_journal()
             self._is_between_chunks = False
-            self._writer.close()
-        for name in ("offsets", "flags"):  # of a writer that was killed over its last names
-            Path(f"{self._prefix}.{name}.part").unlink(missing_ok=True)
+
+            def note() -> None:
+                self.progress.is_closing = True
+                self._write_journal()
+
+            self._writer.close(when_whole=note)
         self._journal.unlink(missing_ok=True)
 
 
@@ -408,12 +399,6 @@ def build_corpus(
     sources = find_sources(files)
     task = Task(sources, make_cutter, document, max_document_bytes, columns, chunk_bytes)
     prefix = os.fspath(path_prefix)
-    index, journal = Path(f"{prefix}.idx"), Path(f"{prefix}{JOURNAL}")
-    if index.exists() and not journal.exists() and not overwrite:
-        raise UserError(
-            f"{index} is there: a finished corpus. Give another `save_prefix`, or replace it with "
-            "`overwrite`."
-        )
     with open_pool(task, num_workers, executor) as pool:
         return BuildRun(
             prefix,

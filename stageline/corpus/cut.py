@@ -7,15 +7,14 @@ bytes of a character, so each piece decodes to text.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy
 
-from stageline.corpus.encoder import Encoder, why_bad
+from stageline.corpus.encoder import Encoder
 from stageline.corpus.header import BEGINS, ENDS, HAS_BOS, HAS_EOS, CutRules, Segments
 from stageline.corpus.sentences import Splitter
-from stageline.errors import DataError, UserError
+from stageline.errors import UserError
 
 # where a sentence too long for a segment may be cut, the best places first: before a newline,
 # behind a comma or another sign, before white space
@@ -33,12 +32,11 @@ class CutCounts(NamedTuple):
     """What became of some documents.
 
     Attributes:
-        num_documents: documents that gave segments; with the empty and the bad ones all that came.
+        num_documents: documents that gave segments; with the empty ones all that came.
         num_segments, num_tokens: of these documents; tokens with BOS and EOS.
         num_cut_documents: that gave more than one segment.
         num_sentences_cut: sentences longer than a segment, which had to be cut inside.
         num_empty: without any token; they give no segment.
-        num_bad: that cannot be encoded (`why_bad`); they give no segment.
         num_changed: whose text does not come back from its ids, for the tokenizer drops or
             normalises some of it.
     """
@@ -49,7 +47,6 @@ class CutCounts(NamedTuple):
     num_cut_documents: int = 0
     num_sentences_cut: int = 0
     num_empty: int = 0
-    num_bad: int = 0
     num_changed: int = 0
 
 
@@ -97,15 +94,9 @@ class DocumentCutter:
 
     def __call__(self, texts: Sequence[str]) -> tuple[Segments, CutCounts]:
         """The segments of a batch of documents, in their order; some hundred documents are best."""
-        num_texts = len(texts)
         if not self.rules.keeps_newlines:
             texts = [join_lines(text) for text in texts]
-        try:
-            documents, doubtful = self.encoder.encode_and_doubt(texts)
-        except DataError:
-            texts = [text for text in texts if why_bad(text) is None]
-            documents, doubtful = self.encoder.encode_and_doubt(texts)
-        num_bad = num_texts - len(texts)
+        documents, doubtful = self.encoder.encode_and_doubt(texts)
         num_changed = sum(self.encoder.decode(documents[i]) != texts[i] for i in doubtful)
         filled = [(text, ids) for text, ids in zip(texts, documents, strict=True) if len(ids)]
         num_first, num_last = len(self._bos), len(self._eos)
@@ -140,7 +131,6 @@ class DocumentCutter:
             num_cut_documents=len(too_long),
             num_sentences_cut=sum(cut.num_cut_sentences for cut in cuts),
             num_empty=len(texts) - len(filled),
-            num_bad=num_bad,
             num_changed=num_changed,
         )
 
@@ -154,27 +144,6 @@ def join_lines(text: str) -> str:
     first, *middle, last = text.split("\n")
     kept = [line for line in map(str.strip, middle) if line]
     return " ".join([first.rstrip(), *kept, last.lstrip()])
-
-
-@dataclass(frozen=True)
-class _Document:
-    """A document and the places where it may be cut.
-
-    Attributes:
-        data: its UTF-8 bytes.
-        counts: int64, numbers of tokens after which a cut may lie; the last is all of them.
-        bytes_before: int64, bytes of text in so many tokens.
-    """
-
-    text: str
-    data: bytes
-    counts: numpy.ndarray
-    bytes_before: numpy.ndarray
-
-    def counts_at(self, byte_places: numpy.ndarray) -> numpy.ndarray:
-        """The places in the text as numbers of tokens; one inside a token moves to its end."""
-        places = self.bytes_before.searchsorted(byte_places)
-        return self.counts[numpy.minimum(places, len(self.counts) - 1)]
 
 
 def cut_document(
@@ -201,30 +170,47 @@ def cut_document(
     Raises:
         UserError: one character has more tokens than a segment, or the splitter breaks its rules.
     """
-    assert len(ids) == len(byte_ends) > 0, "a token without its place"
     data = text.encode()
     byte_ends = numpy.asarray(byte_ends, dtype=numpy.int64)
     assert len(ids) == len(byte_ends) > 0 and byte_ends[-1] == len(data), "tokens of another text"
+    is_start = (numpy.frombuffer(data, numpy.uint8) & 0xC0) != 0x80  # of a character
     # of tokens that end at one place (bytes of one character, say) the last one
     is_place = (numpy.diff(byte_ends, append=len(data) + 1) > 0) & (byte_ends > 0)
     if len(data) != len(text):
-        is_place[:-1] &= _is_character_start(data)[byte_ends[:-1] * is_place[:-1]]
+        is_place[:-1] &= is_start[byte_ends[:-1] * is_place[:-1]]
     places = numpy.flatnonzero(is_place)
-    document = _Document(text, data, places + 1, byte_ends[places])
+    # numbers of tokens after which a cut may lie, and bytes of text in so many tokens
+    counts, bytes_before = places + 1, byte_ends[places]
+
+    def counts_at(byte_places: numpy.ndarray) -> numpy.ndarray:
+        """Places in the text as numbers of tokens; one inside a token moves to its end."""
+        return counts[numpy.minimum(bytes_before.searchsorted(byte_places), len(counts) - 1)]
+
     extra = (num_first, num_last)
-    num_cut, ends = 0, document.counts
+    num_cut, ends = 0, counts
     if splitter is not None and rules.splits_sentences:
-        ends = _sentence_ends(document, splitter(text))
+        sentences = numpy.asarray(splitter(text), numpy.int64)
+        rises = len(sentences) and numpy.diff(sentences, prepend=0).min() > 0
+        if not rises or sentences[-1] != len(text):
+            raise UserError(
+                f"the splitter gave the ends {sentences[:5]} ... {sentences[-1:]} for a text of "
+                f"{len(text)} characters. Return rising character offsets, the first above 0 and "
+                "the last the length of the text."
+            )
+        if len(data) != len(text):
+            sentences = numpy.flatnonzero(is_start).take(sentences[:-1])
+            sentences = numpy.append(sentences, len(data))
+        ends = numpy.unique(counts_at(sentences))
         num_cut = int((_lengths(ends, extra) > rules.seq_length).sum())
         # units that are too long are taken for their parts, by the coarsest parts that do
         for level in (*_LEVELS, None):
             is_long = _lengths(ends, extra) > rules.seq_length
             if not is_long.any():
                 break
-            inside = document.counts
+            inside = counts
             if level is not None:
                 found = [match.end() for match in level.finditer(data)]
-                inside = document.counts_at(numpy.array(found, numpy.int64))
+                inside = counts_at(numpy.array(found, numpy.int64))
             # the unit that each place is in; a place at a unit's end is there already
             unit = numpy.minimum(ends.searchsorted(inside, "left"), len(ends) - 1)
             ends = numpy.union1d(ends, inside[is_long[unit]])
@@ -232,37 +218,16 @@ def cut_document(
     if lengths.max() > rules.seq_length:
         longest = int(lengths.argmax())
         first, behind = int(ends[longest - 1]) if longest else 0, int(ends[longest])
-        in_bytes = numpy.concatenate([[0], document.bytes_before])
-        counts = numpy.concatenate([[0], document.counts])
-        start, stop = in_bytes[counts.searchsorted([first, behind])]
+        start, stop = (int(byte_ends[at - 1]) if at else 0 for at in (first, behind))
         added = int(lengths[longest]) - (behind - first)
         with_signs = f" and {added} of BOS and EOS" if added else ""
         raise UserError(
             f"{data[start:stop].decode(errors='replace')!r} is {behind - first} token(s)"
             f"{with_signs}, more than the {rules.seq_length} of a segment, and a character cannot "
-            "be cut: raise `seq_length`"
+            "be cut. Raise `seq_length`."
         )
     chosen = fewest(lengths, rules.seq_length)
     return DocumentCut(numpy.diff(ends[chosen - 1], prepend=0), num_cut)
-
-
-def _is_character_start(data: bytes) -> numpy.ndarray:
-    return (numpy.frombuffer(data, numpy.uint8) & 0xC0) != 0x80
-
-
-def _sentence_ends(document: _Document, places: numpy.ndarray) -> numpy.ndarray:
-    """Where sentences end, as numbers of tokens, each once."""
-    num_letters, places = len(document.text), numpy.asarray(places, numpy.int64)
-    if not len(places) or places[-1] != num_letters or numpy.diff(places, prepend=0).min() <= 0:
-        raise UserError(
-            f"the splitter gave the ends {places[:5]} ... {places[-1:]} for a text of "
-            f"{num_letters} characters. Return rising character offsets, the first above 0 and the "
-            "last the length of the text"
-        )
-    if len(document.data) != num_letters:
-        starts = numpy.flatnonzero(_is_character_start(document.data))
-        places = numpy.append(starts.take(places[:-1]), len(document.data))
-    return numpy.unique(document.counts_at(places))
 
 
 def _lengths(ends: numpy.ndarray, extra: tuple[int, int]) -> numpy.ndarray:

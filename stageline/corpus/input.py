@@ -1,9 +1,8 @@
 """The input of a corpus: files, the chunks they are divided into, and the documents in them.
 
 The division is always the same: chunks of about a megabyte, named by their file and their number in
-it, so that a build resumes where it was. A plain file is divided by bytes and read by the workers.
-Compressed files and Parquet are read here, block by block, and handed on as they are: only their
-beginning can be found.
+it, so that a build resumes where it was. Files are read here, block by block, and whole lines or
+rows are handed to the workers.
 
 A line ends at "\n"; a "\r" before it belongs to the end. In text files a line is a document and
 an empty line an empty document; between JSON lines empty lines are passed over.
@@ -19,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from stageline.corpus.encoder import why_bad
 from stageline.corpus.header import edges_digest
 from stageline.errors import DataError, UserError, spelled
 
@@ -32,7 +30,6 @@ CHUNK_BYTES = 1 << 20
 EMPTY = "empty document"
 
 Document = Callable[[Any], str]
-_READ_BYTES = 1 << 20
 # parts of a row group are numbered from a multiple of it: groups before need not be read
 _PARTS_OF_GROUP = 1 << 32
 # what of a chunk's bad lines is kept in full; all are counted
@@ -83,7 +80,22 @@ def find_sources(files: str | os.PathLike | Iterable[str | os.PathLike]) -> list
         first = paths.setdefault(os.path.realpath(path), path)
         if first is not path:
             raise UserError(f"{path} and {first} are the same file. Name it once.")
-    return [_source(path) for path in paths.values()]
+    sources = []
+    for path in paths.values():
+        suffix, compression = _suffixes(path)
+        kind = KINDS.get(suffix)
+        if kind is None or (kind == PARQUET and compression):
+            ending = "".join(path.suffixes[-2:]) or "nothing"
+            raise UserError(f"{path} ends in {ending!r}. {_EXPECTED}")
+        try:
+            stat, edges = path.stat(), edges_digest(path)
+        except OSError as error:
+            raise DataError(
+                f"{path} cannot be read ({error.strerror or error}). Check its rights and its disk."
+            ) from error
+        about = (stat.st_size, stat.st_mtime_ns, edges)
+        sources.append(Source(str(path), kind, compression, *about))
+    return sources
 
 
 def _paths_of(name: str) -> list[Path]:
@@ -112,20 +124,6 @@ def _suffixes(path: Path) -> tuple[str, str]:
     return (Path(path.stem).suffix.lower(), suffix) if suffix in COMPRESSIONS else (suffix, "")
 
 
-def _source(path: Path) -> Source:
-    suffix, compression = _suffixes(path)
-    kind = KINDS.get(suffix)
-    if kind is None or (kind == PARQUET and compression):
-        raise UserError(f"{path} ends in {''.join(path.suffixes[-2:]) or 'nothing'!r}. {_EXPECTED}")
-    try:
-        stat, edges = path.stat(), edges_digest(path)
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read ({error.strerror or error}). Check its rights and its disk."
-        ) from error
-    return Source(str(path), kind, compression, stat.st_size, stat.st_mtime_ns, edges)
-
-
 def holds_json_lines(source: Source) -> bool:
     """Whether the first line of a plain text file is a JSON object."""
     if source.kind != TEXT or source.compression:
@@ -137,23 +135,6 @@ def holds_json_lines(source: Source) -> bool:
             return False
 
 
-def check_unchanged(sources: Sequence[Source]) -> None:
-    """Refuse to call a corpus finished whose files changed while they were read.
-
-    Raises:
-        DataError: names the first such file.
-    """
-    for source in sources:
-        path = Path(source.path)
-        now = path.stat() if path.exists() else None
-        if now is None or (now.st_size, now.st_mtime_ns) != (source.size, source.time_ns):
-            raise DataError(
-                f"{path} changed while the corpus was built: it had {source.size} bytes and has "
-                f"{now.st_size if now else 'gone'}, or another time of change. Wait until it is "
-                "complete and build again (`overwrite`)."
-            )
-
-
 @dataclass(frozen=True)
 class Chunk:
     """A task for a worker.
@@ -162,8 +143,7 @@ class Chunk:
         file, part: number of the file, and of the chunk in it.
         kind: how its rows are read: text, json or parquet.
         num_bytes: of the file as it is on the disk, for the progress.
-        start, stop: bytes of a plain file; the lines that begin between them are meant.
-        payload: whole lines, or an Arrow stream of rows; None: they are in the file.
+        payload: whole lines, or an Arrow stream of rows.
         ends_too_long: after the lines came one longer than a document may be; it was passed over.
     """
 
@@ -172,9 +152,7 @@ class Chunk:
     kind: str
     path: str
     num_bytes: int
-    start: int = 0
-    stop: int = 0
-    payload: bytes | None = None
+    payload: bytes
     ends_too_long: bool = False
 
 
@@ -199,38 +177,24 @@ def iter_chunks(
         source, part = sources[file], first[1] if file == first[0] else 0
         if source.kind == PARQUET:
             chunks = _parquet_chunks(source, file, part, columns, chunk_bytes)
-        elif source.compression:
-            chunks = _stream_chunks(source, file, max_document_bytes, chunk_bytes)
         else:
-            chunks = _range_chunks(source, file, chunk_bytes)
+            chunks = _text_chunks(source, file, max_document_bytes, chunk_bytes)
         yield from (chunk for chunk in chunks if chunk.part >= part)
 
 
-def _range_chunks(source: Source, file: int, chunk_bytes: int) -> Iterator[Chunk]:
-    with open(source.path, "rb") as raw:
-        _refuse_list(source, raw.read(64))
-    for part, start in enumerate(range(0, source.size, chunk_bytes)):
-        stop = min(start + chunk_bytes, source.size)
-        yield Chunk(file, part, source.kind, source.path, stop - start, start=start, stop=stop)
-
-
-def _refuse_list(source: Source, head: bytes) -> None:
-    if source.kind == JSON and head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-        raise DataError(
-            f"{source.path} begins with '[': one JSON list. Write a JSON object on each line "
-            "(jq -c '.[]')."
-        )
-
-
-def _stream_chunks(
+def _text_chunks(
     source: Source, file: int, max_document_bytes: int, chunk_bytes: int
 ) -> Iterator[Chunk]:
     with open(source.path, "rb") as raw:
         before = 0
-        blocks = _line_blocks(source, raw, max_document_bytes, chunk_bytes)
+        blocks = _line_blocks(_text_blocks(source, raw, chunk_bytes), max_document_bytes)
         for part, (lines, ends_too_long) in enumerate(blocks):
-            if part == 0:
-                _refuse_list(source, lines[:64])
+            head = lines[:64].removeprefix(b"\xef\xbb\xbf").lstrip()
+            if part == 0 and source.kind == JSON and head.startswith(b"["):
+                raise DataError(
+                    f"{source.path} begins with '[': one JSON list. Write a JSON object on each "
+                    "line (jq -c '.[]')."
+                )
             # pyarrow closes it at its end
             read = source.size if raw.closed else min(raw.tell(), source.size)
             about = (file, part, source.kind, source.path, read - before)
@@ -238,13 +202,11 @@ def _stream_chunks(
             before = read
 
 
-def _line_blocks(
-    source: Source, raw: BinaryIO, max_document_bytes: int, chunk_bytes: int
-) -> Iterator[tuple[bytes, bool]]:
-    """(whole lines, whether a line that is too long came after them) of a compressed file."""
+def _line_blocks(blocks: Iterable[bytes], max_document_bytes: int) -> Iterator[tuple[bytes, bool]]:
+    """(whole lines, whether a line that is too long came after them)."""
     rest = b""
     skips = False  # inside a line that is too long
-    for block in _decompressed(source, raw, chunk_bytes):
+    for block in blocks:
         if skips:
             end = block.find(b"\n")
             if end < 0:
@@ -264,12 +226,13 @@ def _line_blocks(
         yield rest, False
 
 
-def _decompressed(source: Source, raw: BinaryIO, num_bytes: int) -> Iterator[bytes]:
-    """Blocks of the text; several frames in one file are read through."""
+def _text_blocks(source: Source, raw: BinaryIO, num_bytes: int) -> Iterator[bytes]:
+    """Blocks of the text; several compressed frames in one file are read through."""
+    if not source.compression or not source.size:
+        yield from iter(lambda: raw.read(num_bytes), b"")
+        return
     import pyarrow  # late: slow to import
 
-    if not source.size:
-        return
     kind = COMPRESSIONS[source.compression]
     try:
         stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), kind)
@@ -358,8 +321,7 @@ class ChunkRows:
                 raise BadDocument("not text", f"the document is {kind}, not text")
             if not text:
                 raise BadDocument(EMPTY, "the document is empty")
-            if reason := why_bad(text):
-                raise BadDocument("lone surrogate", reason)
+            text.encode()
         except MemoryError:
             raise
         except Exception as error:  # also what a user's function raises: it is the row's fault
@@ -369,6 +331,9 @@ class ChunkRows:
                 case UnicodeDecodeError():
                     kind = "invalid UTF-8"
                     reason = f"byte {error.start + 1} of the line is no UTF-8 ({error.reason})"
+                case UnicodeEncodeError():
+                    kind, sign = "lone surrogate", f"U+{ord(error.object[error.start]):04X}"
+                    reason = f"character {error.start} is {sign}, half of a surrogate pair"
                 case KeyError():
                     kind, reason = "missing field", f"no field {error}"
                 case UserError():
@@ -427,8 +392,6 @@ def read_chunk(
         _read_parquet(rows, chunk, document, max_document_bytes)
         return rows
     body, ends_too_long = chunk.payload, chunk.ends_too_long
-    if body is None:
-        body, ends_too_long = _read_lines(chunk, max_document_bytes)
     if chunk.part == 0:
         body = body.removeprefix(b"\xef\xbb\xbf")
     # of a byte that is no UTF-8 half a surrogate pair is made, which UTF-8 has none of
@@ -457,33 +420,6 @@ def _too_long(what: str, limit: int) -> tuple[str, str]:
     return "too long", spelled(f"the {what} is longer than {limit} bytes (`max_document_bytes`)")
 
 
-def _read_lines(chunk: Chunk, max_document_bytes: int) -> tuple[bytes, bool]:
-    """The lines of a plain file that begin in a chunk.
-
-    Returns:
-        The lines, and whether another one came that is longer than allowed: of it no more is
-        read than that.
-    """
-    with open(chunk.path, "rb") as file:
-        # the byte before tells whether a line begins at `start`
-        file.seek(max(0, chunk.start - 1))
-        body = file.read(chunk.stop - file.tell())
-        if chunk.start > 0:
-            first = body.find(b"\n") + 1
-            body = body[first:] if first else b""
-        if not body or body.endswith(b"\n"):
-            return body, False
-        last = body.rfind(b"\n") + 1
-        most = max_document_bytes + 1  # a CR before the end does not count
-        blocks, length = [body], len(body) - last
-        while length <= most and (block := file.readline(_READ_BYTES)):
-            blocks.append(block)
-            length += len(block)
-            if block.endswith(b"\n"):
-                return b"".join(blocks), False
-        return (body[:last], True) if length > most else (b"".join(blocks), False)
-
-
 def _read_parquet(
     rows: ChunkRows, chunk: Chunk, document: Document, max_document_bytes: int
 ) -> None:
@@ -500,19 +436,17 @@ def _read_parquet(
             raise BadDocument(*_too_long("document", max_document_bytes))
         return text
 
-    def dicts(batch: Any) -> Iterator[Any]:
+    def dicts(batch: Any) -> list[Any]:
         """The rows; instead of one whose text is no UTF-8 the error."""
         try:
-            yield from batch.to_pylist()
+            found: list[Any] = batch.to_pylist()
+            return found
         except UnicodeDecodeError as error:
             if batch.num_rows == 1:
-                yield error
-            else:
-                yield from (
-                    row for at in range(batch.num_rows) for row in dicts(batch.slice(at, 1))
-                )
+                return [error]
+            return [row for at in range(batch.num_rows) for row in dicts(batch.slice(at, 1))]
 
-    for batch in pyarrow.ipc.open_stream(chunk.payload or b""):
+    for batch in pyarrow.ipc.open_stream(chunk.payload):
         for row in dicts(batch):
             rows.num_lines += 1
             rows.take(rows.num_lines, row, make)

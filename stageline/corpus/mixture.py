@@ -317,8 +317,7 @@ def _shares(
     weights: Sequence[float] | None,
     batch: int,
 ) -> Apportionment:
-    if counts is not None and weights is not None:
-        raise UserError("counts and weights of a batch's types were both given. Leave one out.")
+    assert counts is None or weights is None
     given = counts if counts is not None else weights
     if given is None:
         if sum(sizes) == 0:

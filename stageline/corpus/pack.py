@@ -239,9 +239,9 @@ def pack_corpus(
     row_length = row_length or corpus.header.rules.seq_length
     with contextlib.suppress(DataError):  # there are none, or none that anybody could use
         there = PackedRows(prefix)
-        if there.row_length == row_length and not overwrite:
-            return there
         if not overwrite:
+            if there.row_length == row_length:
+                return there
             raise UserError(
                 f"{prefix}.pack has rows of {there.row_length} tokens, and rows of {row_length} "
                 "are to be written. Add `overwrite`, or pack a copy of the corpus."

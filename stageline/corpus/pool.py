@@ -75,14 +75,6 @@ class Task:
         limit = self.max_document_bytes
         return read_chunk(chunk, document=self.document, max_document_bytes=limit)
 
-    def sample_texts(self) -> list[str]:
-        """Some documents from the beginning of the input."""
-        texts = next((texts for chunk in self.chunks() if (texts := self.rows(chunk).texts)), [])
-        texts = texts[:_SAMPLE_DOCUMENTS]
-        while len(texts) > 1 and sum(map(len, texts)) > _SAMPLE_CHARACTERS:
-            texts.pop()
-        return [text[:_SAMPLE_CHARACTERS] for text in texts]
-
 
 class CutterFacts(NamedTuple):
     """Tokenizer and rules of the workers; `encoder` tells people how the tokenizer is run."""
@@ -110,9 +102,13 @@ class ChunkWorker:
 
     @cached_property
     def _cutter(self) -> Any:
-        cutter = self._task.make_cutter()
+        cutter, task = self._task.make_cutter(), self._task
+        texts = next((texts for chunk in task.chunks() if (texts := task.rows(chunk).texts)), [])
+        texts = texts[:_SAMPLE_DOCUMENTS]
+        while len(texts) > 1 and sum(map(len, texts)) > _SAMPLE_CHARACTERS:
+            texts.pop()
         # all workers look at the same documents, so all come to the same encoder
-        cutter.encoder.check(self._task.sample_texts())
+        cutter.encoder.check([text[:_SAMPLE_CHARACTERS] for text in texts])
         return cutter
 
     def facts(self) -> CutterFacts:
@@ -148,8 +144,8 @@ class WorkerDied(RuntimeError):
     def __init__(self, what: str = "a worker process") -> None:
         super().__init__(
             f"{what} ended before its chunk was cut, as when memory is short. What was built is "
-            "kept: run the same command again to continue, with fewer `num_workers` or a smaller "
-            "`max_document_bytes` where memory is short."
+            "kept: run the same command again, with fewer `num_workers` or a smaller "
+            "`max_document_bytes`."
         )
 
 
@@ -188,13 +184,8 @@ def open_pool(task: Task, num_workers: int, executor: str) -> Iterator[Pool]:
 def _processes(task: Task, num_workers: int) -> Iterator[Pool]:
     """Worker processes of this machine."""
     worker = ChunkWorker(task)
-    before = dict(os.environ)
     os.environ.update(ONE_THREAD)  # threads of a tokenizer do not survive a fork
-    try:
-        facts = worker.facts()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    facts = worker.facts()
     # forked ones share the tokenizer, and know parts that were imported from files
     executor = ProcessPoolExecutor(
         num_workers,
@@ -230,7 +221,6 @@ def _start_worker(worker: ChunkWorker, parent: int) -> None:
     _worker = worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ.update(ONE_THREAD)
     gc.freeze()  # what is there stays: it need not be looked at again and again
 
     def end_with_parent() -> None:
@@ -250,8 +240,7 @@ def _cut(chunk: Chunk) -> ChunkResult:
 def _ray_actors(task: Task, num_workers: int) -> Iterator[Pool]:
     """Workers on a Ray cluster: the one that RAY_ADDRESS names, or one of this machine alone.
 
-    Plain files are read where they are cut, so they have to be on a disk that all machines share.
-    Compressed files and Parquet are read by the parent and sent.
+    The parent reads the files and sends their lines and rows.
     """
     try:
         import ray
@@ -311,6 +300,6 @@ def ordered(pool: Pool, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, ChunkR
         if len(waiting) >= most:
             first, result = waiting.popleft()
             yield first, result()
-        waiting.append((dataclasses.replace(chunk, payload=None), pool.submit(chunk)))
+        waiting.append((dataclasses.replace(chunk, payload=b""), pool.submit(chunk)))
     for first, result in waiting:
         yield first, result()

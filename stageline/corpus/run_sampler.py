@@ -21,7 +21,7 @@ from stageline.errors import DataError, UserError
 
 @dataclass(frozen=True)
 class RunSampler:
-    """The rows of each optimizer step. Serves the micro-batch loader.
+    """The rows of each optimizer step, for the micro-batch loader.
 
     Attributes:
         num_batches: batches of a step.
@@ -70,10 +70,8 @@ class RunSampler:
             name = self.names[kind] if kind < len(self.names) else str(kind)
             size, share = self.mixture.sizes[kind], float(self.mixture.shares.share(kind))
             more = f", {drawn - size} of them again" if drawn > size else ""
-            left = f", {size - drawn} left out" if drawn < size else ""
-            lines.append(
-                f"  type {name}: {drawn} of {size} rows, {share:.4g} in a batch{more}{left}"
-            )
+            more += f", {size - drawn} left out" if drawn < size else ""
+            lines.append(f"  type {name}: {drawn} of {size} rows, {share:.4g} in a batch{more}")
         return "\n".join(lines) + "\n"
 
 
@@ -114,9 +112,9 @@ def run_sampler(
         if step_rows % sum(counts):
             raise UserError(
                 f"`global_batch_distributed` {','.join(map(str, counts))} adds up to {sum(counts)} "
-                f"rows, and a global batch has {batch_size * dp_degree} (`batch_size` x data "
-                f"parallel replicas), a step {step_rows}: a step is whole batches. Change the "
-                "counts or `batch_size`."
+                f"rows; a global batch has {batch_size * dp_degree} (`batch_size` x data parallel "
+                f"replicas), a step {step_rows}, which is not a multiple. Change the counts or "
+                "`batch_size`."
             )
         batch = sum(counts)
     mixture = Mixture(
@@ -139,11 +137,7 @@ _ROWS = 1 << 20  # computed at once
 
 
 def rows_seen(mixture: Mixture, num_batches: int, *, first_batch: int = 0) -> numpy.ndarray:
-    """The rows of some batches, counted over all epochs: sorted int64, each once.
-
-    Args:
-        num_batches: steps x batches a step (accumulation); `first_batch` of them are not looked at.
-    """
+    """The rows of batches first_batch to num_batches of all epochs: sorted int64, each once."""
     is_seen = numpy.zeros(mixture.starts[-1], dtype=bool)
     at_once = max(1, _ROWS // mixture.batch_rows)
     number = first_batch
@@ -168,7 +162,7 @@ def find_trained(
     """The segments that the first batches of a run held: sorted int64, each once.
 
     Args:
-        num_batches, first_batch: see `rows_seen`.
+        num_batches, first_batch: see `rows_seen`; num_batches is steps x batches of a step.
         ranges: of each type, the first of its rows in the corpus and the one behind its last,
             where the mixture draws from a part of them because others are held out.
         packed: rows of the mixture are packed ones.
@@ -196,18 +190,15 @@ def load_indices(path: str | Path) -> numpy.ndarray:
         DataError: the file is missing, or holds something else.
     """
     try:
-        with open(path, "rb") as file:
-            is_array = file.read(len(MAGIC_PREFIX)) == MAGIC_PREFIX
-        if is_array:
+        data = Path(path).read_bytes()
+        if data.startswith(MAGIC_PREFIX):
             numbers = numpy.load(path, allow_pickle=False)
         else:
-            numbers = numpy.array(Path(path).read_text().split(), dtype=numpy.int64)
+            numbers = numpy.array(data.decode().split(), dtype=numpy.int64)
         if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
             raise ValueError(f"it has dtype {numbers.dtype} and {numbers.ndim} axes")
     except FileNotFoundError:
-        raise DataError(
-            f"{path} is missing. Write a list of segments first (corpus.py find-trained)."
-        ) from None
+        raise DataError(f"{path} is missing. Write it first (corpus.py find-trained).") from None
     except ValueError as error:
         raise DataError(
             f"{path} is no list of segments: {error}. Give whole numbers, one a line, or one array "

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -157,30 +157,22 @@ class CorpusWriter:
         self._type_names = type_names or (Path(path_prefix).name,)
         self._sources = sources
         self._dtype = numpy.dtype(dtype_for(tokenizer.vocab_size))
-        # the .bin of a writer that was killed while it closed has its last name already
-        for path in map(self._final, (".idx",) if state else (".idx", ".bin")):
+        for path in (path_of(path_prefix, ".idx"), path_of(path_prefix, ".bin")):
             if path.exists() and not overwrite:
                 raise UserError(
-                    f"{path} exists: a finished corpus is not overwritten unasked. Give another "
-                    "prefix, or `overwrite` to replace it."
+                    f"{path} is there: a finished corpus is not overwritten unasked. Give another "
+                    "`save_prefix`, or replace it with `overwrite`."
                 )
-        self._final(".bin").parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        begin: dict[str, Any] = {"counts": [[0, 0, 0]] * len(self._type_names), "endings": [0] * 4}
+        told = state or {**begin, "type_index": 0, "files": {name: {} for name in _PARTS}}
+        self._counts = numpy.array(told["counts"], dtype=numpy.int64)
+        self._endings = numpy.array(told["endings"], dtype=numpy.int64)
+        self._type_index = told["type_index"]
+        files = told["files"]
+        self._files = {name: GrowingFile(self._part(name), **files[name]) for name in _PARTS}
         if state is None:
-            self._counts = numpy.zeros((len(self._type_names), 3), dtype=numpy.int64)
-            self._endings = numpy.zeros(4, dtype=numpy.int64)
-            self._type_index = 0
-            self._files = {name: GrowingFile(self._part(name)) for name in _PARTS}
             self._files["offsets"].write(bytes(8))
-        else:
-            # killed between the first and the last rename of `close`
-            part, whole = self._part("bin"), self._final(".bin")
-            if not part.exists() and whole.exists() and not self._final(".idx").exists():
-                os.replace(whole, part)
-            self._counts = numpy.array(state["counts"], dtype=numpy.int64)
-            self._endings = numpy.array(state["endings"], dtype=numpy.int64)
-            self._type_index = state["type_index"]
-            files = state["files"]
-            self._files = {name: GrowingFile(self._part(name), **files[name]) for name in _PARTS}
 
     def add(self, segments: Segments, *, type_index: int = 0) -> None:
         """Appends segments to a type; earlier types are closed by that.
@@ -223,8 +215,12 @@ class CorpusWriter:
             "files": {name: file.sync() for name, file in self._files.items()},
         }
 
-    def close(self) -> CorpusHeader:
-        """Makes the corpus whole under its final names; returns its header."""
+    def close(self, *, when_whole: Callable[[], object] = lambda: None) -> CorpusHeader:
+        """Makes the corpus whole under its final names; returns its header.
+
+        Args:
+            when_whole: called when all is written: after it, `name_files` does what a kill left.
+        """
         for file in self._files.values():
             file.sync()
             file.close()
@@ -257,18 +253,12 @@ class CorpusWriter:
             "counts": [kind.num_segments for kind in header.types],
             "types": [asdict(kind) for kind in header.types],
         }
-        _write_json(path_of(self.path_prefix, ".dis.part"), counts)
         endings = dict(zip(ENDINGS, self._endings.tolist(), strict=True))
-        _write_json(path_of(self.path_prefix, ".tmp.part"), endings)
-        # an old index goes first: it must never lie beside new tokens
-        path_of(self.path_prefix, ".idx").unlink(missing_ok=True)
-        for suffix in (".bin", ".dis", ".tmp", ".idx"):  # last: what has an index is whole
-            os.replace(path_of(self.path_prefix, f"{suffix}.part"), self._final(suffix))
-        folder = os.open(self._final(".idx").parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
-        for name in ("offsets", "flags"):
-            self._part(name).unlink()
+        for name, values in (("dis", counts), ("tmp", endings)):
+            text = json.dumps(values, ensure_ascii=False, indent=1) + "\n"
+            self._part(name).write_text(text, encoding="utf-8")
+        when_whole()
+        name_files(self.path_prefix)
         return header
 
     def discard(self) -> None:
@@ -286,11 +276,24 @@ class CorpusWriter:
         if error is not None:
             self.discard()
 
-    def _final(self, suffix: str) -> Path:
-        return path_of(self.path_prefix, suffix)
-
     def _part(self, name: str) -> Path:
         return path_of(self.path_prefix, f".{name}.part")
+
+
+def name_files(path_prefix: str | Path) -> None:
+    """Give the parts of a whole corpus their last names, those that do not have them yet."""
+    if path_of(path_prefix, ".bin.part").exists():
+        # an old index goes first: it must never lie next to new tokens
+        path_of(path_prefix, ".idx").unlink(missing_ok=True)
+    for suffix in (".bin", ".dis", ".tmp", ".idx"):  # last: what has an index is whole
+        part = path_of(path_prefix, f"{suffix}.part")
+        if part.exists():
+            os.replace(part, path_of(path_prefix, suffix))
+    folder = os.open(path_of(path_prefix, ".idx").parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+    for name in (".offsets", ".flags"):
+        path_of(path_prefix, f"{name}.part").unlink(missing_ok=True)
 
 
 def count_endings(flags: numpy.ndarray) -> numpy.ndarray:
@@ -304,7 +307,3 @@ def count_endings(flags: numpy.ndarray) -> numpy.ndarray:
 
 def _bytes_of(array: numpy.ndarray) -> memoryview:
     return numpy.ascontiguousarray(array).data.cast("B")
-
-
-def _write_json(path: Path, values: dict) -> None:
-    path.write_text(json.dumps(values, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

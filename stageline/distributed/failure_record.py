@@ -201,25 +201,18 @@ def record_of(error: BaseException, *, is_secondary: bool = False) -> FailureRec
     if code == CRASH and not hasattr(cause, "exit_code"):
         message = f"{_first_line(cause)}{raised_at(cause)}{_during()}"
     elif code == MemoryFull.exit_code and is_out_of_memory(cause):
-        message = _full_memory(cause)
+        asked = bytes_asked(cause)
+        more = f"; {asked / 2**30:.2f} GiB more ({asked} bytes) were asked for" if asked else ""
+        try:
+            filled = _Run.describe_memory() if _Run.describe_memory else ""
+        except Exception as failed:  # the report of a failure must not fail
+            filled = f"What fills it could not be found out ({_first_line(failed)})."
+        message = f"out of memory{_during()}{more}. {filled or _first_line(cause)}"
     elif isinstance(cause, OSError) and not hasattr(cause, "exit_code"):
         message = f"{_first_line(cause)}{_during()}"
     trace = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
     record = record_here(kind, code, message, is_secondary=is_secondary)
     return replace(record, time_ns=now, traceback=trace)
-
-
-def _full_memory(error: BaseException) -> str:
-    asked = bytes_asked(error)
-    many = "" if asked is None else f"; {asked / 2**30:.2f} GiB more ({asked} bytes) were asked for"
-    return f"out of memory{_during()}{many}. {_what_fills_memory() or _first_line(error)}"
-
-
-def _what_fills_memory() -> str:
-    try:
-        return _Run.describe_memory() if _Run.describe_memory else ""
-    except Exception as error:  # the report of a failure must not fail
-        return f"What fills it could not be found out ({_first_line(error)})."
 
 
 def _first_line(error: BaseException) -> str:

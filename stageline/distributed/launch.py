@@ -149,10 +149,15 @@ def first_failure(
         return first
     rank, code = silent[0]
     stages = stages_of(folder, rank)
+    message = f"ended with exit status {code} in the middle of the run, without a word"
+    if code < 0:
+        number, log = signal.Signals(-code), log_with_words(rank)
+        more = [number.name, _HINTS.get(number, ""), f"threads: {log}" if log else ""]
+        message = f"killed by signal {-code} ({'; '.join(filter(None, more))})"
     return FailureRecord(
         kind="crash",
         code=CRASH,
-        message=_how(code, rank),
+        message=message,
         rank=rank,
         num_ranks=num_ranks,
         stages=stages,
@@ -160,12 +165,3 @@ def first_failure(
         host=socket.gethostname(),
         time_ns=time.time_ns(),
     )
-
-
-def _how(code: int, rank: int) -> str:
-    if code >= 0:
-        return f"ended with exit status {code} in the middle of the run, without a word"
-    number = signal.Signals(-code)
-    log = log_with_words(rank)
-    more = [number.name, _HINTS.get(number, ""), f"threads: {log}" if log else ""]
-    return f"killed by signal {-code} ({'; '.join(filter(None, more))})"

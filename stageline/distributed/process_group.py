@@ -174,7 +174,11 @@ def distributed_context(
         device=chosen,
         channels=open_channels(num_ranks, () if chosen.type == "cpu" else pairs, timeout=limit),
     )
-    _tell_placement(context)
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":  # several machines
+        machines: list[int] = [0] * context.world_size
+        dist.all_gather_object(machines, int(os.environ["GROUP_RANK"]))
+        if context.is_main:
+            print(explain_placement(machines, num_ranks=context.num_ranks), flush=True)
     warm_up(context)
     try:
         yield context
@@ -185,7 +189,10 @@ def distributed_context(
         ) from error
     # not in a `finally`: after an exception closed sockets would make the neighbours report first
     dist.barrier()
-    _agree_on_the_end()
+    # all ranks learn the exit code after a signal to one; what they had to save is saved
+    code = torch.tensor(stop_code())
+    dist.all_reduce(code, op=dist.ReduceOp.MAX)
+    settle(int(code))
     dist.destroy_process_group()
 
 
@@ -229,23 +236,6 @@ def open_channels(
     return found
 
 
-def _agree_on_the_end() -> None:
-    """All ranks learn the exit code after a signal to one; what they had to save is saved."""
-    code = torch.tensor(stop_code())
-    dist.all_reduce(code, op=dist.ReduceOp.MAX)
-    settle(int(code))
-
-
-def _tell_placement(context: DistributedContext) -> None:
-    """Prints on the main rank which borders lie between machines, if there are several."""
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        return
-    machines: list[int] = [0] * context.world_size
-    dist.all_gather_object(machines, int(os.environ["GROUP_RANK"]))
-    if context.is_main:
-        print(explain_placement(machines, num_ranks=context.num_ranks), flush=True)
-
-
 def choose_device(device: str, *, local_rank: int, local_world_size: int) -> torch.device:
     """The device of one process.
 
@@ -260,10 +250,9 @@ def choose_device(device: str, *, local_rank: int, local_world_size: int) -> tor
     if len(found) < local_world_size:
         raise UserError(
             f"`device` {device}: this machine shows {len(found)} devices of the kind {kind} for "
-            f"{local_world_size} processes. One for each was expected, because each stage computes "
-            "on its own. Use fewer stages, let each process see all devices of its machine "
-            f"({VISIBLE.get(kind, 'its variable')}, or what a scheduler sets for each task), or "
-            "take `device` cpu."
+            f"{local_world_size} processes. Use fewer stages, let each process see all devices of "
+            f"its machine ({VISIBLE.get(kind, 'its variable')}, or what a scheduler sets for each "
+            "task), or take `device` cpu."
         )
     return found[local_rank]
 
@@ -359,7 +348,6 @@ def _naming_the_port() -> Iterator[None]:
             raise
         address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         raise UserError(
-            f"port {port} of {address} (MASTER_PORT) is in use by another program; a free one was "
-            "expected, because the ranks of this run meet there. Choose another MASTER_PORT, or "
-            "start the run without torchrun, which finds a free one."
+            f"port {port} of {address} (MASTER_PORT) is in use by another program. Choose another "
+            "MASTER_PORT, or start the run without torchrun, which finds a free one."
         ) from error

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from stageline.cache_trial import generates_alike, masks_padding
+from stageline.cache_trial import answers_alike
 from stageline.data.batches.batch import Images, add_image_inputs, encode_sample, pad_rows
 from stageline.data.images.images import lies_in_rows
 from stageline.data.text.chat import stop_ids_with
@@ -96,7 +96,7 @@ def generate(
             except UserError as error:  # as an engine does: the others are answered
                 answers[place] = failed_answer(Failed("", error))
         is_apart = _is_long(model, batch["input_ids"].shape[1] + max_new_tokens)
-        is_apart |= not (batch["attention_mask"].all() or masks_padding(model))
+        is_apart |= not (batch["attention_mask"].all() or answers_alike(model))
         alone = [place for place in rooms if is_apart or rooms[place] < max_new_tokens]
         together = [place for place in rooms if place not in alone]
         if len(rooms) < len(places) or (alone and len(places) > 1):
@@ -140,7 +140,7 @@ def generate_batch(
             **_on_device(batch, model),
             pad_token_id=get_pad_token_id(processor),
             eos_token_id=stop_ids or None,
-            use_cache=generates_alike(model),
+            use_cache=answers_alike(model),
             **options,
         )
     finally:

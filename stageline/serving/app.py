@@ -239,9 +239,8 @@ def bind(host: str, port: int) -> socket.socket:
         )
     except OSError as error:
         raise UserError(
-            f"`host` {host} `port` {port} can't be listened at ({error.strerror or error}). An "
-            "address of this machine and a free port were expected: choose another `port` (0 "
-            "takes a free one), or end what uses it."
+            f"`host` {host} `port` {port} can't be listened at ({error.strerror or error}). "
+            "Choose another `port` (0 takes a free one), or end what uses it."
         ) from error
 
 

@@ -193,7 +193,7 @@ def form_of(
             schema = {"properties": {}, "additionalProperties": False}
         kind = schema.get("type", "object")
         if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-            message = f"{param} has the type {json.dumps(kind)[:100]}; object was expected."
+            message = f"{param} has the type {json.dumps(kind)[:100]}; only object is taken."
             raise bad_request(message, param)
         make = functools.partial(json_grammar, {**schema, "type": "object"}, is_strict=is_strict)
         callables.append((tool.function.name, _checked(make, matchers, param).text))
@@ -248,7 +248,7 @@ def guided_form(asked: SamplingFields, matchers: Matchers) -> Grammar | None:
         return None
     if len(forms) != 1:
         names = " and ".join(field for field, _ in forms)
-        message = f"{names or 'No form'} came; one form of the answer was expected."
+        message = f"{names or 'No form'} came. Give one form of the answer."
         raise bad_request(message, forms[0][0] if forms else "structured_outputs")
     return _checked(forms[0][1], matchers, forms[0][0])
 

@@ -77,8 +77,7 @@ def _load() -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray]
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise UserError(
-            "`dataset` digits needs scikit-learn, which holds the images, and it is not "
-            "installed: pip install scikit-learn."
+            "`dataset` digits needs scikit-learn, which holds the images: pip install scikit-learn."
         ) from error
     digits = load_digits()
     pixels = (digits.images * (255 / 16)).round().astype(numpy.uint8)

@@ -6,9 +6,9 @@ user's gets a time limit, since a long answer can make one search for hours.
 
 import json
 import re
-import threading
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from typing import Any
 
@@ -31,6 +31,10 @@ _OUT_OF_TEN = re.compile(r"\s*(?:/|out of)\s*10\b", re.I)
 PATTERN_SECONDS = 0.2  # for one answer
 
 
+def _name(sample: Sample) -> object:
+    return sample.get("source") or sample.get("id")
+
+
 def said(completion: str) -> str:
     """What an answer says in the end: in its last <answer> tag, else behind its thoughts."""
     tagged = _ANSWER.findall(completion)
@@ -43,30 +47,21 @@ def references(sample: Sample) -> list[str]:
     Raises:
         DataError: the row has none.
     """
-    own = sample.get("answer")
-    told = sample.get("answers") or [_last_turn(sample) if own is None else own]
-    told = [told] if isinstance(told, str) else told if isinstance(told, list | tuple) else []
+    told, messages = sample.get("answers") or sample.get("answer"), sample.get("messages")
+    if told is None and messages and messages[-1].get("role") == "assistant":
+        told = messages[-1].get("content")
+        if isinstance(told, list):
+            told = "".join(part.get("text", "") for part in told)
+        told = told or None
+    told = told if isinstance(told, list | tuple) else [] if isinstance(told, dict) else [told]
     found = [one for one in told if one is not None]
     if not found:
         raise DataError(
-            f"sample {sample.get('source') or sample.get('id')} has neither `answer` nor "
-            "a list of `answers`, nor messages that end with the assistant's. One was expected, "
-            "because what the model said is compared with it: add the field, or choose a metric, "
-            "or rewards (format, length), that need none."
+            f"sample {_name(sample)} has neither `answer` nor a list of `answers`, nor messages "
+            "that end with the assistant's. Add the field, or choose a metric, or rewards (format, "
+            "length), that need none."
         )
     return [str(one) for one in found]
-
-
-def _last_turn(sample: Sample) -> str | None:
-    """The text of the last message, which is left out where the model is asked for it."""
-    messages = sample.get("messages")
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    if not isinstance(last, dict) or last.get("role") != "assistant":
-        return None
-    parts = last.get("content")
-    if isinstance(parts, list):
-        parts = "".join(part.get("text", "") for part in parts if isinstance(part, dict))
-    return parts or None
 
 
 def is_answer(completion: str, sample: Sample) -> bool:
@@ -95,9 +90,8 @@ def is_near(completion: str, sample: Sample, *, tolerance: float, is_relative: b
         right = number_in(reference)
         if right is None:
             raise DataError(
-                f"sample {sample.get('source') or sample.get('id')}: the answer {reference!r} "
-                "holds no number. One was expected, because the reward number compares with it: "
-                "correct the row, or use another reward."
+                f"sample {_name(sample)}: the answer {reference!r} holds no number to compare "
+                "with. Correct the row, or use another reward."
             )
         most = Fraction(tolerance) * (abs(right) if is_relative else 1)
         if abs(value - right) <= most:
@@ -105,12 +99,10 @@ def is_near(completion: str, sample: Sample, *, tolerance: float, is_relative: b
     return False
 
 
-def is_choice(
-    completion: str, sample: Sample, *, read: Callable[..., int | None] = parse_choice
-) -> bool:
+def is_choice(completion: str, sample: Sample) -> bool:
     """Whether an answer names the right option, by its letter or its text."""
-    right, choices = right_choice(sample, read=read), list(map(str, sample["choices"]))
-    return read(said(completion), choices, question=sample.get("question")) == right
+    right = right_choice(sample)
+    return parse_choice(said(completion), list(map(str, sample["choices"]))) == right
 
 
 def right_choice(sample: Sample, *, read: Callable[..., int | None] = parse_choice) -> int:
@@ -127,9 +119,8 @@ def right_choice(sample: Sample, *, read: Callable[..., int | None] = parse_choi
     choices = list(map(str, sample.get("choices") or ()))
     if not choices:
         raise DataError(
-            f"sample {sample.get('source') or sample.get('id')} has no `choices`. A list was "
-            "expected, because the right one is looked for in it: add the field, or choose a "
-            "metric, or rewards, that need none."
+            f"sample {_name(sample)} has no list of `choices`. Add the field, or choose a metric, "
+            "or rewards, that need none."
         )
     right: Any = sample.get("answer_index")
     answer = (sample.get("answers") or [sample.get("answer")])[0]
@@ -140,10 +131,9 @@ def right_choice(sample: Sample, *, read: Callable[..., int | None] = parse_choi
     place = str(right).removesuffix(".0")  # a table with gaps has floats
     if not place.isdecimal() or int(place) >= len(choices):
         raise DataError(
-            f"sample {sample.get('source') or sample.get('id')}: the answer is {answer!r}, its "
-            f"place {right!r}, and the choices are {choices!r}. One of them was expected, because "
-            "it is the right one: correct the row, or give its place, the first being 0, as "
-            "`answer_index`."
+            f"sample {_name(sample)}: the answer {answer!r} (place {right!r}) is none of the "
+            f"choices {choices!r}. Correct the row, or give its place, the first "
+            "being 0, as `answer_index`."
         )
     return int(place)
 
@@ -169,8 +159,8 @@ def fits(completion: str, pattern: str) -> bool | None:
         return None
     except regex.error as error:
         raise UserError(
-            f"`reward` format: the pattern {pattern!r} is no regular expression ({error}). One "
-            "was expected, because whole answers are compared with it: correct it."
+            f"`reward` format: the pattern {pattern!r} is no regular expression ({error}). "
+            "Correct it."
         ) from error
 
 
@@ -183,36 +173,12 @@ def length_reward(num_tokens: int, *, longest: int, margin: int) -> float:
 def side_by_side(
     function: Callable[..., Any], *columns: Sequence[Any], most: int = 16
 ) -> list[Any]:
-    """What a function gives for each row, of which so many are at work at a time.
-
-    Python waits for the threads of a pool when it ends: these it leaves, so that a run which is
-    stopped does not wait for what was asked of another machine.
-
-    Raises:
-        BaseException: what the function raised first.
-    """
-    rows = list(zip(*columns, strict=True))
-    found: list[Any] = [None] * len(rows)
-    errors: list[BaseException] = []
-    left = iter(range(len(rows)))  # one step of it is one step for all threads
-
-    def work() -> None:
-        try:
-            for place in left:
-                found[place] = function(*rows[place])
-                if errors:
-                    return
-        except BaseException as error:  # told in the thread that waits
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, daemon=True) for _ in rows[:most]]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return found
+    """Call a function for each row, `most` of them at a time; raises what one of them raises."""
+    pool = ThreadPoolExecutor(most)
+    try:
+        return list(pool.map(function, *columns))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def judged(

@@ -52,7 +52,7 @@ def answers(
     whole.eval()
     gaps = {}
     with torch.no_grad():
-        for number, (ids, found) in enumerate(_Answers(stages, small).drawn()):
+        for number, (ids, found) in enumerate(_drawn(stages, small)):
             ids_1T, mask_1T = torch.tensor([ids]), torch.ones(1, len(ids) - 1, dtype=torch.long)
             output = forward(whole, {"input_ids": ids_1T[:, :-1], "attention_mask": mask_1T})
             logits_TV = logits_of(output)[0, -len(found) :].float()
@@ -75,70 +75,65 @@ def answers(
     return f"{told}log-probability)", {"gap": gap}
 
 
-class _Answers:
-    """Draws the answers with the passes that an engine makes, one after the other."""
+def _drawn(
+    stages: Sequence[Stage], config: PretrainedConfig
+) -> list[tuple[list[int], list[float]]]:
+    """Draw answers with the passes that an engine makes, one after the other.
 
-    def __init__(self, stages: Sequence[Stage], config: PretrainedConfig) -> None:
-        decoders = [StageDecoder(stage) for stage in stages]
-        self.chain, self.first = LocalChain(decoders), decoders[0]
-        ids, generator = ordinary_ids(config), torch.Generator().manual_seed(0)
-        self.prompts = [
-            ids[torch.randint(len(ids), (length,), generator=generator)].tolist()
-            for length in LENGTHS
-        ]
-        ordinary = set(ids.tolist())
-        others = [one for one in range(max(ordinary) + 1) if one not in ordinary]
-        self.sampling = Sampling(
-            temperature=1.0, logprobs=0, logit_bias=tuple((one, -1e4) for one in others)
-        )
-        self.rows = [list(prompt) for prompt in (*self.prompts, self.prompts[-1])]
-        self.found: list[list[float]] = [[] for _ in self.rows]
+    Returns:
+        Of each row its tokens, and the log-probabilities of those of its answer.
+    """
+    decoders = [StageDecoder(stage) for stage in stages]
+    chain, first = LocalChain(decoders), decoders[0]
+    ids, generator = ordinary_ids(config), torch.Generator().manual_seed(0)
+    prompts = [
+        ids[torch.randint(len(ids), (length,), generator=generator)].tolist() for length in LENGTHS
+    ]
+    others = set(range(int(ids.max()))).difference(ids.tolist())
+    sampling = Sampling(
+        temperature=1.0, logprobs=0, logit_bias=tuple((one, -1e4) for one in sorted(others))
+    )
+    rows = [list(prompt) for prompt in (*prompts, prompts[-1])]
+    found: list[list[float]] = [[] for _ in rows]
 
-    def drawn(self) -> list[tuple[list[int], list[float]]]:
-        """Tokens of each row and the log-probabilities of those of its answer."""
-        if not self.first.has_cache:
-            for _ in range(NUM_TOKENS):
-                self._pass("whole", range(len(self.rows)), self.rows)
-            return list(zip(self.rows, self.found, strict=True))
-        self._pass("prefill", (0, 1), self.rows[:2])
-        for _ in range(2):
-            self._step((0, 1))
-        *_, prompt = self.prompts
-        cut = 3 if self.first.reads_in_pieces else 0
-        copied: dict[str, Any] = {"group": 1, "copies": 2}
-        if cut:
-            self._pass("prefill", (2, 3), [prompt[:cut]], piece=[0, cut], **copied)
-            copied["piece"] = [cut, len(prompt)]
-        self._pass("prefill", (2, 3), [prompt[cut:]], **copied)
-        self._step((0, 1, 2, 3), join=[(1, 0)])
-        self._step((0, 2, 3), leave=[(0, 1)])
-        for _ in range(NUM_TOKENS - 5):
-            self._step((0, 2, 3))
-        return list(zip(self.rows, self.found, strict=True))
-
-    def _step(self, numbers: Sequence[int], **order: Any) -> None:
-        self._pass("decode", numbers, [self.rows[number][-1:] for number in numbers], **order)
-
-    def _pass(
-        self, kind: Any, numbers: Sequence[int], read: Sequence[Sequence[int]], **more: Any
-    ) -> None:
-        lengths = [len(self.rows[number]) for number in numbers]
+    def run(kind: Any, numbers: Sequence[int], read: Sequence[Sequence[int]], **more: Any) -> None:
+        lengths = [len(rows[number]) for number in numbers]
         order = PassOrder(kind, rows=list(numbers), lengths=lengths[: len(read)], **more)
-        order.settings = [replace(self.sampling, seed=number) for number in numbers]
+        order.settings = [replace(sampling, seed=number) for number in numbers]
         inputs = together(
             [{"input_ids": torch.tensor([ids])} for ids in read], pads_right=kind == "whole"
         )
-        self.chain.start(order, inputs)
-        self.chain.result()
+        chain.start(order, inputs)
+        chain.result()
         if order.error is not None:
             raise RuntimeError(order.error)
-        if order.is_part:
-            return
-        for place, number in enumerate(numbers):
+        for place, number in enumerate(numbers if not order.is_part else ()):
             error = error_of(order, place)
             if error is not None:
                 raise error
             logprob = order.logprobs[place]
             assert logprob is not None  # they were asked for
-            self.rows[number].append(order.tokens[place])
-            self.found[number].append(logprob.logprob)
+            rows[number].append(order.tokens[place])
+            found[number].append(logprob.logprob)
+
+    def step(*numbers: int, **order: Any) -> None:
+        run("decode", numbers, [rows[number][-1:] for number in numbers], **order)
+
+    if not first.has_cache:
+        for _ in range(NUM_TOKENS):
+            run("whole", range(len(rows)), rows)
+        return list(zip(rows, found, strict=True))
+    run("prefill", (0, 1), rows[:2])
+    step(0, 1)
+    step(0, 1)
+    cut = 3 if first.reads_in_pieces else 0
+    copied: dict[str, Any] = {"group": 1, "copies": 2}
+    if cut:
+        run("prefill", (2, 3), [prompts[-1][:cut]], piece=[0, cut], **copied)
+        copied["piece"] = [cut, len(prompts[-1])]
+    run("prefill", (2, 3), [prompts[-1][cut:]], **copied)
+    step(0, 1, 2, 3, join=[(1, 0)])
+    step(0, 2, 3, leave=[(0, 1)])
+    for _ in range(NUM_TOKENS - 5):
+        step(0, 2, 3)
+    return list(zip(rows, found, strict=True))

@@ -112,13 +112,11 @@ def change_first_token(
     micro_batches: Sequence[MicroBatch], config: PretrainedConfig
 ) -> list[MicroBatch]:
     """Copies with another first token of text in each row."""
-    ordinary = ordinary_ids(config)
-    changed = []
+    ordinary, changed = ordinary_ids(config), []
     for batch in micro_batches:
         ids = batch["input_ids"].clone()
         for row in ids:
-            is_text = torch.isin(row, ordinary)
-            place = int(is_text.int().argmax())
+            place = int(torch.isin(row, ordinary).int().argmax())
             others = ordinary[ordinary != row[place]]
             if len(others):
                 row[place] = others[int((others > row[place]).int().argmax())]
@@ -128,13 +126,12 @@ def change_first_token(
 
 def change_images(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Copies with other pixels, on the ranks that have any; zeros are padding, and stay."""
-    changed = []
-    for batch in micro_batches:
-        pixels = batch.get("pixel_values")
-        if pixels is not None:
-            batch = {**batch, "pixel_values": torch.where(pixels == 0, pixels, 0.5 - pixels)}
-        changed.append(batch)
-    return changed
+    return [
+        {**batch, "pixel_values": torch.where(pixels == 0, pixels, 0.5 - pixels)}
+        if (pixels := batch.get("pixel_values")) is not None
+        else batch
+        for batch in micro_batches
+    ]
 
 
 def has_pixels(micro_batches: Sequence[MicroBatch]) -> bool:
@@ -203,26 +200,29 @@ def run_chain(
     Returns:
         The loss of each micro-batch.
     """
-    chain, is_trained = [], False
+    chain, is_trained, losses = [], False, []
     for model in stages:
         sends = is_trained
         is_trained = is_trained or any(p.requires_grad for p in model.parameters())
         chain.append(
             StagePasses(model, computes_grad=is_trained, sends_grad=sends, saving=nullcontext)
         )
-    losses = []
     for index, batch in enumerate(micro_batches):
         tensors: Tensors = (batch["input_ids"],)
         for number, passes in enumerate(chain):
             stage = passes.model
             own = batch if stage.stage == 0 else drop_pixels(batch)
             loss_of = (lambda output, own=own: loss_fn(output, own)) if stage.is_last else None
-            _check(tensors, batch_input(stage, own))
+            crossing = [(tensors, batch_input(stage, own))]
             made = passes.forward(index, tensors, model_inputs(own), loss_of=loss_of)
             if not stage.is_last:
-                _check(made, batch_output(stage, own))
+                crossing.append((made, batch_output(stage, own)))
                 if watch is not None:
                     watch(number, made)
+            for found, metas in crossing:
+                crossed = [(tensor.shape, tensor.dtype) for tensor in found]
+                declared = [(meta.shape, meta.dtype) for meta in metas]
+                assert crossed == declared, f"{crossed} crossed a border, {declared} was declared"
             # a network copies; here a view of one stage's output is not to be another's input
             tensors = tuple(value.detach().clone() for value in made)
         losses.append(tensors[0])
@@ -235,12 +235,6 @@ def run_chain(
             if passes.sends_grad:
                 passes.backward(index, Kind.WEIGHT_GRAD, None)
     return losses
-
-
-def _check(found: Tensors, metas: Sequence[torch.Tensor]) -> None:
-    crossed = [(tuple(tensor.shape), tensor.dtype) for tensor in found]
-    declared = [(tuple(meta.shape), meta.dtype) for meta in metas]
-    assert crossed == declared, f"{crossed} crossed a border, {declared} was declared"
 
 
 def with_facts(

@@ -48,18 +48,35 @@ TIED_TOLERANCE = 1e-6
 PADDING_TOLERANCE = 1e-5  # other shapes, so sums in another order
 
 
-class Split:
-    """This rank's stages, trained as `train_pp.py` trains them; all ranks call a method together.
+def _border_name(stage: int) -> str:
+    return f"stage {stage} -> {stage + 1}"
+
+
+class SplitCheck:
+    """One check of this rank's stages, which are trained as `train_pp.py` trains them.
 
     Args:
         runner: holds the stages.
+        whole: on rank 0 the model to compare with, elsewhere None.
         loss_fn: a loss_fn part.
+        batches: number of a step -> its micro-batches.
+        tolerance: None: 0, or 1e-6 where stages share a weight.
     """
 
-    def __init__(self, runner: PipelineRunner, *, loss_fn: Callable[..., torch.Tensor]) -> None:
-        self.runner, self.group = runner, runner.group
+    def __init__(
+        self,
+        runner: PipelineRunner,
+        whole: WholeModel | None,
+        preparation: Preparation,
+        *,
+        loss_fn: Callable[..., torch.Tensor],
+        batches: Callable[[int], list[MicroBatch]],
+        tolerance: float | None,
+        report: Report,
+    ) -> None:
+        self.runner, self.preparation = runner, preparation
         self.models: list[Any] = list(runner.local)
-        self.loss_fn = loss_fn
+        self.ranks, self.batches, self.report = Ranks.of(runner.group), batches, report
 
         def make_optimizer(parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer | None:
             groups = optimizer_groups(parameters, weight_decay=WEIGHT_DECAY)
@@ -71,88 +88,13 @@ class Split:
             loss_fn=loss_fn,
             learning_rate=lambda step: LEARNING_RATE,
         )
-
-    def loss(self, micro_batches: Sequence[MicroBatch]) -> float:
-        """The loss of a batch, forward only; the same on all ranks."""
-        part, total = self.train_step.part, torch.zeros(())
-        counts = part.count(micro_batches)
-        totals = {name: torch.tensor(float(count)) for name, count in counts.items()}
-
-        def add(output: Any, batch: MicroBatch) -> None:
-            loss, _ = part(logits_of(output), batch, totals=totals, step=0)
-            total.add_(loss.float())
-
-        self.runner.evaluate(micro_batches, on_output=add)
-        dist.all_reduce(total, group=self.group)
-        return total.item()
-
-    def borders(self, batch: MicroBatch) -> StageTensors:
-        """The hidden states that each stage with layers sends on, as (stage, name, value)."""
-        sent: list[tuple[int, str, torch.Tensor]] = []
-
-        def keep(model: Any, _: Any, output: Any) -> None:
-            value = output[0] if isinstance(output, tuple) else output
-            sent.append((model.stage, border_name(model.stage), value))
-
-        senders = [model for model in self.models if model.layers and not model.is_last]
-        hooks = [model.register_forward_hook(keep) for model in senders]
-        self.loss([batch])
-        for hook in hooks:
-            hook.remove()
-        return sent
-
-    def parameters(self) -> list[tuple[int, str, nn.Parameter]]:
-        """(stage, name, parameter)."""
-        return [
-            (model.stage, name, parameter)
-            for model in self.models
-            for name, parameter in model.named_parameters()
-        ]
-
-    def gradients(self) -> StageTensors:
-        """Of every trained parameter; clipped, after a step."""
-        updated = self.train_step.weights.parameters
-        return [
-            (stage, name, updated[name].grad)
-            for stage, name, parameter in self.parameters()
-            if parameter.requires_grad
-        ]
-
-
-def border_name(stage: int) -> str:
-    """Name the hidden states between a stage and the next one."""
-    return f"stage {stage} -> {stage + 1}"
-
-
-class SplitCheck:
-    """One check.
-
-    Args:
-        split: the stages that this rank holds.
-        whole: on rank 0 the model to compare with, elsewhere None.
-        batches: number of a step -> its micro-batches.
-        tolerance: None: 0, or 1e-6 where stages share a weight.
-    """
-
-    def __init__(
-        self,
-        split: Split,
-        whole: WholeModel | None,
-        preparation: Preparation,
-        *,
-        batches: Callable[[int], list[MicroBatch]],
-        tolerance: float | None,
-        report: Report,
-    ) -> None:
-        self.split, self.preparation = split, preparation
-        self.ranks, self.batches, self.report = Ranks.of(split.group), batches, report
         told = [
             (
                 model.stage,
                 model.partition[model.stage],
                 [(name, parameter.requires_grad) for name, parameter in model.named_parameters()],
             )
-            for model in split.models
+            for model in self.models
         ]
         stages = sorted(one for some in self.ranks.gather(told) for one in some)
         held = [name for _, _, named in stages for name, _ in named]
@@ -162,12 +104,12 @@ class SplitCheck:
         if tolerance is None:
             tolerance = TIED_TOLERANCE if len(held) > len(set(held)) else 0.0
         self.tolerance = tolerance
-        # a sum depends on its order; transformers' own model has its own
-        order = None if preparation.is_library else held
         self.reference: WholeModelRun | None = None
         if whole is not None:
-            self.reference = WholeModelRun(whole, loss_fn=split.loss_fn, order=order)
-        schedule, all_layers = split.runner.schedule, [layers for _, layers, _ in stages]
+            # a sum depends on its order; transformers' own model has its own
+            order = None if preparation.is_library else held
+            self.reference = WholeModelRun(whole, loss_fn=loss_fn, order=order)
+        schedule, all_layers = runner.schedule, [layers for _, layers, _ in stages]
         made = batches(0)
         shapes = ", ".join("x".join(map(str, batch["input_ids"].shape)) for batch in made)
         origin = "of transformers, in plain PyTorch" if preparation.is_library else "on one stage"
@@ -182,33 +124,51 @@ class SplitCheck:
     def run(self, *, steps: int) -> None:
         """All checks, in the order of the table."""
         self._add("weights before step 1", self._compare_weights())
-        self._check_borders()
+        if self.preparation.is_library and self.runner.schedule.num_stages > 1:
+            self._check_borders()
         self._check_inputs()
-        self._settle_mode()
+        # where something random acts in training (dropout), both sides are checked without it
+        is_random = False
+        if self.reference is not None:
+            first, second = (self.reference.loss(self.batches(0)[:1]) for _ in range(2))
+            is_random = first != second and not math.isnan(first)
+        if self._first(is_random):
+            self.runner.local.train(False)
+            if self.reference is not None:
+                self.reference.model.eval()
+                self.report.notes.append(
+                    "two forward passes in training mode differ (dropout): compared in evaluation "
+                    "mode"
+                )
         self._check_steps(steps)
 
     @torch.no_grad()
     def _check_borders(self) -> None:
         """Says at which stage a difference begins; some models do not name their layers."""
-        if not self.preparation.is_library or self.split.runner.schedule.num_stages == 1:
-            return
-        batch = self.batches(0)[0]
-        own = self.split.borders(batch)
-        states: dict[str, torch.Tensor] = {}
+        batch, states = self.batches(0)[0], dict[str, torch.Tensor]()
+        own: list[tuple[int, str, torch.Tensor]] = []
+
+        def keep(model: Any, _: Any, output: Any) -> None:
+            value = output[0] if isinstance(output, tuple) else output
+            own.append((model.stage, _border_name(model.stage), value))
+
+        senders = [model for model in self.models if model.layers and not model.is_last]
+        hooks = [model.register_forward_hook(keep) for model in senders]
+        self._loss([batch])
         model = None if self.reference is None else self.reference.model
-        layers = None if model is None else layers_behind_borders(model, self.split.models[0])
+        layers = None if model is None else layers_behind_borders(model, self.models[0])
         if model is not None and layers is not None:
             # what the first layer behind a border gets: some models add to the output of the last
-            hooks = [
-                on_hidden_states(layer, functools.partial(states.__setitem__, border_name(stage)))
+            hooks += [
+                on_hidden_states(layer, functools.partial(states.__setitem__, _border_name(stage)))
                 for stage, layer in layers.items()
             ]
             was_training = model.training
             model.eval()
             model(**model_inputs(batch), use_cache=False)
             model.train(was_training)
-            for hook in hooks:
-                hook.remove()
+        for hook in hooks:
+            hook.remove()
         if self._first(layers is not None):
             found = self._compare(own, None if model is None else states)
             self._add("hidden states between stages", found)
@@ -216,36 +176,21 @@ class SplitCheck:
     def _check_inputs(self) -> None:
         """Every input of a stage must reach the loss; padding must not."""
         batches, config = self.batches(0), self.preparation.config
-        loss = self.split.loss(batches)
+        loss = self._loss(batches)
         changes = {"first token": change_first_token(batches, config)}
         if self._first(has_pixels(batches)):
             changes["image"] = change_images(batches)
         for name, changed in changes.items():
-            other = self.split.loss(changed)
+            other = self._loss(changed)
             differs = loss != other and math.isfinite(loss) and math.isfinite(other)
             self._row(f"{name} changes the loss", differs, f"{loss:.6f} -> {other:.6f}")
         if "image" not in changes and getattr(config, "vision_config", None) is not None:
             missing = "there is no image: add a `dataset` with images"
             self._row("image changes the loss", None, spelled(missing))
         if all("attention_mask" in batch for batch in batches):
-            apart = abs(loss - self.split.loss(add_padding(batches)))
+            apart = abs(loss - self._loss(add_padding(batches)))
             fits = apart <= PADDING_TOLERANCE * (1 + abs(loss))
             self._row("padding changes nothing", fits, f"{apart:.1e} apart")
-
-    def _settle_mode(self) -> None:
-        """Where something random acts in training (dropout), both sides are checked without it."""
-        is_random = False
-        if self.reference is not None:
-            first, second = (self.reference.loss(self.batches(0)[:1]) for _ in range(2))
-            is_random = first != second and not math.isnan(first)
-        if not self._first(is_random):
-            return
-        self.split.runner.local.train(False)
-        if self.reference is not None:
-            self.reference.model.eval()
-            self.report.notes.append(
-                "two forward passes in training mode differ (dropout): compared in evaluation mode"
-            )
 
     def _check_steps(self, count: int) -> None:
         """Trains both, and compares losses, norms, gradients and, at the end, weights."""
@@ -253,7 +198,7 @@ class SplitCheck:
         losses: list[tuple[float, float]] = []  # (ours, the whole model's) of each step
         norms: list[tuple[float, float]] = []
         seen: set[tuple[int, str]] = set()  # (stage, name) with a gradient in some step
-        step, reference = self.split.train_step, self.reference
+        step, reference = self.train_step, self.reference
         for number in range(count):
             batches, loss, norm, limit, expected = self.batches(number), 0.0, 0.0, 0.0, None
             if reference is not None:
@@ -263,7 +208,12 @@ class SplitCheck:
                 expected = reference.gradients()
             step.max_grad_norm = self._first(limit)
             result = step(batches, step=0)
-            own = self.split.gradients()
+            updated = step.weights.parameters
+            own = [
+                (stage, name, updated[name].grad)  # clipped
+                for stage, name, parameter in self._parameters()
+                if parameter.requires_grad
+            ]
             self._compare(own, expected, found=found, when=f"step {number + 1}: ")
             have = [(stage, name) for stage, name, grad in own if grad is not None]
             seen.update(pair for pairs in self.ranks.gather(have) for pair in pairs)
@@ -272,8 +222,19 @@ class SplitCheck:
         weights = self._compare_weights()
         if reference is None:
             return
-        self._add_numbers(f"loss of {count} steps", losses)
-        self._add_numbers(f"clip norm of {count} steps", norms)
+        for what, pairs in (
+            (f"loss of {count} steps", losses),
+            (f"clip norm of {count} steps", norms),
+        ):
+            apart = max(abs(ours - theirs) for ours, theirs in pairs)
+            wrong = [
+                f"step {step}: {ours!r} instead of {theirs!r}"
+                for step, (ours, theirs) in enumerate(pairs, start=1)
+                if not abs(ours - theirs) <= self.tolerance * (1 + abs(theirs))  # NaN is wrong
+            ]
+            values = ", ".join(f"{ours:.6f}" for ours, _ in pairs[:3])
+            how = "equal to the bit" if apart == 0 else f"{apart:.1e} apart"
+            self._row(what, not wrong, f"{values}{' ...' if pairs[3:] else ''}: {how}", wrong)
         self._add(f"gradients of {count} steps", found)
         missing = [pair for pair in self.trained if pair not in seen]
         figure = f"{len(self.trained) - len(missing)} of {len(self.trained)}"
@@ -290,11 +251,32 @@ class SplitCheck:
         self._row("trained ones have a gradient", not missing, figure, details)
         self._add(f"weights after {count} steps", weights)
 
+    def _loss(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """The loss of a batch, forward only; the same on all ranks."""
+        part, total = self.train_step.part, torch.zeros(())
+        counts = part.count(micro_batches)
+        totals = {name: torch.tensor(float(count)) for name, count in counts.items()}
+
+        def add(output: Any, batch: MicroBatch) -> None:
+            loss, _ = part(logits_of(output), batch, totals=totals, step=0)
+            total.add_(loss.float())
+
+        self.runner.evaluate(micro_batches, on_output=add)
+        dist.all_reduce(total, group=self.runner.group)
+        return total.item()
+
+    def _parameters(self) -> list[tuple[int, str, nn.Parameter]]:
+        return [
+            (model.stage, name, parameter)
+            for model in self.models
+            for name, parameter in model.named_parameters()
+        ]
+
     def _compare_weights(self) -> Comparison:
         expected = None
         if self.reference is not None:
             expected = dict(self.reference.model.named_parameters())
-        return self._compare(self.split.parameters(), expected)
+        return self._compare(self._parameters(), expected)
 
     def _compare(
         self,
@@ -304,8 +286,8 @@ class SplitCheck:
         found: Comparison | None = None,
         when: str = "",
     ) -> Comparison:
-        found = Comparison() if found is None else found
-        tolerance, group = self.tolerance, self.split.group
+        found = found or Comparison()
+        tolerance, group = self.tolerance, self.runner.group
         compare_named(found, own, expected, tolerance=tolerance, group=group, when=when)
         return found
 
@@ -321,17 +303,6 @@ class SplitCheck:
 
     def _add(self, name: str, found: Comparison) -> None:
         self._row(name, not found.differences, found.figure, found.differences)
-
-    def _add_numbers(self, name: str, pairs: Sequence[tuple[float, float]]) -> None:
-        apart = max(abs(ours - theirs) for ours, theirs in pairs)
-        wrong = [
-            f"step {step}: {ours!r} instead of {theirs!r}"
-            for step, (ours, theirs) in enumerate(pairs, start=1)
-            if not abs(ours - theirs) <= self.tolerance * (1 + abs(theirs))  # NaN is wrong
-        ]
-        values = ", ".join(f"{ours:.6f}" for ours, _ in pairs[:3])
-        how = "equal to the bit" if apart == 0 else f"{apart:.1e} apart"
-        self._row(name, not wrong, f"{values}{' ...' if pairs[3:] else ''}: {how}", wrong)
 
 
 def check_split(
@@ -393,9 +364,10 @@ def check_split(
             )
             check_filled_stages(models, ranks=ranks, checkpoint=preparation.source.model_path)
             SplitCheck(
-                Split(runner, loss_fn=loss_fn),
+                runner,
                 whole,
                 preparation,
+                loss_fn=loss_fn,
                 batches=make_batches(preparation, whole),
                 tolerance=tolerance,
                 report=report,

@@ -63,14 +63,10 @@ def check_outlines(
     found = [one for one in told if one is not None]
     if len(found) < len(told):
         return False
-
-    def whole_names() -> StageNames | None:
-        with torch.device("meta"):  # the whole model may be too large to be anywhere else
-            return names(0, 1)
-
     single = None
     if found[0].whole is None:  # a part that builds its own modules
-        single = ranks.gather(whole_names() if ranks.rank == 0 else None)[0]
+        with torch.device("meta"):  # the whole model may be too large to be anywhere else
+            single = ranks.gather(names(0, 1) if ranks.rank == 0 else None)[0]
     _compare(found, single, ranks=ranks, checkpoint=checkpoint)
     if checkpoint is not None and has_shapes:
         _check_shapes(found, checkpoint)
@@ -88,29 +84,33 @@ def _compare(
 ) -> None:
     found.sort(key=lambda one: one.stage)
     check_names(found, found[0].whole or (None if single is None else single.held))
+
+    def check_files() -> None:
+        """Every weight of the checkpoint is read by some stage."""
+        folder, unread = base_of(find_checkpoint(str(checkpoint))), _unread(found)
+        read = {name for one in found for name in one.on_disk}
+        unknown = {
+            name
+            for name in weight_files(folder, fetches=False)
+            if name not in read
+            and not is_lora_name(name)
+            and WRAPPED not in name.split(".")
+            and not name.startswith(unread)
+        }
+        if unknown:
+            raise CheckpointError(
+                f"{folder} does not fit the {len(found)} stages of {found[0].model}: "
+                f"{len(unknown)} names belong to no stage: {list_names(unknown)}. Check that "
+                "`model_path` belongs to this model, and that each layer is on a stage under its "
+                "own number."
+            )
+
     if found[0].whole is None and checkpoint is not None:
-        ranks.on_first(lambda: _check_files(found, checkpoint))
+        ranks.on_first(check_files)
 
 
-def _check_files(found: Sequence[StageNames], checkpoint: str) -> None:
-    """Every weight of the checkpoint is read by some stage."""
-    folder = base_of(find_checkpoint(checkpoint))
-    read = {name for one in found for name in one.on_disk}
-    unread = tuple(beginning for one in found for beginning in one.unread)
-    unknown = {
-        name
-        for name in weight_files(folder, fetches=False)
-        if name not in read
-        and not is_lora_name(name)
-        and WRAPPED not in name.split(".")
-        and not name.startswith(unread)
-    }
-    if unknown:
-        raise CheckpointError(
-            f"{folder} does not fit the {len(found)} stages of {found[0].model}: {len(unknown)} "
-            f"names belong to no stage: {list_names(unknown)}. Check that `model_path` belongs to "
-            "this model, and that each layer is on a stage under its own number."
-        )
+def _unread(found: Sequence[StageNames]) -> tuple[str, ...]:
+    return tuple(beginning for one in found for beginning in one.unread)
 
 
 def _check_shapes(found: Sequence[StageNames], checkpoint: str) -> None:
@@ -119,7 +119,6 @@ def _check_shapes(found: Sequence[StageNames], checkpoint: str) -> None:
     files = weight_files(folder, fetches=False)
     shapes = tensor_shapes({path for path in files.values() if path.exists()})
     held = {name: shape for stage in found for name, shape in stage.held.shapes.items()}
-    unread = tuple(beginning for stage in found for beginning in stage.unread)
 
     def unmatched(names: set[str], others: set[str]) -> set[str]:
         forms = {re.sub(r"\.\d+\.", ".0.", name) for name in others}
@@ -130,12 +129,10 @@ def _check_shapes(found: Sequence[StageNames], checkpoint: str) -> None:
         for name, shape in held.items()
         if shape is not None and shapes.get(name, shape) != shape
     }
-    unknown = unmatched(set(files), set(held))
-    problems = misfits(
-        unmatched(set(held), set(files)),
-        {name for name in unknown if not name.startswith(unread)},
-        wrong,
-    )
+    unknown = {
+        one for one in unmatched(set(files), set(held)) if not one.startswith(_unread(found))
+    }
+    problems = misfits(unmatched(set(held), set(files)), unknown, wrong)
     if problems:
         raise CheckpointError(
             f"{folder} does not fit its model: {problems}. Copy the folder again, or give the "

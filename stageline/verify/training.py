@@ -9,8 +9,7 @@ Shapes: B rows, T tokens, H hidden size, V vocabulary.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -38,12 +37,10 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 MOST_WEIGHTS = 20_000_000  # of a copy; a user's own configuration may not have become small
 
 
-@dataclass(frozen=True)
-class Proof:
-    """The result of a comparison.
+class Proof(NamedTuple):
+    """The greatest differences, as a share of the loss and of the largest gradient.
 
     Attributes:
-        loss, gradient: greatest difference, as a share of the loss and of the largest gradient.
         dtype: in which both were computed.
         place: the first thing that differs, in the order of the forward pass, and its usual cause;
             "" where nothing differs.
@@ -102,8 +99,7 @@ def training(
     return told, {"reference": reference, **numbers}
 
 
-@dataclass
-class _Run:
+class _Run(NamedTuple):
     """One side's result.
 
     Attributes:
@@ -111,17 +107,18 @@ class _Run:
         borders: number of a border -> the hidden states [B, T, H] that cross it, of each batch.
     """
 
-    losses: list[float] = field(default_factory=list)
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    borders: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+    borders: dict[int, list[torch.Tensor]]
 
-    def take_gradients(self, *models: nn.Module) -> None:
-        for model in models:
-            for name, parameter in model.named_parameters():
-                if parameter.grad is not None:
-                    known = self.gradients.get(name)
-                    grad = parameter.grad
-                    self.gradients[name] = grad.clone() if known is None else known + grad
+
+def _gradients(*models: nn.Module) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in (one for model in models for one in model.named_parameters()):
+        if parameter.grad is not None:
+            known = found.get(name)
+            found[name] = parameter.grad.clone() if known is None else known + parameter.grad
+    return found
 
 
 def _compare(
@@ -166,9 +163,10 @@ def _compare(
     if kind == "text" and is_library:
         _check_looks_back(whole, batches[0])
     limit = TOLERANCES[dtype]
+    sides = zip(found.losses, expected.losses, strict=True)
     loss = max(
-        _apart(torch.tensor(one), torch.tensor(other), abs(other) or 1.0)
-        for one, other in zip(found.losses, expected.losses, strict=True)
+        _apart(torch.tensor(ours), torch.tensor(theirs), abs(theirs) or 1.0)
+        for ours, theirs in sides
     )
     scale = max((g.abs().max().item() for g in expected.gradients.values()), default=0.0) or 1.0
     gaps = {  # in the model's order
@@ -188,32 +186,29 @@ def _run_whole(
     whole: nn.Module, batches: Sequence[MicroBatch], stage: Any, *, is_library: bool
 ) -> _Run:
     """Keeps the inputs of the layers that come first behind the borders of the split of `stage`."""
-    run = _Run()
+    losses, borders = [], dict[int, list[torch.Tensor]]()
     forward = run_library_model if is_library else run_stage_model
     hooks = [
-        on_hidden_states(layer, run.borders.setdefault(border, []).append)
+        on_hidden_states(layer, borders.setdefault(border, []).append)
         for border, layer in (layers_behind_borders(whole, stage) or {}).items()
     ]
     for batch in batches:
         loss = loss_of(forward(whole, model_inputs(batch)), batch)
         loss.backward()
-        run.losses.append(loss.item())
+        losses.append(loss.item())
     for hook in hooks:
         hook.remove()
-    run.take_gradients(whole)
-    return run
+    return _Run(losses, _gradients(whole), borders)
 
 
 def _run_stages(stages: Sequence[Any], batches: Sequence[MicroBatch]) -> _Run:
-    run = _Run()
+    borders: dict[int, list[torch.Tensor]] = {}
 
     def watch(stage: int, sent: Tensors) -> None:
-        run.borders.setdefault(stage, []).append(sent[0].detach().clone())
+        borders.setdefault(stage, []).append(sent[0].detach().clone())
 
     losses = run_chain(stages, with_facts(stages, batches), loss_fn=loss_of, watch=watch)
-    run.losses = [loss.item() for loss in losses]
-    run.take_gradients(*stages)
-    return run
+    return _Run([loss.item() for loss in losses], _gradients(*stages), borders)
 
 
 @torch.no_grad()
@@ -242,8 +237,7 @@ def _check_looks_back(whole: Any, batch: MicroBatch) -> None:
 
 def _apart(one: torch.Tensor | None, other: torch.Tensor | None, scale: float) -> float:
     if one is None or other is None:
-        there = other if one is None else one
-        assert there is not None  # one of the two has it
+        (there,) = (value for value in (one, other) if value is not None)
         return there.abs().max().item() / scale
     if one.shape != other.shape:
         return float("inf")

@@ -102,6 +102,7 @@ def prepare(
     Args:
         source: the paths that the user gave.
         folder: for what has to be made; all ranks read it.
+        layers: only the first ones of the language model, with random weights.
 
     Raises:
         UserError: there is no config, or no such reference.
@@ -135,7 +136,17 @@ def prepare(
         stand_in = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
         stand_in.save_pretrained(processor)
     if layers is not None:
-        before = cut_layers(config, layers)
+        text = config.get_text_config(decoder=True)
+        before = text.num_hidden_layers
+        if layers > before:
+            raise UserError(
+                f"`check.layers` {layers} is more than the {before} layers of the model. Give "
+                f"{before} or less."
+            )
+        for name, value in list(vars(text).items()):
+            if isinstance(value, list | tuple) and len(value) == before:  # an entry a layer
+                setattr(text, name, value[:layers])
+        text.num_hidden_layers = layers
         cut = f"the model was cut from {before} to {layers} layers (`check.layers`)"
         notes.append(spelled(f"{cut}; its weights are random, a checkpoint was not read"))
     elif source.model_path is None:
@@ -149,32 +160,31 @@ def prepare(
         source = ModelSource(str(folder), str(folder), processor)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            _save_random_weights(auto_class, config, source, build, trust_remote_code)
+            if auto_class is not None:
+                told: dict[str, Any] = {"dtype": torch.float32}
+                told["trust_remote_code"] = trust_remote_code
+                try:
+                    whole = auto_class.from_config(config, **told)
+                except Exception as error:  # transformers raises what it likes
+                    raise refused_build(config, auto_class, error) from error
+                _move_constants(whole)
+                save_whole(whole, folder)
+            else:  # the part on one stage
+                part = build(stage=0, num_stages=1, source=replace(source, model_path=None))
+                _move_constants(part)
+                key_map, state = names_on_disk(part), part.state_dict()
+                state = {
+                    key_map[name]: value.detach().clone().contiguous()
+                    for name, value in state.items()
+                    if name in key_map
+                }
+                save_file(state, folder / SINGLE_FILE, metadata={"format": "pt"})
     made = Preparation(source, auto_class is not None, tuple(notes), trust_remote_code)
     names = weight_files(made.weights, fetches=False)
     if made.is_library and any(WRAPPED in name.split(".") for name in names):
         note = "the checkpoint has LoRA names in it, which transformers can't read"
         made = replace(made, is_library=False, notes=(*notes, note))
     return made
-
-
-def cut_layers(config: PretrainedConfig, layers: int) -> int:
-    """Shortens the language model to its first layers, in place; returns how many there were.
-
-    Lists with an entry a layer (`layer_types`) are cut too. A vision tower stays.
-    """
-    text = config.get_text_config(decoder=True)
-    before = text.num_hidden_layers
-    if layers > before:
-        raise UserError(
-            f"`check.layers` {layers} is more than the {before} layers of the model. Give {before} "
-            "or less."
-        )
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list | tuple) and len(value) == before:
-            setattr(text, name, value[:layers])
-    text.num_hidden_layers = layers
-    return before
 
 
 def library_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
@@ -201,36 +211,6 @@ def save_config(config: PretrainedConfig, origin: str, folder: Path) -> None:
     path = Path(origin)
     for file in (path if path.is_dir() else path.parent).glob("*.py"):
         shutil.copy(file, folder)
-
-
-def _save_random_weights(
-    auto_class: Any,
-    config: PretrainedConfig,
-    source: ModelSource,
-    build: Build,
-    trust_remote_code: bool,
-) -> None:
-    """Saves transformers' model, or the part on one stage."""
-    folder = Path(str(source.model_path))
-    if auto_class is not None:
-        try:
-            whole = auto_class.from_config(
-                config, dtype=torch.float32, trust_remote_code=trust_remote_code
-            )
-        except Exception as error:  # transformers raises what it likes
-            raise refused_build(config, auto_class, error) from error
-        _move_constants(whole)
-        save_whole(whole, folder)
-        return
-    part = build(stage=0, num_stages=1, source=replace(source, model_path=None))
-    _move_constants(part)
-    key_map = names_on_disk(part)
-    state = {
-        key_map[name]: value.detach().clone().contiguous()
-        for name, value in part.state_dict().items()
-        if name in key_map
-    }
-    save_file(state, folder / SINGLE_FILE, metadata={"format": "pt"})
 
 
 @torch.no_grad()

@@ -350,18 +350,6 @@ def test_nothing_good_is_an_error(tmp_path):
     ]
 
 
-def test_a_file_that_changes_meanwhile_is_noticed(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("text\n" * 10)
-
-    def document(line):
-        path.write_text("other\n" * 20)
-        return line
-
-    with pytest.raises(DataError, match="changed while the corpus was built: it had 50 bytes"):
-        build(path, tmp_path / "corpus", document=document)
-
-
 def test_one_build_of_a_prefix_at_a_time(inputs, tmp_path):
     with contextlib.closing(GrowingFile(tmp_path / "corpus.bin.part")):
         # a lock is of a process

@@ -17,7 +17,7 @@ from stageline.corpus.header import (
     framed,
     path_of,
 )
-from stageline.corpus.writer import CorpusWriter
+from stageline.corpus.writer import CorpusWriter, name_files
 from stageline.errors import DataError, StorageError
 from tests.helpers.corpora import RULES, documents_of, segments_of, tokenizer, write
 
@@ -67,7 +67,6 @@ def test_killed_between_two_renames_goes_on(tmp_path, monkeypatch):
         tmp_path / "a", tokenizer=tokenizer(), rules=RULES, language="en", overwrite=True
     )
     writer.add(segments_of(documents_of([3, 20])))
-    state = writer.state()
     real = os.replace
 
     def killed(source, target):
@@ -81,7 +80,7 @@ def test_killed_between_two_renames_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", real)
     with pytest.raises(DataError, match="parts of a corpus lie there"):
         Corpus(tmp_path / "a")
-    resumed(tmp_path / "a", state, overwrite=True).close()
+    name_files(tmp_path / "a")
     assert len(Corpus(tmp_path / "a")) == 4
 
 

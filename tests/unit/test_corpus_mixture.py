@@ -261,7 +261,6 @@ def test_modes_have_names_and_numbers():
         ({"counts": [5, 3], "batch": 8}, r"5,3 were given for 3 types with 100,50,10 rows"),
         ({"weights": [1, -1, 1], "batch": 8}, "none negative"),
         ({"counts": [0, 0, 0], "batch": 8}, "not all 0"),
-        ({"counts": [5, 2, 1], "weights": [5, 2, 1], "batch": 8}, "both given"),
         ({"counts": [5, 2, 11], "batch": 18}, r"type 2: 10 rows, 11 in a batch"),
         ({"batch": 161}, r"no whole batch of 161 rows \(type 0: 100 rows, 100.6 in"),
     ],

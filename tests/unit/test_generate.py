@@ -115,7 +115,7 @@ class Forgetful(LlamaForCausalLM):
         return super().forward(input_ids, **inputs, use_cache=False)
 
 
-def test_a_model_that_keeps_no_cache_reads_whole_rows(capsys):
+def test_a_model_that_keeps_no_cache_reads_whole_rows():
     tokenizer = tiny_tokenizer()
     torch.manual_seed(5)
     config = tiny_config("llama", vocab_size=len(tokenizer))
@@ -128,6 +128,4 @@ def test_a_model_that_keeps_no_cache_reads_whole_rows(capsys):
     whole.load_state_dict(model.state_dict())
     options = {"images": [None] * 3, "max_new_tokens": 8}
     assert answers == generate(whole, tokenizer, prompts=prompts(), **options)
-    said = capsys.readouterr().err
-    assert said.count("Forgetful answers otherwise with transformers' cache") == 1
     assert cache_name(model) is None and cache_name(whole) is not None
