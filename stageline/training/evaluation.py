@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,7 +100,7 @@ def evaluate(
     if num_targets == 0:
         raise DataError(
             f"none of the {num_rows} held-out rows has a supervised token. Look at `prompt` and "
-            "`max_token_num`, or leave evaluations out (`eval_samples` 0)."
+            "`max_token_num`, or set `eval_samples` 0."
         )
     # each sum by the count that divides it
     names = dict.fromkeys(name for _, _, sums, _ in told for name in sums)
@@ -186,8 +186,8 @@ def figure_of(result: EvalResult, name: str) -> float:
     figures = result.named()
     if name not in figures:
         raise UserError(
-            f"the held-out figure {name!r} was asked for, and an evaluation of this run has "
-            f"{', '.join(figures)}. Name one of these with `save_best` or `early_stop.metric`."
+            f"an evaluation of this run has no figure {name!r}. Name one of {', '.join(figures)} "
+            "with `save_best` or `early_stop.metric`."
         )
     return figures[name]
 
@@ -201,15 +201,14 @@ def is_better(value: float, best: float, *, metric: str, by: float = 0.0) -> boo
 
 
 LINK = "best"
-Result = TypeVar("Result")
 
 
 class BestCheckpoint:
     """Keeps the weights of the best evaluation so far; every rank calls it with the same results.
 
     `best` is a link to the folder `best-step-00000123` next to it: a link is exchanged in one step,
-    so it leads to a complete checkpoint whenever a run is killed. A run that is continued goes on
-    from its own best; a new run in an old folder moves only the link.
+    so it leads to a complete checkpoint whenever a run is killed. A resumed run continues from its
+    own best; a new run in an old folder moves only the link.
 
     Args:
         folder: of the run's checkpoints.
@@ -236,7 +235,7 @@ class BestCheckpoint:
         self.step: int | None = None
         self._kept: str | None = None  # name of the folder that this run may remove
         if metric != "none":
-            found = self._on_main(lambda: self._read(is_continued=start_step > 0))
+            found = self.ranks.on_first(lambda: self._read(is_continued=start_step > 0))
             if found is not None:
                 self.value, self.step, self._kept = found
 
@@ -263,15 +262,15 @@ class BestCheckpoint:
         figures = {**result.named(), "num_targets": result.num_targets}
         facts = {"best": {"metric": self.metric, "step": step, "figures": figures}}
         self.save(self.folder / name, step=step, facts=facts)
-        self._on_main(lambda: self._exchange(name, old=self._kept))
+        self.ranks.on_first(lambda: self._exchange(name))
         self.value, self.step, self._kept = figure_of(result, self.metric), step, name
         return f"best {self.metric} so far, {self.value:.4f} at step {step}: saved {self.link}"
 
     def _read(self, *, is_continued: bool) -> tuple[float, int, str] | None:
         if self.link.exists() and not self.link.is_symlink():
             raise UserError(
-                f"{self.link} is no link, which `save_best` moves to each new best. Rename that "
-                "folder or choose another `output_dir`."
+                f"{self.link} is no link, as `save_best` makes. Rename that folder or choose "
+                "another `output_dir`."
             )
         if not is_continued or not self.link.exists():
             return None
@@ -282,18 +281,13 @@ class BestCheckpoint:
         value = facts["figures"].get(self.metric)
         return None if value is None else (value, facts["step"], os.readlink(self.link))
 
-    def _exchange(self, name: str, *, old: str | None) -> None:
+    def _exchange(self, name: str) -> None:
         temporary = self.folder / draft_name(self.link)
         os.symlink(name, temporary, target_is_directory=True)
         os.replace(temporary, self.link)
         fsync_path(self.folder)  # before the old one goes
-        if old is not None and old != name:
-            remove_checkpoint(self.folder / old)
-
-    def _on_main(self, function: Callable[[], Result]) -> Result | None:
-        """Return what `function` returns on the main rank; where it fails, all ranks raise."""
-        nothing = self.folder / draft_name(self.link)  # there is no draft to remove
-        return self.ranks.on_first(function, nothing)
+        if self._kept not in (None, name):
+            remove_checkpoint(self.folder / str(self._kept))
 
 
 @dataclass

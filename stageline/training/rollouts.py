@@ -39,9 +39,14 @@ from stageline.training.answers import (
     with_rewards,
 )
 from stageline.training.evaluation import EvalResult
-from stageline.training.frozen_copy import FrozenCopy, StartStage
 from stageline.training.loss_part import Output
-from stageline.training.reference import Mode, choose_mode, holds_last_stage
+from stageline.training.reference import (
+    FrozenCopy,
+    Mode,
+    StartStage,
+    choose_mode,
+    holds_last_stage,
+)
 from stageline.training.replicas import Replicas
 from stageline.training.rewards import (
     Advantage,

@@ -142,18 +142,18 @@ def test_a_torn_last_line_does_not_swallow_the_next(tmp_path):
 def test_events_that_cannot_be_written_do_not_end_a_run(tmp_path, capsys):
     log = RunLog(tmp_path, total_steps=3)
     full = OSError(errno.ENOSPC, "No space left on device")
-    log._listeners["events"] = SimpleNamespace(
-        add_scalar=Mock(side_effect=full), close=Mock(side_effect=full)
+    log._listeners["to TensorBoard"] = SimpleNamespace(
+        log=Mock(side_effect=full), close=Mock(side_effect=full)
     )
     log.log_step(record(1))
     log.log_step(record(2))
     log.close()
     assert [line["step"] for line in read_lines(tmp_path)] == [1, 2]
     said = capsys.readouterr().out
-    assert said.count("no more TensorBoard events") == 1 and "No space left" in said
-    assert str(tmp_path / "tensorboard") in said
+    assert said.count("no more figures go to TensorBoard") == 1 and "No space left" in said
+    assert str(tmp_path) in said
     log = RunLog(tmp_path, total_steps=3)
-    log._listeners["events"] = SimpleNamespace(close=Mock(side_effect=full))
+    log._listeners["to TensorBoard"] = SimpleNamespace(close=Mock(side_effect=full))
     log.close()
 
 
