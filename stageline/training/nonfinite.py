@@ -64,7 +64,13 @@ def find_non_finite(
     dist.all_gather_object(gathered, (bad_losses, passes), group=runner.group)
     bad_losses = sorted(one for found, _ in gathered for one in found)
     passes = [one for _, found in gathered for one in found]
-    told = replicas.gather(([_rows_of(batch) for batch in micro_batches], bad_losses, passes))
+    # dataset rows of each micro-batch, each once; -1 where they are not known
+    names = ("loss_rows", "loss_packed_rows")
+    own_rows = [
+        list(dict.fromkeys(row for name in names if name in one for row in one[name].tolist()))
+        for one in micro_batches
+    ]
+    told = replicas.gather((own_rows, bad_losses, passes))
 
     parts, first_passes = [], []
     for replica, (rows, bad_losses, passes) in enumerate(told):
@@ -162,12 +168,6 @@ class _Watch(Recorder):
             self.found.append((is_backward, stage, number, name))
 
 
-def _rows_of(batch: MicroBatch) -> list[int]:
-    """Return the dataset rows of a micro-batch, each once; -1 where they are not known."""
-    names = [name for name in ("loss_rows", "loss_packed_rows") if name in batch]
-    return list(dict.fromkeys(row for name in names for row in batch[name].tolist()))
-
-
 def _name_batches(numbers: Sequence[int], rows: Sequence[Sequence[int]]) -> str:
     """Return "micro-batches 1, 3 (rows 7, 9, 21)"."""
     if len(numbers) == len(rows) > 1:
@@ -248,9 +248,9 @@ class Skips:
         which = f"{self.in_a_row} steps in a row up to step {step} were skipped, the last one"
         which = f"step {step} was skipped" if self.max_in_a_row == 1 else which
         raise NonFiniteError(
-            f"{which} because {problem}. No weight has changed, and checkpoints are as they were. "
-            "Look at these rows, lower `learning_rate`, use `bf16` instead of `fp16`, or allow "
-            f"more skipped steps with `bad_steps.max_skipped` (now {self.max_in_a_row})."
+            f"{which} because {problem}. No weight has changed. Look at these rows, lower "
+            "`learning_rate`, use `bf16` instead of `fp16`, or allow more skipped steps with "
+            f"`bad_steps.max_skipped` (now {self.max_in_a_row})."
         )
 
     def state_dict(self) -> dict[str, Any]:

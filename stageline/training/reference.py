@@ -9,7 +9,6 @@ for it, `loss_kl`: the mean log-ratio of model and reference over prompts with t
 rows (`loss_kl_*` of the micro-batches), of the whole step and all replicas, and at least 0.
 """
 
-import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -65,7 +64,7 @@ class Reference:
         self.runner = runner
         self.needs_reference = loss.needs_reference
         self.needs_kl = loss.needs_kl
-        self.source = source or functools.partial(with_adapters_off, runner)
+        self.source = source
         self.replicas = replicas or Replicas()
 
     def __call__(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -74,7 +73,11 @@ class Reference:
             return list(batches)
         mixed = [mixed_batch(batch) for batch in batches] if self.needs_kl else []
         with progress.doing("reference"):
-            found = self.source(batches, mixed)
+            if self.source is not None:
+                found = self.source(batches, mixed)
+            else:  # adapters are the only thing that is trained
+                with adapters_off(self.runner.local):
+                    found = log_probs_of(self.runner, [*batches, *mixed])
             kl = self._kl(batches, mixed, found[len(batches) :]) if self.needs_kl else None
         if not holds_last_stage(self.runner):
             return list(batches)
@@ -133,14 +136,6 @@ def log_probs_of(runner: PipelineRunner, batches: Sequence[MicroBatch]) -> list[
         told = StepProgress(device=runner.device, forward="reference")
         runner.evaluate(batches, on_output=take, recorder=told)
     return found
-
-
-def with_adapters_off(
-    runner: PipelineRunner, batches: Sequence[MicroBatch], mixed: Sequence[MicroBatch]
-) -> list[torch.Tensor]:
-    """Compute them by the same stages without adapters, the only thing that is trained."""
-    with adapters_off(runner.local):
-        return log_probs_of(runner, [*batches, *mixed])
 
 
 def from_columns(

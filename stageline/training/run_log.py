@@ -104,21 +104,28 @@ class StepRecord(StepResult):
         return notes
 
     def __str__(self) -> str:
-        skipped = ", skipped" if self.is_skipped else ""
-        router = f", router loss {self.extra_loss:.4f}" if self.extra_loss else ""
-        figures = name_figures({**self.answers, **self.figures}, most=MAX_SHOWN)  # the log has all
-        own = ", ".join(f"{part} {rate:.2e}" for part, rate in self.part_rates.items())
-        rates = f", learning rate {self.learning_rate:.2e} ({own})" if own else ""
-        return f"loss {self.loss:.4f}{router}{figures}{skipped}{rates}, {self.pace}"
+        shown = {"loss": self.loss}
+        if self.extra_loss:
+            shown["router_loss"] = self.extra_loss
+        own = {**self.answers, **self.figures}
+        shown |= dict(list(own.items())[:MAX_SHOWN])  # the log has all
+        skipped = ["skipped"] if self.is_skipped else []
+        rates = "".join(f", {part} {rate:.1e}" for part, rate in self.part_rates.items())
+        fields = [f"{name} {value:.4f}" for name, value in shown.items()]
+        norm = f"grad_norm {self.grad_norm:.3g}"
+        return " | ".join(
+            [*fields, *skipped, norm, f"lr {self.learning_rate:.1e}{rates}", *self.pace]
+        )
 
     @property
-    def pace(self) -> str:
-        """Return tokens per second, the bubble, and the memory of each rank."""
-        waits = self.wait_share > TOLD_WAIT
-        data = f", {100 * self.wait_share:.0f} % waiting for data" if waits else ""
-        idle = "" if self.bubble is None else f", bubble {100 * self.bubble:.0f} %"
-        memory = human_memory(self.peak_memory_bytes)
-        return f"{self.tokens_per_second:,.0f} tokens/s{idle}, memory {memory}{data}"
+    def pace(self) -> list[str]:
+        """Return tokens per second, the bubble, the wait for data, and the memory of each rank."""
+        fields = [f"{self.tokens_per_second:,.0f} tok/s"]
+        if self.bubble is not None:
+            fields.append(f"bubble {100 * self.bubble:.0f}%")
+        if self.wait_share > TOLD_WAIT:
+            fields.append(f"data_wait {100 * self.wait_share:.0f}%")
+        return [*fields, f"mem {human_memory(self.peak_memory_bytes)}"]
 
 
 class RunLog:
@@ -179,11 +186,14 @@ class RunLog:
             unit="step",
             dynamic_ncols=True,
             disable=not self._has_bar,
-            bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}, {remaining} left{postfix}",
+            bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} | eta {remaining}{postfix}",
         )
         if self._has_bar:
             self._beside.enter_context(beside_bar(self._bar))
-        self._line_every = line_interval(total_steps - start_step)
+        # 1, 2, 5, 10 ... steps between two lines, so that they stay few
+        intervals = (digit * 10**power for power in itertools.count() for digit in (1, 2, 5))
+        num_steps = total_steps - start_step
+        self._line_every = next(one for one in intervals if num_steps <= one * MAX_LINES)
         self._start = time.monotonic()
         self._waited = self._seconds = 0.0  # since the last line
         self._bubble: float | None = None  # the last one that was measured
@@ -208,14 +218,17 @@ class RunLog:
         is_line = is_end or record.step % self._line_every == 0
         if is_line:
             seconds = (time.monotonic() - self._start) / (record.step - self.start_step)
-            left = tqdm.format_interval(seconds * (self.total_steps - record.step))
-            line = f"step {record.step}/{self.total_steps}: {record}, {left} left"
+            minutes, seconds = divmod(round(seconds * (self.total_steps - record.step)), 60)
+            hours, minutes = divmod(minutes, 60)
+            left = f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
+            line = f"step {record.step}/{self.total_steps} | {record} | eta {left}"
             terminal.say(line, is_detail=self._has_bar)
         if is_line or self._has_bar:
             self._waited = self._seconds = 0.0
         if self._has_bar:
             # the narrowest terminal shows what comes first
-            self._bar.set_postfix_str(f"loss {record.loss:.4f}, {record.pace}", refresh=False)
+            shown = " | ".join([f"loss {record.loss:.4f}", *record.pace])
+            self._bar.set_postfix_str(shown, refresh=False)
             self._bar.update(record.step - self._bar.n)
 
     def log_eval(self, step: int, figures: Mapping[str, Any]) -> None:
@@ -325,12 +338,8 @@ class RunLog:
         """
         figures: dict[str, float | bool] = {**result.named(), "num_targets": result.num_targets}
         self.log_eval(step, figures | ({"is_best": True} if is_best else {}))
-        told = "" if result.loss is None else f" loss {result.loss:.4f}"
-        if result.perplexity is not None:
-            told += f" (perplexity {result.perplexity:.4g})"
-        if result.token_accuracy is not None:
-            told += f", token accuracy {result.token_accuracy:.4f} on {result.num_targets} tokens"
-        self.say(f"step {step}: held-out{told}{name_figures(result.figures)}")
+        shown = [f"{name} {value:.4f}" for name, value in result.named().items()]
+        self.say(f"step {step} | held-out {' | '.join(shown)} | num_targets {result.num_targets}")
         if self.is_main and result.predicted:
             self._draw_samples(step, result, dataset, processor)
 
@@ -376,12 +385,6 @@ class RunLog:
         plot_predictions(images, titles, correct, folder / f"step-{step:08d}.png", ids=names)
 
 
-def name_figures(figures: Mapping[str, float], most: int | None = None) -> str:
-    """Return named figures for the end of a line: ", marked loss 0.1234"."""
-    shown = list(figures.items())[:most]
-    return "".join(f", {name.replace('_', ' ')} {value:.4f}" for name, value in shown)
-
-
 def scalars(figures: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers among the figures; of a list of numbers one for each rank."""
     numbers: dict[str, float] = {}
@@ -393,12 +396,6 @@ def scalars(figures: Mapping[str, Any]) -> dict[str, float]:
                 if isinstance(item, int | float):
                     numbers[f"{name}/rank_{rank}"] = float(item)
     return numbers
-
-
-def line_interval(num_steps: int) -> int:
-    """Return the steps between two printed lines: 1, 2, 5, 10 ..., so that they stay few."""
-    intervals = (digit * 10**power for power in itertools.count() for digit in (1, 2, 5))
-    return next(interval for interval in intervals if num_steps <= interval * MAX_LINES)
 
 
 class _Events:

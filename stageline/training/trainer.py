@@ -281,7 +281,7 @@ class Trainer:
         # Evaluation: the best weights so far, and whether the run continues
         is_known = facts.get("held_out", self.held_out_rows) == self.held_out_rows
         if not is_known and (config.patience or config.save_best != "none"):
-            terminal.say("other held-out rows than before: the best figure is looked for anew")
+            terminal.say("other held-out rows than before: the search for the best starts again")
         self.best = BestCheckpoint(
             self.checkpoints,
             metric=config.save_best,
