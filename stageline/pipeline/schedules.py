@@ -246,12 +246,34 @@ def read_schedule(
         raise UserError(f"`schedule` {path}: there is no such file. Give the path of a CSV file.")
     with path.open(newline="", encoding="utf-8") as lines:
         rows = [row for row in csv.reader(lines) if any(cell.strip() for cell in row)]
-    orders = [_read_row(row, f"{path}, row {number}") for number, row in enumerate(rows, start=1)]
-    if not any(orders):
+    # the actions of each rank, and the rank of each stage
+    orders: Orders = []
+    holders: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        orders.append([])
+        for cell in map(str.strip, row):
+            pair = _PAIR.fullmatch(cell)
+            for text in pair[1].split(";") if pair else [cell]:
+                action = parse_action(text)
+                if action is not None:
+                    orders[-1].append(action)
+                    if (other := holders.setdefault(action.stage, rank)) != rank:
+                        raise UserError(
+                            f"{path}: stage {action.stage} stands in rows {other + 1} and "
+                            f"{rank + 1}. Move its actions into one row."
+                        )
+                elif text and not _TRANSFER.fullmatch(text):
+                    raise UserError(
+                        f"{path}, row {rank + 1}: {text!r} is no action. Write stage, F, B, I or "
+                        "W, and micro-batch, such as 0F0."
+                    )
+    if not holders:
         raise UserError(f"`schedule` {path} holds no action. Write cells such as 0F0, 0B0.")
+    if missing := set(range(max(holders) + 1)) - set(holders):
+        raise UserError(f"{path} has no action of stage {min(missing)}. Add its passes.")
     splits_backward = any(a.kind == Kind.WEIGHT_GRAD for order in orders for a in order)
     kind = ScheduleKind(splits_backward=splits_backward)
-    schedule = Schedule(name, _find_ranks(orders, path), kind, orders)
+    schedule = Schedule(name, tuple(holders[stage] for stage in sorted(holders)), kind, orders)
     counts = Counter(action for order in orders for action in order)
     for stage in range(schedule.num_stages):
         for micro_batch in range(schedule.legal_micro_batches(1)):
@@ -272,39 +294,6 @@ def read_schedule(
             f"`stages_per_rank` {stages_per_rank}. Drop the option or change the file."
         )
     return schedule
-
-
-def _read_row(row: list[str], where: str) -> list[Action]:
-    cells: list[str] = []
-    for cell in row:
-        pair = _PAIR.fullmatch(cell.strip())
-        cells += pair[1].split(";") if pair else [cell.strip()]
-    actions = []
-    for cell in cells:
-        action = parse_action(cell)
-        if action is not None:
-            actions.append(action)
-        elif cell and not _TRANSFER.fullmatch(cell):
-            raise UserError(
-                f"{where}: {cell!r} is no action. Write stage, F, B, I or W, and micro-batch, "
-                "such as 0F0."
-            )
-    return actions
-
-
-def _find_ranks(orders: list[list[Action]], path: Path) -> tuple[int, ...]:
-    rank_of_stage: dict[int, int] = {}
-    for rank, order in enumerate(orders):
-        for action in order:
-            if rank_of_stage.setdefault(action.stage, rank) != rank:
-                raise UserError(
-                    f"{path}: stage {action.stage} stands in rows {rank_of_stage[action.stage] + 1}"
-                    f" and {rank + 1}. Move its actions into one row."
-                )
-    missing = set(range(max(rank_of_stage) + 1)) - set(rank_of_stage)
-    if missing:
-        raise UserError(f"{path} has no action of stage {min(missing)}. Add its passes.")
-    return tuple(rank_of_stage[stage] for stage in sorted(rank_of_stage))
 
 
 @cache

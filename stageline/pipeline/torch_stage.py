@@ -372,6 +372,7 @@ def step_micro_batches(
         losses: filled on the rank of the last stage, as by `schedule.step`.
     """
     loss_of, has_backward = schedule._loss_fn, schedule._has_backward
+    assert loss_of is not None, "a schedule without loss_fn trains nothing"
     # the last stage makes the loss, where dropout and failures know its place
     schedule._loss_fn, schedule._has_backward = None, False
     try:

@@ -248,9 +248,9 @@ class Skips:
         which = f"{self.in_a_row} steps in a row up to step {step} were skipped, the last one"
         which = f"step {step} was skipped" if self.max_in_a_row == 1 else which
         raise NonFiniteError(
-            f"{which} because {problem}. No weight has changed. Look at these rows, lower "
-            "`learning_rate`, use `bf16` instead of `fp16`, or allow more skipped steps with "
-            f"`bad_steps.max_skipped` (now {self.max_in_a_row})."
+            f"{which} because {problem}. No weight has changed, and checkpoints are as they were. "
+            "Look at these rows, lower `learning_rate`, use `bf16` instead of `fp16`, or allow "
+            f"more skipped steps with `bad_steps.max_skipped` (now {self.max_in_a_row})."
         )
 
     def state_dict(self) -> dict[str, Any]:

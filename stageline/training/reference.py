@@ -146,7 +146,7 @@ def from_columns(
     if missing is not None or mixed:
         what = "answers of other rows" if mixed else f"micro-batch {missing}"
         raise UserError(
-            f"`reference` columns: the rows have no log-probabilities for {what}. Add "
+            f"`reference` columns: the rows bring no log-probabilities for {what}. Add "
             "ref_chosen_logps and ref_rejected_logps (dpo) or ref_logps (kto without its KL term) "
             "to every row, or use `reference` auto."
         )
