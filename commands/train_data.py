@@ -50,12 +50,11 @@ from stageline.data.images.tiling import Tiling, prepare_images
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.data.text.processor import get_pad_token_id, get_tokenizer, load_processor
 from stageline.device import is_accelerator
-from stageline.distributed.process_group import DistributedContext
+from stageline.distributed.process_group import DistributedContext, LargestOfReplicas
 from stageline.errors import DataError, UserError
 from stageline.model_folder import files_fingerprint, load_config
 from stageline.pipeline.schedules import Schedule
 from stageline.training.reference import weights_fingerprint
-from stageline.training.replicas import LargestOfReplicas
 
 
 def mixture_of(run: RunConfig, part: ChosenPart) -> dict[str, Any]:

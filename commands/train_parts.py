@@ -52,7 +52,6 @@ from stageline.modules.lora_layer import PISSA
 from stageline.modules.losses import without_reference
 from stageline.modules.policy_loss import with_stand_ins
 from stageline.pipeline.runner import PipelineRunner
-from stageline.pipeline.stage_passes import check_values_kept
 from stageline.pipeline.topology import Topology
 from stageline.planner.estimate import device_capacity
 from stageline.planner.planner import Planner, place_together
@@ -365,7 +364,6 @@ class TrainingParts:
         wait_for_weights(weights)
         if not is_known:
             check_filled_stages(stages, ranks=ranks, checkpoint=weights)
-        check_values_kept(stages)
         for stage in stages:
             if point is not None and not is_whole:
                 stage.loaded_from = getattr(stage, "loaded_from", None) or point.base

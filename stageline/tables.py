@@ -69,7 +69,7 @@ def _with_unit(count: float, *, base: int, units: Sequence[str]) -> str:
 
 
 def human_memory(peaks: Sequence[int]) -> str:
-    """Bytes of each stage in one short text: "605|507 MiB"; the largest gives the unit."""
+    """Return bytes of each stage in one short text: "605/507 MiB"; the largest gives the unit."""
     if not peaks:
         return "?"
     unit, name = next(
@@ -81,4 +81,4 @@ def human_memory(peaks: Sequence[int]) -> str:
         (1024, "KiB"),
     )
     digits = 1 if unit >= 1024**3 else 0
-    return "|".join(f"{peak / unit:.{digits}f}" for peak in peaks) + f" {name}"
+    return "/".join(f"{peak / unit:.{digits}f}" for peak in peaks) + f" {name}"

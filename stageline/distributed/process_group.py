@@ -338,6 +338,36 @@ def connect_store(timeout: timedelta) -> dist.TCPStore:
     return dist.TCPStore(address, port, wait_for_workers=False, timeout=timeout)
 
 
+_BEHIND = 1000  # steps; none is loaded so late
+
+
+class LargestOfReplicas:
+    """The largest of a number that each replica has of a step, for data workers.
+
+    They have no process group, so it goes through the store that the ranks met at; each process
+    connects by itself. Every rank of a replica has the same number.
+
+    Args:
+        name: the same on all ranks, and of no other loader or earlier start.
+        seconds: timeout of the wait for the other replicas.
+    """
+
+    def __init__(self, name: str, *, rank: int, size: int, seconds: float) -> None:
+        self._name, self._rank, self._size, self._seconds = name, rank, size, seconds
+        self._store: tuple[int, dist.Store] | None = None
+
+    def __call__(self, step: int, number: int) -> int:
+        if self._store is None or self._store[0] != os.getpid():  # forked
+            self._store = os.getpid(), connect_store(timedelta(seconds=self._seconds))
+        store = self._store[1]
+        store.set(self._key(step, self._rank), str(number))
+        store.delete_key(self._key(step - _BEHIND, self._rank))
+        return max(int(store.get(self._key(step, rank))) for rank in range(self._size))
+
+    def _key(self, step: int, rank: int) -> str:
+        return f"stageline/{self._name}/{step}/{rank}"
+
+
 @contextmanager
 def _naming_the_port() -> Iterator[None]:
     """Says in our words that another program listens where the ranks were to meet."""

@@ -203,8 +203,7 @@ class _BaseStub(nn.Module):
     def refusal(self, reason: str) -> UserError:
         """Says why this model's head cannot run alone."""
         return UserError(
-            f"{self.headed_name} {reason}, so its head can't run alone, as `logits_chunk` needs: "
-            "leave it out for this architecture."
+            f"{self.headed_name} {reason}, so its head can't run alone. Drop `logits_chunk`."
         )
 
 
@@ -233,8 +232,8 @@ def head_of(whole: PreTrainedModel | None) -> Head:
     if whole is None or whole.base_model_prefix not in whole._modules:
         name = "the stage model" if whole is None else type(whole).__name__
         raise UserError(
-            f"{name} has no transformers model with a base model apart from its head, which "
-            "`logits_chunk` needs in order to run the head alone: leave it out for this model."
+            f"{name} has no transformers model with a base model apart from its head. Drop "
+            "`logits_chunk`."
         )
     prefix = whole.base_model_prefix
     headed = copy.copy(whole)

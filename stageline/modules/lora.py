@@ -27,14 +27,13 @@ from stageline.modules.lora_layer import (
 
 WRAPPED = "lora_module"
 ALL_LINEAR = "all-linear"
-MAX_LAYERS = 256  # layers of other stages that a target may mean
 MAX_NAMES_SHOWN = 20
 # None: every layer; a list of endings or expressions; one expression; a set of full names
 Target = list[str] | str | frozenset[str] | None
 
 
 def wrapped_module(name: str) -> str:
-    """The plain path of the linear layer that a parameter of a wrapped layer belongs to."""
+    """Return the plain path of the linear layer that a parameter of a wrapped layer belongs to."""
     return re.split(rf"\.{WRAPPED}\.|\.lora\.lora_", name, maxsplit=1)[0]
 
 
@@ -67,7 +66,7 @@ class LoRAWrapper(nn.Module):
         super().__init__()
         if not is_linear(module):
             raise UserError(
-                f"LoRAWrapper takes a linear layer; {type(module).__name__} is not one. Wrap an "
+                f"LoRA goes on a linear layer; {type(module).__name__} is not one. Choose an "
                 "nn.Linear or Conv1D, or train the module whole with `modules_to_save`."
             )
         self.lora_module = module
@@ -87,7 +86,7 @@ class LoRAWrapper(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The innermost weight: model code reads its dtype."""
+        """Return the innermost weight: model code reads its dtype."""
         return innermost(self).weight
 
     @property
@@ -112,12 +111,12 @@ class RowChoice:
         self._places: dict[int, torch.Tensor] = {}
 
     def begin(self, rows: Iterable[int]) -> None:
-        """Sets the rows of the pass that follows."""
+        """Set the rows of the pass that follows."""
         self.rows, self._places = tuple(rows), {}
         self.numbers = tuple(sorted(set(self.rows)))
 
     def places(self, number: int, device: torch.device) -> torch.Tensor:
-        """The rows that have an adapter."""
+        """Return the rows that have an adapter."""
         if number not in self._places:
             found = [place for place, one in enumerate(self.rows) if one == number]
             self._places[number] = torch.tensor(found, device=device)
@@ -140,7 +139,7 @@ class RowLoRA(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """That of the layer: model code reads its dtype."""
+        """Return that of the layer: model code reads its dtype."""
         return self.lora_module.weight
 
     @property
@@ -155,7 +154,13 @@ class RowLoRA(nn.Module):
             return result
         if len(numbers) == 1:
             return self._added_to(result, here[0], x)
-        x_B, result_B = (_by_rows(value, len(self.choice.rows)) for value in (x, result))
+        # models may have put rows and tokens together
+        num_rows = len(self.choice.rows)
+        assert len(x) % num_rows == 0, f"{list(x.shape)} has not {num_rows} rows"
+        x_B, result_B = (
+            value if len(value) == num_rows else value.unflatten(0, (num_rows, -1))
+            for value in (x, result)
+        )
         for number in here:
             own = self.choice.places(number, x.device)
             result_B = result_B.index_copy(0, own, self._added_to(result_B[own], number, x_B[own]))
@@ -164,14 +169,6 @@ class RowLoRA(nn.Module):
     def _added_to(self, result: torch.Tensor, number: int, x: torch.Tensor) -> torch.Tensor:
         layer = cast(LoRALayer, self.adapters[str(number)])
         return layer.added_to(result, x, self.lora_module)
-
-
-def _by_rows(values: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Values with the rows of the batch in front; models may have put rows and tokens together."""
-    if len(values) == num_rows:
-        return values
-    assert len(values) % num_rows == 0, f"{list(values.shape)} has not {num_rows} rows"
-    return values.unflatten(0, (num_rows, -1))
 
 
 def is_linear(module: nn.Module | None) -> bool:
@@ -211,13 +208,14 @@ def wrap_linear(
     seed: int = 0,
     **kind: Any,
 ) -> nn.Module:
-    """Puts an adapter on linear layers, in place; a layer that has one gets a further one.
+    """Put an adapter on linear layers, in place; a layer that has one gets a further one.
 
     Args:
         module: where to look; it may be a linear layer itself.
         target: None: every linear layer; a list: endings of names (`q_proj`, `mlp.down_proj`),
             entries with regular-expression characters must match a full name; a string: one
-            expression for full names; a frozenset: full names, of which some may be elsewhere.
+            expression for full names; a frozenset: full names. What it does not match here is on
+            another stage: `find_targets` looks for it in the whole model.
         prefix: the module's own path, for full names.
         skip: paths that are left alone, with all below them.
         seed: of A, with the parameter's full name; weights on meta are drawn when they are filled.
@@ -225,33 +223,11 @@ def wrap_linear(
 
     Returns:
         The module, or its wrapper when it is a linear layer itself.
-
-    Raises:
-        UserError: no layer has such a name, or there is no linear layer at all.
     """
-    if rank < 1:
-        raise UserError(f"`lora_rank` {rank} is below 1. Set it to 1 or more; 8 or 16 is usual.")
-    if not 0.0 <= dropout < 1.0:
-        raise UserError(
-            f"`lora_dropout` {dropout} is not a share of the adapter's inputs. Set it to 0 or "
-            "more, and below 1."
-        )
-    found = list(_candidates(module, prefix, tuple(skip)))
-    chosen = [place for place in found if is_target(place[2], target)]
-    if not chosen and not isinstance(target, frozenset):
-        names = [name for _, _, name in found]
-        is_elsewhere = not names and next(module.parameters(), None) is None
-        # or the target names layers of another stage
-        others = (other for name in names for other in _other_layers(name))
-        if not is_elsewhere and not any(is_target(other, target) for other in others):
-            raise UserError(
-                f"`lora_target` {target} matches none of the {len(names)} linear layers in "
-                f"{prefix or 'the model'}. Name some of "
-                f"{', '.join(endings_of(names)) or 'another part'}, or leave `lora_target` out for "
-                "all."
-            )
     root = module
-    for parent, leaf, name in chosen:
+    for parent, leaf, name in list(_candidates(module, prefix, tuple(skip))):
+        if not is_target(name, target):
+            continue
         inner = module if parent is None else parent._modules[leaf]
         assert inner is not None  # it was found there
         wrapper = LoRAWrapper(inner, rank=rank, alpha=alpha, dropout=dropout, **kind)
@@ -282,7 +258,7 @@ def _candidates(
 
 
 def linear_names(module: nn.Module, *, prefix: str = "", skip: Iterable[str] = ()) -> list[str]:
-    """Full names of the layers that `wrap_linear` would look at."""
+    """Return the full names of the layers that `wrap_linear` would look at."""
     return [name for _, _, name in _candidates(module, prefix, tuple(skip))]
 
 
@@ -303,18 +279,12 @@ def is_target(name: str, target: Target) -> bool:
 
 
 def endings_of(names: Iterable[str]) -> list[str]:
-    """Last parts of names, as many as an error shows."""
+    """Return the last parts of names, as many as an error shows."""
     return sorted({name.rpartition(".")[2] for name in names})[:MAX_NAMES_SHOWN]
 
 
-def _other_layers(name: str) -> Iterator[str]:
-    for match in re.finditer(r"(?<=\.)\d+(?=\.)", name):
-        for index in range(MAX_LAYERS):
-            yield f"{name[: match.start()]}{index}{name[match.end() :]}"
-
-
 def lora_stacks(model: nn.Module) -> dict[str, list[LoRAWrapper]]:
-    """Plain module name -> its wrappers, innermost first."""
+    """Return plain module name -> its wrappers, innermost first."""
     stacks: dict[str, list[LoRAWrapper]] = {}
     for name, module in model.named_modules():
         if isinstance(module, LoRAWrapper):
@@ -326,7 +296,7 @@ Place = tuple[nn.Module, str, LoRAWrapper]  # parent, name in it, what stands th
 
 
 def outermost(model: nn.Module) -> list[Place]:
-    """Where the outermost adapters of a model are."""
+    """Return where the outermost adapters of a model are."""
     return [
         (parent, leaf, child)
         for parent in model.modules()
@@ -368,7 +338,7 @@ def adapters_off(models: Iterable[nn.Module]) -> AbstractContextManager[None]:
 
 
 def innermost(module: nn.Module) -> Linear:
-    """The layer below all adapters."""
+    """Return the layer below all adapters."""
     while isinstance(module, LoRAWrapper):
         module = module.lora_module
     return cast(Linear, module)  # `is_linear` said so when it was wrapped
@@ -400,7 +370,7 @@ def merge_lora(model: nn.Module) -> nn.Module:
 
 
 def strip_lora(name: str) -> str:
-    """A module's or parameter's name in the model without any LoRA."""
+    """Return a module's or parameter's name in the model without any LoRA."""
     return ".".join(part for part in name.split(".") if part != WRAPPED)
 
 
@@ -426,7 +396,7 @@ def key_map_without_last_lora(names: Iterable[str]) -> dict[str, str]:
 
 
 def trained_besides(model: nn.Module) -> list[str]:
-    """Names of what is trained and would still be there with adapters off."""
+    """Return the names of what is trained and would still be there with adapters off."""
     inside = {
         id(parameter)
         for _, _, wrapper in outermost(model)
@@ -438,7 +408,7 @@ def trained_besides(model: nn.Module) -> list[str]:
 
 
 def begun_adapters(model: nn.Module) -> list[str]:
-    """Names of outermost adapters that add something already: the start is not the layer alone."""
+    """Return the names of outermost adapters that add something already."""
     found = []
     for name, parameter in model.named_parameters():
         is_outermost = ".lora.lora_B." in f".{name}" and "lora_module." not in name

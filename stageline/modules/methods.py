@@ -49,15 +49,15 @@ class FreezeRule:
         wanted = abs(self.num_layers)
         if wanted > total:
             raise UserError(
-                f"`freeze.layers` {self.num_layers} of a model of {total} layers: {total} at most "
-                "can train. Give a smaller number, or leave it out to train all."
+                f"`freeze.layers` {self.num_layers}: the model has {total} layers. Give a smaller "
+                "number, or drop it to train all."
             )
         if not self.spreads:
             return range(total - wanted, total) if self.num_layers > 0 else range(wanted)
         if total % wanted:
             raise UserError(
-                f"`freeze.llama_pro` requires a `freeze.layers` that divides {total}, the layers "
-                f"of the model, and it is {wanted}. Give the number of blocks that "
+                f"`freeze.layers` {wanted} does not divide {total}, the layers of the model, as "
+                "`freeze.llama_pro` requires. Give the number of blocks that "
                 "tools/expand_blocks.py added."
             )
         stride = total // wanted
@@ -113,32 +113,21 @@ class FreezeRule:
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
-def norms_to_float32(model: nn.Module) -> list[str]:
-    """Keeps and computes every norm of a half model in float32; what it gives is half again.
+def norms_to_float32(model: nn.Module) -> None:
+    """Keep and compute every norm of a half model in float32; what it gives is half again."""
 
-    Returns:
-        The paths of the norms.
-    """
-    found = []
-    for name, module in model.named_modules():
+    def in_float32(
+        forward: Callable[..., torch.Tensor], hidden: torch.Tensor, *args: object, **kwargs: object
+    ) -> torch.Tensor:
+        return forward(hidden.float(), *args, **kwargs).to(hidden.dtype)
+
+    for module in model.modules():
         own = list(module.parameters(recurse=False))
         is_half = own and all(one.ndim == 1 and one.dtype in HALF_TYPES for one in own)
         if "norm" in type(module).__name__.lower() and is_half:
             for parameter in own:
                 parameter.data = parameter.data.float()
-            module.forward = functools.partial(_in_float32, module.forward)
-            found.append(name)
-    return found
-
-
-def _in_float32(
-    forward: Callable[..., torch.Tensor], hidden: torch.Tensor, *args: object, **kwargs: object
-) -> torch.Tensor:
-    return forward(hidden.float(), *args, **kwargs).to(hidden.dtype)
-
-
-def _to_float32(module: nn.Module, args: tuple, logits: torch.Tensor) -> torch.Tensor:
-    return logits.float() if logits.dtype in HALF_TYPES else logits
+            module.forward = functools.partial(in_float32, module.forward)
 
 
 # Rotary positions for texts longer than a model was trained for, written into its configuration.
@@ -176,9 +165,8 @@ def scale_rope(config: PretrainedConfig, scaling: RopeScaling) -> str:
     parameters = getattr(text, "rope_parameters", None)
     if not parameters or not old:
         raise UserError(
-            f"`rope_scaling` {scaling.kind} requires rotary positions, and the configuration of "
-            f"{config.model_type} has no rotary positions (rope_parameters). Leave it out, and "
-            "keep `max_token_num` within the model's length."
+            f"`rope_scaling` {scaling.kind}: {config.model_type} has no rotary positions "
+            "(rope_parameters). Drop it, and keep `max_token_num` within the model's length."
         )
     if scaling.max_token_num <= old:
         return spelled(
@@ -212,8 +200,8 @@ def _scaled(
     if kind not in (PLAIN, "mrope") and not kind == scaling.kind == "dynamic":
         raise UserError(
             f"`rope_scaling` {scaling.kind}: the positions of the model are scaled already "
-            f"(rope_type {kind!r}, for {old} tokens). Leave it out and keep `max_token_num` within "
-            f"{old}, or start from the model before it was scaled."
+            f"(rope_type {kind!r}, for {old} tokens). Drop it and keep `max_token_num` within "
+            f"{old}, or start from the model before that."
         )
     # what else is there stays: rope_theta, mrope_section, partial_rotary_factor
     scaled = {**parameters, "rope_type": scaling.kind, "factor": float(factor)}
@@ -305,8 +293,8 @@ class Methods:
         count = quantise_layers(layers, self.quantization, dtype=model.dtype, device=device)
         if layers and not count:
             raise UserError(
-                f"`quantization` {self.quantization.kind}: the layers of {model.config.model_type} "
-                "hold no plain linear layer to quantise. Leave it out for this model."
+                f"`quantization` {self.quantization.kind}: {model.config.model_type} has no plain "
+                "linear layer in its layers. Drop it."
             )
         after = base_bytes(layers)
         model.notes += (
@@ -329,7 +317,9 @@ class Methods:
             norms_to_float32(model)
         if self.upcast_lm_head and model.is_last and model.whole is not None:
             # so that capping, scaling and the loss do not round logits again
-            model.whole.get_output_embeddings().register_forward_hook(_to_float32)
+            model.whole.get_output_embeddings().register_forward_hook(
+                lambda module, args, logits: logits.float() if logits.dtype in HALF_TYPES else None
+            )
 
     def trained_names(self, model: Any) -> frozenset[str] | None:
         """Parameters of language model and head that train, of all stages; None: no rule."""

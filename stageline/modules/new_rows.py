@@ -10,7 +10,6 @@ Shapes: N new tokens, V rows, H hidden size.
 """
 
 import copy
-import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -144,8 +143,8 @@ def put_new_rows(model: Stage, rows: NewRows) -> None:
     paths = getattr(model, "vocabulary", ())
     if not paths:
         raise UserError(
-            f"`new_tokens` came with {type(model).__name__}, which has no `vocabulary`, the paths "
-            "of its embedding and head. Set it in the stage model, or leave the option out."
+            f"{type(model).__name__} has no `vocabulary`, the paths of its embedding and head. Set "
+            "it in the stage model, or drop `new_tokens`."
         )
     before = vocab_size_of(model.config)
     assert before is not None  # a model with an embedding says its rows
@@ -275,21 +274,19 @@ def add_noise(model: nn.Module, paths: Iterable[str], alpha: float) -> None:
     Args:
         paths: of embedding and head in the whole model.
     """
+
+    def noisy(module: nn.Module, args: tuple, hidden_BTH: torch.Tensor) -> torch.Tensor | None:
+        if not module.training:
+            return None
+        most = alpha / (hidden_BTH.shape[1] * hidden_BTH.shape[2]) ** 0.5
+        return hidden_BTH + torch.empty_like(hidden_BTH).uniform_(-most, most)
+
     for module in vocabulary_modules(model, paths).values():
         if isinstance(module, nn.Embedding):
             setattr(module, ALPHA, alpha)
-            module.register_forward_hook(functools.partial(_noisy, alpha))
+            module.register_forward_hook(noisy)
 
 
 def noisy_modules(model: nn.Module) -> list[nn.Module]:
     """The embeddings that draw in training."""
     return [module for module in model.modules() if hasattr(module, ALPHA)]
-
-
-def _noisy(
-    alpha: float, module: nn.Module, args: tuple, hidden_BTH: torch.Tensor
-) -> torch.Tensor | None:
-    if not module.training:
-        return None
-    most = alpha / (hidden_BTH.shape[1] * hidden_BTH.shape[2]) ** 0.5
-    return hidden_BTH + torch.empty_like(hidden_BTH).uniform_(-most, most)

@@ -92,8 +92,8 @@ def lora_of_parts(
         if found[part].num > 1 and (use_dora or is_pissa):  # both are about the one weight below
             option = "`use_dora`" if use_dora else f"`lora_init` {lora_init}"
             raise UserError(
-                f"{option} came with `{part}_lora_num` {found[part].num}; it allows 1 adapter. To "
-                "build on an earlier one merge it: `adapter_path` FOLDER `create_new_adapter`."
+                f"{option} allows 1 adapter, not `{part}_lora_num` {found[part].num}. To build on "
+                "an earlier one merge it: `adapter_path` FOLDER `create_new_adapter`."
             )
     if of_parts:
         raise TypeError(f"a stage model takes no argument {', '.join(map(repr, sorted(of_parts)))}")
@@ -172,8 +172,8 @@ def _prefixes(part: str, parts: Mapping[str, Iterable[str]]) -> Iterator[tuple[s
 def _no_match(part: str, lora: PartLoRA, names: list[str]) -> UserError:
     if not names:
         return UserError(
-            f"`{part}_lora_num` {lora.num} came, and the model has no linear layer in its "
-            f"{LORA_PARTS[part]}. Leave `{part}_lora_num` out for this model."
+            f"`{part}_lora_num` {lora.num}: the model has no linear layer in its "
+            f"{LORA_PARTS[part]}. Drop `{part}_lora_num`."
         )
     target = lora.target if isinstance(lora.target, str) else ",".join(lora.target or ())
     endings = ", ".join(endings_of(names))

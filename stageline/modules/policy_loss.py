@@ -64,7 +64,7 @@ class PolicyOptions:
         return "sequence" if self.loss_type == "gspo" else self.importance_sampling_level
 
     def check(self) -> None:
-        """Refuses numbers that make no loss.
+        """Refuse numbers that make no loss.
 
         Raises:
             UserError: names the options.
@@ -73,10 +73,8 @@ class PolicyOptions:
         above = (self.temperature, self.importance_cap, self.max_completion_length)
         if min(least) < 0 or min(above) <= 0 or (self.delta is not None and self.delta <= 0):
             raise UserError(
-                f"the loss grpo has epsilon {self.epsilon:g}, epsilon_high {self.high:g}, delta "
-                f"{self.delta}, kl_beta {self.kl_beta:g}, entropy_coef {self.entropy_coef:g}, "
-                f"temperature {self.temperature:g}, importance_cap {self.importance_cap:g}. Give "
-                "nothing below 0, and temperature, delta and cap above 0."
+                f"the loss grpo has {self}. Give nothing below 0, and temperature, delta and cap "
+                "above 0."
             )
 
 
@@ -205,7 +203,17 @@ def policy_loss(
         figures_BT["kl"] = kl_BT
     tokens, answers = num_tokens.clamp(min=1), num_answers.clamp(min=1)
     learnt_BT = is_learnt_BT.to(log_probs_BT)
-    loss = _normalised(terms_BT * learnt_BT, learnt_BT, batch, tokens, answers, options)
+    terms_BT = terms_BT * learnt_BT
+    if options.loss_type in ("grpo", "gspo"):  # a mean of the means of answers
+        sums_A, counts_A = (
+            _by_answer(values_BT, batch, len(batch[ADVANTAGES]))
+            for values_BT in (terms_BT, learnt_BT)
+        )
+        loss = (sums_A / counts_A.clamp(min=1)).sum() / answers
+    elif options.loss_type == "dr_grpo":
+        loss = terms_BT.sum() / (answers * options.max_completion_length)
+    else:
+        loss = terms_BT.sum() / tokens
     figures_BT["entropy"] = entropy_BT
     if options.entropy_coef:
         loss = loss - options.entropy_coef * entropy_BT.sum() / tokens
@@ -215,25 +223,6 @@ def policy_loss(
         figures_BT["sampling_gap"] = (old_BT - batch[SAMPLED].to(old_BT)).abs()
     figures = {name: (value * learnt_BT).sum() / tokens for name, value in figures_BT.items()}
     return loss, figures
-
-
-def _normalised(
-    terms_BT: torch.Tensor,
-    learnt_BT: torch.Tensor,
-    batch: MicroBatch,
-    tokens: torch.Tensor,
-    answers: torch.Tensor,
-    options: PolicyOptions,
-) -> torch.Tensor:
-    if options.loss_type in ("grpo", "gspo"):  # a mean of the means of answers
-        sums_A, counts_A = (
-            _by_answer(values_BT, batch, len(batch[ADVANTAGES]))
-            for values_BT in (terms_BT, learnt_BT)
-        )
-        return (sums_A / counts_A.clamp(min=1)).sum() / answers
-    if options.loss_type == "dr_grpo":
-        return terms_BT.sum() / (answers * options.max_completion_length)
-    return terms_BT.sum() / tokens
 
 
 def policy_terms(

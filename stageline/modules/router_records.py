@@ -23,10 +23,14 @@ def watch_routers(base_model: nn.Module, layers: Sequence[nn.Module]) -> None:
     if specs is None:
         return
     for spec in specs if isinstance(specs, list) else [specs]:
-        for layer in layers:
-            for name, module in layer.named_modules():
-                if _is_meant(spec, name, module):
-                    module.register_forward_hook(partial(_note, getattr(spec, "index", 1)))
+        target, end = getattr(spec, "target_class", spec), getattr(spec, "class_name", None)
+        inside = getattr(spec, "layer_name", None)
+        for name, module in (one for layer in layers for one in layer.named_modules()):
+            is_meant = isinstance(target, type) and isinstance(module, target)
+            if inside is not None and f".{inside.strip('.')}." not in f".{name}.":
+                continue
+            if is_meant or (end and name.endswith(end)):
+                module.register_forward_hook(partial(_note, getattr(spec, "index", 1)))
 
 
 @contextlib.contextmanager
@@ -38,16 +42,6 @@ def recording_routers(is_asked: bool) -> Iterator[list[torch.Tensor]]:
         yield found
     finally:
         _FOUND.reset(token)
-
-
-def _is_meant(spec: Any, name: str, module: nn.Module) -> bool:
-    target = getattr(spec, "target_class", spec)
-    class_name = getattr(spec, "class_name", None)
-    is_target = isinstance(target, type) and isinstance(module, target)
-    if not is_target and not (class_name and name.endswith(class_name)):
-        return False
-    layer_name = getattr(spec, "layer_name", None)
-    return layer_name is None or f".{layer_name.strip('.')}." in f".{name}."
 
 
 def _note(index: int, module: nn.Module, args: tuple, output: Any) -> None:

@@ -170,14 +170,18 @@ def check_names(stages: Sequence[StageNames], whole: Names | None = None) -> Non
         for name, shape in one.held.shapes.items():
             if shape is not None and shape != (other := expected.setdefault(name, shape)):
                 others.append(f"{name} {list(shape)} on stage {one.stage}, else {list(other)}")
-    told = [f"{len(ones)} {kind} ({_examples(ones)})" for kind, ones in faults.items() if ones]
+    told = []
+    for kind, ones in faults.items():
+        if ones:
+            more = f" and {len(ones) - NUM_SHOWN} more" if len(ones) > NUM_SHOWN else ""
+            told.append(f"{len(ones)} {kind} ({', '.join(ones[:NUM_SHOWN])}{more})")
     if told:
         raise UserError(
             f"the weights of {stages[0].model} on {len(stages)} stages do not add up to one model: "
-            f"{'; '.join(told)}. Weights are saved, resumed and exported by name. Keep the places "
-            "of other stages' layers in a ModuleList (layers.7 is layers.7 on every stage: put a "
-            "PassThrough there), build each layer on one stage, and name a weight that several "
-            "stages share on purpose in shared_names of the stage model; see docs/add_a_model.md."
+            f"{'; '.join(told)}. Keep the places of other stages' layers in a ModuleList "
+            "(layers.7 is layers.7 on every stage: put a PassThrough there), build each layer on "
+            "one stage, and name a weight that stages share on purpose in shared_names of the "
+            "stage model (docs/add_a_model.md)."
         )
 
 
@@ -185,8 +189,3 @@ def shared_names(stages: Sequence[StageNames], whole: Names | None = None) -> fr
     """Names that several stages may hold: declared, or tied in the whole model."""
     tied = frozenset() if whole is None else whole.tied
     return tied.union(*(one.shared for one in stages))
-
-
-def _examples(shown: list[str]) -> str:
-    more = len(shown) - NUM_SHOWN
-    return ", ".join(shown[:NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")

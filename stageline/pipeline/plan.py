@@ -41,7 +41,7 @@ _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 def parse_action(text: str) -> Action | None:
-    """Reads `2F0`; None for any other text."""
+    """Read `2F0`; None for any other text."""
     match = _ACTION.fullmatch(text.strip())
     if match is None:
         return None
@@ -76,7 +76,7 @@ class GradFlow:
 
 
 def grad_flow(trains: Sequence[bool]) -> GradFlow:
-    """What follows from which stages have trainable parameters, or must pass a gradient on."""
+    """Return what follows from which stages have trainable parameters."""
     return GradFlow(
         computes=tuple(any(trains[: stage + 1]) for stage in range(len(trains))),
         sends=tuple(any(trains[:stage]) for stage in range(len(trains))),
@@ -84,7 +84,7 @@ def grad_flow(trains: Sequence[bool]) -> GradFlow:
 
 
 def drop_dead_backward(orders: Sequence[Sequence[Action]], flow: GradFlow) -> list[list[Action]]:
-    """Leaves out the backward passes before the first trainable parameter.
+    """Leave out the backward passes before the first trainable parameter.
 
     A stage that sends no gradient has no input gradient to compute first: its backward pass is
     done in one piece, where the schedule has its weight gradient.
@@ -104,7 +104,7 @@ def drop_dead_backward(orders: Sequence[Sequence[Action]], flow: GradFlow) -> li
 
 
 def forward_orders(rank_of_stage: Sequence[int], num_micro_batches: int) -> list[list[Action]]:
-    """An order for forward passes alone: of all a rank could do, the deepest stage first."""
+    """Return an order for forward passes only: of all a rank could do, the deepest stage first."""
     num_stages = len(rank_of_stage)
     orders: list[list[Action]] = [[] for _ in range(max(rank_of_stage) + 1)]
     passed = [0] * num_stages  # micro-batches that went through each stage
@@ -124,7 +124,7 @@ def forward_orders(rank_of_stage: Sequence[int], num_micro_batches: int) -> list
 
 
 def needs(action: Action, num_stages: int) -> list[list[Action]]:
-    """What must be done before an action; of each inner list one will do."""
+    """Return what must be done before an action; of each inner list one will do."""
     stage, kind, micro_batch = action
     if kind == Kind.FORWARD:
         return [[Action(stage - 1, Kind.FORWARD, micro_batch)]] if stage > 0 else []
@@ -140,7 +140,7 @@ def needs(action: Action, num_stages: int) -> list[list[Action]]:
 def add_transfers(
     orders: Sequence[Sequence[Action]], rank_of_stage: Sequence[int], flow: GradFlow | None = None
 ) -> list[Plan]:
-    """Puts sends behind the passes that make a tensor, and receives beside them on the other rank.
+    """Put sends behind the passes that make a tensor, and receives beside them on the other rank.
 
     Args:
         flow: None where no backward passes are.
@@ -163,14 +163,17 @@ def add_transfers(
         if not started:
             waiting = [str(o[places[r]]) for r, o in enumerate(orders) if places[r] < len(o)]
             raise UserError(
-                f"the schedule waits for itself: ranks stand at {', '.join(waiting)}, and each "
-                "needs a pass that comes later. Put every pass behind the ones it needs."
+                f"the schedule waits for itself: ranks stand at {', '.join(waiting)}. Put every "
+                "pass behind the ones it needs."
             )
-        sends = [
-            (rank, send)
-            for rank, action in started
-            if (send := _send_of(rank, action, rank_of_stage, flow)) is not None
-        ]
+        sends = []
+        for rank, (stage, kind, micro_batch) in started:
+            is_grad = kind != Kind.FORWARD
+            if kind == Kind.WEIGHT_GRAD or (is_grad and not (flow and flow.sends[stage])):
+                continue
+            fed = stage - 1 if is_grad else stage + 1
+            if 0 <= fed < num_stages and (peer := rank_of_stage[fed]) != rank:
+                sends.append((rank, Transfer(True, is_grad, fed, micro_batch, peer)))
         # a device receives when the passes queued before are done: so before the pass of this
         # round, which does not need what another rank makes in the same round
         for rank, send in sends:
@@ -182,19 +185,3 @@ def add_transfers(
         for rank, send in sends:
             plans[rank].append(send)
     return plans
-
-
-def _send_of(
-    rank: int, action: Action, rank_of_stage: Sequence[int], flow: GradFlow | None
-) -> Transfer | None:
-    """What goes to another rank behind a pass."""
-    stage, kind, micro_batch = action
-    if kind == Kind.WEIGHT_GRAD:
-        return None
-    is_grad = kind != Kind.FORWARD
-    if is_grad and not (flow and flow.sends[stage]):
-        return None
-    fed = stage - 1 if is_grad else stage + 1
-    if not 0 <= fed < len(rank_of_stage) or rank_of_stage[fed] == rank:
-        return None
-    return Transfer(True, is_grad, fed, micro_batch, rank_of_stage[fed])

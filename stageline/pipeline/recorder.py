@@ -44,7 +44,7 @@ class TimelineEvent:
 
 
 def stages_by_rank(spans: Sequence[TimelineEvent]) -> dict[int, list[int]]:
-    """The stages that each rank holds, both in order."""
+    """Return the stages that each rank holds, both in order."""
     held: dict[int, set[int]] = {}
     for span in spans:
         held.setdefault(span.rank, set()).add(span.stage)
@@ -52,18 +52,18 @@ def stages_by_rank(spans: Sequence[TimelineEvent]) -> dict[int, list[int]]:
 
 
 def extent(spans: Sequence[TimelineEvent]) -> tuple[float, float]:
-    """First start and last end; zeros for no spans."""
+    """Return the first start and the last end; zeros for no spans."""
     starts, ends = [span.start for span in spans], [span.end for span in spans]
     return min(starts, default=0.0), max(ends, default=0.0)
 
 
 def busy_seconds(events: Sequence[TimelineEvent], rank: int) -> float:
-    """What a rank computed, waits left out."""
+    """Return the seconds that a rank computed, waits left out."""
     return sum(e.end - e.start for e in events if e.rank == rank and e.kind not in WAITS)
 
 
 def split_waits(events: Sequence[TimelineEvent]) -> list[TimelineEvent]:
-    """Cuts each wait where the pass that makes the tensor ended: what is left is the transfer.
+    """Cut each wait where the pass that makes the tensor ended: what is left is the transfer.
 
     Ranks began the clock together. A wait whose pass nobody recorded stays as it is.
     """
@@ -90,7 +90,7 @@ def split_waits(events: Sequence[TimelineEvent]) -> list[TimelineEvent]:
 
 
 def bubble(events: Sequence[TimelineEvent]) -> float:
-    """The share of all ranks' time, from first start to last end, in which nothing was computed."""
+    """Return the share of all ranks' time, from first start to last end, without a pass."""
     if not events:
         return 0.0
     ranks, (start, end) = {event.rank for event in events}, extent(events)
@@ -101,7 +101,7 @@ def bubble(events: Sequence[TimelineEvent]) -> float:
 def describe_timeline(
     measured: Sequence[TimelineEvent], ideal: Sequence[TimelineEvent] | None
 ) -> str:
-    """Lines for a person: bubble, what each rank did, which stage to relieve.
+    """Return lines for a person: bubble, what each rank did, which stage to relieve.
 
     Args:
         ideal: the same passes with nothing to wait for but each other; None: not known.
@@ -111,33 +111,30 @@ def describe_timeline(
         f"{100 * bubble(one):.1f} % of {extent(one)[1] - extent(one)[0]:.3f} s" for one in told
     ]
     lines = [f"bubble {'; ideal with these pass times: '.join(shares)}"]
-    for rank in sorted({event.rank for event in measured}):
+    for rank, stages in stages_by_rank(measured).items():
         own = [event for event in measured if event.rank == rank]
-        stages = sorted({event.stage for event in own})
         waits, transfers = (
             sum(event.end - event.start for event in own if event.kind == kind) for kind in WAITS
         )
-        named = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
-        busy = busy_seconds(own, rank)
-        text = f"rank {rank} ({named}): busy {busy:.3f} s, waits {waits:.3f} s for other stages"
-        lines.append(f"{text}, {transfers:.3f} s for transfers")
-    return "\n".join(lines + _advise(measured))
-
-
-def _advise(events: Sequence[TimelineEvent]) -> list[str]:
-    """The slowest stage and what would help; nothing for one stage."""
+        lines.append(
+            f"rank {rank} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}): busy "
+            f"{busy_seconds(own, rank):.3f} s, waits {waits:.3f} s for other stages, "
+            f"{transfers:.3f} s for transfers"
+        )
+    # the slowest stage, and what would help
     seconds: dict[int, float] = {}
-    for event in events:
+    for event in measured:
         if event.kind not in WAITS:
             seconds[event.stage] = seconds.get(event.stage, 0.0) + event.end - event.start
-    if len(seconds) < 2 or not any(seconds.values()):
-        return []
-    slowest, fastest = max(seconds, key=seconds.__getitem__), min(seconds, key=seconds.__getitem__)
-    excess = seconds[slowest] * len(seconds) / sum(seconds.values()) - 1.0
-    if excess <= EVEN:
-        return [f"stage {slowest} is the slowest, only {100 * excess:.0f} % above the mean"]
-    advice = spelled(f"if it has several layers, move one to stage {fastest} (`partition`)")
-    return [f"stage {slowest} is the slowest, {100 * excess:.0f} % above the mean: {advice}"]
+    if len(seconds) > 1 and any(seconds.values()):
+        slowest, fastest = (find(seconds, key=seconds.__getitem__) for find in (max, min))
+        excess = seconds[slowest] * len(seconds) / sum(seconds.values()) - 1.0
+        line = f"stage {slowest} is the slowest, only {100 * excess:.0f} % above the mean"
+        if excess > EVEN:
+            advice = spelled(f"if it has several layers, move one to stage {fastest} (`partition`)")
+            line = f"stage {slowest} is the slowest, {100 * excess:.0f} % above the mean: {advice}"
+        lines.append(line)
+    return "\n".join(lines)
 
 
 Mark = float | torch.Event
@@ -156,20 +153,20 @@ class Recorder:
         self._zero: Mark = 0.0
 
     def start(self) -> None:
-        """Sets the clock to zero; ranks call this together."""
+        """Set the clock to zero; ranks call this together."""
         self._spans.clear()
         self._zero = self._mark()
 
     def span(self, action: Action) -> AbstractContextManager[None]:
-        """The time of a pass."""
+        """Time a pass."""
         return self._during(action, action.kind.value)
 
     def wait(self, action: Action) -> AbstractContextManager[None]:
-        """The time that a pass waits for a tensor of another rank."""
+        """Time the wait of a pass for a tensor of another rank."""
         return self._during(action, WAIT)
 
     def events(self) -> list[TimelineEvent]:
-        """All spans since `start`."""
+        """Return all spans since `start`."""
         synchronize(self.device)
         return [
             TimelineEvent(

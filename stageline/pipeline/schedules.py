@@ -131,7 +131,7 @@ class Schedule:
     def check(
         self, num_micro_batches: int, *, micro_batch_size: int = 1, accumulate_steps: int = 1
     ) -> None:
-        """Refuses a number of micro-batches that this schedule cannot run.
+        """Refuse a number of micro-batches that this schedule cannot run.
 
         Args:
             micro_batch_size, accumulate_steps: of the run, for the advice.
@@ -139,40 +139,32 @@ class Schedule:
         Raises:
             UserError: with the next batch size that it can run.
         """
-        legal = self.legal_micro_batches(num_micro_batches)
-        if legal == num_micro_batches:
+        count = num_micro_batches
+        legal = self.legal_micro_batches(count)
+        if legal == count:
             return
+        least, rounds = self.kind.least(self.num_ranks, self.num_stages), count // self.num_ranks
+        reason = f"they must fall into {rounds} equal rounds over {self.num_ranks} ranks"
+        if self.written is not None:
+            reason = f"it runs {legal} and no other number"
+        elif count < least:
+            what = "ranks" if least == self.num_ranks else "stages"
+            reason = f"it needs one for each of its {least} {what} at least"
         per_batch = accumulate_steps / micro_batch_size
         batch_size = micro_batch_size * -(-legal // accumulate_steps)
-        while self.written is None:
-            count = round(batch_size * per_batch)
-            if self.legal_micro_batches(count) == count:
-                break
+        while self.written is None and (made := round(batch_size * per_batch)) != (
+            self.legal_micro_batches(made)
+        ):
             batch_size += micro_batch_size
         raise UserError(
-            f"{num_micro_batches} micro-batches (`batch_size` x `accumulate_steps` / "
-            f"`micro_batch_size`) can't fill `schedule` {self.name} on {self.num_ranks} ranks "
-            f"with {self.num_stages} stages: {self._reason(num_micro_batches)}. Set `batch_size` "
-            f"to {batch_size}, which makes {round(batch_size * per_batch)}, use fewer stages, or "
-            "choose another `schedule` (gpipe runs any number)."
+            f"{count} micro-batches (`batch_size` x `accumulate_steps` / `micro_batch_size`) can't "
+            f"fill `schedule` {self.name} on {self.num_ranks} ranks with {self.num_stages} stages: "
+            f"{reason}. Set `batch_size` to {batch_size}, which makes "
+            f"{round(batch_size * per_batch)}, or choose `schedule` gpipe, which runs any number."
         )
 
-    def _reason(self, count: int) -> str:
-        if self.written is not None:
-            return f"it runs {self.legal_micro_batches(count)} and no other number"
-        least = self.kind.least(self.num_ranks, self.num_stages)
-        if count < least:
-            what = "ranks" if least == self.num_ranks else "stages"
-            return f"it needs one for each of its {least} {what} at least"
-        rounds = count // self.num_ranks
-        return f"they must fall into {rounds} equal rounds over {self.num_ranks} ranks"
-
     def orders(self, num_micro_batches: int) -> Orders:
-        """What each rank does in a step of so many micro-batches.
-
-        Raises:
-            UserError: the schedule cannot run that many.
-        """
+        """Return what each rank does in a step; raises as `check` does."""
         self.check(num_micro_batches)
         if self.written is not None:
             return [list(order) for order in self.written]
@@ -196,7 +188,7 @@ class Schedule:
 
 
 def make_schedule(name: str, *, num_ranks: int, stages_per_rank: int | None = None) -> Schedule:
-    """Looks a schedule up, or reads it from a file.
+    """Look a schedule up, or read it from a file.
 
     Args:
         name: a key of `SCHEDULES`, or the path of a CSV file.
@@ -218,7 +210,7 @@ def make_schedule(name: str, *, num_ranks: int, stages_per_rank: int | None = No
     if stages_per_rank < least or (most and stages_per_rank > most):
         raise UserError(
             f"`schedule` {name} has {f'exactly {most}' if most else '2 or more'} stages on each "
-            f"rank, `stages_per_rank` {stages_per_rank} came: change one of them (several stages: "
+            f"rank, not `stages_per_rank` {stages_per_rank}. Change one of them (several stages: "
             f"{', '.join(key for key, other in SCHEDULES.items() if other.is_multi)})."
         )
     placement = [stage % num_ranks for stage in range(num_ranks * stages_per_rank)]
@@ -228,7 +220,7 @@ def make_schedule(name: str, *, num_ranks: int, stages_per_rank: int | None = No
 
 
 def default_stages_per_rank(name: str) -> int:
-    """How many stages a rank holds unless the user says so."""
+    """Return how many stages a rank holds unless the user says so."""
     kind = SCHEDULES.get(name)
     return 2 if kind is not None and kind.is_multi else 1
 
@@ -236,11 +228,10 @@ def default_stages_per_rank(name: str) -> int:
 def read_schedule(
     name: str, *, num_ranks: int | None = None, stages_per_rank: int | None = None
 ) -> Schedule:
-    """Reads and checks a schedule of the user's own: a row for each rank, a cell for each action.
+    """Read a schedule of the user's own: a row for each rank, a cell for each action.
 
     Cells are spelled as torch spells them: `0F0`, `1B0`, `1I2`, `1W2`, `(0F3;3B1)OVERLAP_F_B`.
-    Empty cells are waits and mean nothing. Transfers follow from the actions; those that torch
-    writes into a file are passed over.
+    Empty cells, and the transfers that torch writes into a file, are passed over.
 
     Args:
         name: path of a CSV file.
@@ -252,15 +243,37 @@ def read_schedule(
     """
     path = Path(name)
     if not path.is_file():
-        raise UserError(f"`schedule` {path}: there is no such file. A CSV file was expected.")
+        raise UserError(f"`schedule` {path}: there is no such file. Give the path of a CSV file.")
     with path.open(newline="", encoding="utf-8") as lines:
         rows = [row for row in csv.reader(lines) if any(cell.strip() for cell in row)]
-    orders = [_read_row(row, f"{path}, row {number}") for number, row in enumerate(rows, start=1)]
-    if not any(orders):
-        raise UserError(f"`schedule` {path} holds no action: expected cells such as 0F0, 0B0.")
+    # the actions of each rank, and the rank of each stage
+    orders: Orders = []
+    holders: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        orders.append([])
+        for cell in map(str.strip, row):
+            pair = _PAIR.fullmatch(cell)
+            for text in pair[1].split(";") if pair else [cell]:
+                action = parse_action(text)
+                if action is not None:
+                    orders[-1].append(action)
+                    if (other := holders.setdefault(action.stage, rank)) != rank:
+                        raise UserError(
+                            f"{path}: stage {action.stage} stands in rows {other + 1} and "
+                            f"{rank + 1}. Move its actions into one row."
+                        )
+                elif text and not _TRANSFER.fullmatch(text):
+                    raise UserError(
+                        f"{path}, row {rank + 1}: {text!r} is no action. Write stage, F, B, I or "
+                        "W, and micro-batch, such as 0F0."
+                    )
+    if not holders:
+        raise UserError(f"`schedule` {path} holds no action. Write cells such as 0F0, 0B0.")
+    if missing := set(range(max(holders) + 1)) - set(holders):
+        raise UserError(f"{path} has no action of stage {min(missing)}. Add its passes.")
     splits_backward = any(a.kind == Kind.WEIGHT_GRAD for order in orders for a in order)
     kind = ScheduleKind(splits_backward=splits_backward)
-    schedule = Schedule(name, _find_ranks(orders, path), kind, orders)
+    schedule = Schedule(name, tuple(holders[stage] for stage in sorted(holders)), kind, orders)
     counts = Counter(action for order in orders for action in order)
     for stage in range(schedule.num_stages):
         for micro_batch in range(schedule.legal_micro_batches(1)):
@@ -268,61 +281,26 @@ def read_schedule(
             if found not in ("FB", "FIW"):
                 raise UserError(
                     f"{path}: stage {stage} does {found or 'nothing'} with micro-batch "
-                    f"{micro_batch}. Expected F and B, or F, I and W, once each."
+                    f"{micro_batch}. Give F and B, or F, I and W, once each."
                 )
     if num_ranks not in (None, len(orders)):
         raise UserError(
             f"`schedule` {name} has rows for {len(orders)} ranks, the run has {num_ranks}. Change "
             "`num_stages` or the file."
         )
-    wanted = None if stages_per_rank is None else stages_per_rank * len(orders)
-    if wanted not in (None, schedule.num_stages):
+    if stages_per_rank and stages_per_rank * len(orders) != schedule.num_stages:
         raise UserError(
-            f"`schedule` {name} has {schedule.num_stages} stages, `stages_per_rank` "
-            f"{stages_per_rank} on {len(orders)} ranks makes {wanted}: leave the option out, or "
-            "change the file."
+            f"`schedule` {name} has {schedule.num_stages} stages on {len(orders)} ranks, not "
+            f"`stages_per_rank` {stages_per_rank}. Drop the option or change the file."
         )
     return schedule
-
-
-def _read_row(row: list[str], where: str) -> list[Action]:
-    cells: list[str] = []
-    for cell in row:
-        pair = _PAIR.fullmatch(cell.strip())
-        cells += pair[1].split(";") if pair else [cell.strip()]
-    actions = []
-    for cell in cells:
-        action = parse_action(cell)
-        if action is not None:
-            actions.append(action)
-        elif cell and not _TRANSFER.fullmatch(cell):
-            raise UserError(
-                f"{where}: {cell!r} is no action. Expected stage, F, B, I or W, and micro-batch, "
-                "such as 0F0 for the forward pass of micro-batch 0 through stage 0."
-            )
-    return actions
-
-
-def _find_ranks(orders: list[list[Action]], path: Path) -> tuple[int, ...]:
-    rank_of_stage: dict[int, int] = {}
-    for rank, order in enumerate(orders):
-        for action in order:
-            if rank_of_stage.setdefault(action.stage, rank) != rank:
-                raise UserError(
-                    f"{path}: stage {action.stage} stands in rows {rank_of_stage[action.stage] + 1}"
-                    f" and {rank + 1}: each stage lies on one rank. Move its actions into one row."
-                )
-    missing = set(range(max(rank_of_stage) + 1)) - set(rank_of_stage)
-    if missing:
-        raise UserError(f"{path}: no action of stage {min(missing)} stands in it: add its passes.")
-    return tuple(rank_of_stage[stage] for stage in sorted(rank_of_stage))
 
 
 @cache
 def _torch_orders(
     torch_name: str, num_ranks: int, stages_per_rank: int, num_micro_batches: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """The compute actions of torch's own schedule class, pairs of overlapped ones in a row."""
+    """Return the compute actions of torch's schedule class, pairs of overlapped ones in a row."""
     # all that a schedule asks its stages before it runs
     stage: Any = SimpleNamespace(
         num_stages=num_ranks * stages_per_rank, group_size=num_ranks, group_rank=0, submod=None

@@ -1,10 +1,7 @@
-"""One stage: what crosses its borders, whether it keeps its contract, and its passes.
-
-Talks to no other rank.
-"""
+"""One stage: its contract and its passes. Talks to no other rank."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,60 +16,26 @@ from stageline.modules.layer_seeds import NO_SEEDS, LayerSeeds
 from stageline.pipeline.plan import Kind
 from stageline.stage import Stage
 
-PROBE = (2, 8)  # rows and tokens of an example, for which neighbours compare
+PROBE = (2, 8)  # rows and tokens of an example
 
 
-@dataclass(frozen=True)
-class BorderFacts:
-    """One stage's side of its borders; shapes and types of what comes and goes, for the probe."""
-
-    stage: int
-    trains: bool
-    takes: list[str]
-    gives: list[str]
-
-
-def describe_borders(model: Stage) -> BorderFacts:
-    """The facts of a stage model."""
-    return BorderFacts(
-        stage=model.stage,
-        trains=any(parameter.requires_grad for parameter in model.parameters()),
-        takes=_describe(model.get_example_input(*PROBE)),
-        gives=_describe(model.get_example_output(*PROBE)),
-    )
+def trains(model: nn.Module) -> bool:
+    """Whether a stage has a trainable parameter."""
+    return any(parameter.requires_grad for parameter in model.parameters())
 
 
 def batch_input(model: Stage, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """What a stage receives for one micro-batch, on the meta device."""
+    """Return what a stage receives for one micro-batch, on the meta device."""
     if hasattr(model, "get_batch_input"):
         return model.get_batch_input(batch)
     return model.get_example_input(*batch["input_ids"].shape)
 
 
 def batch_output(model: Stage, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """What a stage sends on for one micro-batch."""
+    """Return what a stage sends on for one micro-batch, on the meta device."""
     if hasattr(model, "get_batch_output"):
         return model.get_batch_output(batch)
     return model.get_example_output(*batch["input_ids"].shape)
-
-
-def check_borders(facts: Sequence[BorderFacts]) -> None:
-    """Compares neighbours.
-
-    Raises:
-        UserError: a stage gives something else than the next one takes.
-    """
-    for before, behind in zip(facts, facts[1:], strict=False):
-        if before.gives != behind.takes:
-            raise UserError(
-                f"stage {before.stage} sends {before.gives}, stage {behind.stage} expects "
-                f"{behind.takes} for a micro-batch of {PROBE}: get_example_input and "
-                "get_example_output of the stage model must agree."
-            )
-
-
-def _describe(tensors: Sequence[torch.Tensor]) -> list[str]:
-    return [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors]
 
 
 _METHODS = ("get_example_input", "get_example_output", "parts", "forward")
@@ -80,18 +43,17 @@ _ATTRIBUTES = ("stage", "num_stages", "is_first", "is_last")
 
 
 def check_stage(made: object, *, part: Callable[..., Any]) -> Any:
-    """The stage model in what a train_model part returned.
+    """Return the stage model in what a train_model part returned.
 
     Raises:
-        ContractError: it is no (model, processor, id), or the model is no stage, or says nothing
-            usable of its input.
+        ContractError: it is not (model, processor, id), or the model is not a stage, or its example
+            inputs are not usable.
     """
     if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module)):
-        came = shown(made) if not isinstance(made, nn.Module) else "a model alone"
         raise broken(
             "train_model",
             part,
-            f"returned {came}",
+            f"returned {shown(made) if not isinstance(made, nn.Module) else 'a model alone'}",
             why="A checkpoint is saved with its processor",
             cure="return (model, processor, pad_token_id), as MyStage.build(**kwargs) does",
         )
@@ -113,7 +75,15 @@ def check_stage(made: object, *, part: Callable[..., Any]) -> Any:
             contract="get_example_input",
         ) from error
     for stage, tensors in examples:
-        problem = _problem_of(tensors, is_first=stage == 0)
+        problem = None
+        is_sequence = isinstance(tensors, tuple | list) and tensors
+        if not is_sequence or not all(isinstance(value, torch.Tensor) for value in tensors):
+            problem = shown(tensors)
+        elif stage == 0:
+            if tuple(tensors[0].shape) != PROBE or tensors[0].is_floating_point():
+                problem = f"{shown(tensors[0])}, which are no token ids"
+        elif others := [value for value in tensors if not value.is_floating_point()]:
+            problem = f"{shown(others[0])}, and only floats travel"
         if problem is not None:
             raise _of_stage(
                 model,
@@ -126,53 +96,10 @@ def check_stage(made: object, *, part: Callable[..., Any]) -> Any:
     return model
 
 
-def _problem_of(tensors: object, *, is_first: bool) -> str | None:
-    if not isinstance(tensors, tuple | list) or not tensors:
-        return shown(tensors)
-    if not all(isinstance(value, torch.Tensor) for value in tensors):
-        return shown(tensors)
-    if is_first:
-        is_right = tuple(tensors[0].shape) == PROBE and not tensors[0].is_floating_point()
-        return None if is_right else f"{shown(tensors[0])}, which are no token ids"
-    others = [value for value in tensors if not value.is_floating_point()]
-    return f"{shown(others[0])}, and only floats travel" if others else None
-
-
-def check_values_kept(stages: Sequence[Stage]) -> None:
-    """Refuses stages with tensors that were made under meta and have no values.
-
-    Parameters and buffers get theirs when the stage is filled; what is a plain attribute does not.
-
-    Raises:
-        ContractError: names the tensors.
-    """
-    for stage in stages:
-        lost = [
-            f"{path}.{name}" if path else name
-            for path, module in stage.named_modules()
-            for name, value in vars(module).items()
-            if _is_lost(value)
-        ]
-        if lost:
-            raise _of_stage(
-                stage,
-                f"has {len(lost)} tensors without values: {', '.join(lost[:6])}",
-                "make it a parameter, or a buffer that reset_parameters() fills, or make it on "
-                "device='cpu': inside `with torch.device('meta')` tensors have shapes only",
-            )
-
-
-def _is_lost(value: object) -> bool:
-    if isinstance(value, list | tuple):
-        return any(_is_lost(item) for item in value[:100])
-    # parameters and buffers, which lie in dicts, are looked at where they are filled
-    return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and value.is_meta
-
-
 def run_stage(
     model: nn.Module, inputs: Sequence[torch.Tensor], batch: Mapping[str, torch.Tensor]
 ) -> Any:
-    """The output of a forward pass.
+    """Return the output of a forward pass.
 
     Raises:
         ContractError: the stage takes other arguments, or returns something else than tensors.
@@ -199,7 +126,6 @@ def run_stage(
 def _check_call(
     model: nn.Module, inputs: Sequence[torch.Tensor], batch: Mapping[str, torch.Tensor]
 ) -> None:
-    """Refuses a stage whose forward does not take these."""
     problem = mismatch(model.forward, *inputs, **batch)
     if problem is not None:
         raise _of_stage(
@@ -212,7 +138,7 @@ def _check_call(
 def check_border(
     model: Stage, came: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], index: int
 ) -> None:
-    """Refuses an output that is not what the next stage expects: it would hang, or read garbage.
+    """Refuse an output that is not what the next stage expects: it would hang, or read garbage.
 
     Args:
         expected: on meta.
@@ -281,7 +207,7 @@ class StagePasses:
         *,
         loss_of: LossOf | None = None,
     ) -> Tensors:
-        """Runs micro-batch `index`.
+        """Run micro-batch `index`.
 
         Args:
             inputs: token ids on the first stage, else what the stage before returned.
@@ -308,32 +234,12 @@ class StagePasses:
             output = loss_of(output)
         return output if isinstance(output, tuple) else (output,)
 
-    def hand_out(self, index: int, outputs: Tensors) -> Tensors:
-        """The outputs with their graph, for a loss that is made elsewhere and given to `backward`.
-
-        Args:
-            outputs: what `forward` returned, for a pass without a graph.
-        """
-        if index not in self._kept:
-            return outputs
-        inputs, outputs = self._kept[index]
-        self._kept[index] = (inputs, ())
-        return outputs
-
-    def backward(
-        self,
-        index: int,
-        kind: Kind,
-        grads: Tensors | None,
-        *,
-        loss: torch.Tensor | None = None,
-    ) -> Tensors:
-        """One backward pass of micro-batch `index`.
+    def backward(self, index: int, kind: Kind, grads: Tensors | None) -> Tensors:
+        """Run one backward pass of micro-batch `index`.
 
         Args:
             kind: BACKWARD, INPUT_GRAD or WEIGHT_GRAD.
             grads: of the outputs; None on the last stage and for WEIGHT_GRAD.
-            loss: of outputs that were handed out.
 
         Returns:
             Gradients of the inputs, where they are sent on and now complete; else nothing.
@@ -343,7 +249,7 @@ class StagePasses:
                 return ()
             kind = Kind.BACKWARD  # with the gradients of the weights
         if kind == Kind.WEIGHT_GRAD:
-            weights = list(self._weights())
+            weights = self._weights()
             stage_backward_weight(iter(weights), self._weight_work.pop(index))
             # as autograd does: half-precision training collects its float32 sums in these hooks
             for weight in weights:
@@ -354,7 +260,6 @@ class StagePasses:
                 self.after_weights(self.model)
             return ()
         inputs, outputs = self._kept.pop(index)
-        outputs = outputs if loss is None else (loss,)
         places = [place for place, output in enumerate(outputs) if output.requires_grad]
         roots = [outputs[place] for place in places]
         root_grads = None if grads is None else [grads[place] for place in places]
@@ -367,7 +272,7 @@ class StagePasses:
             groups: list[dict] = []
             sources = [value for value in inputs if value.requires_grad]
             if roots:
-                _, groups = stage_backward_input(roots, root_grads, sources, self._weights())
+                _, groups = stage_backward_input(roots, root_grads, sources, iter(self._weights()))
             self._weight_work[index] = groups
         if not self.sends_grad:
             return ()
@@ -382,8 +287,8 @@ class StagePasses:
         self._kept.clear()
         self._weight_work.clear()
 
-    def _weights(self) -> Iterator[nn.Parameter]:
-        return iter([p for p in self.model.parameters() if p.requires_grad])
+    def _weights(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
 
 
 @functools.cache
@@ -412,7 +317,7 @@ def torch_splits_backward() -> bool:
 
 
 def model_inputs(batch: Mapping[str, torch.Tensor]) -> MicroBatch:
-    """What a model takes of a micro-batch: all but labels and what begins with loss_."""
+    """Return what a model takes of a micro-batch: all but labels and what begins with loss_."""
     return {
         name: value
         for name, value in batch.items()
@@ -421,5 +326,5 @@ def model_inputs(batch: Mapping[str, torch.Tensor]) -> MicroBatch:
 
 
 def copy_metas(metas: Sequence[torch.Tensor], device: torch.device) -> Tensors:
-    """Empty tensors of given shapes and dtypes."""
+    """Return empty tensors of given shapes and dtypes."""
     return tuple(torch.empty(meta.shape, dtype=meta.dtype, device=device) for meta in metas)

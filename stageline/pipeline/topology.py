@@ -40,7 +40,7 @@ def resolve_topology(
     dp_degree: int | None = None,
     world_size: int | None = None,
 ) -> Topology:
-    """Fills in what was left open.
+    """Fill in what was left open.
 
     Args:
         num_stages: all stages of the model; None: as many as the processes hold.
@@ -56,42 +56,37 @@ def resolve_topology(
         if num_stages not in (None, made.num_stages):
             raise UserError(
                 f"`schedule` {schedule} has {made.num_stages} stages on {made.num_ranks} ranks, "
-                f"`num_stages` {num_stages} came: leave the option out, or change the file."
+                f"not `num_stages` {num_stages}. Drop the option or change the file."
             )
-        return _with_replicas(made, dp_degree, world_size)
-    per_rank = stages_per_rank or default_stages_per_rank(schedule)
-    if num_stages is None:
-        num_stages = per_rank * max(1, (world_size or 1) // (dp_degree or 1))
-    if num_stages % per_rank:
-        below = num_stages // per_rank * per_rank
-        raise UserError(
-            f"`num_stages` {num_stages} can't be spread over ranks that hold {per_rank} stages "
-            f"each (`schedule` {schedule}, `stages_per_rank`): set `num_stages` to "
-            f"{' or '.join(str(n) for n in (below, below + per_rank) if n)}."
-        )
-    num_ranks = num_stages // per_rank
-    made = make_schedule(schedule, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
-    return _with_replicas(made, dp_degree, world_size)
-
-
-def _with_replicas(schedule: Schedule, dp_degree: int | None, world_size: int | None) -> Topology:
-    num_ranks = schedule.num_ranks
+    else:
+        per_rank = stages_per_rank or default_stages_per_rank(schedule)
+        if num_stages is None:
+            num_stages = per_rank * max(1, (world_size or 1) // (dp_degree or 1))
+        if num_stages % per_rank:
+            below = num_stages // per_rank * per_rank
+            raise UserError(
+                f"`num_stages` {num_stages} can't be spread over ranks of {per_rank} stages "
+                f"(`schedule` {schedule}, `stages_per_rank`). Set `num_stages` to "
+                f"{' or '.join(str(n) for n in (below, below + per_rank) if n)}."
+            )
+        num_ranks = num_stages // per_rank
+        made = make_schedule(schedule, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
     if dp_degree is None:
-        dp_degree = max(1, (world_size or num_ranks) // num_ranks)
-    if world_size is not None and world_size != num_ranks * dp_degree:
+        dp_degree = max(1, (world_size or made.num_ranks) // made.num_ranks)
+    if world_size not in (None, made.num_ranks * dp_degree):
         raise UserError(
-            f"{world_size} processes were started, the run has {num_ranks * dp_degree}: "
-            f"{num_ranks} ranks ({schedule.num_stages} stages, `num_stages`, by `schedule` "
-            f"{schedule.name}) x {dp_degree} replicas (`dp_degree`). Set `num_stages`, `dp_degree` "
-            "or torchrun --nproc-per-node accordingly."
+            f"{world_size} processes were started, the run has {made.num_ranks * dp_degree}: "
+            f"{made.num_ranks} ranks ({made.num_stages} stages by `schedule` {made.name}) x "
+            f"{dp_degree} replicas (`dp_degree`). Set `num_stages`, `dp_degree` or torchrun "
+            "--nproc-per-node accordingly."
         )
-    return Topology(schedule, dp_degree)
+    return Topology(made, dp_degree)
 
 
 def uniform_partition(
     num_layers: int, num_stages: int, *, visual_gpu_ratio: float = 0.0
 ) -> list[int]:
-    """Places `num_layers` on `num_stages` as evenly as whole layers allow.
+    """Place `num_layers` on `num_stages` as evenly as whole layers allow.
 
     Args:
         visual_gpu_ratio: how many stages' worth of work a vision tower on stage 0 is; stage 0
@@ -110,8 +105,8 @@ def uniform_partition(
         )
     if visual_gpu_ratio < 0:
         raise UserError(
-            f"`visual_gpu_ratio` {visual_gpu_ratio} is negative. Give the share of a stage that "
-            "the vision tower takes, or 0 for a language model."
+            f"`visual_gpu_ratio` {visual_gpu_ratio} is negative. Give the vision tower's share of "
+            "a stage, or 0."
         )
     capacities = [max(0.0, 1.0 - visual_gpu_ratio)] + [1.0] * (num_stages - 1)
     total = sum(capacities)
@@ -136,15 +131,14 @@ def uniform_partition(
 def no_tower(option: str, value: object, model_type: str) -> UserError:
     """Return the error of an option that places a vision tower, for a model without one."""
     return UserError(
-        f"`{option}` {value} was given for a {model_type} model, which has no vision tower. Leave "
-        f"`{option}` out."
+        f"`{option}` {value} is for a vision tower, which {model_type} has not. Drop `{option}`."
     )
 
 
 def explicit_partition(
     counts: list[int], *, num_layers: int, num_stages: int, least: int = 1
 ) -> list[int]:
-    """Checks layer counts that the user gave, such as `partition 8,8,7,9`.
+    """Check layer counts that the user gave, such as `partition 8,8,7,9`.
 
     Args:
         least: layers of a stage; 0 for the pieces that the planner measures.
@@ -152,13 +146,13 @@ def explicit_partition(
     shown = ",".join(str(count) for count in counts)
     if len(counts) != num_stages:
         raise UserError(
-            f"`partition` {shown} names {len(counts)} stages, the run has {num_stages}: give one "
-            "count per stage or change `num_stages`."
+            f"`partition` {shown} names {len(counts)} stages, the run has {num_stages}. Give one "
+            "count a stage or change `num_stages`."
         )
     if min(counts) < least or sum(counts) != num_layers:
         raise UserError(
-            f"`partition` {shown} sums to {sum(counts)}, the model has {num_layers} layers: the "
-            "counts must be at least 1 each and sum to the number of layers."
+            f"`partition` {shown} sums to {sum(counts)}, the model has {num_layers} layers. Give "
+            "counts of at least 1 with that sum."
         )
     return list(counts)
 
@@ -172,7 +166,7 @@ def stage_layers(
     visual_gpu_ratio: float = 0.0,
     least: int = 1,
 ) -> list[int]:
-    """Layers of each stage: as given, or evenly.
+    """Return the layers of each stage: as given, or evenly.
 
     Args:
         counts: of the stages behind those of a vision tower, which have none.
@@ -195,6 +189,6 @@ def stage_layers(
 
 
 def layer_range(partition: list[int], stage: int) -> range:
-    """The global indices of the layers that `stage` owns."""
+    """Return the global indices of the layers that `stage` owns."""
     start = sum(partition[:stage])
     return range(start, start + partition[stage])

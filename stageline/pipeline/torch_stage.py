@@ -5,6 +5,7 @@ extra forward pass. Here each rank computes the shapes from its batch, so that e
 its own length, without a message and without an extra pass.
 """
 
+import functools
 import inspect
 import logging
 from collections import deque
@@ -23,17 +24,15 @@ from stageline.pipeline.plan import Action, GradFlow, Kind, grad_flow
 from stageline.pipeline.recorder import NO_RECORDER, Recorder
 from stageline.pipeline.stage_passes import (
     PROBE,
-    BorderFacts,
     MicroBatch,
     StagePasses,
     Tensors,
     batch_input,
     batch_output,
     check_border,
-    check_borders,
     copy_metas,
-    describe_borders,
     model_inputs,
+    trains,
 )
 from stageline.stage import Stage
 
@@ -127,7 +126,7 @@ class StagelineStage(PipelineStage):
         micro_batches: of the step.
         sent_bytes: what the stage sent to other ranks in the step, forward and back.
         sends: starts sends at once; None: the schedule does.
-        loss_of: (output, micro-batch) -> loss, on the last stage; None: the schedule has a loss_fn.
+        loss_of: (output, micro-batch) -> loss, on the last stage.
         losses: what `loss_of` gave, in the order of the passes.
     """
 
@@ -174,20 +173,19 @@ class StagelineStage(PipelineStage):
         self._gives: dict[int, Tensors] = {}  # their shapes, on meta, for the gradients
         self._grads_came: dict[int, Tensors] = {}
         self._grads_made: dict[int, Tensors] = {}
-        self._put_off: dict[int, tuple[torch.Tensor | None, Tensors | None]] = {}
+        self._put_off: dict[int, Tensors | None] = {}  # gradients of passes in one piece
 
     def begin(
         self,
         micro_batches: DeviceBatches,
-        recorder: Recorder = NO_RECORDER,
+        recorder: Recorder,
         *,
-        loss_of: Callable[[Any, MicroBatch], Any] | None = None,
-        sends: Sends | None = None,
+        loss_of: Callable[[Any, MicroBatch], Any],
+        sends: Sends | None,
     ) -> None:
-        """Takes what the passes of a step are made on; see the attributes."""
+        """Take what the passes of a step are made on; see the attributes."""
         self.clear_runtime_states()
-        self.micro_batches, self.recorder = micro_batches, recorder
-        self.loss_of = loss_of if self.is_last else None
+        self.micro_batches, self.recorder, self.loss_of = micro_batches, recorder, loss_of
         self.sends, self.sent_bytes = sends, 0
 
     # transfers
@@ -269,34 +267,23 @@ class StagelineStage(PipelineStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        """Runs a forward pass.
+        """Run a forward pass.
 
         Returns:
-            What goes on, cut off from the graph; on the last stage the output, or with `loss_of`
-            the loss.
+            What goes on, cut off from the graph; on the last stage the loss.
 
         Raises:
-            ContractError: the model keeps its contract not.
+            ContractError: the model does not keep its contract.
         """
         index, model = fwd_chunk_id, self.submod
         batch = self.micro_batches.take(index)
         came = (batch["input_ids"],) if self.is_first else self._came.pop(index)
-        loss_of = self.loss_of
+        loss_of = functools.partial(self._loss, batch) if self.is_last else None
         with self.recorder.span(Action(self.stage_index, Kind.FORWARD, index)):
-            made = self.passes.forward(
-                index,
-                came,
-                model_inputs(batch),
-                loss_of=None if loss_of is None else lambda output: loss_of(output, batch),
-            )
-            if self.is_last and loss_of is None:
-                made = self.passes.hand_out(index, made)
+            made = self.passes.forward(index, came, model_inputs(batch), loss_of=loss_of)
         if self.is_last:
-            self.losses += [] if loss_of is None else made
-            output = made if len(made) > 1 else made[0] if made else ()
-            if save_forward_output and loss_of is None:
-                self.output_chunks.append(output)
-            return output
+            self.losses += made
+            return made
         self._gives[index] = batch_output(model, self.micro_batches.batches[index])
         check_border(model, made, self._gives[index], index)
         if self.stage_index_to_group_rank[self.stage_index + 1] != self.group_rank:
@@ -312,25 +299,29 @@ class StagelineStage(PipelineStage):
     ) -> None:
         """Runs a backward pass, or the half that the stage before waits for."""
         kind = Kind.BACKWARD if full_backward else Kind.INPUT_GRAD
-        self._backward(bwd_chunk_id, kind, loss)
+        self._backward(bwd_chunk_id, kind)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the weight-gradient half of a backward pass."""
-        self._backward(bwd_chunk_id, Kind.WEIGHT_GRAD, None)
+        self._backward(bwd_chunk_id, Kind.WEIGHT_GRAD)
 
-    def _backward(self, index: int, kind: Kind, loss: torch.Tensor | None) -> None:
+    def _loss(self, batch: MicroBatch, output: Any) -> Any:
+        assert self.loss_of is not None
+        return self.loss_of(output, batch)
+
+    def _backward(self, index: int, kind: Kind) -> None:
         if not self.passes.computes_grad:
             return
         grads = None
         if kind != Kind.WEIGHT_GRAD and not self.is_last:
             grads = self._grads_came.pop(index)
         if not self.passes.sends_grad and kind == Kind.INPUT_GRAD:
-            self._put_off[index] = (loss, grads)  # no stage waits: in one piece, with weights
+            self._put_off[index] = grads  # no stage waits: in one piece, with weights
             return
         if index in self._put_off:
-            kind, (loss, grads) = Kind.BACKWARD, self._put_off.pop(index)
+            kind, grads = Kind.BACKWARD, self._put_off.pop(index)
         with self.recorder.span(Action(self.stage_index, kind, index)):
-            made = self.passes.backward(index, kind, grads, loss=loss)
+            made = self.passes.backward(index, kind, grads)
         if made:
             self._grads_made[index] = made
 
@@ -353,17 +344,12 @@ class StagelineStage(PipelineStage):
     ) -> list[Self]:
         """Build the stages of this rank; every rank of the pipeline calls this.
 
-        The ranks exchange once which stages train and what crosses their borders.
-
-        Raises:
-            UserError: a stage gives something else than the next one takes.
+        The ranks exchange once which stages train.
         """
-        own = [describe_borders(model) for model in models]
-        gathered: list[list[BorderFacts]] = [[]] * dist.get_world_size(group)
+        own = [(model.stage, trains(model)) for model in models]
+        gathered: list[list[tuple[int, bool]]] = [[]] * dist.get_world_size(group)
         dist.all_gather_object(gathered, own, group=group)
-        facts = sorted((fact for facts in gathered for fact in facts), key=lambda f: f.stage)
-        check_borders(facts)
-        flow = grad_flow([fact.trains for fact in facts])
+        flow = grad_flow([does for _, does in sorted(one for some in gathered for one in some)])
         return [cls(model, device, group, flow=flow, **kwargs) for model in models]
 
 
@@ -377,7 +363,7 @@ def step_micro_batches(
     *,
     losses: list[torch.Tensor] | None = None,
 ) -> None:
-    """Runs one step of a schedule of torch on micro-batches, of which each has its own length.
+    """Run one step of a schedule of torch on micro-batches, of which each has its own length.
 
     Args:
         stages: those of the schedule; each rank has the same micro-batches.
@@ -385,11 +371,16 @@ def step_micro_batches(
             the output of the last stage and the micro-batch.
         losses: filled on the rank of the last stage, as by `schedule.step`.
     """
-    batches = DeviceBatches(micro_batches, stages[0].device, len(stages))
-    for stage in stages:
-        stage.begin(batches)
-    targets = list(micro_batches) if any(stage.is_last for stage in stages) else None
-    _run_schedule(schedule, stages, len(micro_batches), targets=targets, losses=losses)
+    loss_of, has_backward = schedule._loss_fn, schedule._has_backward
+    assert loss_of is not None, "a schedule without loss_fn trains nothing"
+    # the last stage makes the loss, where dropout and failures know its place
+    schedule._loss_fn, schedule._has_backward = None, False
+    try:
+        made = run_step(schedule, stages, micro_batches, loss_of)
+    finally:
+        schedule._loss_fn, schedule._has_backward = loss_of, has_backward
+    if losses is not None:
+        losses[:] = made
 
 
 def run_step(
@@ -401,7 +392,7 @@ def run_step(
     sends: Sends | None = None,
     recorder: Recorder = NO_RECORDER,
 ) -> list[torch.Tensor]:
-    """Runs a schedule whose last stage makes the loss by itself.
+    """Run a schedule whose last stage makes the loss by itself.
 
     Args:
         loss_of: (output of the last stage, micro-batch) -> its loss, or nothing.
@@ -413,10 +404,16 @@ def run_step(
     batches = DeviceBatches(micro_batches, stages[0].device, len(stages))
     for stage in stages:
         stage.begin(batches, recorder, loss_of=loss_of, sends=sends)
+    args: list = [()] * len(micro_batches)  # the stages have their micro-batches
     # PyTorch logs the schedule before an error, and the first line must name the cause
     _LOG.addFilter(_is_no_error)
     try:
-        _run_schedule(schedule, stages, len(micro_batches))
+        if _TAKES_MICRO_BATCHES:
+            schedule.step(arg_mbs=args, return_outputs=False)
+        else:
+            for stage in stages:
+                stage.has_backward = True
+            schedule._step_microbatches(args, return_outputs=False)
         if sends is not None:
             sends.wait()
         return [loss for stage in stages for loss in stage.losses]
@@ -433,21 +430,3 @@ _TAKES_MICRO_BATCHES = "arg_mbs" in inspect.signature(PipelineScheduleMulti.step
 
 def _is_no_error(record: logging.LogRecord) -> bool:
     return record.levelno < logging.ERROR
-
-
-def _run_schedule(
-    schedule: TorchSchedule,
-    stages: Sequence[StagelineStage],
-    num_micro_batches: int,
-    *,
-    targets: list | None = None,
-    losses: list | None = None,
-) -> None:
-    """`schedule.step` for stages that have their micro-batches."""
-    args: list = [()] * num_micro_batches
-    if _TAKES_MICRO_BATCHES:
-        schedule.step(arg_mbs=args, target_mbs=targets, losses=losses, return_outputs=False)
-        return
-    for stage in stages:
-        stage.has_backward = True
-    schedule._step_microbatches(args, None, targets, losses, return_outputs=False)

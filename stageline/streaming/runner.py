@@ -19,9 +19,8 @@ from stageline.pipeline.schedules import Schedule, make_schedule
 from stageline.pipeline.stage_passes import (
     MicroBatch,
     Tensors,
-    check_borders,
-    describe_borders,
     model_inputs,
+    trains,
 )
 from stageline.stage import Stage
 from stageline.streaming.engine import PinModel, RoundPipe
@@ -216,9 +215,7 @@ class StreamingRunner:
         self.device = torch.device("cpu")  # of what the trainer adds up
         self.group = group
         self.schedule = streaming_schedule(len(models))
-        facts = [describe_borders(model) for model in self.local]
-        check_borders(facts)
-        self.flow = grad_flow([fact.trains for fact in facts])
+        self.flow = grad_flow([trains(model) for model in self.local])
         self.seeds = LayerSeeds(self.local, seed=seed, devices=[lane.device for lane in lanes])
         self.passes: dict[int, Any] = {}
         self.stale = stale

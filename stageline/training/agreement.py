@@ -27,10 +27,18 @@ def check_agreement(
     num_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
     if num_ranks == 1:
         return
+    described = []  # shapes, types and checksums of each micro-batch
+    for batch in micro_batches:
+        described.append("")
+        for name in SHARED:
+            if name in batch:
+                value = batch[name].cpu().contiguous()
+                checksum = zlib.crc32(value.flatten().view(torch.uint8).numpy().data)
+                kind = str(value.dtype).removeprefix("torch.")
+                described[-1] += f"{name} {tuple(value.shape)} {kind} (contents {checksum:08x}) "
     # on the CPU where the group can: no wait for an accelerator
     has_gloo = "cpu" in str(dist.get_backend_config(group))
     device = "cpu" if has_gloo else torch.accelerator.current_accelerator()
-    described = [_describe(batch) for batch in micro_batches]
     own = torch.tensor([zlib.crc32("\n".join(described).encode())], device=device)
     hashes = [torch.empty_like(own) for _ in range(num_ranks)]
     with progress.doing("other ranks at the start of a step", is_waiting=True):
@@ -39,35 +47,16 @@ def check_agreement(
             return
         gathered: list[list[str]] = [[] for _ in range(num_ranks)]
         dist.all_gather_object(gathered, described, group=group)
-    raise DataError(explain_difference(gathered))
-
-
-def explain_difference(gathered: Sequence[Sequence[str]]) -> str:
-    """Return the first difference between rank 0 of a pipeline and another one."""
     first = gathered[0]
     rank, other = next((rank, one) for rank, one in enumerate(gathered) if one != first)
     what = f"{len(first)} and {len(other)} micro-batches of one step"
     if len(first) == len(other):
         index = next(index for index, one in enumerate(first) if one != other[index])
         what = (
-            f"different micro-batches {index} of one step: {first[index]} on rank 0, "
-            f"{other[index]} on rank {rank}"
+            f"different micro-batches {index} of one step: {first[index]}on rank 0, "
+            f"{other[index]}on rank {rank}"
         )
-    return (
-        f"stage ranks 0 and {rank} of a pipeline made {what}. The dataset and the collate part "
-        "must give the same on every rank (no randomness of their own, no files that differ "
-        "between machines)."
+    raise DataError(
+        f"stage ranks 0 and {rank} of a pipeline made {what}. Make the dataset and the collate "
+        "part give the same on every rank: no randomness of their own, no files that differ."
     )
-
-
-def _describe(batch: Mapping[str, torch.Tensor]) -> str:
-    """Return shapes, types and checksums of what every rank holds."""
-    parts = []
-    for name in SHARED:
-        if name in batch:
-            value = batch[name]
-            contents = value.cpu().contiguous().flatten().view(torch.uint8).numpy().data
-            kind = str(value.dtype).removeprefix("torch.")
-            checksum = f"{zlib.crc32(contents):08x}"
-            parts.append(f"{name} {tuple(value.shape)} {kind} (contents {checksum})")
-    return ", ".join(parts)

@@ -81,8 +81,8 @@ class StageAnswers:
         for model in self.models:
             if not model.can_decode:
                 raise UserError(
-                    f"stage {model.stage} keeps no keys and values (can_decode is False), but has "
-                    "to answer before each step. Use `train_model` causal_lm or vision_language."
+                    f"stage {model.stage} keeps no keys and values (can_decode is False), so it "
+                    "cannot answer. Use `train_model` causal_lm or vision_language."
                 )
         device = runner.device
         self.decoders = {
@@ -253,7 +253,21 @@ def answer_batches(
     maker = kind(rows, collate=part, **options, **(packing or {}))
     with host_state_kept():
         batches = maker.make(step, [list(range(len(made)))])
-    return [with_sampled(batch, rows_in(batch, made)) for batch in batches]
+    for batch in batches:
+        labels_BT = batch["labels"] = batch["labels"].clone()
+        sampled_BT, places_BT = torch.zeros(labels_BT.shape), torch.full_like(labels_BT, -1)
+        answers = zip(rows_in(batch, made), _begins(batch), strict=True)
+        for number, (one, (row, start)) in enumerate(answers):
+            places_BT[row, start : start + len(one.encoded.rows[0])] = number
+            if one.replaced is not None:
+                labels_BT[row, start + one.replaced[0]] = one.replaced[1]
+            tokens = one.predicted(start)
+            count = tokens.stop - tokens.start
+            sampled_BT[row, tokens] = torch.tensor(one.answer.log_probs[:count])
+        batch[SAMPLED] = sampled_BT
+        if "sample_ids" in batch:
+            batch[PLACES] = places_BT
+    return batches
 
 
 def rows_in(batch: MicroBatch, made: Sequence[AnswerRow]) -> list[AnswerRow]:
@@ -263,21 +277,6 @@ def rows_in(batch: MicroBatch, made: Sequence[AnswerRow]) -> list[AnswerRow]:
 
 def _numbers(batch: MicroBatch) -> str:
     return "loss_rows" if "loss_rows" in batch else "loss_packed_rows"
-
-
-def with_sampled(batch: MicroBatch, answers: Sequence[AnswerRow]) -> MicroBatch:
-    """Add what is known of a micro-batch's answers before they are judged."""
-    labels_BT = batch["labels"].clone()
-    sampled_BT, places_BT = torch.zeros(labels_BT.shape), torch.full_like(labels_BT, -1)
-    for number, (one, (row, start)) in enumerate(zip(answers, _begins(batch), strict=True)):
-        places_BT[row, start : start + len(one.encoded.rows[0])] = number
-        if one.replaced is not None:
-            labels_BT[row, start + one.replaced[0]] = one.replaced[1]
-        tokens = one.predicted(start)
-        count = tokens.stop - tokens.start
-        sampled_BT[row, tokens] = torch.tensor(one.answer.log_probs[:count])
-    found = {**batch, "labels": labels_BT, SAMPLED: sampled_BT}
-    return {**found, PLACES: places_BT} if "sample_ids" in batch else found
 
 
 def with_rewards(

@@ -4,10 +4,10 @@ import contextlib
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,6 @@ from stageline.training.agreement import check_agreement
 from stageline.training.loss_part import LossPart, Output, logits_of
 from stageline.training.replicas import Replicas
 from stageline.training.step import StepProgress
-
-Pieces = Iterator[tuple[torch.Tensor, MicroBatch]]  # logits with their part of a micro-batch
 
 
 @dataclass
@@ -80,102 +78,85 @@ def evaluate(
     Raises:
         DataError: no row has a supervised token.
     """
-    replicas = replicas or Replicas()
-    figures = _Figures(loss_fn, step=step, keep=keep)
+    replicas, part = replicas or Replicas(), LossPart.of(loss_fn)
+    chunked = part.loss_fn if isinstance(part.loss_fn, ChunkedLoss) else None
+    if chunked is not None:
+        part = part.over(chunked.loss_fn)
+    hits, counts = 0, Counter(dict.fromkeys(part.counts, 0))
+    sums: dict[str, dict[str, float]] = {}  # figure -> count -> what is to be divided by it
+    predicted: dict[int, list[int]] = {}  # by row of the dataset
+    next_row = num_rows = 0  # of this replica, where rows have no number; of all
+
+    def add(output: Output, batch: MicroBatch) -> None:
+        nonlocal hits, next_row
+        labels = batch["labels"][:, 1:]
+        in_order = torch.arange(next_row, next_row + len(labels))
+        next_row += len(labels)
+        is_target = labels != IGNORE
+        if not bool(is_target.any()):
+            return
+        found, logits = [], logits_of(output)
+        pieces: Iterable[tuple[torch.Tensor, MicroBatch]] = [(logits, batch)]
+        if chunked is not None:
+            pieces = chunked.pieces(logits, batch)
+        for logits, piece in pieces:
+            for name, by_count in part.sums(logits, piece, step=step).items():
+                mine = sums.setdefault(name, dict.fromkeys(by_count, 0.0))
+                for count, value in by_count.items():
+                    mine[count] += value.item()
+            found.append(logits[:, :-1].argmax(dim=-1))
+        counts.update(part.count([batch]))
+        if part.predicts_tokens:
+            guesses = torch.cat(found, dim=1)
+            hits += int(((guesses == labels) & is_target).sum())
+            for index, row in enumerate(batch.get("loss_rows", in_order).tolist()):
+                if row < keep and bool(is_target[index].any()):
+                    predicted.setdefault(row, guesses[index][is_target[index]].tolist())
+
     recorder = StepProgress(device=runner.device, forward="evaluation")
-    num_rows = 0  # before the rows that come next, of all replicas
     for micro_batches in batches:
         step_rows = sum(len(batch["input_ids"]) for batch in micro_batches)
-        figures.next_row = num_rows + replicas.rank * step_rows
+        next_row = num_rows + replicas.rank * step_rows
         check_agreement(micro_batches, group=runner.group)
-        runner.evaluate(prepare(micro_batches), on_output=figures.add, recorder=recorder)
+        runner.evaluate(prepare(micro_batches), on_output=add, recorder=recorder)
         num_rows += replicas.size * step_rows
-    shared = [figures.hits, figures.totals, figures.sums, figures.predicted]
+    shared = [hits, counts, sums, predicted]
     if runner.schedule.num_ranks > 1:
         dist.broadcast_object_list(shared, src=runner.last_stage_rank, group=runner.group)
     told, totals = replicas.gather(shared), Counter[str]()
-    for _, counts, _, _ in told:
-        totals.update(counts)
+    for _, own_counts, _, _ in told:
+        totals.update(own_counts)
     num_targets = totals["num_targets"]
     if num_targets == 0:
         raise DataError(
             f"none of the {num_rows} held-out rows has a supervised token. Look at `prompt` and "
-            "`max_token_num`, or leave evaluations out (`eval_samples` 0)."
+            "`max_token_num`, or set `eval_samples` 0."
         )
     # each sum by the count that divides it
-    names = dict.fromkeys(name for _, _, sums, _ in told for name in sums)
+    names = dict.fromkeys(name for _, _, own_sums, _ in told for name in own_sums)
     means = {
         name: sum(
-            sum(sums.get(name, {}).get(count, 0.0) for _, _, sums, _ in told) / max(total, 1)
+            sum(own_sums.get(name, {}).get(count, 0.0) for _, _, own_sums, _ in told)
+            / max(total, 1)
             for count, total in totals.items()
         )
         for name in names
     }
     by_row = {row: ids for *_, rows in told for row, ids in rows.items()}
-    loss = means.pop("loss", 0.0)
-    accuracy = sum(hits for hits, *_ in told) / num_targets
-    perplexity = None
-    if figures.part.is_cross_entropy:
+    loss, perplexity = means.pop("loss", 0.0), None
+    if part.is_cross_entropy:
         perplexity = math.inf
         with contextlib.suppress(OverflowError):
             perplexity = math.exp(loss)
+    accuracy = sum(own_hits for own_hits, *_ in told) / num_targets
     return EvalResult(
         loss=loss,
-        token_accuracy=accuracy if figures.part.predicts_tokens else None,
+        token_accuracy=accuracy if part.predicts_tokens else None,
         num_targets=num_targets,
         predicted=[by_row.get(row, []) for row in range(max(by_row, default=-1) + 1)],
         figures=means,
         perplexity=perplexity,
     )
-
-
-class _Figures:
-    """Sums over the outputs of the last stage.
-
-    Attributes:
-        hits: supervised tokens that are predicted right.
-        sums: figure -> count -> sum that is to be divided by it.
-        predicted: row of the dataset -> predicted tokens, of the first `keep` rows.
-        next_row: the row that comes next, where a micro-batch has no `loss_rows`.
-    """
-
-    def __init__(self, loss_fn: Callable[..., Any], *, step: int, keep: int) -> None:
-        self.part = LossPart.of(loss_fn)
-        # logits of whole rows in one piece
-        self.pieces: Callable[..., Pieces] = lambda logits, batch: iter([(logits, batch)])
-        if isinstance(self.part.loss_fn, ChunkedLoss):
-            self.pieces = self.part.loss_fn.pieces
-            self.part = self.part.over(self.part.loss_fn.loss_fn)
-        self.step = step
-        self.keep = keep
-        self.hits = 0
-        self.totals = Counter(dict.fromkeys(self.part.counts, 0))
-        self.sums: dict[str, dict[str, float]] = {}
-        self.predicted: dict[int, list[int]] = {}
-        self.next_row = 0
-
-    def add(self, output: Output, batch: MicroBatch) -> None:
-        labels = batch["labels"][:, 1:]
-        in_order = torch.arange(self.next_row, self.next_row + len(labels))
-        self.next_row += len(labels)
-        is_target = labels != IGNORE
-        if not bool(is_target.any()):
-            return
-        found = []
-        for logits, piece in self.pieces(logits_of(output), batch):
-            for name, by_count in self.part.sums(logits, piece, step=self.step).items():
-                mine = self.sums.setdefault(name, dict.fromkeys(by_count, 0.0))
-                for count, value in by_count.items():
-                    mine[count] += value.item()
-            found.append(logits[:, :-1].argmax(dim=-1))
-        self.totals.update(self.part.count([batch]))
-        if not self.part.predicts_tokens:
-            return
-        guesses = torch.cat(found, dim=1)
-        self.hits += int(((guesses == labels) & is_target).sum())
-        for index, row in enumerate(batch.get("loss_rows", in_order).tolist()):
-            if row < self.keep and bool(is_target[index].any()):
-                self.predicted.setdefault(row, guesses[index][is_target[index]].tolist())
 
 
 FALLING = ("loss", "perplexity")  # figures with such a word are better when lower
@@ -186,8 +167,8 @@ def figure_of(result: EvalResult, name: str) -> float:
     figures = result.named()
     if name not in figures:
         raise UserError(
-            f"the held-out figure {name!r} was asked for, and an evaluation of this run has "
-            f"{', '.join(figures)}. Name one of these with `save_best` or `early_stop.metric`."
+            f"an evaluation of this run has no figure {name!r}. Name one of {', '.join(figures)} "
+            "with `save_best` or `early_stop.metric`."
         )
     return figures[name]
 
@@ -201,15 +182,14 @@ def is_better(value: float, best: float, *, metric: str, by: float = 0.0) -> boo
 
 
 LINK = "best"
-Result = TypeVar("Result")
 
 
 class BestCheckpoint:
     """Keeps the weights of the best evaluation so far; every rank calls it with the same results.
 
     `best` is a link to the folder `best-step-00000123` next to it: a link is exchanged in one step,
-    so it leads to a complete checkpoint whenever a run is killed. A run that is continued goes on
-    from its own best; a new run in an old folder moves only the link.
+    so it leads to a complete checkpoint whenever a run is killed. A resumed run continues from its
+    own best; a new run in an old folder moves only the link.
 
     Args:
         folder: of the run's checkpoints.
@@ -236,7 +216,7 @@ class BestCheckpoint:
         self.step: int | None = None
         self._kept: str | None = None  # name of the folder that this run may remove
         if metric != "none":
-            found = self._on_main(lambda: self._read(is_continued=start_step > 0))
+            found = self.ranks.on_first(lambda: self._read(is_continued=start_step > 0))
             if found is not None:
                 self.value, self.step, self._kept = found
 
@@ -263,15 +243,15 @@ class BestCheckpoint:
         figures = {**result.named(), "num_targets": result.num_targets}
         facts = {"best": {"metric": self.metric, "step": step, "figures": figures}}
         self.save(self.folder / name, step=step, facts=facts)
-        self._on_main(lambda: self._exchange(name, old=self._kept))
+        self.ranks.on_first(lambda: self._exchange(name))
         self.value, self.step, self._kept = figure_of(result, self.metric), step, name
         return f"best {self.metric} so far, {self.value:.4f} at step {step}: saved {self.link}"
 
     def _read(self, *, is_continued: bool) -> tuple[float, int, str] | None:
         if self.link.exists() and not self.link.is_symlink():
             raise UserError(
-                f"{self.link} is no link, which `save_best` moves to each new best. Rename that "
-                "folder or choose another `output_dir`."
+                f"{self.link} is no link, as `save_best` makes. Rename that folder or choose "
+                "another `output_dir`."
             )
         if not is_continued or not self.link.exists():
             return None
@@ -282,18 +262,13 @@ class BestCheckpoint:
         value = facts["figures"].get(self.metric)
         return None if value is None else (value, facts["step"], os.readlink(self.link))
 
-    def _exchange(self, name: str, *, old: str | None) -> None:
+    def _exchange(self, name: str) -> None:
         temporary = self.folder / draft_name(self.link)
         os.symlink(name, temporary, target_is_directory=True)
         os.replace(temporary, self.link)
         fsync_path(self.folder)  # before the old one goes
-        if old is not None and old != name:
-            remove_checkpoint(self.folder / old)
-
-    def _on_main(self, function: Callable[[], Result]) -> Result | None:
-        """Return what `function` returns on the main rank; where it fails, all ranks raise."""
-        nothing = self.folder / draft_name(self.link)  # there is no draft to remove
-        return self.ranks.on_first(function, nothing)
+        if self._kept not in (None, name):
+            remove_checkpoint(self.folder / str(self._kept))
 
 
 @dataclass

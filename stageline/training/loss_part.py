@@ -85,8 +85,8 @@ class LossPart:
             if name in ("num_targets", "step") or not (name in taken or "**" in taken):
                 raise UserError(
                     f"the loss {getattr(part, '__name__', type(part).__name__)!r} declares the "
-                    f"count {name!r}, which must be an argument of its own, since the number is "
-                    "handed over by this name. Correct its `counts` or its signature."
+                    f"count {name!r}, which must be an argument of its own. Correct its `counts` "
+                    "or its signature."
                 )
         names = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
         is_torch_style = len(names) == 2 and names[1] in TARGETS
@@ -129,36 +129,26 @@ class LossPart:
         """
         given: dict[str, Any] = {"step": step} if self._takes_step else {}
         found = call("loss_fn", self.loss_fn, logits, micro_batch, **totals, **given)
-        self._check(found)
-        if not isinstance(found, tuple):
-            return found, {}
-        loss, figures = found
+        is_pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
+        loss, figures = found if is_pair else (found, {})
+        for name, value in {"": loss, **figures}.items():
+            if not (
+                isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
+            ):
+                raise broken(
+                    "loss_fn",
+                    innermost(self.loss_fn),
+                    f"returned {f'the figure {name!r}: ' if name else ''}{shown(value)}",
+                    why="A float tensor of one number without dimensions was expected",
+                    cure="sum over rows and tokens, divide by num_targets, and return that; "
+                    "figures are a dict of such tensors",
+                )
         if taken := RESERVED.intersection(figures):
             raise UserError(
                 f"the loss returned figures named {', '.join(sorted(taken))}, names that the log "
                 "has already. Rename them."
             )
         return loss, {name: value.detach() for name, value in figures.items()}
-
-    def _check(self, found: Any) -> None:
-        """Refuse what is not a scalar, or (scalar, figures) with scalars of their own."""
-        figures: Mapping[str, object]
-        is_pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
-        loss, figures = found if is_pair else (found, {})
-        wrong = [value for value in (loss, *figures.values()) if not _is_scalar(value)]
-        if wrong:
-            what = shown(found)
-            if found is not loss and _is_scalar(loss):
-                name = next(name for name, value in figures.items() if not _is_scalar(value))
-                what = f"the figure {name!r}: {shown(figures[name])}"
-            raise broken(
-                "loss_fn",
-                innermost(self.loss_fn),
-                f"returned {what}",
-                why="A float tensor of one number without dimensions was expected",
-                cure="sum over rows and tokens, divide by num_targets, and return that; figures "
-                "are a dict of such tensors",
-            )
 
     def sums(
         self, logits: torch.Tensor, micro_batch: MicroBatch, *, step: int
@@ -178,10 +168,6 @@ class LossPart:
             for name, value in {"loss": loss, **figures}.items():
                 found.setdefault(name, {})[chosen] = value.detach().double().cpu()
         return found
-
-
-def _is_scalar(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
 
 
 def innermost(loss_fn: Callable[..., Any]) -> Any:

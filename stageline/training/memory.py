@@ -72,13 +72,26 @@ class MemoryAccount:
 
     def describe(self) -> str:
         """Return sentences with the shape of the micro-batch, what is in use, and remedies."""
-        answers = progress.place().operation == "decoding"
-        remedies = self.answering if answers else self.remedies
-        helps = f"What helps: {'; '.join(remedies[:3])}." if remedies else ""
-        index, shapes, batch = progress.place().micro_batch, current_shapes(), ""
+        told = []
+        index, shapes = progress.place().micro_batch, current_shapes()
         if index is not None and index < len(shapes):
-            batch = f"It has {shapes[index][0]} x {shapes[index][1]} tokens."
-        return " ".join(filter(None, [batch, self._describe_use(), helps]))
+            told.append(f"It has {shapes[index][0]} x {shapes[index][1]} tokens.")
+        fullest, used, of = self.devices[0], read_status("VmRSS"), ""
+        if is_accelerator(fullest):
+            module = torch.get_device_module(fullest)
+            free, fullest = min((module.mem_get_info(one)[0], one) for one in self.devices)
+            total = module.mem_get_info(fullest)[1]
+            used, of = total - free, f" of {_gib(total)} on {fullest}"
+        parts = self.parts()
+        if parts and used is not None:
+            parts["activations and the rest"] = max(0, used - sum(parts.values()))
+            listed = ", ".join(f"{name} {_gib(count)}" for name, count in parts.items())
+            peak = _gib(peak_memory(fullest))
+            told.append(f"In use: {_gib(used)}{of} ({listed}; the peak was {peak}).")
+        answers = progress.place().operation == "decoding"
+        if remedies := self.answering if answers else self.remedies:
+            told.append(f"What helps: {'; '.join(remedies[:3])}.")
+        return " ".join(told)
 
     def parts(self) -> dict[str, int]:
         """Return the bytes of weights, gradients and optimizer state."""
@@ -95,20 +108,6 @@ class MemoryAccount:
             "gradients": _bytes(grad for grad in grads if grad is not None),
             "optimizer state": _bytes(value for value in state if isinstance(value, torch.Tensor)),
         }
-
-    def _describe_use(self) -> str:
-        fullest, used, of = self.devices[0], read_status("VmRSS"), ""
-        if is_accelerator(fullest):
-            module = torch.get_device_module(fullest)
-            free, fullest = min((module.mem_get_info(one)[0], one) for one in self.devices)
-            total = module.mem_get_info(fullest)[1]
-            used, of = total - free, f" of {_gib(total)} on {fullest}"
-        parts = self.parts()
-        if not parts or used is None:
-            return ""
-        parts["activations and the rest"] = max(0, used - sum(parts.values()))
-        listed = ", ".join(f"{name} {_gib(count)}" for name, count in parts.items())
-        return f"In use: {_gib(used)}{of} ({listed}; the peak was {_gib(peak_memory(fullest))})."
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -64,7 +64,13 @@ def find_non_finite(
     dist.all_gather_object(gathered, (bad_losses, passes), group=runner.group)
     bad_losses = sorted(one for found, _ in gathered for one in found)
     passes = [one for _, found in gathered for one in found]
-    told = replicas.gather(([_rows_of(batch) for batch in micro_batches], bad_losses, passes))
+    # dataset rows of each micro-batch, each once; -1 where they are not known
+    names = ("loss_rows", "loss_packed_rows")
+    own_rows = [
+        list(dict.fromkeys(row for name in names if name in one for row in one[name].tolist()))
+        for one in micro_batches
+    ]
+    told = replicas.gather((own_rows, bad_losses, passes))
 
     parts, first_passes = [], []
     for replica, (rows, bad_losses, passes) in enumerate(told):
@@ -160,12 +166,6 @@ class _Watch(Recorder):
         stage, _, number = self._action
         if all(one[:2] != (is_backward, stage) for one in self.found):
             self.found.append((is_backward, stage, number, name))
-
-
-def _rows_of(batch: MicroBatch) -> list[int]:
-    """Return the dataset rows of a micro-batch, each once; -1 where they are not known."""
-    names = [name for name in ("loss_rows", "loss_packed_rows") if name in batch]
-    return list(dict.fromkeys(row for name in names for row in batch[name].tolist()))
 
 
 def _name_batches(numbers: Sequence[int], rows: Sequence[Sequence[int]]) -> str:

@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens, V vocabulary.
 """
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 
@@ -95,9 +96,7 @@ def check_loss(part: LossPart, batch: MicroBatch, *, vocab_size: int) -> str | N
         ContractError: with part, file and line.
     """
 
-    def refused(came: str, *, why: str, cure: str) -> UserError:
-        return broken("loss_fn", innermost(part.loss_fn), came, why=why, cure=cure)
-
+    refused = functools.partial(broken, "loss_fn", innermost(part.loss_fn))
     # random logits for a part of the tokens, few enough to be cheap
     width = vocab_size if part.predicts_tokens else 1
     num_rows, num_tokens = batch["labels"].shape

@@ -1,17 +1,18 @@
 """Add the log-probabilities of the reference model to the micro-batches of a preference loss.
 
 The reference is the start model: the same stages with adapters off or, where more than adapters is
-trained, a table that was computed before the first step. There is no second copy of the weights.
+trained, a table that was computed before the first step. A loss over sampled answers, which are not
+known then, compares with a copy of the start weights on the host (`FrozenCopy`).
 
 The rank of the last stage adds `loss_reference` [rows] to each micro-batch and, where the loss asks
 for it, `loss_kl`: the mean log-ratio of model and reference over prompts with the answers of other
 rows (`loss_kl_*` of the micro-batches), of the whole step and all replicas, and at least 0.
 """
 
-import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,17 +20,22 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from stageline import progress
 from stageline.data.batches.batch import READ_OFF_IDS
+from stageline.device import is_accelerator
 from stageline.errors import UserError
 from stageline.hub import name_of
 from stageline.modules.lora import adapters_off, begun_adapters, trained_besides
 from stageline.modules.losses import KL, PAIRS, REFERENCE, row_lengths, row_log_probs
 from stageline.pipeline.runner import MicroBatch, PipelineRunner
+from stageline.stage import Stage
+from stageline.terminal import terminal
 from stageline.training.agreement import check_agreement
 from stageline.training.loss_part import LossPart, Output, logits_of
-from stageline.training.replicas import Replicas
+from stageline.training.replicas import Replicas, bit_sum
 from stageline.training.step import StepProgress
 
 Mode = Literal["auto", "adapters_off", "precompute", "columns", "frozen_copy"]
@@ -58,20 +64,23 @@ class Reference:
         self.runner = runner
         self.needs_reference = loss.needs_reference
         self.needs_kl = loss.needs_kl
-        self.source = source or functools.partial(with_adapters_off, runner)
+        self.source = source
         self.replicas = replicas or Replicas()
 
     def __call__(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches with what the loss needs, on the rank of the last stage."""
-        batches = list(batches)
         if not self.needs_reference:
-            return batches
+            return list(batches)
         mixed = [mixed_batch(batch) for batch in batches] if self.needs_kl else []
         with progress.doing("reference"):
-            found = self.source(batches, mixed)
+            if self.source is not None:
+                found = self.source(batches, mixed)
+            else:  # adapters are the only thing that is trained
+                with adapters_off(self.runner.local):
+                    found = log_probs_of(self.runner, [*batches, *mixed])
             kl = self._kl(batches, mixed, found[len(batches) :]) if self.needs_kl else None
         if not holds_last_stage(self.runner):
-            return batches
+            return list(batches)
         added = {} if kl is None else {KL: kl}
         pairs = zip(batches, found[: len(batches)], strict=True)
         return [{**batch, REFERENCE: reference, **added} for batch, reference in pairs]
@@ -129,14 +138,6 @@ def log_probs_of(runner: PipelineRunner, batches: Sequence[MicroBatch]) -> list[
     return found
 
 
-def with_adapters_off(
-    runner: PipelineRunner, batches: Sequence[MicroBatch], mixed: Sequence[MicroBatch]
-) -> list[torch.Tensor]:
-    """Compute them by the same stages without adapters, the only thing that is trained."""
-    with adapters_off(runner.local):
-        return log_probs_of(runner, [*batches, *mixed])
-
-
 def from_columns(
     runner: PipelineRunner, batches: Sequence[MicroBatch], mixed: Sequence[MicroBatch]
 ) -> list[torch.Tensor]:
@@ -146,8 +147,8 @@ def from_columns(
         what = "answers of other rows" if mixed else f"micro-batch {missing}"
         raise UserError(
             f"`reference` columns: the rows bring no log-probabilities for {what}. Add "
-            "ref_chosen_logps and ref_rejected_logps (dpo), or ref_logps (kto without its KL "
-            "term), to every row of training and held-out data, or use `reference` auto."
+            "ref_chosen_logps and ref_rejected_logps (dpo) or ref_logps (kto without its KL term) "
+            "to every row, or use `reference` auto."
         )
     return [batch[REFERENCE] for batch in batches] if holds_last_stage(runner) else []
 
@@ -193,9 +194,8 @@ def choose_mode(
     if mode == "auto":
         return otherwise, reason
     raise UserError(
-        f"`reference` adapters_off: {reason}, so the model without adapters is not the one that "
-        "training began with. Freeze the rest (`frozen_lm_head`, `frozen_llm` ...), or use "
-        f"`reference` {otherwise}."
+        f"`reference` adapters_off: {reason}. Freeze the rest (`frozen_lm_head`, `frozen_llm` "
+        f"...), or use `reference` {otherwise}."
     )
 
 
@@ -249,7 +249,6 @@ def reference_table(
     needs_kl: bool,
     is_start: bool,
     replicas: Replicas | None = None,
-    say: Callable[[str], None] = lambda line: None,
 ) -> FromTable:
     """Read the table of one dataset from its file, or compute it; every rank calls this.
 
@@ -273,11 +272,10 @@ def reference_table(
         return FromTable(values)
     if not is_start:
         raise UserError(
-            f"{path} is not there, or belongs to other data or another start model: the run "
-            "compares with the model that it began with. Put the reference folder back, or start "
-            "again in a new `output_dir`."
+            f"{path} is not there, or belongs to other data or another start model. Put the "
+            "reference folder back, or start again in a new `output_dir`."
         )
-    say(f"computing log-probabilities of {num_samples} rows under the start model")
+    terminal.say(f"computing log-probabilities of {num_samples} rows under the start model")
     for number, micro_batches in enumerate(batches, start=1):
         check_agreement(micro_batches, group=runner.group)
         mixed = [mixed_batch(batch) for batch in micro_batches] if needs_kl else []
@@ -292,7 +290,7 @@ def reference_table(
             samples = batch["loss_rows"][::times]
             values[samples[samples >= 0]] = made.cpu()[samples >= 0]
         if number % max(num_batches // NUM_NOTES, 1) == 0:
-            say(f"reference: {number} of {num_batches} batches")
+            terminal.say(f"reference: {number} of {num_batches} batches")
     for other in replicas.gather(values) if is_last else ():
         values = other if values is None else torch.where(torch.isnan(values), other, values)
     if values is not None:
@@ -300,7 +298,7 @@ def reference_table(
         if bad:
             raise UserError(
                 f"the start model gives no log-probability for row {bad[0]} ({len(bad)} rows in "
-                "all). Look at the row and at the model, or use `bf16` in the place of `fp16`."
+                "all). Look at the row and at the model, or use `bf16` instead of `fp16`."
             )
         _write(path, values, key)
     return FromTable(values)
@@ -308,8 +306,7 @@ def reference_table(
 
 def weights_fingerprint(folder: Path) -> str:
     """Tell files of weights apart by names, sizes and ends; reads no more of them."""
-    name = name_of(folder)
-    if name is not None:  # a commit on a hub: which files are here already says nothing
+    if (name := name_of(folder)) is not None:  # a commit on a hub, of which some files are here
         return str(name)
     told = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]:
@@ -337,3 +334,85 @@ def _write(path: Path, values: torch.Tensor, key: str) -> None:
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     save_file({"log_probs": values.contiguous()}, draft, metadata={"key": key})
     draft.replace(path)  # at once: a file of this name is complete
+
+
+StartStage = Callable[[int], Stage]  # index of a stage -> the stage as the run began with it
+
+
+class FrozenCopy:
+    """The start weights of what a run trains, kept on the host, for passes of the start model.
+
+    All ranks of a pipeline make it together, with whole (not sharded) weights. While it is in place
+    the weights of the run are where it was: a device holds one tensor more, never a second model.
+
+    Args:
+        start_stage: builds a stage of the start model; None: the run begins with its own weights.
+        saved: `fingerprint` of a resumed run; None: it took no copy.
+
+    Attributes:
+        fingerprint: of the start weights, the same on all ranks and in every split.
+
+    Raises:
+        UserError: the start model is another one than that of the run.
+    """
+
+    def __init__(
+        self,
+        runner: PipelineRunner,
+        *,
+        start_stage: StartStage | None = None,
+        saved: str | None = None,
+    ) -> None:
+        self.runner = runner
+        self._kept: dict[str, torch.Tensor] = {}
+        for model in runner.local:
+            start = model if start_stage is None else start_stage(model.stage)
+            values = dict(start.named_parameters())
+            for name in _trained([model]).keys() - self._kept.keys():
+                value = values[name].detach()
+                pins = is_accelerator(value.device)
+                kept = torch.empty(value.shape, dtype=value.dtype, pin_memory=pins)
+                self._kept[name] = kept.copy_(value)
+            del start, values  # a second stage is gone before the next one is built
+        own = {bit_sum(value).item() for value in self._kept.values()}
+        gathered: list[set[int | float]] = [set()] * runner.schedule.num_ranks
+        dist.all_gather_object(gathered, own, group=runner.group)
+        # without names: a tied weight has two in one split, and one in another
+        sums = sorted(set().union(*gathered))
+        self.fingerprint = hashlib.sha256(str(sums).encode()).hexdigest()
+        if saved is not None and self.fingerprint != saved:
+            raise UserError(
+                "the start model has other weights than the one that this run began with. Give "
+                "`model_path` and `seed` of that run, and the same torch and transformers."
+            )
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While open, passes without gradients are those of the start model, to the bit."""
+        done: list[str] = []
+        trained = _trained(self.runner.local)
+        try:
+            for name, parameter in trained.items():
+                self._exchange(name, parameter)
+                done.append(name)
+            yield
+        finally:
+            for name in done:
+                self._exchange(name, trained[name])
+
+    @torch.no_grad()
+    def _exchange(self, name: str, parameter: nn.Parameter) -> None:
+        kept = self._kept[name]
+        if kept.device == parameter.device:
+            parameter.data, self._kept[name] = kept, parameter.data
+            return
+        now = parameter.detach().clone()
+        parameter.copy_(kept)
+        kept.copy_(now)
+
+
+def _trained(models: Iterable[Stage]) -> Mapping[str, nn.Parameter]:
+    """Return what is trained, by name; what two stages of a rank share is there once."""
+    named = {n: p for model in models for n, p in model.named_parameters() if p.requires_grad}
+    assert not any(isinstance(p, DTensor) for p in named.values()), "put together by the caller"
+    return named

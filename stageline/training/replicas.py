@@ -4,9 +4,7 @@ Each replica has its own samples, and all weights (`Replicas`) or a share of the
 (`ShardedReplicas`, by FSDP2). Gradients are summed once an optimizer step.
 """
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,43 +15,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from stageline.checkpoint.optimizer_state import RowRange
-from stageline.distributed.process_group import connect_store
 from stageline.errors import UserError
 from stageline.pipeline.runner import LocalStages
 from stageline.stage import Stage
 from stageline.training.precision import HALF_TYPES, MasterWeights
 
 Number = TypeVar("Number", int, float)
-_BEHIND = 1000  # steps; none is loaded so late
 BUCKET_BYTES = 64 * 2**20  # large enough to be fast, small beside the weights
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class LargestOfReplicas:
-    """The largest of a number that each replica has of a step, for data workers.
-
-    They have no process group, so it goes through the store that the ranks met at; each process
-    connects by itself. Every rank of a replica has the same number.
-
-    Args:
-        name: the same on all ranks, and of no other loader or earlier start.
-        seconds: timeout of the wait for the other replicas.
-    """
-
-    def __init__(self, name: str, *, rank: int, size: int, seconds: float) -> None:
-        self._name, self._rank, self._size, self._seconds = name, rank, size, seconds
-        self._store: tuple[int, dist.Store] | None = None
-
-    def __call__(self, step: int, number: int) -> int:
-        if self._store is None or self._store[0] != os.getpid():  # forked
-            self._store = os.getpid(), connect_store(timedelta(seconds=self._seconds))
-        store = self._store[1]
-        store.set(self._key(step, self._rank), str(number))
-        store.delete_key(self._key(step - _BEHIND, self._rank))
-        return max(int(store.get(self._key(step, rank))) for rank in range(self._size))
-
-    def _key(self, step: int, rank: int) -> str:
-        return f"stageline/{self._name}/{step}/{rank}"
 
 
 class Replicas:
@@ -104,7 +73,7 @@ class Replicas:
                 raise UserError(
                     f"replica {rank} starts with other weights than replica 0 ({len(wrong)} of "
                     f"{len(first)} parameters, such as {', '.join(wrong[:3])}). Give every machine "
-                    "the same `model_path` and the same versions of torch and transformers."
+                    "the same `model_path`, torch and transformers."
                 )
 
     def put_together(self) -> None:
@@ -185,7 +154,15 @@ class ShardedReplicas(Replicas):
     def __init__(self, models: Sequence[Stage], *, mesh: DeviceMesh) -> None:
         super().__init__(mesh.get_group())
         self.models = list(LocalStages(models))
-        kept_whole = _kept_whole(self.models)
+        kept_whole: set[nn.Parameter] = set()
+        seen: dict[nn.Parameter, nn.Module] = {}
+        for model in self.models:
+            is_half = getattr(model, "dtype", torch.float32) in HALF_TYPES
+            for parameter in model.parameters():
+                is_shared = seen.setdefault(parameter, model) is not model
+                is_wider = is_half and parameter.dtype not in HALF_TYPES
+                if parameter.ndim == 0 or is_wider or is_shared:
+                    kept_whole.add(parameter)
         for model in self.models:
             _shard(model, mesh, kept_whole)
         self._trained = [parameter for model in self.models for parameter in _put_together(model)]
@@ -241,19 +218,6 @@ def share_rows(weights: MasterWeights) -> dict[str, RowRange]:
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     """Return the modules of a stage that are sent on their own, the stage itself first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def _kept_whole(models: Sequence[Stage]) -> set[nn.Parameter]:
-    kept = set()
-    seen: dict[nn.Parameter, nn.Module] = {}
-    for model in models:
-        dtype = getattr(model, "dtype", torch.float32)
-        for parameter in model.parameters():
-            is_shared = seen.setdefault(parameter, model) is not model
-            is_wider = dtype in HALF_TYPES and parameter.dtype not in HALF_TYPES
-            if parameter.ndim == 0 or is_wider or is_shared:
-                kept.add(parameter)
-    return kept
 
 
 def _shard(model: Stage, mesh: DeviceMesh, kept_whole: set[nn.Parameter]) -> None:

@@ -1,5 +1,6 @@
 """The checkpoint that a run continues, whether it is of the same run, and the run folder's lock."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -16,12 +17,12 @@ from stageline.checkpoint.optimizer_state import SavedState
 from stageline.checkpoint.writer import (
     find_latest,
     no_checkpoint_left,
-    set_aside,
     skip_lines,
     step_folders,
     sweep,
 )
 from stageline.errors import CheckpointError, UserError, spelled
+from stageline.terminal import terminal
 
 AUTO = "auto"
 
@@ -44,9 +45,7 @@ class ResumePoint:
         return int(self.state.facts["step"])
 
 
-def find_resume_point(
-    wanted: str | None, checkpoints: Path, *, ranks: Ranks, say: Callable[[str], None]
-) -> ResumePoint | None:
+def find_resume_point(wanted: str | None, checkpoints: Path, *, ranks: Ranks) -> ResumePoint | None:
     """Return the checkpoint that `resume` means, verified by rank 0; None for a new run.
 
     Args:
@@ -59,9 +58,35 @@ def find_resume_point(
     """
 
     def find() -> tuple[str | None, str | None]:
-        folder = _find_whole(wanted, checkpoints, say) if ranks.rank == 0 else None
-        if folder is None:
+        if ranks.rank > 0:
             return None, None
+        if wanted is None:
+            if there := step_folders(checkpoints):
+                raise UserError(
+                    f"{checkpoints} holds {len(there)} checkpoints of another run, up to "
+                    f"{there[0][1].name}. Continue that run with `resume` auto, or choose another "
+                    "`output_dir`."
+                )
+            return None, None
+        if wanted != AUTO:
+            folder = Path(wanted).expanduser().absolute()
+            if not folder.is_dir():
+                raise UserError(
+                    f"`resume` {wanted} is no folder. Give a checkpoint "
+                    "(.../checkpoints/step-00000010), or auto for the newest one of `output_dir`."
+                )
+            verify(folder)
+        else:
+            found, skipped = find_latest(checkpoints)
+            for line in skip_lines(found, skipped):
+                terminal.say(line)
+            if found is None and skipped:
+                raise no_checkpoint_left(skipped)
+            if found is None:
+                none_yet = f"no checkpoint in {checkpoints} yet, training starts at step 0"
+                terminal.say(spelled(f"`resume` auto: {none_yet}"))
+                return None, None
+            folder = found
         manifest = read_manifest(folder)
         is_own = manifest.get("base_sha256") is not None  # else a model that was there before
         return str(folder), str(find_base(folder)) if is_own else manifest.get("base")
@@ -70,41 +95,6 @@ def find_resume_point(
     if folder is None:
         return None
     return ResumePoint(Path(folder), SavedState(Path(folder)), base)
-
-
-def _find_whole(wanted: str | None, checkpoints: Path, say: Callable[[str], None]) -> Path | None:
-    if wanted is None:
-        if there := step_folders(checkpoints):
-            raise UserError(
-                f"{checkpoints} holds {len(there)} checkpoints of another run, up to "
-                f"{there[0][1].name}. Continue that run with `resume` auto, or choose another "
-                "`output_dir`."
-            )
-        return None
-    if wanted != AUTO:
-        folder = Path(wanted).expanduser().absolute()
-        if not folder.is_dir():
-            raise UserError(
-                f"`resume` {wanted} is no folder. Give a checkpoint "
-                "(.../checkpoints/step-00000010), or auto for the newest one of `output_dir`."
-            )
-        verify(folder)
-        return folder
-    found, skipped = find_latest(checkpoints)
-    for line in skip_lines(found, skipped):
-        say(line)
-    if found is None and skipped:
-        raise no_checkpoint_left(skipped)
-    if found is None:
-        none_yet = f"no checkpoint in {checkpoints} yet, training starts at step 0"
-        say(spelled(f"`resume` auto: {none_yet}"))
-    return found
-
-
-def clear_way(point: ResumePoint, checkpoints: Path, *, say: Callable[[str], None]) -> None:
-    """Rename later checkpoints in the run's own folder: this run will write those steps again."""
-    for path in set_aside(checkpoints, after=point.step):
-        say(f"kept a checkpoint of a later step as {path.name}, this run comes by there again")
 
 
 def check_same_run(
@@ -154,7 +144,7 @@ def _let_go() -> None:
 os.register_at_fork(after_in_child=_let_go)
 
 
-def claim_run_folder(folder: Path, *, say: Callable[[str], None]) -> None:
+def claim_run_folder(folder: Path) -> None:
     """Make the folder, lock it, and remove what a killed run left half-written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -167,17 +157,21 @@ def claim_run_folder(folder: Path, *, say: Callable[[str], None]) -> None:
         # of this process alone: worker processes, which may outlive it, do not inherit this kind
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        holder = "another process"
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            file.seek(0)
+            said = json.load(file)
+            holder = f"process {said['pid']} on {said['host']}"
         raise UserError(
-            f"`output_dir` {folder} is in use by {_holder(file)}. Wait for that run, end it, or "
-            "choose another `output_dir`."
+            f"`output_dir` {folder} is in use by {holder}. Wait for that run, end it, or choose "
+            "another `output_dir`."
         ) from error
     file.truncate(0)
     json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}, file)
     file.flush()
     _held.append(file)
-    freed = sweep(folder / "checkpoints")
-    if freed:
-        say(f"removed checkpoints that were half written: {freed:,} bytes freed")
+    if freed := sweep(folder / "checkpoints"):
+        terminal.say(f"removed checkpoints that were half written: {freed:,} bytes freed")
 
 
 def is_claimed(folder: Path) -> bool:
@@ -190,12 +184,3 @@ def is_claimed(folder: Path) -> bool:
     except OSError:
         return True
     return False
-
-
-def _holder(file: IO[str]) -> str:
-    try:
-        file.seek(0)
-        said = json.load(file)
-        return f"process {said['pid']} on {said['host']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "another process"

@@ -104,14 +104,13 @@ class RewardModel:
         self.longest = num_positions(model)
         if num_ids > num_rows:
             raise CheckpointError(
-                f"the tokenizer in {folder} has {num_ids} token ids, the reward model there has "
-                f"rows for {num_rows}: the tokenizer is another model's. Copy the one that the "
-                "reward model was trained with into its folder."
+                f"the tokenizer in {folder} has {num_ids} token ids, the reward model {num_rows} "
+                "rows: the tokenizer is another model's. Copy the reward model's own there."
             )
         if template_of(processor) is None:
             raise UserError(
-                f"the tokenizer in {folder} has no chat template, by which a reward model reads a "
-                "conversation. Put its chat_template.jinja there."
+                f"the tokenizer in {folder} has no chat template. Put its chat_template.jinja "
+                "there."
             )
 
     @torch.no_grad()
@@ -156,7 +155,13 @@ class RewardModel:
                 names=[sample_name(samples[number]) for number in chosen],
                 with_pixels=True,
             )
-            for number, score in zip(chosen, self._scores(batch), strict=True):
+            device, dtype = self.model.device, self.model.dtype
+            given = {
+                name: value.to(device, dtype if value.is_floating_point() else None)
+                for name, value in batch.items()
+            }
+            found = self.model(**given).logits[:, 0].float().tolist()
+            for number, score in zip(chosen, found, strict=True):
                 scores[number] = score
         return scores
 
@@ -165,7 +170,12 @@ class RewardModel:
     ) -> Encoded | UserError:
         """Return the row of a conversation that ends with the completion, or why there is none."""
         name = sample_name(sample)
-        answered = {**answered_sample(sample, completion), "num_images": len(images)}
+        answered = {**sample, "num_images": len(images)}
+        if messages := sample.get("messages"):  # another last message
+            messages = messages[:-1] if messages[-1].get("role") == "assistant" else messages
+            answered["messages"] = [*messages, {"role": "assistant", "content": completion}]
+        else:
+            answered["answer"] = completion
         turns = turns_of(answered, prompt, system=None, for_generation=False)
         if not images:  # a place for one may be in a message
             turns = [
@@ -181,21 +191,3 @@ class RewardModel:
         return encode_sample(
             replace(rendered, name=name), images, processor=self.processor, name=name
         )
-
-    def _scores(self, batch: dict[str, torch.Tensor]) -> list[float]:
-        device, dtype = self.model.device, self.model.dtype
-        given = {
-            name: value.to(device, dtype if value.is_floating_point() else None)
-            for name, value in batch.items()
-        }
-        return self.model(**given).logits[:, 0].float().tolist()
-
-
-def answered_sample(sample: Sample, completion: str) -> dict[str, Any]:
-    """Return the sample with another answer, or another last message."""
-    messages = sample.get("messages")
-    if not messages:
-        return {**sample, "answer": completion}
-    if messages[-1].get("role") == "assistant":
-        messages = messages[:-1]
-    return {**sample, "messages": [*messages, {"role": "assistant", "content": completion}]}

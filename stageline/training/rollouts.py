@@ -39,9 +39,14 @@ from stageline.training.answers import (
     with_rewards,
 )
 from stageline.training.evaluation import EvalResult
-from stageline.training.frozen_copy import FrozenCopy, StartStage
 from stageline.training.loss_part import Output
-from stageline.training.reference import Mode, choose_mode, holds_last_stage
+from stageline.training.reference import (
+    FrozenCopy,
+    Mode,
+    StartStage,
+    choose_mode,
+    holds_last_stage,
+)
 from stageline.training.replicas import Replicas
 from stageline.training.rewards import (
     Advantage,
@@ -227,7 +232,13 @@ class Rollouts:
             staleness: optimizer steps until they are used.
         """
         options, prompts = self.options, [one for *_, one in rows]
-        saved, self._saved = self._own_saved(len(rows)), None
+        size = options.group_size
+        count = len(rows) * size
+        saved: list[list[tuple[SampledAnswer, list[float]]]] | None = None  # of this replica
+        if len(self._saved or ()) == count * self.replicas.size:
+            own = list(map(read_answer, (self._saved or [])[self.replicas.rank * count :][:count]))
+            saved = [own[start : start + size] for start in range(0, count, size)]
+        self._saved = None
         if saved is None:
             number = step // options.inner_steps
             seeds = [
@@ -317,15 +328,6 @@ class Rollouts:
 
     def _spent(self, name: str, seconds: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-
-    def _own_saved(self, num_prompts: int) -> list[list[tuple[SampledAnswer, list[float]]]] | None:
-        """Return the checkpoint's answers to the prompts of this replica, in groups, if any."""
-        size, saved = self.options.group_size, self._saved or []
-        if len(saved) != num_prompts * size * self.replicas.size:
-            return None
-        first = self.replicas.rank * num_prompts * size
-        own = [read_answer(one) for one in saved[first : first + num_prompts * size]]
-        return [own[start : start + size] for start in range(0, len(own), size)]
 
     def _make(self, drawn: Drawn, step: int) -> list[MicroBatch]:
         """Return the micro-batches of a step."""

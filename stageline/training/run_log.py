@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
@@ -33,6 +32,7 @@ from stageline.training.timeline import write_trace
 
 MAX_LINES = 50  # of progress, where there is no terminal
 MAX_SHOWN = 6  # figures of a loss in a line
+EVENTS = "to TensorBoard"
 MEMORY_EVERY = 10  # steps between two looks at the peak of memory
 TOLD_WAIT = 0.05  # share of the time; a run that waits more for data can be made faster
 
@@ -63,12 +63,12 @@ class StepRecord(StepResult):
 
     def logged(self) -> dict[str, Any]:
         """Return the record of the log, by name."""
-        figures = {
-            "loss": self.loss,
-            **self.answers,
-            **self.figures,
-            **({"loss_figures": list(self.figures)} if self.figures else {}),
-            **({"router_loss": self.extra_loss} if self.extra_loss else {}),
+        figures: dict[str, Any] = {"loss": self.loss, **self.answers, **self.figures}
+        if self.figures:
+            figures["loss_figures"] = list(self.figures)
+        if self.extra_loss:
+            figures["router_loss"] = self.extra_loss
+        figures |= {
             "grad_norm": self.grad_norm,
             "learning_rate": self.learning_rate,
             **{f"learning_rate_{part}": rate for part, rate in self.part_rates.items()},
@@ -76,20 +76,22 @@ class StepRecord(StepResult):
             "num_targets": self.num_targets,
             "num_samples": self.num_samples,
             "tokens_per_second": round(self.tokens_per_second, 1),
-            **({} if self.bubble is None else {"bubble": round(self.bubble, 4)}),
+        }
+        if self.bubble is not None:
+            figures["bubble"] = round(self.bubble, 4)
+        figures |= {
             "seconds": round(self.seconds, 4),
             "data_wait": round(self.data_wait, 4),
             "is_skipped": self.is_skipped,
             "peak_memory_bytes": list(self.peak_memory_bytes),
         }
         if self.problem is not None:
-            figures["trouble"] = {
-                "problem": self.problem,
-                "rows": list(self.rows),
-                "skipped_in_a_row": self.skipped_in_a_row,
-                "num_skipped": self.num_skipped,
-            }
-        return {**figures, "warnings": list(self.warnings)} if self.warnings else figures
+            names = ("problem", "skipped_in_a_row", "num_skipped")
+            figures["trouble"] = {name: getattr(self, name) for name in names}
+            figures["trouble"]["rows"] = list(self.rows)
+        if self.warnings:
+            figures["warnings"] = list(self.warnings)
+        return figures
 
     def notes(self) -> list[str]:
         """Return lines for the screen about what is wrong with the step; mostly none."""
@@ -102,21 +104,28 @@ class StepRecord(StepResult):
         return notes
 
     def __str__(self) -> str:
-        skipped = ", skipped" if self.is_skipped else ""
-        router = f", router loss {self.extra_loss:.4f}" if self.extra_loss else ""
-        figures = name_figures({**self.answers, **self.figures}, most=MAX_SHOWN)  # the log has all
-        own = ", ".join(f"{part} {rate:.2e}" for part, rate in self.part_rates.items())
-        rates = f", learning rate {self.learning_rate:.2e} ({own})" if own else ""
-        return f"loss {self.loss:.4f}{router}{figures}{skipped}{rates}, {self.pace}"
+        shown = {"loss": self.loss}
+        if self.extra_loss:
+            shown["router_loss"] = self.extra_loss
+        own = {**self.answers, **self.figures}
+        shown |= dict(list(own.items())[:MAX_SHOWN])  # the log has all
+        skipped = ["skipped"] if self.is_skipped else []
+        rates = "".join(f", {part} {rate:.1e}" for part, rate in self.part_rates.items())
+        fields = [f"{name} {value:.4f}" for name, value in shown.items()]
+        norm = f"grad_norm {self.grad_norm:.3g}"
+        return " | ".join(
+            [*fields, *skipped, norm, f"lr {self.learning_rate:.1e}{rates}", *self.pace]
+        )
 
     @property
-    def pace(self) -> str:
-        """Return tokens per second, the bubble, and the memory of each rank."""
-        waits = self.wait_share > TOLD_WAIT
-        data = f", {100 * self.wait_share:.0f} % waiting for data" if waits else ""
-        idle = "" if self.bubble is None else f", bubble {100 * self.bubble:.0f} %"
-        memory = human_memory(self.peak_memory_bytes)
-        return f"{self.tokens_per_second:,.0f} tokens/s{idle}, memory {memory}{data}"
+    def pace(self) -> list[str]:
+        """Return tokens per second, the bubble, the wait for data, and the memory of each rank."""
+        fields = [f"{self.tokens_per_second:,.0f} tok/s"]
+        if self.bubble is not None:
+            fields.append(f"bubble {100 * self.bubble:.0f}%")
+        if self.wait_share > TOLD_WAIT:
+            fields.append(f"data_wait {100 * self.wait_share:.0f}%")
+        return [*fields, f"mem {human_memory(self.peak_memory_bytes)}"]
 
 
 class RunLog:
@@ -156,7 +165,7 @@ class RunLog:
         self.total_steps = total_steps
         self.start_step = start_step
         self.log_steps = log_steps
-        self._listeners: dict[str, Any] = {"tracker": tracker}
+        self._listeners: dict[str, Any] = {"to the tracker": tracker}
         self._beside = contextlib.ExitStack()
         if not self.is_main:
             self._beside.enter_context(beside_bar(None))
@@ -166,9 +175,8 @@ class RunLog:
         terminal.keep(self.folder / "run.log")
         cut_torn_line(self.path)
         self._file = self.path.open("a+", encoding="utf-8")
-        events = _open_events(self.folder / "tensorboard", start_step=start_step)
-        self._listeners["events"] = events
-        if start_step and self._has_records():
+        self._listeners[EVENTS] = _open_events(self.folder / "tensorboard", start_step)
+        if start_step and self.path.stat().st_size > 0:
             self._write("resume", start_step, {})
         # a bar that redraws itself is for terminals; a file of output gets lines
         self._has_bar = sys.stderr.isatty()
@@ -178,11 +186,14 @@ class RunLog:
             unit="step",
             dynamic_ncols=True,
             disable=not self._has_bar,
-            bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}, {remaining} left{postfix}",
+            bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} | eta {remaining}{postfix}",
         )
         if self._has_bar:
             self._beside.enter_context(beside_bar(self._bar))
-        self._line_every = line_interval(total_steps - start_step)
+        # 1, 2, 5, 10 ... steps between two lines, so that they stay few
+        intervals = (digit * 10**power for power in itertools.count() for digit in (1, 2, 5))
+        num_steps = total_steps - start_step
+        self._line_every = next(one for one in intervals if num_steps <= one * MAX_LINES)
         self._start = time.monotonic()
         self._waited = self._seconds = 0.0  # since the last line
         self._bubble: float | None = None  # the last one that was measured
@@ -207,14 +218,17 @@ class RunLog:
         is_line = is_end or record.step % self._line_every == 0
         if is_line:
             seconds = (time.monotonic() - self._start) / (record.step - self.start_step)
-            left = tqdm.format_interval(seconds * (self.total_steps - record.step))
-            line = f"step {record.step}/{self.total_steps}: {record}, {left} left"
+            minutes, seconds = divmod(round(seconds * (self.total_steps - record.step)), 60)
+            hours, minutes = divmod(minutes, 60)
+            left = f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
+            line = f"step {record.step}/{self.total_steps} | {record} | eta {left}"
             terminal.say(line, is_detail=self._has_bar)
         if is_line or self._has_bar:
             self._waited = self._seconds = 0.0
         if self._has_bar:
             # the narrowest terminal shows what comes first
-            self._bar.set_postfix_str(f"loss {record.loss:.4f}, {record.pace}", refresh=False)
+            shown = " | ".join([f"loss {record.loss:.4f}", *record.pace])
+            self._bar.set_postfix_str(shown, refresh=False)
             self._bar.update(record.step - self._bar.n)
 
     def log_eval(self, step: int, figures: Mapping[str, Any]) -> None:
@@ -231,16 +245,13 @@ class RunLog:
         with contextlib.suppress(Exception) if error[0] else contextlib.nullcontext():
             self.close()
 
-    def evaluations(self, folder: Path | None = None) -> list[dict[str, Any]]:
-        """Return the evaluations in the log, here or in the folder of another run, on all ranks."""
-        path = (self.folder if folder is None else folder) / "log.jsonl"
+    def evaluations(self, folder: Path) -> list[dict[str, Any]]:
+        """Return the evaluations in the log of a run folder, on all ranks."""
+        path = folder / "log.jsonl"
         shared = [read_log(path)[1] if self.is_main and path.exists() else []]
         if self.context is not None:
             dist.broadcast_object_list(shared, src=0)
         return shared[0]
-
-    def _has_records(self) -> bool:
-        return self.path.exists() and self.path.stat().st_size > 0
 
     def say(self, text: str, *, is_detail: bool = False) -> None:
         """Print without breaking the bar, on the main rank; a detail goes only into run.log."""
@@ -249,7 +260,7 @@ class RunLog:
 
     def draw(self, *, has_pdf: bool = False) -> None:
         """Draw loss.png from the log; the PDF comes at the end."""
-        if self.is_main and self._has_records():
+        if self.is_main and self.path.exists() and self.path.stat().st_size > 0:
             from stageline.plotting.figures import plot_loss  # slow to import; one rank needs it
 
             plot_loss(self.path, self.folder / "loss.png", has_pdf=has_pdf)
@@ -261,8 +272,8 @@ class RunLog:
             return
         self._bar.close()
         self._file.close()
-        self._tell("events", lambda events: events.close())
-        self._tell("tracker", lambda tracker: tracker.close())
+        for name in self._listeners:
+            self._tell(name, lambda listener: listener.close())
         self.draw(has_pdf=True)
 
     def _write(self, kind: str, step: int, figures: Mapping[str, Any]) -> None:
@@ -272,19 +283,13 @@ class RunLog:
             self._file.flush()
         except OSError as error:
             raise StorageError(
-                f"the log in {self.folder} cannot be written ({error}): it was removed, or the "
-                "disk is full. The checkpoints there are as they were. Make room, then resume."
+                f"the log in {self.folder} cannot be written ({error}). Make room, then resume: "
+                "its checkpoints are as they were."
             ) from error
-        numbers = scalars(figures)
-        self._tell(
-            "events",
-            lambda events: [
-                events.add_scalar(f"{kind}/{name}", value, step) for name, value in numbers.items()
-            ],
-        )
-        if figures:
+        if figures:  # events have inf and nan; a service may not take them
+            self._tell(EVENTS, lambda events: events.log(kind, step, scalars(figures)))
             told = scalars(finite(figures))
-            self._tell("tracker", lambda tracker: tracker.log(kind, step, told))
+            self._tell("to the tracker", lambda tracker: tracker.log(kind, step, told))
 
     def _tell(self, name: str, what: Callable[[Any], object]) -> None:
         """Call a listener, which is dropped when it fails: no run ends because of it."""
@@ -295,15 +300,10 @@ class RunLog:
             what(listener)
         except Exception as error:  # a service elsewhere, or a thread, raises what it likes
             self._listeners[name] = None
-            told = f"({type(error).__name__}: {error}); {self.path} has every figure"
-            if name == "tracker":
-                self.say(f"note: the tracker failed and gets nothing any more {told}")
-            else:
-                folder = self.folder / "tensorboard"
-                self.say(
-                    f"note: no more TensorBoard events are written into {folder} {told}. If the "
-                    "disk is full, make room: the next checkpoint needs it, too"
-                )
+            self.say(
+                f"note: no more figures go {name} of {self.folder} ({type(error).__name__}: "
+                f"{error}). log.jsonl has every figure; if the disk is full, make room."
+            )
 
     def stepped(
         self, step: int, result: StepResult, seconds: float, *, bubble: float | None = None
@@ -338,26 +338,10 @@ class RunLog:
         """
         figures: dict[str, float | bool] = {**result.named(), "num_targets": result.num_targets}
         self.log_eval(step, figures | ({"is_best": True} if is_best else {}))
-        told = "" if result.loss is None else f" loss {result.loss:.4f}"
-        if result.perplexity is not None:
-            told += f" (perplexity {result.perplexity:.4g})"
-        if result.token_accuracy is not None:
-            told += f", token accuracy {result.token_accuracy:.4f} on {result.num_targets} tokens"
-        self.say(f"step {step}: held-out{told}{name_figures(result.figures)}")
+        shown = [f"{name} {value:.4f}" for name, value in result.named().items()]
+        self.say(f"step {step} | held-out {' | '.join(shown)} | num_targets {result.num_targets}")
         if self.is_main and result.predicted:
             self._draw_samples(step, result, dataset, processor)
-
-    def transfers(self, sent_bytes: int, num_micro_batches: int) -> None:
-        """Print what the ranks sent to each other in a step; every rank calls this with its own."""
-        assert self.context is not None
-        total = torch.tensor(sent_bytes, dtype=torch.int64, device=self.context.device)
-        dist.all_reduce(total, group=self.context.pp_group)
-        if int(total):
-            each = human_bytes(int(total) / num_micro_batches)
-            self.say(
-                f"between stages: {each} a micro-batch forward and back, hidden states alone "
-                f"({human_bytes(int(total))} in a step of {num_micro_batches})"
-            )
 
     def timeline(
         self,
@@ -401,12 +385,6 @@ class RunLog:
         plot_predictions(images, titles, correct, folder / f"step-{step:08d}.png", ids=names)
 
 
-def name_figures(figures: Mapping[str, float], most: int | None = None) -> str:
-    """Return named figures for the end of a line: ", marked loss 0.1234"."""
-    shown = list(figures.items())[:most]
-    return "".join(f", {name.replace('_', ' ')} {value:.4f}" for name, value in shown)
-
-
 def scalars(figures: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers among the figures; of a list of numbers one for each rank."""
     numbers: dict[str, float] = {}
@@ -420,24 +398,28 @@ def scalars(figures: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def line_interval(num_steps: int) -> int:
-    """Return the steps between two printed lines: 1, 2, 5, 10 ..., so that they stay few."""
-    intervals = (digit * 10**power for power in itertools.count() for digit in (1, 2, 5))
-    return next(interval for interval in intervals if num_steps <= interval * MAX_LINES)
+class _Events:
+    """TensorBoard's events, told as a tracker is."""
+
+    def __init__(self, writer: Any) -> None:
+        self.writer = writer
+        self.close = writer.close
+
+    def log(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self.writer.add_scalar(f"{kind}/{name}", value, step)
 
 
-def _open_events(folder: Path, *, start_step: int) -> Any | None:
+def _open_events(folder: Path, start_step: int) -> _Events | None:
     try:
         from torch.utils.tensorboard import SummaryWriter  # slow to import; one rank needs it
     except ImportError as error:
-        print(
-            f"note: no TensorBoard events are written ({error}); pip install tensorboard",
-            file=sys.stderr,
-        )
+        told = f"note: no TensorBoard events are written ({error}); pip install tensorboard"
+        print(told, file=sys.stderr)
         return None
     # evaluations at step 0 come before the first step, those at a later start have been made
     purge_step = (start_step + 1 if start_step else 0) if folder.exists() else None
-    return SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
+    return _Events(SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10))
 
 
 @dataclass(frozen=True)
@@ -484,47 +466,36 @@ def format_stage_table(stages: Sequence[StageSummary]) -> str:
     The share is that of the weights' bytes. A tied weight has its bytes on each stage that holds
     it, and its parameters once in the totals.
     """
-    all_bytes = sum(stage.num_bytes for stage in stages)
-
-    def figures(rows: Sequence[StageSummary]) -> list[str]:
-        num_bytes = sum(row.num_bytes for row in rows)
-        return [
-            *map(human_count, count_parameters(rows)),
-            human_bytes(num_bytes),
-            f"{num_bytes / max(all_bytes, 1):.1%}",
-        ]
-
+    all_bytes = max(sum(stage.num_bytes for stage in stages), 1)
     texts = ["stage", "rank", "device", "layers", "parts"]
-    rows = [[*texts, "parameters", "trainable", "weights", "share"]]
-    for row in stages:
-        place = [str(row.stage), str(row.rank), row.device, row.layers, row.parts]
-        rows.append([*place, *figures([row])])
-    if len(stages) == 1:
-        return format_table(rows, num_texts=len(texts), rules=[1])
-    rows.append(["all", "", "", "", "", *figures(stages)])
-    return format_table(rows, num_texts=len(texts), rules=[1, len(rows) - 1])
-
-
-def stages_line(stages: Sequence[StageSummary]) -> str:
-    """Return the table in a line."""
-    layers, weights = (
-        " | ".join(texts)
-        for texts in zip(*((one.layers, human_bytes(one.num_bytes)) for one in stages), strict=True)
-    )
-    count, trained = map(human_count, count_parameters(stages))
-    num = f"{len(stages)} stage{'s' * (len(stages) > 1)}"
-    return f"{num}, layers {layers}: {count} parameters, {trained} trainable; weights {weights}"
+    table = [[*texts, "parameters", "trainable", "weights", "share"]]
+    groups = [[one] for one in stages] + ([list(stages)] if len(stages) > 1 else [])
+    for group in groups:
+        one, num_bytes = group[0], sum(each.num_bytes for each in group)
+        place = [str(one.stage), str(one.rank), one.device, one.layers, one.parts]
+        if len(group) > 1:
+            place = ["all", "", "", "", ""]
+        counts = map(human_count, count_parameters(group))
+        table.append([*place, *counts, human_bytes(num_bytes), f"{num_bytes / all_bytes:.1%}"])
+    rules = [1] if len(stages) == 1 else [1, len(table) - 1]
+    return format_table(table, num_texts=len(texts), rules=rules)
 
 
 def show_stages(summaries: Sequence[StageSummary], *, group: dist.ProcessGroup | None) -> None:
-    """Print what the stages are, their table only in run.log; every rank calls this."""
+    """Print the stages in a line, and their table into run.log; every rank calls this."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, list(summaries), group=group)
     stages = sorted((s for part in gathered for s in part), key=lambda s: s.stage)
     for note in dict.fromkeys(note for one in stages for note in one.notes):
         terminal.say(note)
     terminal.say(format_stage_table(stages), is_detail=True)
-    terminal.say(stages_line(stages))
+    layers = " | ".join(one.layers for one in stages)
+    weights = " | ".join(human_bytes(one.num_bytes) for one in stages)
+    count, trained = map(human_count, count_parameters(stages))
+    terminal.say(
+        f"{len(stages)} stage{'s' * (len(stages) > 1)}, layers {layers}: {count} parameters, "
+        f"{trained} trainable; weights {weights}"
+    )
 
 
 def summarize_stage(model: Stage, context: DistributedContext) -> StageSummary:

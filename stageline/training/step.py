@@ -137,24 +137,23 @@ class SharedFigures:
             beside: numbers on this rank's device that come to the host with the sums, so that the
                 host waits for its device once.
         """
+
+        def values() -> list[torch.Tensor]:
+            return [figures.get(name, torch.zeros(())) for name in self.names]
+
         is_new = torch.tensor(float(any(name not in self.names for name in figures)))
-        found = self._sum([*facts, is_new, *self._values(figures)], beside)
+        found = self._sum([*facts, is_new, *values()], beside)
         found, brought = found[: -len(beside)], found[-len(beside) :]
-        values = found[len(facts) + 1 :]
+        sums = found[len(facts) + 1 :]
         if found[len(facts)] > 0:
             gathered: list[Any] = [None] * dist.get_world_size(self.group)
             dist.all_gather_object(gathered, list(figures), group=self.group)
             told = self.replicas.gather([name for names in gathered for name in names])
             self.names = list(dict.fromkeys([*self.names, *(n for names in told for n in names)]))
-            values = self._sum(self._values(figures))
-        return found[: len(facts)], dict(zip(self.names, values, strict=True)), brought
+            sums = self._sum(values(), beside[:0])
+        return found[: len(facts)], dict(zip(self.names, sums, strict=True)), brought
 
-    def _values(self, figures: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        return [figures.get(name, torch.zeros(())) for name in self.names]
-
-    def _sum(
-        self, values: Sequence[torch.Tensor], beside: torch.Tensor | None = None
-    ) -> list[float]:
+    def _sum(self, values: Sequence[torch.Tensor], beside: torch.Tensor) -> list[float]:
         own = [value.detach() for value in values]
         of_host = [value for value in own if value.device.type == "cpu"]
         if self.device.type != "cpu" and of_host:
@@ -166,7 +165,7 @@ class SharedFigures:
             dist.all_reduce(total, group=self.group)
             if self.replicas.size > 1:
                 dist.all_reduce(total, group=self.replicas.group)
-            return (total if beside is None else torch.cat((total, beside))).tolist()
+            return torch.cat((total, beside)).tolist()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,8 +266,8 @@ class TrainStep:
         )
         if not any(self.ownership.names_by_rank):
             raise UserError(
-                "every parameter of every stage is frozen, so nothing can be trained: drop one "
-                "of `frozen_vit`, `frozen_llm` and their kin, or add LoRA (`llm_lora_num` 1)."
+                "every parameter of every stage is frozen. Drop one of `frozen_vit`, `frozen_llm` "
+                "and their kin, or add LoRA (`llm_lora_num` 1)."
             )
         stage_of = {
             name: model.stage
@@ -296,7 +295,21 @@ class TrainStep:
         begin_step(step, micro_batches)
         check_agreement(micro_batches, group=self.runner.group)
         with progress.doing("the other ranks at the start of a step", is_waiting=True):
-            counts, num_tokens, num_samples = self._count(micro_batches)
+            # over all replicas
+            own = self.part.count(micro_batches)
+            *totals, num_tokens, num_samples = self.replicas.sum(
+                [
+                    *own.values(),
+                    sum(int(batch["attention_mask"].sum()) for batch in micro_batches),
+                    sum(count_samples(batch) for batch in micro_batches),
+                ]
+            )
+        counts = dict(zip(own, totals, strict=True))
+        if counts["num_targets"] == 0:
+            raise UserError(
+                "a batch has no supervised token. Give the template [ANSWER] (or another target), "
+                "and room for it in max_token_num."
+            )
         rate = self.learning_rate(step)
 
         # Passes: gradients of this rank
@@ -353,7 +366,15 @@ class TrainStep:
         if verdict.is_skipped:
             self.weights.zero_grad()
         else:
-            warnings = self._zero_gradients(each_norm)
+            if len(self._stages_told) < self.runner.schedule.num_stages:  # each stage once
+                stages = set(stages_without_gradient(each_norm, self.owners)) - self._stages_told
+                self._stages_told |= stages
+                warnings = tuple(
+                    f"all gradients of stage {stage} are zero, so it learns nothing from this "
+                    "step: look for frozen or disconnected parts, or a loss that does not depend "
+                    "on it"
+                    for stage in sorted(stages)
+                )
             with progress.doing("optimizer"):
                 if self.max_grad_norm > 0:
                     clip_gradients(parameters, max_norm=self.max_grad_norm, total_norm=norm)
@@ -407,36 +428,6 @@ class TrainStep:
         told = StepProgress(recorder, device=self.runner.device)
         self.runner.step(micro_batches, loss_fn=loss_of, recorder=told)
         return loss_of
-
-    def _count(self, micro_batches: Sequence[MicroBatch]) -> tuple[dict[str, int], int, int]:
-        """Return the loss's counts, tokens and samples of the whole batch, over all replicas."""
-        own = self.part.count(micro_batches)
-        *totals, num_tokens, num_samples = self.replicas.sum(
-            [
-                *own.values(),
-                sum(int(batch["attention_mask"].sum()) for batch in micro_batches),
-                sum(count_samples(batch) for batch in micro_batches),
-            ]
-        )
-        counts = dict(zip(own, totals, strict=True))
-        if counts["num_targets"] == 0:
-            raise UserError(
-                "a batch has no supervised token, so its loss is not defined: the template must "
-                "hold [ANSWER] (or another target) and max_token_num must leave room for it."
-            )
-        return counts, num_tokens, num_samples
-
-    def _zero_gradients(self, norms: Sequence[float]) -> tuple[str, ...]:
-        """Return warnings about stages that train and got no gradient; each stage once."""
-        if len(self._stages_told) == self.runner.schedule.num_stages:
-            return ()
-        stages = set(stages_without_gradient(norms, self.owners)) - self._stages_told
-        self._stages_told |= stages
-        return tuple(
-            f"all gradients of stage {stage} are zero, so it learns nothing from this step: look "
-            "for frozen or disconnected parts, or a loss that does not depend on it"
-            for stage in sorted(stages)
-        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what later steps depend on, besides weights and optimizer."""

@@ -96,22 +96,20 @@ def trace_events(events: Sequence[TimelineEvent]) -> list[dict[str, Any]]:
     waits = 1 + max((stage for stages in held.values() for stage in stages), default=0)
     origin, _ = extent(events)
     told: list[dict[str, Any]] = []
-
-    def name(rank: int, thread: int, what: str, text: str, *, order: int) -> None:
-        place = {"ph": "M", "pid": rank, "tid": thread}
-        told.append({"name": f"{what}_name", **place, "args": {"name": text}})
-        told.append({"name": f"{what}_sort_index", **place, "args": {"sort_index": order}})
-
     for rank, stages in held.items():
-        name(rank, 0, "process", f"rank {rank}", order=rank)
-        for stage in stages:
-            name(rank, stage, "thread", f"stage {stage}", order=stage)
+        threads = [("process", 0, f"rank {rank}", rank)]
+        threads += [("thread", stage, f"stage {stage}", stage) for stage in stages]
         if any(event.kind in WAITS for event in events if event.rank == rank):
-            name(rank, waits, "thread", "waits", order=waits)
+            threads.append(("thread", waits, "waits", waits))
+        for what, thread, text, order in threads:
+            place = {"ph": "M", "pid": rank, "tid": thread}
+            told.append({"name": f"{what}_name", **place, "args": {"name": text}})
+            told.append({"name": f"{what}_sort_index", **place, "args": {"sort_index": order}})
     for event in sorted(
         events, key=lambda e: (e.rank, e.start, e.end, e.stage, e.kind, e.micro_batch)
     ):
         is_wait = event.kind in WAITS
+        names = ("stage", "micro_batch", "kind")
         told.append(
             {
                 # one colour a kind: Perfetto leaves numbers out when it chooses
@@ -122,11 +120,7 @@ def trace_events(events: Sequence[TimelineEvent]) -> list[dict[str, Any]]:
                 "tid": waits if is_wait else event.stage,
                 "ts": round((event.start - origin) * 1e6, 3),
                 "dur": round((event.end - event.start) * 1e6, 3),
-                "args": {
-                    "stage": event.stage,
-                    "micro_batch": event.micro_batch,
-                    "kind": event.kind,
-                },
+                "args": {name: getattr(event, name) for name in names},
             }
         )
     return told

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from stageline import progress
 from stageline.checkpoint.layout import Ranks
 from stageline.checkpoint.save import save_split_model
-from stageline.checkpoint.writer import CheckpointWriter
+from stageline.checkpoint.writer import CheckpointWriter, set_aside
 from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.rows.readers import data_fingerprint
 from stageline.distributed.failure_record import open_log
@@ -48,7 +48,7 @@ from stageline.training.reference import (
     reference_table,
 )
 from stageline.training.replicas import Replicas, ShardedReplicas, share_rows
-from stageline.training.resume import ResumePoint, claim_run_folder, clear_way, find_resume_point
+from stageline.training.resume import ResumePoint, claim_run_folder, find_resume_point
 from stageline.training.run_log import RunLog, show_stages, summarize_stage
 from stageline.training.step import StepResult, TrainStep
 from stageline.training.timeline import StepTimeline
@@ -181,16 +181,14 @@ class Trainer:
 
         # The run folder, and the checkpoint that this run continues
         ranks = Ranks.of(None)
-        ranks.together(
-            lambda: claim_run_folder(folder, say=terminal.say) if context.is_main else None
-        )
+        ranks.on_first(lambda: claim_run_folder(folder))
         if context.is_main:
             terminal.keep(folder / "run.log")
-        point = find_resume_point(config.resume, self.checkpoints, ranks=ranks, say=terminal.say)
+        point = find_resume_point(config.resume, self.checkpoints, ranks=ranks)
         if point is not None:
             parts.check_same_run(point)
-            if context.is_main:
-                clear_way(point, self.checkpoints, say=terminal.say)
+            for path in set_aside(self.checkpoints, after=point.step) if context.is_main else ():
+                terminal.say(f"kept a checkpoint of a later step as {path.name}")
             steps = f"{point.step} of {config.total_steps} steps are done"
             terminal.say(f"resumed from {point.folder}: {steps}")
         self.start_step = point.step if point else 0
@@ -283,7 +281,7 @@ class Trainer:
         # Evaluation: the best weights so far, and whether the run continues
         is_known = facts.get("held_out", self.held_out_rows) == self.held_out_rows
         if not is_known and (config.patience or config.save_best != "none"):
-            terminal.say("other held-out rows than before: the best figure is looked for anew")
+            terminal.say("other held-out rows than before: the search for the best starts again")
         self.best = BestCheckpoint(
             self.checkpoints,
             metric=config.save_best,
@@ -348,7 +346,6 @@ class Trainer:
                     needs_kl=plain.needs_kl,
                     is_start=self.start_step == 0,
                     replicas=self.replicas,
-                    say=terminal.say,
                 )
             prepared[name] = Reference(
                 runner, loss=self.loss_fn, source=source, replicas=self.replicas
@@ -440,8 +437,6 @@ class Trainer:
             events = self.timeline.measured() if self.timeline.is_timed(step - 1) else []
             self.report.stepped(step, result, seconds, bubble=bubble(events) if events else None)
             self.tell_saved()
-        if step == self.start_step + 1:
-            self.report.transfers(self.runner.sent_bytes, self.runner.num_micro_batches)
         if step == self.timeline.step + 1:
             self.report.timeline(step, events, self.timeline.ideal(events))
 

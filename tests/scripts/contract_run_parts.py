@@ -160,13 +160,6 @@ class ExampleIsNone(CausalLMStage):
         super().get_example_input(micro_batch_size, max_token_num)
 
 
-class LostTensor(CausalLMStage):
-    def __init__(self, config, **kwargs):
-        super().__init__(config, **kwargs)
-        with torch.device("meta"):
-            self.bias_table = torch.zeros(4)
-
-
 class LostBuffer(CausalLMStage):
     def __init__(self, config, **kwargs):
         super().__init__(config, **kwargs)
@@ -183,7 +176,6 @@ for _name, _class in {
     "stage_wrong_shape": WrongShape,
     "stage_example_tensor": ExampleIsATensor,
     "stage_example_none": ExampleIsNone,
-    "stage_lost_tensor": LostTensor,
     "stage_lost_buffer": LostBuffer,
     "stage_takes_one": TakesOne,
 }.items():

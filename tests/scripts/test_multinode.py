@@ -91,5 +91,5 @@ def test_a_slurm_job_of_two_machines_trains(tmp_path):
     done = run(command, **{**slurm(tmp_path), "MASTER_PORT": str(free_port())})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "machine 0 of 2" in done.stderr and "machine 1 of 2" in done.stderr
-    assert done.stdout.count("step 1/1: loss") == 1
+    assert done.stdout.count("step 1/1 | loss") == 1
     assert (tmp_path / "run" / "checkpoints" / "step-00000001" / "manifest.json").is_file()

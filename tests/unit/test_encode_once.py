@@ -15,7 +15,7 @@ from register import import_shelf
 from stageline.data.batches import collate as bodies
 from stageline.data.batches.collate_part import CollatePart, as_collate_part
 from stageline.data.batches.loader import MicroBatchLoader
-from stageline.training.replicas import LargestOfReplicas
+from stageline.distributed.process_group import LargestOfReplicas
 from tests.helpers.collating import collate_options
 from tests.helpers.tiny_models import tiny_tokenizer
 

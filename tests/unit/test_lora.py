@@ -214,20 +214,9 @@ def test_targets(target, expected):
     assert set(lora_stacks(holder)) == expected
 
 
-def test_target_without_match_lists_the_candidates():
-    with pytest.raises(UserError, match=r"\['v_proj'\] matches none of the 5.*c_fc, join, q_proj"):
-        wrap_linear(Tower(), rank=1, alpha=1.0, target=["v_proj"], prefix="model")
-
-
 def test_target_of_another_stages_layer_is_no_error():
     model = wrap_linear(Tower(), rank=1, alpha=1.0, target=["layers.7.q_proj"])
     assert lora_stacks(model) == {}
-
-
-@pytest.mark.parametrize("options", [{"rank": 0}, {"rank": 4, "dropout": 1.0}])
-def test_impossible_options(options):
-    with pytest.raises(UserError, match=r"--lora\."):
-        wrap_linear(Tower(), alpha=1.0, **options)
 
 
 def test_part_of_another_stage_and_skipped_paths():

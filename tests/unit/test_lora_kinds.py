@@ -225,7 +225,10 @@ def test_pissa_goes_on_from_what_it_took(bases, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"use_dora": True, "llm_lora_num": 2}, "--lora.use_dora came with --llm-lora-num 2"),
+        (
+            {"use_dora": True, "llm_lora_num": 2},
+            "--lora.use_dora allows 1 adapter, not --llm-lora-num 2",
+        ),
         ({"lora_init": "pissa", "lora_rank": 1000}, "with rank 1000 for a weight"),
         ({"lora_init": "orthogonal", "lora_rank": 3}, "with rank 3, an even one"),
         ({"lora_exclude": ["proj", r".*"]}, r"--lora.exclude proj,\.\* leaves none"),

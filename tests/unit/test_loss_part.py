@@ -151,7 +151,7 @@ def test_figures_are_in_the_log_the_line_and_the_curve(tmp_path):
     figures = {"marked_loss": 0.5, "accuracy": 0.25}
     names = ("learning_rate", "grad_norm", "num_tokens", "num_targets", "num_samples", "seconds")
     record = StepRecord(step=1, loss=1.0, figures=figures, **dict.fromkeys(names, 1))
-    assert "marked loss 0.5000, accuracy 0.2500" in str(record)
+    assert "marked_loss 0.5000 | accuracy 0.2500" in str(record)
     log = RunLog(tmp_path, total_steps=1)
     log.log_step(record)
     log.log_eval(1, {"loss": 1.0, **figures})

@@ -96,7 +96,7 @@ def test_a_target_that_is_nowhere_is_told_on_every_stage(stage):
             tiny_config("llava"), vit_lora_num=1, vit_lora_target=["nothing"], **options
         )
     assert "vision tower" in str(error.value)
-    with pytest.raises(UserError, match="--vit-lora-num 1 came, and the model has no linear layer"):
+    with pytest.raises(UserError, match="--vit-lora-num 1: the model has no linear layer"):
         CausalLMStage(tiny_config("llama"), vit_lora_num=1, **options)
 
 

@@ -212,7 +212,7 @@ def test_what_was_left_open_follows(asked, shape):
 @pytest.mark.parametrize(
     "asked, reason",
     [
-        (dict(schedule="zbv", num_stages=3), "set --num-stages to 2 or 4"),
+        (dict(schedule="zbv", num_stages=3), "Set --num-stages to 2 or 4"),
         (dict(schedule="1f1b", num_stages=2, world_size=3), "3 processes were started, the run"),
         (dict(schedule="1f1b", num_stages=4, stages_per_rank=2), "exactly 1"),
     ],

@@ -78,7 +78,7 @@ def test_a_line_holds_all_figures_of_a_step(tmp_path):
 def test_the_router_loss_is_shown_where_there_is_one(tmp_path):
     assert "router" not in str(record(1)) and "router_loss" not in record(1).logged()
     with_router = record(1, extra_loss=0.125)
-    assert str(with_router).startswith("loss 1.0000, router loss 0.1250, ")
+    assert str(with_router).startswith("loss 1.0000 | router_loss 0.1250 | ")
     log = RunLog(tmp_path, total_steps=1)
     log.log_step(with_router)
     log.close()
@@ -142,18 +142,18 @@ def test_a_torn_last_line_does_not_swallow_the_next(tmp_path):
 def test_events_that_cannot_be_written_do_not_end_a_run(tmp_path, capsys):
     log = RunLog(tmp_path, total_steps=3)
     full = OSError(errno.ENOSPC, "No space left on device")
-    log._listeners["events"] = SimpleNamespace(
-        add_scalar=Mock(side_effect=full), close=Mock(side_effect=full)
+    log._listeners["to TensorBoard"] = SimpleNamespace(
+        log=Mock(side_effect=full), close=Mock(side_effect=full)
     )
     log.log_step(record(1))
     log.log_step(record(2))
     log.close()
     assert [line["step"] for line in read_lines(tmp_path)] == [1, 2]
     said = capsys.readouterr().out
-    assert said.count("no more TensorBoard events") == 1 and "No space left" in said
-    assert str(tmp_path / "tensorboard") in said
+    assert said.count("no more figures go to TensorBoard") == 1 and "No space left" in said
+    assert str(tmp_path) in said
     log = RunLog(tmp_path, total_steps=3)
-    log._listeners["events"] = SimpleNamespace(close=Mock(side_effect=full))
+    log._listeners["to TensorBoard"] = SimpleNamespace(close=Mock(side_effect=full))
     log.close()
 
 
@@ -228,11 +228,8 @@ def test_a_line_says_when_the_time_goes_into_waiting_for_data(tmp_path, capsys):
         log.log_step(record(step, data_wait=wait))
     log.close()
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(" % waiting for data")[0][-2:] for line in lines if " % " in line] == [
-        "40",
-        "00",
-    ]
-    assert "waiting" not in lines[0] + lines[2], "4 % is nothing to tell"
+    assert ["data_wait 40%" in lines[1], "data_wait 100%" in lines[3]] == [True, True]
+    assert "data_wait" not in lines[0] + lines[2], "4 % is nothing to tell"
     assert [line["data_wait"] for line in read_lines(tmp_path)] == [0.02, 0.2, 0.0, 0.5]
 
 
@@ -241,7 +238,7 @@ def test_no_more_than_all_of_the_time_goes_into_waiting(tmp_path, capsys):
     log = RunLog(tmp_path, total_steps=1)
     log.log_step(record(1, data_wait=10.25))
     log.close()
-    assert " 100 % waiting for data" in capsys.readouterr().out
+    assert "data_wait 100%" in capsys.readouterr().out
 
 
 def test_the_share_is_of_the_steps_since_the_last_line(tmp_path, capsys):
@@ -250,4 +247,4 @@ def test_the_share_is_of_the_steps_since_the_last_line(tmp_path, capsys):
         log.log_step(record(step, data_wait=0.4 if step == 3 else 0.0))
     log.close()
     first, fifth, tenth = capsys.readouterr().out.splitlines()
-    assert "20 % waiting for data" in fifth and "waiting" not in first + tenth
+    assert "data_wait 20%" in fifth and "data_wait" not in first + tenth

@@ -47,7 +47,7 @@ def test_a_file_gives_stages_and_micro_batches(tmp_path):
     assert topology.num_ranks == 2 and not topology.schedule.splits_backward
     with pytest.raises(UserError, match="it runs 2 and no other number"):
         topology.schedule.check(4)
-    with pytest.raises(UserError, match="has 2 stages on 2 ranks, --num-stages 4 came"):
+    with pytest.raises(UserError, match="has 2 stages on 2 ranks, not --num-stages 4"):
         resolve_topology(schedule=path, num_stages=4)
     with pytest.raises(UserError, match="rows for 2 ranks, the run has 4"):
         make_schedule(path, num_ranks=4)

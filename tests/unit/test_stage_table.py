@@ -70,8 +70,8 @@ def test_sizes_and_counts_for_people():
 
 
 def test_memory_of_stages_has_one_unit():
-    assert human_memory([600 * 2**20, 2**20]) == "600|1 MiB"
-    assert human_memory([3 * 2**29, 2**30]) == "1.5|1.0 GiB"
+    assert human_memory([600 * 2**20, 2**20]) == "600/1 MiB"
+    assert human_memory([3 * 2**29, 2**30]) == "1.5/1.0 GiB"
     assert human_memory([]) == "?"
 
 

@@ -15,16 +15,13 @@ from torch import nn
 from loss_fn import sft
 from pp_models import CausalLMStage
 from stageline.checkpoint.load import load_split_model
-from stageline.errors import UserError
 from stageline.pipeline.plan import Kind
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.schedules import make_schedule
 from stageline.pipeline.stage_passes import (
-    BorderFacts,
     StagePasses,
-    check_borders,
-    describe_borders,
     model_inputs,
+    trains,
 )
 from stageline.training.optimizers import optimizer_groups
 from stageline.training.precision import LossScaler
@@ -199,25 +196,14 @@ def test_a_stage_sends_all_gradients_and_keeps_nothing(kinds):
 
 
 @pytest.mark.parametrize(
-    ("trained", "trains"), [((True, True), True), ((False, True), True), ((False, False), False)]
+    ("trained", "expected"), [((True, True), True), ((False, True), True), ((False, False), False)]
 )
-def test_a_stage_trains_where_a_single_parameter_does(trained, trains):
+def test_a_stage_trains_where_a_single_parameter_does(trained, expected):
     model = TwoInputs()
     model.bias = nn.Parameter(torch.zeros(2))
-    model.stage, example = 1, (torch.empty(2, 8, device="meta"),)
-    model.get_example_input = model.get_example_output = lambda rows, width: example
     for parameter, is_trained in zip(model.parameters(), trained):
         parameter.requires_grad_(is_trained)
-    facts = describe_borders(model)
-    assert facts.trains is trains
-    assert facts.takes == facts.gives == ["(2, 8) torch.float32"]
-
-
-def test_neighbours_must_agree_on_what_travels():
-    facts = [BorderFacts(0, True, ["ids"], ["(2, 8) float"])]
-    check_borders([*facts, BorderFacts(1, True, ["(2, 8) float"], [])])
-    with pytest.raises(UserError, match="stage 0 sends .* stage 1 expects"):
-        check_borders([*facts, BorderFacts(1, True, ["(2, 9) float"], [])])
+    assert trains(model) is expected
 
 
 def test_a_model_gets_neither_labels_nor_what_is_for_the_loss():

@@ -116,17 +116,17 @@ def test_on_a_terminal_a_bar_runs_below_whole_lines(tmp_path):
     others = [row for row in rows if row and "%|" not in row]
     assert others == ["before the first step", *said, "two", "lines", "after the run"]
     (bar,) = [row for row in rows if "%|" in row]
-    assert bar.startswith("100%|") and "4/4, 00:00 left, loss 2.5000, 600 tokens/s" in bar
-    assert bar.endswith("bubble 30 %, memory 1.0|0.5 GiB"), "the bubble is the last one measured"
+    assert bar.startswith("100%|") and "4/4 | eta 00:00, loss 2.5000 | 600 tok/s" in bar
+    assert bar.endswith("bubble 30% | mem 1.0/0.5 GiB"), "the bubble is the last one measured"
     kept = (tmp_path / "run.log").read_text()
-    assert "step 1/4: loss 2.5000" in kept and "step 4/4" in kept, "the lines of a pipe"
+    assert "step 1/4 | loss 2.5000" in kept and "step 4/4" in kept, "the lines of a pipe"
 
 
 def test_in_a_pipe_there_are_plain_lines(tmp_path):
     text = written_by(small_run, tmp_path, is_terminal=False)
     assert "\r" not in text and "\x1b" not in text and "%|" not in text
     lines = text.splitlines()
-    assert [line.split(":")[0] for line in lines if line.startswith("step")] == [
+    assert [line.split(" |")[0] for line in lines if line.startswith("step")] == [
         f"step {step}/4" for step in (1, 2, 3, 4)
     ]
     assert {"before the first step", "warning: warned 2", "logged 3", "two", "lines"} <= set(lines)
