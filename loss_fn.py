@@ -244,6 +244,10 @@ def contrastive(
 # of single answers that are wanted or not (KTO). Rows of a pair lie next to each other, [c0, r0,
 # c1, r1, ...]. A row without a target was left out, and weighs nothing.
 
+PairLoss = Literal[
+    "sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down", "sppo_hard", "nca_pair", "simpo",
+    "orpo",
+]  # fmt: skip
 WITHOUT_REFERENCE = ("simpo", "orpo")
 
 
@@ -351,18 +355,7 @@ def dpo(
     num_pairs: torch.Tensor,
     num_chosen: torch.Tensor,
     beta: float = 0.1,
-    loss_type: Literal[
-        "sigmoid",
-        "robust",
-        "hinge",
-        "ipo",
-        "apo_zero",
-        "apo_down",
-        "sppo_hard",
-        "nca_pair",
-        "simpo",
-        "orpo",
-    ] = "sigmoid",
+    loss_type: PairLoss = "sigmoid",
     label_smoothing: float = 0.0,
     margin: float = 0.0,
     sft_weight: float = 0.0,
