@@ -68,17 +68,14 @@ def text(
             return row
         row = json_object(row) if row.lstrip().startswith("{") else {"text": row}
     if template is not None:
-        return _filled(template, row)
+        parts = _parse(template)
+        return "".join([_value(row, part) if is_slot else part for part, is_slot in parts])
     return _unescaped(separator).join([_value(row, name) for name in fields or ("text",)])
 
 
 def _unescaped(text: str) -> str:
     """Line breaks and tabs as they are typed on a command line."""
     return text.replace("\\n", "\n").replace("\\t", "\t")
-
-
-def _filled(template: str, row: Mapping[str, Any]) -> str:
-    return "".join([_value(row, part) if is_slot else part for part, is_slot in _parse(template)])
 
 
 @functools.cache

@@ -3,41 +3,56 @@
 A dataset opens images lazily: pixels are decoded later, and on the first stage only.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from register import collate_fn_register, dataset_register, load_target
-from stageline.data.batches.collate_part import collate_part
-from stageline.errors import UserError
+import torch
+from filelock import FileLock
 
-if TYPE_CHECKING:
-    import torch
+from register import collate_fn_register, dataset_register
+from stageline.corpus.corpus_files import open_corpus
+from stageline.corpus.encoder import tokenizer_fingerprint
+from stageline.corpus.pack import PackedRows, pack_corpus
+from stageline.corpus.run_sampler import run_sampler
+from stageline.data.batches import preference, prompts
+from stageline.data.batches.batch import Images, MicroBatch, Sample, sample_name
+from stageline.data.batches.collate import (
+    Item,
+    collate_encoded,
+    collate_packed_sft,
+    collate_sft,
+    encode_for_training,
+    encode_sft,
+)
+from stageline.data.batches.collate_part import ROLES, EncodedSample, all_encoded, collate_part
+from stageline.data.batches.plain_text import (
+    CorpusRows,
+    collate_packed_text,
+    collate_text,
+    encode_text,
+    held_out_starts,
+    type_ranges,
+)
+from stageline.data.rows.json_lines import Groups, JsonLines
+from stageline.data.rows.readers import check_split
+from stageline.data.rows.sets import read_sets
+from stageline.data.text.limit import ChatOverlong, TextOverlong
+from stageline.data.text.template import MarkedWords
+from stageline.errors import DataError, UserError
+from stageline.tasks.digits import Digits
 
-    from stageline.data.batches.collate import Item
-    from stageline.data.batches.collate_part import EncodedSample
-    from stageline.data.batches.plain_text import CorpusRows
-    from stageline.data.text.template import MarkedWords
-
-# imported when a part is called; by name, since jsonargparse follows an import to find options
-COLLATE, PREFERENCE = "stageline.data.batches.collate", "stageline.data.batches.preference"
-PLAIN_TEXT = "stageline.data.batches.plain_text"
-ChatOverlong = Literal["error", "cut_prompt", "share", "drop"]
 PairOverlong = Literal["error", "cut_prompt", "drop"]  # both rows of a pair keep the same prompt
-PromptOverlong = Literal["error", "drop"]
-TextOverlong = Literal["error", "cut", "drop"]
 # keys of other registers that suit a part: of text there is no template to choose
 TEXT_KEYS = {"prompt": "text", "prompt_fn": "fill", "image_token": "none", "loss_fn": "sft"}
 CHAT_KEYS = {"prompt": "chat", "prompt_fn": "chat", "image_token": "auto"}
 
-dataset_register["digits"] = "stageline.tasks.digits:Digits"
-dataset_register["jsonl"] = "stageline.data.rows.json_lines:JsonLines"
-dataset_register["groups"] = "stageline.data.rows.json_lines:Groups"
+dataset_register["digits"] = Digits
+dataset_register["jsonl"] = JsonLines
+dataset_register["groups"] = Groups
 # what is kept of files changes no row
-dataset_register.register("sets", "stageline.data.rows.sets:read_sets", without_effect=("cache",))
+dataset_register.register("sets", read_sets, without_effect=("cache",))
 
 
 @dataset_register("corpus")
@@ -67,17 +82,12 @@ def corpus(
         test_path: prefix of a corpus to evaluate on.
         any_tokenizer: take a corpus of another tokenizer than the run's.
     """
-    from stageline.corpus.corpus_files import open_corpus
-    from stageline.corpus.run_sampler import run_sampler
-    from stageline.data.batches.plain_text import CorpusRows, held_out_starts, type_ranges
-    from stageline.data.rows.readers import check_split
-
     check_split(split)
     is_test = split == "test"
     if not dataset_path:
         raise UserError(
-            "--dataset corpus came without --dataset-path. Give the path of a corpus without .idx, "
-            "or make one first (corpus.py write)."
+            "--dataset corpus requires --dataset-path. Give the path of a corpus without .idx, or "
+            "make one first (corpus.py write)."
         )
     if test_size is not None and test_path is not None:
         raise UserError(
@@ -90,8 +100,8 @@ def corpus(
         )
     if test_size is not None and not test_size > 0:
         raise UserError(
-            f"--dataset.test_size {test_size}. A number of segments, or a share between 0 and 1, "
-            "is needed: correct it, or leave it out."
+            f"--dataset.test_size is {test_size}. Give a number of segments or a share between 0 "
+            "and 1, or leave it out."
         )
     if rows == "packed" and test_size is not None:
         raise UserError(
@@ -118,22 +128,12 @@ def corpus(
         source=str(prefix),
         packed=packed,
         make_sampler=None if is_test else draw,
-        fingerprint_of=None if any_tokenizer else _fingerprint,
+        fingerprint_of=None if any_tokenizer else tokenizer_fingerprint,
     )
-
-
-def _fingerprint(tokenizer: Any) -> str:
-    from stageline.corpus.encoder import tokenizer_fingerprint
-
-    return tokenizer_fingerprint(tokenizer)
 
 
 def _packed(prefix: str, row_length: int | None) -> Any:
     """The packed rows of a corpus; one process of a machine makes them where they are missing."""
-    from filelock import FileLock
-
-    from stageline.corpus.pack import PackedRows, pack_corpus
-
     if Path(f"{prefix}.pack").exists():  # perhaps where nobody may write a lock
         rows = PackedRows(prefix)
         return rows if row_length in (None, rows.row_length) else pack_corpus(prefix, row_length)
@@ -142,15 +142,8 @@ def _packed(prefix: str, row_length: int | None) -> Any:
 
 
 @collate_fn_register("sft", default_keys=CHAT_KEYS)
-@collate_part(encode=f"{COLLATE}:encode_sft", pack=f"{COLLATE}:collate_packed_sft")
-def sft(
-    samples: Sequence[Item],
-    *,
-    num_stages: int,
-    pad_to_multiple_of: int = 1,
-    overlong: ChatOverlong = "error",
-    **common: Any,
-) -> dict[str, torch.Tensor]:
+@collate_part(encode=encode_sft, pack=collate_packed_sft)
+def sft(samples: Sequence[Item], *, overlong: ChatOverlong = "error", **common: Any) -> MicroBatch:
     """Supervised fine-tuning: the template's answer is learnt; rows are padded on the right.
 
     Args:
@@ -158,139 +151,147 @@ def sft(
             the beginning of its prompt's text, let prompt and answer share the room, where both
             lose their ends (docs/data_formats.md), or drop it.
     """
-    return load_target(f"{COLLATE}:collate_sft")(
-        samples, pad_to_multiple_of=pad_to_multiple_of, overlong=overlong, **common
-    )
+    return collate_sft(samples, overlong=overlong, **common)
 
 
-def _encode_contrastive(
-    images: Any,
-    sample: dict[str, Any],
-    *,
-    marked: str | list[str] = "directions",
-    **common: Any,
+_marked_words = functools.cache(MarkedWords)
+
+
+def encode_contrastive(
+    images: Images, sample: Sample, *, marked: str | list[str] = "directions", **common: Any
 ) -> EncodedSample:
-    encode = load_target(f"{COLLATE}:encode_marked")
-    return encode(images, sample, words=_words(marked), **common)
+    """As `encode_sft`, with the tokens of some words marked."""
+    words = _marked_words(marked if isinstance(marked, str) else tuple(marked))
+    encode = functools.partial(encode_for_training, words=words)
+    return encode_sft(images, sample, encode=encode, **common)
 
 
 @collate_fn_register("contrastive", needs_groups=True)
-@collate_part(encode=_encode_contrastive)
+@collate_part(encode=encode_contrastive)
 def contrastive(
     samples: Sequence[Item],
     *,
-    num_stages: int,
-    pad_to_multiple_of: int = 1,
     overlong: ChatOverlong = "error",
     marked: Literal["directions", "clock", "none"] | list[str] = "directions",
     **common: Any,
-) -> dict[str, torch.Tensor]:
+) -> MicroBatch:
     """As sft, of whole groups (anchor, positive, negatives), with words of interest marked.
+
+    `loss_marks` [B, T] bool: supervised tokens that cover a character of one of the words.
+    `loss_groups` [B] int64: number of the group within the micro-batch; its rows are the anchor,
+    the positive and the negatives, in this order.
 
     Args:
         overlong: as in sft; a group with a dropped sample is not compared.
         marked: words of interest in the answers: left,right,"upper left", 左 or the name of a list,
             directions, clock or none; names may stand among words.
     """
-    return load_target(f"{COLLATE}:collate_contrastive")(
-        samples,
-        words=_words(marked),
-        pad_to_multiple_of=pad_to_multiple_of,
-        overlong=overlong,
-        **common,
-    )
+    groups = group_numbers([sample for _, sample in samples])
+    encoded = all_encoded(samples, encode_contrastive, marked=marked, overlong=overlong, **common)
+    batch = collate_encoded(encoded, **common)
+    marks_BT = torch.zeros_like(batch["labels"], dtype=torch.bool)
+    for index, one in enumerate(encoded):
+        found = torch.tensor(one.rows[0].is_marked, dtype=torch.bool)  # empty: it was dropped
+        marks_BT[index, : len(found)] = found
+    batch["loss_marks"] = marks_BT
+    batch["loss_groups"] = torch.tensor(groups, dtype=torch.int64)
+    return batch
 
 
-def _words(marked: str | list[str]) -> MarkedWords:
-    return _compiled(marked if isinstance(marked, str) else tuple(marked))
+def group_numbers(samples: Sequence[Sample]) -> list[int]:
+    """The number of each sample's group, from 0 on.
 
+    Raises:
+        DataError: a group is not whole: names the sample, and what was expected in its place.
+    """
 
-@functools.cache
-def _compiled(marked: str | tuple[str, ...]) -> MarkedWords:
-    from stageline.data.text.template import MarkedWords
+    def not_whole(sample: Sample, expected: str) -> DataError:
+        return DataError(
+            f"{sample_name(sample)}: group not whole: it has contrast_group "
+            f"{sample.get('contrast_group')!r} and role {sample.get('role')!r} in the place of "
+            f"{expected}. Use a dataset with group_size (`dataset` groups), and correct its rows: "
+            "anchor, positive, negatives."
+        )
 
-    return MarkedWords(marked)
+    # a group may come twice: one fills up the last steps of an evaluation
+    starts = [index for index, sample in enumerate(samples) if sample.get("role") == "anchor"]
+    if starts[:1] != [0]:
+        raise not_whole(samples[0], "the anchor (sample 1) of a new group")
+    size = [*starts, len(samples)][1]
+    if size < 3:
+        raise not_whole(samples[size - 1], "an anchor, a positive and at least one negative")
+    for index, sample in enumerate(samples):
+        place = index % size
+        anchor = samples[index - place]
+        group, role = sample.get("contrast_group"), sample.get("role")
+        expected = ROLES[min(place, 2)]
+        if role != expected or group is None or group != anchor.get("contrast_group"):
+            wanted = f"{anchor.get('contrast_group')!r}" if place else "a new group"
+            raise not_whole(sample, f"the {expected} (sample {place + 1} of {size}) of {wanted}")
+    if len(samples) % size:
+        missing = size - len(samples) % size
+        raise not_whole(samples[-1], f"{missing} more behind it, since groups have {size} samples")
+    return [index // size for index in range(len(samples))]
 
 
 @collate_fn_register("dpo", default_keys=CHAT_KEYS | {"loss_fn": "dpo"})
-@collate_part(encode=f"{PREFERENCE}:encode_pair")
-def dpo(
-    samples: Sequence[Item],
-    *,
-    num_stages: int,
-    pad_to_multiple_of: int = 1,
-    overlong: PairOverlong = "error",
-    **common: Any,
-) -> dict[str, torch.Tensor]:
+@collate_part(encode=preference.encode_pair)
+def dpo(samples: Sequence[Item], *, overlong: PairOverlong = "error", **common: Any) -> MicroBatch:
     """Preferences: each sample becomes two rows, its prompt with `chosen` and with `rejected`.
 
     Args:
         overlong: as in sft; both rows are cut or dropped alike.
     """
-    return load_target(f"{PREFERENCE}:collate_pairs")(
-        samples, pad_to_multiple_of=pad_to_multiple_of, overlong=overlong, **common
-    )
+    return preference.collate_pairs(samples, overlong=overlong, **common)
 
 
 @collate_fn_register("kto", default_keys=CHAT_KEYS | {"loss_fn": "kto"})
-@collate_part(encode=f"{PREFERENCE}:encode_answer")
-def kto(
-    samples: Sequence[Item],
-    *,
-    num_stages: int,
-    pad_to_multiple_of: int = 1,
-    overlong: PairOverlong = "error",
-    **common: Any,
-) -> dict[str, torch.Tensor]:
+@collate_part(encode=preference.encode_answer)
+def kto(samples: Sequence[Item], *, overlong: PairOverlong = "error", **common: Any) -> MicroBatch:
     """Answers that are wanted (`label` true) or not; the last answer of each sample is learnt.
 
     Args:
         overlong: as in sft.
     """
-    return load_target(f"{PREFERENCE}:collate_answers")(
-        samples, pad_to_multiple_of=pad_to_multiple_of, overlong=overlong, **common
-    )
+    return preference.collate_answers(samples, overlong=overlong, **common)
+
+
+@collate_fn_register("rm", default_keys=CHAT_KEYS | {"loss_fn": "rm"})
+@collate_part(encode=preference.encode_scored_pair)
+def rm(samples: Sequence[Item], *, overlong: PairOverlong = "error", **common: Any) -> MicroBatch:
+    """Pairs for a reward model: two rows a sample, the chosen answer and then the rejected one.
+
+    A field `margin` says by how much the chosen one is to win. --micro-batch-size counts samples.
+
+    Args:
+        overlong: as in sft, for each of the two; a pair with a dropped row counts for nothing.
+    """
+    return preference.collate_rewards(samples, overlong=overlong, **common)
 
 
 @collate_fn_register("grpo", gives_prompts=True, default_keys=CHAT_KEYS | {"loss_fn": "grpo"})
-@collate_part(
-    encode="stageline.data.batches.prompts:encode_prompt",
-    pack="stageline.data.batches.prompts:collate_packed_answers",
-)
+@collate_part(encode=prompts.encode_prompt, pack=prompts.collate_packed_answers)
 def grpo(
     samples: Sequence[Item],
     *,
-    num_stages: int,
     max_completion_length: int,
-    pad_to_multiple_of: int = 1,
-    overlong: PromptOverlong = "error",
+    overlong: Literal["error", "drop"] = "error",
     **common: Any,
-) -> dict[str, torch.Tensor]:
+) -> MicroBatch:
     """Prompts that the model answers before each step; rows need no answer but for their rewards.
 
     Args:
         overlong: what to do with a prompt that leaves no room for the longest answer within
             --max-token-num: refuse it, or drop it.
     """
-    return load_target("stageline.data.batches.prompts:collate_answers")(
-        samples,
-        max_completion_length=max_completion_length,
-        pad_to_multiple_of=pad_to_multiple_of,
-        overlong=overlong,
-        **common,
+    return prompts.collate_answers(
+        samples, max_completion_length=max_completion_length, overlong=overlong, **common
     )
 
 
 @collate_fn_register("pt", takes_tokens=True, default_keys=TEXT_KEYS)
-@collate_part(encode=f"{PLAIN_TEXT}:encode_text", pack=f"{PLAIN_TEXT}:collate_packed_text")
-def pt(
-    samples: Sequence[Item],
-    *,
-    num_stages: int,
-    pad_to_multiple_of: int = 1,
-    overlong: TextOverlong = "error",
-    **common: Any,
-) -> dict[str, torch.Tensor]:
+@collate_part(encode=encode_text, pack=collate_packed_text)
+def pt(samples: Sequence[Item], *, overlong: TextOverlong = "error", **common: Any) -> MicroBatch:
     """Pre-training on plain text: every token of the field `text` is learnt, and EOS behind it.
 
     Of --dataset corpus it takes the tokens as they are.
@@ -299,28 +300,4 @@ def pt(
         overlong: what to do with a text of more than --max-token-num tokens: refuse it, keep its
             beginning (without EOS), or drop it.
     """
-    return load_target(f"{PLAIN_TEXT}:collate_text")(
-        samples, pad_to_multiple_of=pad_to_multiple_of, overlong=overlong, **common
-    )
-
-
-@collate_fn_register("rm", default_keys=CHAT_KEYS | {"loss_fn": "rm"})
-@collate_part(encode=f"{PREFERENCE}:encode_scored_pair")
-def rm(
-    samples: Sequence[Item],
-    *,
-    num_stages: int,
-    pad_to_multiple_of: int = 1,
-    overlong: PairOverlong = "error",
-    **common: Any,
-) -> dict[str, torch.Tensor]:
-    """Pairs for a reward model: two rows a sample, the chosen answer and then the rejected one.
-
-    A field `margin` says by how much the chosen one is to win. --micro-batch-size counts samples.
-
-    Args:
-        overlong: as in sft, for each of the two; a pair with a dropped row counts for nothing.
-    """
-    return load_target(f"{PREFERENCE}:collate_rewards")(
-        samples, pad_to_multiple_of=pad_to_multiple_of, overlong=overlong, **common
-    )
+    return collate_text(samples, overlong=overlong, **common)

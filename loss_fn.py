@@ -4,55 +4,50 @@ A loss may also return named figures that are logged. The sim_fn parts say how m
 batches of vectors are, for a loss that asks for one. The reward parts say how good answers are,
 for a loss over what the model answers: (prompts, completions, samples) -> a number or None each.
 
-Shapes: logits [B, T, V], labels [B, T] aligned with the token ids, -100 where unsupervised.
+Shapes: B rows, T tokens, V vocabulary; P = B / 2 pairs; G groups of K rows: anchor, positive,
+negatives. Logits are [B, T, V]; labels [B, T], aligned with the token ids, -100 where unsupervised.
 """
 
-from __future__ import annotations
-
 import functools
+import math
 import os
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional
 
 from register import loss_fn_register, reward_register, sim_fn_register
-from stageline.errors import UserError
+from stageline.device import sent
+from stageline.errors import DataError, UserError
+from stageline.modules import policy_loss
+from stageline.modules.losses import (
+    IGNORE,
+    IS_CHOSEN,
+    IS_WANTED,
+    KL,
+    PAIRS,
+    REFERENCE,
+    MicroBatch,
+    at_least_float32,
+    given,
+    next_labels,
+    row_lengths,
+    row_log_probs,
+    token_losses,
+)
+from stageline.tasks import rewards
+from stageline.tasks.answer_text import contains_words, normalize
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
-
-IGNORE = -100
-LossType = Literal[
-    "sigmoid",
-    "robust",
-    "hinge",
-    "ipo",
-    "apo_zero",
-    "apo_down",
-    "sppo_hard",
-    "nca_pair",
-    "simpo",
-    "orpo",
-]
-_LOSSES = "stageline.modules.losses"
-GROUP_COUNTS = {"num_marked": f"{_LOSSES}:count_marked", "num_groups": f"{_LOSSES}:count_groups"}
-PAIR_COUNTS = {"num_pairs": f"{_LOSSES}:count_pairs", "num_chosen": f"{_LOSSES}:count_chosen"}
-ANSWER_COUNTS = {
-    "num_answers": f"{_LOSSES}:count_answers",
-    "num_wanted": f"{_LOSSES}:count_wanted",
-    "num_unwanted": f"{_LOSSES}:count_unwanted",
-}
-_POLICY = "stageline.modules.policy_loss"
-POLICY_COUNTS = {
-    "num_tokens": f"{_POLICY}:count_learnt_tokens",
-    "num_answers": f"{_POLICY}:count_answers",
-}
-REWARD_COUNTS = {"num_pairs": f"{_LOSSES}:count_reward_pairs"}
+Figures = dict[str, torch.Tensor]
+Texts = Sequence[str]
+Samples = Sequence[dict[str, Any]]
+Rewards = list[float | None]
 
 
 @loss_fn_register("sft", "pt", is_token_sum=True, is_cross_entropy=True)
 def sft(
-    logits_BTV: torch.Tensor, micro_batch: dict[str, torch.Tensor], *, num_targets: torch.Tensor
+    logits_BTV: torch.Tensor, micro_batch: MicroBatch, *, num_targets: torch.Tensor
 ) -> torch.Tensor:
     """Next-token cross-entropy: the sum over supervised tokens by their number in the whole batch.
 
@@ -62,38 +57,137 @@ def sft(
     Args:
         num_targets: supervised tokens of all micro-batches of the optimizer step together.
     """
-    import torch
-    from torch.nn import functional
-
-    labels = functional.pad(micro_batch["labels"], (0, 1), value=IGNORE)[:, 1:]
-    if logits_BTV.dtype in (torch.bfloat16, torch.float16):
-        logits_BTV = logits_BTV.float()
     total = functional.cross_entropy(
-        logits_BTV.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+        at_least_float32(logits_BTV).flatten(0, 1),
+        next_labels(micro_batch).flatten(),
+        ignore_index=IGNORE,
+        reduction="sum",
     )
     return total / num_targets
 
 
 @sim_fn_register("js")
 def js(a_NV: torch.Tensor, b_NV: torch.Tensor) -> torch.Tensor:
-    """1 - Jensen-Shannon divergence / ln 2 of two batches of distributions, in [0, 1]."""
-    from stageline.modules.losses import js_similarity
+    """1 - Jensen-Shannon divergence / ln 2 of two batches of distributions, in [0, 1].
 
-    return js_similarity(a_NV, b_NV)
+    1 for equal ones, 0 for disjoint ones. Entries of 0 add nothing, and gradients stay finite.
+    Rounding may lead out of [0, 1]: the value is put back, the gradient is kept.
+    """
+    mean_NV = (a_NV + b_NV) / 2
+    divergence_N = (_kl(a_NV, mean_NV) + _kl(b_NV, mean_NV)) / 2
+    similarity_N = 1 - divergence_N / math.log(2)
+    return similarity_N + (similarity_N.clamp(0, 1) - similarity_N).detach()
+
+
+def _kl(p_NV: torch.Tensor, q_NV: torch.Tensor) -> torch.Tensor:
+    """Kullback-Leibler divergence in nats; q is not 0 where p is not."""
+    least = torch.finfo(p_NV.dtype).tiny  # log 0 would be no number, also in the gradient
+    log_ratio_NV = p_NV.clamp(min=least).log() - q_NV.clamp(min=least).log()
+    return (p_NV * log_ratio_NV).sum(dim=-1)
 
 
 @sim_fn_register("cos")
 def cos(a_NV: torch.Tensor, b_NV: torch.Tensor) -> torch.Tensor:
     """Cosine of the angle between two batches of vectors."""
-    from stageline.modules.losses import cos_similarity
-
-    return cos_similarity(a_NV, b_NV)
+    return functional.cosine_similarity(a_NV, b_NV, dim=-1)
 
 
-@loss_fn_register("contrastive", counts=GROUP_COUNTS)
+CONTRASTIVE = (
+    "the contrastive loss",
+    "Use `collate_fn` contrastive with a dataset that has groups (`dataset` groups).",
+)
+
+
+def next_marks(micro_batch: MicroBatch) -> torch.Tensor:
+    """Whether the logits of each token predict a marked, supervised one, [B, T]."""
+    marks_BT = given(micro_batch, "loss_marks", CONTRASTIVE)
+    marks_BT = functional.pad(marks_BT, (0, 1), value=False)[:, 1:]
+    return marks_BT & (next_labels(micro_batch) != IGNORE)
+
+
+def count_marked(micro_batch: MicroBatch) -> int:
+    """Marked tokens of a micro-batch that are learnt."""
+    return int(next_marks(micro_batch).sum())
+
+
+def compared_groups(micro_batch: MicroBatch) -> torch.Tensor:
+    """Which groups are compared, [G]; not those that fill up or have a dropped sample."""
+    has_target_B = (next_labels(micro_batch) != IGNORE).any(dim=1)
+    groups_B = given(micro_batch, "loss_groups", CONTRASTIVE)
+    return has_target_B.view(int(groups_B[-1]) + 1, -1).all(dim=1)
+
+
+def count_groups(micro_batch: MicroBatch) -> int:
+    """Groups of a micro-batch that are compared: each sample has something to learn."""
+    return int(compared_groups(micro_batch).sum())
+
+
+def representations(logits_BTV: torch.Tensor, on_host: MicroBatch) -> torch.Tensor:
+    """What each sample says, [B, V] in float32.
+
+    The mean, over its marked tokens, of the distribution that predicts the token. A sample without
+    a marked one takes all its supervised tokens; one without those is 0.
+    """
+    marks_BT = next_marks(on_host)
+    is_target_BT = next_labels(on_host) != IGNORE
+    chosen_BT = torch.where(marks_BT.any(dim=1, keepdim=True), marks_BT, is_target_BT)
+    places_N = sent(chosen_BT.flatten().nonzero().flatten(), logits_BTV.device)
+    # row by row: only chosen tokens' distributions exist, and sums come in the same order each time
+    rows = []
+    for places in places_N.split(chosen_BT.sum(dim=1).tolist()):
+        chosen_NV = logits_BTV.flatten(0, 1).index_select(0, places)
+        shares_NV = at_least_float32(chosen_NV).softmax(dim=-1)
+        rows.append(shares_NV.sum(dim=0) / max(len(shares_NV), 1))
+    return torch.stack(rows)
+
+
+def group_losses(
+    logits_BTV: torch.Tensor,
+    micro_batch: MicroBatch,
+    *,
+    sim_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy of each compared group, and whether its positive is nearest, both [G].
+
+    Softmax of the similarities of the anchor to all others, by the temperature; the positive is
+    the right answer.
+    """
+    # labels, marks and groups on the host: one copy, for which it waits once
+    labels_BT = micro_batch["labels"]
+    marks_BT = given(micro_batch, "loss_marks", CONTRASTIVE).to(labels_BT)
+    groups_B = given(micro_batch, "loss_groups", CONTRASTIVE)
+    of_tokens = (labels_BT, marks_BT, groups_B[:, None].expand_as(labels_BT))
+    labels, marks, groups = torch.stack(of_tokens).cpu().unbind()
+    on_host = {"labels": labels, "loss_marks": marks.bool(), "loss_groups": groups[:, 0]}
+
+    is_compared_G = compared_groups(on_host)
+    all_BV = representations(logits_BTV, on_host)
+    compared_G = sent(is_compared_G.nonzero().flatten(), logits_BTV.device)
+    all_GKV = all_BV.view(len(is_compared_G), -1, all_BV.shape[-1]).index_select(0, compared_G)
+    others_GKV = all_GKV[:, 1:]
+    anchors_GKV = all_GKV[:, :1].expand_as(others_GKV)
+    if len(all_GKV) == 0:  # a sim_fn part need not take an empty batch
+        return all_GKV.new_zeros(0), all_GKV.new_zeros(0, dtype=torch.bool)
+    pairs = sim_fn(anchors_GKV.flatten(0, 1), others_GKV.flatten(0, 1))
+    similarities_GK = pairs.view(others_GKV.shape[:2])
+    right_G = similarities_GK.new_zeros(len(similarities_GK), dtype=torch.long)
+    losses_G = functional.cross_entropy(similarities_GK / temperature, right_G, reduction="none")
+    is_nearest_G = (similarities_GK[:, :1] > similarities_GK[:, 1:]).all(dim=1)
+    return losses_G, is_nearest_G
+
+
+def warm_up(step: int, *, start_step: int, warmup_steps: int) -> float:
+    """0 up to `start_step`, then a straight line that reaches 1 `warmup_steps` later."""
+    if step < start_step:
+        return 0.0
+    return 1.0 if warmup_steps == 0 else min(1.0, (step - start_step) / warmup_steps)
+
+
+@loss_fn_register("contrastive", counts={"num_marked": count_marked, "num_groups": count_groups})
 def contrastive(
     logits_BTV: torch.Tensor,
-    micro_batch: dict[str, torch.Tensor],
+    micro_batch: MicroBatch,
     *,
     num_targets: torch.Tensor,
     num_marked: torch.Tensor,
@@ -105,7 +199,7 @@ def contrastive(
     temperature: float = 0.1,
     warmup_steps: int = 0,
     start_step: int = 0,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[torch.Tensor, Figures]:
     """Next-token over all and over marked tokens, and positive against negatives of each group.
 
     A sample stands for the mean, over its marked tokens, of the distributions that predict them;
@@ -120,16 +214,12 @@ def contrastive(
         warmup_steps: optimizer steps in which contrastive_weight rises from 0, in a straight line.
         start_step: optimizer step from which it rises; nothing is compared before.
     """
-    import torch
-
-    from stageline.modules.losses import group_losses, next_marks, token_losses, warm_up
-
     if temperature <= 0 or min(marked_weight, contrastive_weight, warmup_steps, start_step) < 0:
         raise UserError(
             f"the contrastive loss has temperature {temperature:g}, marked_weight "
             f"{marked_weight:g}, contrastive_weight {contrastive_weight:g}, warmup_steps "
-            f"{warmup_steps}, start_step {start_step}. A temperature above 0 and nothing below 0 "
-            "were expected: correct --loss-fn.temperature or the other options of --loss-fn."
+            f"{warmup_steps}, start_step {start_step}. Give a --loss-fn.temperature above 0 and "
+            "nothing below 0."
         )
     losses_BT = token_losses(logits_BTV, micro_batch)
     token = losses_BT.sum() / num_targets
@@ -150,29 +240,127 @@ def contrastive(
     return (loss + weight * compared if weight > 0 else loss), figures
 
 
+# Losses over preferences, from log-probabilities of whole answers: of pairs (DPO and its kin), and
+# of single answers that are wanted or not (KTO). Rows of a pair lie next to each other, [c0, r0,
+# c1, r1, ...]. A row without a target was left out, and weighs nothing.
+
+PairLoss = Literal[
+    "sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down", "sppo_hard", "nca_pair", "simpo",
+    "orpo",
+]  # fmt: skip
+WITHOUT_REFERENCE = ("simpo", "orpo")
+
+
+def count_pairs(micro_batch: MicroBatch) -> int:
+    """Pairs with something to learn.
+
+    Raises:
+        UserError: the collate part makes no pairs.
+        DataError: the rows of a pair do not lie next to each other, or only one has targets.
+    """
+    if PAIRS not in micro_batch or IS_CHOSEN not in micro_batch:
+        raise UserError(
+            "the loss dpo got a micro-batch without pairs: rows in the order chosen, rejected, and "
+            "their numbers in loss_pairs. Use `collate_fn` dpo."
+        )
+    pairs, is_chosen = micro_batch[PAIRS], micro_batch[IS_CHOSEN]
+    is_there = row_lengths(micro_batch["labels"]) > 0
+    is_whole = len(pairs) == len(is_there) and len(pairs) % 2 == 0
+    if is_whole:
+        numbers = pairs[::2]
+        is_whole = (
+            torch.equal(numbers, pairs[1::2])
+            and len(numbers.unique()) == len(numbers)
+            and bool(is_chosen[::2].all())
+            and not bool(is_chosen[1::2].any())
+            and torch.equal(is_there[::2], is_there[1::2])
+        )
+    if not is_whole:
+        raise DataError(
+            f"a micro-batch has the pairs {pairs.tolist()} (chosen: {is_chosen.int().tolist()}, "
+            f"with an answer: {is_there.int().tolist()}). Let each chosen row have its rejected "
+            "one right behind it in the collate part, both with an answer or both without."
+        )
+    return int(is_there[::2].sum())
+
+
+def count_chosen(micro_batch: MicroBatch) -> int:
+    """Supervised tokens of the chosen answers."""
+    return int(row_lengths(micro_batch["labels"])[::2].sum())
+
+
+def _pair_losses(
+    kind: str,
+    ratios_B: torch.Tensor,
+    ratio_means_B: torch.Tensor,
+    means_B: torch.Tensor,
+    *,
+    beta: float,
+    share: float,
+    margin: float,
+) -> torch.Tensor:
+    """The loss of each pair, [P].
+
+    Args:
+        ratios_B: log-probabilities under the model, less those under the reference.
+        ratio_means_B: the same by token.
+        means_B: log-probabilities by token, under the model alone.
+        share: of the pairs that is taken to be the wrong way round.
+    """
+    log_sigmoid = functional.logsigmoid
+    chosen, rejected = beta * ratios_B[::2], beta * ratios_B[1::2]
+    scores = beta * (ratios_B[::2] - ratios_B[1::2])
+    if kind == "sigmoid":  # Rafailov et al. 2023; smoothed as in Mitchell's conservative DPO
+        return -(1 - share) * log_sigmoid(scores) - share * log_sigmoid(-scores)
+    if kind == "robust":  # Chowdhury et al. 2024: unbiased where that share is the wrong way round
+        flipped = share * log_sigmoid(-scores) - (1 - share) * log_sigmoid(scores)
+        return flipped / (1 - 2 * share)
+    if kind == "hinge":  # Zhao et al. 2023 (SLiC)
+        return torch.relu(1 - scores)
+    if kind == "ipo":  # Azar et al. 2023, by token, as their authors ran it
+        return (ratio_means_B[::2] - ratio_means_B[1::2] - 1 / (2 * beta)) ** 2
+    if kind == "apo_zero":  # D'Oosterlinck et al. 2024: chosen answers up, rejected ones down
+        return 1 - torch.sigmoid(chosen) + torch.sigmoid(rejected)
+    if kind == "apo_down":  # the same paper: both down, rejected answers further
+        return torch.sigmoid(chosen) + 1 - torch.sigmoid(scores)
+    if kind == "sppo_hard":  # Wu et al. 2024, with a chosen answer that always wins
+        half = 0.5 / beta
+        return (ratios_B[::2] - half) ** 2 + (ratios_B[1::2] + half) ** 2
+    if kind == "nca_pair":  # Chen et al. 2024
+        return -log_sigmoid(chosen) - 0.5 * (log_sigmoid(-chosen) + log_sigmoid(-rejected))
+    if kind == "simpo":  # Meng et al. 2024: by token, no reference, a margin
+        scores = beta * (means_B[::2] - means_B[1::2]) - margin
+        return -(1 - share) * log_sigmoid(scores) - share * log_sigmoid(-scores)
+    assert kind == "orpo"  # Hong et al. 2024, their odds-ratio term; `sft_weight` 1 adds the other
+    odds = [mean - torch.log1p(-mean.exp()) for mean in (means_B[::2], means_B[1::2])]
+    return -beta * log_sigmoid(odds[0] - odds[1])
+
+
 def _compares(
     *, loss_type: str = "sigmoid", reference_free: bool = False, **others: object
 ) -> bool:
-    from stageline.modules.losses import WITHOUT_REFERENCE
-
     return not reference_free and loss_type not in WITHOUT_REFERENCE
 
 
-@loss_fn_register("dpo", counts=PAIR_COUNTS, needs_reference=_compares)
+@loss_fn_register(
+    "dpo",
+    counts={"num_pairs": count_pairs, "num_chosen": count_chosen},
+    needs_reference=_compares,
+)
 def dpo(
     logits_BTV: torch.Tensor,
-    micro_batch: dict[str, torch.Tensor],
+    micro_batch: MicroBatch,
     *,
     num_targets: torch.Tensor,
     num_pairs: torch.Tensor,
     num_chosen: torch.Tensor,
     beta: float = 0.1,
-    loss_type: LossType = "sigmoid",
+    loss_type: PairLoss = "sigmoid",
     label_smoothing: float = 0.0,
     margin: float = 0.0,
     sft_weight: float = 0.0,
     reference_free: bool = False,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[torch.Tensor, Figures]:
     """Direct preference optimization: chosen answers against rejected ones (--collate-fn dpo).
 
     The mean over all pairs of the step. Rewards are beta times the log-ratio of model and
@@ -186,40 +374,95 @@ def dpo(
         margin: by which simpo wants the chosen answer ahead.
         sft_weight: of the next-token loss over the chosen answers, added to the rest.
         reference_free: compare with nothing, as simpo and orpo always do.
-    """  # fmt: skip
+    """
     if beta <= 0 or not 0 <= label_smoothing < 0.5 or min(sft_weight, margin) < 0:
         raise UserError(
             f"the loss dpo has beta {beta:g}, label_smoothing {label_smoothing:g}, sft_weight "
-            f"{sft_weight:g}, margin {margin:g}. A beta above 0, a smoothing from 0 to below 0.5 "
-            "and nothing below 0 were expected: correct the options of --loss-fn."
+            f"{sft_weight:g}, margin {margin:g}. Give a --loss-fn.beta above 0, a label_smoothing "
+            "from 0 to below 0.5 and nothing below 0."
         )
-    from stageline.modules.losses import PairOptions, pair_losses, row_log_probs
-
-    log_probs_B = row_log_probs(logits_BTV, micro_batch["labels"])
-    losses_P, rewards = pair_losses(
-        log_probs_B,
-        micro_batch,
-        loss_type=loss_type,
-        options=PairOptions(beta, label_smoothing, margin),
-        has_reference=_compares(loss_type=loss_type, reference_free=reference_free),
+    labels_BT = micro_batch["labels"]
+    log_probs_B, lengths_B = row_log_probs(logits_BTV, labels_BT), row_lengths(labels_BT)
+    # any number that no loss finds infinite: what was left out has no answer to score
+    safe_B = torch.where(lengths_B > 0, log_probs_B, -torch.ones_like(log_probs_B))
+    ratios_B = safe_B
+    if _compares(loss_type=loss_type, reference_free=reference_free):
+        ratios_B = safe_B - given(micro_batch, REFERENCE).to(safe_B.dtype)
+    at_least_one_B = lengths_B.clamp(min=1)
+    means_B = safe_B / at_least_one_B
+    losses_P = _pair_losses(
+        loss_type,
+        ratios_B,
+        ratios_B / at_least_one_B,
+        means_B,
+        beta=beta,
+        share=label_smoothing,
+        margin=margin,
     )
-    pairs = num_pairs.clamp(min=1)
-    loss = losses_P.sum() / pairs
-    figures = {name: value.sum() / pairs for name, value in rewards.items()}
+    rewards_B = beta * (means_B if loss_type in WITHOUT_REFERENCE else ratios_B).detach()
+    chosen_P, rejected_P = rewards_B[::2], rewards_B[1::2]
+    by_name = {
+        "rewards_chosen": chosen_P,
+        "rewards_rejected": rejected_P,
+        "reward_margin": chosen_P - rejected_P,
+        "reward_accuracy": (chosen_P > rejected_P).to(chosen_P.dtype),
+    }
+    is_there_P, pairs = lengths_B[::2] > 0, num_pairs.clamp(min=1)
+    loss = torch.where(is_there_P, losses_P, 0).sum() / pairs
+    figures = {
+        name: torch.where(is_there_P, value, 0).sum() / pairs for name, value in by_name.items()
+    }
     if sft_weight > 0:
         figures["chosen_loss"] = -log_probs_B[::2].sum() / num_chosen.clamp(min=1)
         loss = loss + sft_weight * figures["chosen_loss"]
     return loss, figures
 
 
+def _is_there(micro_batch: MicroBatch) -> torch.Tensor:
+    if IS_WANTED not in micro_batch:
+        raise UserError(
+            f"the loss kto got a micro-batch without {IS_WANTED}, whether each answer is wanted. "
+            "Use `collate_fn` kto."
+        )
+    return row_lengths(micro_batch["labels"]) > 0
+
+
+def count_answers(micro_batch: MicroBatch) -> int:
+    """Rows with something to learn.
+
+    Raises:
+        UserError: the collate part does not say which are wanted.
+    """
+    return int(_is_there(micro_batch).sum())
+
+
+def count_wanted(micro_batch: MicroBatch) -> int:
+    """Of those the wanted ones."""
+    return int((_is_there(micro_batch) & micro_batch[IS_WANTED]).sum())
+
+
+def count_unwanted(micro_batch: MicroBatch) -> int:
+    """Of those the unwanted ones."""
+    return int((_is_there(micro_batch) & ~micro_batch[IS_WANTED]).sum())
+
+
 def _estimates(*, use_kl: bool = True, **others: object) -> bool:
     return use_kl
 
 
-@loss_fn_register("kto", counts=ANSWER_COUNTS, needs_reference=True, needs_kl=_estimates)
+@loss_fn_register(
+    "kto",
+    counts={
+        "num_answers": count_answers,
+        "num_wanted": count_wanted,
+        "num_unwanted": count_unwanted,
+    },
+    needs_reference=True,
+    needs_kl=_estimates,
+)
 def kto(
     logits_BTV: torch.Tensor,
-    micro_batch: dict[str, torch.Tensor],
+    micro_batch: MicroBatch,
     *,
     num_targets: torch.Tensor,
     num_answers: torch.Tensor,
@@ -229,7 +472,7 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
     use_kl: bool = True,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[torch.Tensor, Figures]:
     """Kahneman-Tversky optimization: single answers that are wanted or not (--collate-fn kto).
 
     The mean over all answers of the step; the baseline is a mean over the whole step, too.
@@ -244,45 +487,69 @@ def kto(
     if beta <= 0 or min(desirable_weight, undesirable_weight) < 0:
         raise UserError(
             f"the loss kto has beta {beta:g}, desirable_weight {desirable_weight:g}, "
-            f"undesirable_weight {undesirable_weight:g}. A beta above 0 and weights of 0 or more "
-            "were expected: correct the options of --loss-fn."
+            f"undesirable_weight {undesirable_weight:g}. Give a --loss-fn.beta above 0 and weights "
+            "of 0 or more."
         )
-    from stageline.modules.losses import KL, answer_losses, given, row_lengths, row_log_probs
-
+    is_there_B, is_wanted_B = _is_there(micro_batch), micro_batch[IS_WANTED]
     log_probs_B = row_log_probs(logits_BTV, micro_batch["labels"])
     kl = given(micro_batch, KL) if use_kl else None
-    losses_B, rewards_B = answer_losses(
-        log_probs_B,
-        micro_batch,
-        beta=beta,
-        kl=kl,
-        wanted_weight=desirable_weight,
-        unwanted_weight=undesirable_weight,
-    )
+    rewards_B = beta * (log_probs_B - given(micro_batch, REFERENCE).to(log_probs_B.dtype))
+    shift = 0.0 if kl is None else beta * kl.to(rewards_B.dtype)
+    sign_B = 2 * is_wanted_B.to(rewards_B.dtype) - 1
+    losses_B = 1 - torch.sigmoid(sign_B * (rewards_B - shift))
+    number = rewards_B.new_tensor
+    weights_B = torch.where(is_wanted_B, number(desirable_weight), number(undesirable_weight))
+    losses_B = torch.where(is_there_B, weights_B * losses_B, 0)
+    rewards_B = torch.where(is_there_B, rewards_B.detach(), 0)
     answers = num_answers.clamp(min=1)
-    is_wanted = micro_batch["loss_is_wanted"]
     # of a step with answers of one kind alone the mean over the other is no number, not 0
-    chosen = (rewards_B * is_wanted).sum() / num_wanted
-    rejected = (rewards_B * ~is_wanted).sum() / num_unwanted
+    chosen = (rewards_B * is_wanted_B).sum() / num_wanted
+    rejected = (rewards_B * ~is_wanted_B).sum() / num_unwanted
     figures = {
         "rewards_chosen": chosen,
         "rewards_rejected": rejected,
         "reward_margin": chosen - rejected,
     }
     if kl is not None:
-        figures["kl"] = kl * (row_lengths(micro_batch["labels"]) > 0).sum() / answers
+        figures["kl"] = kl * is_there_B.sum() / answers
     return losses_B.sum() / answers, figures
 
 
-@loss_fn_register("rm", counts=REWARD_COUNTS, predicts_tokens=False)
+def _has_labels(micro_batch: MicroBatch) -> torch.Tensor:
+    has_B = (micro_batch["labels"] != IGNORE).any(dim=1)
+    return (has_B[0::2] & has_B[1::2]).float()
+
+
+def count_reward_pairs(micro_batch: MicroBatch) -> int:
+    """Pairs of a micro-batch that count."""
+    return int(_has_labels(micro_batch).sum())
+
+
+def pair_rewards(
+    scores_BT1: torch.Tensor, micro_batch: MicroBatch
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rewards [P] of chosen and rejected answers in float32, and 1.0 for each pair that counts.
+
+    A row has one label, where its reward is read. Pairs that only fill a batch up, or were dropped,
+    have no labels; their rewards are 0.
+    """
+    scores_BT1 = at_least_float32(scores_BT1)
+    counts_P = _has_labels(micro_batch).to(scores_BT1)
+    is_read_BT = (micro_batch["labels"] != IGNORE).to(scores_BT1.device)
+    rewards_B = scores_BT1[..., 0].masked_fill(~is_read_BT, 0.0).sum(dim=1)
+    chosen_P, rejected_P = rewards_B[0::2] * counts_P, rewards_B[1::2] * counts_P
+    return chosen_P, rejected_P, counts_P
+
+
+@loss_fn_register("rm", counts={"num_pairs": count_reward_pairs}, predicts_tokens=False)
 def rm(
     scores_BT1: torch.Tensor,
-    micro_batch: dict[str, torch.Tensor],
+    micro_batch: MicroBatch,
     *,
     num_targets: torch.Tensor,
     num_pairs: torch.Tensor,
     center_coefficient: float = 0.0,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[torch.Tensor, Figures]:
     """A reward model's loss over pairs: -log sigmoid(chosen reward - rejected reward - margin).
 
     Of rows as --collate-fn rm makes them, scored by --train-model reward. Divided by the pairs of
@@ -294,19 +561,14 @@ def rm(
     """
     if scores_BT1.shape[-1] != 1:
         raise UserError(
-            f"the rm loss got {scores_BT1.shape[-1]} numbers a token. One was expected, because a "
-            "reward is a number: train with --train-model reward."
+            f"the rm loss got {scores_BT1.shape[-1]} numbers a token, and a reward is one. Train "
+            "with --train-model reward."
         )
     if center_coefficient < 0:
         raise UserError(
-            f"--loss-fn.center_coefficient is {center_coefficient:g}. 0 or more was expected, "
-            "because rewards are to be drawn to 0, not pushed from it: correct it."
+            f"--loss-fn.center_coefficient is {center_coefficient:g}. Give 0 or more, which draws "
+            "rewards to 0."
         )
-    import torch
-    from torch.nn import functional
-
-    from stageline.modules.losses import pair_rewards
-
     chosen_P, rejected_P, counts_P = pair_rewards(scores_BT1, micro_batch)
     margins_P = micro_batch.get("loss_margins", torch.zeros(())).to(chosen_P)
     apart_P = chosen_P - rejected_P
@@ -322,10 +584,18 @@ def rm(
     return loss, figures
 
 
-@loss_fn_register("grpo", counts=POLICY_COUNTS, samples_answers=True, reads_by_token=True)
+@loss_fn_register(
+    "grpo",
+    counts={
+        "num_tokens": policy_loss.count_learnt_tokens,
+        "num_answers": policy_loss.count_answers,
+    },
+    samples_answers=True,
+    reads_by_token=True,
+)
 def grpo(
     logits_BTV: torch.Tensor,
-    micro_batch: dict[str, torch.Tensor],
+    micro_batch: MicroBatch,
     *,
     num_targets: torch.Tensor,
     num_tokens: torch.Tensor,
@@ -343,7 +613,7 @@ def grpo(
         "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = "auto",
     importance_cap: float = 3.0,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[torch.Tensor, Figures]:
     """Group relative policy optimization: the model answers, rewards judge (--collate-fn grpo).
 
     Names, formulas and defaults are those of trl's GRPOTrainer.
@@ -363,9 +633,7 @@ def grpo(
             whole answer; auto: sequence_mask in half types, none in float32.
         importance_cap: the largest such ratio.
     """
-    from stageline.modules.policy_loss import PolicyOptions, policy_loss
-
-    options = PolicyOptions(
+    options = policy_loss.PolicyOptions(
         loss_type=loss_type,
         importance_sampling_level=importance_sampling_level,
         epsilon=epsilon,
@@ -379,75 +647,62 @@ def grpo(
         max_completion_length=max_completion_length,
     )
     options.check()
-    return policy_loss(
+    return policy_loss.policy_loss(
         logits_BTV, micro_batch, num_tokens=num_tokens, num_answers=num_answers, options=options
     )
 
 
 @reward_register("exact_answer", takes_lots=True)
-def exact_answer(
-    prompts: Sequence[str], completions: Sequence[str], samples: Sequence[dict[str, Any]]
-) -> list[float | None]:
+def exact_answer(prompts: Texts, completions: Texts, samples: Samples) -> Rewards:
     """1 for the right answer and nothing else; an <answer> tag and thoughts are looked through."""
-    from stageline.tasks.rewards import is_answer
-
-    return [float(is_answer(*one)) for one in zip(completions, samples, strict=True)]
+    return [float(rewards.is_answer(*one)) for one in zip(completions, samples, strict=True)]
 
 
 @reward_register("contains", takes_lots=True)
-def contains(
-    prompts: Sequence[str], completions: Sequence[str], samples: Sequence[dict[str, Any]]
-) -> list[float | None]:
+def contains(prompts: Texts, completions: Texts, samples: Samples) -> Rewards:
     """1 where a right answer stands somewhere in the text, as whole words."""
-    from stageline.tasks.answer_text import contains_words, normalize
-    from stageline.tasks.rewards import references, said
-
-    return [
-        float(any(contains_words(normalize(said(text)), normalize(a)) for a in references(sample)))
-        for text, sample in zip(completions, samples, strict=True)
-    ]
+    found: Rewards = []
+    for text, sample in zip(completions, samples, strict=True):
+        said = normalize(rewards.said(text))
+        right = map(normalize, rewards.references(sample))
+        found.append(float(any(contains_words(said, one) for one in right)))
+    return found
 
 
 @reward_register("number", takes_lots=True)
 def number(
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    samples: Sequence[dict[str, Any]],
+    prompts: Texts,
+    completions: Texts,
+    samples: Samples,
     *,
     tolerance: float = 0.0,
     is_relative: bool = False,
-) -> list[float | None]:
+) -> Rewards:
     """1 where the last number of the text is that of the answer; 0 without a number.
 
     Args:
         tolerance: how far it may be away.
         is_relative: the tolerance is a share of the right number.
     """
-    from stageline.tasks.rewards import is_near
-
-    near = functools.partial(is_near, tolerance=tolerance, is_relative=is_relative)
+    near = functools.partial(rewards.is_near, tolerance=tolerance, is_relative=is_relative)
     return [float(bool(near(*one))) for one in zip(completions, samples, strict=True)]
 
 
 @reward_register("choice", takes_lots=True)
-def choice(
-    prompts: Sequence[str], completions: Sequence[str], samples: Sequence[dict[str, Any]]
-) -> list[float | None]:
+def choice(prompts: Texts, completions: Texts, samples: Samples) -> Rewards:
     """1 where the text names the right one of the sample's `choices`, by letter or text."""
-    from stageline.tasks.rewards import is_choice
-
-    return [float(is_choice(*one)) for one in zip(completions, samples, strict=True)]
+    return [float(rewards.is_choice(*one)) for one in zip(completions, samples, strict=True)]
 
 
 @reward_register("format", takes_lots=True)
 def format_(
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    samples: Sequence[dict[str, Any]],
+    prompts: Texts,
+    completions: Texts,
+    samples: Samples,
     *,
     tags: list[str] = ["think", "answer"],
     pattern: str | None = None,
-) -> list[float | None]:
+) -> Rewards:
     """1 for texts of the wanted form: tags in their order, or a regular expression.
 
     Args:
@@ -455,49 +710,38 @@ def format_(
         pattern: that the whole text has to be, in the place of tags; one that takes too long says
             nothing of an answer.
     """
-    from stageline.tasks.rewards import fits, has_tags
-
     if pattern is None:
-        return [float(has_tags(text, tags)) for text in completions]
-    found = [fits(text, pattern) for text in completions]
+        return [float(rewards.has_tags(text, tags)) for text in completions]
+    found = [rewards.fits(text, pattern) for text in completions]
     return [None if one is None else float(one) for one in found]
 
 
 @reward_register("length", takes_lots=True)
 def length(
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    samples: Sequence[dict[str, Any]],
-    *,
-    longest: int = 512,
-    margin: int = 128,
-) -> list[float | None]:
+    prompts: Texts, completions: Texts, samples: Samples, *, longest: int = 512, margin: int = 128
+) -> Rewards:
     """0 for answers that are short enough, falling to -1 for the longest (DAPO).
 
     Args:
         longest: tokens of an answer that gets -1.
         margin: tokens before that from which it falls.
     """
-    from stageline.tasks.rewards import length_reward
-
-    return [
-        length_reward(int(sample["num_tokens"]), longest=longest, margin=margin)
-        for sample in samples
-    ]
+    sizes = [int(sample["num_tokens"]) for sample in samples]
+    return [rewards.length_reward(size, longest=longest, margin=margin) for size in sizes]
 
 
 @reward_register("reward_model", takes_lots=True, is_dear=True)
 def reward_model(
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    samples: Sequence[dict[str, Any]],
+    prompts: Texts,
+    completions: Texts,
+    samples: Samples,
     *,
     path: str,
     prompt: str = "[IMAGE][QUESTION][ANSWER]",
     batch_size: int = 8,
     device: str = "cpu",
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
-) -> list[float | None]:
+) -> Rewards:
     """The score of a reward model: a checkpoint of --loss-fn rm, or any classifier with one label.
 
     It is loaded once, on the first rank, and reads the conversation by its own chat template; an
@@ -518,15 +762,15 @@ def reward_model(
 
 @reward_register("remote", takes_lots=True, is_dear=True)
 def remote(
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    samples: Sequence[dict[str, Any]],
+    prompts: Texts,
+    completions: Texts,
+    samples: Samples,
     *,
     url: str = "http://127.0.0.1:8000/v1",
     model: str = "judge",
     key_variable: str = "OPENAI_API_KEY",
     seconds: float = 60.0,
-) -> list[float | None]:
+) -> Rewards:
     """What another model gives, from 0 to 1: a judge behind an OpenAI-style API, asked at once.
 
     Args:
@@ -535,12 +779,10 @@ def remote(
         key_variable: environment variable that holds the key, if it needs one.
         seconds: that one judgement may take.
     """
-    from stageline.tasks.rewards import judged, side_by_side
-
     key = os.environ.get(key_variable)
 
     def ask(prompt: str, completion: str, sample: dict[str, Any]) -> float | None:
         right = str(sample.get("answer", "unknown"))
-        return judged(url, model, key, prompt, completion, right, seconds)
+        return rewards.judged(url, model, key, prompt, completion, right, seconds)
 
-    return side_by_side(ask, prompts, completions, samples)
+    return rewards.side_by_side(ask, prompts, completions, samples)

@@ -156,7 +156,10 @@ def answer_likelihood(predictions: Predictions, samples: Samples) -> dict[str, A
     answers = [prediction["choice_scores"][0] for prediction in predictions]
     verdicts = iter(answer["is_greedy"] for answer in answers)
     figures = figures_of(predictions, samples, lambda text, sample: bool(next(verdicts)))
-    texts = [{**answer, **_text_sizes(answer["text"])} for answer in answers]
+    texts = [
+        {**one, "num_words": len(one["text"].split()) or 1, "num_bytes": len(one["text"].encode())}
+        for one in answers
+    ]
     return {**figures, **text_figures(texts)}
 
 
@@ -173,13 +176,9 @@ def text_perplexity(predictions: Predictions, samples: Samples) -> dict[str, Any
     return {**figures, "lower_is_better": True}
 
 
-def _text_sizes(text: str) -> dict[str, int]:
-    return {"num_words": len(text.split()) or 1, "num_bytes": len(text.encode())}
-
-
 def _needs(predictions: Predictions, field: str, model: str) -> None:
     if any(field not in prediction for prediction in predictions):
         raise UserError(
-            f"the predictions have no {field}. Those of --model {model} were expected, because "
-            "likelihoods are compared: choose that --model, or another --metric."
+            f"the predictions have no {field}, which this metric compares. Use --model {model} or "
+            "another --metric."
         )

@@ -1,17 +1,14 @@
 """The optimizer and lr_scheduler parts."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
 
 from register import lr_scheduler_register, optimizer_register
+from stageline.device import FUSED, accelerators
 from stageline.errors import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
 
 
 @optimizer_register("adamw")
@@ -35,10 +32,6 @@ def adamw(
         amsgrad: divides by the largest second moment so far (arXiv 1904.09237), a third state.
         fused: one kernel for the whole step; by default where all parameters are on a GPU.
     """
-    import torch
-
-    from stageline.device import FUSED, accelerators
-
     # and where all are on the host below one (--engine streaming); on a CPU it rounds differently,
     # so that a run without a GPU keeps its bits
     if fused is None:
@@ -64,8 +57,6 @@ def sgd(
     Args:
         momentum: decay of the velocity.
     """
-    import torch
-
     return torch.optim.SGD(
         param_groups, lr=learning_rate, momentum=momentum, weight_decay=weight_decay
     )
@@ -97,8 +88,8 @@ def adamw_8bit(
     except ImportError as error:
         raise UserError(
             f"--optimizer adamw_8bit needs the package bitsandbytes, which cannot be imported "
-            f"({error}). It holds the 8-bit kernels: bash scripts/setup.sh quantization (or pip "
-            "install bitsandbytes), or use --optimizer adamw or adafactor."
+            f"({error}). Run bash scripts/setup.sh quantization (or pip install bitsandbytes), or "
+            "use --optimizer adamw or adafactor."
         ) from error
     return bitsandbytes.optim.AdamW8bit(
         param_groups,
@@ -130,8 +121,6 @@ def adafactor(
         eps: the least root mean square of a parameter.
         clip: an update's root mean square is brought down to this.
     """
-    import torch
-
     return torch.optim.Adafactor(
         param_groups,
         lr=learning_rate,
@@ -140,6 +129,56 @@ def adafactor(
         d=clip,
         weight_decay=weight_decay,
     )
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Two optimizers that share `state` and `param_groups`, so that one sees all of them.
+
+    Muon (Jordan et al. 2024; Liu et al. 2025, arXiv 2502.16982) makes the momentum of a matrix
+    orthogonal before it is added. That is meant for matrices between hidden states: embeddings,
+    heads, norms and biases get AdamW.
+
+    Args:
+        param_groups: with `params` and `param_names`.
+        adamw_names: a parameter whose name has one of these texts in it gets AdamW.
+        muon, adamw: options of the two.
+    """
+
+    def __init__(
+        self,
+        param_groups: Sequence[dict[str, Any]],
+        *,
+        adamw_names: Sequence[str],
+        muon: dict[str, Any],
+        adamw: dict[str, Any],
+    ) -> None:
+        inner: list[dict[str, Any]] = []
+        outer: list[dict[str, Any]] = []
+        for group in param_groups:
+            split: dict[bool, dict[str, torch.nn.Parameter]] = {True: {}, False: {}}
+            for name, weight in zip(group["param_names"], group["params"], strict=True):
+                is_inner = weight.ndim == 2 and not any(text in name for text in adamw_names)
+                split[is_inner][name] = weight
+            for groups, chosen in ((inner, split[True]), (outer, split[False])):
+                if chosen:
+                    own = {"params": list(chosen.values()), "param_names": list(chosen)}
+                    groups.append({**group, **own})
+        self.optimizers: list[torch.optim.Optimizer] = []
+        if inner:
+            self.optimizers.append(torch.optim.Muon(inner, **muon))
+        if outer:
+            self.optimizers.append(torch.optim.AdamW(outer, **adamw))
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        super().__init__(groups, defaults={})
+        for optimizer in self.optimizers:
+            optimizer.state = self.state
+
+    @torch.no_grad()
+    # torch's optimizers take a closure, which no step here has
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        for optimizer in self.optimizers:
+            optimizer.step()
 
 
 @optimizer_register("muon", needs_whole=True)
@@ -168,8 +207,6 @@ def muon(
             wte, wpe, head, score.
         beta1, beta2, eps: of AdamW.
     """
-    from stageline.training.optimizers import MuonWithAdamW
-
     default = ["embed", "wte", "wpe", "head", "score"]
     return MuonWithAdamW(
         param_groups,
@@ -261,8 +298,8 @@ def wsd(
     if decay < 0 or falling > total_steps - warmup_steps:
         raise UserError(
             f"--lr-scheduler.decay {decay:g} makes {falling} steps of decay, after {warmup_steps} "
-            f"of warm-up, in {total_steps} steps. Both together have to fit, because the rate is "
-            "stable between them: lower one, or raise --total-steps."
+            f"of warm-up, which do not fit into {total_steps} steps. Lower one of them, or raise "
+            "--total-steps."
         )
     left = {
         "linear": lambda progress: 1.0 - progress,

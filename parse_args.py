@@ -383,7 +383,7 @@ def _with_defaults(
         item, register = options.get(name), ALL_REGISTERS[name]
         key = (found.get(name) if item is None else (*item.values, "")[0]) or ""
         if name in keys and key in register:
-            suggested |= register.entry(key).facts["default_keys"]
+            suggested |= register.entry(key).facts.default_keys
     return {one: suggested.get(one, default) for one, default in found.items()}
 
 
@@ -422,7 +422,7 @@ def _owned_keys(options: dict[str, Given], chosen: Mapping[str, str]) -> dict[st
         if key is None:
             continue
         has = takes(ALL_REGISTERS[owner][key], name)
-        if name == "reward" and ALL_REGISTERS[owner].entry(key).facts["samples_answers"]:
+        if name == "reward" and ALL_REGISTERS[owner].entry(key).facts.samples_answers:
             has = "needs"  # the run calls it, before the loss
         if has == "needs" or (has == "may have" and name in options):
             found[name] = None

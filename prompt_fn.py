@@ -3,17 +3,23 @@
 Both return a `Rendered`: text that knows what came from the data and what is learnt.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from register import image_token_register, prompt_fn_register
+from stageline.data.text.chat import prepare_chat, render_chat
+from stageline.data.text.chat_template import use_template
+from stageline.data.text.messages import (
+    Conversation,
+    not_learnt,
+    only_last_answer,
+    tools_of,
+    turns_of,
+    with_examples,
+)
+from stageline.data.text.rendered import Piece, Rendered, place_image_text, plain_image_text
+from stageline.data.text.template import fill_parts, parse_template
 from stageline.errors import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from stageline.data.text.rendered import Rendered
 
 
 @prompt_fn_register("fill")
@@ -29,10 +35,6 @@ def fill(
 
     Examples are filled in before it, with an empty line after each.
     """
-    from stageline.data.text.messages import not_learnt
-    from stageline.data.text.rendered import Piece, Rendered
-    from stageline.data.text.template import fill_parts, parse_template
-
     parts = parse_template(prompt)
     pieces = []
     for example in examples:
@@ -42,7 +44,7 @@ def fill(
     return Rendered(tuple(pieces), for_generation=for_generation)
 
 
-@prompt_fn_register("chat", prepare="stageline.data.text.chat:prepare_chat")
+@prompt_fn_register("chat", prepare=prepare_chat)
 def chat(
     sample: Mapping[str, Any],
     prompt: str,
@@ -72,24 +74,14 @@ def chat(
         train_on_prompt: all text is learnt: system, user and markup too; not images.
         mask_system: with train_on_prompt: from the first message after the system's on.
     """
-    from stageline.data.text.chat import render_chat
-    from stageline.data.text.chat_template import use_template
-    from stageline.data.text.messages import (
-        Conversation,
-        only_last_answer,
-        tools_of,
-        turns_of,
-        with_examples,
-    )
-
     if mask_history and train_on_prompt:
         raise UserError(
-            "--prompt-fn.mask_history and --prompt-fn.train_on_prompt came together: the first "
-            "trains on the last answer only, the second on all text. Leave one out."
+            "--prompt-fn.mask_history excludes --prompt-fn.train_on_prompt: the first trains on "
+            "the last answer only, the second on all text. Leave one out."
         )
     if mask_system and not train_on_prompt:
         raise UserError(
-            "--prompt-fn.mask_system came without --prompt-fn.train_on_prompt, which trains on the "
+            "--prompt-fn.mask_system requires --prompt-fn.train_on_prompt, which trains on the "
             "system message. Leave it out, or give both."
         )
     turns = turns_of(sample, prompt, system=system, for_generation=for_generation)
@@ -117,43 +109,35 @@ def auto(rendered: Rendered, images: Sequence[Any] | None, *, processor: Any) ->
 
     Nothing for a remote model: it gets images beside the text.
     """
-    from stageline.data.text.rendered import plain_image_text
-
     has_text = bool(images) and processor is not None
-    return _placed(rendered, plain_image_text(processor) if has_text else "")
+    return place_image_text(rendered, plain_image_text(processor) if has_text else "")
 
 
 @image_token_register("none")
 def none(rendered: Rendered, images: Sequence[Any] | None, *, processor: Any) -> Rendered:
     """Nothing: the model takes images beside the text."""
-    return _placed(rendered, "")
+    return place_image_text(rendered, "")
 
 
 @image_token_register("image")
 def image(rendered: Rendered, images: Sequence[Any] | None, *, processor: Any) -> Rendered:
     """<image>, as LLaVA, Idefics3 and SmolVLM write it."""
-    return _placed(rendered, "<image>")
+    return place_image_text(rendered, "<image>")
 
 
 @image_token_register("internvl")
 def internvl(rendered: Rendered, images: Sequence[Any] | None, *, processor: Any) -> Rendered:
     """<IMG_CONTEXT>, as InternVL writes it."""
-    return _placed(rendered, "<IMG_CONTEXT>")
+    return place_image_text(rendered, "<IMG_CONTEXT>")
 
 
 @image_token_register("qwen_vl")
 def qwen_vl(rendered: Rendered, images: Sequence[Any] | None, *, processor: Any) -> Rendered:
     """<|vision_start|><|image_pad|><|vision_end|>, as Qwen2-VL and later write it."""
-    return _placed(rendered, "<|vision_start|><|image_pad|><|vision_end|>")
+    return place_image_text(rendered, "<|vision_start|><|image_pad|><|vision_end|>")
 
 
 @image_token_register("gemma3")
 def gemma3(rendered: Rendered, images: Sequence[Any] | None, *, processor: Any) -> Rendered:
     """<start_of_image>, as Gemma 3 writes it."""
-    return _placed(rendered, "<start_of_image>")
-
-
-def _placed(rendered: Rendered, text: str) -> Rendered:
-    from stageline.data.text.rendered import place_image_text
-
-    return place_image_text(rendered, text)
+    return place_image_text(rendered, "<start_of_image>")

@@ -7,8 +7,6 @@ A component is registered by a decorator or by item assignment, and chosen by it
 
     prompt_register["vqa"] = "[IMAGE]\\n[QUESTION]\\n[ANSWER]"
 
-    dataset_register["digits"] = "stageline.tasks.digits:Digits"   # imported when it is chosen
-
 A run has to know more of some components than their signature; these facts are arguments of the
 decorator:
 
@@ -18,7 +16,7 @@ This file does not know any key. Options are parsed in parse_args.py; entry file
 components with `import_shelf()` and those of a user with `import_parts()`.
 """
 
-import contextlib
+import dataclasses
 import difflib
 import functools
 import importlib
@@ -29,7 +27,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,7 +35,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent
 SHELF = (
     "models",
-    "pp_models",
+    "train_model",
     "prompt",
     "prompt_fn",
     "dataset",
@@ -48,7 +46,6 @@ SHELF = (
     "corpus_parts",
 )
 ENTRY_POINT_GROUP = "stageline.parts"
-TARGET = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")  # module:name
 
 
 class RegisterError(ValueError):
@@ -64,20 +61,99 @@ class UnknownKeyError(RegisterError, KeyError):
     """A key that a register does not hold. A `KeyError` too, so that `get()` and `pop()` work."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a run has to know of a component beside its signature."""
+
+    without_effect: tuple[str, ...] = ()  # options that change no result, only how it is got
+    # {"loss_fn": "rm"}: keys of other registers that suit a model or a collate_fn part
+    default_keys: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts(Facts):
+    for_generation: bool = True  # False: the whole text is rendered, its end too
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainModelFacts(Facts):
+    gives_scores: bool = False  # a score for each token in the place of logits
+    model_types: tuple[str, ...] = ()  # of config.json, that it is made for; none: any
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuilderFacts(Facts):
+    plan: Callable[..., str] | None = None  # (the part's arguments) -> what --plan prints
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptFnFacts(Facts):
+    prepare: Callable[..., object] | None = None  # (processor, **own options), before any row
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollateFacts(Facts):
+    needs_groups: bool = False  # the samples of a group are compared
+    takes_tokens: bool = False  # samples may be token ids in the place of text
+    gives_prompts: bool = False  # rows end where an answer begins
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossFacts(Facts):
+    # argument -> function of a micro-batch, summed over the whole batch
+    counts: Mapping[str, Callable[..., int]] = field(default_factory=dict)
+    is_token_sum: bool = False  # --logits-chunk may call it with a few tokens at a time
+    is_cross_entropy: bool = False  # the mean over tokens, its exp is the perplexity
+    predicts_tokens: bool = True  # False: it takes scores, and there is no token accuracy
+    # micro_batch["loss_reference"] of the start model, and micro_batch["loss_kl"], are read; or a
+    # function of its own options
+    needs_reference: bool | Callable[..., bool] = False
+    needs_kl: bool | Callable[..., bool] = False
+    weighs_by_itself: bool = False  # it need not add up over micro-batches
+    reads_by_token: bool = False  # --logits-chunk gives it ChunkedLogits, for policy_loss.py
+    samples_answers: bool = False  # the model answers before each step, rewards say how well
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardFacts(Facts):
+    takes_lots: bool = False  # it need not see all answers of a step together
+    is_dear: bool = False  # a check does not call it
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerFacts(Facts):
+    needs_whole: bool = False  # it needs whole matrices, so --dp-shard is refused
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFacts(Facts):
+    topology: Callable[..., Any] | None = None  # the options -> its stages and ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentFacts(Facts):
+    columns_of: Callable[..., list[str]] | None = None  # own options -> the fields read of a row
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitterFacts(Facts):
+    splits_sentences: bool = True  # False: it is not called, pieces can be near-equal
+
+
 @dataclass(frozen=True)
 class Entry:
     """A key of a register.
 
     Attributes:
-        target: the part, or "module:name", which is imported when the part is chosen.
+        part: the function, class or text.
         home: `file:line` where it was registered.
-        facts: what a run has to know of the part; every fact of its register has a value.
+        facts: of the register's class of facts.
     """
 
     key: str
-    target: Any
+    part: Any
     home: str
-    facts: Mapping[str, Any]
+    facts: Any
 
 
 class Register(MutableMapping[str, Any]):
@@ -88,9 +164,11 @@ class Register(MutableMapping[str, Any]):
     Args:
         name: what the parts are called, `loss_fn`; also names the option, `--loss-fn`.
         holds: one line saying what a part does; shown by `--list`.
+        contract: how the run calls a part: `part(rows, *, path, [step], **own)`, arguments in
+            brackets where it takes them. The options that go to it by name may be left out.
         part_type: `callable`, or the type that each part has.
         option: the option that takes a key, where it is not the name.
-        facts: the facts that a part may have, with their defaults.
+        facts: the class of what a run has to know of a part.
         takes_several: the option takes several keys, a,b, and options are those of one of them.
     """
 
@@ -98,18 +176,20 @@ class Register(MutableMapping[str, Any]):
         self,
         name: str,
         holds: str = "",
+        contract: str = "part()",
         *,
         part_type: Any = callable,
         option: str | None = None,
-        facts: Mapping[str, Any] = {},
+        facts: type[Facts] = Facts,
         takes_several: bool = False,
     ) -> None:
         self.data: dict[str, Entry] = {}
         self.name = name
         self.holds = holds
+        self.contract = contract
         self.part_type = part_type
         self.option = option or "--" + name.replace("_", "-")
-        self.facts = dict(facts)
+        self.facts = facts
         self.takes_several = takes_several
         self.is_frozen = False
 
@@ -129,16 +209,15 @@ class Register(MutableMapping[str, Any]):
 
         return decorate
 
-    def register(self, key: str, target: Any, *, replace: bool = False, **facts: Any) -> None:
-        """Register a part, or "module:name"; with `replace=True` also when the key is taken."""
-        self._add(key, target, home=_caller_home(), replace=replace, facts=facts)
+    def register(self, key: str, part: Any, *, replace: bool = False, **facts: Any) -> None:
+        """Register a part; with `replace=True` also when the key is taken."""
+        self._add(key, part, home=_caller_home(), replace=replace, facts=facts)
 
-    def __setitem__(self, key: str, target: Any) -> None:
-        self._add(key, target, home=_caller_home())
+    def __setitem__(self, key: str, part: Any) -> None:
+        self._add(key, part, home=_caller_home())
 
     def __getitem__(self, key: str) -> Any:
-        entry = self.entry(key)
-        return entry.target if self.part_type is str else load_target(entry.target, entry.home)
+        return self.entry(key).part
 
     def __contains__(self, key: object) -> bool:
         return key in self.data
@@ -154,7 +233,7 @@ class Register(MutableMapping[str, Any]):
         return len(self.data)
 
     def entry(self, key: str, *, option: str | None = None) -> Entry:
-        """Return what is known of `key`; import nothing.
+        """Return what is known of `key`.
 
         Args:
             option: the option that asked, for the error message; by default the register's own.
@@ -188,7 +267,7 @@ class Register(MutableMapping[str, Any]):
         part = self[key]
         if self.part_type is str:
             return part.replace("\n", "\\n")
-        while isinstance(part, functools.partial):
+        while isinstance(part, functools.partial) and "__doc__" not in vars(part):
             part = part.func
         lines = (inspect.getdoc(part) or "").strip().splitlines()
         return lines[0] if lines else "(no docstring)"
@@ -197,10 +276,17 @@ class Register(MutableMapping[str, Any]):
         """From now on nothing can be added, replaced or removed."""
         self.is_frozen = True
 
+    @property
+    def handed(self) -> tuple[int, frozenset[str]]:
+        """The number of positional arguments in the contract, and the names of its others."""
+        arguments = re.sub(r"\*\*\w+", "", self.contract).removeprefix("part")
+        positional, _, others = arguments.partition("*")
+        return len(re.findall(r"\w+", positional)), frozenset(re.findall(r"\w+", others))
+
     def _add(
         self,
         key: str,
-        target: Any,
+        part: Any,
         *,
         home: str,
         replace: bool = False,
@@ -212,31 +298,28 @@ class Register(MutableMapping[str, Any]):
                 f"{self.name}_register got the key {key!r} at {home}. A key is a non-empty string "
                 f"without outer spaces or a leading '-': it is typed after {self.option}."
             )
-        is_target = isinstance(target, str) and bool(TARGET.fullmatch(target))
-        if self.part_type is callable:
-            is_right_kind = callable(target) or is_target
-        else:
-            is_right_kind = isinstance(target, self.part_type)
-        if not is_right_kind:
+        is_callable = self.part_type is callable
+        if not (callable(part) if is_callable else isinstance(part, self.part_type)):
             wanted = getattr(self.part_type, "__name__", self.part_type)
             raise RegisterError(
-                f"{self.name}_register[{key!r}] got a {type(target).__name__} at {home}. Register "
+                f"{self.name}_register[{key!r}] got a {type(part).__name__} at {home}. Register "
                 f"a {wanted!r}: {self.holds or 'see register.py'}."
             )
-        for fact in facts.keys() - self.facts.keys():
-            near = difflib.get_close_matches(fact, self.facts, n=2, cutoff=0.6)
+        known = [item.name for item in dataclasses.fields(self.facts)]
+        for fact in facts.keys() - set(known):
+            near = difflib.get_close_matches(fact, known, n=2, cutoff=0.6)
             hint = f" Did you mean {' or '.join(near)}?" if near else ""
             raise RegisterError(
                 f"{self.name}_register[{key!r}] has {fact}={facts[fact]!r} at {home}, and no "
-                f"{self.name} part has such a fact.{hint} Known are: "
-                f"{', '.join(self.facts) or 'none'} (docs/add_a_part.md)."
+                f"{self.name} part has such a fact.{hint} Known are: {', '.join(sorted(known))} "
+                "(docs/add_a_part.md)."
             )
         if key in self.data and not replace:
             raise RegisterError(
                 f"{self.name}_register[{key!r}] is registered twice: first at {self.home(key)}, "
                 f"again at {home}. Choose another key, or say replace=True at the second one."
             )
-        self.data[key] = Entry(key, target, home, {**self.facts, **facts})
+        self.data[key] = Entry(key, part, home, self.facts(**facts))
 
     def _refuse_if_frozen(self, key: object) -> None:
         if self.is_frozen:
@@ -258,123 +341,103 @@ def _caller_home() -> str:
     return f"{file}:{frame.f_lineno}"
 
 
-def load_target(target: Any, home: str = "") -> Any:
-    """Return what "module:name" stands for; anything else is returned as it is.
-
-    Args:
-        home: where it is written, for the error message.
-
-    Raises:
-        RegisterError: the module does not import, or has no such name.
-    """
-    if not isinstance(target, str):
-        return target
-    module, _, name = target.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise RegisterError(
-            f"{target!r}{home and f', registered at {home},'} can't be imported: {error}. Correct "
-            f"it (module:name, such as my_package.losses:my_loss), or install what it needs."
-        ) from error
-
-
-# What each part does; the exact signatures are in docs/add_a_part.md.
-# A fact stands here with its value for parts that say nothing of it. A function among them may be
-# given as "module:name"; needs_reference and needs_kl may be functions of the part's own options.
+# docs/add_a_part.md has the same contracts at more length.
 model_register = Register(
     "model",
     "generates: (model, processor, images, prompts) -> texts",
-    facts={
-        "for_generation": True,  # False: the whole text is rendered, its end too
-        "default_keys": {},  # {"metric": "perplexity"}: keys that suit it, where none are given
-        "without_effect": (),  # options that change no answer: predictions are kept
-    },
+    "part(model, processor, *, images, prompts, [samples, batch_size], **own)",
+    facts=ModelFacts,
 )
 train_model_register = Register(
     "train_model",
     "builds one stage -> (StageModel, processor, pad)",
-    facts={
-        "gives_scores": False,  # True: a score for each token in the place of logits
-        "model_types": (),  # of config.json, that it alone is made for
-    },
+    "part(*, config_path, processor_path, checkpoint_path, stage, num_stages, dtype, "
+    "[model_types, new_rows, lora_taken_from], **model_kwargs)",
+    facts=TrainModelFacts,
 )
 builder_register = Register(
     "builder",
     "loads: path -> (model, processor, device_map)",
-    facts={
-        "plan": None,  # function: what --plan shows, of the part's arguments
-        "without_effect": (),
-    },
+    "part(model_path, *, dtype, adapter_path, adapter_weights, placement, **own)",
+    facts=BuilderFacts,
 )
 prompt_register = Register("prompt", "template text with [PLACEHOLDERS]", part_type=str)
 prompt_fn_register = Register(
     "prompt_fn",
     "fills a template: (sample, prompt) -> Rendered",
-    facts={"prepare": None},  # function: (processor, **the part's options), before any row
+    "part(sample, prompt, *, processor, for_generation, [examples], **own)",
+    facts=PromptFnFacts,
 )
-image_token_register = Register("image_token", "puts the model's own image text into a Rendered")
+image_token_register = Register(
+    "image_token",
+    "puts the model's own image text into a Rendered",
+    "part(rendered, images, *, processor)",
+)
 dataset_register = Register(
     "dataset",
     "map-style dataset of (images | None, sample dict)",
-    facts={"without_effect": ()},  # options that change no row: a resumed run may change them
+    "part(*, dataset_path, split, **own)",
 )
 collate_fn_register = Register(
     "collate_fn",
     "samples -> tensors of one micro-batch",
-    facts={
-        "needs_groups": False,  # True: the samples of a group are compared
-        "takes_tokens": False,  # True: samples may be token ids in the place of text
-        "gives_prompts": False,  # True: rows end where an answer begins
-        "default_keys": {},
-    },
+    "part(samples, *, prompt, prompt_fn, image_token, processor, pad_token_id, max_token_num, "
+    "stage, num_stages, [pad_to_multiple_of], **own)",
+    facts=CollateFacts,
 )
 loss_fn_register = Register(
     "loss_fn",
     "(logits, micro_batch, num_targets) -> scalar, figures",
-    facts={
-        "counts": {},  # argument -> function of a micro-batch, summed over the whole batch
-        "is_token_sum": False,  # True: --logits-chunk may call it with a few tokens at a time
-        "is_cross_entropy": False,  # True: the mean over tokens, its exp is the perplexity
-        "predicts_tokens": True,  # False: it takes scores, and there is no token accuracy
-        "needs_reference": False,  # True: micro_batch["loss_reference"] of the start model
-        "needs_kl": False,  # True: micro_batch["loss_kl"], too
-        "weighs_by_itself": False,  # True: it need not add up over micro-batches
-        "reads_by_token": False,  # True: --logits-chunk gives it ChunkedLogits, for policy_loss.py
-        "samples_answers": False,  # True: the model answers before each step, rewards say how well
-    },
+    "part(logits_BTV, micro_batch, *, num_targets, [step, sim_fn], **own)",
+    facts=LossFacts,
 )
-sim_fn_register = Register("sim_fn", "similarity of two batches of vectors")
+sim_fn_register = Register(
+    "sim_fn", "similarity of two batches of vectors", "part(a_NV, b_NV, **own)"
+)
 reward_register = Register(
     "reward",
     "(prompts, completions, samples) -> a number or None for each answer; several: a,b",
-    # takes_lots: it need not see all answers of a step together; is_dear: a check calls it not
-    facts={"takes_lots": False, "is_dear": False},
+    "part(prompts, completions, samples, **own)",
+    facts=RewardFacts,
     takes_several=True,
 )
-metric_register = Register("metric", "(predictions, samples) -> figures")
+metric_register = Register(
+    "metric", "(predictions, samples) -> figures", "part(predictions, samples, **own)"
+)
 optimizer_register = Register(
     "optimizer",
     "parameter groups -> torch optimizer",
-    facts={"needs_whole": False},  # True: whole matrices, so --dp-shard is refused
+    "part(param_groups, *, learning_rate, weight_decay, **own)",
+    facts=OptimizerFacts,
 )
-lr_scheduler_register = Register("lr_scheduler", "options -> function from step to learning rate")
-tracker_register = Register("tracker", "shows a run elsewhere: log(kind, step, figures), close()")
+lr_scheduler_register = Register(
+    "lr_scheduler",
+    "options -> function from step to learning rate",
+    "part(*, learning_rate, min_lr, warmup_steps, warmup_start_lr, total_steps, **own)",
+)
+tracker_register = Register(
+    "tracker",
+    "shows a run elsewhere: log(kind, step, figures), close()",
+    "part(*, folder, config, start_step, **own)",
+)
 engine_register = Register(
     "engine",
     "runs the training: pipeline, streaming",
-    facts={"topology": None},  # function: the options -> its stages and ranks
+    "part(plan, data)",
+    facts=EngineFacts,
 )
 document_register = Register(
     "document",
     "a row of a text file -> the text of one document",
-    facts={"columns_of": None},  # function: its options -> the fields that it needs of a row
+    "part(row, **own)",
+    facts=DocumentFacts,
 )
 splitter_register = Register(
     "splitter",
     "text -> where its sentences end, in characters",
+    "part(text, **own)",
     option="--language",
-    facts={"splits_sentences": True},  # False: it is not called, pieces can be near-equal
+    facts=SplitterFacts,
 )
 
 ALL_REGISTERS: dict[str, Register] = {
@@ -386,21 +449,6 @@ def freeze_registers() -> None:
     """Freezes every register. An entry file calls it when all parts have been imported."""
     for register in ALL_REGISTERS.values():
         register.freeze()
-
-
-@contextlib.contextmanager
-def restored_registers() -> Iterator[None]:
-    """Puts every register and the import path back as they were when the block ends. For tests."""
-    path = list(sys.path)
-    before = {
-        name: (dict(register.data), register.is_frozen) for name, register in ALL_REGISTERS.items()
-    }
-    try:
-        yield
-    finally:
-        sys.path[:] = path
-        for name, (data, is_frozen) in before.items():
-            ALL_REGISTERS[name].data, ALL_REGISTERS[name].is_frozen = data, is_frozen
 
 
 def import_shelf(*names: str) -> None:

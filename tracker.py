@@ -57,10 +57,12 @@ class WandB(_Service):
         name: str | None = None,
         mode: str = "online",
     ) -> None:
+        # one id for each folder: a run that is resumed goes on in the same curves
+        run_id = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
         run = _package("wandb").init(
             project=project,
             name=name or folder.name,
-            id=_run_id(folder),  # a run that is resumed goes on in the same curves
+            id=run_id,
             resume="allow",
             config=dict(config),
             dir=str(folder),
@@ -141,8 +143,3 @@ def _package(name: str) -> Any:
             f"talks to the service: pip install {name}, or leave --tracker out; the log and "
             "TensorBoard events are in the run folder all the same."
         ) from error
-
-
-def _run_id(folder: Path) -> str:
-    """The same for a folder each time, and another for each folder."""
-    return hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]

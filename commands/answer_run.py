@@ -17,7 +17,6 @@ from options.fields import handed_to, option_fields, spelled
 from options.model import adapter_arguments
 from options.parts import takes
 from parse_args import Arguments, save_config
-from register import load_target
 from stageline.checkpoint.plain_folder import folder_facts, plain_folder
 from stageline.data.batches.batch import encode_sample
 from stageline.data.images.image_settings import ImageSettings, using_images
@@ -140,12 +139,12 @@ def build_model(arguments: Arguments) -> tuple[Any, Any, dict[str, Any]]:
 def plan_model(arguments: Arguments) -> int:
     """Print what the builder part would place on which device; return the exit code."""
     builder = arguments.parts["builder"]
-    plan = builder.facts["plan"]
+    plan = builder.facts.plan
     if plan is None:
         raise UserError(
             f"--builder {builder.key} has no plan to show. Use --builder auto, or drop --plan."
         )
-    print(load_target(plan)(arguments.run.model_path, **_builder_arguments(arguments)))
+    print(plan(arguments.run.model_path, **_builder_arguments(arguments)))
     return 0
 
 
@@ -210,8 +209,7 @@ def answer_settings(arguments: Arguments) -> dict[str, Any]:
     if run.engine in ("device_map", "api") or run.temperature == 0:
         left_out.add("engine")
     for name, chosen in arguments.parts.items():
-        without_effect = chosen.facts.get("without_effect", ())
-        left_out |= {spelled(f"{name}.{option}")[2:] for option in without_effect}
+        left_out |= {spelled(f"{name}.{option}")[2:] for option in chosen.facts.without_effect}
     config = arguments.as_config()
     return {name: value for name, value in config.items() if name not in left_out}
 
@@ -377,7 +375,7 @@ def ask(
         run.batch_size,
         length_of=num_tokens if is_measured else None,
         has_own_batches=found.has_own_batches,
-        for_generation=parts["model"].facts["for_generation"],
+        for_generation=parts["model"].facts.for_generation,
         hands_over=frozenset(name for name in HANDED_OVER if takes(part, name) != "no"),
         is_shown=replicas.is_main,
     )
@@ -388,9 +386,9 @@ def ask(
 
 def prepare_texts(prompt_fn: Any, processor: Any, model: Any) -> None:
     """Prepares a processor for its prompt_fn; an engine stops where the template ends turns."""
-    if processor is None or prompt_fn.facts["prepare"] is None:
+    if processor is None or prompt_fn.facts.prepare is None:
         return
-    load_target(prompt_fn.facts["prepare"])(processor, **prompt_fn.kwargs)
+    prompt_fn.facts.prepare(processor, **prompt_fn.kwargs)
     if hasattr(model, "stop_ids"):
         model.stop_ids = tuple(stop_ids_with(list(model.stop_ids), processor))
 

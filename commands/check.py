@@ -97,7 +97,7 @@ def check(arguments: CheckArguments, context: DistributedContext, schedule: Sche
     run, model = arguments.run, arguments.parts["train_model"]
     check_scores(arguments)
     # the library's own class would predict tokens
-    reference = "part" if model.facts["gives_scores"] else run.check.reference
+    reference = "part" if model.facts.gives_scores else run.check.reference
     if model.kwargs.get("output_router_logits"):
         raise UserError(
             "--train-model.output_router_logits came, which the unsplit model of the library knows "

@@ -28,7 +28,7 @@ from commands import with_folders
 from options.command_line import command_words
 from options.corpus import FindTrainedConfig, run_folder, split_action
 from parse_args import CorpusArguments, parse_corpus_args
-from register import freeze_registers, import_shelf, load_target
+from register import freeze_registers, import_shelf
 from stageline.corpus.header import BEGINS, ENDS, HAS_BOS, HAS_EOS, CorpusHeader, CutRules
 from stageline.distributed.stop import release_signals
 from stageline.errors import INTERRUPTED, PREEMPTED, DataError, UserError
@@ -89,7 +89,7 @@ def write(arguments: CorpusArguments) -> None:
                 file=sys.stderr,
             )
     splitter = arguments.parts["splitter"]
-    splits = run.do_split_sentences and splitter.facts["splits_sentences"]
+    splits = run.do_split_sentences and splitter.facts.splits_sentences
     rules = CutRules(
         seq_length=run.seq_length,
         splits_sentences=splits,
@@ -100,7 +100,7 @@ def write(arguments: CorpusArguments) -> None:
     split = splitter.bound if splits else None
     if split is not None:
         split("One. Two.")  # what it lacks is told now, not in each worker
-    columns_of = load_target(document.facts["columns_of"])
+    columns_of = document.facts.columns_of
     cores = len(os.sched_getaffinity(0))  # those that this process may use
     report = build_corpus(
         run.file_path,

@@ -10,7 +10,7 @@ from commands.stages import start_processes
 from parse_args import parse_evaluate_args
 from register import freeze_registers
 
-SHELF = ("models", "pp_models", "prompt", "prompt_fn", "dataset", "metric")
+SHELF = ("models", "train_model", "prompt", "prompt_fn", "dataset", "metric")
 
 
 def main() -> int:

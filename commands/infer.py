@@ -20,7 +20,7 @@ from register import freeze_registers
 if TYPE_CHECKING:
     from commands.answer_run import Answered
 
-SHELF = ("models", "pp_models", "prompt", "prompt_fn", "dataset")
+SHELF = ("models", "train_model", "prompt", "prompt_fn", "dataset")
 
 
 def main() -> int:

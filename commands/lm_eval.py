@@ -16,7 +16,7 @@ from register import freeze_registers, import_shelf
 
 def main() -> int:
     """Runs the tasks; returns the exit code."""
-    import_shelf("pp_models")
+    import_shelf("train_model")
     run: LmEvalConfig = parse_lm_eval_args().run
     freeze_registers()
     run = with_folders(run)

@@ -14,7 +14,6 @@ from typing import Any
 from options.memory import check_memory, check_streaming_engine
 from options.model import check_vision
 from parse_args import TrainArguments
-from register import load_target
 from stageline.distributed.watchdog import WatchdogRules
 from stageline.errors import UserError
 from stageline.pipeline.topology import Topology, resolve_topology
@@ -46,8 +45,8 @@ def make_plan(arguments: TrainArguments) -> RunPlan:
     run, engine = arguments.run, arguments.parts["engine"]
     check_streaming_engine(run, engine.key)
     changes: dict[str, Any] = {}
-    if engine.facts["topology"] is not None:
-        topology = load_target(engine.facts["topology"])(arguments)
+    if engine.facts.topology is not None:
+        topology = engine.facts.topology(arguments)
         changes["timeline_step"] = 0  # its backward passes are not those of single stages
     else:
         topology = _pipeline_topology(arguments)
@@ -77,7 +76,7 @@ def _pipeline_topology(arguments: TrainArguments) -> Topology:
     if run.dp_shard and topology.dp_degree == 1:
         raise UserError("--dp-shard came with one replica. Add --dp-degree 2 or drop --dp-shard.")
     optimizer = arguments.parts["optimizer"]
-    if run.dp_shard and optimizer.facts["needs_whole"]:
+    if run.dp_shard and optimizer.facts.needs_whole:
         raise UserError(
             f"--optimizer {optimizer.key} came with --dp-shard. Use --optimizer adamw, or leave "
             "--dp-shard out."

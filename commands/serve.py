@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from stageline.serving.service import Service
     from stageline.serving.settings import ServerSettings
 
-SHELF = ("pp_models", "prompt_fn")
+SHELF = ("train_model", "prompt_fn")
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 SECONDS_TO_END = 30.0  # beside --http.shutdown_seconds
 STOP_WORDS = StopWords(

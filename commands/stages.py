@@ -263,7 +263,7 @@ class StageBuilder:
             visual_gpu_ratio=self.options.get("visual_gpu_ratio", 0.0),
             vision_stages=self.options.get("vision_stages", 0),
             trust_remote_code=self.trust_remote_code,
-            gives_scores=self.part.facts["gives_scores"],
+            gives_scores=self.part.facts.gives_scores,
             options=options_of_copy(self.part.kwargs, self.options.get("attn_implementation")),
         )
         verify(copy, checks, mode=mode, ranks=ranks, say=say)
@@ -431,7 +431,7 @@ def stage_key(config: "PretrainedConfig") -> str | None:
         families = [
             key
             for key in train_model_register
-            if config.model_type in train_model_register.entry(key).facts["model_types"]
+            if config.model_type in train_model_register.entry(key).facts.model_types
         ]
         # idefics3 serves smolvlm too, which has a key of its own
         return config.model_type if config.model_type in families else next(iter(families), generic)
@@ -462,7 +462,7 @@ def with_family_key(arguments: AnyArguments) -> AnyArguments:
     if chosen is None or chosen.key != "auto":
         return arguments
     key = "reward"  # for a loss over scores, whatever head the model has
-    if parts["loss_fn"].facts["predicts_tokens"]:
+    if parts["loss_fn"].facts.predicts_tokens:
         key = family_key(run.config_folder, trust_remote_code=run.trust_remote_code)
     part = chosen_part("train_model", key, chosen.kwargs)
     return dataclasses.replace(arguments, parts={**parts, "train_model": part})

@@ -4,8 +4,6 @@
 `--help` lists the options, `--list` the components. Each rank goes on in train_engines.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,16 +12,17 @@ import yaml
 
 from commands import importing, open_shelf, with_folders
 from commands.stages import family_key, with_family_key
-from parse_args import parse_train_args
+from options.train import RunConfig
+from parse_args import TrainArguments, parse_train_args
 from register import engine_register, freeze_registers, train_model_register
+from stageline.pipeline.topology import Topology
 from stageline.terminal import terminal
 
 if TYPE_CHECKING:
     from commands.run_plan import RunPlan
     from commands.train_data import Data
-    from options.train import RunConfig
 
-SHELF = ("pp_models", "prompt", "prompt_fn", "dataset", "loss_fn", "optimizer", "tracker")
+SHELF = ("train_model", "prompt", "prompt_fn", "dataset", "loss_fn", "optimizer", "tracker")
 
 
 def main() -> int:
@@ -42,7 +41,7 @@ def main() -> int:
     return run_training(plan)
 
 
-def start_ranks(plan: RunPlan) -> None:
+def start_ranks(plan: "RunPlan") -> None:
     """Start the processes of the run, if it needs several; return in each of them."""
     from stageline.distributed.failure_record import tell_run_folder
     from stageline.distributed.launch import launch_if_needed
@@ -74,7 +73,7 @@ def auto(*, config_path: str, **kwargs: Any) -> tuple[Any, Any, int]:
 
 
 @engine_register("pipeline")
-def pipeline(plan: RunPlan, data: Data) -> int:
+def pipeline(plan: "RunPlan", data: "Data") -> int:
     """Stages on a schedule, forward and backward in turn; one process and device per rank."""
     from commands.train_engines import run_pipeline
 
@@ -82,7 +81,7 @@ def pipeline(plan: RunPlan, data: Data) -> int:
 
 
 @engine_register("torch")
-def torch(plan: RunPlan, data: Data) -> int:
+def torch(plan: "RunPlan", data: "Data") -> int:
     """The same by torch's own schedule classes: their order and their transfers."""
     from commands.train_engines import run_pipeline
     from stageline.pipeline.runner import TorchPipelineRunner
@@ -90,8 +89,15 @@ def torch(plan: RunPlan, data: Data) -> int:
     return run_pipeline(plan, data, runner_class=TorchPipelineRunner)
 
 
-@engine_register("streaming", topology="commands.train_engines:streaming_topology")
-def streaming(plan: RunPlan, data: Data) -> int:
+def streaming_topology(arguments: TrainArguments) -> Topology:
+    """Return one process with all stages, by default a decoder layer each."""
+    from commands.train_engines import streaming_topology
+
+    return streaming_topology(arguments)
+
+
+@engine_register("streaming", topology=streaming_topology)
+def streaming(plan: "RunPlan", data: "Data") -> int:
     """Stages in host memory, streamed through the devices of this machine by one process."""
     from commands.train_engines import run_streaming
 

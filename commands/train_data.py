@@ -25,7 +25,6 @@ from options.parts import ChosenPart, takes
 from options.rollouts import check_prompts
 from options.train import RunConfig, check_warmup
 from parse_args import TrainArguments
-from register import load_target
 from stageline.checkpoint.adapter import base_of
 from stageline.data.batches.batch import MicroBatch
 from stageline.data.batches.collate import encode_sft
@@ -77,7 +76,7 @@ def has_tokens(dataset: Dataset) -> bool:
 
 def answers_of(arguments: TrainArguments) -> int:
     """Return how many answers a row gets in a step; 1 where it has its own."""
-    is_answered = arguments.parts["loss_fn"].facts["samples_answers"]
+    is_answered = arguments.parts["loss_fn"].facts.samples_answers
     return arguments.run.rollouts.group_size if is_answered else 1
 
 
@@ -124,8 +123,8 @@ class Data:
         self.processor = load_processor(path, trust_remote_code=run.trust_remote_code)
         self.new_tokens = add_tokens(arguments, self.processor, path)
         prompt_fn = parts["prompt_fn"]
-        if prompt_fn.facts["prepare"] is not None:
-            load_target(prompt_fn.facts["prepare"])(self.processor, **prompt_fn.kwargs)
+        if prompt_fn.facts.prepare is not None:
+            prompt_fn.facts.prepare(self.processor, **prompt_fn.kwargs)
         images = ImageSettings(**run.images.limits())
         prepare_images(self.processor, images, Tiling(**run.images.tiling()))
         self.pad_token_id = get_pad_token_id(self.processor)
@@ -148,7 +147,7 @@ class Data:
             "max_token_num": run.max_token_num,
             "num_stages": run.num_stages,
             **padding_argument(collate.part, run.rows.pad_to_multiple_of),
-            **(handed_to("collate_fn", run) if collate.facts["gives_prompts"] else {}),
+            **(handed_to("collate_fn", run) if collate.facts.gives_prompts else {}),
             **collate.kwargs,
         }
         self.collate = as_collate_part(collate.part).bind(**options)
@@ -167,7 +166,7 @@ READ_ANEW = (START, FILES, TEXTS)
 
 def read_anew(arguments: TrainArguments, data: Data) -> dict[str, object]:
     """What each process of a run reads by paths that may change: as it is now, by its content."""
-    run, answers = arguments.run, bool(arguments.parts["loss_fn"].facts["samples_answers"])
+    run, answers = arguments.run, bool(arguments.parts["loss_fn"].facts.samples_answers)
     processor = run.processor_path or run.model_path or run.config_folder
     folders = run.config_folder, processor, *(run.adapter_path or ())
     told = {one: files_fingerprint(one, answers=answers) for one in dict.fromkeys(folders)}
@@ -198,7 +197,7 @@ def check_data(arguments: TrainArguments) -> Data:
     # groups stay whole in batches
     for one in filter(None, (data.train, data.test)):
         size = group_size_of(one)
-        if loss.facts["samples_answers"]:
+        if loss.facts.samples_answers:
             check_prompts(run, size)
         else:
             check_batch_sizes(
@@ -207,7 +206,7 @@ def check_data(arguments: TrainArguments) -> Data:
                 group_size=size,
                 is_packed=run.packing,
             )
-        if size == 1 and collate.facts["needs_groups"]:
+        if size == 1 and collate.facts.needs_groups:
             raise UserError(
                 f"--collate-fn {collate.key} came with --dataset {dataset.key}, which has no "
                 "groups. Use --dataset groups, a dataset of your own with groups "
@@ -217,7 +216,7 @@ def check_data(arguments: TrainArguments) -> Data:
     # what is token ids already is not tokenized; rows that are drawn have no last ones
     came = f"came with --dataset {dataset.key}"
     if has_tokens(data.train):
-        if not collate.facts["takes_tokens"]:
+        if not collate.facts.takes_tokens:
             raise UserError(
                 f"--collate-fn {collate.key} {came}, whose samples are token ids. Use pt."
             )
@@ -244,7 +243,7 @@ def check_data(arguments: TrainArguments) -> Data:
                 data.test = check_rows(arguments, data, data.test)
             except DataError as error:
                 raise DataError(f"held-out rows: {error}") from error
-    if asks_for(loss, "needs_kl"):
+    if asks_for(loss, loss.facts.needs_kl):
         data.train = WithOthers(data.train)
         data.test = None if data.test is None else WithOthers(data.test)
     report = left_over_rows(run, data.train, answers=answers_of(arguments))
@@ -283,15 +282,14 @@ def settle_steps(plan: RunPlan, data: Data) -> RunPlan:
     return dataclasses.replace(plan, run=run)
 
 
-def asks_for(part: ChosenPart, fact: str) -> bool:
-    """Whether a fact holds: yes or no, or a function of the part's options."""
-    answer = part.facts[fact]
+def asks_for(part: ChosenPart, answer: bool | Callable[..., bool]) -> bool:
+    """Whether a fact of a part holds: yes or no, or a function of the part's options."""
     return bool(answer(**part.kwargs) if callable(answer) else answer)
 
 
 def check_token_sum(loss: ChosenPart) -> None:
     """Refuses to cut a loss into chunks that does not say that it is a sum over target tokens."""
-    if not (loss.facts["is_token_sum"] or loss.facts["reads_by_token"]):
+    if not (loss.facts.is_token_sum or loss.facts.reads_by_token):
         raise UserError(
             f"--logits-chunk came with --loss-fn {loss.key}, which is not registered as a sum over "
             "target tokens; one that compares samples, or returns figures, needs all tokens at "
@@ -303,8 +301,8 @@ def check_token_sum(loss: ChosenPart) -> None:
 def check_scores(arguments: TrainArguments) -> None:
     """Refuses a loss that predicts tokens on a model that scores them, and its accuracy."""
     model, loss = arguments.parts["train_model"], arguments.parts["loss_fn"]
-    if loss.facts["predicts_tokens"]:
-        if model.facts["gives_scores"]:
+    if loss.facts.predicts_tokens:
+        if model.facts.gives_scores:
             raise UserError(
                 f"--loss-fn {loss.key} came with --train-model {model.key}, which gives "
                 "scores and no logits. Use --loss-fn rm, or --train-model causal_lm."

@@ -60,7 +60,7 @@ def run_training(plan: RunPlan) -> int:
     if run.check_only:
         if is_first():
             stage_builder(plan).check_fit()
-            if plan.parts["loss_fn"].facts["samples_answers"]:
+            if plan.parts["loss_fn"].facts.samples_answers:
                 from commands.train_rollouts import check_rewards
 
                 check_rewards(plan, data)

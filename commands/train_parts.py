@@ -34,7 +34,6 @@ from options.model import learning_rate_scales, method_arguments
 from options.parts import ChosenPart, takes
 from options.train import RunConfig, on_resume
 from parse_args import TrainArguments, save_config
-from register import load_target
 from stageline.checkpoint.layout import Ranks
 from stageline.contracts import call, check_call
 from stageline.data.batches.loader import MicroBatchLoader, example_micro_batch
@@ -71,9 +70,6 @@ from stageline.training.resume import ResumePoint, check_same_run
 from stageline.training.trainer import TrainerConfig
 from stageline.verify.names import check_filled_stages
 
-# of a loss, for the engine
-PLAIN_FACTS = ("is_token_sum", "is_cross_entropy", "predicts_tokens", "weighs_by_itself")
-
 
 def stage_builder(arguments: TrainArguments, *, images: Any = None) -> StageBuilder:
     """Return what builds the stages of a run; `images`: the processor of the data."""
@@ -109,7 +105,7 @@ def check_parts(arguments: TrainArguments, data: Data) -> None:
         samples = [read_row(data.train, row) for row in rows]
         collate = functools.partial(data.collate, stage=min(1, (arguments.run.num_stages or 1) - 1))
         batch = collate([check_encode(collate, sample) for sample in samples])
-    if arguments.parts["loss_fn"].facts["samples_answers"]:
+    if arguments.parts["loss_fn"].facts.samples_answers:
         batch = with_stand_ins(batch)
     problem = check_loss(
         bind_loss(arguments),
@@ -131,11 +127,17 @@ def bind_loss(arguments: TrainArguments) -> LossPart:
 
 def make_loss_part(part: ChosenPart, **given: Any) -> LossPart:
     """Return a loss_fn part with its facts as the engine takes them."""
-    counts = {name: load_target(count) for name, count in part.facts["counts"].items()}
-    asked = {name: asks_for(part, name) for name in ("needs_reference", "needs_kl")}
-    loss_fn = functools.partial(part.part, **part.kwargs, **given)
-    facts = {name: part.facts[name] for name in PLAIN_FACTS}
-    return LossPart(loss_fn, **facts, **asked, counts=counts)
+    facts = part.facts
+    return LossPart(
+        functools.partial(part.part, **part.kwargs, **given),
+        counts=facts.counts,
+        is_token_sum=facts.is_token_sum,
+        is_cross_entropy=facts.is_cross_entropy,
+        predicts_tokens=facts.predicts_tokens,
+        weighs_by_itself=facts.weighs_by_itself,
+        needs_reference=asks_for(part, facts.needs_reference),
+        needs_kl=asks_for(part, facts.needs_kl),
+    )
 
 
 def make_loss(arguments: TrainArguments, model: Stage) -> LossPart:
@@ -143,7 +145,7 @@ def make_loss(arguments: TrainArguments, model: Stage) -> LossPart:
     loss = bind_loss(arguments)
     chunk = arguments.run.logits_chunk
     if chunk and model.is_last:
-        by_token = arguments.parts["loss_fn"].facts["reads_by_token"]
+        by_token = arguments.parts["loss_fn"].facts.reads_by_token
         kind = LossByToken if by_token else ChunkedLoss
         return loss.over(kind(loss.loss_fn, whole=model.whole, chunk=chunk))
     return loss
@@ -187,7 +189,7 @@ def make_planner(
 ) -> Planner:
     """Return the planner of this run; it measures on `device`."""
     run, answers_of = arguments.run, None
-    if arguments.parts["loss_fn"].facts["samples_answers"]:
+    if arguments.parts["loss_fn"].facts.samples_answers:
         from commands.train_rollouts import weigh_answers
 
         answers_of = functools.partial(weigh_answers, run, topology.schedule.num_ranks)
@@ -284,7 +286,7 @@ class TrainingParts:
         self.make_learning_rate: Callable[[], Any] = functools.partial(make_learning_rate, plan)
         self.places_layers = places_layers
         self.lr_scales: Mapping[str, float] = learning_rate_scales(plan.run)
-        self.samples_answers = bool(plan.parts["loss_fn"].facts["samples_answers"])
+        self.samples_answers = bool(plan.parts["loss_fn"].facts.samples_answers)
 
     def settings(self) -> dict[str, object]:
         """Return what decides the course of training; saved with a checkpoint, compared later."""

@@ -165,7 +165,9 @@ def make_rewards(arguments: TrainArguments) -> Rewards:
     run, chosen = arguments.run, arguments.parts["reward"].part
     weights = run.rollouts.reward_weights or [1.0] * len(chosen)
     parts = [
-        Reward(one.key, one.bound, weight, **one.facts)
+        Reward(
+            one.key, one.bound, weight, takes_lots=one.facts.takes_lots, is_dear=one.facts.is_dear
+        )
         for one, weight in zip(chosen, weights, strict=True)
     ]
     return Rewards(parts, timeout=run.rollouts.reward_timeout)

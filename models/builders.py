@@ -1,22 +1,22 @@
 """The builder parts: a folder -> (model, processor, device_map)."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import torch
 
 from register import builder_register
 from stageline.errors import UserError
 
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel
 
-    from stageline.inference.model_cutter import Wanted
+def _plan(model_path: str, **given: Any) -> str:
+    from models.devices import plan
+
+    return plan(model_path, **given)
 
 
-@builder_register("auto", plan="models.devices:plan")
+@builder_register("auto", plan=_plan)
 def auto(
     model_path: str,
     *,
@@ -27,10 +27,10 @@ def auto(
     adapter_path: str | list[str] | None = None,
     adapter_weights: list[float] | None = None,
     trust_remote_code: bool = False,
-    placement: Wanted | None = None,
+    placement: Any = None,
     attn_implementation: str | None = None,
     quantization: Literal["nf4", "int8"] | None = None,
-) -> tuple[PreTrainedModel, object, dict[str, object]]:
+) -> tuple[Any, Any, dict[str, object]]:
     """Any model of transformers, text or vision-language, over all devices; with a LoRA adapter.
 
     Args:
@@ -40,8 +40,6 @@ def auto(
         attn_implementation: eager, sdpa or another of the library's.
         quantization: keeps linear layers in 4 or 8 bits, by bitsandbytes.
     """
-    import torch
-
     from models.devices import find_source, make_device_map, quantization_config
     from stageline.checkpoint.adapter import attach_adapter, merge_adapters
     from stageline.checkpoint.plain_model import load_whole
@@ -54,9 +52,8 @@ def auto(
     )
     if quantization and (len(source.adapters) > 1 or adapter_weights is not None):
         raise UserError(
-            f"--builder.quantization {quantization} came with adapters that are merged, and few "
-            "bits cannot take up what is added. Merge them first (export.py), or give one adapter "
-            "and no weights."
+            f"--builder.quantization {quantization} excludes adapters that are merged. Merge them "
+            "first (export.py), or give one adapter and no weights."
         )
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if attn_implementation:

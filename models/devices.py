@@ -53,8 +53,8 @@ def plan(
     found = [] if placement.memory else accelerators(device)
     if placement.memory is None and not found:
         raise UserError(
-            "--plan came without --device-memory, and no accelerator is to be seen here. Give "
-            "--device-memory 24GiB --num-devices 2, or 24GiB,48GiB for devices that differ."
+            "--plan requires --device-memory where no accelerator is found. Add --device-memory "
+            "24GiB --num-devices 2, or 24GiB,48GiB for devices that differ."
         )
     cutter = make_cutter(
         source.config,
@@ -118,9 +118,8 @@ def make_device_map(
     if not found:
         if (num_devices or 1) > 1:
             raise UserError(
-                f"--num-devices {num_devices} came, and the model would lie on the CPU (--device "
-                f"{device}, no accelerator here), which is one device. Run on as many "
-                "accelerators, or leave --num-devices out."
+                f"--num-devices {num_devices} requires as many accelerators, and --device {device} "
+                "finds none here. Leave --num-devices out."
             )
         return {"": "cpu"}
     placement = placement or Wanted()
@@ -142,7 +141,15 @@ def make_device_map(
         **options,
     )
     if visual_gpu_ratio is None:
-        _tell(cutter, is_certain=bool(given))
+        devices, load = cutter.devices(), str(cutter.load)
+        check_fit(devices, asked=load, without_passes=True)
+        try:
+            check_fit(devices, asked=load)
+        except UserError as error:
+            if given:
+                raise
+            # how long answers get is a guess
+            warnings.warn(f"memory may not suffice. {error}", stacklevel=2)
     return dict(cutter.device_map())
 
 
@@ -179,18 +186,6 @@ def free_memory(devices: Sequence[torch.device]) -> tuple[int, ...]:
         - module.memory_allocated(device)
         for device in devices
     )
-
-
-def _tell(cutter: ModelCutter, *, is_certain: bool) -> None:
-    """Refuses what cannot be, warns of what may not go well: how long answers get is a guess."""
-    found, load = cutter.devices(), str(cutter.load)
-    check_fit(found, asked=load, without_passes=True)
-    try:
-        check_fit(found, asked=load)
-    except UserError as error:
-        if is_certain:
-            raise
-        warnings.warn(f"memory may not suffice. {error}", stacklevel=2)
 
 
 def quantization_settings(kind: str) -> dict[str, Any]:

@@ -1,18 +1,16 @@
 """The inference model parts: (images, prompts) -> answers."""
 
-from __future__ import annotations
-
 import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from register import model_register
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from stageline.data.text.rendered import Rendered
-    from stageline.inference.decoding.request import Request, Sampling
+from stageline.data.text.processor import get_tokenizer
+from stageline.data.text.rendered import Rendered
+from stageline.inference.decoding.request import Failed, Request, Sampling
 
 
 @model_register("generate")
@@ -38,10 +36,7 @@ def generate(
         top_k: with a temperature: so many of the likeliest tokens.
         repetition_penalty: above 1 makes tokens that were there before less likely.
     """
-    import torch
-
     from stageline.inference import generation
-    from stageline.inference.decoding.request import Sampling
 
     options = {
         "max_new_tokens": max_new_tokens,
@@ -75,8 +70,6 @@ def engine_answers(
         (place, answer) as answers are done: text, token_ids (without the stop token) and
         finish_reason, or `error` alone.
     """
-    from stageline.data.text.processor import get_tokenizer
-    from stageline.inference.decoding.request import Failed, Request
     from stageline.inference.generation import encode_prompts, failed_answer
 
     tokenizer = get_tokenizer(processor)

@@ -1,16 +1,12 @@
 """The model parts that generate nothing: likelihoods of given answers, and of whole texts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from register import model_register
+from stageline.data.text.rendered import Rendered
 from stageline.errors import DataError, UserError
-
-if TYPE_CHECKING:
-    from stageline.data.text.rendered import Rendered
-    from stageline.inference.generation import ScoredRow
+from stageline.tasks.rewards import references
 
 TEXT_KEYS = {"prompt": "text", "prompt_fn": "fill", "image_token": "none", "metric": "perplexity"}
 Continuations = Literal["choices", "letters", "answer"]
@@ -46,7 +42,7 @@ def loglikelihood(
 
     _needs_tokens(processor, "loglikelihood")
     texts = [_continuations(sample, continuations) for sample in samples]
-    rows_of: list[list[ScoredRow]] = []
+    rows_of: list[list[Any]] = []
     for place, prompt in enumerate(prompts):
         between = ("" if prompt.is_chat else " ") if delimiter is None else delimiter
         rows = [
@@ -87,7 +83,7 @@ def perplexity(
             "because it scores all of a text: take --model loglikelihood for answers."
         )
     length = _window(longest_row(model), max_length, stride)
-    rows_of: list[list[ScoredRow]] = []
+    rows_of: list[list[Any]] = []
     for prompt in prompts:
         ids = text_tokens(prompt, processor=processor)
         rows_of.append(text_rows(ids, max_length=length, stride=stride, name=prompt.name))
@@ -100,7 +96,7 @@ def perplexity(
 
 
 def _scored(
-    model: Any, processor: Any, rows_of: Sequence[Sequence[ScoredRow]], batch_size: int
+    model: Any, processor: Any, rows_of: Sequence[Sequence[Any]], batch_size: int
 ) -> Iterator[tuple[int, Any]]:
     """(sample, scores of its rows), as they come."""
     from stageline.inference.generation import as_they_are_whole, score_rows
@@ -115,8 +111,6 @@ def _continuations(sample: dict[str, Any], kind: Continuations) -> list[str]:
     field = "answer" if kind == "answer" else "choices"
     value = sample.get(field)
     if field == "answer" and value is None and sample.get("messages"):
-        from stageline.tasks.rewards import references
-
         value = references(sample)[0]
     values = [value] if field == "answer" and isinstance(value, str | int | float) else value
     if not isinstance(values, list | tuple) or not values:

@@ -4,22 +4,18 @@
 files for an offline batch API.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from register import builder_register, model_register
+from stageline.data.text.rendered import Rendered
 from stageline.errors import DataError, RemoteError, UserError
-
-if TYPE_CHECKING:
-    from stageline.data.text.rendered import Rendered
-    from stageline.inference.remote import Endpoint
+from stageline.inference.remote import Endpoint, messages_of, send, tools_of
 
 # options that change no answer: with other values predictions are gone on with
 OF_THE_WAY = ("api_key_env", "timeout", "max_retries", "requests_per_minute")
@@ -57,11 +53,9 @@ def remote_endpoint(
     """
     if model_path is not None:
         raise UserError(
-            f"--model-path {model_path} came with --builder remote. --builder.name alone was "
-            "expected, because nothing is loaded here: leave --model-path out."
+            f"--builder remote excludes --model-path {model_path}, since nothing is loaded here. "
+            "Leave it out: --builder.name is the model."
         )
-    from stageline.inference.remote import Endpoint
-
     endpoint = Endpoint(
         name,
         base_url=base_url,
@@ -121,8 +115,6 @@ def remote(
     client = endpoint.client()
     import openai
 
-    from stageline.inference.remote import send
-
     hopeless = (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError)
 
     def ask(body: dict[str, Any]) -> dict[str, Any]:
@@ -170,8 +162,6 @@ def request_bodies(
     Args:
         limits: the longest answer, by the endpoint's name for it.
     """
-    from stageline.inference.remote import messages_of, tools_of
-
     drawn = {"temperature": temperature, "seed": seed} if send_temperature else {}
     bodies = []
     for prompt, row in zip(prompts, images, strict=True):

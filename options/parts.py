@@ -4,13 +4,12 @@ Turns the signature and docstring of a part into options such as `--dataset.spli
 contract of each register (which arguments come from the run), never a key.
 """
 
-import contextlib
 import functools
 import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,43 +20,17 @@ from options.answer import EvaluateConfig
 from options.command_line import program_name
 from options.fields import argument_name, option_fields
 from options.train import RunConfig
-from register import ALL_REGISTERS, ROOT, Register
-
-# register -> how many positional arguments a run hands to its parts, and keyword arguments that it
-# makes itself; the options that it hands over say so themselves (`to=`)
-CONTRACTS: dict[str, tuple[int, str]] = {
-    "model": (2, "images prompts samples batch_size"),
-    "train_model": (0, "checkpoint_path stage dtype model_types new_rows lora_taken_from"),
-    "builder": (1, "dtype adapter_path adapter_weights placement"),
-    "prompt": (0, ""),
-    "prompt_fn": (2, "processor for_generation examples"),
-    "image_token": (2, "processor"),
-    "dataset": (0, "dataset_path split"),
-    "collate_fn": (
-        1,
-        "prompt prompt_fn image_token processor pad_token_id max_token_num stage num_stages "
-        "pad_to_multiple_of",
-    ),
-    "loss_fn": (2, "num_targets step sim_fn"),
-    "sim_fn": (2, ""),
-    "reward": (3, ""),
-    "metric": (2, ""),
-    "optimizer": (1, ""),
-    "lr_scheduler": (0, ""),
-    "tracker": (0, "folder config start_step"),
-    "engine": (0, ""),
-    "document": (1, ""),
-    "splitter": (1, ""),
-}
+from register import ALL_REGISTERS, ROOT, Facts, Register
 
 
 @functools.cache
-def _handed_names(register: str) -> frozenset[str]:
-    """The keyword arguments that a run hands to the parts of a register, its options among them."""
+def _handed_options(register: str) -> frozenset[str]:
+    """The keyword arguments by which the parts of a register get options of the run."""
     items = [*option_fields(RunConfig).values(), *option_fields(EvaluateConfig).values()]
     targets = {register, f"{register}?"}
-    names = {argument_name(item) for item in items if targets & set(item.metadata["to"].split())}
-    return frozenset(names.union(CONTRACTS[register][1].split()))
+    return frozenset(
+        argument_name(item) for item in items if targets & set(item.metadata["to"].split())
+    )
 
 
 @dataclass(frozen=True)
@@ -68,11 +41,7 @@ class ChosenPart:
     key: str
     part: Any
     kwargs: dict[str, Any] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        facts = {**ALL_REGISTERS[self.register].facts, **self.facts}
-        object.__setattr__(self, "facts", facts)
+    facts: Any = Facts()  # of the register's class of facts
 
     @property
     def bound(self) -> Callable[..., Any]:
@@ -81,7 +50,7 @@ class ChosenPart:
 
 
 def chosen_part(register: str, key: str, kwargs: Mapping[str, Any] = {}) -> ChosenPart:
-    """Return the part of a key, which is imported now, with its facts.
+    """Return the part of a key with its facts.
 
     Of a register that takes several keys, "a,b", the part is a tuple of the parts of all.
     """
@@ -122,24 +91,26 @@ def add_part_options(
             if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)
             and item.name not in bound
         ]
-        supplied = {*_handed_names(register.name), *positional[: CONTRACTS[register.name][0]]}
-        supplied.update(register.entry(one).facts.get("counts", ()))
+        num_positional, handed = register.handed
+        supplied = {*positional[:num_positional], *handed, *_handed_options(register.name)}
+        supplied.update(getattr(register.entry(one).facts, "counts", ()))
         for function in functions:
             hints = _hints(function)
             for item in _parameters(function):
-                is_engine_input = register.name == "engine" and item.default is item.empty
-                if is_engine_input or not _is_plain(hints.get(item.name, item.annotation)):
+                if not _is_plain(hints.get(item.name, item.annotation)):
                     supplied.add(item.name)
         skipped = (supplied | set(bound)) - listed
+        names = {item.name for function in functions for item in _parameters(function)}
+        if not names - skipped:
+            continue
         group = parser.add_argument_group(f"{register.option} {one}", register.summary(one))
         adding: dict[str, Any] = {"as_group": False, "skip": skipped, "fail_untyped": False}
-        with _types_in_place(functions):
-            if inspect.isclass(target):
-                group.add_class_arguments(target, prefix, **adding)
-            elif method is not None:
-                group.add_method_arguments(target.__class__, method, prefix, **adding)
-            elif inspect.isroutine(target) and _parameters(target):
-                group.add_function_arguments(target, prefix, **adding)
+        if inspect.isclass(target):
+            group.add_class_arguments(target, prefix, **adding)
+        elif method is not None:
+            group.add_method_arguments(target.__class__, method, prefix, **adding)
+        else:
+            group.add_function_arguments(target, prefix, **adding)
         if not group._group_actions:  # nothing to list: no empty heading in --help
             parser._action_groups.remove(group)
 
@@ -183,41 +154,17 @@ def _functions(target: Any, method: str | None) -> list[Callable]:
     return [vars(base)["__init__"] for base in bases if "__init__" in vars(base)]
 
 
-def _annotated(function: Callable) -> Callable:
-    """What the annotations belong to: not a bound method, nor a wrapper."""
-    return inspect.unwrap(getattr(function, "__func__", function))
-
-
 def _hints(function: Callable) -> dict[str, Any]:
     """Argument -> type; `object` where the text of an annotation names what nobody imported."""
-    function, found = _annotated(function), {}
-    for name, hint in getattr(function, "__annotations__", {}).items():
-        if isinstance(hint, str):
-            try:
-                alone = types.SimpleNamespace(__annotations__={name: hint})
-                hint = typing.get_type_hints(alone, getattr(function, "__globals__", {}))[name]
-            except (NameError, TypeError, AttributeError):
-                hint = object
-        found[name] = hint
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    found = dict(getattr(function, "__annotations__", {}))
+    for name, hint in found.items():
+        alone = types.SimpleNamespace(__annotations__={name: hint})
+        try:
+            found[name] = typing.get_type_hints(alone, getattr(function, "__globals__", {}))[name]
+        except (NameError, TypeError, AttributeError):
+            found[name] = object if isinstance(hint, str) else hint
     return found
-
-
-@contextlib.contextmanager
-def _types_in_place(functions: Iterable[Callable]) -> Iterator[None]:
-    """Annotations that are text are types meanwhile.
-
-    To find a type, jsonargparse would run the imports below TYPE_CHECKING, for a --help.
-    """
-    before = []
-    for function in map(_annotated, functions):
-        if hasattr(function, "__annotations__"):
-            before.append((function, function.__annotations__))
-            function.__annotations__ = _hints(function)
-    try:
-        yield
-    finally:
-        for function, annotations in before:
-            function.__annotations__ = annotations
 
 
 def _is_plain(hint: Any) -> bool:

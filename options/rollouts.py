@@ -64,7 +64,7 @@ class RolloutOptions(Options):
 def check_rollouts(run: Any, parts: Any) -> None:
     """Refuses what a run whose model answers cannot do, and its options in any other run."""
     loss, collate = parts["loss_fn"], parts.get("collate_fn")
-    if not loss.facts["samples_answers"]:
+    if not loss.facts.samples_answers:
         if run.reference == "frozen_copy":
             raise OptionError(
                 f"--reference frozen_copy came with --loss-fn {loss.key}. Use --reference "
@@ -76,13 +76,13 @@ def check_rollouts(run: Any, parts: Any) -> None:
             raise OptionError(
                 f"{name} came with --loss-fn {loss.key}. Choose --loss-fn grpo or drop {name}."
             )
-        if collate is not None and collate.facts["gives_prompts"]:
+        if collate is not None and collate.facts.gives_prompts:
             raise OptionError(
                 f"--collate-fn {collate.key} came with --loss-fn {loss.key}. Use "
                 "--loss-fn grpo or --collate-fn sft."
             )
         return
-    if collate is not None and not collate.facts["gives_prompts"]:
+    if collate is not None and not collate.facts.gives_prompts:
         raise OptionError(
             f"--loss-fn {loss.key} came with --collate-fn {collate.key}. Use --collate-fn grpo."
         )

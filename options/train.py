@@ -145,7 +145,7 @@ def on_resume(name: str, parts: Mapping[str, Any] = {}) -> str:
     head, _, tail = name.partition(".")
     if item := option_fields(RunConfig).get(name):
         return item.metadata["resume"]
-    if head in parts and tail in parts[head].facts.get("without_effect", ()):
+    if head in parts and tail in parts[head].facts.without_effect:
         return "free"
     return KEYS_ON_RESUME.get(head, "course")
 

@@ -1,7 +1,7 @@
-"""What a part has to keep, in one line for each register, and the error of a part that does not.
+"""The error of a part that does not keep its contract, which is in docs/add_a_part.md.
 
 Knows no register and no key: a part is named by what it is called and where it is written. Who
-calls a part looks at what came back; docs/add_a_part.md says the same at more length.
+calls a part looks at what came back.
 """
 
 import functools
@@ -14,39 +14,7 @@ import torch
 
 from stageline.errors import ContractError, UserError
 
-CONTRACTS = {
-    "dataset": "part(*, dataset_path, split, **own) -> an object with len(it), and it[i] -> "
-    "(images or None, sample): a list of PIL images, and a dict",
-    "prompt_fn": "part(sample, prompt, *, processor, for_generation, **own) -> Rendered",
-    "image_token": "part(rendered, images, *, processor) -> Rendered",
-    "collate_fn": "part(samples, *, prompt, prompt_fn, image_token, processor, pad_token_id, "
-    "max_token_num, stage, num_stages, **own) -> a dict of tensors: input_ids, attention_mask and "
-    "labels, each [B, T], and what else stages and loss need",
-    "encode": "part.encode(images, sample, **common) -> EncodedSample, with the arguments of the "
-    "collate_fn part",
-    "loss_fn": "part(logits_BTV, micro_batch, *, num_targets, **own) -> a scalar, or (scalar, "
-    "figures): sums over the micro-batch, divided by num_targets or another count of the batch",
-    "sim_fn": "part(a_NV, b_NV, **own) -> similarities [N]",
-    "reward": "part(prompts, completions, samples, **own) -> a list with a number or None for each "
-    "completion; a sample has num_tokens and is_cut of its answer and the prompt's images (PIL, or "
-    "None) besides its fields",
-    "metric": "part(predictions, samples, **own) -> a dict: score, per_sample (0 or 1 for each "
-    "sample), groups ({name: indices})",
-    "optimizer": "part(param_groups, *, learning_rate, weight_decay, **own) -> a torch optimizer "
-    "over all of these parameters",
-    "lr_scheduler": "part(*, learning_rate, min_lr, warmup_steps, warmup_start_lr, total_steps, "
-    "**own) -> a function: step -> rate",
-    "tracker": "part(*, folder, config, start_step, **own) -> an object with "
-    "log(kind, step, figures) and close(), or None",
-    "train_model": "part(*, config_path, processor_path, checkpoint_path, stage, num_stages, "
-    "**model_kwargs) -> (stage model, processor, id of the padding token)",
-    "stage model": "forward(hidden_or_ids, *extras, **batch) -> the hidden states, or (hidden "
-    "states, *extras), as get_example_input of the next stage says; on the last stage logits, or "
-    "(logits, extra loss)",
-    "get_example_input": "get_example_input(micro_batch_size, max_token_num) -> a tuple of tensors "
-    "on the meta device: token ids [B, T] on stage 0, else what the stage before returns",
-}
-OF_MODELS = ("train_model", "stage model", "get_example_input")
+OF_MODELS = ("train_model", "stage model")
 _ROOT = Path(__file__).resolve().parents[1]
 MOST_CHARACTERS = 60  # of a value that is shown
 
@@ -59,7 +27,6 @@ def broken(
     why: str,
     cure: str,
     kind: type[UserError] = ContractError,
-    contract: str | None = None,
 ) -> UserError:
     """The error of a part that does not keep its contract.
 
@@ -68,12 +35,9 @@ def broken(
         why: what was expected, and because of what.
         cure: what to do.
         kind: of error; DataError where a row is wrong.
-        contract: which one it is, where it is not that of the register.
     """
-    contract = contract or register
-    guide = "add_a_model.md" if contract in OF_MODELS else "add_a_part.md"
-    kept = f"Contract: {CONTRACTS[contract]} (docs/{guide})."
-    return kind(f"the {register} {part_name(part)} {came}. {why}: {cure}. {kept}")
+    guide = "add_a_model.md" if register in OF_MODELS else "add_a_part.md"
+    return kind(f"the {register} {part_name(part)} {came}. {why}: {cure}. Contract: docs/{guide}.")
 
 
 def call(register: str, part: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -95,11 +59,12 @@ def check_call(register: str, part: Callable[..., Any], *args: Any, **kwargs: An
     if problem is not None:
         signature = str(inspect.signature(_unwrapped(part)))
         shortened = signature if len(signature) < 200 else signature[:200] + " ...)"
+        handed = ", ".join([*("..." for _ in args), *(f"{name}=..." for name in kwargs)])
         raise broken(
             register,
             part,
             f"has the signature {shortened} ({problem})",
-            why="The run hands the arguments of the contract over by name",
+            why=f"It is called with ({handed})",
             cure="change the signature; **others takes what the part does not need",
         )
 

@@ -11,23 +11,16 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import transformers
 from torch import nn
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_outputs import CausalLMOutput
 
 from stageline.errors import CheckpointError, UserError
 from stageline.hub import name_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 # what the library reads settings from; config.5.0.0.json may stand in for config.json
 _SETTINGS = ("config*.json", "*_config.json", "chat_template.json")
@@ -135,13 +128,15 @@ def _code_names(value: Any, key: str = "") -> Iterator[str]:
         yield str(value)
 
 
-def load_config(path: str | Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
+def load_config(path: str | Path, *, trust_remote_code: bool = False) -> "PretrainedConfig":
     """The model's config, from this machine alone.
 
     Raises:
         UserError: no folder, code that nobody allowed, or a model that transformers does not know.
         CheckpointError: config.json is missing, broken or has wrong values.
     """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
     folder = check_folder(path, trust_remote_code=trust_remote_code)
     file = folder / "config.json"
     if not file.exists():
@@ -166,7 +161,7 @@ def has_trusted_code(config: object) -> bool:
     return bool(getattr(config, "auto_map", None))
 
 
-def attention_options(config: PretrainedConfig, asked: object = None) -> dict[str, Any]:
+def attention_options(config: "PretrainedConfig", asked: object = None) -> dict[str, Any]:
     """Return the `attn_implementation` to build a model with; empty: transformers selects it.
 
     transformers 5.17 selects sdpa for Gemma 2, and sdpa ignores the soft cap of attention scores.
@@ -174,6 +169,8 @@ def attention_options(config: PretrainedConfig, asked: object = None) -> dict[st
     Raises:
         ValueError: sdpa was requested for such a model.
     """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     has_cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     knows_cap = "softcap" in inspect.signature(sdpa_attention_forward).parameters
     if has_cap and not knows_cap:
@@ -184,12 +181,14 @@ def attention_options(config: PretrainedConfig, asked: object = None) -> dict[st
 
 
 def refused_build(
-    config: PretrainedConfig,
+    config: "PretrainedConfig",
     auto_class: Any,
     error: Exception,
     attn_implementation: str | None = None,
 ) -> UserError:
     """transformers' refusal to build a model as the user's error."""
+    import transformers
+
     if isinstance(error, UserError):
         return error
     text = " ".join(str(error).split())[:300]
@@ -223,7 +222,7 @@ def is_of_library(model: object) -> bool:
 # padding stands on the right, where no token of a decoder sees it (`masks_padding` knows where not)
 _SPARED = frozenset({"attention_mask", "use_cache", "return_dict"})
 _CALLED_ALIKE: set[type] = set()
-ModelT = TypeVar("ModelT", bound=PreTrainedModel)
+ModelT = TypeVar("ModelT", bound="PreTrainedModel")
 
 
 def called_alike(model: ModelT) -> ModelT:
@@ -231,6 +230,8 @@ def called_alike(model: ModelT) -> ModelT:
 
     Its forward may lack arguments, and return logits without a name.
     """
+    from transformers.modeling_outputs import CausalLMOutput
+
     kind: Any = type(model)
     if is_of_library(model) or kind in _CALLED_ALIKE:
         return model
@@ -265,13 +266,15 @@ def is_token(name: str) -> bool:
     return bool(NAMES.fullmatch(name)) and "layer" not in name
 
 
-def parts_of(config: PretrainedConfig) -> dict[str, PretrainedConfig]:
+def parts_of(config: "PretrainedConfig") -> "dict[str, PretrainedConfig]":
     """The configurations inside this one, by the names of their fields."""
+    from transformers import PretrainedConfig
+
     found = {name: config.__dict__.get(name) for name in config.to_dict()}
     return {name: part for name, part in found.items() if isinstance(part, PretrainedConfig)}
 
 
-def walk_config(config: PretrainedConfig) -> Iterator[dict[str, Any]]:
+def walk_config(config: "PretrainedConfig") -> Iterator[dict[str, Any]]:
     """The fields of a configuration, and of those inside it."""
     parts = parts_of(config)
     yield {name: value for name, value in config.to_dict().items() if name not in parts}
@@ -279,7 +282,7 @@ def walk_config(config: PretrainedConfig) -> Iterator[dict[str, Any]]:
         yield from walk_config(part)
 
 
-def special_tokens(config: PretrainedConfig) -> frozenset[int]:
+def special_tokens(config: "PretrainedConfig") -> frozenset[int]:
     """The ids of all tokens that are not text."""
     return frozenset(
         one
@@ -291,13 +294,13 @@ def special_tokens(config: PretrainedConfig) -> frozenset[int]:
     )
 
 
-def rope_parameters(text: PretrainedConfig) -> list[dict[str, Any]]:
+def rope_parameters(text: "PretrainedConfig") -> list[dict[str, Any]]:
     """Those of each kind of layer of a language model, or of all."""
     rope = getattr(text, "rope_parameters", None) or {}
     return [value for value in rope.values() if isinstance(value, dict)] or [rope]
 
 
-def num_positions(model: nn.Module | PretrainedConfig) -> int | None:
+def num_positions(model: "nn.Module | PretrainedConfig") -> int | None:
     """Return how many tokens a row may have at most; None: the model does not say.
 
     A table of learned positions with a padding index is used from behind it on: RoBERTa reads
@@ -307,6 +310,8 @@ def num_positions(model: nn.Module | PretrainedConfig) -> int | None:
     Args:
         model: with weights or on meta, or its configuration.
     """
+    from transformers import AutoModelForCausalLM, PretrainedConfig
+
     config: Any = model if isinstance(model, PretrainedConfig) else model.config
     text = config.get_text_config(decoder=True)
     most: int | None = getattr(text, "max_position_embeddings", None)
@@ -329,7 +334,7 @@ def num_positions(model: nn.Module | PretrainedConfig) -> int | None:
     return most - max(starts, default=0)
 
 
-def short_length(text: PretrainedConfig) -> int | None:
+def short_length(text: "PretrainedConfig") -> int | None:
     """Tokens of a pass up to which LongRoPE has its first set of frequencies; None: it has one."""
     scaled = [one for one in rope_parameters(text) if one.get("rope_type") == "longrope"]
     known = [one.get("original_max_position_embeddings") for one in scaled]

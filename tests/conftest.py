@@ -20,7 +20,7 @@ import torch
 import tqdm
 
 import commands  # noqa: F401 - which tells errors how options are spelled
-from register import restored_registers
+from tests.helpers.registers import restored_registers
 
 torch.set_num_threads(1)
 # its own lock is one for all forks, and a rank that is killed while it holds it keeps it for ever;

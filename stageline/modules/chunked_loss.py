@@ -13,14 +13,16 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from stageline.errors import UserError
 from stageline.modules.recompute import RandomState
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MicroBatch = dict[str, torch.Tensor]
 Piece = tuple[torch.Tensor, MicroBatch]
@@ -41,7 +43,7 @@ class ChunkedLoss:
     """
 
     def __init__(
-        self, loss_fn: Callable[..., torch.Tensor], *, whole: PreTrainedModel | None, chunk: int
+        self, loss_fn: Callable[..., torch.Tensor], *, whole: "PreTrainedModel | None", chunk: int
     ) -> None:
         head_of(whole)
         self.loss_fn = loss_fn
@@ -102,7 +104,7 @@ class ChunkedLogits:
     """
 
     def __init__(
-        self, hidden_BTH: torch.Tensor, *, whole: PreTrainedModel | None, chunk: int
+        self, hidden_BTH: torch.Tensor, *, whole: "PreTrainedModel | None", chunk: int
     ) -> None:
         self.hidden_BTH, self.whole, self.chunk = hidden_BTH, whole, chunk
         self.dtype, self.device = hidden_BTH.dtype, hidden_BTH.device
@@ -150,7 +152,7 @@ class LossByToken:
     """
 
     def __init__(
-        self, loss_fn: Callable[..., Any], *, whole: PreTrainedModel | None, chunk: int
+        self, loss_fn: Callable[..., Any], *, whole: "PreTrainedModel | None", chunk: int
     ) -> None:
         head_of(whole)
         self.loss_fn = loss_fn
@@ -182,7 +184,7 @@ class _BaseStub(nn.Module):
 
     was_called = False
 
-    def __init__(self, headed: PreTrainedModel, base: nn.Module) -> None:
+    def __init__(self, headed: "PreTrainedModel", base: nn.Module) -> None:
         super().__init__()
         self.__dict__.update(headed_name=type(headed).__name__, base=base)  # no children
 
@@ -210,7 +212,7 @@ class _BaseStub(nn.Module):
 class Head(nn.Module):
     """The model class's own code behind its base model: scaling and capping of logits included."""
 
-    def __init__(self, headed: PreTrainedModel, stub: _BaseStub) -> None:
+    def __init__(self, headed: "PreTrainedModel", stub: _BaseStub) -> None:
         super().__init__()
         self.headed = headed
         self.stub = stub
@@ -223,7 +225,7 @@ class Head(nn.Module):
         return logits_BCV
 
 
-def head_of(whole: PreTrainedModel | None) -> Head:
+def head_of(whole: "PreTrainedModel | None") -> Head:
     """The head of a model, sharing its modules; the model itself is not changed.
 
     Raises:
@@ -255,7 +257,7 @@ class _Work:
 
     def __init__(
         self,
-        whole: PreTrainedModel | None,
+        whole: "PreTrainedModel | None",
         chunks: Chunks,
         device: torch.device,
         *,

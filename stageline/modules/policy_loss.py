@@ -32,8 +32,7 @@ PLACES = "loss_places"  # [B, T], of packed rows: the number of the answer that 
 SAMPLED, OLD, START = "loss_sampled", "loss_old", "loss_start"
 ANSWERS = (  # asks for them; see `given`
     "a loss over sampled answers",
-    "the model answers, and rewards say how well, before each step: train with train_pp.py and "
-    "`collate_fn` grpo.",
+    "Train with train_pp.py and `collate_fn` grpo, which has the model answer before each step.",
 )
 
 

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from stageline.device import generators_kept, generators_of, is_accelerator
 from stageline.errors import UserError
@@ -238,6 +237,8 @@ def recomputes(model: nn.Module) -> bool:
 
 def tower_layers(model: nn.Module, *, but: Iterable[nn.Module]) -> list[tuple[int, nn.Module]]:
     """(index, layer) of the repeated layers that are not among `but`: those of a vision tower."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     left_out = {id(layer) for layer in but}
     found: list[tuple[int, nn.Module]] = []
     for name, module in model.named_modules():

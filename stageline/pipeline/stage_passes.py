@@ -72,7 +72,6 @@ def check_stage(made: object, *, part: Callable[..., Any]) -> Any:
             model,
             f"cannot say what it receives ({type(error).__name__}: {error})",
             "define get_example_input, which StageModel reads from hidden_size of the config",
-            contract="get_example_input",
         ) from error
     for stage, tensors in examples:
         problem = None
@@ -89,7 +88,6 @@ def check_stage(made: object, *, part: Callable[..., Any]) -> Any:
                 model,
                 f"said of the input of stage {stage}: {problem}",
                 f"return tensors for {PROBE[0]} rows of {PROBE[1]} tokens from get_example_input",
-                contract="get_example_input",
             )
     ids = torch.zeros(1, 1, dtype=torch.long)
     _check_call(model, examples[0][1], {"input_ids": ids, "attention_mask": ids})
@@ -155,14 +153,13 @@ def check_border(
             f"made {found} of micro-batch {index}, stage {model.stage + 1} expects {wanted}",
             "get_example_input has to give the true shape and dtype of what the stage before "
             "returns, extras included; in half precision self.dtype",
-            contract="get_example_input",
         )
 
 
-def _of_stage(model: Any, came: str, cure: str, *, contract: str = "stage model") -> UserError:
+def _of_stage(model: Any, came: str, cure: str) -> UserError:
     came = f"of stage {getattr(model, 'stage', '?')} {came}"
     why = "Ranks compute what travels between stages from the contract"
-    return broken("stage model", type(model), came, why=why, cure=cure, contract=contract)
+    return broken("stage model", type(model), came, why=why, cure=cure)
 
 
 Tensors = tuple[torch.Tensor, ...]

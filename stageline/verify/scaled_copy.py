@@ -8,6 +8,7 @@ transformers, and the code that splits and decodes. A check that is on record bu
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import inspect
@@ -75,13 +76,18 @@ class ScaledCopy:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def function(self) -> Callable[..., Any]:
+        """The part without the arguments that its key brings."""
+        return self.part.func if isinstance(self.part, functools.partial) else self.part
+
+    @property
     def is_ours(self) -> bool:
         """Whether the part is shipped; a user's may differ from transformers on purpose."""
-        return self.part.__module__ == "pp_models" and not hasattr(self.part, "__self__")
+        return self.function.__module__ == "train_model" and not hasattr(self.function, "__self__")
 
     @property
     def name(self) -> str:
-        owner = getattr(self.part, "__self__", self.part)
+        owner = getattr(self.function, "__self__", self.function)
         return getattr(owner, "__qualname__", type(owner).__name__)
 
     def scaled_down(self) -> tuple[PretrainedConfig, list[int]]:
@@ -117,12 +123,15 @@ class ScaledCopy:
 
     def facts(self, small: PretrainedConfig, partition: Sequence[int]) -> dict[str, Any]:
         """All that a check depends on, as JSON has it; code by its hash, the part's too."""
-        package, owner = Path(__file__).resolve().parents[1], getattr(self.part, "__self__", None)
+        package, owner = (
+            Path(__file__).resolve().parents[1],
+            getattr(self.function, "__self__", None),
+        )
         files = {file for pattern in CODE for file in package.glob(pattern)}
         if self.trust_remote_code and self.config_path:
             files |= set(find_folder(self.config_path).glob("*.py"))
         one: Any
-        for one in (self.part, *(owner.__mro__ if isinstance(owner, type) else ())):
+        for one in (self.function, *(owner.__mro__ if isinstance(owner, type) else ())):
             with contextlib.suppress(TypeError):  # it has no file
                 home = Path(inspect.getsourcefile(inspect.unwrap(one)) or "")
                 if home.is_file() and "site-packages" not in home.parts:

@@ -13,9 +13,10 @@ import torch
 from transformers import LlamaConfig
 
 from prompt_fn import fill, none
-from register import import_parts, restored_registers
+from register import import_parts
 from stageline.data.batches.loader import MicroBatchLoader
 from tests.helpers.forked_entry import run_entry
+from tests.helpers.registers import restored_registers
 from tests.helpers.tiny_models import tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

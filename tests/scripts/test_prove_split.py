@@ -91,7 +91,7 @@ def test_a_wrong_split_is_not_exported(job, monkeypatch):
     spec = importlib.util.spec_from_file_location("twice", job.folder / "twice.py")
     spec.loader.exec_module(importlib.util.module_from_spec(spec))  # export.py has no --import
     for key in ("llama", "causal_lm"):
-        entry = replace(train_model_register.entry(key), target=train_model_register["twice"])
+        entry = replace(train_model_register.entry(key), part=train_model_register["twice"])
         monkeypatch.setitem(train_model_register.data, key, entry)
     with pytest.raises(UserError, match="does not compute what Llama of transformers computes"):
         make_stages(job.model)

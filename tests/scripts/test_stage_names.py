@@ -175,7 +175,7 @@ def test_a_library_model_without_a_layer_is_not_exported(job, monkeypatch):
     spec = importlib.util.spec_from_file_location("forgets", job.folder / "forgets.py")
     spec.loader.exec_module(importlib.util.module_from_spec(spec))  # export.py has no --import
     for key in ("llama", "causal_lm"):
-        entry = replace(train_model_register.entry(key), target=train_model_register["forgets"])
+        entry = replace(train_model_register.entry(key), part=train_model_register["forgets"])
         monkeypatch.setitem(train_model_register.data, key, entry)
     with pytest.raises(UserError, match="9 on no stage .model.layers.2"):
         make_stages(job.model)

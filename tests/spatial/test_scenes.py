@@ -7,11 +7,11 @@ import math
 import numpy
 import pytest
 
+from dataset import group_numbers
 from examples.spatial.draw_scenes import export_scenes
 from examples.spatial.scene_questions import ANSWERS, TASKS
 from examples.spatial.scenes import COLORS, DARK, PALE, Scenes
 from examples.spatial.spatial_sets import RotateQA
-from stageline.data.batches.collate import group_numbers
 from stageline.data.rows.readers import data_fingerprint
 from stageline.errors import UserError
 

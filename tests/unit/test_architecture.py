@@ -34,7 +34,7 @@ KINDS = {
 }
 
 SHELF = {
-    *("models", "pp_models", "prompt", "prompt_fn"),
+    *("models", "train_model", "prompt", "prompt_fn"),
     *("dataset", "loss_fn", "metric", "optimizer", "tracker", "corpus_parts"),
 }
 OPTIONS = {"parse_args", "options"}
@@ -43,6 +43,7 @@ DOORS = {"train_pp", "evaluate", "serve", "corpus", "export"}
 ROOT_ARROWS = {
     "register": set(),
     **{name: {"register", "stageline", name} for name in SHELF},
+    "pp_models": {"stageline", "train_model"},  # the stage classes, for models of users
     **{name: {"register", *OPTIONS} for name in OPTIONS},
     **{name: {"stageline", "commands"} for name in DOORS},
     "commands": {"commands", "register", "stageline", *OPTIONS},
@@ -237,12 +238,17 @@ def test_an_option_with_another_default_goes_to_the_same_parts():
 
 
 SHELF_FILES = "pp_models.py models/ prompt.py prompt_fn.py dataset.py loss_fn.py optimizer.py"
+MORE_SHELF = "metric.py tracker.py corpus_parts.py"
 # folder -> (beginnings of its paths, the first that fits counts; lines it must come down to; lines
 # it has now: this number only falls)
 BUDGET = {
     "settings": ("register.py parse_args.py options/", 3400, 4389),
     "doors": ("train_pp.py evaluate.py serve.py corpus.py export.py commands/", 4200, 4854),
-    "components": (f"{SHELF_FILES} metric.py tracker.py corpus_parts.py", 3100, 3100),
+    "components": (
+        f"{SHELF_FILES} metric.py tracker.py corpus_parts.py train_model.py",
+        3100,
+        3100,
+    ),
     "stages": ("stageline/stages/", 3800, 4120),
     "pipeline": ("stageline/pipeline/", 2000, 2426),
     "modules": ("stageline/modules/", 3200, 3717),

@@ -62,8 +62,8 @@ def test_an_answer_is_found_in_other_formats(name):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"mask_history": True, "train_on_prompt": True}, "came together"),
-        ({"mask_system": True}, "came without --prompt-fn.train_on_prompt"),
+        ({"mask_history": True, "train_on_prompt": True}, "excludes --prompt-fn.train_on_prompt"),
+        ({"mask_system": True}, "requires --prompt-fn.train_on_prompt"),
     ],
 )
 def test_masks_that_contradict(tokenizer, options, words):

@@ -13,6 +13,7 @@ from commands.train_data import check_token_sum
 from loss_fn import sft
 from options.parts import ChosenPart, chosen_part
 from pp_models import class_of_key
+from register import LossFacts
 from stageline.errors import UserError
 from stageline.modules import chunked_loss
 from stageline.modules.chunked_loss import ChunkedLogits, ChunkedLoss, LossByToken, head_of
@@ -330,7 +331,7 @@ def test_a_loss_that_is_no_sum_is_refused():
     def mean_loss(logits, batch, *, num_targets):
         return logits.mean()
 
-    loss = ChosenPart("loss_fn", "mean_loss", mean_loss)
+    loss = ChosenPart("loss_fn", "mean_loss", mean_loss, facts=LossFacts())
     with pytest.raises(UserError, match='"mean_loss", is_token_sum=True'):
         check_token_sum(loss)
     for key in ("sft", "grpo"):

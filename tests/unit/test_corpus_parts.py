@@ -18,7 +18,7 @@ from stageline.errors import UserError
 
 import_shelf("corpus_parts")
 TEXT = document_register["text"]
-COLUMNS_OF = document_register.entry("text").facts["columns_of"]
+COLUMNS_OF = document_register.entry("text").facts.columns_of
 ROW = {"title": "A", "body": "b [BODY]", "n": 7, "meta": {"by": "me"}, "list": [], "none": None}
 
 

@@ -11,7 +11,6 @@ from register import (
     engine_register,
     import_shelf,
     loss_fn_register,
-    restored_registers,
     sim_fn_register,
 )
 from stageline.errors import UserError
@@ -19,6 +18,7 @@ from stageline.plotting.figures import loss_figure
 from stageline.run_records import read_log
 from stageline.training.loss_part import RESERVED, LossPart, StepLoss
 from stageline.training.run_log import RunLog, StepRecord
+from tests.helpers.registers import restored_registers
 
 import_shelf()
 
@@ -222,7 +222,5 @@ def test_marked_words_are_a_list_or_a_name(parts):
 
 def test_perplexity_is_of_cross_entropy_alone():
     """A focal loss is a sum over tokens, too; exp of it is no perplexity."""
-    losses = {
-        key for key in loss_fn_register if loss_fn_register.entry(key).facts["is_cross_entropy"]
-    }
+    losses = {key for key in loss_fn_register if loss_fn_register.entry(key).facts.is_cross_entropy}
     assert losses == {"sft", "pt"} and not LossPart(plain, is_token_sum=True).is_cross_entropy

@@ -14,6 +14,7 @@ from transformers import (
 
 from benchmarks import chat_masks
 from commands.answer_run import prepare_texts
+from options.parts import chosen_part
 from prompt_fn import chat
 from stageline.checkpoint.plain_folder import export_folder
 from stageline.data.text.chat import turn_ends
@@ -193,9 +194,7 @@ def test_what_ends_a_turn_ends_an_answer(name):
     """Whoever asks: a model in this process, a folder's engine, one that was opened before."""
     tokenizer = tokenizer_for(name)
     engine = SimpleNamespace(stop_ids=(2,))
-    part = SimpleNamespace(
-        facts={"prepare": "stageline.data.text.chat:prepare_chat"}, kwargs={"template": name}
-    )
+    part = chosen_part("prompt_fn", "chat", {"template": name})
     prepare_texts(part, tokenizer, engine)
     ids = {2, tokenizer.convert_tokens_to_ids(ENDS.get(name, "</s>"))}
     assert set(engine.stop_ids) == ids

@@ -167,5 +167,5 @@ def test_what_comes_without_its_collate_part_is_refused():
 )
 def test_options_out_of_range_are_refused(key, options):
     batch = make_batch() | {"loss_kl": torch.tensor(0.0)}
-    with pytest.raises(UserError, match="expected"):
+    with pytest.raises(UserError, match="above 0"):
         value_of(shelf_loss(key, **options), batch, make_logits(batch))

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from loss_fn import sft
 from parse_args import parse_train_args
 from prompt_fn import chat, fill, none
-from register import engine_register, import_shelf, restored_registers
+from register import engine_register, import_shelf
 from stageline.data.batches.batch import pack_rows
 from stageline.data.batches.collate_part import CollatePart
 from stageline.data.batches.loader import MicroBatchLoader
@@ -17,6 +17,7 @@ from stageline.data.batches.plain_text import collate_packed_text, collate_text,
 from stageline.data.batches.preflight import preflight
 from stageline.data.text import limit
 from stageline.errors import DataError, UserError
+from tests.helpers.registers import restored_registers
 from tests.helpers.tiny_batches import count_targets
 from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer

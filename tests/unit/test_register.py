@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from register import Register, RegisterError, UnknownKeyError
+from register import LossFacts, Register, RegisterError, UnknownKeyError
 
 
 @pytest.fixture
@@ -70,38 +70,36 @@ def test_a_frozen_register_refuses_every_change(parts):
     assert dict(parts) == {"a": print}
 
 
-# -- lazy targets, facts, true homes -----------------------------------------------------------
-
-
-@pytest.mark.parametrize("target", ["no_such_module:f", "register:no_such_name"])
-def test_a_target_that_does_not_import_names_its_home(parts, target):
-    parts["later"] = target
-    home = f"{__file__}:{_line() - 1}"
-    with pytest.raises(RegisterError, match="can't be imported") as error:
-        parts["later"]
-    assert home in str(error.value) and target in str(error.value)
+# -- facts -------------------------------------------------------------------------------------
 
 
 def test_facts_stand_in_the_entry_with_their_defaults():
-    losses = Register("loss_fn", facts={"counts": {}, "needs_kl": False})
+    losses = Register("loss_fn", facts=LossFacts)
     losses("a", needs_kl=True)(print)
     losses.register("b", print, counts={"num_pairs": len})
     losses["plain"] = print
-    assert losses.entry("a").facts == {"counts": {}, "needs_kl": True}
-    assert losses.entry("b").facts == {"counts": {"num_pairs": len}, "needs_kl": False}
-    assert losses.entry("plain").facts == {"counts": {}, "needs_kl": False}
+    assert losses.entry("a").facts == LossFacts(needs_kl=True)
+    assert losses.entry("b").facts == LossFacts(counts={"num_pairs": len})
+    assert losses.entry("plain").facts == LossFacts()
 
 
 def test_an_unknown_fact_is_refused(parts):
-    losses = Register("loss_fn", facts={"counts": {}, "needs_reference": False})
+    losses = Register("loss_fn", facts=LossFacts)
     with pytest.raises(RegisterError) as error:
         losses("a", needs_referenc=True)(print)
     home = f"{__file__}:{_line() - 1}"
     for wanted in (
-        *(home, "needs_referenc=True", "Did you mean needs_reference?"),
-        *("counts, needs_reference", "docs/add_a_part.md"),
+        *(home, "needs_referenc=True", "Did you mean needs_reference"),
+        *("counts, is_cross_entropy, ", "docs/add_a_part.md"),
     ):
         assert wanted in str(error.value)
-    with pytest.raises(RegisterError, match="Known are: none"):
+    with pytest.raises(RegisterError, match="Known are: without_effect"):
         parts.register("a", print, counts={})
     assert not losses and not parts
+
+
+def test_a_contract_tells_what_the_run_hands_over():
+    losses = Register("loss_fn", contract="part(a_BT, b, *, num_targets, [step, sim_fn], **own)")
+    assert losses.handed == (2, {"num_targets", "step", "sim_fn"})
+    assert Register("metric", contract="part(predictions, samples, **own)").handed == (2, set())
+    assert Register("prompt").handed == (0, set())

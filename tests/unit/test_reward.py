@@ -9,11 +9,11 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from commands.train_data import check_scores
-from loss_fn import rm
+from loss_fn import count_reward_pairs, pair_rewards, rm
 from parse_args import parse_train_args
 from pp_models import RewardStage
 from prompt_fn import chat, none
-from register import collate_fn_register, engine_register, import_shelf, restored_registers
+from register import collate_fn_register, engine_register, import_shelf
 from stageline.checkpoint.init import init_split_model
 from stageline.checkpoint.load import CheckpointMismatch
 from stageline.data.batches.batch import count_samples
@@ -21,7 +21,7 @@ from stageline.data.batches.loader import MicroBatchLoader
 from stageline.data.batches.preference import both_answers, collate_rewards, encode_scored_pair
 from stageline.data.batches.preflight import preflight
 from stageline.errors import DataError, UserError
-from stageline.modules.losses import count_reward_pairs, pair_rewards
+from tests.helpers.registers import restored_registers
 from tests.helpers.shelf_losses import shelf_loss
 from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 
@@ -258,8 +258,7 @@ def test_keys_that_suit_the_rm_collate_part_need_not_be_given(tmp_path):
         assert parts["loss_fn"].key == "rm" and parts["prompt_fn"].key == "chat"
         given = parse_train_args([*words, "--loss-fn", "sft", "--prompt", "question"]).parts
         assert given["loss_fn"].key == "sft" and given["prompt"].key == "question"
-        encode = collate_fn_register["rm"].encode
-        assert encode.args == ("stageline.data.batches.preference:encode_scored_pair",)
+        assert collate_fn_register["rm"].encode is encode_scored_pair
 
 
 @pytest.mark.parametrize(

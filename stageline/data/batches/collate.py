@@ -1,14 +1,11 @@
-"""Encodes samples and makes one micro-batch of them: the bodies of `sft` and `contrastive`.
+"""Encodes samples and makes one micro-batch of them.
 
 Token ids are the same on every rank; pixels are decoded on the first stage alone. Shapes: B rows,
 T tokens.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import torch
 
 from stageline.data.batches.batch import (
     Images,
@@ -21,14 +18,12 @@ from stageline.data.batches.batch import (
     render_sample,
     sample_name,
 )
-from stageline.data.batches.collate_part import ROLES, EncodedSample, all_encoded
+from stageline.data.batches.collate_part import EncodedSample, all_encoded
 from stageline.data.text.encode import Encoded, check_targets
 from stageline.data.text.limit import Overlong, limit_length
 from stageline.data.text.template import MarkedWords
-from stageline.errors import DataError
 
 Item = EncodedSample | tuple[Images, Sample]
-_LEAST = 3  # samples of a group
 TEXTS = ("prompt", "prompt_fn", "image_token", "processor")
 
 
@@ -160,74 +155,3 @@ def _add_images(
         names=[sample_name(sample.sample) for _, sample in rows],
         with_pixels=stage == 0,
     )
-
-
-def encode_marked(
-    images: Images, sample: Sample, *, words: MarkedWords, **common: Any
-) -> EncodedSample:
-    """As `encode_sft`, with the tokens of some words marked."""
-    encode = functools.partial(encode_for_training, words=words)
-    return encode_sft(images, sample, encode=encode, **common)
-
-
-def collate_contrastive(
-    samples: Sequence[Item], *, words: MarkedWords, **common: Any
-) -> MicroBatch:
-    """As `collate_sft`, of whole groups, with `loss_marks` and `loss_groups`.
-
-    A group is an anchor, its positive and one or more negatives: neighbouring samples with the
-    same `contrast_group`, each with its `role`.
-
-    `loss_marks` [B, T] bool: supervised tokens that cover a character of one of the words.
-    `loss_groups` [B] int64: number of the group within the micro-batch; its rows are the anchor,
-    the positive and the negatives, in this order.
-
-    Raises:
-        DataError: a group is not whole.
-    """
-    groups = group_numbers([sample for _, sample in samples])
-    encoded = all_encoded(samples, encode_marked, words=words, **common)
-    batch = collate_encoded(encoded, **common)
-    marks_BT = torch.zeros_like(batch["labels"], dtype=torch.bool)
-    for index, one in enumerate(encoded):
-        marked = torch.tensor(one.rows[0].is_marked, dtype=torch.bool)  # empty: it was dropped
-        marks_BT[index, : len(marked)] = marked
-    batch["loss_marks"] = marks_BT
-    batch["loss_groups"] = torch.tensor(groups, dtype=torch.int64)
-    return batch
-
-
-def group_numbers(samples: Sequence[Sample]) -> list[int]:
-    """The number of each sample's group, from 0 on.
-
-    Raises:
-        DataError: a group is not whole: names the sample, and what was expected in its place.
-    """
-
-    def not_whole(sample: Sample, expected: str) -> DataError:
-        return DataError(
-            f"{sample_name(sample)}: group not whole: it has contrast_group "
-            f"{sample.get('contrast_group')!r} and role {sample.get('role')!r}, expected was "
-            f"{expected}. The samples of a group come one behind the other: anchor, positive, "
-            "negatives. Use a dataset with group_size (`dataset` groups), and correct its rows."
-        )
-
-    # a group may come twice: one fills up the last steps of an evaluation
-    starts = [index for index, sample in enumerate(samples) if sample.get("role") == "anchor"]
-    if starts[:1] != [0]:
-        raise not_whole(samples[0], "the anchor (sample 1) of a new group")
-    size = [*starts, len(samples)][1]
-    if size < _LEAST:
-        raise not_whole(samples[size - 1], "an anchor, a positive and at least one negative")
-    for index, sample in enumerate(samples):
-        place = index % size
-        anchor = samples[index - place]
-        group, role = sample.get("contrast_group"), sample.get("role")
-        expected = ROLES[min(place, 2)]
-        if role != expected or group is None or group != anchor.get("contrast_group"):
-            wanted = f"{anchor.get('contrast_group')!r}" if place else "a new group"
-            raise not_whole(sample, f"the {expected} (sample {place + 1} of {size}) of {wanted}")
-    if len(samples) % size:
-        missing = size - len(samples) % size
-        raise not_whole(samples[-1], f"{missing} more behind it, since groups have {size} samples")
-    return [index // size for index in range(len(samples))]

@@ -7,7 +7,6 @@ preflight, preview and collating all work on what it gave. Knows neither templat
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -88,25 +87,10 @@ class CollatePart:
 
 
 def collate_part(
-    *, encode: Callable[..., EncodedSample] | str, pack: Callable[..., Any] | str | None = None
+    *, encode: Callable[..., EncodedSample], pack: Callable[..., Any] | None = None
 ) -> Callable[[Callable[..., Any]], CollatePart]:
-    """Decorator: makes a part of a function that collates encoded samples; see `CollatePart`.
-
-    Args:
-        encode: or "module:name", which is imported when it is needed.
-        pack: as `encode`.
-    """
-    if isinstance(encode, str):
-        encode = functools.partial(_call, encode)
-    if isinstance(pack, str):
-        pack = functools.partial(_call, pack)
+    """Decorator: makes a part of a function that collates encoded samples; see `CollatePart`."""
     return functools.partial(CollatePart, encode=encode, pack=pack)
-
-
-def _call(target: str, *given: Any, **options: Any) -> Any:
-    """What the function module:name gives."""
-    module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)(*given, **options)
 
 
 def as_collate_part(collate: Callable[..., Any]) -> CollatePart:

@@ -11,10 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError, meta
-from transformers.utils.chat_template_utils import (
-    _compile_jinja_template,
-    render_jinja_template,
-)
 
 from stageline.data.text.encode import TextEncoder
 from stageline.data.text.messages import Tool
@@ -107,6 +103,8 @@ class ChatTemplate:
         self, messages: Sequence[Message], *, tools: Sequence[Tool], options: dict[str, Any]
     ) -> list[tuple[int, int]]:
         """Where the template marks what the assistant writes, in characters."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         # annotated as text, it returns texts and spans
         rendered: Any = render_jinja_template(
             conversations=[list(messages)],
@@ -122,6 +120,8 @@ class ChatTemplate:
         """The names that it may read and does not set, but those that jinja itself knows."""
         if not isinstance(self.template, str):
             return frozenset()
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
         try:
             environment = _compile_jinja_template(self.template).environment
             found = meta.find_undeclared_variables(environment.parse(self.template))

@@ -12,6 +12,7 @@ take a quarter of its time.
 """
 
 import bisect
+import functools
 import itertools
 import os
 import warnings
@@ -23,8 +24,6 @@ from typing import Any
 
 import numpy
 from tokenizers.decoders import ByteLevel
-from transformers import PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from stageline.data.text.processor import get_tokenizer
 from stageline.data.text.rendered import Piece, Rendered
@@ -40,10 +39,17 @@ _IS_TEXT = (_ALL & (_USER | _FIXED) == _USER).tobytes()
 _IS_CUTTABLE = (_ALL & (_USER | _FIXED | _TARGET) == _USER).tobytes()
 _ZERO = numpy.zeros(1, dtype=numpy.int64)
 _MOST_HEADS = 1024  # that are kept
-_BYTE_OF_LETTER: defaultdict[int, int] = defaultdict(lambda: 0xFF)  # which is in no UTF-8
-_BYTE_OF_LETTER.update({ord(letter): byte for byte, letter in bytes_to_unicode().items()})
 Offsets = Sequence[tuple[int, int]]
 Kinds = bytes | bytearray  # of each token: the bits of the pieces that it touches
+
+
+@functools.cache
+def _byte_of_letter() -> defaultdict[int, int]:
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    found: defaultdict[int, int] = defaultdict(lambda: 0xFF)  # which is in no UTF-8
+    found.update({ord(letter): byte for byte, letter in bytes_to_unicode().items()})
+    return found
 
 
 def structural_tokens(processor: Any) -> set[str]:
@@ -189,7 +195,7 @@ class _TokenBytes(dict[int, bytes]):
 
     def __missing__(self, token_id: int) -> bytes:
         letters = self._backend.id_to_token(token_id)
-        self[token_id] = letters.translate(_BYTE_OF_LETTER).encode("latin-1")
+        self[token_id] = letters.translate(_byte_of_letter()).encode("latin-1")
         return self[token_id]
 
 
@@ -477,6 +483,8 @@ def _first_tokens(tokenizer: Any) -> list[int]:
 
 def _is_plain_class(kind: type) -> bool:
     """Whether a class leaves encoding to the library's; one of a model's own code may do more."""
+    from transformers import PreTrainedTokenizerFast
+
     names = ("__call__", "_encode_plus", "backend_tokenizer")
     return issubclass(kind, PreTrainedTokenizerFast) and all(
         getattr(kind, name, None) is getattr(PreTrainedTokenizerFast, name, None) for name in names

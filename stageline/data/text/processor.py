@@ -8,9 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import transformers
-from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
-
 from stageline.errors import CheckpointError, UserError
 from stageline.model_folder import check_bulky, check_folder, read_json
 
@@ -33,7 +30,7 @@ _VIDEO_TYPES = {
 _CONFIG_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 
 
-class _WithoutVideo(transformers.ProcessorMixin):
+class _WithoutVideo:
     """Mixed into a processor class: its video processor may be None, also when it is saved."""
 
     video_config: dict[str, Any] | None = None
@@ -41,10 +38,10 @@ class _WithoutVideo(transformers.ProcessorMixin):
     def check_argument_for_proper_class(self, argument_name: str, argument: object) -> type:
         if argument_name == "video_processor" and argument is None:
             return type(None)
-        return super().check_argument_for_proper_class(argument_name, argument)
+        return super().check_argument_for_proper_class(argument_name, argument)  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:
-        output = super().to_dict()
+        output = super().to_dict()  # type: ignore[misc]
         if output.get("video_processor") is None:
             kind = _VIDEO_TYPES.get(type(self).__name__)
             output["video_processor"] = self.video_config or {"video_processor_type": kind}
@@ -57,7 +54,9 @@ class _WithoutVideo(transformers.ProcessorMixin):
         # the library's loop does not expect None
         self.__dict__["get_attributes"] = lambda: names
         try:
-            return super().save_pretrained(save_directory, push_to_hub, **kwargs)
+            return super().save_pretrained(  # type: ignore[misc]
+                save_directory, push_to_hub, **kwargs
+            )
         finally:
             del self.__dict__["get_attributes"]
 
@@ -77,6 +76,8 @@ def compose_processor(
         video_config: settings of the video processor, to be kept when saving.
         options: further arguments of the class, such as image_seq_length.
     """
+    import transformers
+
     base = getattr(transformers, class_name)
     if class_name == "SmolVLMProcessor":
         _allow_missing_num2words()
@@ -100,6 +101,8 @@ def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Any:
             code that nobody allowed.
         CheckpointError: a file of it is broken.
     """
+    from transformers import AutoProcessor, AutoTokenizer
+
     path = check_folder(path, trust_remote_code=trust_remote_code)
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     try:
@@ -157,6 +160,8 @@ def get_image_token(processor: Any) -> str | None:
 
 def _load_without_video(path: Path, error: Exception, **options: bool) -> Any:
     """Composes the processor where the library refused to, or raises `UserError`."""
+    import transformers
+
     settings = _read_settings(path)
     class_name = settings.pop("processor_class", None) or _processor_of_model(path)
     base = getattr(transformers, class_name or "", None)
@@ -164,7 +169,7 @@ def _load_without_video(path: Path, error: Exception, **options: bool) -> Any:
         raise _cannot_load(path, error) from error
     try:
         image_processor = _load_image_processor(path, settings, **options)
-        tokenizer = AutoTokenizer.from_pretrained(str(path), **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(path), **options)
         template_file = path / "chat_template.jinja"
         template = template_file.read_text(encoding="utf-8") if template_file.is_file() else None
         return compose_processor(
@@ -185,8 +190,10 @@ def _load_without_video(path: Path, error: Exception, **options: bool) -> Any:
 
 def _load_image_processor(path: Path, settings: dict[str, Any], **options: bool) -> Any:
     """The image processor of a folder, the Pillow one where torchvision is missing."""
+    import transformers
+
     try:
-        return AutoImageProcessor.from_pretrained(str(path), **options)
+        return transformers.AutoImageProcessor.from_pretrained(str(path), **options)
     except ImportError:  # in transformers 5.17 the choice itself needs torchvision
         own = settings.get("image_processor")
         if own is None:
