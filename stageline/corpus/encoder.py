@@ -163,7 +163,7 @@ class Encoder:
         """
         if self._fast is None:
             return True
-        for text, slow in zip(texts, self._slow(texts), strict=True):
+        for text, slow in zip(texts, self._slow(list(texts)), strict=True):
             fast = self._fast.encode(text)
             if fast is not None and not numpy.array_equal(fast, slow):
                 self._fast, self.kind = None, "tokenizers"
