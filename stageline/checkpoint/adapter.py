@@ -274,8 +274,8 @@ def read_adapter(folder: str | Path) -> Adapter:
         broken += [n for n in both if magnitudes[n].shape != pairs[n][1].shape[:1]]
     if broken:
         raise CheckpointError(
-            f"{file} does not fit {ADAPTER_CONFIG} or is damaged at {list_names(broken)}. Copy the "
-            "adapter again."
+            f"{file} does not fit {ADAPTER_CONFIG} (use_dora, {INDICES}) or is damaged at "
+            f"{list_names(broken)}. Copy the adapter again."
         )
     return Adapter(folder, config, pairs, extras, rows, magnitudes)
 

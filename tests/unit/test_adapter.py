@@ -120,7 +120,7 @@ def test_stacked_adapters_are_one_for_peft_and_two_for_us(family, tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.parametrize(("count", "words"), [(0, "lora-target of its run"), (3, "lora-num")])
+@pytest.mark.parametrize(("count", "words"), [(0, "lora.target of its run"), (3, "lora-num")])
 def test_counts_that_do_not_fit(count, words, tmp_path):
     _, folder = save_lora("llama", tmp_path)
     with pytest.raises(UserError, match=words):

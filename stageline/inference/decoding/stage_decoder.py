@@ -78,9 +78,16 @@ class Group:
     def _of_rows(self) -> tuple[list[Any], ...]:
         return (self.rows, self.positions, self.kept)
 
-    def join(self, new: "Group") -> None:
-        """Take the rows of another group."""
-        self.cache.join(new.cache)
+    def join(self, new: "Group", *, is_lost: bool = False) -> None:
+        """Take the rows of another group.
+
+        Args:
+            is_lost: keys and values of both are gone; passes of their rows fail.
+        """
+        if is_lost:
+            self.cache.lose(len(new.rows))
+        else:
+            self.cache.join(new.cache)
         self.position_ids = None
         for own, others in zip(self._of_rows, new._of_rows, strict=True):
             own += others
@@ -258,14 +265,15 @@ class StageDecoder:
             new = self.groups.pop(source)
             try:
                 self._join(target, new)
-            except Exception:  # out of memory: passes of these rows fail, others go on
+            except Exception:  # out of memory: the rows still leave one by one
                 traceback.print_exc(file=sys.stderr)
+                self.groups[target].join(new, is_lost=True)
 
     def _join(self, number: int, new: Group) -> None:
-        group = self.groups.pop(number, None)  # one that cannot grow is lost
-        if group is not None:
-            group.join(new)
-        self.groups[number] = new if group is None else group
+        if number in self.groups:
+            self.groups[number].join(new)
+        else:
+            self.groups[number] = new
 
     def _prefill(self, order: PassOrder, tensors: Tensors) -> Tensors:
         """The prompts of new rows, or a piece of one; at their ends they are in the group."""
@@ -354,9 +362,7 @@ class StageDecoder:
 
     def _decode(self, order: PassOrder, tensors: Tensors) -> Tensors:
         """One more token of each row of a group."""
-        group = self.groups.pop(order.group, None)  # it is back when all went well
-        if group is None:
-            raise RuntimeError("the keys and values of this group were lost when memory ran out")
+        group = self.groups[order.group]
         group.arrange(order.rows)
         window = group.cache.window
         group.cache.begin(1)
@@ -369,7 +375,6 @@ class StageDecoder:
             **self.stage.decode_inputs(group.kept, window.width + 1),
         }
         output = self._forward(tensors, batch, group.cache)
-        self.groups[order.group] = group
         group.cache.advance(1)
         group.positions = [position + 1 for position in group.positions]
         group.position_ids = group.position_ids + 1
