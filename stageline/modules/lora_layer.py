@@ -79,7 +79,7 @@ class LoRALayer(nn.Module):
         scale: float,
         magnitude: torch.Tensor | None = None,
     ) -> None:
-        """Takes weights of another adapter, whatever the rank was before."""
+        """Take weights of another adapter, whatever the rank was before."""
         for linear, value in ((self.lora_A, down), (self.lora_B, up)):
             old = linear.weight
             linear.out_features, linear.in_features = value.shape
@@ -105,7 +105,7 @@ class LoRALayer(nn.Module):
         return torch.addmm(result.flatten(0, -2), low, up, alpha=self.scale).view(result.shape)
 
     def forward_dora(self, x: torch.Tensor, result: torch.Tensor, base: Linear) -> torch.Tensor:
-        """What DoRA adds to the output `result` of the layer `base`; as `peft` computes it.
+        """Return what DoRA adds to the output `result` of the layer `base`, as `peft` does.
 
         With dropout the whole direction, and not the low rank alone, sees the thinned input.
         """
@@ -122,17 +122,17 @@ class LoRALayer(nn.Module):
 
     @torch.no_grad()
     def norm(self, weight: torch.Tensor) -> torch.Tensor:
-        """Length of each output's row of a weight [out, in] with the adapter added."""
+        """Return the length of each output's row of a weight [out, in] with the adapter added."""
         low = self.lora_B.weight @ self.lora_A.weight
         return torch.linalg.norm(weight + self.scale * low.to(weight), dim=1)
 
     def delta(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """What the low rank adds to a weight [out, in]."""
+        """Return what the low rank adds to a weight [out, in]."""
         return self.scale * (self.lora_B.weight.to(dtype) @ self.lora_A.weight.to(dtype))
 
     @torch.no_grad()
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
-        """A weight [out, in] with the adapter in it; the sum is made in at least float32."""
+        """Return a weight [out, in] with the adapter in it, summed in at least float32."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
         total = weight.to(dtype) + self.delta(dtype)
         if self.lora_magnitude_vector is not None:
@@ -142,7 +142,7 @@ class LoRALayer(nn.Module):
 
 
 def linear_sizes(module: Linear) -> tuple[int, int]:
-    """(in_features, out_features) of a linear layer; a `Conv1D` keeps its weight transposed."""
+    """Return (in_features, out_features) of a linear layer; a `Conv1D` has a transposed weight."""
     if isinstance(module, Conv1D):
         return module.weight.shape[0], module.weight.shape[1]
     return module.in_features, module.out_features
@@ -155,10 +155,7 @@ def is_quantised(module: Linear) -> bool:
 
 
 def dense_weight(module: Linear) -> torch.Tensor:
-    """The weight [out, in] of a linear layer as floats, whatever it keeps.
-
-    A weight of bitsandbytes is multiplied by its scales.
-    """
+    """Return the weight [out, in] of a linear layer as floats, also of bitsandbytes."""
     weight = module.weight
     quant_state = getattr(weight, "quant_state", None)
     if quant_state is not None:
@@ -174,7 +171,7 @@ def dense_weight(module: Linear) -> torch.Tensor:
 
 @torch.no_grad()
 def put_weight(module: Linear, weight: torch.Tensor, *, why: str) -> None:
-    """Gives a linear layer another weight [out, in], rounded to its dtype.
+    """Give a linear layer another weight [out, in], rounded to its dtype.
 
     Raises:
         UserError: the layer is quantised; `why` says what wanted to change it.
@@ -199,7 +196,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def name_seed(seed: int, name: str) -> int:
-    """A seed for one named thing: independent of everything else that is drawn."""
+    """Return a seed for one named thing: independent of everything else that is drawn."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big")
 
 
@@ -211,7 +208,7 @@ def init_lora_layer(
     base: Linear | None = None,
     taken: Pair | None = None,
 ) -> None:
-    """Starts an adapter by its `start`; nothing on meta.
+    """Start an adapter by its `start`; nothing on meta.
 
     Args:
         name: the layer's full name, which with `seed` decides the draw on any device.
@@ -225,7 +222,18 @@ def init_lora_layer(
         if layer.start.startswith(PISSA):
             _start_pissa(layer, base, taken, generator)
         elif layer.start == "orthogonal":
-            _start_orthogonal(layer, generator)
+            # from the even and the odd rows of one orthogonal matrix: B A is zero
+            if (rank := layer.rank) % 2:
+                raise UserError(
+                    f"`lora_init` orthogonal came with rank {rank}, an even one is needed. Set "
+                    f"`lora_rank` {rank + 1}."
+                )
+            rows = torch.linalg.qr(torch.randn(rank, rank, generator=generator))[0]
+            down = torch.randn(layer.lora_A.in_features, rank // 2, generator=generator)
+            up = torch.randn(rank // 2, layer.lora_B.out_features, generator=generator)
+            down, up = down @ rows[0::2], up.T @ rows[1::2]
+            layer.lora_A.weight.copy_(down.T / 10)
+            layer.lora_B.weight.copy_(up / 10)
         else:
             drawn = torch.empty(layer.lora_A.weight.shape, dtype=torch.float32)
             if layer.start == "gaussian":
@@ -239,21 +247,6 @@ def init_lora_layer(
             weight = dense_weight(base)
             exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
             layer.lora_magnitude_vector.copy_(layer.norm(exact))
-
-
-def _start_orthogonal(layer: LoRALayer, generator: torch.Generator) -> None:
-    """A and B from the even and the odd rows of one orthogonal matrix: B A is zero."""
-    rank = layer.rank
-    if rank % 2:
-        raise UserError(
-            f"`lora_init` orthogonal came with rank {rank}, an even one is needed. Set "
-            f"`lora_rank` {rank + 1}."
-        )
-    rows = torch.linalg.qr(torch.randn(rank, rank, generator=generator))[0]
-    down = torch.randn(layer.lora_A.in_features, rank // 2, generator=generator) @ rows[0::2]
-    up = torch.randn(rank // 2, layer.lora_B.out_features, generator=generator).T @ rows[1::2]
-    layer.lora_A.weight.copy_(down.T / 10)
-    layer.lora_B.weight.copy_(up / 10)
 
 
 def _start_pissa(
@@ -294,7 +287,7 @@ def _start_pissa(
 
 
 def restored_weight(layer: LoRALayer, base: Linear) -> torch.Tensor:
-    """The weight [out, in] that a layer had before PiSSA took a part of it."""
+    """Return the weight [out, in] that a layer had before PiSSA took a part of it."""
     assert layer.taken is not None
     weight = dense_weight(base)
     exact = weight.to(torch.promote_types(weight.dtype, torch.float32))

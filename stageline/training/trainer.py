@@ -32,7 +32,6 @@ from stageline.terminal import terminal
 from stageline.training.evaluation import (
     BestCheckpoint,
     EarlyStop,
-    EvalResult,
     evaluate,
     figure_of,
 )
@@ -446,8 +445,20 @@ class Trainer:
         Returns:
             Whether the run is to end, because it no longer improves.
         """
+        assert self.held_out is not None
         with progress.doing("evaluation"):
-            result = self.held_out_figures(step)
+            if self.rollouts is not None:  # rewards of answers to held-out prompts
+                result = self.rollouts.judge(self.held_out)
+            else:
+                result = evaluate(
+                    self.runner,
+                    self.held_out,
+                    loss_fn=self.loss_fn,
+                    step=step,
+                    keep=self.report.num_pictures,
+                    replicas=self.replicas,
+                    prepare=self.prepare_held_out,
+                )
         is_best = self.best.improves(result)
         # first: a run that is killed here makes an evaluation again that is not in the log
         kept = self.best.keep(step, result) if is_best else ""
@@ -461,21 +472,6 @@ class Trainer:
             if self.early_stop.is_over:
                 terminal.say(str(self.early_stop))
         return self.early_stop.is_over
-
-    def held_out_figures(self, step: int) -> EvalResult:
-        """Return the loss on held-out rows, or the rewards of answers to held-out prompts."""
-        assert self.held_out is not None
-        if self.rollouts is not None:
-            return self.rollouts.judge(self.held_out)
-        return evaluate(
-            self.runner,
-            self.held_out,
-            loss_fn=self.loss_fn,
-            step=step,
-            keep=self.report.num_pictures,
-            replicas=self.replicas,
-            prepare=self.prepare_held_out,
-        )
 
     def save(self, step: int) -> None:
         """Copy a checkpoint; it is written while training continues."""
