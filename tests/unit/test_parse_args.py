@@ -104,7 +104,7 @@ def _parts():
         "image_token": {"none": lambda rendered, images, *, processor: None},
         "lr_scheduler": {"cosine": lambda *, learning_rate, min_lr, cycles=1: None},
         "tracker": {"nowhere": lambda *, folder, config, start_step: None},
-        "engine": {"pipeline": lambda model, *, log, turbo=False: None},
+        "engine": {"pipeline": lambda plan, data, *, turbo=False: None},
         "model": {"generate": generate},
         "builder": {"load": load},
         "metric": {"exact": lambda predictions, samples, *, ignore_case=False: None},

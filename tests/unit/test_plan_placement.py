@@ -70,7 +70,7 @@ def test_without_devices_their_memory_has_to_be_said(folder):
 def test_more_devices_than_the_cpu_is_are_refused(device, monkeypatch):
     fake_accelerators(monkeypatch, "cuda", 0)
     asked = {"device": device, "visual_gpu_ratio": None}
-    with pytest.raises(UserError, match=rf"--num-devices 2 came.*--device {device}.*leave"):
+    with pytest.raises(UserError, match=rf"--num-devices 2 requires.*--device {device}.*Leave"):
         make_device_map(None, num_devices=2, **asked)
     assert make_device_map(None, num_devices=1, **asked) == {"": "cpu"}
 

@@ -90,7 +90,7 @@ def test_an_unknown_fact_is_refused(parts):
     home = f"{__file__}:{_line() - 1}"
     for wanted in (
         *(home, "needs_referenc=True", "Did you mean needs_reference"),
-        *("counts, is_cross_entropy, ", "docs/add_a_part.md"),
+        *("counts, default_keys, ", "docs/add_a_part.md"),
     ):
         assert wanted in str(error.value)
     with pytest.raises(RegisterError, match="Known are: without_effect"):
