@@ -16,12 +16,11 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from commands import importing, open_shelf, with_folders
+from commands import importing, start
 from commands.stages import check_model_path
 from options.answer import ChatConfig, ChatSettings
 from options.fields import check_limits, option_fields
 from parse_args import ChatArguments, parse_chat_args
-from register import freeze_registers
 from stageline.distributed.stop import release_signals
 from stageline.errors import INTERRUPTED, UserError
 
@@ -33,10 +32,7 @@ SHELF = ("models", "prompt_fn")
 
 def main() -> int:
     """Talks until the input ends; returns the exit code."""
-    open_shelf(*SHELF)
-    arguments = parse_chat_args()
-    freeze_registers()
-    arguments = dataclasses.replace(arguments, run=with_folders(arguments.run))
+    arguments = start(parse_chat_args, *SHELF)
     with importing():  # after the options: --help answers at once
         from commands.answer_run import plan_model
         from stageline.inference.dialogue import HELP, Dialogue, note, read_message

@@ -12,14 +12,13 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from commands import importing, open_shelf, with_folders
+from commands import importing, start
 from commands.stages import with_family_key
 from commands.train import SHELF  # which registers the engine that a training command names
-from options.fields import given_options, option_fields, spelled
+from options.fields import given_options, spelled
 from options.model import check_vision
-from options.train import for_check
+from options.train import NOT_CHECKED, for_check
 from parse_args import CheckArguments, parse_check_args
-from register import freeze_registers
 from stageline.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,10 +33,7 @@ MOST_MICRO_BATCHES = 8  # of a dataset: a difference shows in a few
 
 def main() -> int:
     """Runs the check; returns the exit code."""
-    open_shelf(*SHELF)
-    arguments = parse_check_args()
-    freeze_registers()
-    arguments = dataclasses.replace(arguments, run=with_folders(arguments.run))
+    arguments = start(parse_check_args, *SHELF)
     if arguments.run.exported is not None:
         from commands.export import check_exported
 
@@ -129,7 +125,7 @@ def check(arguments: CheckArguments, context: DistributedContext, schedule: Sche
 def notes_of(arguments: CheckArguments) -> list[str]:
     """What of the training command is done otherwise here."""
     run = arguments.run
-    notes, fields = [], option_fields(run)
+    notes = []
     told = ("bf16", "fp16", "lora.dropout")  # below, in other words
     if run.precision != "fp32":
         notes.append(
@@ -142,7 +138,7 @@ def notes_of(arguments: CheckArguments) -> list[str]:
     notes += [
         f"{spelled(name)} was left out: it was checked where it is tested, not here"
         for name in given_options(run)
-        if not fields[name].metadata["in_check"] and name not in told
+        if name in NOT_CHECKED and name not in told
     ]
     if "dataset" in arguments.parts and arguments.parts["dataset"].kwargs.get("rows") == "packed":
         notes.append("--dataset.rows packed: a segment a row was checked, as --packing would be")

@@ -1,23 +1,17 @@
-"""Evaluates a model by generation: predictions, figures and pictures of one dataset.
+"""Evaluate a model by generation: predictions, figures and pictures of one dataset.
 
-Stop it at any time: started again with the same options it goes on where it was.
+Stop it at any time: started again with the same options it continues.
 """
 
-from dataclasses import replace
-
-from commands import importing, open_shelf, with_folders
+from commands import importing, start
 from commands.stages import start_processes
 from parse_args import parse_evaluate_args
-from register import freeze_registers
 
 SHELF = ("models", "pp_models", "prompt", "prompt_fn", "dataset", "metric")
 
 
 def main() -> int:
-    open_shelf(*SHELF)
-    arguments = parse_evaluate_args()
-    freeze_registers()
-    arguments = start_processes(replace(arguments, run=with_folders(arguments.run)))
+    arguments = start_processes(start(parse_evaluate_args, *SHELF))
     with importing():  # after the options: it imports torch and transformers
         from commands.evaluate_run import evaluate
 

@@ -7,7 +7,6 @@ python export.py --model-path runs/x/checkpoints/step-100 --output-path my_model
 
 import argparse
 import functools
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 from commands import importing
 from commands.stages import StageBuilder, lora_options, stage_key
 from options.command_line import old_names
-from options.fields import spelled
+from options.fields import num_bytes, spelled
 from options.parts import chosen_part
 from register import import_parts
 from stageline.errors import UserError
@@ -28,16 +27,6 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 NUM_STAGES = 2  # that an export is compared with
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def num_bytes(text: str) -> int:
-    """Parse a number of bytes, alone or with a unit: 5GB."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    size = float(match[1]) * UNITS.get(match[2].upper(), 0) if match else 0
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size. Give 5000000000, 5GB or 4.5GiB")
-    return int(size)
 
 
 def folders(text: str) -> tuple[Path, ...]:

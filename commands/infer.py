@@ -9,13 +9,11 @@ printed as well.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from commands import importing, open_shelf, with_folders
+from commands import importing, start
 from commands.stages import start_processes
 from parse_args import InferArguments, parse_infer_args
-from register import freeze_registers
 
 if TYPE_CHECKING:
     from commands.answer_run import Answered
@@ -25,10 +23,7 @@ SHELF = ("models", "pp_models", "prompt", "prompt_fn", "dataset")
 
 def main() -> int:
     """Answers; returns the exit code."""
-    open_shelf(*SHELF)
-    arguments = parse_infer_args()
-    freeze_registers()
-    arguments = start_processes(replace(arguments, run=with_folders(arguments.run)))
+    arguments = start_processes(start(parse_infer_args, *SHELF))
     with importing():  # after the options: --help answers at once
         from commands.answer_run import answer_samples
 

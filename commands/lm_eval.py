@@ -7,19 +7,15 @@ The first rank runs lm_eval; the others follow its engine.
 
 import importlib.util
 
-from commands import importing, is_first, with_folders
+from commands import importing, is_first, start
 from commands.stages import place_stages
-from options.answer import LmEvalConfig, task_names
+from options.answer import LmEvalConfig
 from parse_args import parse_lm_eval_args
-from register import freeze_registers, import_shelf
 
 
 def main() -> int:
     """Runs the tasks; returns the exit code."""
-    import_shelf("pp_models")
-    run: LmEvalConfig = parse_lm_eval_args().run
-    freeze_registers()
-    run = with_folders(run)
+    run = start(parse_lm_eval_args, "pp_models").run
     from stageline.distributed.launch import launch_if_needed  # after the options: --help
     from stageline.errors import UserError
 
@@ -36,7 +32,7 @@ def main() -> int:
 
     manager = None
     if is_first():  # before a model is loaded
-        manager = find_tasks(task_names(run), include_path=run.lm_eval.include_path)
+        manager = find_tasks(run.task_names, include_path=run.lm_eval.include_path)
     if run.check_only:
         return 0
     with open_decoding(run) as decoding:
@@ -52,7 +48,7 @@ def report(run: LmEvalConfig, engine: object, manager: object) -> None:
     given = {**vars(run), **vars(run.lm_eval)}
     results = run_tasks(
         engine,
-        task_names(run),
+        run.task_names,
         manager=manager,
         settings=TaskSettings(**{name: given[name] for name in vars(TaskSettings())}),
         add_bos_token=run.lm_eval.add_bos_token,

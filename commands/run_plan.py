@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from options.memory import check_memory, check_streaming_engine
+from options.memory import check_memory, check_streaming
 from options.model import check_vision
 from parse_args import TrainArguments
 from register import load_target
@@ -44,7 +44,7 @@ class RunPlan(TrainArguments):
 def make_plan(arguments: TrainArguments) -> RunPlan:
     """Settles stages, ranks and replicas; refuses what the schedule or the engine cannot do."""
     run, engine = arguments.run, arguments.parts["engine"]
-    check_streaming_engine(run, engine.key)
+    check_streaming(run, engine.key, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     changes: dict[str, Any] = {}
     if engine.facts["topology"] is not None:
         topology = load_target(engine.facts["topology"])(arguments)

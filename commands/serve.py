@@ -13,13 +13,11 @@ import gc
 import importlib.util
 import ipaddress
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from commands import is_first, open_shelf, with_folders
+from commands import is_first, start
 from options.serve import ServeConfig, named_adapters, read_api_keys
 from parse_args import ServeArguments, parse_serve_args
-from register import freeze_registers
 from stageline.distributed.stop import StopWords, speak_of_stops, stop_requested
 from stageline.errors import UserError
 
@@ -43,10 +41,7 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 def main() -> int:
     """Serves until a signal comes; returns the exit code."""
     speak_of_stops(STOP_WORDS)
-    open_shelf(*SHELF)
-    arguments = parse_serve_args()
-    freeze_registers()
-    arguments = replace(arguments, run=with_folders(arguments.run))
+    arguments = start(parse_serve_args, *SHELF)
     run = arguments.run
     check_packages()
     api_keys = read_api_keys(run)

@@ -6,16 +6,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from commands import importing, open_shelf, with_folders
+from commands import importing, start
 from commands.stages import family_key, with_family_key
 from parse_args import parse_train_args
-from register import engine_register, freeze_registers, train_model_register
+from register import engine_register, train_model_register
 from stageline.terminal import terminal
 
 if TYPE_CHECKING:
@@ -27,14 +26,11 @@ SHELF = ("pp_models", "prompt", "prompt_fn", "dataset", "loss_fn", "optimizer", 
 
 
 def main() -> int:
-    open_shelf(*SHELF)
-    arguments = parse_train_args()
-    freeze_registers()
-    config = with_folders(arguments.run, recorded=recorded_options(arguments.run))
+    arguments = start(parse_train_args, *SHELF, recorded=recorded_options)
     with importing():  # after the options: it imports torch
         from commands.run_plan import make_plan
 
-        plan = make_plan(with_family_key(replace(arguments, run=config)))
+        plan = make_plan(with_family_key(arguments))
     start_ranks(plan)
     with importing():  # not in the process that starts the others
         from commands.train_engines import run_training

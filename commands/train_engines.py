@@ -4,7 +4,6 @@ Imports all that a run needs; train.py has read the options and started the proc
 """
 
 import functools
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,7 +20,7 @@ from commands.train_parts import (
     stage_builder,
     trainer_config,
 )
-from options.memory import answering_remedies, check_streaming, memory_remedies
+from options.memory import answering_remedies, memory_remedies
 from options.train import RunConfig
 from parse_args import TrainArguments
 from stageline.checkpoint.layout import Ranks
@@ -137,7 +136,6 @@ def train(parts: TrainingParts, context: DistributedContext, *, streams: bool) -
 def streaming_topology(arguments: TrainArguments) -> Topology:
     """Return one process with all stages, by default a decoder layer each."""
     run = arguments.run
-    check_streaming(run, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     num_stages = run.num_stages or _count_layers(run) + run.vision_stages
     return Topology(streaming_schedule(num_stages), dp_degree=1)
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import peft
 import pytest
 
-from commands.export import make_parser, num_bytes
+from commands.export import make_parser
+from options.fields import num_bytes
 from tests.helpers.forked_entry import run_entry as launch_entry
 from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
 
@@ -55,7 +56,7 @@ def test_sizes(capsys):
         assert num_bytes(text) == expected
     with pytest.raises(SystemExit) as ended:
         make_parser().parse_args(["--model-path=a", "--output-path=b", "--max-shard-size=5 cats"])
-    assert ended.value.code == 2 and "is no size" in capsys.readouterr().err
+    assert ended.value.code == 2 and "--max-shard-size" in capsys.readouterr().err
 
 
 def test_code_of_a_model_folder_runs_by_the_flag_alone(tmp_path):
