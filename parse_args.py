@@ -36,7 +36,6 @@ from options.fields import (
     absolute,
     check_limits,
     check_together,
-    common_options,
     expanded,
     option_fields,
     option_groups,
@@ -80,6 +79,14 @@ SUGGESTING = ("collate_fn", "model")
 # of a training run's keys, those that a check does without unless it gets a dataset
 DATA_KEYS = ("dataset", "prompt", "prompt_fn", "image_token", "collate_fn")
 SPECIAL = ("import", "config", "list", "help")  # answered before the options are known
+# options that most runs need: those that --help shows, where --help all shows all
+COMMON = (
+    *("model_path", "adapter_path", "dataset_path", "output_dir", "output_path", "resume", "bf16"),
+    *("num_stages", "num_devices", "engine", "batch_size", "micro_batch_size", "max_token_num"),
+    *("learning_rate", "total_steps", "num_train_epochs", "save_steps", "llm_lora_num", "prompts"),
+    *("text", "tasks", "num_fewshot", "limit", "max_new_tokens", "temperature", "server"),
+    *("host", "port", "served_model_name", "api_key_env"),
+)
 TEST_SPLIT = {"dataset": {"split": "test"}}  # an option although the run supplies it
 Keys: TypeAlias = Mapping[str, str | None]
 Run = TypeVar("Run", covariant=True)
@@ -139,10 +146,6 @@ def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
 
     Args:
         argv: the words after the program's name; by default those of this process.
-
-    Raises:
-        OptionError, RegisterError: exit code 2; before any model or data is loaded.
-        SystemExit: after `--help` and `--list`.
     """
     arguments = _settled(read_arguments(argv, train.RunConfig, keys=TRAIN_KEYS))
     run = arguments.run
@@ -239,7 +242,6 @@ def parse_serve_args(argv: Sequence[str] | None = None) -> ServeArguments:
     arguments = read_arguments(argv, serve.ServeConfig, keys=SERVE_KEYS)
     data.check_images(arguments.run)
     answer.check_has_model(arguments.run)
-    serve.check_certificate(arguments.run)
     serve.named_adapters(arguments.run)
     return arguments
 
@@ -335,8 +337,10 @@ def read_arguments(
     keys = {**keys, **owned}
     chosen |= _choose(options, owned, may_miss=is_help)
     if help_words is not None:
-        shows_all = "all" in help_words.values
-        groups = (option_groups if shows_all else common_options)(config_class)
+        groups = option_groups(config_class)
+        if "all" not in help_words.values and "model_path" in settable:  # not of a corpus
+            common = [item for _, items in groups for item in items if item.name in COMMON]
+            groups = [("Options that most runs need", common)]
         parser = _build_parser(groups, chosen, listed=listed)
         num_left = len(settable) - sum(len(items) for _, items in groups)
         _print_and_stop(help_text(parser, keys, chosen, action=action, num_left=num_left))

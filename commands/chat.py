@@ -31,7 +31,7 @@ SHELF = ("models", "prompt_fn")
 
 
 def main() -> int:
-    """Talks until the input ends; returns the exit code."""
+    """Talk until the input ends; return the exit code."""
     arguments = start(parse_chat_args, *SHELF)
     with importing():  # after the options: --help answers at once
         from commands.answer_run import plan_model
@@ -69,11 +69,7 @@ def main() -> int:
 
 
 def open_model(arguments: ChatArguments) -> LocalModel:
-    """Loads the model.
-
-    Raises:
-        UserError: the builder part loads none here.
-    """
+    """Load the model."""
     import transformers
 
     from commands.answer_run import build_model, prepare_texts
@@ -92,7 +88,7 @@ def open_model(arguments: ChatArguments) -> LocalModel:
 
 
 def open_server(run: ChatConfig) -> Server:
-    """Looks whether the server is there, and which model it has."""
+    """Ask the server for its model, and print it."""
     from stageline.inference.dialogue import Server, note, server_url
     from stageline.inference.remote import Endpoint
 
@@ -108,11 +104,7 @@ def open_server(run: ChatConfig) -> Server:
 
 
 def changed(run: ChatConfig, settings: dict[str, Any], name: str, text: str) -> dict[str, Any]:
-    """The settings with one of them changed.
-
-    Raises:
-        ValueError: there is none of this name, or the value is none for it.
-    """
+    """Return the settings with one of them changed; ValueError: there is none, or a wrong value."""
     if name not in settings:
         raise ValueError(f"no setting {name!r}; there are {', '.join(settings)}")
     value = type(settings[name])(text)

@@ -32,7 +32,7 @@ MOST_MICRO_BATCHES = 8  # of a dataset: a difference shows in a few
 
 
 def main() -> int:
-    """Runs the check; returns the exit code."""
+    """Run the check; return the exit code."""
     arguments = start(parse_check_args, *SHELF)
     if arguments.run.exported is not None:
         from commands.export import check_exported
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def resolve_schedule(arguments: CheckArguments) -> tuple[CheckArguments, Schedule]:
-    """The options with the number of stages, and their pipeline: two ranks where none is given."""
+    """Return the options with the number of stages, and their pipeline, of two ranks by default."""
     from stageline.pipeline.schedules import default_stages_per_rank
     from stageline.pipeline.topology import resolve_topology
 
@@ -68,8 +68,7 @@ def resolve_schedule(arguments: CheckArguments) -> tuple[CheckArguments, Schedul
     if isinstance(run.partition, list) and run.check.layers not in (None, sum(run.partition)):
         raise UserError(
             f"--partition {','.join(map(str, run.partition))} names {sum(run.partition)} layers, "
-            f"--check.layers leaves {run.check.layers}. Both must be the same number, because "
-            "every layer lies on a stage: change one of them, or leave --partition out."
+            f"--check.layers leaves {run.check.layers}. Change one of them, or drop --partition."
         )
     topology = resolve_topology(
         schedule=run.schedule,
@@ -82,7 +81,7 @@ def resolve_schedule(arguments: CheckArguments) -> tuple[CheckArguments, Schedul
 
 
 def check(arguments: CheckArguments, context: DistributedContext, schedule: Schedule) -> int:
-    """Checks the split of one pipeline and prints the report on rank 0."""
+    """Check the split of one pipeline; print the report on rank 0."""
     with importing():
         from commands.train_data import check_scores
         from commands.train_parts import bind_loss
@@ -96,8 +95,8 @@ def check(arguments: CheckArguments, context: DistributedContext, schedule: Sche
     reference = "part" if model.facts["gives_scores"] else run.check.reference
     if model.kwargs.get("output_router_logits"):
         raise UserError(
-            "--train-model.output_router_logits came, which the unsplit model of the library knows "
-            "from its config.json alone: set output_router_logits there for a check."
+            "--train-model.output_router_logits is unknown to the unsplit model. Set "
+            "output_router_logits in config.json for a check."
         )
     report = Report(notes=list(notes_of(arguments)))
     passed = check_split(
@@ -123,7 +122,7 @@ def check(arguments: CheckArguments, context: DistributedContext, schedule: Sche
 
 
 def notes_of(arguments: CheckArguments) -> list[str]:
-    """What of the training command is done otherwise here."""
+    """Return what of the training command is done otherwise here."""
     run = arguments.run
     notes = []
     told = ("bf16", "fp16", "lora.dropout")  # below, in other words
@@ -155,7 +154,7 @@ def build(
     num_stages: int,
     source: ModelSource,
 ) -> Any:
-    """A stage as train_pp.py builds it; with `num_stages` of 1 the part as a whole."""
+    """Build a stage as train_pp.py does; with `num_stages` of 1 the whole component."""
     from commands.train_parts import stage_builder
 
     run = arguments.run
@@ -177,10 +176,12 @@ def make_batches(
     preparation: Preparation,
     whole: WholeModel | None,
 ) -> Callable[[int], list[MicroBatch]]:
-    """Number of a step -> its micro-batches: of the dataset, of random ids, or pictures."""
+    """Return step -> its micro-batches: of the dataset, of random ids, or pictures."""
+    import torch
+
     from commands.train_data import Data, make_loader
     from stageline.checkpoint.layout import Ranks
-    from stageline.verify.batches import drop_pixels, random_batches
+    from stageline.verify.batches import drop_pixels, probe_batches, random_batches
 
     run, config = arguments.run, preparation.config
     if "dataset" not in arguments.parts:
@@ -188,12 +189,22 @@ def make_batches(
         ranks = Ranks.of(context.pp_group)
         has_images = 0 in schedule.stages_of(context.pp_rank)
 
+        def pictures(seed: int) -> list[MicroBatch] | None:
+            """Draw pictures and ids on rank 0, which has the tower; None: a family without."""
+            assert whole is not None
+            model = getattr(whole.model, "whole", whole.model)
+            try:
+                return probe_batches(
+                    model, "vision", torch.float32, num_micro_batches=count, seed=seed
+                )
+            except (UserError, AttributeError):
+                return None
+
         @functools.cache
         def drawn(step: int) -> list[MicroBatch]:
-            """Made on rank 0, which has the tower: it tells which pictures it takes."""
             made = None
             if getattr(config, "vision_config", None) is not None:
-                made = ranks.on_first(lambda: pictures(whole, count, run.seed + step * count))
+                made = ranks.on_first(lambda: pictures(run.seed + step * count))
             if made is None:
                 return random_batches(config, num_micro_batches=count, seed=run.seed + step)
             return made if has_images else [drop_pixels(batch) for batch in made]
@@ -219,17 +230,3 @@ def make_batches(
         return made[step]
 
     return batches
-
-
-def pictures(whole: WholeModel | None, count: int, seed: int) -> list[MicroBatch] | None:
-    """Micro-batches of random pictures and ids; None: a family whose pictures are not known."""
-    import torch
-
-    from stageline.verify.batches import probe_batches
-
-    assert whole is not None  # rank 0 has it
-    model = getattr(whole.model, "whole", whole.model)
-    try:
-        return probe_batches(model, "vision", torch.float32, num_micro_batches=count, seed=seed)
-    except (UserError, AttributeError):
-        return None

@@ -408,11 +408,7 @@ def find_trained(arguments: CorpusArguments) -> None:
 
 
 def position_in(path: Path) -> dict[str, int]:
-    """Return the position of the last checkpoint of a run, or of the one at `path`.
-
-    Raises:
-        UserError: there is no checkpoint, or it is of a run on another kind of dataset.
-    """
+    """Return the position of the last checkpoint of a run, or of the one at `path`."""
     from stageline.checkpoint.optimizer_state import SavedState  # late: it needs torch
     from stageline.checkpoint.writer import step_folders
 

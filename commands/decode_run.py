@@ -137,11 +137,7 @@ class AnsweringModel:
 
     @functools.cached_property
     def processor(self) -> Any:
-        """The tokenizer or processor: the last adapter's, if it brought one.
-
-        Raises:
-            UserError: adapters beside the model have another.
-        """
+        """The tokenizer or processor: the last adapter's, if it brought one."""
         last = Path(self.adapters[-1]) if self.adapters else self.folder
         folder = processor_folder(last, self.base)
         load = functools.partial(load_processor, trust_remote_code=self.trust_remote_code)

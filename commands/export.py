@@ -1,4 +1,4 @@
-"""Entry file: makes one plain Hugging Face folder of a checkpoint that a run saved.
+"""Entry file: make one plain Hugging Face folder of a checkpoint that a run saved.
 
 python export.py --model-path runs/x/checkpoints/step-100 --output-path my_model --merge
 
@@ -34,23 +34,18 @@ def folders(text: str) -> tuple[Path, ...]:
     found = tuple(Path(one).expanduser() for one in text.split(","))
     if missing := [path for path in found if not path.is_dir() and read_name(path) is None]:
         raise argparse.ArgumentTypeError(
-            f"{missing[0]} is no folder. Check the path of the adapter, or give a hub's owner/name"
+            f"{missing[0]} is not a folder. Correct it, or give a hub's owner/name"
         )
     return found
 
 
 def numbers(text: str) -> tuple[float, ...]:
     """Parse numbers between commas."""
-    try:
-        return tuple(float(one) for one in text.split(","))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} has {error}. Give one an adapter: 1,0.5"
-        ) from error
+    return tuple(float(one) for one in text.split(","))
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options of this entry."""
+    """Return the parser of this entry."""
     parser = argparse.ArgumentParser(
         prog="export.py",
         description="Makes one plain Hugging Face folder of a checkpoint that a run saved.",
@@ -59,21 +54,17 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model-path", type=Path, required=True, help="checkpoint, model folder or hub name")
     add("--output-path", type=Path, required=True, help="new folder")
-    add(
-        "--merge",
-        action="store_true",
-        help="add an adapter to its base (else: an adapter for peft)",
-    )
+    merge = "add an adapter to its base (else: an adapter for peft)"
+    add("--merge", action="store_true", help=merge)
     add("--adapter-path", type=folders, default=(), metavar="A,B", help="adapters to add in turn")
     add("--adapter-weights", type=numbers, metavar="X,Y", help="share of each adapter (default: 1)")
     add("--dtype", choices=DTYPES, default="auto", help="of the weights (default: as they are)")
     add("--max-shard-size", type=num_bytes, default=5 * 10**9, metavar="SIZE", help="default: 5GB")
-    own = "a file or module with parts and models of yours; may be given several times"
+    own = "file or module with components and models of yours; repeat it for more"
     add("--import", dest="imports", action="append", default=[], metavar="FILE", help=own)
     add("--overwrite", action="store_true", help="replace a model folder at --output-path")
-    add(
-        "--trust-remote-code", action="store_true", help="run and copy a model folder's Python code"
-    )
+    code = "run and copy Python code of the model folder"
+    add("--trust-remote-code", action="store_true", help=code)
     return parser
 
 
@@ -94,9 +85,7 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     import_parts(dict.fromkeys(options.imports))
     if options.adapter_weights and not options.adapter_path:
-        raise UserError(
-            "--adapter-weights came without --adapter-path. Name the adapters, or leave it out."
-        )
+        raise UserError("--adapter-weights requires --adapter-path. Add it or drop the weights.")
     report = export_folder(
         local_folder(options.model_path),
         options.output_path,
@@ -120,7 +109,7 @@ def check_exported(arguments: "CheckArguments") -> int:
         from stageline.checkpoint.export_files import find_source
     run, part = arguments.run, arguments.parts.get("train_model")
     if run.model_path is None:
-        raise UserError("--exported has nothing to be compared with. Add --model-path CHECKPOINT.")
+        raise UserError("--exported requires --model-path. Add --model-path CHECKPOINT.")
     assert run.exported is not None
     verdict = check_export(
         find_source(run.model_path),
@@ -152,17 +141,9 @@ def make_stages(
     trust_remote_code: bool = False,
     prove_split: "VerifyMode" = "auto",
 ) -> "list[Stage] | str":
-    """The stages of a checkpoint as training builds them, or why there are none.
+    """Return the stages of a checkpoint as training builds them, or why there are none.
 
-    In float32 on the CPU, in evaluation mode.
-
-    Args:
-        key: of the train_model part; None: that of the architecture.
-        prove_split: auto, always or never.
-
-    Raises:
-        UserError: a checkpoint that a run saved does not fit its stages, or these compute
-            something else than the whole model.
+    They are in float32 on the CPU, in evaluation mode; `key` is of the train_model component.
     """
     import torch
 

@@ -130,9 +130,9 @@ def find_runs(folder: Path, metric: str) -> list[dict[str, Any]]:
 
 
 def read_run(folder: Path, metric: str = "loss") -> dict[str, Any] | None:
-    """What a run folder tells: config, log, state, last loss, best evaluation, seconds.
+    """Return config, log, state, last loss, best evaluation and seconds of a training run.
 
-    None: it is not the folder of a training run.
+    None: the folder is of no training run.
     """
     from stageline.training.evaluation import is_better
     from stageline.training.resume import is_claimed
@@ -146,9 +146,7 @@ def read_run(folder: Path, metric: str = "loss") -> dict[str, Any] | None:
     log = folder / "log.jsonl"
     steps, evaluations = read_log(log) if log.exists() else ([], [])
     done, total = steps[-1]["step"] if steps else 0, config["total-steps"]
-    state = f"{done} of {total} steps"
-    if done >= total:
-        state = "done"
+    state = "done" if done >= total else f"{done} of {total} steps"
     if is_claimed(folder):
         state += ", running"
     elif (folder / "failure.json").is_file():

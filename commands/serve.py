@@ -1,4 +1,4 @@
-"""Answers over HTTP as OpenAI's API does: chats, texts, tools, pictures, streams; with a web page.
+"""Answer over HTTP as OpenAI's API does: chats, texts, tools, pictures, streams; with a web page.
 
 python serve.py --model-path my_model --num-stages 2
 
@@ -15,7 +15,7 @@ import ipaddress
 import sys
 from typing import TYPE_CHECKING, Any
 
-from commands import is_first, start
+from commands import start
 from options.serve import ServeConfig, named_adapters, read_api_keys
 from parse_args import ServeArguments, parse_serve_args
 from stageline.distributed.stop import StopWords, speak_of_stops, stop_requested
@@ -39,11 +39,16 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
 def main() -> int:
-    """Serves until a signal comes; returns the exit code."""
+    """Serve until a signal comes; return the exit code."""
     speak_of_stops(STOP_WORDS)
     arguments = start(parse_serve_args, *SHELF)
     run = arguments.run
-    check_packages()
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"{', '.join(missing)} is not installed. Run bash scripts/setup.sh serve, or pip "
+            "install --editable '.[serve]'."
+        )
     api_keys = read_api_keys(run)
     gc.disable()  # until the model stands: looking for garbage is an eighth of all imports
     from commands.stages import place_stages
@@ -67,11 +72,7 @@ def main() -> int:
 
 
 def serve(arguments: ServeArguments, decoding: Any, api_keys: tuple[str, ...]) -> None:
-    """Serves with an engine until a signal comes.
-
-    Args:
-        decoding: what `open_decoding` gives.
-    """
+    """Serve with what `open_decoding` gives until a signal comes."""
     from stageline.serving.app import make_app, serve_until
 
     run = arguments.run
@@ -79,8 +80,8 @@ def serve(arguments: ServeArguments, decoding: Any, api_keys: tuple[str, ...]) -
     settings = make_settings(run, api_keys, name=decoding.engine.model_name, adapters=adapters)
     if not api_keys and not is_local(run.host):
         print(
-            f"warning: --host {run.host} lets other machines ask, and no API key is asked for. "
-            "Give --api-key-env or --http.api_key_file.",
+            f"warning: --host {run.host} lets other machines ask without an API key. Add "
+            "--api-key-env or --http.api_key_file.",
             file=sys.stderr,
         )
     service = make_service(arguments, decoding, settings)
@@ -97,25 +98,19 @@ def serve(arguments: ServeArguments, decoding: Any, api_keys: tuple[str, ...]) -
 
 
 def make_service(arguments: ServeArguments, decoding: Any, settings: ServerSettings) -> Service:
-    """The server without HTTP; tries the chat template once."""
-    from commands.answer_run import prepare_texts
+    """Return the server without HTTP; tries the chat template once."""
+    from commands.answer_run import prepare
     from stageline.data.images.image_settings import ImageSettings
-    from stageline.data.images.tiling import Tiling, match_config, prepare_images
     from stageline.serving.prompts import PromptMaker
     from stageline.serving.service import Service
 
     run, parts = arguments.run, arguments.parts
-    tiling = Tiling(**run.images.tiling())
-    prepare_texts(parts["prompt_fn"], decoding.processor, decoding.engine)
-    prepare_images(decoding.processor, ImageSettings(**run.images.limits()), tiling)
-    if tiling.is_given:
-        match_config(decoding.config, decoding.processor)
+    images = ImageSettings(**run.images.limits())
+    prepare(arguments, decoding.processor, decoding.engine, decoding.config, images)
     prompts = PromptMaker(
         decoding.processor,
-        **{
-            name: parts[register].bound
-            for name, register in (("render", "prompt_fn"), ("image_token", "image_token"))
-        },
+        render=parts["prompt_fn"].bound,
+        image_token=parts["image_token"].bound,
         max_length=decoding.engine.max_length,
         max_images=settings.max_images,
         max_pixels=run.images.pixel_limit,
@@ -125,7 +120,7 @@ def make_service(arguments: ServeArguments, decoding: Any, settings: ServerSetti
 
 
 def listening_options(run: ServeConfig) -> dict[str, Any]:
-    """How the server listens, as uvicorn's options say it."""
+    """Return uvicorn's options."""
     return {
         "ssl_certfile": run.http.ssl_certfile,
         "ssl_keyfile": run.http.ssl_keyfile,
@@ -145,21 +140,13 @@ def is_local(host: str) -> bool:
 def make_settings(
     run: ServeConfig, api_keys: tuple[str, ...], *, name: str, adapters: tuple[str, ...] = ()
 ) -> ServerSettings:
-    """What the server is told.
-
-    Args:
-        name: of the model, where the options give none.
-        adapters: names of the models that are the base with an adapter.
-
-    Raises:
-        UserError: an adapter has the name of the base.
-    """
+    """Return the settings of the server of a model and its adapters, by their names."""
     from stageline.serving.settings import ServerSettings
 
     name = run.served_model_name or name
     if name in adapters:
         raise UserError(
-            f"an adapter has the name {name}, which the base has too. Rename the adapter, or give "
+            f"an adapter has the name {name}, which the base has too. Rename it, or give "
             "--served-model-name."
         )
     return ServerSettings(
@@ -179,13 +166,3 @@ def make_settings(
         cors_origins=tuple(run.http.cors_origins or ()),
         hosts=(*LOCAL_HOSTS, run.host) if not api_keys and is_local(run.host) else ("*",),
     )
-
-
-def check_packages() -> None:
-    """Refuses where the packages of a server are not installed; asked once, by the launcher."""
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing and is_first():
-        raise UserError(
-            f"{', '.join(missing)} is not installed. Bash scripts/setup.sh serve, or pip install "
-            "--editable '.[serve]'."
-        )

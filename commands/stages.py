@@ -152,9 +152,6 @@ class StageBuilder:
         Args:
             num_stages: another number than that of the run; its partition is left out then.
             changes: of what the component gets.
-
-        Raises:
-            ContractError: the component takes other arguments, or returns no stage.
         """
         from stageline.contracts import call
         from stageline.data.images.tiling import match_config

@@ -1,7 +1,4 @@
-"""The data of a training run: datasets and processor, checked before a model is loaded; batches.
-
-Knows the options and the contract of each register; train_pp.py puts the objects together.
-"""
+"""The data of a training run, checked before a model is loaded: datasets, vocabulary, batches."""
 
 import dataclasses
 import functools
@@ -15,18 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, Subset
+from transformers import PretrainedConfig
 
 from commands import is_first, say
 from commands.run_plan import RunPlan
 from commands.stages import texts_of
-from commands.train_vocabulary import add_tokens, check_tied_head, num_rows_of
 from options.fields import handed_to, option_fields, spelled
 from options.parts import ChosenPart, takes
 from options.rollouts import check_prompts
 from options.train import RunConfig, check_warmup
 from parse_args import TrainArguments
 from register import load_target
-from stageline.checkpoint.adapter import base_of
+from stageline.checkpoint.adapter import base_of, num_rows_on_disk, rows_of_adapter
+from stageline.checkpoint.files import find_checkpoint
 from stageline.data.batches.batch import MicroBatch
 from stageline.data.batches.collate import encode_sft
 from stageline.data.batches.collate_part import as_collate_part
@@ -49,10 +47,17 @@ from stageline.data.images.image_settings import ImageSettings, using_images
 from stageline.data.images.tiling import Tiling, prepare_images
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.data.text.processor import get_pad_token_id, get_tokenizer, load_processor
+from stageline.data.text.tokenizers import (
+    NewTokens,
+    add_new_tokens,
+    processor_of_weights,
+    with_rowless,
+)
 from stageline.device import is_accelerator
 from stageline.distributed.process_group import DistributedContext
 from stageline.errors import DataError, UserError
 from stageline.model_folder import files_fingerprint, load_config
+from stageline.modules.new_rows import NewRows, vocab_size_of
 from stageline.pipeline.schedules import Schedule
 from stageline.training.reference import weights_fingerprint
 from stageline.training.replicas import LargestOfReplicas
@@ -160,6 +165,97 @@ class Data:
             encode = functools.partial(encode_sft, **options)
         # not of stage 0: that one warns of samples that are cut
         self.encode = functools.partial(encode, stage=1)
+
+
+def add_tokens(arguments: TrainArguments, processor: Any, path: str) -> NewTokens | None:
+    """Add the run's new tokens to its processor, which is of the folder `path`.
+
+    Returns:
+        These tokens and, with --vocab.resize, all that the weights have no row for, or a row that
+        is of no token of their own tokenizer.
+    """
+    run = arguments.run
+    is_other = run.model_path is not None and Path(run.model_path) != Path(path)
+    if not (run.vocab.new_tokens or run.vocab.resize or is_other):
+        return None
+    config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
+    num_rows = num_rows_of(run, config)
+    other = processor_of_weights(
+        run.model_path if is_other else None, trust_remote_code=run.trust_remote_code
+    )
+    tokens = None
+    if run.vocab.new_tokens:
+        # tokens that others forgot to make room for have no start, unless --vocab.resize gives one
+        if num_rows is not None and not run.vocab.resize:
+            check_vocabulary(processor, num_rows)
+        tokens = add_new_tokens(processor, run.vocab.new_tokens, weights_processor=other)
+    if num_rows is None:
+        return tokens
+    more = with_rowless(processor, tokens, num_rows, weights_processor=other)
+    if run.vocab.resize or more is None or not more.rowless:
+        return more
+    if max(more.rowless) < num_rows:  # else `check_vocabulary` refuses them
+        say(
+            f"{len(more.rowless)} tokens of {path} are not in the tokenizer of {run.model_path}: "
+            "their rows start as they are there, and LoRA and --parts.llm.frozen leave them so. "
+            "--vocab.resize starts these rows near the mean and trains them."
+        )
+    return tokens
+
+
+def num_rows_of(
+    run: RunConfig, config: PretrainedConfig, *, new_tokens: NewTokens | None = None
+) -> int | None:
+    """Return the rows of embedding and head, new ones included; None: not known."""
+    known = vocab_size_of(config)
+    if known is None:
+        return None
+    found = [known, *(token + 1 for token in (new_tokens.ids if new_tokens else ()))]
+    if run.model_path is not None:
+        folder = find_checkpoint(run.model_path)
+        found.append(num_rows_on_disk(folder, trust_remote_code=run.trust_remote_code))
+    width = getattr(config.get_text_config(decoder=True), "hidden_size", None)
+    for path in run.adapter_path or ():
+        found += rows_of_adapter(Path(path), width)
+    return max(found)
+
+
+def check_tied_head(run: RunConfig, config: PretrainedConfig) -> None:
+    """Refuse a learning rate for a head that is the embedding; note that freezing it is none."""
+    if not getattr(config, "tie_word_embeddings", False):
+        return
+    why = "the head shares the weight of the embedding, which is of the language model"
+    if run.parts.lm_head.lr is not None:
+        raise UserError(
+            f"--parts.lm_head.lr {run.parts.lm_head.lr:g}: {why}, and one weight has one rate. Use "
+            "--parts.llm.lr."
+        )
+    trains = not (run.parts.llm.frozen or run.llm_lora_num or run.vocab.train_new)
+    if run.parts.lm_head.frozen and trains:
+        say(f"--parts.lm_head.frozen freezes nothing: {why}. --parts.llm.frozen does.")
+
+
+def rows_option(
+    run: RunConfig, new_tokens: NewTokens | None, *, is_known: bool = False
+) -> dict[str, Any]:
+    """Return the new tokens for a stage, if any.
+
+    Args:
+        is_known: the weights have their rows, as those of a checkpoint of this run.
+    """
+    if new_tokens is None:
+        return {}
+    fresh = frozenset() if is_known else new_tokens.fresh
+    rows = NewRows(
+        new_tokens.ids,
+        new_tokens.pieces,
+        fresh,
+        train_alone=run.vocab.train_new,
+        noisy=new_tokens.rowless,
+        seed=run.seed,
+        multiple=run.vocab.multiple if run.vocab.resize else 1,
+    )
+    return {"new_rows": rows}
 
 
 START, FILES, TEXTS = "start weights", "files of model and tokenizer", "texts of templates"

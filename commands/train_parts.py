@@ -24,9 +24,9 @@ from commands.train_data import (
     asks_for,
     make_loader,
     read_anew,
+    rows_option,
     start_weights,
 )
-from commands.train_vocabulary import rows_option
 from options.command_line import with_new_names
 from options.fields import absolute, handed_to, option_fields, spelled
 from options.memory import attention_arguments, check_attention_device
@@ -131,7 +131,7 @@ def bind_loss(arguments: TrainArguments) -> LossPart:
 
 
 def make_loss_part(part: ChosenPart, **given: Any) -> LossPart:
-    """Return a loss_fn part with its facts as the engine takes them."""
+    """Return a loss_fn component with its facts as the engine takes them."""
     counts = {name: load_target(count) for name, count in part.facts["counts"].items()}
     asked = {name: asks_for(part, name) for name in ("needs_reference", "needs_kl")}
     loss_fn = functools.partial(part.part, **part.kwargs, **given)
@@ -351,17 +351,8 @@ class TrainingParts:
         stages_here = list(self.plan.topology.schedule.stages_of(context.pp_rank))
         ranks = Ranks.of(context.pp_group)
         is_known = builder.check_names(stages_here, ranks=ranks, checkpoint=weights)
-        stages = [
-            builder.build(
-                stage,
-                checkpoint_path=weights,
-                processor_path=processor,
-                device=context.device,
-                **rows_option(run, data.new_tokens, is_known=is_whole),
-                **taken_option(run, point),
-            )
-            for stage in stages_here
-        ]
+        source = {"weights": weights, "processor": processor, "is_whole": is_whole}
+        stages = [self._build_stage(stage, context, point, **source) for stage in stages_here]
         wait_for_weights(weights)
         if not is_known:
             check_filled_stages(stages, ranks=ranks, checkpoint=weights)
@@ -376,25 +367,12 @@ class TrainingParts:
         return stages
 
     def make_loader(
-        self,
-        dataset: Any,
-        context: DistributedContext,
-        runner: PipelineRunner,
-        *,
-        is_evaluation: bool,
-        start_step: int = 0,
-        position: Any = None,
+        self, dataset: Any, context: DistributedContext, runner: PipelineRunner, **place: Any
     ) -> MicroBatchLoader:
+        """Return the batches of a dataset; `place`: is_evaluation, start_step, position."""
+        facts = host_facts(runner)
         return make_loader(
-            self.plan,
-            self.data,
-            context,
-            runner.schedule,
-            dataset,
-            is_evaluation=is_evaluation,
-            start_step=start_step,
-            position=position,
-            facts=host_facts(runner),
+            self.plan, self.data, context, runner.schedule, dataset, facts=facts, **place
         )
 
     def make_rollouts(
@@ -404,19 +382,23 @@ class TrainingParts:
         replicas: Replicas,
         point: ResumePoint | None,
     ) -> Any:
+        """Return the answers of training and the loader of held-out prompts; None: none drawn."""
         if not self.samples_answers:
             return None
         # what decodes is imported where something is decoded
         from commands.train_rollouts import make_prompts, make_rollouts
 
+        run = self.plan.run
+
+        def start_stage(stage: int) -> Stage:
+            """Build a stage as this run's first start filled it, from `model_path` or at random."""
+            with host_state_kept():
+                made = self._build_stage(stage, context, point, weights=run.model_path)
+            wait_for_weights(run.model_path)
+            return made
+
         rollouts = make_rollouts(
-            self.plan,
-            self.data,
-            context,
-            runner,
-            replicas,
-            point=point,
-            start_stage=functools.partial(self._start_stage, context, point),
+            self.plan, self.data, context, runner, replicas, point=point, start_stage=start_stage
         )
         held_out = None
         if self.data.test is not None:
@@ -425,22 +407,27 @@ class TrainingParts:
             )
         return rollouts, held_out
 
-    def _start_stage(
-        self, context: DistributedContext, point: ResumePoint | None, stage: int
-    ) -> Stage:
-        """Build a stage as this run's first start filled it, from `model_path` or at random."""
+    def _build_stage(
+        self,
+        stage: int,
+        context: DistributedContext,
+        point: ResumePoint | None,
+        *,
+        weights: str | Path | None,
+        processor: str | None = None,
+        is_whole: bool = False,
+    ) -> Any:
         run = self.plan.run
-        with host_state_kept():
-            made = stage_builder(self.plan, images=self.data.processor).build(
-                stage,
-                checkpoint_path=run.model_path,
-                processor_path=run.processor_path,
-                device=context.device,
-                **rows_option(run, self.data.new_tokens),
-                **taken_option(run, point),
-            )
-        wait_for_weights(run.model_path)
-        return made
+        given = rows_option(run, self.data.new_tokens, is_known=is_whole)
+        if point is not None and point.base is not None and run.lora.init.startswith(PISSA):
+            given["lora_taken_from"] = str(point.folder)  # what PiSSA took out of the weights
+        return stage_builder(self.plan, images=self.data.processor).build(
+            stage,
+            checkpoint_path=weights,
+            processor_path=processor or run.processor_path,
+            device=context.device,
+            **given,
+        )
 
     def reference_key(self, dataset: Any) -> str:
         """Identify what the reference log-probabilities of a dataset depend on."""
@@ -462,13 +449,6 @@ class TrainingParts:
         """Return the tracker part, which starts to follow the run."""
         given = {"folder": folder, "config": self.plan.as_config(), "start_step": start_step}
         return call("tracker", self.plan.parts["tracker"].bound, **given)
-
-
-def taken_option(run: RunConfig, point: ResumePoint | None) -> dict[str, Any]:
-    """Return the checkpoint with what PiSSA took out of the weights, of a resumed run."""
-    if point is None or point.base is None or not run.lora.init.startswith(PISSA):
-        return {}
-    return {"lora_taken_from": str(point.folder)}
 
 
 def host_facts(runner: PipelineRunner) -> Callable[[Any], Any] | None:

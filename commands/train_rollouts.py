@@ -80,11 +80,7 @@ def make_rollouts(
     point: ResumePoint | None,
     start_stage: Callable[[int], Stage],
 ) -> Rollouts:
-    """Return what gives the micro-batches of each step; all ranks call this together.
-
-    Args:
-        start_stage: builds a stage of the start model again.
-    """
+    """Return what gives the micro-batches of each step; all ranks call this together."""
     run = arguments.run
     start_step = point.step if point else 0
     facts: Mapping[str, Any] = point.state.facts if point else {}
@@ -138,8 +134,7 @@ def make_rollouts(
 def weigh_answers(run: RunConfig, num_ranks: int, row_tokens: int) -> Callable[[Stage], Cost]:
     """Return the memory estimate of the answers that a pipeline draws.
 
-    Args:
-        row_tokens: of the longest row, with a stand-in for the longest answer.
+    `row_tokens` is of the longest row, with a stand-in for the longest answer.
     """
     answer_tokens = min(run.rollouts.max_completion_length, row_tokens - 1)
     step = AnswerLoad(

@@ -16,22 +16,14 @@ _adapter_paths = functools.partial(
     "LoRA adapters in peft's format, folders or hub names (owner/name[@revision]), merged in turn",
     is_path=True,
     takes_name=True,
-    is_common=True,
 )
 _adapter_weights = functools.partial(option, None, "share of each adapter; default: 1")
 _num_devices = functools.partial(
-    side_option,
-    None,
-    "devices of the model; default: all",
-    at_least=1,
-    is_common=True,
-    to="builder",
+    side_option, None, "devices of the model; default: all", at_least=1, to="builder"
 )
-_longest_answer = functools.partial(
-    option, help_text="longest answer, in tokens", at_least=1, is_common=True
-)
+_longest_answer = functools.partial(option, help_text="longest answer, in tokens", at_least=1)
 _temperature = functools.partial(
-    option, 0.0, "temperature of sampling (0 = the likeliest token)", at_least=0, is_common=True
+    option, 0.0, "temperature of sampling (0 = the likeliest token)", at_least=0
 )
 
 
@@ -39,10 +31,7 @@ class DecodeOptions(Options):
     """Pipelined decoding (--engine pipeline)"""
 
     num_stages: int | None = side_option(
-        None,
-        "stages, one process and device each; default: all GPUs, 1 on the CPU",
-        at_least=1,
-        is_common=True,
+        None, "stages, one process and device each; default: all GPUs, 1 on the CPU", at_least=1
     )
     partition: list[int] | None = side_option(
         None, "layers of each stage, 12,10; default: equal times of a decoding step"
@@ -84,7 +73,6 @@ class EngineOptions(DecodeOptions):
         "device_map",
         "device_map = one process over all devices, pipeline = a process a stage, vllm = an "
         "exported folder in vLLM, api = a model behind an endpoint (--builder.name)",
-        is_common=True,
     )
     num_replicas: int | None = side_option(
         None,
@@ -174,7 +162,6 @@ class ModelOptions(MachineOptions):
         "folder of a model, adapter or checkpoint, or hub name (owner/name[@revision])",
         is_path=True,
         takes_name=True,
-        is_common=True,
     )
     adapter_path: list[str] | None = _adapter_paths()
 
@@ -193,12 +180,12 @@ class AnswerOptions(Options):
 
     adapter_path: list[str] | None = _adapter_paths()
     adapter_weights: list[float] | None = _adapter_weights()
-    batch_size: int = side_option(8, "samples generated together", at_least=1, is_common=True)
+    batch_size: int = side_option(8, "samples generated together", at_least=1)
     max_new_tokens: int = _longest_answer(64, to="model")
     temperature: float = _temperature(to="model")
     num_devices: int | None = _num_devices()
     limit: int | None = side_option(
-        None, "first samples that are answered; default: all", at_least=1, is_common=True
+        None, "first samples that are answered; default: all", at_least=1
     )
 
 
@@ -214,10 +201,7 @@ class EvaluateConfig(
     """Evaluation"""
 
     output_dir: str = side_option(
-        "runs/evaluate",
-        "folder of predictions.jsonl, report.json and plots",
-        is_output=True,
-        is_common=True,
+        "runs/evaluate", "folder of predictions.jsonl, report.json and plots", is_output=True
     )
 
 
@@ -229,10 +213,9 @@ class PromptOptions(Options):
         "file of prompts: one a line (.txt), or rows with question, instruction or messages, and "
         "image (.jsonl, .json)",
         is_path=True,
-        is_common=True,
     )
     text: list[str] | None = side_option(
-        None, "a prompt; repeat it for more, or give a list in a config file", is_common=True
+        None, "a prompt; repeat it for more, or give a list in a config file"
     )
     print_answers: int = side_option(
         20, "most answers that are printed; more are only in the file", at_least=0
@@ -245,9 +228,7 @@ class InferConfig(
 ):
     """Every option of infer.py."""
 
-    output_dir: str = side_option(
-        "runs/infer", "folder of predictions.jsonl", is_output=True, is_common=True
-    )
+    output_dir: str = side_option("runs/infer", "folder of predictions.jsonl", is_output=True)
     max_new_tokens: int = _longest_answer(256, to="model")
 
 
@@ -268,7 +249,6 @@ class ChatServerOptions(Options):
     server: str | None = option(
         None,
         "address of a server with OpenAI's API, such as http://127.0.0.1:8000",
-        is_common=True,
         excludes=("--model-path",),
     )
     server_model: str | None = option(
@@ -325,21 +305,16 @@ class HarnessSettings(Options):
 class TaskOptions(Options):
     """Tasks of lm_eval"""
 
-    tasks: str | None = option(
-        None, "names of tasks, groups or tags, between commas", is_common=True
-    )
+    tasks: str | None = option(None, "names of tasks, groups or tags, between commas")
     num_fewshot: int | None = option(
-        None, "examples before each question; default: the task's", at_least=0, is_common=True
+        None, "examples before each question; default: the task's", at_least=0
     )
     limit: float | None = option(
-        None,
-        "questions of each task, or below 1 their share; default: all",
-        at_least=0,
-        is_common=True,
+        None, "questions of each task, or below 1 their share; default: all", at_least=0
     )
     lm_eval: HarnessSettings = mapping(HarnessSettings)
     output_path: str | None = option(
-        None, "folder of results_DATE.json, as lm_eval writes it", is_output=True, is_common=True
+        None, "folder of results_DATE.json, as lm_eval writes it", is_output=True
     )
 
 

@@ -21,24 +21,17 @@ from options.fields import OptionError, as_list, spelled
 
 
 def command_words(argv: Sequence[str] | None = None) -> list[str]:
-    """Return the words behind the command: `argv`, or those that this process was started with.
-
-    A command without a file of its own at the root is the first word of `stageline`.
-    """
+    """Return the words behind the command: `argv`, or those that this process was started with."""
     if argv is not None:
         return list(argv)
-    return sys.argv[2:] if _is_behind_stageline() else sys.argv[1:]
+    return sys.argv[1 + program_name().count(" ") :]
 
 
 def program_name() -> str:
-    """Return what was started: `train_pp.py`, or `stageline infer`."""
-    if _is_behind_stageline():
-        return " ".join(["stageline", *sys.argv[1:2]])
-    return Path(sys.argv[0]).name
-
-
-def _is_behind_stageline() -> bool:
-    return Path(sys.argv[0]).parts[-2:] == ("stageline", "__main__.py")
+    """Return what was started: `train_pp.py`, or `stageline infer`, without a file of its own."""
+    path = Path(sys.argv[0])
+    is_module = path.parts[-2:] == ("stageline", "__main__.py")
+    return " ".join(["stageline", *sys.argv[1:2]]) if is_module else path.name.replace(" ", "_")
 
 
 _STR, _FLOAT = "tag:yaml.org,2002:str", "tag:yaml.org,2002:float"
@@ -74,11 +67,7 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_options(text: str) -> tuple[Any, dict[str, int]]:
-    """Return the content of a YAML text, and the line of each of its names.
-
-    Raises:
-        ValueError, yaml.YAMLError: it has a key twice, or is not plain YAML.
-    """
+    """Return the content of a YAML text, and the line of each of its names."""
     loader = _StrictLoader(text)
     lines = {}
     try:
@@ -125,11 +114,7 @@ def shortened(text: str) -> str:
 
 
 def read_words(words: Sequence[str]) -> list[Given]:
-    """Read `--name value`, `--name=value`, `--name v1 v2` and `--name`.
-
-    Raises:
-        OptionError: a word that belongs to no option.
-    """
+    """Read `--name value`, `--name=value`, `--name v1 v2` and `--name`."""
     given: list[Given] = []
     for word in ["--help" if word == "-h" else word for word in words]:
         name, has_value, value = word[2:].partition("=")
@@ -150,9 +135,6 @@ def read_config(path: str | Path, names: Iterable[str] = ()) -> list[Given]:
 
     Args:
         names: every option of the command: those in a mapping are told by their own names.
-
-    Raises:
-        OptionError: the file is missing, is no YAML, no mapping of options, or has one twice.
     """
     path = Path(path).expanduser()
     lines: dict[str, int] = {}
@@ -208,9 +190,6 @@ def unfolded(given: Sequence[Given], names: Iterable[str]) -> list[Given]:
 
     Args:
         names: every option of the command.
-
-    Raises:
-        OptionError: a mapping has another value.
     """
     heads = {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
     found: list[Given] = []
@@ -248,9 +227,6 @@ def drop_rivals(options: dict[str, Given], rivals: Mapping[str, str]) -> None:
 
     Args:
         rivals: option -> the one that follows from it.
-
-    Raises:
-        OptionError: both were typed.
     """
     for pair in rivals.items():
         items = [options[name] for name in pair if name in options]
@@ -266,9 +242,6 @@ def gathered(given: Sequence[Given], names: Sequence[str]) -> dict[str, Given]:
     """Return options that hold a text each time they are given, as one list.
 
     The command line replaces what a config file has, a later file an earlier one.
-
-    Raises:
-        OptionError: several words came without quotes.
     """
     found: dict[str, Given] = {}
     for name in names:
@@ -289,11 +262,7 @@ def gathered(given: Sequence[Given], names: Sequence[str]) -> dict[str, Given]:
 def convert(
     parser: ArgumentParser, settings: Mapping[str, Given], *, also_known: Iterable[str]
 ) -> Namespace:
-    """Convert text to typed values.
-
-    Raises:
-        OptionError: names the option, its value and the type.
-    """
+    """Convert text to typed values."""
     actions = {action.dest: action for action in parser._actions if action.option_strings}
     hints = {name: getattr(one, "_typehint", None) or one.type for name, one in actions.items()}
     known = [*dict.fromkeys([*hints, *also_known])]

@@ -28,14 +28,12 @@ class RowSettings(Options):
 class BatchOptions(Options):
     """Data and batches"""
 
-    batch_size: int = free_option(
-        16, "samples of one schedule step, per replica", at_least=1, is_common=True
-    )
+    batch_size: int = free_option(16, "samples of one schedule step, per replica", at_least=1)
     micro_batch_size: int = option(
-        2, "rows of a micro-batch (mean of sorted ones)", at_least=1, is_common=True, resume="steps"
+        2, "rows of a micro-batch (mean of sorted ones)", at_least=1, resume="steps"
     )
     accumulate_steps: int = free_option(1, "batches of one optimizer step", at_least=1)
-    max_token_num: int = option(512, "longest sample, in tokens", at_least=1, is_common=True)
+    max_token_num: int = option(512, "longest sample, in tokens", at_least=1)
     packing: bool = option(False, "several separate samples in a row of --max-token-num tokens")
     rows: RowSettings = mapping(RowSettings)
     skip_bad_rows: int = option(0, f"{BAD_ROWS}; all are read before the first step", at_least=0)

@@ -49,7 +49,6 @@ def option(
     takes_name: bool = False,
     is_named: bool = False,
     is_output: bool = False,
-    is_common: bool = False,
     is_needed: bool = False,
     is_saved: bool = True,
     needs: Sequence[str] = (),
@@ -68,7 +67,6 @@ def option(
         takes_name: of a path: a name on a hub, `owner/name[@revision]`, will do.
         is_named: of several paths: each may be NAME=PATH.
         is_output: a folder that the run makes.
-        is_common: `--help` shows it, not only `--help all`.
         is_needed: a value has to be given.
         is_saved: the saved config has it.
         needs: options, as they are typed, without which this one has no effect; one of several,
@@ -167,11 +165,7 @@ def handed_to(register: str, config: Any) -> dict[str, Any]:
 
 
 def check_together(config: Any) -> None:
-    """Refuse options without one that they need, and two that exclude each other.
-
-    Raises:
-        OptionError: names both.
-    """
+    """Refuse options without one that they need, and two that exclude each other."""
     fields, given = option_fields(config), given_options(config)
 
     def is_given(text: str, *, exactly: bool) -> bool:
@@ -216,13 +210,6 @@ def option_groups(config_class: type) -> list[tuple[str, list[dataclasses.Field]
                      if path.startswith(f"{name}.")]  # fmt: skip
             groups.append((f"{(held.__doc__ or '').strip()} (a mapping)", inner))
     return groups
-
-
-def common_options(config_class: type) -> list[tuple[str, list[dataclasses.Field]]]:
-    """The options that most people need, as one group; all, where none is marked as such."""
-    groups = option_groups(config_class)
-    found = [item for _, items in groups for item in items if item.metadata["is_common"]]
-    return [("Options that most runs need", found)] if found else groups
 
 
 def spelled(name: str) -> str:
@@ -287,11 +274,7 @@ def absolute(item: dataclasses.Field, value: Any) -> Any:
 
 
 def check_limits(config: Any) -> None:
-    """Check each number against the limits of its field, and that each given path exists.
-
-    Raises:
-        OptionError: names the option, its value and the limit.
-    """
+    """Check each number against the limits of its field, and that each given path exists."""
     for name, item in option_fields(config).items():
         facts, value = item.metadata, value_of(config, name)
         for one in as_list(value) if facts["is_path"] else ():

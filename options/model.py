@@ -241,7 +241,7 @@ class TrainedOptions(Options):
     vit_lora_num: int = option(0, "adapters of the vision tower", at_least=0, to="train_model")
     mlp_lora_num: int = option(0, "adapters of the projector", at_least=0, to="train_model")
     llm_lora_num: int = option(
-        0, "LoRA adapters of the language model", at_least=0, is_common=True, to="train_model"
+        0, "LoRA adapters of the language model", at_least=0, to="train_model"
     )
     parts: PartsTraining = mapping(PartsTraining)
     lora: LoRASettings = mapping(LoRASettings)
@@ -300,19 +300,17 @@ def read_tokens(given: list[str]) -> list[str]:
             lines = Path(entry[1:]).expanduser().read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise OptionError(
-                f"--vocab.new_tokens {entry} can't be read ({error}). Correct the path of the "
-                "file, one token a line."
+                f"--vocab.new_tokens {entry} can't be read ({error}). Give a file with one token a "
+                "line."
             ) from error
         tokens += [line.strip() for line in lines if line.strip()]
-    for token in tokens:
+    for token in tokens or [""]:
         is_twice = tokens.count(token) > 1
         if is_twice or not token or token != token.strip() or token.startswith("@"):
             problem = "twice" if is_twice else "empty, has white space around it, or begins with @"
             raise OptionError(
                 f"--vocab.new_tokens: {token!r} is {problem}. Correct it; each becomes one token."
             )
-    if not tokens:
-        raise OptionError("--vocab.new_tokens names no token. Add some or drop it.")
     return tokens
 
 

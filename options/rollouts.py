@@ -98,21 +98,19 @@ def check_rollouts(run: Any, parts: Any) -> None:
                 "them."
             )
     stops_on_loss = run.early_stop.patience > 0 and run.early_stop.metric == "loss"
-    no_loss = "held-out prompts have rewards and no loss (use reward)"
-    for name, is_given, why in (
-        ("--engine streaming", parts["engine"].key == "streaming", "it decodes no answers"),
-        ("--vision-stages", run.vision_stages > 0, "stages of a tower do not answer"),
-        ("--neftune-alpha", run.neftune_alpha > 0, "answers come from the model without noise"),
-        (
-            f"--reference {run.reference}",
-            run.reference in ("precompute", "columns"),
-            "a table has no answers that are drawn later",
-        ),
-        ("--early-stop.metric loss", stops_on_loss, no_loss),
-        ("--save-best loss", run.save_best in ("loss", "token_accuracy"), no_loss),
-    ):
+    # held-out prompts have rewards and no loss; a table has no answers that are drawn later
+    excluded = {
+        "--engine streaming": parts["engine"].key == "streaming",
+        "--vision-stages": run.vision_stages > 0,
+        "--neftune-alpha": run.neftune_alpha > 0,
+        f"--reference {run.reference}": run.reference in ("precompute", "columns"),
+        "--early-stop.metric loss": stops_on_loss,
+        "--save-best loss": run.save_best in ("loss", "token_accuracy"),
+    }
+    for name, is_given in excluded.items():
         if is_given:
-            raise OptionError(f"{name} does not go with --loss-fn {loss.key}: {why}. Drop {name}.")
+            hint = " or give reward" if name.endswith(" loss") else ""
+            raise OptionError(f"{name} does not go with --loss-fn {loss.key}. Drop it{hint}.")
 
 
 def check_prompts(run: Any, group_size: int) -> None:

@@ -1,14 +1,14 @@
 """The options of serve.py: where it listens, who may ask, how much of what."""
 
 import os
-import ssl
+import re
 from pathlib import Path
 
 from options.answer import DecodeOptions, ModelOptions
 from options.data import ImageOptions
 from options.fields import OptionError, Options, mapping, option, option_fields, split_name
 
-LEAST_LETTERS = 8  # of an API key
+KEY = re.compile("[!-~]{8,}")
 
 
 class HttpSettings(Options):
@@ -39,38 +39,15 @@ class HttpSettings(Options):
     api_key_file: str | None = option(None, "file of API keys, one a line", is_path=True)
 
 
-def check_certificate(run: "ServeConfig") -> None:
-    """Refuse a certificate that no server could show, before a model is loaded."""
-    own = run.http
-    if own.ssl_certfile is None:
-        return
-
-    def refuse_password() -> str:
-        """Keep OpenSSL from asking at the terminal of each process."""
-        raise ValueError("the key is encrypted")
-
-    try:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(own.ssl_certfile, own.ssl_keyfile, password=refuse_password)
-    except (OSError, ValueError) as error:  # an SSLError is an OSError
-        key = f" --http.ssl_keyfile {own.ssl_keyfile}" if own.ssl_keyfile else ""
-        raise OptionError(
-            f"--http.ssl_certfile {own.ssl_certfile}{key} can't be used ({error}). Give a "
-            "certificate and its private key in PEM form, the key without a password."
-        ) from error
-
-
 class ListenOptions(Options):
     """Server"""
 
-    host: str = option(
-        "127.0.0.1", "address to listen at (0.0.0.0 = all of this machine)", is_common=True
-    )
-    port: int = option(8000, "port (0 = a free one)", at_least=0, at_most=65535, is_common=True)
+    host: str = option("127.0.0.1", "address to listen at (0.0.0.0 = all of this machine)")
+    port: int = option(8000, "port (0 = a free one)", at_least=0, at_most=65535)
     served_model_name: str | None = option(
-        None, "name that clients ask for; default: that of the model's folder", is_common=True
+        None, "name that clients ask for; default: that of the model's folder"
     )
-    api_key_env: str | None = option(None, "environment variable of an API key", is_common=True)
+    api_key_env: str | None = option(None, "environment variable of an API key")
 
 
 class RequestLimits(Options):
@@ -110,16 +87,11 @@ class ServeConfig(ListenOptions, ImageOptions, DecodeOptions, ModelOptions):
         is_path=True,
         takes_name=True,
         is_named=True,
-        is_common=True,
     )
 
 
 def named_adapters(run: ServeConfig) -> dict[str, str]:
-    """Return name -> folder of the adapters that are models of their own.
-
-    Raises:
-        OptionError: only some paths have a name, or two the same, or they are merged.
-    """
+    """Return name -> folder of the adapters that are models of their own."""
     item = option_fields(run)["adapter_path"]
     pairs = [split_name(item, value) for value in run.adapter_path or ()]
     named = {name: path for name, path in pairs if name}
@@ -145,11 +117,10 @@ def read_api_keys(run: ServeConfig) -> tuple[str, ...]:
         keys = [line.strip() for line in text.splitlines() if line.strip()]
         if not keys:
             raise OptionError(f"{source} holds no key. Set it or drop the option.")
-        for number, key in enumerate(keys, 1):
-            if len(key) < LEAST_LETTERS or not key.isascii() or not key.isprintable() or " " in key:
-                raise OptionError(
-                    f"{source}: key {number} is not {LEAST_LETTERS} letters of ASCII or more, "
-                    "without spaces. Make one with `openssl rand -hex 24`."
-                )
+        if wrong := [number for number, key in enumerate(keys, 1) if not KEY.fullmatch(key)]:
+            raise OptionError(
+                f"{source}: key {wrong[0]} is not 8 or more ASCII letters without spaces. Make one "
+                "with `openssl rand -hex 24`."
+            )
         found |= dict.fromkeys(keys)
     return tuple(found)

@@ -88,10 +88,7 @@ class CheckpointOptions(Options):
         3, "optimizer step whose passes are drawn in timeline.png (0 = none)", at_least=0
     )
     save_steps: Literal["epoch"] | int = free_option(
-        0,
-        "optimizer steps between checkpoints, or epoch (0 = at the end)",
-        at_least=0,
-        is_common=True,
+        0, "optimizer steps between checkpoints, or epoch (0 = at the end)", at_least=0
     )
     save_best: str = free_option(
         "none",
@@ -106,7 +103,6 @@ class CheckpointOptions(Options):
     resume: str | None = free_option(
         None,
         "checkpoint to continue from, or auto = the newest whole one of --output-dir",
-        is_common=True,
         is_saved=False,
     )
     allow_changes: bool = free_option(
@@ -143,7 +139,7 @@ class MachineOptions(Options):
         "auto = the accelerator that torch finds, else the CPU (never mps)",
         to="train_model builder",
     )
-    bf16: bool = option(False, "compute in bfloat16", is_common=True, excludes=("--fp16",))
+    bf16: bool = option(False, "compute in bfloat16", excludes=("--fp16",))
     fp16: bool = option(False, "compute in float16")
     dtype: Literal["auto"] | None = option(
         None, "auto = the dtype in config.json, or without one that of --bf16 and --fp16"
@@ -166,7 +162,6 @@ class SharedOptions(MachineOptions):
         "model folder or hub name (owner/name[@revision]); without it weights start at random",
         is_path=True,
         takes_name=True,
-        is_common=True,
     )
     dataset_path: str | None = free_option(
         None,
@@ -174,13 +169,11 @@ class SharedOptions(MachineOptions):
         is_path=True,
         is_pattern=True,
         takes_name=True,
-        is_common=True,
     )
     output_dir: str = free_option(
         "runs/train",
         "run folder: config, logs, plots, checkpoints",
         is_output=True,
-        is_common=True,
         shapes_answers=False,
     )
     seed: int = option(
@@ -207,12 +200,7 @@ class OptimizerOptions(Options):
     """Optimization"""
 
     learning_rate: float = option(
-        1e-4,
-        "peak learning rate",
-        at_least=0,
-        is_common=True,
-        to="optimizer lr_scheduler",
-        resume="steps",
+        1e-4, "peak learning rate", at_least=0, to="optimizer lr_scheduler", resume="steps"
     )
     min_lr: float = _rate(0.0, "learning rate at the last step")
     warmup_steps: int = option(
@@ -228,18 +216,12 @@ class OptimizerOptions(Options):
     )
     warmup_start_lr: float = _rate(0.0, "learning rate at the first step")
     total_steps: int = option(
-        100,
-        "optimizer steps of the run",
-        at_least=1,
-        is_common=True,
-        to="lr_scheduler",
-        resume="length",
+        100, "optimizer steps of the run", at_least=1, to="lr_scheduler", resume="length"
     )
     num_train_epochs: float | None = option(
         None,
         "passes over the training rows, in place of --total-steps",
         at_least=0.001,
-        is_common=True,
         instead_of="total_steps",
         resume="length",
     )
@@ -267,7 +249,6 @@ class PipelineOptions(Options):
         None,
         "stages of the model; default: from the number of processes",
         at_least=1,
-        is_common=True,
         to="train_model",
     )
     stages_per_rank: int | None = free_option(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from commands import with_folders
-from commands.train_vocabulary import check_tied_head
+from commands.train_data import check_tied_head
 from options.fields import OptionError, given_options, handed_to, replaced
 from options.model import TrainedOptions, adapter_arguments, learning_rate_scales, method_arguments
 from options.train import RunConfig
