@@ -50,6 +50,14 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
+def quiet_transformers() -> None:
+    """Turn off the progress bars and warnings of transformers."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
 def say(text: str) -> None:
     """Print a text once in a run."""
     terminal.say(text)

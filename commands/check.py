@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from commands import importing, start
+from commands import importing, quiet_transformers, start
 from commands.stages import with_family_key
 from commands.train import SHELF  # which registers the engine that a training command names
 from options.fields import given_options, spelled
@@ -43,12 +43,9 @@ def main() -> int:
     arguments, schedule = resolve_schedule(with_family_key(arguments))
     launch_if_needed(schedule.num_ranks)
     with importing():  # not in the process that starts the others
-        import transformers
-
         from stageline.distributed.failure import name_stages
         from stageline.distributed.process_group import distributed_context
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet_transformers()
     # rank 0 also trains the whole model, for which the others may have to wait
     with distributed_context(num_ranks=schedule.num_ranks, device="cpu", timeout=7200.0) as context:
         name_stages(schedule.stages_of(context.pp_rank))

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands import importing
+from commands import importing, quiet_transformers
 from commands.stages import StageBuilder, lora_options, stage_key
 from options.command_line import old_names
 from options.fields import num_bytes, spelled
@@ -77,12 +77,10 @@ def main() -> None:
     options = make_parser().parse_args()
     with importing():  # after the options: --help answers at once
         import torch
-        import transformers
 
         from stageline.checkpoint.plain_folder import export_folder
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet_transformers()
     import_parts(dict.fromkeys(options.imports))
     if options.adapter_weights and not options.adapter_path:
         raise UserError("--adapter-weights requires --adapter-path. Add it or drop the weights.")

@@ -47,7 +47,12 @@ def main() -> int:
             "seed=0,1 -- JOB.yaml, or leave out both to compare runs that are there."
         )
     code = sweep(given.folder, given.sweep, job) if given.sweep else 0
-    runs = find_runs(given.folder, given.metric)
+    paths = [*given.folder.glob("*/config.yaml"), *given.folder.glob("*/*/config.yaml")]
+    folders = {str(path.parent.relative_to(given.folder)): path.parent for path in paths}
+    found = {
+        name: read_run(folders[name], given.metric) for name in sorted(folders, key=natural_key)
+    }
+    runs = [{**run, "name": name} for name, run in found.items() if run]
     if not runs:
         raise UserError(
             f"{given.folder} has no runs: no config.yaml one or two levels below it. Name the "
@@ -117,16 +122,6 @@ def sweep(folder: Path, words: Sequence[str], job: Sequence[str]) -> int:
         if code in FATAL:
             raise SystemExit(code)
     return failed
-
-
-def find_runs(folder: Path, metric: str) -> list[dict[str, Any]]:
-    """The runs one or two levels below a folder, in the order of their names."""
-    runs = {
-        str(path.parent.relative_to(folder)): read_run(path.parent, metric)
-        for pattern in ("*/config.yaml", "*/*/config.yaml")
-        for path in folder.glob(pattern)
-    }
-    return [{**run, "name": name} for name in sorted(runs, key=natural_key) if (run := runs[name])]
 
 
 def read_run(folder: Path, metric: str = "loss") -> dict[str, Any] | None:

@@ -15,14 +15,13 @@ import ipaddress
 import sys
 from typing import TYPE_CHECKING, Any
 
-from commands import start
+from commands import quiet_transformers, start
 from options.serve import ServeConfig, named_adapters, read_api_keys
-from parse_args import ServeArguments, parse_serve_args
+from parse_args import parse_serve_args
 from stageline.distributed.stop import StopWords, speak_of_stops, stop_requested
 from stageline.errors import UserError
 
 if TYPE_CHECKING:
-    from stageline.serving.service import Service
     from stageline.serving.settings import ServerSettings
 
 SHELF = ("pp_models", "prompt_fn")
@@ -58,65 +57,51 @@ def main() -> int:
     rules = WatchdogRules(stop_deadline=run.http.shutdown_seconds + SECONDS_TO_END)
     run, num_processes = place_stages(run)
     launch_if_needed(num_processes, rules=rules)
-    import transformers  # the process that starts the others needs none of it
-
-    from commands.decode_run import open_decoding
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    stop_requested()  # on each rank: the first one sees to it that all end in order
-    with open_decoding(run, beside=tuple(named_adapters(run).values())) as decoding:
-        if decoding is not None:
-            serve(arguments, decoding, api_keys)
-    return 0
-
-
-def serve(arguments: ServeArguments, decoding: Any, api_keys: tuple[str, ...]) -> None:
-    """Serve with what `open_decoding` gives until a signal comes."""
-    from stageline.serving.app import make_app, serve_until
-
-    run = arguments.run
-    adapters = tuple(named_adapters(run))
-    settings = make_settings(run, api_keys, name=decoding.engine.model_name, adapters=adapters)
-    if not api_keys and not is_local(run.host):
-        print(
-            f"warning: --host {run.host} lets other machines ask without an API key. Add "
-            "--api-key-env or --http.api_key_file.",
-            file=sys.stderr,
-        )
-    service = make_service(arguments, decoding, settings)
-    serve_until(
-        service,
-        make_app(service),
-        host=run.host,
-        port=run.port,
-        should_stop=stop_requested,
-        shutdown_seconds=run.http.shutdown_seconds,
-        tell=functools.partial(print, flush=True),
-        **listening_options(run),
-    )
-
-
-def make_service(arguments: ServeArguments, decoding: Any, settings: ServerSettings) -> Service:
-    """Return the server without HTTP; tries the chat template once."""
+    # the process that starts the others needs none of these
     from commands.answer_run import prepare
+    from commands.decode_run import open_decoding
     from stageline.data.images.image_settings import ImageSettings
+    from stageline.serving.app import make_app, serve_until
     from stageline.serving.prompts import PromptMaker
     from stageline.serving.service import Service
 
-    run, parts = arguments.run, arguments.parts
-    images = ImageSettings(**run.images.limits())
-    prepare(arguments, decoding.processor, decoding.engine, decoding.config, images)
-    prompts = PromptMaker(
-        decoding.processor,
-        render=parts["prompt_fn"].bound,
-        image_token=parts["image_token"].bound,
-        max_length=decoding.engine.max_length,
-        max_images=settings.max_images,
-        max_pixels=run.images.pixel_limit,
-    )
-    prompts.warm_up()
-    return Service(decoding.engine, prompts, settings)
+    quiet_transformers()
+    stop_requested()  # on each rank: the first one sees to it that all end in order
+    adapters = named_adapters(run)
+    with open_decoding(run, beside=tuple(adapters.values())) as decoding:
+        if decoding is None:
+            return 0
+        engine, processor = decoding.engine, decoding.processor
+        settings = make_settings(run, api_keys, name=engine.model_name, adapters=tuple(adapters))
+        if not api_keys and not is_local(run.host):
+            print(
+                f"warning: --host {run.host} lets other machines ask without an API key. Add "
+                "--api-key-env or --http.api_key_file.",
+                file=sys.stderr,
+            )
+        images = ImageSettings(**run.images.limits())
+        prepare(arguments, processor, engine, decoding.config, images)
+        prompts = PromptMaker(
+            processor,
+            render=arguments.parts["prompt_fn"].bound,
+            image_token=arguments.parts["image_token"].bound,
+            max_length=engine.max_length,
+            max_images=settings.max_images,
+            max_pixels=run.images.pixel_limit,
+        )
+        prompts.warm_up()  # tries the chat template once
+        service = Service(engine, prompts, settings)
+        serve_until(
+            service,
+            make_app(service),
+            host=run.host,
+            port=run.port,
+            should_stop=stop_requested,
+            shutdown_seconds=run.http.shutdown_seconds,
+            tell=functools.partial(print, flush=True),
+            **listening_options(run),
+        )
+    return 0
 
 
 def listening_options(run: ServeConfig) -> dict[str, Any]:

@@ -156,10 +156,9 @@ def make_optimizer(
     *,
     part_of: Callable[[str], str | None] = lambda name: None,
 ) -> torch.optim.Optimizer | None:
-    """Return the optimizer part over trainable parameters; None where there are none.
+    """Return the optimizer over trainable parameters; None where there are none.
 
-    Args:
-        part_of: a parameter's name -> the part of the model, which may have a rate of its own.
+    `part_of` gives the part of the model that a parameter is of, which may have its own rate.
     """
     if not parameters:
         return None
@@ -229,24 +228,6 @@ def make_planner(
     )
 
 
-def place_layers(plan: RunPlan, data: Data, context: DistributedContext) -> RunPlan:
-    """Return the plan with the layers of each stage, the same on all ranks."""
-    run = plan.run
-    if run.vision_stages:
-        return plan  # the planner knows no tower but one on stage 0
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    partition = place_together(
-        functools.partial(make_planner, plan, data, plan.topology, context.device),
-        run.partition,
-        capacity=device_capacity(
-            context.device, num_local_ranks=local_ranks, gib=run.device_memory
-        ),
-    )
-    if partition is None or run.partition not in ("parameters", "measured"):
-        return plan
-    return dataclasses.replace(plan, run=dataclasses.replace(run, partition=partition))
-
-
 def trainer_config(run: RunConfig) -> TrainerConfig:
     """Return the settings that the trainer reads."""
     names = {item.name for item in dataclasses.fields(TrainerConfig)}
@@ -264,12 +245,7 @@ def trainer_config(run: RunConfig) -> TrainerConfig:
 
 
 class TrainingParts:
-    """What a run is made of, for the trainer; see `stageline.training.trainer.Parts`.
-
-    Args:
-        make_runner: gets the stages of a rank and its context.
-        places_layers: the planner settles which layers are on which stage.
-    """
+    """Components of a run, for the trainer; see `stageline.training.trainer.Parts`."""
 
     def __init__(
         self,
@@ -322,15 +298,25 @@ class TrainingParts:
         )
 
     def build_stages(self, context: DistributedContext, point: ResumePoint | None) -> list[Stage]:
-        """Place the layers, check the split, then call the train_model part for each stage.
+        """Place the layers, check the split, then call the train_model component for each stage.
 
-        Args:
-            point: a checkpoint with whole models. What is trained besides the weights of an
-                adapter's base comes later, from its training state.
+        Of a checkpoint with an adapter, what is trained besides its base comes later.
         """
-        if self.places_layers:
-            self.plan = place_layers(self.plan, self.data, context)
         run, data = self.plan.run, self.data
+        if self.places_layers and not run.vision_stages:  # the planner has the tower on stage 0
+            local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            partition = place_together(
+                functools.partial(
+                    make_planner, self.plan, data, self.plan.topology, context.device
+                ),
+                run.partition,
+                capacity=device_capacity(
+                    context.device, num_local_ranks=local_ranks, gib=run.device_memory
+                ),
+            )
+            if partition is not None and run.partition in ("parameters", "measured"):
+                run = dataclasses.replace(run, partition=partition)
+                self.plan = dataclasses.replace(self.plan, run=run)
         is_packed = run.packing or getattr(data.train, "packed", None) is not None
         stage_builder(self.plan).verify(
             run.prove_split,
@@ -470,19 +456,19 @@ def check_same_commits(configs: Sequence[Mapping[str, object]]) -> None:
         if PREFIX in str(value) and len(found) > 1:
             raise UserError(
                 f"--{name} is {' and '.join(sorted(found))} on ranks of this run. One commit is "
-                "required, and its branch moved while they started: give one of these names."
+                "required: give one of these names."
             )
 
 
 def rates_stay(arguments: TrainArguments, saved: Mapping[str, Any], step: int) -> tuple[bool, str]:
-    """Whether the `step` steps done had the learning rates of this run; why not.
+    """Tell whether the `step` steps done had the learning rates of this run, and why not.
 
     Then a run of another length is, to the bit, the one that had this length from the start.
     """
     run = arguments.run
     names = ("total_steps", "warmup_steps")
     then: dict[str, Any] = {name: saved.get(spelled(name)[2:]) for name in names}
-    now = {name: getattr(run, name) for name in then}
+    now = {name: getattr(run, name) for name in names}
     if then == now or None in then.values():
         return then == now, ""
     if run.total_steps < step:

@@ -104,6 +104,15 @@ def make_rollouts(
             num_replicas=context.num_replicas,
             device=context.device,
         )
+    names = {item.name for item in dataclasses.fields(RolloutOptions)}
+    options = RolloutOptions(
+        **{name: value for name, value in vars(run.rollouts).items() if name in names},
+        seed=run.seed,
+        reference=run.reference,
+        micro_batch_size=run.micro_batch_size,
+        is_sorted=run.rows.order == "sorted",
+        row_capacity=run.max_token_num if run.packing else None,
+    )
     config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
     answers = StageAnswers(
         runner,
@@ -116,7 +125,7 @@ def make_rollouts(
     return Rollouts(
         answers,
         make_rewards(arguments),
-        rollout_options(run),
+        options,
         prompts=prompts,
         collate=functools.partial(data.collate, stage=context.pp_rank),
         replicas=replicas,
@@ -185,20 +194,4 @@ def check_rewards(arguments: TrainArguments, data: Data) -> None:
         f"--rollouts.max_completion_length {run.rollouts.max_completion_length} a row may have "
         "--max-token-num "
         f"{run.max_token_num}\n" + "\n".join(told)
-    )
-
-
-def rollout_options(run: RunConfig) -> RolloutOptions:
-    """Return the options of answering, and those of the run that it depends on."""
-    return RolloutOptions(
-        **{
-            item.name: getattr(run.rollouts, item.name)
-            for item in dataclasses.fields(RolloutOptions)
-            if hasattr(run.rollouts, item.name)
-        },
-        seed=run.seed,
-        reference=run.reference,
-        micro_batch_size=run.micro_batch_size,
-        is_sorted=run.rows.order == "sorted",
-        row_capacity=run.max_token_num if run.packing else None,
     )
