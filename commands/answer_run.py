@@ -1,11 +1,11 @@
-"""A run that answers, from its options: what evaluate.py and infer.py share."""
+"""Answer samples by the options of a run: what evaluate.py and infer.py share."""
 
 import functools
 import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -48,28 +48,22 @@ from stageline.planner.estimate import Load
 SECONDS_TO_MEET = 600.0
 EXPORTED = "~/.cache/stageline/exported"  # what vLLM reads
 ENGINE_FILE = "engine.json"
-# what a model part may ask for besides images and prompts
+# what a model component may ask for besides images and prompts
 HANDED_OVER = ("samples", "batch_size")
 
 
 @dataclass(frozen=True)
 class Opened:
-    """What answers: a model in this process, a pipeline of stages, vLLM, or an endpoint.
+    """A model in this process, a pipeline of stages, vLLM, or an endpoint.
 
     Which one it was is in engine.json beside the predictions, and changes no greedy answer but for
     rounding.
-
-    Attributes:
-        model: what a model part gets: a model, an endpoint or an engine.
-        facts: for the report: where it runs.
-        has_own_batches: it takes many samples at once and batches them itself.
-        config: of the model, where there is one.
     """
 
-    model: Any
+    model: Any  # what a model component gets: a model, an endpoint or an engine
     processor: Any
-    facts: dict[str, Any] = field(default_factory=dict)
-    has_own_batches: bool = False
+    facts: dict[str, Any]  # for the report: where it runs
+    has_own_batches: bool = False  # it takes many samples at once and batches them itself
     config: Any = None
 
 
@@ -216,13 +210,10 @@ def answer_samples(
 ) -> Answered | None:
     """Answer what is not answered yet, into predictions.jsonl of the run folder.
 
-    Args:
-        arguments: as `start_processes` gives them.
-        check: refuses samples before anything is loaded that answers them.
+    `check` refuses samples before a model is loaded.
 
     Returns:
-        None where there is nothing to continue with: a plan or a check was asked for, answers are
-        missing, or another process has them.
+        None after a plan or a check, where answers are missing, or another process has them.
     """
     run = arguments.run
     if run.plan:

@@ -135,11 +135,7 @@ def load_tokenizer(path: str, kind: Any = "tokenizers") -> Any:
 
 
 def open_encoder(path: str | None, known: Any) -> Any | None:
-    """Return the encoder of a folder, None without one; refuse another than made the corpus.
-
-    Args:
-        known: the TokenizerInfo of the corpus; None where it does not say.
-    """
+    """Return the encoder of a folder, None without one; refuse another than made the corpus."""
     if path is None:
         return None
     encoder = load_tokenizer(path)

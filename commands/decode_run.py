@@ -1,4 +1,4 @@
-"""A pipelined decoding engine from the options of a run: for evaluate, infer, chat and serve.
+"""A pipelined decoding engine from the options of a run: for evaluate, infer, lm_eval and serve.
 
 with open_decoding(run) as decoding:
     if decoding is not None:      # the first rank of a replica; the others have followed it
@@ -157,11 +157,7 @@ class AnsweringModel:
 
 @dataclass(frozen=True)
 class Decoding:
-    """An engine and where it stands.
-
-    Attributes:
-        config: of the model.
-    """
+    """An engine, with the processor and the config of its model."""
 
     engine: DecodingEngine
     processor: Any
@@ -172,15 +168,10 @@ class Decoding:
 def open_decoding(
     run: Any, *, model_path: str | None = None, beside: Sequence[str] = ()
 ) -> Iterator[Decoding | None]:
-    """Build this rank's stage; the first rank of each replica gets an engine.
+    """Build this rank's stage; yield an engine on the first rank of each replica.
 
-    Args:
-        run: has the options of `DecodeOptions`, and model_path, adapter_path, precision, device,
-            trust_remote_code; the number of stages is known (`place_stages`).
-        beside: adapter folders of which a request has one or none, in place of adapter_path.
-
-    Yields:
-        None on the other ranks, when they have followed the engine to its end.
+    The others follow it to its end, then get None. `place_stages` has settled the number of stages.
+    A request has one or none of the adapter folders `beside`, which replace adapter_path.
     """
     if getattr(run, "adapter_weights", None):
         raise UserError(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from options.answer import ENGINE_KEYS, check_has_model
+from options.answer import check_has_model
 from options.fields import option_fields
 from options.model import DTYPES, PARTS, VisionOptions
 from options.parts import ChosenPart, chosen_part
@@ -43,11 +43,9 @@ def dtype_of(run: Any) -> "torch.dtype":
 
 
 def place_stages(run: Any, *, num_replicas: int | None = 1) -> tuple[Any, int]:
-    """Return the options with the number of stages, and the processes that they take.
+    """Return the options of decoding with the number of stages, and the processes they take.
 
-    Args:
-        run: has the options of `DecodeOptions` and device.
-        num_replicas: copies of the pipeline that share the work; None: as many as the GPUs allow.
+    `num_replicas` of the pipeline share the work; None: as many as the GPUs allow.
     """
     have = started = int(os.environ.get("WORLD_SIZE", "0"))
     if not started and run.device != "cpu":
@@ -68,30 +66,13 @@ def place_stages(run: Any, *, num_replicas: int | None = 1) -> tuple[Any, int]:
 
 
 def start_processes(arguments: AnyArguments) -> AnyArguments:
-    """Start the processes of a run that answers, if it needs several; return in each of them.
-
-    Returns:
-        The arguments with the numbers of stages and replicas.
-    """
+    """Start the processes of a run that answers, and return its numbers of stages and replicas."""
     from stageline.distributed.launch import launch_if_needed
 
-    run, builder = arguments.run, arguments.parts["builder"]
-    check_model_path(run, builder.part)
+    run = arguments.run
+    check_model_path(run, arguments.parts["builder"].part)
     if run.plan or run.check_only:
         return arguments
-    if run.engine in ("pipeline", "vllm"):  # which build their model by themselves
-        defaults = inspect.signature(builder.part).parameters
-        given = [f"--builder {builder.key}"] if builder.key != ENGINE_KEYS["builder"] else []
-        given += [
-            f"--builder.{name} {value}"
-            for name, value in builder.kwargs.items()
-            if name in defaults and value != defaults[name].default
-        ]
-        if given:
-            raise UserError(
-                f"{' '.join(given)} has no effect with --engine {run.engine}. Drop it, or use "
-                "--engine device_map."
-            )
     if run.engine == "pipeline":
         run, wanted = place_stages(run, num_replicas=run.num_replicas)
         num_replicas = wanted // run.num_stages
@@ -221,9 +202,7 @@ class StageBuilder:
     ) -> None:
         """Compare a scaled-down copy of the model, split and whole; all ranks of the run call this.
 
-        Args:
-            answers: the stages will answer, so decoding is checked too.
-            packed_rows: rows of a micro-batch that hold several samples each; 0: none do.
+        With `answers` decoding is checked too, with `packed_rows` micro-batches of so many rows.
         """
         is_split = self.num_stages > 1
         if mode == "never" or (mode == "auto" and os.environ.get(PROVES) == "never"):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Literal
 
-from options.data import BAD_ROWS, FewshotOptions, ImageOptions, ReportOptions
+from options.data import BAD_ROWS, BootstrapSettings, FewshotSettings, ImageOptions
 from options.fields import OptionError, Options, mapping, num_bytes, option, side_option, spelled
 from options.train import PROVE_HELP, MachineOptions, SharedOptions
 
@@ -189,23 +189,24 @@ class AnswerOptions(Options):
     )
 
 
-class EvaluateConfig(
-    FewshotOptions,
-    PlacementOptions,
-    ReportOptions,
-    EngineOptions,
-    AnswerOptions,
-    ImageOptions,
-    SharedOptions,
-):
+class EvaluateConfig(PlacementOptions, EngineOptions, AnswerOptions, ImageOptions, SharedOptions):
     """Evaluation"""
 
+    num_fewshot: int = option(
+        0, "solved samples before each question: turns of a chat, or filled templates", at_least=0
+    )
+    fewshot: FewshotSettings = mapping(FewshotSettings)
+    compare_with: str | None = side_option(
+        None, "predictions.jsonl of another run on the same samples", is_path=True
+    )
+    bootstrap: BootstrapSettings = mapping(BootstrapSettings)
+    skip_bad_rows: int = side_option(0, BAD_ROWS, at_least=0)
     output_dir: str = side_option(
         "runs/evaluate", "folder of predictions.jsonl, report.json and plots", is_output=True
     )
 
 
-class PromptOptions(Options):
+class InferConfig(PlacementOptions, EngineOptions, AnswerOptions, ImageOptions, SharedOptions):
     """What is asked; one of --prompts, --text and --dataset"""
 
     prompts: str | None = side_option(
@@ -221,13 +222,6 @@ class PromptOptions(Options):
         20, "most answers that are printed; more are only in the file", at_least=0
     )
     skip_bad_rows: int = side_option(0, BAD_ROWS, at_least=0)
-
-
-class InferConfig(
-    PlacementOptions, PromptOptions, EngineOptions, AnswerOptions, ImageOptions, SharedOptions
-):
-    """Every option of infer.py."""
-
     output_dir: str = side_option("runs/infer", "folder of predictions.jsonl", is_output=True)
     max_new_tokens: int = _longest_answer(256, to="model")
 
@@ -241,20 +235,6 @@ def check_prompts(run: InferConfig, *, has_dataset: bool) -> None:
             f"{' and '.join(given) or 'no option'} says what to ask. Give one of --prompts FILE, "
             "--text '...' and --dataset KEY."
         )
-
-
-class ChatServerOptions(Options):
-    """A server that answers"""
-
-    server: str | None = option(
-        None,
-        "address of a server with OpenAI's API, such as http://127.0.0.1:8000",
-        excludes=("--model-path",),
-    )
-    server_model: str | None = option(
-        None, "name of the model there; default: the first of its list", needs=("--server URL",)
-    )
-    api_key_env: str = option("OPENAI_API_KEY", "environment variable of the server's key")
 
 
 class ChatSettings(Options):
@@ -272,9 +252,18 @@ class ChatSettings(Options):
     seed: int = option(0, "seed of sampling", at_least=0, at_most=10**12)
 
 
-class ChatConfig(ChatSettings, ChatServerOptions, PlacementOptions, ModelOptions):
-    """Chat"""
+class ChatConfig(ChatSettings, PlacementOptions, ModelOptions):
+    """Chat, with a model here or a server that answers"""
 
+    server: str | None = option(
+        None,
+        "address of a server with OpenAI's API, such as http://127.0.0.1:8000",
+        excludes=("--model-path",),
+    )
+    server_model: str | None = option(
+        None, "name of the model there; default: the first of its list", needs=("--server URL",)
+    )
+    api_key_env: str = option("OPENAI_API_KEY", "environment variable of the server's key")
     adapter_weights: list[float] | None = _adapter_weights()
     num_devices: int | None = _num_devices()
 
@@ -302,7 +291,7 @@ class HarnessSettings(Options):
     )
 
 
-class TaskOptions(Options):
+class LmEvalConfig(DecodeOptions, ModelOptions):
     """Tasks of lm_eval"""
 
     tasks: str | None = option(None, "names of tasks, groups or tags, between commas")
@@ -316,11 +305,6 @@ class TaskOptions(Options):
     output_path: str | None = option(
         None, "folder of results_DATE.json, as lm_eval writes it", is_output=True
     )
-
-
-class LmEvalConfig(TaskOptions, DecodeOptions, ModelOptions):
-    """Run"""
-
     seed: int = option(0, "seed of sampled answers", at_least=0, at_most=10**12)
     check_only: bool = option(
         False, "check everything that can be checked, then stop", is_saved=False

@@ -151,8 +151,8 @@ class ConvertConfig(Options):
     overwrite: bool = _overwrite()
 
 
-class FindTrainedOptions(Options):
-    """Rows that a run has read"""
+class FindTrainedConfig(CorpusRunOptions):
+    """List the segments that a training run has read"""
 
     run_path: str | None = option(
         None, "run folder, or one checkpoint of it, which gives the other options", is_path=True
@@ -172,10 +172,6 @@ class FindTrainedOptions(Options):
     accumulate_steps: int = option(1, "batches of an optimizer step", at_least=1)
     dp_degree: int = option(1, "replicas", at_least=1)
     seed: int = option(0, "of the run", at_least=0, at_most=10**12)
-
-
-class FindTrainedConfig(CorpusRunOptions, FindTrainedOptions):
-    """List the segments that a training run has read"""
 
 
 # action -> its options

@@ -138,15 +138,6 @@ class FewshotSettings(Options):
     )
 
 
-class FewshotOptions(Options):
-    """Examples in the prompt"""
-
-    num_fewshot: int = option(
-        0, "solved samples before each question: turns of a chat, or filled templates", at_least=0
-    )
-    fewshot: FewshotSettings = mapping(FewshotSettings)
-
-
 class BootstrapSettings(Options):
     """Bootstrap intervals of the report"""
 
@@ -154,13 +145,3 @@ class BootstrapSettings(Options):
         10_000, "draws of an interval (0 = none)", at_least=0, at_most=1_000_000
     )
     seed: int = side_option(0, "seed of these draws", at_least=0)
-
-
-class ReportOptions(Options):
-    """Report"""
-
-    compare_with: str | None = side_option(
-        None, "predictions.jsonl of another run on the same samples", is_path=True
-    )
-    bootstrap: BootstrapSettings = mapping(BootstrapSettings)
-    skip_bad_rows: int = side_option(0, BAD_ROWS, at_least=0)

@@ -39,17 +39,6 @@ class HttpSettings(Options):
     api_key_file: str | None = option(None, "file of API keys, one a line", is_path=True)
 
 
-class ListenOptions(Options):
-    """Server"""
-
-    host: str = option("127.0.0.1", "address to listen at (0.0.0.0 = all of this machine)")
-    port: int = option(8000, "port (0 = a free one)", at_least=0, at_most=65535)
-    served_model_name: str | None = option(
-        None, "name that clients ask for; default: that of the model's folder"
-    )
-    api_key_env: str | None = option(None, "environment variable of an API key")
-
-
 class RequestLimits(Options):
     """Limits of requests"""
 
@@ -66,9 +55,15 @@ class RequestLimits(Options):
     request_timeout: float = option(600.0, "timeout of a request, in seconds", at_least=0.1)
 
 
-class ServeConfig(ListenOptions, ImageOptions, DecodeOptions, ModelOptions):
-    """Every option of serve.py."""
+class ServeConfig(ImageOptions, DecodeOptions, ModelOptions):
+    """Server"""
 
+    host: str = option("127.0.0.1", "address to listen at (0.0.0.0 = all of this machine)")
+    port: int = option(8000, "port (0 = a free one)", at_least=0, at_most=65535)
+    served_model_name: str | None = option(
+        None, "name that clients ask for; default: that of the model's folder"
+    )
+    api_key_env: str | None = option(None, "environment variable of an API key")
     http: HttpSettings = mapping(HttpSettings)
     limits: RequestLimits = mapping(RequestLimits)
     max_new_tokens: int = option(

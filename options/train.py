@@ -30,22 +30,6 @@ PROVE_HELP = (
 _rate = functools.partial(option, at_least=0, to="lr_scheduler", resume="steps")
 
 
-class FaultOptions(Options):
-    """Faults"""
-
-    hang_timeout: float = free_option(
-        600.0,
-        "timeout of one operation of a step, in seconds (0 = none); above the longest pass, "
-        "compile or save",
-        at_least=0,
-    )
-    stop_deadline: float = free_option(
-        120.0,
-        "timeout of the last step and save after a stop signal, in seconds (0 = none)",
-        at_least=0,
-    )
-
-
 class BadStepSettings(Options):
     """Losses and gradients that go wrong"""
 
@@ -75,8 +59,19 @@ class StopSettings(Options):
 
 
 class CheckpointOptions(Options):
-    """Progress and checkpoints"""
+    """Progress, checkpoints and faults"""
 
+    hang_timeout: float = free_option(
+        600.0,
+        "timeout of one operation of a step, in seconds (0 = none); above the longest pass, "
+        "compile or save",
+        at_least=0,
+    )
+    stop_deadline: float = free_option(
+        120.0,
+        "timeout of the last step and save after a stop signal, in seconds (0 = none)",
+        at_least=0,
+    )
     log_steps: int = free_option(1, "optimizer steps between log lines", at_least=1)
     eval_steps: Literal["epoch"] | int = free_option(
         0, "optimizer steps between evaluations, or epoch (0 = at the end)", at_least=0
@@ -285,7 +280,6 @@ _settings_path = functools.partial(
 class RunConfig(
     CorpusRunOptions,
     ImageOptions,
-    FaultOptions,
     CheckpointOptions,
     MemoryOptions,
     StreamingOptions,
@@ -339,8 +333,8 @@ class CheckSettings(Options):
     )
 
 
-class ExportCheckOptions(Options):
-    """Check of an export"""
+class CheckConfig(RunConfig):
+    """Check of an export or a split"""
 
     exported: str | None = option(
         None,
@@ -350,11 +344,6 @@ class ExportCheckOptions(Options):
     adapter_weights: list[float] | None = option(
         None, "share of each adapter in the export; default: 1", needs=("--exported FOLDER",)
     )
-
-
-class CheckConfig(ExportCheckOptions, RunConfig):
-    """Every option of a check; those of a training run mean the same."""
-
     check: CheckSettings = mapping(CheckSettings)
     output_dir: str | None = option(  # type: ignore[assignment]  # a check may write nothing
         None, "folder of check.json; default: none", is_output=True
