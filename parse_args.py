@@ -242,6 +242,7 @@ def parse_serve_args(argv: Sequence[str] | None = None) -> ServeArguments:
     arguments = read_arguments(argv, serve.ServeConfig, keys=SERVE_KEYS)
     data.check_images(arguments.run)
     answer.check_has_model(arguments.run)
+    serve.check_certificate(arguments.run)
     serve.named_adapters(arguments.run)
     return arguments
 

@@ -92,16 +92,12 @@ OPTION = re.compile(r"--[A-Za-z][\w.-]*\+?(=|$)")
 
 @dataclass
 class Given:
-    """One option as it was given: its values as text, and where it came from.
-
-    Attributes:
-        content: the value as a config file has it.
-    """
+    """One option as it was given: its values as text, and where it came from."""
 
     name: str
     values: list[str]
     origin: str
-    content: Any = None
+    content: Any = None  # the value in a config file
 
     def __str__(self) -> str:
         place = "" if self.origin == COMMAND_LINE else f" (in {self.origin})"
@@ -131,10 +127,8 @@ def read_words(words: Sequence[str]) -> list[Given]:
 def read_config(path: str | Path, names: Iterable[str] = ()) -> list[Given]:
     """Read a YAML (or JSON) file that maps options, without their dashes, to values.
 
-    Paths in it are relative to the current directory, as on the command line.
-
-    Args:
-        names: every option of the command: those in a mapping are told by their own names.
+    Paths in it are relative to the current directory, as on the command line. Options in a mapping
+    get their own `names`.
     """
     path = Path(path).expanduser()
     lines: dict[str, int] = {}
@@ -186,11 +180,7 @@ def _of_file(name: str, value: Any, origin: str) -> Given:
 
 
 def unfolded(given: Sequence[Given], names: Iterable[str]) -> list[Given]:
-    """Replace a mapping, `lora: {rank: 8}`, by the options in it, `lora.rank`.
-
-    Args:
-        names: every option of the command.
-    """
+    """Replace a mapping, `lora: {rank: 8}`, by the options in it, `lora.rank`, of all `names`."""
     heads = {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
     found: list[Given] = []
     for item in given:
@@ -223,11 +213,7 @@ def by_name(given: Iterable[Given]) -> dict[str, Given]:
 
 
 def drop_rivals(options: dict[str, Given], rivals: Mapping[str, str]) -> None:
-    """Drop the option that was not typed, of two of which one follows from the other.
-
-    Args:
-        rivals: option -> the one that follows from it.
-    """
+    """Drop the option that was not typed, of each option and the one that follows from it."""
     for pair in rivals.items():
         items = [options[name] for name in pair if name in options]
         typed = [item for item in items if item.origin == COMMAND_LINE]

@@ -96,16 +96,12 @@ side_option = functools.partial(option, shapes_answers=False)
 
 
 def mapping(kind: Any) -> Any:
-    """A field that holds several settings: `lora: {rank: 8}` in a file, or `--lora.rank 8`.
-
-    Args:
-        kind: the options class of these settings.
-    """
+    """Declare a field of several settings: `lora: {rank: 8}` in a file, or `--lora.rank 8`."""
     return field(default=kind(), metadata={"holds": kind})
 
 
 def option_fields(config: Any) -> dict[str, dataclasses.Field]:
-    """The fields of an options class or of an instance, by name; `lora.rank` in a mapping."""
+    """Return the fields of an options class or instance, by name; `lora.rank` in a mapping."""
     found = {}
     for item in dataclasses.fields(config):
         held = item.metadata.get("holds")
@@ -119,20 +115,17 @@ def option_fields(config: Any) -> dict[str, dataclasses.Field]:
 
 
 def value_of(config: Any, name: str) -> Any:
-    """The value of an option, by its name in `option_fields`."""
+    """Return the value of an option, by its name in `option_fields`."""
     return operator.attrgetter(name)(config)
 
 
 def replaced(config: Any, values: Mapping[str, Any]) -> Any:
-    """The options with other values, by their names in `option_fields`."""
-    own = {name: value for name, value in values.items() if "." not in name}
-    for head in {name.partition(".")[0] for name in values} - own.keys():
-        inner = {
-            name.partition(".")[2]: value
-            for name, value in values.items()
-            if name.startswith(f"{head}.")
-        }
-        own[head] = replaced(getattr(config, head), inner)
+    """Return the options with other values, by their names in `option_fields`."""
+    own: dict[str, Any] = {}
+    for name, value in values.items():
+        head, dot, tail = name.partition(".")
+        held = own.get(head, getattr(config, head))
+        own[head] = replaced(held, {tail: value}) if dot else value
     return dataclasses.replace(config, **own)
 
 
@@ -143,18 +136,14 @@ def argument_name(item: dataclasses.Field) -> str:
 
 
 def given_options(config: Any, *, of: type | None = None) -> dict[str, Any]:
-    """The options that have another value than their default.
-
-    Args:
-        of: a class that declares some of them; None: all.
-    """
+    """Return the options, all or those `of` a class, with another value than their default."""
     found = {name: value_of(config, name) for name in option_fields(of or config)}
     fields = option_fields(config)
     return {name: value for name, value in found.items() if value != fields[name].default}
 
 
 def handed_to(register: str, config: Any) -> dict[str, Any]:
-    """The options that a part of a register gets, by name."""
+    """Return the options that a component of a register gets, by name."""
     found = {}
     for name, item in option_fields(config).items():
         value = value_of(config, name)
@@ -194,22 +183,20 @@ def check_together(config: Any) -> None:
 
 
 def option_groups(config_class: type) -> list[tuple[str, list[dataclasses.Field]]]:
-    """The fields of an options class, by the class that declares them, in order of the help."""
-    seen: set[str] = set()
-    groups = []
-    by_name = {item.name: item for item in dataclasses.fields(config_class)}
-    for declaring in filter(dataclasses.is_dataclass, reversed(config_class.__mro__)):
-        own = [item.name for item in dataclasses.fields(declaring) if item.name not in seen]
-        seen.update(own)
-        plain = [by_name[name] for name in own if "holds" not in by_name[name].metadata]
-        if plain:
-            groups.append(((declaring.__doc__ or "").strip(), plain))
-    for name, item in by_name.items():
-        if held := item.metadata.get("holds"):
-            inner = [one for path, one in option_fields(config_class).items()
-                     if path.startswith(f"{name}.")]  # fmt: skip
-            groups.append((f"{(held.__doc__ or '').strip()} (a mapping)", inner))
-    return groups
+    """Return the fields of an options class, by the class that declares them."""
+    groups: dict[str, list[dataclasses.Field]] = {}
+    declaring = filter(dataclasses.is_dataclass, reversed(config_class.__mro__))
+    titles = {
+        item.name: kind.__doc__ or ""
+        for kind in reversed([*declaring])  # the first that declares it
+        for item in dataclasses.fields(kind)
+    }
+    held = {item.name: item.metadata.get("holds") for item in dataclasses.fields(config_class)}
+    for name, item in option_fields(config_class).items():
+        head, dot, _ = name.partition(".")
+        title = f"{held[head].__doc__} (a mapping)" if dot else titles[head]
+        groups.setdefault(title, []).append(item)
+    return list(groups.items())
 
 
 def spelled(name: str) -> str:

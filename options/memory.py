@@ -66,12 +66,7 @@ class MemoryOptions(Options):
 
 
 def check_memory(run: MemoryOptions, *, splits_backward: bool) -> None:
-    """Refuse what a schedule cannot do.
-
-    Args:
-        splits_backward: the schedule computes the gradients of weights later than those of inputs,
-            as zero-bubble schedules do.
-    """
+    """Refuse what a schedule cannot do that computes gradients of weights late (zero-bubble)."""
     if run.compile_layers and splits_backward:
         raise OptionError(
             "--compile-layers does not go with a schedule that computes the gradients of weights "
@@ -123,11 +118,7 @@ def attention_arguments(run: Any) -> dict[str, str]:
 
 
 def check_attention(run: Any, part: Any = None) -> None:
-    """Refuse a kernel that cannot run here, before a model is loaded.
-
-    Args:
-        part: the chosen train_model component.
-    """
+    """Refuse a kernel that cannot run here with a train_model component."""
     if run.attention == "auto":
         return
     own = None if part is None else part.kwargs.get("attn_implementation")
@@ -145,11 +136,7 @@ def check_attention(run: Any, part: Any = None) -> None:
 
 
 def check_attention_device(run: Any, device: str) -> None:
-    """Refuse a kernel that cannot train on a kind of device, or in the run's type.
-
-    Args:
-        device: auto: it is not known yet, as a type that `dtype` leaves to the config.
-    """
+    """Refuse a kernel that cannot train on a kind of device (auto = unknown) or in the type."""
     if device not in WHERE.get(run.attention, (device,)):
         raise OptionError(
             f"--attention {run.attention} does not train on {device}. Use --attention sdpa, or "
@@ -205,12 +192,7 @@ ONE_REPLICA = ("dp_degree", 1)
 
 
 def check_streaming(run: "RunConfig", engine: str, *, world_size: int) -> None:
-    """Refuse what the streaming engine does not have, and its options with another engine.
-
-    Args:
-        engine: the key of the engine.
-        world_size: processes that were started.
-    """
+    """Refuse what the streaming engine does not have, and its options with another engine."""
     if engine != "streaming":
         for name, value in given_options(run, of=StreamingOptions).items():
             raise OptionError(

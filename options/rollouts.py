@@ -114,11 +114,7 @@ def check_rollouts(run: Any, parts: Any) -> None:
 
 
 def check_prompts(run: Any, group_size: int) -> None:
-    """Refuse steps that would cut the groups of a dataset, whose answers are judged together.
-
-    Args:
-        group_size: rows of a group of the dataset, such as the views of a scene.
-    """
+    """Refuse steps that would cut groups of rows, whose answers are judged together."""
     size = run.rollouts.group_size
     num_prompts = run.batch_size * run.accumulate_steps // size
     if num_prompts % group_size:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import ssl
 from pathlib import Path
 
 from options.answer import DecodeOptions, ModelOptions
@@ -37,6 +38,20 @@ class HttpSettings(Options):
         None, "pages elsewhere that may ask, https://page.example; default: none"
     )
     api_key_file: str | None = option(None, "file of API keys, one a line", is_path=True)
+
+
+def check_certificate(run: "ServeConfig") -> None:
+    """Refuse a certificate that no server could show, before a model is loaded."""
+    cert, key = run.http.ssl_certfile, run.http.ssl_keyfile
+    if cert is None:
+        return
+    try:  # with no password, which OpenSSL would ask for at the terminal
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
+    except (OSError, ValueError) as error:  # an SSLError is an OSError
+        raise OptionError(
+            f"--http.ssl_certfile {cert} --http.ssl_keyfile {key} can't be used: {error}. Give a "
+            "certificate and its key in PEM form, the key without a password."
+        ) from error
 
 
 class RequestLimits(Options):

@@ -111,11 +111,9 @@ KEYS_ON_RESUME |= {"lr_scheduler": "steps", "loss_fn": "steps"}
 
 
 def on_resume(name: str, parts: Mapping[str, Any] = {}) -> str:
-    """What holds for an option where a run is resumed: "course" to "free", as `option` has it.
+    """Return `resume` of an option of a config file: `batch-size`, `dataset`, `dataset.cache`.
 
-    Args:
-        name: as a config file spells it: `batch-size`, `dataset`, `dataset.cache`.
-        parts: register -> the chosen part, whose facts name options that change no row.
+    The facts of the chosen components name options that change no row.
     """
     name = name.replace("-", "_")
     head, _, tail = name.partition(".")
@@ -150,7 +148,7 @@ class MachineOptions(Options):
 
 
 class SharedOptions(MachineOptions):
-    """Files and machine"""
+    """Files, seed and loading"""
 
     model_path: str | None = free_option(
         None,

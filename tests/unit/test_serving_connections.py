@@ -81,13 +81,16 @@ def test_connections_beyond_the_limit_are_refused():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A certificate that is its own authority, and its key."""
+    """A certificate that is its own authority, its key, and another key."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl makes the certificates")
     folder = tmp_path_factory.mktemp("tls")
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -days 2 \
-        -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1 -nodes \
-        -keyout cert.key -out cert.pem"
+    for name in ("cert", "other"):
+        command = f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -days 2 \
+            -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1 -nodes \
+            -keyout {name}.key -out {name}.pem"
+        subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
+    command = "openssl ec -in cert.key -aes128 -passout pass:secret -out locked.key"
     subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
     return folder
 
@@ -114,9 +117,11 @@ def test_an_encrypted_server_is_asked_with_a_private_authority(files, monkeypatc
     ("options", "told"),
     [
         ({"keyfile": "cert.key"}, "requires --http.ssl_certfile"),
+        ({"certfile": "cert.pem", "keyfile": "other.key"}, "KEY_VALUES_MISMATCH"),
+        ({"certfile": "cert.pem", "keyfile": "locked.key"}, "locked.key can't be used"),
     ],
 )
-def test_a_key_without_its_certificate_is_told_before_anything_is_loaded(files, options, told):
+def test_a_wrong_certificate_is_told_before_anything_is_loaded(files, options, told):
     words = ["--model-path", str(files)]
     for name, file in options.items():
         words += [f"--http.ssl_{name}", str(files / file)]
