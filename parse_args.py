@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import yaml
 from jsonargparse import ArgumentParser
 
-from options import answer, corpus, data, memory, model, rollouts, serve, train
+from options import answer, corpus, data, export, memory, model, rollouts, serve, train
 from options.command_line import (
     COMMAND_LINE,
     Given,
@@ -27,6 +27,7 @@ from options.command_line import (
     drop_rivals,
     gathered,
     needs_value,
+    old_names,
     read_config,
     read_words,
     unfolded,
@@ -35,6 +36,7 @@ from options.fields import (
     OptionError,
     absolute,
     check_limits,
+    check_needed,
     check_together,
     expanded,
     option_fields,
@@ -80,6 +82,7 @@ SUGGESTING = ("collate_fn", "model")
 DATA_KEYS = ("dataset", "prompt", "prompt_fn", "image_token", "collate_fn")
 SPECIAL = ("import", "config", "list", "help")  # answered before the options are known
 # options that most runs need: those that --help shows, where --help all shows all
+FEW = 20  # options that --help shows without a choice
 COMMON = (
     *("model_path", "adapter_path", "dataset_path", "output_dir", "output_path", "resume", "bf16"),
     *("num_stages", "num_devices", "engine", "batch_size", "micro_batch_size", "max_token_num"),
@@ -94,17 +97,11 @@ Run = TypeVar("Run", covariant=True)
 
 @dataclass(frozen=True)
 class Arguments(Generic[Run]):
-    """A resolved command line.
+    """A resolved command line."""
 
-    Attributes:
-        run: options that belong to no part.
-        parts: register name -> the chosen part and its kwargs.
-        imports: what `--import` named, in order.
-    """
-
-    run: Run
-    parts: dict[str, ChosenPart]
-    imports: list[str]
+    run: Run  # options that belong to no component
+    parts: dict[str, ChosenPart]  # register name -> the chosen component and its kwargs
+    imports: list[str]  # what `--import` named, in order
 
     def as_config(self) -> dict[str, Any]:
         """Every option by the name it has on the command line; paths are absolute."""
@@ -142,11 +139,7 @@ class CorpusArguments(Arguments[Any]):
 
 
 def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
-    """Read the options of a training run.
-
-    Args:
-        argv: the words after the program's name; by default those of this process.
-    """
+    """Read the options of a training run, by default of the words of this process."""
     arguments = _settled(read_arguments(argv, train.RunConfig, keys=TRAIN_KEYS))
     run = arguments.run
     _check_split(arguments)
@@ -247,6 +240,18 @@ def parse_serve_args(argv: Sequence[str] | None = None) -> ServeArguments:
     return arguments
 
 
+def parse_export_args(argv: Sequence[str] | None = None) -> Arguments[export.ExportConfig]:
+    """Read the options of an export; raises as `parse_train_args` does."""
+    words = command_words(argv)
+    gone = {spelled(name): why for name, why in old_names("gone_from_export").items()}
+    for word in words:
+        if why := gone.get(word.partition("=")[0]):
+            raise OptionError(f"{word}: there is no such option any more. {why}")
+    arguments = read_arguments(words, export.ExportConfig, keys={})
+    export.shard_bytes(arguments.run)
+    return arguments
+
+
 def parse_corpus_args(argv: Sequence[str] | None = None) -> CorpusArguments:
     """Read an action of the corpus and its options; raises as `parse_train_args` does."""
     name, words = corpus.split_action(command_words(argv))
@@ -260,7 +265,6 @@ def parse_corpus_args(argv: Sequence[str] | None = None) -> CorpusArguments:
     action = name or "verify"  # of --list any
     keys = corpus.KEYS.get(action, {})
     given = read_arguments(words, corpus.ACTIONS[action], keys=keys, action=action)
-    corpus.check_needed(given.run)
     return CorpusArguments(given.run, given.parts, given.imports, action=action)
 
 
@@ -339,7 +343,7 @@ def read_arguments(
     chosen |= _choose(options, owned, may_miss=is_help)
     if help_words is not None:
         groups = option_groups(config_class)
-        if "all" not in help_words.values and "model_path" in settable:  # not of a corpus
+        if "all" not in help_words.values and len(settable) > FEW:
             common = [item for _, items in groups for item in items if item.name in COMMON]
             groups = [("Options that most runs need", common)]
         parser = _build_parser(groups, chosen, listed=listed)
@@ -359,6 +363,7 @@ def read_arguments(
     parts = {name: chosen_part(name, key, values.get(name) or {}) for name, key in chosen.items()}
     check_limits(run)
     check_together(run)
+    check_needed(run)
     return Arguments(run, parts, imports)
 
 

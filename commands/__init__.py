@@ -32,7 +32,8 @@ def start(
     """
     from register import freeze_registers, import_shelf
 
-    import_shelf(*(() if "--list" in sys.argv else shelf))
+    if shelf or "--list" in sys.argv:
+        import_shelf(*(() if "--list" in sys.argv else shelf))
     arguments: Any = parse()
     freeze_registers()
     config = with_folders(arguments.run, recorded=recorded(arguments.run))
@@ -94,7 +95,7 @@ def _with_dtype(run: Any) -> Any:
 
     The file is read as JSON, since importing transformers takes seconds.
     """
-    if getattr(run, "dtype", None) is None:
+    if getattr(run, "dtype", None) is None or not hasattr(run, "bf16"):
         return run
     path = Path(getattr(run, "config_path", None) or run.model_path or "")
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
@@ -124,24 +125,23 @@ def run_configs() -> tuple[type, ...]:
     """Return the options class of every command."""
     from options.answer import ChatConfig, EvaluateConfig, InferConfig, LmEvalConfig
     from options.corpus import ACTIONS
+    from options.export import ExportConfig
     from options.serve import ServeConfig
     from options.train import CheckConfig
 
     answering = (EvaluateConfig, InferConfig, ChatConfig, LmEvalConfig, ServeConfig)
-    return (CheckConfig, *answering, *ACTIONS.values())
+    return (CheckConfig, ExportConfig, *answering, *ACTIONS.values())
 
 
 @functools.cache
 def option_names() -> dict[str, str]:
     """Return the options of all commands, as the engine calls them -> as they are typed."""
-    from commands.export import make_parser
     from options.fields import argument_name, option_fields, spelled
     from register import ALL_REGISTERS
 
     items = [item for config in run_configs() for item in option_fields(config).values()]
     names = {name: item.name for item in items if "_" in (name := argument_name(item))}
     names |= {item.name: item.name for item in items}
-    names |= {action.dest: action.dest for action in make_parser()._actions}
     keys = [register.option[2:].replace("-", "_") for register in ALL_REGISTERS.values()]
     names |= dict(zip(keys, keys, strict=True)) | {name: name for name in ALL_REGISTERS}
     return {name: spelled(option) for name, option in (names | {"import": "import"}).items()}

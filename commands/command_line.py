@@ -26,23 +26,14 @@ OVERRIDE = re.compile(r"([A-Za-z][\w-]*)((?:\.[\w.-]+)?)=(.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Command:
-    """What a word after `stageline` stands for.
+    """What a word after `stageline` stands for."""
 
-    Attributes:
-        module: what runs it, below `commands`.
-        holds: one line for the list.
-        door: its file at the root, which workers are started with; empty: it has none.
-        words: what is added to its options.
-        has_actions: its first word says what to do, before files and options.
-        has_plain_words: its words are taken as they are.
-    """
-
-    module: str
-    holds: str
-    door: str = ""
-    words: tuple[str, ...] = ()
-    has_actions: bool = False
-    has_plain_words: bool = False
+    module: str  # below `commands`
+    holds: str  # one line for the list
+    door: str = ""  # its file at the root, which workers are started with; empty: it has none
+    words: tuple[str, ...] = ()  # added to its options
+    has_actions: bool = False  # its first word says what to do, before files and options
+    has_plain_words: bool = False  # its words are taken as they are
 
 
 TRAIN = "train_pp.py"
@@ -147,10 +138,7 @@ def find_command(name: str) -> Command:
 
 
 def rewritten(words: Sequence[str]) -> list[str]:
-    """Return the words of an entry file: config files and NAME=VALUE in front become options.
-
-    From the first option on words are left as they are, since they may be values.
-    """
+    """Return the words with config files and NAME=VALUE in front of all options as options."""
     front: list[str] = []
     for place, word in enumerate(words):
         match = OVERRIDE.fullmatch(word)

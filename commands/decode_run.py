@@ -50,25 +50,16 @@ from stageline.planner.partition import decode_partition
 
 @dataclass(frozen=True)
 class AnsweringModel:
-    """Where the stages of one model come from.
+    """Where the stages of one model come from."""
 
-    Attributes:
-        folder: a model folder, a checkpoint of a run, or an adapter folder.
-        adapters: folders that are put on it; all but the last are merged.
-        beside: adapter folders of which each row of a pass has one or none.
-        merges: the last one is merged too.
-        key: of the train_model component; None: that of the architecture.
-        partition: layers of each stage; None: what evens out a decoding step.
-    """
-
-    folder: Path
+    folder: Path  # a model folder, a checkpoint of a run, or an adapter folder
     num_stages: int
     dtype: torch.dtype
-    adapters: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
-    merges: bool = False
-    key: str | None = None
-    partition: tuple[int, ...] | None = None
+    adapters: tuple[str, ...] = ()  # folders that are put on it; all but the last are merged
+    beside: tuple[str, ...] = ()  # adapter folders of which each row of a pass has one or none
+    merges: bool = False  # the last adapter is merged too
+    key: str | None = None  # of the train_model component; None: that of the architecture
+    partition: tuple[int, ...] | None = None  # None: what evens out a decoding step
     trust_remote_code: bool = False
     attn_implementation: str | None = None
 

@@ -5,95 +5,45 @@ python export.py --model-path runs/x/checkpoints/step-100 --output-path my_model
 `checkpoints/best` in place of a step is the best evaluation's, of a run with --save-best.
 """
 
-import argparse
 import functools
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands import importing, quiet_transformers
+from commands import importing, quiet_transformers, start
 from commands.stages import StageBuilder, lora_options, stage_key
-from options.command_line import old_names
-from options.fields import num_bytes, spelled
+from options.export import shard_bytes
 from options.parts import chosen_part
-from register import import_parts
+from parse_args import parse_export_args
 from stageline.errors import UserError
-from stageline.hub import local_folder, read_name
 
 if TYPE_CHECKING:
     from parse_args import CheckArguments
     from stageline.stage import Stage
     from stageline.verify.scaled_copy import VerifyMode
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 NUM_STAGES = 2  # that an export is compared with
-
-
-def folders(text: str) -> tuple[Path, ...]:
-    """Parse folders between commas, all of which exist, or names on a hub."""
-    found = tuple(Path(one).expanduser() for one in text.split(","))
-    if missing := [path for path in found if not path.is_dir() and read_name(path) is None]:
-        raise argparse.ArgumentTypeError(
-            f"{missing[0]} is not a folder. Correct it, or give a hub's owner/name"
-        )
-    return found
-
-
-def numbers(text: str) -> tuple[float, ...]:
-    """Parse numbers between commas."""
-    return tuple(float(one) for one in text.split(","))
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of this entry."""
-    parser = argparse.ArgumentParser(
-        prog="export.py",
-        description="Makes one plain Hugging Face folder of a checkpoint that a run saved.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--model-path", type=Path, required=True, help="checkpoint, model folder or hub name")
-    add("--output-path", type=Path, required=True, help="new folder")
-    merge = "add an adapter to its base (else: an adapter for peft)"
-    add("--merge", action="store_true", help=merge)
-    add("--adapter-path", type=folders, default=(), metavar="A,B", help="adapters to add in turn")
-    add("--adapter-weights", type=numbers, metavar="X,Y", help="share of each adapter (default: 1)")
-    add("--dtype", choices=DTYPES, default="auto", help="of the weights (default: as they are)")
-    add("--max-shard-size", type=num_bytes, default=5 * 10**9, metavar="SIZE", help="default: 5GB")
-    own = "file or module with components and models of yours; repeat it for more"
-    add("--import", dest="imports", action="append", default=[], metavar="FILE", help=own)
-    add("--overwrite", action="store_true", help="replace a model folder at --output-path")
-    code = "run and copy Python code of the model folder"
-    add("--trust-remote-code", action="store_true", help=code)
-    return parser
 
 
 def main() -> None:
     """Export, and print what was written."""
-    gone = {spelled(name): why for name, why in old_names("gone_from_export").items()}
-    for word in sys.argv[1:]:
-        if why := gone.get(word.partition("=")[0]):
-            raise UserError(f"{word}: there is no such option any more. {why}")
-    options = make_parser().parse_args()
+    config = start(parse_export_args).run
     with importing():  # after the options: --help answers at once
         import torch
 
         from stageline.checkpoint.plain_folder import export_folder
 
     quiet_transformers()
-    import_parts(dict.fromkeys(options.imports))
-    if options.adapter_weights and not options.adapter_path:
-        raise UserError("--adapter-weights requires --adapter-path. Add it or drop the weights.")
+    assert config.model_path is not None and config.output_path is not None
     report = export_folder(
-        local_folder(options.model_path),
-        options.output_path,
-        merge=options.merge,
-        adapter_paths=[local_folder(p, option="`adapter_path`") for p in options.adapter_path],
-        adapter_weights=options.adapter_weights,
-        dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
-        max_shard_bytes=options.max_shard_size,
-        overwrites=options.overwrite,
-        trust_remote_code=options.trust_remote_code,
+        Path(config.model_path),
+        Path(config.output_path),
+        merge=config.merge,
+        adapter_paths=[Path(path) for path in config.adapter_path or ()],
+        adapter_weights=config.adapter_weights,
+        dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
+        max_shard_bytes=shard_bytes(config),
+        overwrites=config.overwrite,
+        trust_remote_code=config.trust_remote_code,
     )
     print(f"exported the {'adapter' if report.is_adapter else 'model'} to {report.folder}")
     for note in report.notes:

@@ -1,9 +1,8 @@
-"""A training run as it is settled before anything is built: its options, parts and topology.
+"""A training run as it is settled before anything is built: its options, components and topology.
 
-Made once from the command line, and frozen: what was left open is filled in, so that the saved
-config says it. Only the steps of an epoch and the layers of the stages come later, from the data
-and from what is measured on the devices. The process that starts the others needs no more, so
-nothing here imports transformers.
+It is frozen, and what was left open is filled in, so that the saved config says it. Only the steps
+of an epoch and the layers of the stages come later. The process that starts the others needs no
+more, so nothing here imports transformers.
 """
 
 import dataclasses
@@ -22,13 +21,9 @@ from stageline.pipeline.topology import Topology, resolve_topology
 
 @dataclass(frozen=True)
 class RunPlan(TrainArguments):
-    """What a training run has resolved; an engine part gets it with the data.
+    """What a training run has resolved; an engine gets it with the data."""
 
-    Attributes:
-        topology: stages, ranks and replicas.
-    """
-
-    topology: Topology
+    topology: Topology  # stages, ranks and replicas
 
     @property
     def watchdog_rules(self) -> WatchdogRules:

@@ -107,25 +107,16 @@ def texts_of(parts: Mapping[str, ChosenPart]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StageBuilder:
-    """Builds the stages of one model by its train_model component.
-
-    Attributes:
-        config_path: the folder of config.json, or the file; None: the component refuses it.
-        num_stages: into how many the model is cut.
-        checkpoint_path: what fills the stages; None: they start at random.
-        partition: layers of each stage; None: as even as can be.
-        options: what the component gets besides its own options, by name.
-        images: the processor of the data, where options change how it cuts images into tiles.
-    """
+    """Builds the stages of one model by its train_model component."""
 
     part: ChosenPart
-    config_path: str | None
+    config_path: str | None  # the folder of config.json, or the file
     num_stages: int
-    checkpoint_path: str | None = None
-    partition: Sequence[int] | None = None
+    checkpoint_path: str | None = None  # what fills the stages; None: they start at random
+    partition: Sequence[int] | None = None  # layers of each stage; None: as even as can be
     trust_remote_code: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
-    images: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the run, by name
+    images: Any = None  # the processor of the data, where options change how it makes tiles
 
     def build(self, stage: int, *, num_stages: int | None = None, **changes: Any) -> Any:
         """Build one stage.

@@ -4,11 +4,11 @@ import difflib
 import functools
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from options.command_line import by_name, read_config, read_words
 from options.data import CorpusRunOptions
-from options.fields import OptionError, Options, option, option_fields, spelled
+from options.fields import OptionError, Options, option, spelled
 
 PREFIX = "path of a corpus without its suffix (.bin, .idx ...)"
 TOKENIZER = "folder with a tokenizer, its tokenizer.json, or hub name (owner/name[@revision])"
@@ -222,20 +222,6 @@ def no_action(name: str) -> str:
         f"{name!r} is not an action of corpus.py.{hint} Begin with one of {', '.join(ACTIONS)}; "
         "`corpus.py --help` has a line on each."
     )
-
-
-def check_needed(run: Any) -> None:
-    """Refuse options without a value."""
-    missing = [
-        spelled(name)
-        for name, item in option_fields(run).items()
-        if item.metadata["is_needed"] and getattr(run, name) in (None, [])
-    ]
-    if missing:
-        raise OptionError(
-            f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing. Give it on "
-            "the command line or in --config."
-        )
 
 
 def run_folder(path: str) -> Path:

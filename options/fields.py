@@ -182,6 +182,20 @@ def check_together(config: Any) -> None:
                 raise OptionError(f"{shown} and {other} exclude each other. Drop one of them.")
 
 
+def check_needed(run: Any) -> None:
+    """Refuse options without a value."""
+    missing = [
+        spelled(name)
+        for name, item in option_fields(run).items()
+        if item.metadata["is_needed"] and getattr(run, name) in (None, [])
+    ]
+    if missing:
+        raise OptionError(
+            f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing. Give it on "
+            "the command line or in --config."
+        )
+
+
 def option_groups(config_class: type) -> list[tuple[str, list[dataclasses.Field]]]:
     """Return the fields of an options class, by the class that declares them."""
     groups: dict[str, list[dataclasses.Field]] = {}

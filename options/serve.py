@@ -49,8 +49,8 @@ def check_certificate(run: "ServeConfig") -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
     except (OSError, ValueError) as error:  # an SSLError is an OSError
         raise OptionError(
-            f"--http.ssl_certfile {cert} --http.ssl_keyfile {key} can't be used: {error}. Give a "
-            "certificate and its key in PEM form, the key without a password."
+            f"--http.ssl_certfile {' and '.join(filter(None, (cert, key)))} can't be used: "
+            f"{error}. Give a certificate and its key in PEM form, the key without a password."
         ) from error
 
 
