@@ -244,25 +244,55 @@ def answer_samples(
     if run.check_only:
         return None
 
-    # the answers
+    # the file of predictions, and what it does not have yet
     folder = Path(run.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    if replicas.is_main:
-        bad_rows.write(folder / "bad_rows.jsonl")
-        save_config(arguments, folder / "config.yaml")
+    path = folder / "predictions.jsonl"
     settings = answer_settings(arguments)
     # tell whether a folder has other weights than at the last call: training continues there
     folders = [Path(one) for one in (run.model_path, *(run.adapter_path or ())) if one]
     weights = [folder_facts(one) for one in folders if one.is_dir()]
-    outcome, file = answer_rows(
-        arguments,
-        dataset,
-        rows,
-        path=folder / "predictions.jsonl",
-        settings_key=fingerprint({**settings, "weights": weights}),
-        images=images,
-        replicas=replicas,
-    )
+    key = fingerprint({**settings, "weights": weights})
+    if replicas.is_main:
+        bad_rows.write(folder / "bad_rows.jsonl")
+        save_config(arguments, folder / "config.yaml")
+        merge_shards(path)  # of a run that was killed
+        replicas.tell("merged")
+    replicas.wait_for_main("merged")
+    file, outcome = PredictionFile(path, settings_key=key), Outcome()
+    samples = {row: dataset[row][1] for row in rows}
+    check_same_samples(file.records, list(samples.values()), path=file.path)
+    missing = [row for row in rows if str(samples[row]["id"]) not in file.records]
+    if not missing and replicas.is_main:
+        print(f"{file.path} holds all {len(rows)} predictions already")
+
+    # the answers, of each replica its share
+    several = replicas.count > 1
+    share = replicas.share(missing) if several else rows
+    if missing and (share or run.engine == "pipeline"):  # its processes come together
+        own = file
+        if several and share:
+            own = PredictionFile(shard_path(path, replicas.index), settings_key=key)
+        with opened(arguments, replicas) as found:
+            if found is not None:
+                if replicas.is_main:
+                    facts = {"engine": run.engine, "dtype": run.precision, **found.facts}
+                    facts["num_replicas"] = replicas.count
+                    text = json.dumps(facts, indent=2) + "\n"
+                    (folder / ENGINE_FILE).write_text(text, encoding="utf-8")
+                    if "device_map" in facts:
+                        print(f"devices: {sorted(set(facts['device_map'].values()))}")
+                outcome = ask(arguments, dataset, share, own, found, images, replicas)
+    if missing and several:
+        replicas.tell("answered")
+        if replicas.is_main:
+            replicas.wait_for_all("answered")
+            merge_shards(path)
+            file = PredictionFile(path, settings_key=key)
+            left = [one for row in missing if (one := str(samples[row]["id"])) not in file.records]
+            failed = {one: file.errors[one] for one in left if one in file.errors}
+            outcome = Outcome([one for one in left if one not in failed], failed)
+
     if not replicas.is_main:
         return None
     if outcome.failed:
@@ -280,62 +310,6 @@ def answer_samples(
         )
         return None
     return Answered(dataset, rows, file, settings)
-
-
-def answer_rows(
-    arguments: Arguments,
-    dataset: Any,
-    rows: range,
-    *,
-    path: Path,
-    settings_key: str,
-    images: ImageSettings,
-    replicas: EvaluationReplicas,
-) -> tuple[Outcome, PredictionFile]:
-    """Answer what the file of predictions does not have yet, each replica its share.
-
-    Returns in every process; the file is whole in the main one.
-    """
-    if replicas.is_main:
-        merge_shards(path)  # of a run that was killed
-        replicas.tell("merged")
-    replicas.wait_for_main("merged")
-    file = PredictionFile(path, settings_key=settings_key)
-    samples = {row: dataset[row][1] for row in rows}
-    check_same_samples(file.records, list(samples.values()), path=file.path)
-    missing = [row for row in rows if str(samples[row]["id"]) not in file.records]
-    if not missing:
-        if replicas.is_main:
-            print(f"{file.path} holds all {len(rows)} predictions already")
-        return Outcome(), file
-    several = replicas.count > 1
-    share = replicas.share(missing) if several else rows
-    own, outcome = file, Outcome()
-    if several and share:
-        own = PredictionFile(shard_path(path, replicas.index), settings_key=settings_key)
-    if share or arguments.run.engine == "pipeline":  # its processes come together
-        with opened(arguments, replicas) as found:
-            if found is not None:
-                if replicas.is_main:
-                    run, devices = arguments.run, found.facts.get("device_map")
-                    facts = {"engine": run.engine, "dtype": run.precision, **found.facts}
-                    facts["num_replicas"] = replicas.count
-                    text = json.dumps(facts, indent=2) + "\n"
-                    (path.parent / ENGINE_FILE).write_text(text, encoding="utf-8")
-                    if devices is not None:
-                        print(f"devices: {sorted(set(devices.values()))}")
-                outcome = ask(arguments, dataset, share, own, found, images, replicas)
-    if not several:
-        return outcome, file
-    replicas.tell("answered")
-    if not replicas.is_main:
-        return outcome, own
-    replicas.wait_for_all("answered")
-    merge_shards(path)
-    file = PredictionFile(path, settings_key=settings_key)
-    left = [key for row in missing if (key := str(samples[row]["id"])) not in file.records]
-    failed = {key: file.errors[key] for key in left if key in file.errors}
-    return Outcome([key for key in left if key not in failed], failed), file
 
 
 def ask(

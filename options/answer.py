@@ -75,10 +75,7 @@ class EngineOptions(DecodeOptions):
         "exported folder in vLLM, api = a model behind an endpoint (--builder.name)",
     )
     num_replicas: int | None = side_option(
-        None,
-        "copies of the model that share the work; default: as many pipelines as the GPUs allow, "
-        "else 1",
-        at_least=1,
+        None, "copies of the model; default: pipelines for all GPUs, else 1", at_least=1
     )
 
 
@@ -130,9 +127,7 @@ class PlacementOptions(Options):
         False, "print what is placed on which device, load nothing, and stop", is_saved=False
     )
     device_memory: list[str] | None = side_option(
-        None,
-        "free memory of each device, 24GiB,48GiB, or of all, 24GiB (with --plan they need not "
-        "exist); default: measured",
+        None, "free memory of each device, 24GiB,48GiB, or of all, 24GiB; default: measured"
     )
     plan_for: RowSize = mapping(RowSize)
 
@@ -158,10 +153,7 @@ class ModelOptions(MachineOptions):
     """Model"""
 
     model_path: str | None = option(
-        None,
-        "folder of a model, adapter or checkpoint, or hub name (owner/name[@revision])",
-        is_path=True,
-        takes_name=True,
+        None, "folder of a model, adapter or checkpoint, or hub name", is_path=True, takes_name=True
     )
     adapter_path: list[str] | None = _adapter_paths()
 
@@ -210,10 +202,7 @@ class InferConfig(PlacementOptions, EngineOptions, AnswerOptions, ImageOptions, 
     """What is asked; one of --prompts, --text and --dataset"""
 
     prompts: str | None = side_option(
-        None,
-        "file of prompts: one a line (.txt), or rows with question, instruction or messages, and "
-        "image (.jsonl, .json)",
-        is_path=True,
+        None, "file of prompts: one a line (.txt), or rows (.jsonl, .json)", is_path=True
     )
     text: list[str] | None = side_option(
         None, "a prompt; repeat it for more, or give a list in a config file"
@@ -257,7 +246,7 @@ class ChatConfig(ChatSettings, PlacementOptions, ModelOptions):
 
     server: str | None = option(
         None,
-        "address of a server with OpenAI's API, such as http://127.0.0.1:8000",
+        "address of a server with OpenAI's API, http://127.0.0.1:8000",
         excludes=("--model-path",),
     )
     server_model: str | None = option(

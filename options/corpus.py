@@ -101,10 +101,7 @@ class RemoveConfig(Options):
         None, "the new corpus: path without suffix", is_output=True, is_needed=True
     )
     remove_idx_path: str | None = option(
-        None,
-        "numbers of segments, as find-trained writes them: .npy, or text, one a line",
-        is_path=True,
-        is_needed=True,
+        None, "file of find-trained (.npy), or text, a number a line", is_path=True, is_needed=True
     )
     overwrite: bool = _overwrite()
 
@@ -159,10 +156,7 @@ class FindTrainedConfig(CorpusRunOptions):
     )
     read_path_prefix: str | None = _prefix()
     save_path: str | None = option(
-        None,
-        "new file of numbers of segments, for remove: .npy, else text",
-        is_output=True,
-        is_needed=True,
+        None, "new file of numbers of segments (.npy, else text)", is_output=True, is_needed=True
     )
     steps: int | None = option(
         None, "optimizer steps done; default: those of the checkpoint", at_least=0

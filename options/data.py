@@ -11,14 +11,10 @@ class RowSettings(Options):
     """Rows of a batch"""
 
     order: Literal["sorted", "given"] = option(
-        "sorted",
-        "sorted = near-equal lengths share a micro-batch, given = as drawn",
-        resume="steps",
+        "sorted", "sorted = like lengths share a micro-batch, given = as drawn", resume="steps"
     )
     last: Literal["drop", "pad"] = option(
-        "drop",
-        "rows that fill no whole step at the end of an epoch: drop = leave out, pad = add its "
-        "first rows",
+        "drop", "last rows of an epoch: drop = leave out, pad = fill the step with first rows"
     )
     pad_to_multiple_of: int = option(
         1, "multiple that row lengths are rounded up to, within --max-token-num", at_least=1
@@ -69,11 +65,7 @@ class ImageSettings(Options):
     max_pixels: int | None = option(None, "most pixels of a scaled image (Qwen-VL)", at_least=1)
     # Pillow takes more than this for an attack
     pixel_limit: int = free_option(
-        50_000_000,
-        "most pixels of an image; a larger one is refused",
-        at_least=1,
-        at_most=178_000_000,
-        shapes_answers=False,
+        50_000_000, "most pixels of an image", at_least=1, at_most=178_000_000, shapes_answers=False
     )
     max_count: int | None = free_option(
         None, "most images of a sample; default: any number", at_least=1, shapes_answers=False

@@ -9,11 +9,7 @@ class ExportConfig(Options):
     """Export"""
 
     model_path: str | None = option(
-        None,
-        "checkpoint, model folder or hub name",
-        is_path=True,
-        takes_name=True,
-        is_needed=True,
+        None, "checkpoint, model or hub name", is_path=True, takes_name=True, is_needed=True
     )
     output_path: str | None = option(None, "new folder", is_output=True, is_needed=True)
     merge: bool = option(False, "add an adapter to its base, not keep it for peft")

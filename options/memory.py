@@ -45,16 +45,14 @@ class MemoryOptions(Options):
     )
     recompute: RecomputeSettings = mapping(RecomputeSettings)
     offload_activations: bool = free_option(
-        False,
-        "keep saved activations in pinned host memory until the backward pass",
-        to="train_model",
+        False, "keep activations in pinned host memory until the backward pass", to="train_model"
     )
     logits_chunk: int = free_option(
         0, "tokens of logits and loss at a time (0 = all)", at_least=0, to="train_model"
     )
     compile_layers: bool = free_option(
         False,
-        "torch.compile each decoder layer",
+        "torch.compile each layer",
         excludes=("--recompute.mode operators",),
         to="train_model",
     )
@@ -176,9 +174,7 @@ class StreamingOptions(Options):
         False, "run the optimizer during the next step, whose weights are then a step older"
     )
     pin_model: Literal["alloc", "register", "off"] = free_option(
-        "alloc",
-        "host memory of the weights: alloc = a pinned copy, register = pinned in place (CUDA), off "
-        "= as it is",
+        "alloc", "weights on the host: alloc = a pinned copy, register = pinned in place, off"
     )
 
 

@@ -218,7 +218,7 @@ class TrainedOptions(Options):
     )
     neftune_alpha: float = option(
         0.0,
-        "noise on token embeddings in training (NEFTune), usually 5 (0 = off)",
+        "noise on token embeddings (NEFTune), usually 5 (0 = off)",
         at_least=0,
         to="train_model?",
     )
@@ -325,9 +325,7 @@ class VisionOptions(Options):
         to="train_model?",
     )
     vision_partition: list[int] | None = free_option(
-        None,
-        "tower blocks of each of these stages, 12,12; default: equal numbers",
-        to="train_model?",
+        None, "tower blocks of these stages, 12,12; default: equal numbers", to="train_model?"
     )
 
 

@@ -22,19 +22,13 @@ class RolloutOptions(Options):
     group_size: int = option(8, "answers to each prompt; --batch-size counts answers", at_least=2)
     inner_steps: int = option(1, "optimizer steps on the same answers", at_least=1)
     kl_beta: float = option(
-        0.0,
-        "weight of the KL divergence from the start model (--reference)",
-        at_least=0,
-        to="loss_fn",
+        0.0, "weight of the KL divergence from the start model", at_least=0, to="loss_fn"
     )
     sampling_temperature: float = option(
         1.0, "temperature that answers are drawn at, and scored at", at_least=0.01, to="loss_fn"
     )
     max_completion_length: int = option(
-        512,
-        "longest answer, in tokens, within --max-token-num",
-        at_least=1,
-        to="loss_fn collate_fn",
+        512, "longest answer, in tokens", at_least=1, to="loss_fn collate_fn"
     )
     stop_strings: list[str] | None = option(None, "texts that end an answer, besides end tokens")
     mask_truncated_completions: bool = option(
@@ -47,10 +41,7 @@ class RolloutOptions(Options):
         8, "prompts whose answers are drawn together; rounding depends on it", at_least=1
     )
     ahead: int = option(
-        0,
-        "steps that answers are drawn ahead, by weights a step older: 0 or 1",
-        at_least=0,
-        at_most=1,
+        0, "steps that answers are drawn ahead, by older weights: 0 or 1", at_least=0, at_most=1
     )
     keep_samples: int = free_option(
         1, "steps between those whose answers go into samples.jsonl (0 = none)", at_least=0

@@ -20,7 +20,7 @@ class HttpSettings(Options):
     )
     ssl_keyfile: str | None = option(
         None,
-        "private key (PEM); default: in the file of the certificate",
+        "private key (PEM); default: in the certificate",
         is_path=True,
         needs=("--http.ssl_certfile FILE",),
     )
@@ -85,10 +85,7 @@ class ServeConfig(ImageOptions, DecodeOptions, ModelOptions):
         512, "longest answer of a chat that gives no length, in tokens", at_least=1
     )
     temperature: float = option(
-        1.0,
-        "temperature of a request that gives none (0 = the likeliest token)",
-        at_least=0,
-        at_most=2,
+        1.0, "temperature of requests without one (0 = likeliest token)", at_least=0, at_most=2
     )
     adapter_path: list[str] | None = option(
         None,

@@ -35,9 +35,7 @@ class BadStepSettings(Options):
 
     max_skipped: int = free_option(20, "skipped steps in a row that end the run", at_least=1)
     spike_sigma: float = option(
-        0.0,
-        "standard deviations above the mean of 64 losses that make a spike (0 = off)",
-        at_least=0,
+        0.0, "standard deviations above the last 64 losses that make a spike (0 = off)", at_least=0
     )
     spike_action: Literal["warn", "skip"] = option(
         "warn", "action on a loss spike", needs=("--bad-steps.spike_sigma 6",)
@@ -62,15 +60,10 @@ class CheckpointOptions(Options):
     """Progress, checkpoints and faults"""
 
     hang_timeout: float = free_option(
-        600.0,
-        "timeout of one operation of a step, in seconds (0 = none); above the longest pass, "
-        "compile or save",
-        at_least=0,
+        600.0, "timeout of the longest pass, compile or save, in seconds (0 = none)", at_least=0
     )
     stop_deadline: float = free_option(
-        120.0,
-        "timeout of the last step and save after a stop signal, in seconds (0 = none)",
-        at_least=0,
+        120.0, "timeout of the last step and save after a signal, in seconds (0 = none)", at_least=0
     )
     log_steps: int = free_option(1, "optimizer steps between log lines", at_least=1)
     eval_steps: Literal["epoch"] | int = free_option(
@@ -96,9 +89,7 @@ class CheckpointOptions(Options):
         False, "write checkpoints between steps, without a copy in host memory"
     )
     resume: str | None = free_option(
-        None,
-        "checkpoint to continue from, or auto = the newest whole one of --output-dir",
-        is_saved=False,
+        None, "checkpoint to continue from, or auto = the newest of --output-dir", is_saved=False
     )
     allow_changes: bool = free_option(
         False, "resume although settings that change the course of training differ", is_saved=False
@@ -128,9 +119,7 @@ class MachineOptions(Options):
     """Machine"""
 
     device: Literal["auto", "cpu", "cuda", "xpu", "npu", "mps"] = free_option(
-        "auto",
-        "auto = the accelerator that torch finds, else the CPU (never mps)",
-        to="train_model builder",
+        "auto", "auto = an accelerator, else the CPU (never mps)", to="train_model builder"
     )
     bf16: bool = option(False, "compute in bfloat16", excludes=("--fp16",))
     fp16: bool = option(False, "compute in float16")
@@ -165,16 +154,12 @@ class SharedOptions(MachineOptions):
     )
     output_dir: str = free_option(
         "runs/train",
-        "run folder: config, logs, plots, checkpoints",
+        "folder of config, log, plots, checkpoints",
         is_output=True,
         shapes_answers=False,
     )
     seed: int = option(
-        0,
-        "seed of initialisation, order and dropout",
-        at_least=0,
-        at_most=10**12,
-        to="train_model model",
+        0, "seed of start, order and dropout", at_least=0, at_most=10**12, to="train_model model"
     )
     visual_gpu_ratio: float = free_option(
         0.0,
@@ -219,11 +204,7 @@ class OptimizerOptions(Options):
         resume="length",
     )
     weight_decay: float = option(
-        0.01,
-        "decay of matrices, not of norms and biases",
-        at_least=0,
-        to="optimizer",
-        resume="steps",
+        0.01, "decay of matrices, not norms and biases", at_least=0, to="optimizer", resume="steps"
     )
     max_grad_norm: float = option(
         1.0, "norm that gradients are clipped to (0 = off)", at_least=0, resume="steps"
@@ -239,16 +220,13 @@ class PipelineOptions(Options):
         "interleaved_1f1b, interleaved_zero_bubble, zbv, dualpipev, or the path of a .csv file",
     )
     num_stages: int | None = free_option(
-        None,
-        "stages of the model; default: from the number of processes",
-        at_least=1,
-        to="train_model",
+        None, "stages of the model; default: by the processes", at_least=1, to="train_model"
     )
     stages_per_rank: int | None = free_option(
         None, "stages of a process; default: 1, or 2 where --schedule needs it", at_least=1
     )
     dp_degree: int | None = free_option(
-        None, "replicas of the pipeline; default: from the number of processes", at_least=1
+        None, "replicas of the pipeline; default: by the processes", at_least=1
     )
     dp_shard: bool = free_option(
         False, "shard weights and optimizer state over the replicas (FSDP2)"
@@ -262,7 +240,7 @@ class PipelineOptions(Options):
     prove_split: Literal["auto", "always", "never"] = free_option("auto", PROVE_HELP)
     plan: bool = option(
         False,
-        "print layers, times and memory of each stage, and advice, then stop; loads nothing",
+        "print layers, times and memory of each stage, and stop; loads nothing",
         is_saved=False,
     )
     device_memory: float | None = free_option(
@@ -335,9 +313,7 @@ class CheckConfig(RunConfig):
     """Check of an export or a split"""
 
     exported: str | None = option(
-        None,
-        "exported folder to compare with the checkpoint at --model-path, in place of a split",
-        is_path=True,
+        None, "exported folder to compare with the checkpoint at --model-path", is_path=True
     )
     adapter_weights: list[float] | None = option(
         None, "share of each adapter in the export; default: 1", needs=("--exported FOLDER",)
