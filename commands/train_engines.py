@@ -15,6 +15,7 @@ from commands.train_data import Data, check_data, settle_steps, show_samples
 from commands.train_parts import (
     TrainingParts,
     check_parts,
+    check_rewards,
     check_same_commits,
     make_planner,
     stage_builder,
@@ -59,8 +60,6 @@ def run_training(plan: RunPlan) -> int:
         if is_first():
             stage_builder(plan).check_fit()
             if plan.parts["loss_fn"].facts["samples_answers"]:
-                from commands.train_rollouts import check_rewards
-
                 check_rewards(plan, data)
         return 0
     if run.plan:  # measured on this process's device
