@@ -88,14 +88,12 @@ def check(arguments: CheckArguments, context: DistributedContext, schedule: Sche
 
     run, model = arguments.run, arguments.parts["train_model"]
     check_scores(arguments)
-    # the library's own class would predict tokens
-    reference = "part" if model.facts["gives_scores"] else run.check.reference
     if model.kwargs.get("output_router_logits"):
         raise UserError(
             "--train-model.output_router_logits is unknown to the unsplit model. Set "
             "output_router_logits in config.json for a check."
         )
-    report = Report(notes=list(notes_of(arguments)))
+    report = Report(notes=notes_of(arguments))
     passed = check_split(
         context,
         schedule=schedule,
@@ -106,7 +104,8 @@ def check(arguments: CheckArguments, context: DistributedContext, schedule: Sche
         steps=run.check.steps,
         tolerance=run.check.tolerance,
         layers=run.check.layers,
-        reference=reference,
+        # transformers' own class would predict tokens
+        reference="part" if model.facts["gives_scores"] else run.check.reference,
         seed=run.seed,
         trust_remote_code=run.trust_remote_code,
         report=report,
@@ -121,25 +120,14 @@ def check(arguments: CheckArguments, context: DistributedContext, schedule: Sche
 def notes_of(arguments: CheckArguments) -> list[str]:
     """Return what of the training command is done otherwise here."""
     run = arguments.run
-    notes = []
-    told = ("bf16", "fp16", "lora.dropout")  # below, in other words
-    if run.precision != "fp32":
-        notes.append(
-            f"compared in float32: --{run.precision} rounds more than a mistake may change"
-        )
+    given = [name for name in given_options(run) if name in NOT_CHECKED]
+    notes = [f"{spelled(name)} is left out of a check" for name in given]
     if run.device not in ("auto", "cpu"):
         notes.append(f"--device {run.device}: a check runs on the CPU")
     if (run.dp_degree or 1) > 1:
-        notes.append("--dp-degree: one replica was checked")
-    notes += [
-        f"{spelled(name)} was left out: it was checked where it is tested, not here"
-        for name in given_options(run)
-        if name in NOT_CHECKED and name not in told
-    ]
+        notes.append("--dp-degree: one replica is checked")
     if "dataset" in arguments.parts and arguments.parts["dataset"].kwargs.get("rows") == "packed":
-        notes.append("--dataset.rows packed: a segment a row was checked, as --packing would be")
-    if run.lora.dropout > 0:
-        notes.append("--lora.dropout was set to 0: random numbers can't be compared")
+        notes.append("--dataset.rows packed: a segment a row is checked, as --packing would be")
     return notes
 
 

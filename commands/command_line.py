@@ -66,10 +66,7 @@ COMMANDS = {
     ),
 }
 # commands of before -> programs that do it now
-MOVED = {
-    "import-llamafactory": "tools/import_llamafactory.py",
-    "tiny": "tools/tiny_model.py",
-}
+MOVED = {"import-llamafactory": "tools/import_llamafactory.py", "tiny": "tools/tiny_model.py"}
 ENVIRONMENT = "env"
 
 

@@ -21,12 +21,7 @@ from transformers import PretrainedConfig
 
 from commands.stages import StageBuilder, dtype_of, lora_options, stage_key
 from options.parts import chosen_part
-from stageline.checkpoint.adapter import (
-    config_folder,
-    find_base,
-    processor_folder,
-    refuse_two_ways,
-)
+from stageline.checkpoint.adapter import config_folder, find_base, processor_folder, refuse_two_ways
 from stageline.checkpoint.adapter_start import attach_beside
 from stageline.checkpoint.files import ADAPTER_CONFIG
 from stageline.checkpoint.layout import Ranks

@@ -415,12 +415,7 @@ def check_rows(arguments: TrainArguments, data: Data, dataset: Any) -> Any:
         say(inner.check(**limits))
         return dataset
     report = preflight(
-        dataset,
-        **data.texts,
-        **limits,
-        bad_rows=data.bad_rows,
-        seed=run.seed,
-        encode=data.encode,
+        dataset, **data.texts, **limits, bad_rows=data.bad_rows, seed=run.seed, encode=data.encode
     )
     size = group_size_of(dataset)
     bad = set(whole_groups(report.bad, size))

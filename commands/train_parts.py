@@ -124,9 +124,7 @@ def check_parts(arguments: TrainArguments, data: Data) -> None:
     if arguments.parts["loss_fn"].facts["samples_answers"]:
         batch = with_stand_ins(batch)
     problem = check_loss(
-        bind_loss(arguments),
-        batch,
-        vocab_size=data.vocab_size or num_token_ids(data.processor),
+        bind_loss(arguments), batch, vocab_size=data.vocab_size or num_token_ids(data.processor)
     )
     if problem is not None:
         say(problem)
