@@ -86,7 +86,7 @@ class AnsweringModel:
         options: dict[str, Any] = {"is_piece": True}  # the processor is loaded apart
         if self.attn_implementation:
             options["attn_implementation"] = self.attn_implementation
-        partition = self.partition
+        partition: Sequence[int] | None = self.partition
         if partition is None and self.num_stages > 1 and stage_key(self.config) is not None:
             partition = decode_partition(
                 self.config,
