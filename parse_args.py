@@ -82,6 +82,9 @@ SUGGESTING = ("collate_fn", "model")
 DATA_KEYS = ("dataset", "prompt", "prompt_fn", "image_token", "collate_fn")
 SPECIAL = ("import", "config", "list", "help")  # answered before the options are known
 # options that most runs need: those that --help shows, where --help all shows all
+# option -> the one that follows from it: a typed one of the two holds, in a saved config, which has
+# both, the first
+FOLLOWING = {"num_train_epochs": "total_steps", "warmup_ratio": "warmup_steps"}
 FEW = 20  # options that --help shows without a choice
 COMMON = (
     *("model_path", "adapter_path", "dataset_path", "output_dir", "output_path", "resume", "bf16"),
@@ -328,8 +331,7 @@ def read_arguments(
         head, dot, tail = name.partition(".")
         options[registers.get(head, head) + dot + tail] = item
     items = settable.values()
-    rivals = {one.name: one.metadata["instead_of"] for one in items if one.metadata["instead_of"]}
-    drop_rivals(options, rivals)
+    drop_rivals(options, FOLLOWING)
     if "list" in options:
         _print_and_stop(list_parts())
 

@@ -212,9 +212,9 @@ def by_name(given: Iterable[Given]) -> dict[str, Given]:
     return {item.name: item for item in given}
 
 
-def drop_rivals(options: dict[str, Given], rivals: Mapping[str, str]) -> None:
+def drop_rivals(options: dict[str, Given], following: Mapping[str, str]) -> None:
     """Drop the option that was not typed, of each option and the one that follows from it."""
-    for pair in rivals.items():
+    for pair in following.items():
         items = [options[name] for name in pair if name in options]
         typed = [item for item in items if item.origin == COMMAND_LINE]
         if len(typed) == 2:

@@ -53,7 +53,6 @@ def option(
     is_saved: bool = True,
     needs: Sequence[str] = (),
     excludes: Sequence[str] = (),
-    instead_of: str = "",
     to: str = "",
     argument: str = "{name}",
     resume: Literal["course", "steps", "length", "free"] = "course",
@@ -71,10 +70,8 @@ def option(
         is_saved: the saved config has it.
         needs: options, as they are typed, without which this one has no effect; one of several,
             "--bf16 or --fp16". A lower-case word behind is the value that is meant, as in
-            "--quantization nf4"; another one is an example.
+            "--quantization nf4"; another one is an example. {part} is as in `argument`.
         excludes: options, as they are typed, with a value or any, that cannot be given as well.
-        instead_of: the option whose value follows from this one. A typed one of the two holds; in a
-            saved config, which has both, this one.
         to: registers whose components get it; with a ? behind, only if it is not the default.
         argument: the name that components get it by; {part} is the mapping that `{name}` is in, as
             in "{part}_lora_rank" of `parts.vit.lora_rank`.
@@ -168,7 +165,8 @@ def check_together(config: Any) -> None:
             values = value if isinstance(value, list) else [value]
             texts = [f"{one:g}" if isinstance(one, float) else str(one) for one in values]
             shown += " " + ",".join(texts)
-        for needed in fields[name].metadata["needs"]:
+        part = "".join(name.split(".")[-2:-1])
+        for needed in (text.format(part=part) for text in fields[name].metadata["needs"]):
             # FOLDER and 2 are examples, nf4 is the value that is meant
             choices = {one: one.partition(" ")[2][:1].islower() for one in needed.split(" or ")}
             if not any(is_given(one, exactly=exactly) for one, exactly in choices.items()):

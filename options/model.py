@@ -5,14 +5,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from options.fields import OptionError, Options, free_option, given_options, mapping, option
+from options.fields import OptionError, Options, free_option, mapping, option
 
 if TYPE_CHECKING:
     from options.train import RunConfig
 
-# parts of a model: their names in options -> what they are
-PART_NAMES = {"vit": "vision tower", "mlp": "projector", "llm": "language model", "lm_head": "head"}
-PARTS = ("vit", "mlp", "llm")  # those that may have LoRA
+PARTS = ("vit", "mlp", "llm")  # of a model: vision tower, projector, language model
 
 STARTS = "default, gaussian, orthogonal, pissa or pissa_niter_N (N rounds of a quick SVD)"
 _KNOWN = re.compile(r"default|gaussian|orthogonal|pissa(_niter_[1-9]\d*)?")
@@ -176,7 +174,9 @@ class HeadTraining(Options):
     )
 
 
-_part = functools.partial(option, None, to="train_model?", argument="{part}_{name}")
+_part = functools.partial(
+    option, None, needs=("--{part}-lora-num 1",), to="train_model?", argument="{part}_{name}"
+)
 
 
 class PartTraining(HeadTraining):
@@ -259,21 +259,13 @@ class TrainedOptions(Options):
 
 def learning_rate_scales(run: Any) -> dict[str, float]:
     """Return the learning rates of parts that have one, as multiples of --learning-rate."""
-    given = {part: getattr(run.parts, part).lr for part in PART_NAMES}
+    given = {part: getattr(run.parts, part).lr for part in vars(run.parts)}
     return {part: rate / run.learning_rate for part, rate in given.items() if rate is not None}
 
 
 def check_part_training(run: Any) -> None:
-    """Refuse LoRA of parts without adapters, learning rates of frozen ones, ratios to 0."""
-    for part, what in PART_NAMES.items():
-        own = getattr(run.parts, part)
-        lora = getattr(run, f"{part}_lora_num", 0)
-        about_lora = [name for name in given_options(own) if name.startswith("lora_")]
-        if about_lora and not lora:
-            raise OptionError(
-                f"--parts.{part}.{about_lora[0]} requires LoRA on the {what}. Add "
-                f"--{part}-lora-num 1 or drop it."
-            )
+    """Refuse learning rates of frozen parts, and ratios to 0."""
+    for part, own in vars(run.parts).items():
         if own.lr is None:
             continue
         given = f"--parts.{part}.lr {own.lr:g}"
@@ -283,7 +275,7 @@ def check_part_training(run: Any) -> None:
                 "this part, and the other parts a rate of 0 each."
             )
         has_rows = run.vocab.train_new and part in ("llm", "lm_head")
-        if own.frozen and not lora and not has_rows:
+        if own.frozen and not getattr(run, f"{part}_lora_num", 0) and not has_rows:
             raise OptionError(
                 f"{given} and --parts.{part}.frozen exclude each other. Drop one of them."
             )

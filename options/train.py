@@ -189,7 +189,6 @@ class OptimizerOptions(Options):
         "share of all steps that is warm-up, in place of --warmup-steps",
         at_least=0,
         at_most=1,
-        instead_of="warmup_steps",
         resume="length",
     )
     warmup_start_lr: float = _rate(0.0, "learning rate at the first step")
@@ -200,7 +199,6 @@ class OptimizerOptions(Options):
         None,
         "passes over the training rows, in place of --total-steps",
         at_least=0.001,
-        instead_of="total_steps",
         resume="length",
     )
     weight_decay: float = option(
