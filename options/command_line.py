@@ -218,7 +218,7 @@ def drop_rivals(options: dict[str, Given], following: Mapping[str, str]) -> None
         items = [options[name] for name in pair if name in options]
         typed = [item for item in items if item.origin == COMMAND_LINE]
         if len(typed) == 2:
-            raise OptionError(f"{items[0]} and {items[1]} exclude each other. Drop one of them.")
+            raise OptionError(f"{items[0]} and {items[1]} were both given. Drop one of them.")
         for item in items if typed else []:
             if item not in typed:
                 del options[item.name]
