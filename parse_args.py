@@ -107,7 +107,7 @@ class Arguments(Generic[Run]):
     imports: list[str]  # what `--import` named, in order
 
     def as_config(self) -> dict[str, Any]:
-        """Every option by the name it has on the command line; paths are absolute."""
+        """Return all options by their names on the command line; paths are absolute."""
         config: dict[str, Any] = {}
         if self.imports:
             config["import"] = [
@@ -136,7 +136,7 @@ ServeArguments: TypeAlias = Arguments[serve.ServeConfig]
 
 @dataclass(frozen=True)
 class CorpusArguments(Arguments[Any]):
-    """What `corpus.py` does: an action, and its options."""
+    """An action of `corpus.py`, and its options."""
 
     action: str
 

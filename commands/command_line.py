@@ -26,7 +26,7 @@ OVERRIDE = re.compile(r"([A-Za-z][\w-]*)((?:\.[\w.-]+)?)=(.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Command:
-    """What a word after `stageline` stands for."""
+    """A command: the word after `stageline`."""
 
     module: str  # below `commands`
     holds: str  # one line for the list

@@ -21,7 +21,7 @@ from stageline.pipeline.topology import Topology, resolve_topology
 
 @dataclass(frozen=True)
 class RunPlan(TrainArguments):
-    """What a training run has resolved; an engine gets it with the data."""
+    """The settled options of a training run; an engine gets it with the data."""
 
     topology: Topology  # stages, ranks and replicas
 

@@ -1,4 +1,4 @@
-"""Compares the runs below a folder, in a table and a plot: options that differ, figures, state.
+"""Compare the runs below a folder, in a table and a plot: options that differ, figures, state.
 
 `stageline runs FOLDER --sweep lr=1e-4,1e-3 seed=0,1 -- JOB.yaml NAME=VALUE --option VALUE` trains
 every combination first, one run after the other. What follows -- is what `stageline train` takes.
@@ -26,7 +26,7 @@ FATAL = (UserError.exit_code, INTERRUPTED, PREEMPTED)  # the next run would end 
 
 
 def main() -> int:
-    """Reads the command line; trains what is to be trained; prints the table and draws the plot."""
+    """Train the runs of a sweep, print the table, and draw the plot."""
     words = command_words()
     place = words.index("--") if "--" in words else len(words)
     own, job = words[:place], words[place + 1 :]
@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def combinations(sweep: Sequence[str]) -> dict[str, list[str]]:
-    """The runs of a sweep: name of the folder -> options. The last name changes fastest."""
+    """Return the runs of a sweep: folder -> options. The last name changes fastest."""
     axes = []
     for word in sweep:
         match = OVERRIDE.fullmatch(word)
@@ -100,7 +100,7 @@ def combinations(sweep: Sequence[str]) -> dict[str, list[str]]:
 
 
 def sweep(folder: Path, words: Sequence[str], job: Sequence[str]) -> int:
-    """Trains all runs that are not done, one after the other; the exit code of the first failure.
+    """Train all runs that are not done, one by one; return the exit code of the first failure.
 
     Run again, it continues: finished runs are left as they are, others resume.
     """
@@ -162,7 +162,7 @@ def read_run(folder: Path, metric: str = "loss") -> dict[str, Any] | None:
 
 
 def table(runs: Sequence[Mapping[str, Any]], metric: str) -> str:
-    """A line a run, with the options that have not the same value in all of them."""
+    """Return a line a run, with the options that differ between runs."""
     configs = [run["config"] for run in runs]
     names = [
         name

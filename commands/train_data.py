@@ -370,7 +370,7 @@ def settle_steps(plan: RunPlan, data: Data) -> RunPlan:
 
 
 def asks_for(part: ChosenPart, fact: str) -> bool:
-    """Whether a fact holds: yes or no, or a function of the part's options."""
+    """Tell whether a fact holds: yes or no, or a function of the component's options."""
     answer = part.facts[fact]
     return bool(answer(**part.kwargs) if callable(answer) else answer)
 

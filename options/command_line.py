@@ -105,7 +105,7 @@ class Given:
 
 
 def shortened(text: str) -> str:
-    """A value as messages show it."""
+    """Return a value as messages show it."""
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
 
 
@@ -169,7 +169,7 @@ def read_config(path: str | Path, names: Iterable[str] = ()) -> list[Given]:
 
 
 def _of_file(name: str, value: Any, origin: str) -> Given:
-    """An option with its YAML value as it would be typed."""
+    """Return an option with its YAML value as it would be typed."""
     if isinstance(value, str):
         words = [value]
     elif name == "import" and isinstance(value, list):
@@ -208,7 +208,7 @@ def unfolded(given: Sequence[Given], names: Iterable[str]) -> list[Given]:
 
 
 def by_name(given: Iterable[Given]) -> dict[str, Given]:
-    """Options by name; where one was given several times, the last."""
+    """Return options by name; where one was given several times, the last."""
     return {item.name: item for item in given}
 
 
