@@ -163,8 +163,8 @@ def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
     def keys(given: Mapping[str, Given]) -> Keys:
         has_data = not {"dataset", "dataset_path", "help"}.isdisjoint(given)
         # an export is of the architecture's own component
-        left_out = ("train_model",) if "exported" in given else ()
-        left_out += () if has_data else DATA_KEYS
+        left_out = {"train_model"} if "exported" in given else set()
+        left_out |= set() if has_data else {*DATA_KEYS}
         return {one: key for one, key in TRAIN_KEYS.items() if one in given or one not in left_out}
 
     arguments = _settled(read_arguments(argv, train.CheckConfig, keys=keys))

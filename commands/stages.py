@@ -162,11 +162,14 @@ class StageBuilder:
         from stageline.verify.names import check_outlines
 
         # for names only: methods that change none are off
-        outline = functools.partial(self.build, checkpoint_path=None, device="meta", is_piece=True)
-        if "methods" in self.options:
-            outline = functools.partial(outline, methods=None)
+        changes: dict[str, Any] = {"checkpoint_path": None, "device": "meta", "is_piece": True}
+        changes |= {"methods": None} if "methods" in self.options else {}
+
+        def outline(stage: int, num_stages: int | None = None) -> Any:
+            return self.build(stage, num_stages=num_stages, **changes)
+
         return check_outlines(
-            lambda stage, num_stages=None: outline(stage, num_stages=num_stages),
+            outline,
             stages=stages,
             num_stages=self.num_stages,
             ranks=ranks,

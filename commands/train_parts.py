@@ -377,7 +377,7 @@ class TrainingParts:
         stages_here = list(self.plan.topology.schedule.stages_of(context.pp_rank))
         ranks = Ranks.of(context.pp_group)
         is_known = builder.check_names(stages_here, ranks=ranks, checkpoint=weights)
-        source = {"weights": weights, "processor": processor, "is_whole": is_whole}
+        source: dict[str, Any] = {"weights": weights, "processor": processor, "is_whole": is_whole}
         stages = [self._build_stage(stage, context, point, **source) for stage in stages_here]
         wait_for_weights(weights)
         if not is_known:
