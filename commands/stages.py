@@ -5,7 +5,6 @@ trained, without an export.
 """
 
 import dataclasses
-import functools
 import inspect
 import os
 from collections import Counter
