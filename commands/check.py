@@ -122,6 +122,8 @@ def notes_of(arguments: CheckArguments) -> list[str]:
     run = arguments.run
     given = [name for name in given_options(run) if name in NOT_CHECKED]
     notes = [f"{spelled(name)} is left out of a check" for name in given]
+    if run.precision != "fp32":
+        notes.append("compared in float32: other types round more than a mistake may change")
     if run.device not in ("auto", "cpu"):
         notes.append(f"--device {run.device}: a check runs on the CPU")
     if (run.dp_degree or 1) > 1:
