@@ -165,7 +165,7 @@ def _take_own_devices(run: Any, replicas: EvaluationReplicas) -> None:
     os.environ[variable] = ",".join(names[first : first + each])
     if len(accelerators(run.device)) != each:
         raise UserError(
-            f"torch does not follow {variable}={os.environ[variable]} of a replica, since its "
+            f"A replica has {variable}={os.environ[variable]}, and torch sees other devices, whose "
             f"driver had been started. Start the replicas by torchrun, each with its {variable}, "
             "or take one."
         )
