@@ -217,12 +217,11 @@ class InferConfig(PlacementOptions, EngineOptions, AnswerOptions, ImageOptions, 
 
 def check_prompts(run: InferConfig, *, has_dataset: bool) -> None:
     """Refuse a run that asks nothing, or from two places."""
-    asked = {"--prompts": run.prompts, "--text": run.text, "--dataset": has_dataset}
-    given = [option for option, value in asked.items() if value]
+    given = [value for value in (run.prompts, run.text, has_dataset) if value]
     if len(given) != 1:
         raise OptionError(
-            f"{' and '.join(given) or 'no option'} says what to ask. Give one of --prompts FILE, "
-            "--text '...' and --dataset KEY."
+            f"{len(given)} of --prompts, --text and --dataset were given. Give one: --prompts FILE, "
+            "--text '...' or --dataset KEY."
         )
 
 
