@@ -220,8 +220,8 @@ def check_prompts(run: InferConfig, *, has_dataset: bool) -> None:
     given = [value for value in (run.prompts, run.text, has_dataset) if value]
     if len(given) != 1:
         raise OptionError(
-            f"{len(given)} of --prompts, --text and --dataset were given. Give one: --prompts FILE, "
-            "--text '...' or --dataset KEY."
+            f"{len(given)} of --prompts, --text and --dataset were given. Give one: --prompts "
+            "FILE, --text '...' or --dataset KEY."
         )
 
 
