@@ -5,11 +5,11 @@ chosen parts, converts every value by its type (jsonargparse) and refuses what i
 Registers are filled by the entry file before; no model, data or device is touched here.
 """
 
-import functools
+import json
 import os
 import sys
 from argparse import SUPPRESS
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import yaml
 from jsonargparse import ArgumentParser
 
-from options import answer, corpus, data, memory, model, rollouts, serve, train
+from options import answer, corpus, data, export, memory, model, rollouts, serve, train
 from options.command_line import (
     COMMAND_LINE,
     Given,
@@ -27,6 +27,7 @@ from options.command_line import (
     drop_rivals,
     gathered,
     needs_value,
+    old_names,
     read_config,
     read_words,
     unfolded,
@@ -35,8 +36,8 @@ from options.fields import (
     OptionError,
     absolute,
     check_limits,
+    check_needed,
     check_together,
-    common_options,
     expanded,
     option_fields,
     option_groups,
@@ -80,35 +81,33 @@ SUGGESTING = ("collate_fn", "model")
 # of a training run's keys, those that a check does without unless it gets a dataset
 DATA_KEYS = ("dataset", "prompt", "prompt_fn", "image_token", "collate_fn")
 SPECIAL = ("import", "config", "list", "help")  # answered before the options are known
-TEST_SPLIT = {"dataset": {"split": "test"}}  # an option although the run supplies it
-# what holds for the split of a model, in training and where it is checked
-CHECKS_OF_SPLIT = (
-    train.check_partition,
-    model.check_part_training,
-    model.check_lora,
-    model.check_methods,
+# options that most runs need: those that --help shows, where --help all shows all
+# option -> the one that follows from it: a typed one of the two holds, in a saved config, which has
+# both, the first
+FOLLOWING = {"num_train_epochs": "total_steps", "warmup_ratio": "warmup_steps"}
+FEW = 20  # options that --help shows without a choice
+COMMON = (
+    *("model_path", "adapter_path", "dataset_path", "output_dir", "output_path", "resume", "bf16"),
+    *("num_stages", "num_devices", "engine", "batch_size", "micro_batch_size", "max_token_num"),
+    *("learning_rate", "total_steps", "num_train_epochs", "save_steps", "llm_lora_num", "prompts"),
+    *("text", "tasks", "num_fewshot", "limit", "max_new_tokens", "temperature", "server"),
+    *("host", "port", "served_model_name", "api_key_env"),
 )
-
-
+TEST_SPLIT = {"dataset": {"split": "test"}}  # an option although the run supplies it
+Keys: TypeAlias = Mapping[str, str | None]
 Run = TypeVar("Run", covariant=True)
 
 
 @dataclass(frozen=True)
 class Arguments(Generic[Run]):
-    """A resolved command line.
+    """A resolved command line."""
 
-    Attributes:
-        run: options that belong to no part.
-        parts: register name -> the chosen part and its kwargs.
-        imports: what `--import` named, in order.
-    """
-
-    run: Run
-    parts: dict[str, ChosenPart]
-    imports: list[str]
+    run: Run  # options that belong to no component
+    parts: dict[str, ChosenPart]  # register name -> the chosen component and its kwargs
+    imports: list[str]  # what `--import` named, in order
 
     def as_config(self) -> dict[str, Any]:
-        """Every option by the name it has on the command line; paths are absolute."""
+        """Return all options by their names on the command line; paths are absolute."""
         config: dict[str, Any] = {}
         if self.imports:
             config["import"] = [
@@ -137,29 +136,22 @@ ServeArguments: TypeAlias = Arguments[serve.ServeConfig]
 
 @dataclass(frozen=True)
 class CorpusArguments(Arguments[Any]):
-    """What `corpus.py` does: an action, and its options."""
+    """An action of `corpus.py`, and its options."""
 
     action: str
 
 
 def parse_train_args(argv: Sequence[str] | None = None) -> TrainArguments:
-    """Read the options of a training run.
-
-    Args:
-        argv: the words after the program's name; by default those of this process.
-
-    Raises:
-        OptionError, RegisterError: exit code 2; before any model or data is loaded.
-        SystemExit: after `--help` and `--list`.
-    """
-    arguments = read_arguments(argv, train.RunConfig, keys=TRAIN_KEYS)
-    run = train.settled(arguments.run)
-    more = (model.check_vision, data.check_batches, train.check_learning_rate, data.check_images)
-    for check in (*CHECKS_OF_SPLIT, *more):
-        check(run)
-    memory.check_attention(run, arguments.parts["train_model"])
+    """Read the options of a training run, by default of the words of this process."""
+    arguments = _settled(read_arguments(argv, train.RunConfig, keys=TRAIN_KEYS))
+    run = arguments.run
+    _check_split(arguments)
+    model.check_vision(run)
+    data.check_batches(run)
+    train.check_learning_rate(run)
+    data.check_images(run)
     rollouts.check_rollouts(run, arguments.parts)
-    return replace(arguments, run=run)
+    return arguments
 
 
 def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
@@ -167,85 +159,100 @@ def parse_check_args(argv: Sequence[str] | None = None) -> CheckArguments:
 
     The keys that have to do with data may be left out; with --dataset they belong together.
     """
-    words = command_words(argv)
-    given = by_name(with_configs(read_words(words)))
-    has_data = not {"dataset", "dataset_path", "help"}.isdisjoint(given)
-    keys = {
-        name: key
-        for name, key in TRAIN_KEYS.items()
-        if name not in DATA_KEYS or name in given or has_data
-    }
-    if "exported" in given and "train_model" not in given:
-        del keys["train_model"]  # that of the architecture
-    arguments = read_arguments(words, train.CheckConfig, keys=keys)
-    run = train.settled(arguments.run)
-    if run.exported is not None:
-        return replace(arguments, run=run)
-    for check in CHECKS_OF_SPLIT:
-        check(run)
+
+    def keys(given: Mapping[str, Given]) -> Keys:
+        has_data = not {"dataset", "dataset_path", "help"}.isdisjoint(given)
+        # an export is of the architecture's own component
+        left_out = {"train_model"} if "exported" in given else set()
+        left_out |= set() if has_data else {*DATA_KEYS}
+        return {one: key for one, key in TRAIN_KEYS.items() if one in given or one not in left_out}
+
+    arguments = _settled(read_arguments(argv, train.CheckConfig, keys=keys))
+    if arguments.run.exported is None:
+        _check_split(arguments)
+    return arguments
+
+
+def _settled(arguments: Arguments[Any]) -> Arguments[Any]:
+    return replace(arguments, run=train.settled(arguments.run))
+
+
+def _check_split(arguments: Arguments[Any]) -> None:
+    """Refuse what a split model cannot do, in training and in a check."""
+    run = arguments.run
+    train.check_partition(run)
+    model.check_part_training(run)
+    model.check_lora(run)
+    model.check_methods(run)
     memory.check_attention(run, arguments.parts["train_model"])
-    return replace(arguments, run=run)
 
 
 def parse_evaluate_args(argv: Sequence[str] | None = None) -> EvaluateArguments:
     """Read the options of an evaluation; raises as `parse_train_args` does."""
-    words = command_words(argv)
-    return read_arguments(
-        words,
-        answer.EvaluateConfig,
-        keys=answer.with_engine_keys(EVALUATE_KEYS, by_name(with_configs(read_words(words)))),
-        listed=TEST_SPLIT,
-        checks=(
-            data.check_images,
-            answer.check_engine,
-            model.adapter_arguments,
-            answer.device_memory,
-        ),
-    )
+
+    def keys(given: Mapping[str, Given]) -> Keys:
+        return answer.with_engine_keys(EVALUATE_KEYS, given)
+
+    arguments = read_arguments(argv, answer.EvaluateConfig, keys=keys, listed=TEST_SPLIT)
+    data.check_images(arguments.run)
+    answer.check_engine(arguments.run)
+    model.adapter_arguments(arguments.run)
+    answer.device_memory(arguments.run)
+    return arguments
 
 
 def parse_infer_args(argv: Sequence[str] | None = None) -> InferArguments:
     """Read the options of a run that answers; raises as `parse_train_args` does."""
-    words = command_words(argv)
-    given = by_name(with_configs(read_words(words)))
-    keys = answer.with_engine_keys(INFER_KEYS, given)
-    asks_dataset = "dataset" in given
-    return read_arguments(
-        words,
-        answer.InferConfig,
-        keys=keys | {"dataset": None} if asks_dataset else keys,
-        listed=TEST_SPLIT,
-        repeated=("text",),
-        checks=(
-            data.check_images,
-            answer.device_memory,
-            answer.check_engine,
-            functools.partial(answer.check_prompts, has_dataset=asks_dataset),
-        ),
+
+    def keys(given: Mapping[str, Given]) -> Keys:
+        found = answer.with_engine_keys(INFER_KEYS, given)
+        return found | {"dataset": None} if "dataset" in given else found
+
+    arguments = read_arguments(
+        argv, answer.InferConfig, keys=keys, listed=TEST_SPLIT, repeated=("text",)
     )
+    data.check_images(arguments.run)
+    answer.device_memory(arguments.run)
+    answer.check_engine(arguments.run)
+    answer.check_prompts(arguments.run, has_dataset="dataset" in arguments.parts)
+    return arguments
 
 
 def parse_chat_args(argv: Sequence[str] | None = None) -> ChatArguments:
     """Read the options of a chat; raises as `parse_train_args` does."""
-    return read_arguments(argv, answer.ChatConfig, keys=CHAT_KEYS, checks=(answer.device_memory,))
+    arguments = read_arguments(argv, answer.ChatConfig, keys=CHAT_KEYS)
+    answer.device_memory(arguments.run)
+    return arguments
 
 
 def parse_lm_eval_args(argv: Sequence[str] | None = None) -> Arguments[answer.LmEvalConfig]:
     """Read the options of lm_eval; raises as `parse_train_args` does."""
-    return read_arguments(
-        argv, answer.LmEvalConfig, keys={}, checks=(answer.check_has_model, answer.check_tasks)
-    )
+    arguments = read_arguments(argv, answer.LmEvalConfig, keys={})
+    answer.check_has_model(arguments.run)
+    answer.check_tasks(arguments.run)
+    return arguments
 
 
 def parse_serve_args(argv: Sequence[str] | None = None) -> ServeArguments:
     """Read the options of a server; raises as `parse_train_args` does."""
-    checks = (
-        data.check_images,
-        answer.check_has_model,
-        serve.check_certificate,
-        serve.named_adapters,
-    )
-    return read_arguments(argv, serve.ServeConfig, keys=SERVE_KEYS, checks=checks)
+    arguments = read_arguments(argv, serve.ServeConfig, keys=SERVE_KEYS)
+    data.check_images(arguments.run)
+    answer.check_has_model(arguments.run)
+    serve.check_certificate(arguments.run)
+    serve.named_adapters(arguments.run)
+    return arguments
+
+
+def parse_export_args(argv: Sequence[str] | None = None) -> Arguments[export.ExportConfig]:
+    """Read the options of an export; raises as `parse_train_args` does."""
+    words = command_words(argv)
+    gone = {spelled(name): why for name, why in old_names("gone_from_export").items()}
+    for word in words:
+        if why := gone.get(word.partition("=")[0]):
+            raise OptionError(f"{word}: there is no such option any more. {why}")
+    arguments = read_arguments(words, export.ExportConfig, keys={})
+    export.shard_bytes(arguments.run)
+    return arguments
 
 
 def parse_corpus_args(argv: Sequence[str] | None = None) -> CorpusArguments:
@@ -256,51 +263,63 @@ def parse_corpus_args(argv: Sequence[str] | None = None) -> CorpusArguments:
     if name is None and words in (["--help"], ["-h"], []):
         print(corpus.overview())
         raise SystemExit(0 if words else OptionError.exit_code)
-    action = corpus.ACTIONS.get(name or "")
-    if action is None and words != ["--list"]:
+    if name not in corpus.ACTIONS and words != ["--list"]:
         raise OptionError(corpus.no_action(name or words[0]))
-    config = action.config if action else corpus.VerifyConfig
-    keys = action.keys if action else {}
-    given = read_arguments(
-        words, config, keys=keys, action=name or "", checks=(corpus.check_needed,)
-    )
-    assert name is not None  # the list has ended this
-    return CorpusArguments(given.run, given.parts, given.imports, action=name)
+    action = name or "verify"  # of --list any
+    keys = corpus.KEYS.get(action, {})
+    given = read_arguments(words, corpus.ACTIONS[action], keys=keys, action=action)
+    return CorpusArguments(given.run, given.parts, given.imports, action=action)
 
 
 def save_config(arguments: Arguments, path: str | Path) -> None:
-    """Writes every option with its value; `--config path` repeats the run."""
+    """Write every option with its value; `--config path` repeats the run."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     header = "# Every option of this run. Repeat it with --config and this file.\n"
-    body = yaml.safe_dump(_yaml_ready(arguments.as_config()), sort_keys=False, allow_unicode=True)
+    # only types that plain YAML has
+    plain = json.loads(json.dumps(arguments.as_config(), default=_plain))
+    body = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(header + body, encoding="utf-8")
     temporary.replace(path)  # a torn write then leaves no half file
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, set) else str(value)
 
 
 def read_arguments(
     argv: Sequence[str] | None,
     config_class: type,
     *,
-    keys: Mapping[str, str | None],
+    keys: Keys | Callable[[Mapping[str, Given]], Keys],
     listed: Mapping[str, Mapping[str, Any]] = {},
     repeated: Sequence[str] = (),
     action: str = "",
-    checks: Sequence[Callable[[Any], object]] = (),
 ) -> Arguments[Any]:
     """Read the words of a command, in both passes.
 
     Args:
-        keys: the registers that this program chooses from, with their default keys.
+        keys: the registers that this program chooses from, with their default keys; or a function
+            of the options that were given.
         listed: register -> arguments that are options here although the run supplies them, with
             their default values.
         repeated: options that may be given several times, a text each time.
         action: the word behind the program's name, for its help.
-        checks: each refuses options that do not go together.
     """
+    # words and files: name -> what was given
     settable = option_fields(config_class)
-    given = unfolded(with_configs(read_words(command_words(argv)), settable), settable)
+    given = read_words(command_words(argv))
+    files: list[Given] = []  # in front, so that the command line wins
+    for item in given:
+        if item.name == "config":
+            if not item.values:
+                raise OptionError(needs_value(item, "the path of a YAML file"))
+            for path in item.values:
+                files += read_config(path, settable)
+    given = unfolded([*files, *given], settable)
+    if callable(keys):
+        keys = keys(by_name(given))
     imports = list(
         dict.fromkeys(one for item in given if item.name == "import" for one in item.values)
     )
@@ -312,10 +331,11 @@ def read_arguments(
         head, dot, tail = name.partition(".")
         options[registers.get(head, head) + dot + tail] = item
     items = settable.values()
-    rivals = {one.name: one.metadata["instead_of"] for one in items if one.metadata["instead_of"]}
-    drop_rivals(options, rivals)
+    drop_rivals(options, FOLLOWING)
     if "list" in options:
         _print_and_stop(list_parts())
+
+    # the components
     help_words = options.pop("help", None)
     is_help = help_words is not None
     keys = _with_defaults(options, keys)
@@ -324,48 +344,38 @@ def read_arguments(
     keys = {**keys, **owned}
     chosen |= _choose(options, owned, may_miss=is_help)
     if help_words is not None:
-        shows_all = "all" in help_words.values
-        groups = (option_groups if shows_all else common_options)(config_class)
+        groups = option_groups(config_class)
+        if "all" not in help_words.values and len(settable) > FEW:
+            common = [item for _, items in groups for item in items if item.name in COMMON]
+            groups = [("Options that most runs need", common)]
         parser = _build_parser(groups, chosen, listed=listed)
         num_left = len(settable) - sum(len(items) for _, items in groups)
         _print_and_stop(help_text(parser, keys, chosen, action=action, num_left=num_left))
+
+    # the values; defaults need no reading, and to read them takes two thirds of the time
     settings = {
         name: item for name, item in options.items() if name not in keys and name not in SPECIAL
     }
-    # defaults need no reading, and to read them takes two thirds of the time
     typed = [item for item in items if item.name in settings]
     parser = _build_parser([("", typed)], chosen, listed=listed)
-    known = [*(item.name for item in items), *map(_spelled, keys), *SPECIAL]
+    known = [*settable, *map(_spelled, keys), *SPECIAL]
     values = convert(parser, settings, also_known=known)
     typed_values = {item.name: expanded(item, values[item.name]) for item in typed}
     run = replaced(config_class(), typed_values)
     parts = {name: chosen_part(name, key, values.get(name) or {}) for name, key in chosen.items()}
-    for check in (check_limits, check_together, *checks):
-        check(run)
+    check_limits(run)
+    check_together(run)
+    check_needed(run)
     return Arguments(run, parts, imports)
 
 
-def with_configs(given: list[Given], names: Iterable[str] = ()) -> list[Given]:
-    """Put the options of `--config` files in front, so that the command line wins."""
-    from_files: list[Given] = []
-    for item in given:
-        if item.name == "config":
-            if not item.values:
-                raise OptionError(needs_value(item, "the path of a YAML file"))
-            for path in item.values:
-                from_files += read_config(path, names)
-    return from_files + given
-
-
 def _spelled(name: str) -> str:
-    """What a key of a register is given with."""
+    """Return the option that a key of a register is given with, as a name."""
     return ALL_REGISTERS[name].option[2:].replace("-", "_")
 
 
-def _with_defaults(
-    options: dict[str, Given], keys: Mapping[str, str | None]
-) -> dict[str, str | None]:
-    """The keys with those that follow from a file, from the loss and from other components."""
+def _with_defaults(options: Mapping[str, Given], keys: Keys) -> dict[str, str | None]:
+    """Return the keys with those that follow from a file, from the loss and other components."""
     found = dict(keys)
     given = {name: item.values[0] for name, item in options.items() if len(item.values) == 1}
     if keys.get("dataset", "") is None and (path := given.get("dataset_path")):
@@ -380,42 +390,39 @@ def _with_defaults(
         found["collate_fn"] = "pt" if dataset == "corpus" else loss if loss in known else "sft"
     suggested: dict[str, str] = {}
     for name in SUGGESTING:
-        item, register = options.get(name), ALL_REGISTERS[name]
-        key = (found.get(name) if item is None else (*item.values, "")[0]) or ""
+        key, register = given.get(name) or found.get(name) or "", ALL_REGISTERS[name]
         if name in keys and key in register:
             suggested |= register.entry(key).facts.default_keys
     return {one: suggested.get(one, default) for one, default in found.items()}
 
 
-def _choose(
-    options: dict[str, Given], keys: Mapping[str, str | None], *, may_miss: bool
-) -> dict[str, str]:
+def _choose(options: Mapping[str, Given], keys: Keys, *, may_miss: bool) -> dict[str, str]:
     """Resolve every key, before anything is loaded."""
     chosen: dict[str, str] = {}
     for name, default in keys.items():
         register, item = ALL_REGISTERS[name], options.get(name)
-        if item is not None and not (
-            len(item.values) == 1 or (register.takes_several and item.values)
-        ):
-            raise OptionError(needs_value(item, f"one key of {name}_register"))
-        key = ",".join(item.values) if item is not None else default
-        if may_miss and (key is None or (item is None and key not in register)):
-            continue
+        if item is None:
+            key, place = default, " (the default)"
+            if may_miss and key not in register:
+                continue
+        else:
+            if not item.values or (len(item.values) > 1 and not register.takes_several):
+                raise OptionError(needs_value(item, f"one key of {name}_register"))
+            key = ",".join(item.values)
+            place = "" if item.origin == COMMAND_LINE else f" ({item.origin})"
         if key is None:
             raise OptionError(
                 f"{register.option} is missing: {register.holds}. Choose one of: "
                 f"{', '.join(sorted(register)) or '(nothing is registered)'}."
             )
-        place = item.origin if item is not None else "the default"
-        suffix = "" if place == COMMAND_LINE else f" ({place})"
         for one in key.split(",") if register.takes_several else [key]:
-            register.entry(one, option=register.option + suffix)
+            register.entry(one, option=register.option + place)
         chosen[name] = key
     return chosen
 
 
-def _owned_keys(options: dict[str, Given], chosen: Mapping[str, str]) -> dict[str, None]:
-    """The registers of `OWNED_KEYS` that this run chooses from."""
+def _owned_keys(options: Mapping[str, Given], chosen: Mapping[str, str]) -> dict[str, None]:
+    """Return the registers of `OWNED_KEYS` that this run chooses from."""
     found: dict[str, None] = {}
     for name, owner in OWNED_KEYS.items():
         key = chosen.get(owner)
@@ -463,12 +470,3 @@ def _print_and_stop(text: str) -> None:
         except BrokenPipeError:  # the reader, `head` say, has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise SystemExit(0)
-
-
-def _yaml_ready(value: Any) -> Any:
-    """Only types that plain YAML has."""
-    if isinstance(value, dict):
-        return {str(key): _yaml_ready(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [_yaml_ready(item) for item in value]
-    return value if isinstance(value, int | float | str | None) else str(value)

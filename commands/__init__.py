@@ -16,21 +16,33 @@ from stageline.terminal import is_first as is_first
 from stageline.terminal import terminal
 
 Run = TypeVar("Run")
+Read = TypeVar("Read")
 
 
-def open_shelf(*names: str) -> None:
-    """Imports the shelf modules of a command; all of them where `--list` is to show them."""
-    from register import import_shelf
+def start(
+    parse: Callable[[], Read],
+    *shelf: str,
+    recorded: Callable[[Any], Mapping[str, Any]] = lambda config: {},
+) -> Read:
+    """Register the components of a command, read its options, and find what they name on a hub.
 
-    import_shelf(*(() if "--list" in sys.argv else names))
+    Args:
+        shelf: modules of shipped components; `--list` shows all of them.
+        recorded: options -> config of an earlier start; see `with_folders`.
+    """
+    from register import freeze_registers, import_shelf
+
+    if shelf or "--list" in sys.argv:
+        import_shelf(*(() if "--list" in sys.argv else shelf))
+    arguments: Any = parse()
+    freeze_registers()
+    config = with_folders(arguments.run, recorded=recorded(arguments.run))
+    return dataclasses.replace(arguments, run=config)
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Looks for no garbage while modules are imported, nor among them later on.
-
-    They stay, and looking through them again and again is a quarter of the time of their import.
-    """
+    """Collect no garbage while modules are imported, nor among them later: a quarter faster."""
     gc.disable()
     try:
         yield
@@ -39,13 +51,21 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
+def quiet_transformers() -> None:
+    """Turn off the progress bars and warnings of transformers."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
 def say(text: str) -> None:
-    """Prints a text once in a run."""
+    """Print a text once in a run."""
     terminal.say(text)
 
 
 def with_folders(run: Run, *, recorded: Mapping[str, Any] = {}) -> Run:
-    """The options with folders of this machine in the place of names on a hub.
+    """Return the options with folders of this machine in the place of names on a hub.
 
     The process that starts others does this first; they find what it has found.
 
@@ -53,7 +73,7 @@ def with_folders(run: Run, *, recorded: Mapping[str, Any] = {}) -> Run:
         recorded: config of an earlier start, by the names in it: of a name that is there, too, its
             commit is taken, whatever its branch has become.
     """
-    from options.fields import on_path, option_fields, replaced, value_of  # it reads YAML
+    from options.fields import as_list, option_fields, replaced, value_of, with_paths  # reads YAML
 
     changes: dict[str, Any] = {}
     for item in option_fields(run).values():
@@ -62,9 +82,11 @@ def with_folders(run: Run, *, recorded: Mapping[str, Any] = {}) -> Run:
             continue
         find = pinned_set if item.metadata["is_pattern"] else local_folder
         option, then = f"`{item.name}`", as_list(recorded.get(item.name.replace("_", "-")))
-        put = functools.partial(_found, find, then, option=option)
-        found = [on_path(item, one, put) for one in as_list(value)]
-        changes[item.name] = found if isinstance(value, list) else found[0]
+
+        def put(given: str, find: Any = find, then: Any = then, option: str = option) -> str:
+            return str(find(with_commit(given, then), option=option))
+
+        changes[item.name] = with_paths(item, value, put)
     return _with_dtype(replaced(run, changes))
 
 
@@ -73,7 +95,7 @@ def _with_dtype(run: Any) -> Any:
 
     The file is read as JSON, since importing transformers takes seconds.
     """
-    if getattr(run, "dtype", None) is None:
+    if getattr(run, "dtype", None) is None or not hasattr(run, "bf16"):
         return run
     path = Path(getattr(run, "config_path", None) or run.model_path or "")
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
@@ -98,38 +120,28 @@ def _with_dtype(run: Any) -> Any:
     return dataclasses.replace(run, dtype=None, **found)
 
 
-def _found(find: Callable[..., Any], then: list[Any], given: str, *, option: str) -> str:
-    return str(find(with_commit(given, then), option=option))
-
-
-def as_list(value: Any) -> list[Any]:
-    """One value, or several, as a list; of nothing an empty one."""
-    return value if isinstance(value, list) else [value] if value else []
-
-
 @functools.cache
 def run_configs() -> tuple[type, ...]:
-    """The options class of every command."""
+    """Return the options class of every command."""
     from options.answer import ChatConfig, EvaluateConfig, InferConfig, LmEvalConfig
     from options.corpus import ACTIONS
+    from options.export import ExportConfig
     from options.serve import ServeConfig
     from options.train import CheckConfig
 
     answering = (EvaluateConfig, InferConfig, ChatConfig, LmEvalConfig, ServeConfig)
-    return (CheckConfig, *answering, *(action.config for action in ACTIONS.values()))
+    return (CheckConfig, ExportConfig, *answering, *ACTIONS.values())
 
 
 @functools.cache
 def option_names() -> dict[str, str]:
-    """Every option of every command, as the engine calls it -> as it is typed: `num_stages`."""
-    from commands.export import make_parser
+    """Return the options of all commands, as the engine calls them -> as they are typed."""
     from options.fields import argument_name, option_fields, spelled
     from register import ALL_REGISTERS
 
     items = [item for config in run_configs() for item in option_fields(config).values()]
     names = {name: item.name for item in items if "_" in (name := argument_name(item))}
     names |= {item.name: item.name for item in items}
-    names |= {action.dest: action.dest for action in make_parser()._actions}
     keys = [register.option[2:].replace("-", "_") for register in ALL_REGISTERS.values()]
     names |= dict(zip(keys, keys, strict=True)) | {name: name for name in ALL_REGISTERS}
     return {name: spelled(option) for name, option in (names | {"import": "import"}).items()}

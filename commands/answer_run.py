@@ -1,11 +1,11 @@
-"""A run that answers, from its options: what evaluate.py and infer.py share."""
+"""Answer samples by the options of a run: what evaluate.py and infer.py share."""
 
 import functools
 import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,43 +47,23 @@ from stageline.planner.estimate import Load
 SECONDS_TO_MEET = 600.0
 EXPORTED = "~/.cache/stageline/exported"  # what vLLM reads
 ENGINE_FILE = "engine.json"
-# what a model part may ask for besides images and prompts
+# what a model component may ask for besides images and prompts
 HANDED_OVER = ("samples", "batch_size")
 
 
 @dataclass(frozen=True)
 class Opened:
-    """What answers: a model in this process, a pipeline of stages, vLLM, or an endpoint.
+    """A model in this process, a pipeline of stages, vLLM, or an endpoint.
 
     Which one it was is in engine.json beside the predictions, and changes no greedy answer but for
     rounding.
-
-    Attributes:
-        model: what a model part gets: a model, an endpoint or an engine.
-        facts: for the report: where it runs.
-        has_own_batches: it takes many samples at once and batches them itself.
-        config: of the model, where there is one.
     """
 
-    model: Any
+    model: Any  # what a model component gets: a model, an endpoint or an engine
     processor: Any
-    facts: dict[str, Any] = field(default_factory=dict)
-    has_own_batches: bool = False
+    facts: dict[str, Any]  # for the report: where it runs
+    has_own_batches: bool = False  # it takes many samples at once and batches them itself
     config: Any = None
-
-
-def own_replica(run: Any) -> EvaluationReplicas:
-    """Return the replica that this process belongs to, of those `start_processes` has started."""
-    rank = int(os.environ.get("RANK", "0"))
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    num_stages = world_size // run.num_replicas
-    wait = timedelta(seconds=SECONDS_TO_MEET)
-    return EvaluationReplicas(
-        index=rank // num_stages,
-        count=run.num_replicas,
-        is_first=rank % num_stages == 0,
-        store=meet(rank, world_size, wait) if world_size > 1 else None,
-    )
 
 
 @contextmanager
@@ -123,7 +103,7 @@ def opened(arguments: Arguments, replicas: EvaluationReplicas) -> Iterator[Opene
         config = load_config(folder, trust_remote_code=run.trust_remote_code)
         facts = {"tensor_parallel_size": vllm.num_devices, "folder": str(folder)}
         yield Opened(vllm, vllm.processor, facts, True, config)
-    else:  # what the builder part makes: a model over some devices, or an endpoint
+    else:  # what the builder makes: a model over some devices, or an endpoint
         _take_own_devices(run, replicas)
         model, processor, device_map = build_model(arguments)
         facts = {"device_map": {name: str(place) for name, place in device_map.items()}}
@@ -131,13 +111,13 @@ def opened(arguments: Arguments, replicas: EvaluationReplicas) -> Iterator[Opene
 
 
 def build_model(arguments: Arguments) -> tuple[Any, Any, dict[str, Any]]:
-    """What the builder part makes: model, processor and device_map."""
+    """Return the model, processor and device_map of the builder component."""
     builder = arguments.parts["builder"]
     return builder.part(arguments.run.model_path, **_builder_arguments(arguments))
 
 
 def plan_model(arguments: Arguments) -> int:
-    """Print what the builder part would place on which device; return the exit code."""
+    """Print what the builder component would place on which device; return the exit code."""
     builder = arguments.parts["builder"]
     plan = builder.facts.plan
     if plan is None:
@@ -148,22 +128,18 @@ def plan_model(arguments: Arguments) -> int:
     return 0
 
 
-def placement_arguments(run: Any, builder: Any) -> dict[str, Any]:
-    """What the options say of devices, for a builder part; fewer for one that counts layers."""
-    if takes(builder, "placement") == "no":
-        return {"visual_gpu_ratio": run.visual_gpu_ratio or 0.0}
-    load = Load(
-        rows=getattr(run, "batch_size", 1), length=run.plan_for.length, images=run.plan_for.images
-    )
-    wanted = Wanted(memory=device_memory(run), load=load)
-    return {"visual_gpu_ratio": run.visual_gpu_ratio, "placement": wanted}
-
-
 def _builder_arguments(arguments: Arguments) -> dict[str, Any]:
     run, builder = arguments.run, arguments.parts["builder"]
+    placement: dict[str, Any] = {"visual_gpu_ratio": run.visual_gpu_ratio}
+    if takes(builder.part, "placement") == "no":  # it counts layers
+        placement = {"visual_gpu_ratio": run.visual_gpu_ratio or 0.0}
+    else:
+        size = run.plan_for
+        load = Load(rows=getattr(run, "batch_size", 1), length=size.length, images=size.images)
+        placement["placement"] = Wanted(memory=device_memory(run), load=load)
     return {
         **handed_to("builder", run),
-        **placement_arguments(run, builder.part),
+        **placement,
         "dtype": dtype_of(run),
         **adapter_arguments(run),
         **builder.kwargs,
@@ -188,14 +164,14 @@ def _take_own_devices(run: Any, replicas: EvaluationReplicas) -> None:
     os.environ[variable] = ",".join(names[first : first + each])
     if len(accelerators(run.device)) != each:
         raise UserError(
-            f"A replica was given {variable}={os.environ[variable]}, and torch sees other devices: "
-            f"their driver had been started. Start the replicas by torchrun, each with its "
-            f"{variable}, or take one."
+            f"A replica has {variable}={os.environ[variable]}, and torch sees other devices, whose "
+            f"driver had been started. Start the replicas by torchrun, each with its {variable}, "
+            "or take one."
         )
 
 
 def answer_settings(arguments: Arguments) -> dict[str, Any]:
-    """All that changes an answer; where files are written and on how many devices does not.
+    """Return all that changes an answer: not where files are written, nor on how many devices.
 
     Nor does the engine, as long as the likeliest tokens are taken.
     """
@@ -230,21 +206,33 @@ def answer_samples(
     *,
     check: Callable[[Any, range], None] = lambda dataset, rows: None,
 ) -> Answered | None:
-    """Answers what is not answered yet, into predictions.jsonl of the run folder.
+    """Answer what is not answered yet, into predictions.jsonl of the run folder.
 
-    Args:
-        arguments: as `start_processes` gives them.
-        check: refuses samples before anything is loaded that answers them.
+    `check` refuses samples before a model is loaded.
 
     Returns:
-        None where there is nothing to go on with: a plan or a check was asked for, answers are
-        missing, or another process has them.
+        None after a plan or a check, where answers are missing, or another process has them.
     """
     run = arguments.run
     if run.plan:
         plan_model(arguments)
         return None
-    replicas = EvaluationReplicas() if run.check_only else own_replica(run)
+
+    # the replica of this process, of those that `start_processes` has started
+    replicas = EvaluationReplicas()
+    if not run.check_only:
+        rank = int(os.environ.get("RANK", "0"))
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        num_stages = world_size // run.num_replicas
+        wait = timedelta(seconds=SECONDS_TO_MEET)
+        replicas = EvaluationReplicas(
+            index=rank // num_stages,
+            count=run.num_replicas,
+            is_first=rank % num_stages == 0,
+            store=meet(rank, world_size, wait) if world_size > 1 else None,
+        )
+
+    # the samples
     images = ImageSettings(**run.images.limits())
     with using_images(images), leaving_out(BadRows(run.skip_bad_rows)) as bad_rows:
         dataset = open_dataset()
@@ -253,24 +241,56 @@ def answer_samples(
     check(dataset, rows)
     if run.check_only:
         return None
+
+    # the file of predictions, and what it does not have yet
     folder = Path(run.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "predictions.jsonl"
+    settings = answer_settings(arguments)
+    # tell whether a folder has other weights than at the last call: training continues there
+    folders = [Path(one) for one in (run.model_path, *(run.adapter_path or ())) if one]
+    weights = [folder_facts(one) for one in folders if one.is_dir()]
+    key = fingerprint({**settings, "weights": weights})
     if replicas.is_main:
         bad_rows.write(folder / "bad_rows.jsonl")
         save_config(arguments, folder / "config.yaml")
-    settings = answer_settings(arguments)
-    # what tells that a folder has other weights than at the last call: training goes on there
-    folders = [Path(one) for one in (run.model_path, *(run.adapter_path or ())) if one]
-    weights = [folder_facts(one) for one in folders if one.is_dir()]
-    outcome, file = answer_rows(
-        arguments,
-        dataset,
-        rows,
-        path=folder / "predictions.jsonl",
-        settings_key=fingerprint({**settings, "weights": weights}),
-        images=images,
-        replicas=replicas,
-    )
+        merge_shards(path)  # of a run that was killed
+        replicas.tell("merged")
+    replicas.wait_for_main("merged")
+    file, outcome = PredictionFile(path, settings_key=key), Outcome()
+    samples = {row: dataset[row][1] for row in rows}
+    check_same_samples(file.records, list(samples.values()), path=file.path)
+    missing = [row for row in rows if str(samples[row]["id"]) not in file.records]
+    if not missing and replicas.is_main:
+        print(f"{file.path} holds all {len(rows)} predictions already")
+
+    # the answers, of each replica its share
+    several = replicas.count > 1
+    share = replicas.share(missing) if several else rows
+    if missing and (share or run.engine == "pipeline"):  # its processes come together
+        own = file
+        if several and share:
+            own = PredictionFile(shard_path(path, replicas.index), settings_key=key)
+        with opened(arguments, replicas) as found:
+            if found is not None:
+                if replicas.is_main:
+                    facts = {"engine": run.engine, "dtype": run.precision, **found.facts}
+                    facts["num_replicas"] = replicas.count
+                    text = json.dumps(facts, indent=2) + "\n"
+                    (folder / ENGINE_FILE).write_text(text, encoding="utf-8")
+                    if "device_map" in facts:
+                        print(f"devices: {sorted(set(facts['device_map'].values()))}")
+                outcome = ask(arguments, dataset, share, own, found, images, replicas)
+    if missing and several:
+        replicas.tell("answered")
+        if replicas.is_main:
+            replicas.wait_for_all("answered")
+            merge_shards(path)
+            file = PredictionFile(path, settings_key=key)
+            left = [one for row in missing if (one := str(samples[row]["id"])) not in file.records]
+            failed = {one: file.errors[one] for one in left if one in file.errors}
+            outcome = Outcome([one for one in left if one not in failed], failed)
+
     if not replicas.is_main:
         return None
     if outcome.failed:
@@ -278,8 +298,8 @@ def answer_samples(
         kind = DataError if run.engine in ("pipeline", "vllm") else RemoteError
         raise kind(
             f"{len(outcome.failed)} of {len(rows)} samples got no answer, such as {sample_id}: "
-            f"{why.rstrip('.')}. The answers that came are in {file.path}: start again with the "
-            "same options and only the others are asked for."
+            f"{why.rstrip('.')}. Start again with the same options: {file.path} has the other "
+            "answers."
         )
     if outcome.pending:
         print(
@@ -288,62 +308,6 @@ def answer_samples(
         )
         return None
     return Answered(dataset, rows, file, settings)
-
-
-def answer_rows(
-    arguments: Arguments,
-    dataset: Any,
-    rows: range,
-    *,
-    path: Path,
-    settings_key: str,
-    images: ImageSettings,
-    replicas: EvaluationReplicas,
-) -> tuple[Outcome, PredictionFile]:
-    """Answers what the file of predictions does not hold yet, each replica its share.
-
-    Returns in every process; the file is whole in the main one.
-    """
-    if replicas.is_main:
-        merge_shards(path)  # of a run that was killed
-        replicas.tell("merged")
-    replicas.wait_for_main("merged")
-    file = PredictionFile(path, settings_key=settings_key)
-    samples = {row: dataset[row][1] for row in rows}
-    check_same_samples(file.records, list(samples.values()), path=file.path)
-    missing = [row for row in rows if str(samples[row]["id"]) not in file.records]
-    if not missing:
-        if replicas.is_main:
-            print(f"{file.path} holds all {len(rows)} predictions already")
-        return Outcome(), file
-    several = replicas.count > 1
-    share = replicas.share(missing) if several else rows
-    own, outcome = file, Outcome()
-    if several and share:
-        own = PredictionFile(shard_path(path, replicas.index), settings_key=settings_key)
-    if share or arguments.run.engine == "pipeline":  # its processes come together
-        with opened(arguments, replicas) as found:
-            if found is not None:
-                if replicas.is_main:
-                    run, devices = arguments.run, found.facts.get("device_map")
-                    facts = {"engine": run.engine, "dtype": run.precision, **found.facts}
-                    facts["num_replicas"] = replicas.count
-                    text = json.dumps(facts, indent=2) + "\n"
-                    (path.parent / ENGINE_FILE).write_text(text, encoding="utf-8")
-                    if devices is not None:
-                        print(f"devices: {sorted(set(devices.values()))}")
-                outcome = ask(arguments, dataset, share, own, found, images, replicas)
-    if not several:
-        return outcome, file
-    replicas.tell("answered")
-    if not replicas.is_main:
-        return outcome, own
-    replicas.wait_for_all("answered")
-    merge_shards(path)
-    file = PredictionFile(path, settings_key=settings_key)
-    left = [key for row in missing if (key := str(samples[row]["id"])) not in file.records]
-    failed = {key: file.errors[key] for key in left if key in file.errors}
-    return Outcome([key for key in left if key not in failed], failed), file
 
 
 def ask(
@@ -355,17 +319,12 @@ def ask(
     images: ImageSettings,
     replicas: EvaluationReplicas,
 ) -> Outcome:
-    """Asks the model part for the given rows."""
+    """Ask the model component for the given rows."""
     run, parts = arguments.run, arguments.parts
     processor, part = found.processor, parts["model"].part
-    tiling = Tiling(**run.images.tiling())
-    prepare_texts(parts["prompt_fn"], processor, found.model)
-    prepare_images(processor, images, tiling)
-    if tiling.is_given and found.config is not None:
-        match_config(found.config, processor)
+    prepare(arguments, processor, found.model, found.config, images)
     texts = {**texts_of(parts), "prompt_fn": fill_function(arguments)}
     options = {**handed_to("model", run), **parts["model"].kwargs}
-    answer = functools.partial(part, found.model, processor, **options)
 
     def num_tokens(rendered: Any, images: Any) -> int:
         return len(encode_sample(rendered, images, processor=processor, name=rendered.name))
@@ -379,13 +338,25 @@ def ask(
         hands_over=frozenset(name for name in HANDED_OVER if takes(part, name) != "no"),
         is_shown=replicas.is_main,
     )
+    answer = functools.partial(part, found.model, processor, **options)
     return predict(
         dataset, rows, answer=answer, texts=texts, processor=processor, file=file, asking=asking
     )
 
 
+def prepare(
+    arguments: Arguments, processor: Any, model: Any, config: Any, images: ImageSettings
+) -> None:
+    """Prepare a processor for texts and images of the options, and a model to match it."""
+    tiling = Tiling(**arguments.run.images.tiling())
+    prepare_texts(arguments.parts["prompt_fn"], processor, model)
+    prepare_images(processor, images, tiling)
+    if tiling.is_given and config is not None:
+        match_config(config, processor)
+
+
 def prepare_texts(prompt_fn: Any, processor: Any, model: Any) -> None:
-    """Prepares a processor for its prompt_fn; an engine stops where the template ends turns."""
+    """Prepare a processor for its prompt_fn; an engine stops where the template ends turns."""
     if processor is None or prompt_fn.facts.prepare is None:
         return
     prompt_fn.facts.prepare(processor, **prompt_fn.kwargs)
@@ -394,17 +365,16 @@ def prepare_texts(prompt_fn: Any, processor: Any, model: Any) -> None:
 
 
 def fill_function(arguments: Arguments) -> Callable:
-    """The prompt_fn part with its options, and with examples for each sample where asked for."""
+    """Return the prompt_fn component, with examples for each sample where asked for."""
     run, parts = arguments.run, arguments.parts
-    chosen = parts["prompt_fn"]
-    fill = chosen.bound
+    fill = parts["prompt_fn"].bound
     if not getattr(run, "num_fewshot", 0):
         return fill
     for name, argument in (("prompt_fn", "examples"), ("dataset", "split")):
         if takes(parts[name].part, argument) == "no":
             raise UserError(
-                f"--num-fewshot {run.num_fewshot} came with {spelled(name)} {parts[name].key}, "
-                f"which takes no {argument}. Choose such a part, or leave --num-fewshot out."
+                f"--num-fewshot {run.num_fewshot} requires {spelled(name)} with {argument}, which "
+                f"{parts[name].key} has not. Choose such a component, or drop --num-fewshot."
             )
     kwargs = {**parts["dataset"].kwargs, "split": run.fewshot.split}
     fewshot = FewShot(

@@ -8,49 +8,71 @@ lists the commands, /exit or the end of the input ends. Ctrl-C stops an answer; 
 ends.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from commands import importing, open_shelf, with_folders
+from commands import importing, quiet_transformers, start
 from commands.stages import check_model_path
 from options.answer import ChatConfig, ChatSettings
 from options.fields import check_limits, option_fields
-from parse_args import ChatArguments, parse_chat_args
-from register import freeze_registers
+from parse_args import parse_chat_args
 from stageline.distributed.stop import release_signals
 from stageline.errors import INTERRUPTED, UserError
-
-if TYPE_CHECKING:
-    from stageline.inference.dialogue import LocalModel, Server
 
 SHELF = ("models", "prompt_fn")
 
 
 def main() -> int:
-    """Talks until the input ends; returns the exit code."""
-    open_shelf(*SHELF)
-    arguments = parse_chat_args()
-    freeze_registers()
-    arguments = dataclasses.replace(arguments, run=with_folders(arguments.run))
+    """Talk until the input ends; return the exit code."""
+    arguments = start(parse_chat_args, *SHELF)
+    run, parts = arguments.run, arguments.parts
     with importing():  # after the options: --help answers at once
-        from commands.answer_run import plan_model
-        from stageline.inference.dialogue import HELP, Dialogue, note, read_message
+        import transformers
 
-    if not arguments.run.server:
-        check_model_path(arguments.run, arguments.parts["builder"].part)
-        if arguments.run.plan:
+        from commands.answer_run import build_model, plan_model, prepare_texts
+        from stageline.inference.dialogue import (
+            HELP,
+            Dialogue,
+            LocalModel,
+            Server,
+            note,
+            read_message,
+            server_url,
+        )
+        from stageline.inference.remote import Endpoint
+
+    engine: LocalModel | Server
+    if run.server:
+        endpoint = Endpoint(
+            name=run.server_model or "",
+            base_url=server_url(run.server),
+            api_key_env=run.api_key_env,
+            max_retries=1,  # a person waits
+        )
+        engine = Server(endpoint)
+        note(f"{endpoint.name} at {endpoint.base_url}")
+    else:
+        check_model_path(run, parts["builder"].part)
+        if run.plan:
             return plan_model(arguments)
-    engine = open_server(arguments.run) if arguments.run.server else open_model(arguments)
-    answering = {name: getattr(arguments.run, name) for name in option_fields(ChatSettings)}
+        quiet_transformers()
+        model, processor, _ = build_model(arguments)
+        if processor is None or not isinstance(model, transformers.PreTrainedModel):
+            raise UserError(
+                f"--builder {parts['builder'].key} loads no model here. Use --builder auto."
+            )
+        prepare_texts(parts["prompt_fn"], processor, model)
+        render, image_token = (parts[name].bound for name in ("prompt_fn", "image_token"))
+        engine = LocalModel(model, processor, render=render, image_token=image_token)
+
+    answering = {name: getattr(run, name) for name in option_fields(ChatSettings)}
     dialogue = Dialogue(
         engine,
         write=functools.partial(print, end="", flush=True),
-        change=functools.partial(changed, arguments.run),
+        change=functools.partial(changed, run),
         **answering,
     )
     release_signals()  # nothing is saved that a stop would have to wait for
@@ -72,51 +94,8 @@ def main() -> int:
             return 0
 
 
-def open_model(arguments: ChatArguments) -> LocalModel:
-    """Loads the model.
-
-    Raises:
-        UserError: the builder part loads none here.
-    """
-    import transformers
-
-    from commands.answer_run import build_model, prepare_texts
-    from stageline.inference.dialogue import LocalModel
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    model, processor, _ = build_model(arguments)
-    if processor is None or not isinstance(model, transformers.PreTrainedModel):
-        raise UserError(
-            f"--builder {arguments.parts['builder'].key} loads no model here. Use --builder auto."
-        )
-    prepare_texts(arguments.parts["prompt_fn"], processor, model)
-    render, image_token = (arguments.parts[name].bound for name in ("prompt_fn", "image_token"))
-    return LocalModel(model, processor, render=render, image_token=image_token)
-
-
-def open_server(run: ChatConfig) -> Server:
-    """Looks whether the server is there, and which model it has."""
-    from stageline.inference.dialogue import Server, note, server_url
-    from stageline.inference.remote import Endpoint
-
-    endpoint = Endpoint(
-        name=run.server_model or "",
-        base_url=server_url(run.server or ""),
-        api_key_env=run.api_key_env,
-        max_retries=1,  # a person waits
-    )
-    server = Server(endpoint)
-    note(f"{endpoint.name} at {endpoint.base_url}")
-    return server
-
-
 def changed(run: ChatConfig, settings: dict[str, Any], name: str, text: str) -> dict[str, Any]:
-    """The settings with one of them changed.
-
-    Raises:
-        ValueError: there is none of this name, or the value is none for it.
-    """
+    """Return the settings with one of them changed; ValueError: there is none, or a wrong value."""
     if name not in settings:
         raise ValueError(f"no setting {name!r}; there are {', '.join(settings)}")
     value = type(settings[name])(text)

@@ -12,14 +12,13 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from commands import importing, open_shelf, with_folders
+from commands import importing, quiet_transformers, start
 from commands.stages import with_family_key
 from commands.train import SHELF  # which registers the engine that a training command names
-from options.fields import given_options, option_fields, spelled
+from options.fields import given_options, spelled
 from options.model import check_vision
-from options.train import for_check
+from options.train import NOT_CHECKED, for_check
 from parse_args import CheckArguments, parse_check_args
-from register import freeze_registers
 from stageline.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,11 +32,8 @@ MOST_MICRO_BATCHES = 8  # of a dataset: a difference shows in a few
 
 
 def main() -> int:
-    """Runs the check; returns the exit code."""
-    open_shelf(*SHELF)
-    arguments = parse_check_args()
-    freeze_registers()
-    arguments = dataclasses.replace(arguments, run=with_folders(arguments.run))
+    """Run the check; return the exit code."""
+    arguments = start(parse_check_args, *SHELF)
     if arguments.run.exported is not None:
         from commands.export import check_exported
 
@@ -47,12 +43,9 @@ def main() -> int:
     arguments, schedule = resolve_schedule(with_family_key(arguments))
     launch_if_needed(schedule.num_ranks)
     with importing():  # not in the process that starts the others
-        import transformers
-
         from stageline.distributed.failure import name_stages
         from stageline.distributed.process_group import distributed_context
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet_transformers()
     # rank 0 also trains the whole model, for which the others may have to wait
     with distributed_context(num_ranks=schedule.num_ranks, device="cpu", timeout=7200.0) as context:
         name_stages(schedule.stages_of(context.pp_rank))
@@ -60,7 +53,7 @@ def main() -> int:
 
 
 def resolve_schedule(arguments: CheckArguments) -> tuple[CheckArguments, Schedule]:
-    """The options with the number of stages, and their pipeline: two ranks where none is given."""
+    """Return the options with the number of stages, and their pipeline, of two ranks by default."""
     from stageline.pipeline.schedules import default_stages_per_rank
     from stageline.pipeline.topology import resolve_topology
 
@@ -72,8 +65,7 @@ def resolve_schedule(arguments: CheckArguments) -> tuple[CheckArguments, Schedul
     if isinstance(run.partition, list) and run.check.layers not in (None, sum(run.partition)):
         raise UserError(
             f"--partition {','.join(map(str, run.partition))} names {sum(run.partition)} layers, "
-            f"--check.layers leaves {run.check.layers}. Both must be the same number, because "
-            "every layer lies on a stage: change one of them, or leave --partition out."
+            f"--check.layers leaves {run.check.layers}. Change one of them, or drop --partition."
         )
     topology = resolve_topology(
         schedule=run.schedule,
@@ -86,7 +78,7 @@ def resolve_schedule(arguments: CheckArguments) -> tuple[CheckArguments, Schedul
 
 
 def check(arguments: CheckArguments, context: DistributedContext, schedule: Schedule) -> int:
-    """Checks the split of one pipeline and prints the report on rank 0."""
+    """Check the split of one pipeline; print the report on rank 0."""
     with importing():
         from commands.train_data import check_scores
         from commands.train_parts import bind_loss
@@ -96,14 +88,12 @@ def check(arguments: CheckArguments, context: DistributedContext, schedule: Sche
 
     run, model = arguments.run, arguments.parts["train_model"]
     check_scores(arguments)
-    # the library's own class would predict tokens
-    reference = "part" if model.facts.gives_scores else run.check.reference
     if model.kwargs.get("output_router_logits"):
         raise UserError(
-            "--train-model.output_router_logits came, which the unsplit model of the library knows "
-            "from its config.json alone: set output_router_logits there for a check."
+            "--train-model.output_router_logits is unknown to the unsplit model. Set "
+            "output_router_logits in config.json for a check."
         )
-    report = Report(notes=list(notes_of(arguments)))
+    report = Report(notes=notes_of(arguments))
     passed = check_split(
         context,
         schedule=schedule,
@@ -114,7 +104,8 @@ def check(arguments: CheckArguments, context: DistributedContext, schedule: Sche
         steps=run.check.steps,
         tolerance=run.check.tolerance,
         layers=run.check.layers,
-        reference=reference,
+        # transformers' own class would predict tokens
+        reference="part" if model.facts.gives_scores else run.check.reference,
         seed=run.seed,
         trust_remote_code=run.trust_remote_code,
         report=report,
@@ -127,27 +118,18 @@ def check(arguments: CheckArguments, context: DistributedContext, schedule: Sche
 
 
 def notes_of(arguments: CheckArguments) -> list[str]:
-    """What of the training command is done otherwise here."""
+    """Return what of the training command is done otherwise here."""
     run = arguments.run
-    notes, fields = [], option_fields(run)
-    told = ("bf16", "fp16", "lora.dropout")  # below, in other words
+    given = [name for name in given_options(run) if name in NOT_CHECKED]
+    notes = [f"{spelled(name)} is left out of a check" for name in given]
     if run.precision != "fp32":
-        notes.append(
-            f"compared in float32: --{run.precision} rounds more than a mistake may change"
-        )
+        notes.append("compared in float32: other types round more than a mistake may change")
     if run.device not in ("auto", "cpu"):
         notes.append(f"--device {run.device}: a check runs on the CPU")
     if (run.dp_degree or 1) > 1:
-        notes.append("--dp-degree: one replica was checked")
-    notes += [
-        f"{spelled(name)} was left out: it was checked where it is tested, not here"
-        for name in given_options(run)
-        if not fields[name].metadata["in_check"] and name not in told
-    ]
+        notes.append("--dp-degree: one replica is checked")
     if "dataset" in arguments.parts and arguments.parts["dataset"].kwargs.get("rows") == "packed":
-        notes.append("--dataset.rows packed: a segment a row was checked, as --packing would be")
-    if run.lora.dropout > 0:
-        notes.append("--lora.dropout was set to 0: random numbers can't be compared")
+        notes.append("--dataset.rows packed: a segment a row is checked, as --packing would be")
     return notes
 
 
@@ -159,7 +141,7 @@ def build(
     num_stages: int,
     source: ModelSource,
 ) -> Any:
-    """A stage as train_pp.py builds it; with `num_stages` of 1 the part as a whole."""
+    """Build a stage as train_pp.py does; with `num_stages` of 1 the whole component."""
     from commands.train_parts import stage_builder
 
     run = arguments.run
@@ -181,10 +163,12 @@ def make_batches(
     preparation: Preparation,
     whole: WholeModel | None,
 ) -> Callable[[int], list[MicroBatch]]:
-    """Number of a step -> its micro-batches: of the dataset, of random ids, or pictures."""
+    """Return step -> its micro-batches: of the dataset, of random ids, or pictures."""
+    import torch
+
     from commands.train_data import Data, make_loader
     from stageline.checkpoint.layout import Ranks
-    from stageline.verify.batches import drop_pixels, random_batches
+    from stageline.verify.batches import drop_pixels, probe_batches, random_batches
 
     run, config = arguments.run, preparation.config
     if "dataset" not in arguments.parts:
@@ -192,12 +176,22 @@ def make_batches(
         ranks = Ranks.of(context.pp_group)
         has_images = 0 in schedule.stages_of(context.pp_rank)
 
+        def pictures(seed: int) -> list[MicroBatch] | None:
+            """Draw pictures and ids on rank 0, which has the tower; None: a family without."""
+            assert whole is not None
+            model = getattr(whole.model, "whole", whole.model)
+            try:
+                return probe_batches(
+                    model, "vision", torch.float32, num_micro_batches=count, seed=seed
+                )
+            except (UserError, AttributeError):
+                return None
+
         @functools.cache
         def drawn(step: int) -> list[MicroBatch]:
-            """Made on rank 0, which has the tower: it tells which pictures it takes."""
             made = None
             if getattr(config, "vision_config", None) is not None:
-                made = ranks.on_first(lambda: pictures(whole, count, run.seed + step * count))
+                made = ranks.on_first(lambda: pictures(run.seed + step * count))
             if made is None:
                 return random_batches(config, num_micro_batches=count, seed=run.seed + step)
             return made if has_images else [drop_pixels(batch) for batch in made]
@@ -223,17 +217,3 @@ def make_batches(
         return made[step]
 
     return batches
-
-
-def pictures(whole: WholeModel | None, count: int, seed: int) -> list[MicroBatch] | None:
-    """Micro-batches of random pictures and ids; None: a family whose pictures are not known."""
-    import torch
-
-    from stageline.verify.batches import probe_batches
-
-    assert whole is not None  # rank 0 has it
-    model = getattr(whole.model, "whole", whole.model)
-    try:
-        return probe_batches(model, "vision", torch.float32, num_micro_batches=count, seed=seed)
-    except (UserError, AttributeError):
-        return None

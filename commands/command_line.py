@@ -26,23 +26,14 @@ OVERRIDE = re.compile(r"([A-Za-z][\w-]*)((?:\.[\w.-]+)?)=(.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Command:
-    """What a word after `stageline` stands for.
+    """A command: the word after `stageline`."""
 
-    Attributes:
-        module: what runs it, below `commands`.
-        holds: one line for the list.
-        door: its file at the root, which workers are started with; empty: it has none.
-        words: what is added to its options.
-        has_actions: its first word says what to do, before files and options.
-        has_plain_words: its words are taken as they are.
-    """
-
-    module: str
-    holds: str
-    door: str = ""
-    words: tuple[str, ...] = ()
-    has_actions: bool = False
-    has_plain_words: bool = False
+    module: str  # below `commands`
+    holds: str  # one line for the list
+    door: str = ""  # its file at the root, which workers are started with; empty: it has none
+    words: tuple[str, ...] = ()  # added to its options
+    has_actions: bool = False  # its first word says what to do, before files and options
+    has_plain_words: bool = False  # its words are taken as they are
 
 
 TRAIN = "train_pp.py"
@@ -75,16 +66,12 @@ COMMANDS = {
     ),
 }
 # commands of before -> programs that do it now
-MOVED = {
-    "import-llamafactory": "tools/import_llamafactory.py",
-    "tiny": "tools/tiny_model.py",
-}
+MOVED = {"import-llamafactory": "tools/import_llamafactory.py", "tiny": "tools/tiny_model.py"}
 ENVIRONMENT = "env"
-ENVIRONMENT_HOLDS = "versions and devices, for a report of a bug"
 
 
 def main() -> int:
-    """Runs what the command line says.
+    """Run what the command line says.
 
     Returns:
         The exit code, unless the command ends the process by itself.
@@ -117,26 +104,21 @@ def main() -> int:
 
 
 def overview() -> str:
-    """All commands of this version, a line each."""
+    """Return all commands of this version, a line each."""
     holds = {name: command.holds for name, command in COMMANDS.items()}
-    lines = [
-        f"  {name:<20} {text}" for name, text in (holds | {ENVIRONMENT: ENVIRONMENT_HOLDS}).items()
-    ]
-    return "\n".join(
-        [
-            "stageline COMMAND [CONFIG.yaml ...] [NAME=VALUE ...] [--option VALUE ...]",
-            "",
-            *lines,
-            "",
-            "`stageline COMMAND --help` lists its options. What comes later wins: the config files",
-            "in order, NAME=VALUE (learning_rate=1e-4, dataset.test_size=0.2), then options.",
-            "",
-        ]
-    )
+    holds[ENVIRONMENT] = "versions and devices, for a report of a bug"
+    lines = "\n".join(f"  {name:<20} {text}" for name, text in holds.items())
+    return f"""stageline COMMAND [CONFIG.yaml ...] [NAME=VALUE ...] [--option VALUE ...]
+
+{lines}
+
+`stageline COMMAND --help` lists its options. What comes later wins: the config files
+in order, NAME=VALUE (learning_rate=1e-4, dataset.test_size=0.2), then options.
+"""
 
 
 def find_command(name: str) -> Command:
-    """The command of a name."""
+    """Return the command of a name."""
     if name in COMMANDS:
         return COMMANDS[name]
     if name in MOVED:
@@ -153,10 +135,7 @@ def find_command(name: str) -> Command:
 
 
 def rewritten(words: Sequence[str]) -> list[str]:
-    """The words of an entry file: config files and NAME=VALUE in front become options.
-
-    From the first option on words are left as they are, since they may be values.
-    """
+    """Return the words with config files and NAME=VALUE in front of all options as options."""
     front: list[str] = []
     for place, word in enumerate(words):
         match = OVERRIDE.fullmatch(word)
@@ -171,45 +150,25 @@ def rewritten(words: Sequence[str]) -> list[str]:
     return front
 
 
-PACKAGES = ("torch", "transformers", "datasets", "peft", "accelerate")
-
-
 def describe() -> str:
-    """What a report of a bug should say: versions, devices, cores and memory of this machine."""
+    """Return what a report of a bug needs: versions, devices, cores and memory of this machine."""
+    import torch
 
-    def version(package: str) -> str:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return "not installed"
-
-    lines = [("stageline", version("stageline")), ("python", platform.python_version())]
-    lines += [(name, version(name)) for name in PACKAGES]
-    lines += [("system", platform.platform()), *_devices()]
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-    lines.append(
-        ("cores", f"{os.cpu_count()}" + (f", {allowed} for this process" if allowed else ""))
-    )
-    try:
-        memory = f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
-    except (AttributeError, ValueError, OSError):
-        memory = "unknown"
-    lines.append(("memory", memory))
-    return "\n".join(f"{name:<14}{value}" for name, value in lines)
-
-
-def _devices() -> list[tuple[str, str]]:
-    try:
-        import torch
-    except ImportError as error:
-        return [("accelerator", f"torch can't be imported: {error}")]
     from stageline.device import accelerators
 
-    devices = accelerators()
-    kind = torch.accelerator.current_accelerator()
-    built = f"torch {torch.__version__} was built for {kind.type if kind else 'none'}"
-    found = [("accelerator", f"{len(devices) or 'no'} device; {built}")]
+    found = {"python": platform.python_version()}
+    for name in ("stageline", "torch", "transformers", "datasets", "peft", "accelerate"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    devices, kind = accelerators(), torch.accelerator.current_accelerator()
+    built = f"torch was built for {kind.type if kind else 'none'}"
+    found |= {"system": platform.platform(), "accelerator": f"{len(devices)} devices; {built}"}
     for device in devices:
         about = torch.get_device_module(device).get_device_properties(device)
-        found.append((str(device), f"{about.name}, {about.total_memory / 2**30:.1f} GiB"))
-    return found
+        found[str(device)] = f"{about.name}, {about.total_memory / 2**30:.1f} GiB"
+    found["cores"] = str(os.cpu_count())
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found["memory"] = f"{memory / 2**30:.1f} GiB"
+    return "\n".join(f"{name:<14}{value}" for name, value in found.items())

@@ -8,8 +8,6 @@ python corpus.py read --read-path-prefix data/c --tokenizer-path llama
 `corpus.py --help` lists the actions; docs/corpus.md explains them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -18,23 +16,21 @@ import json
 import os
 import signal
 import sys
+import textwrap
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
-from commands import with_folders
+from commands import start
 from options.command_line import command_words
-from options.corpus import FindTrainedConfig, run_folder, split_action
+from options.corpus import run_folder, split_action
 from parse_args import CorpusArguments, parse_corpus_args
-from register import freeze_registers, import_shelf
 from stageline.corpus.header import BEGINS, ENDS, HAS_BOS, HAS_EOS, CorpusHeader, CutRules
 from stageline.distributed.stop import release_signals
 from stageline.errors import INTERRUPTED, PREEMPTED, DataError, UserError
-
-if TYPE_CHECKING:
-    import numpy
+from stageline.tables import format_table
 
 NUM_BARS = 64
 # ways to fill rows -> name, and what there is to say
@@ -50,12 +46,9 @@ NAMES = {BEGINS: "begins", ENDS: "ends", HAS_BOS: "BOS", HAS_EOS: "EOS"}
 def main() -> int:
     """Do one action; return the exit code."""
     action, _ = split_action(command_words())
-    # the dataset part of a run says what it has seen
+    # the dataset of a run says what it has seen
     shelf = ("corpus_parts", "dataset") if action == "find-trained" else ("corpus_parts",)
-    import_shelf(*(() if "--list" in sys.argv else shelf))  # the list shows everything
-    arguments = parse_corpus_args()
-    freeze_registers()
-    arguments = dataclasses.replace(arguments, run=with_folders(arguments.run))
+    arguments = start(parse_corpus_args, *shelf)
     # no rank has to save first: Ctrl-C ends at once, and a build continues later
     release_signals()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -141,11 +134,7 @@ def load_tokenizer(path: str, kind: Any = "tokenizers") -> Any:
 
 
 def open_encoder(path: str | None, known: Any) -> Any | None:
-    """Return the encoder of a folder, None without one; refuse another than made the corpus.
-
-    Args:
-        known: the TokenizerInfo of the corpus; None where it does not say.
-    """
+    """Return the encoder of a folder, None without one; refuse another than made the corpus."""
     if path is None:
         return None
     encoder = load_tokenizer(path)
@@ -172,20 +161,25 @@ def read(arguments: CorpusArguments) -> None:
     starts, low, high = corpus.type_starts, 0, len(corpus)
     if run.type is not None:
         if run.type >= len(starts) - 1:
-            raise UserError(f"--type {run.type}: the corpus has the types 0 to {len(starts) - 2}.")
+            raise UserError(
+                f"--type {run.type} is not in the corpus. Give one of 0 to {len(starts) - 2}."
+            )
         low, high = starts[run.type : run.type + 2].tolist()
-    if not run.text:
+
+    if not run.text:  # segments
         first = low + run.start
-        last = min(high, first + (run.limit or NUM_SEGMENTS))
-        flags = corpus.flags(first, max(first, last))
+        last = max(first, min(high, first + (run.limit or NUM_SEGMENTS)))
+        flags = corpus.flags(first, last)
         for index in range(first, last):
             ids = corpus[index]
             said = " ".join(word for bit, word in NAMES.items() if flags[index - first] & bit)
             kind = corpus.header.types[bisect_right(starts, index) - 1].name
             print(f"[{index}] type {kind}, {len(ids)} tokens{': ' + said if said else ''}")
             print(encoder.decode(ids) if encoder else " ".join(map(str, ids.tolist())), end="\n\n")
-        print(f"{max(0, last - first)} of {high - low} segments", file=sys.stderr)
+        print(f"{last - first} of {high - low} segments", file=sys.stderr)
         return
+
+    # documents
     if encoder is None:
         name = f"{known.name}, which was in {known.folder or 'no known folder'}" if known else "-"
         raise UserError(f"--text requires --tokenizer-path. Give the folder of {name}.")
@@ -195,10 +189,10 @@ def read(arguments: CorpusArguments) -> None:
         names = [source["name"] if isinstance(source, dict) else "" for source in sources]
         endings = (".txt", ".txt.gz", ".txt.bz2", ".txt.zst")
         as_json = not names or not all(name.endswith(endings) for name in names)
-    stop = None if run.limit is None else run.start + run.limit
+    end = None if run.limit is None else run.start + run.limit
     count = 0
     with _opened(run.output_path) as file:
-        for pair in islice(corpus.documents(low, high), run.start, stop):
+        for pair in islice(corpus.documents(low, high), run.start, end):
             text = encoder.decode(corpus.document_tokens(*pair))
             if not as_json and "\n" in text:
                 raise DataError(
@@ -213,7 +207,7 @@ def read(arguments: CorpusArguments) -> None:
 
 @contextlib.contextmanager
 def _opened(path: str | None) -> Iterator[TextIO]:
-    """The file, which gets its name when it is whole; a reader of ours may leave early (head)."""
+    """Open a file, which gets its name when it is whole, or stdout, which head may close."""
     if path is None:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8", newline="\n")
@@ -236,18 +230,17 @@ def merge(arguments: CorpusArguments) -> None:
     """Join corpora into a new one."""
     from stageline.corpus import tools
 
-    run = arguments.run
-    new = run.new_path_prefix
-    kinds = run.merge_path_type
-    show_new(new, tools.merge(run.merge_path_prefix, kinds, new, overwrite=run.overwrite))
+    run, new = arguments.run, arguments.run.new_path_prefix
+    header = tools.merge(run.merge_path_prefix, run.merge_path_type, new, overwrite=run.overwrite)
+    show_new(new, header)
 
 
 def remove(arguments: CorpusArguments) -> None:
     """Copy a corpus without some segments."""
     from stageline.corpus import run_sampler, tools
 
-    run = arguments.run
-    gone, new = run_sampler.load_indices(run.remove_idx_path), run.write_data_path_prefix
+    run, new = arguments.run, arguments.run.write_data_path_prefix
+    gone = run_sampler.load_indices(run.remove_idx_path)
     show_new(new, tools.remove(run.read_data_path_prefix, new, gone, overwrite=run.overwrite))
 
 
@@ -345,18 +338,21 @@ def stats(arguments: CorpusArguments) -> None:
             values[own.pop("name")] = own
         print(json.dumps(values))
         return
-    print(
-        f"{figures.prefix}: segments of at most {limit} tokens\n"
-        f"  {'type':<24}{'segments':>12}{'tokens':>16}{'share':>8}{'mean':>7}"
-        f"{'documents':>12}{'of them cut':>13}"
-    )
-    for kind in (*figures.types, whole):
-        share = kind.num_tokens / max(1, whole.num_tokens)
-        mean = kind.num_tokens / max(1, kind.num_segments)
-        print(
-            f"  {kind.name[:23]:<24}{kind.num_segments:>12,}{kind.num_tokens:>16,}{share:>8.1%}"
-            f"{mean:>7.0f}{kind.num_documents:>12,}{kind.num_cut_documents:>13,}"
-        )
+    rows = [["type", "segments", "tokens", "share", "mean", "documents", "of them cut"]]
+    rows += [
+        [
+            kind.name[:23],
+            f"{kind.num_segments:,}",
+            f"{kind.num_tokens:,}",
+            f"{kind.num_tokens / max(1, whole.num_tokens):.1%}",
+            f"{kind.num_tokens / max(1, kind.num_segments):.0f}",
+            f"{kind.num_documents:,}",
+            f"{kind.num_cut_documents:,}",
+        ]
+        for kind in (*figures.types, whole)
+    ]
+    print(f"{figures.prefix}: segments of at most {limit} tokens")
+    print(textwrap.indent(format_table(rows), "  "))
     fitting = max(1, whole.num_documents - whole.num_cut_documents)
     cuts = f"; cuts {whole.num_chunk_cuts / fitting:.1%} of the documents that would fit"
     print(f"padding of rows of {limit} tokens:")
@@ -366,31 +362,15 @@ def stats(arguments: CorpusArguments) -> None:
 
 
 def find_trained(arguments: CorpusArguments) -> None:
-    """List the segments that a run has seen."""
-    from stageline.corpus import run_sampler
+    """List the segments that a run has read."""
+    from stageline.corpus import mixture, run_sampler
 
     run, part = arguments.run, arguments.parts["dataset"]
     dataset = part.part(dataset_path=run.read_path_prefix, split="train", **part.kwargs)
-    seen = segments_seen(run, dataset)
-    run_sampler.save_indices(run.save_path, seen)
-    print(f"{len(seen):,} of {len(dataset.corpus):,} segments: {run.save_path}")
-
-
-def segments_seen(run: FindTrainedConfig, dataset: Any) -> numpy.ndarray:
-    """Return the numbers of the segments that a run has seen, sorted.
-
-    Args:
-        dataset: the rows that the run drew from, as its dataset part makes them.
-
-    Raises:
-        UserError: neither a checkpoint nor options say how many steps were done, or the run drew
-            from no corpus.
-    """
-    from stageline.corpus import mixture, run_sampler
-
     if not hasattr(dataset, "sizes"):
         raise UserError("the run drew from another dataset than a corpus. Give another --run-path.")
-    # epoch and batch that would come next, and the rows of a batch
+
+    # the epoch and the batch that would come next, and the rows of a batch
     if run.run_path is not None and run.steps is None:
         position = position_in(Path(run.run_path))
     elif run.steps is None or run.batch_size is None:
@@ -415,16 +395,15 @@ def segments_seen(run: FindTrainedConfig, dataset: Any) -> numpy.ndarray:
     if run.epoch is not None:
         first = run.epoch * len(drawing)
         last = min(last, first + len(drawing))
-    ranges, packed = dataset.ranges, dataset.packed
-    return run_sampler.find_trained(drawing, last, first_batch=first, ranges=ranges, packed=packed)
+    seen = run_sampler.find_trained(
+        drawing, last, first_batch=first, ranges=dataset.ranges, packed=dataset.packed
+    )
+    run_sampler.save_indices(run.save_path, seen)
+    print(f"{len(seen):,} of {len(dataset.corpus):,} segments: {run.save_path}")
 
 
 def position_in(path: Path) -> dict[str, int]:
-    """Return the position that the last checkpoint of a run noted, or the one at `path`.
-
-    Raises:
-        UserError: there is no checkpoint, or it is of a run on another kind of dataset.
-    """
+    """Return the position of the last checkpoint of a run, or of the one at `path`."""
     from stageline.checkpoint.optimizer_state import SavedState  # late: it needs torch
     from stageline.checkpoint.writer import step_folders
 
@@ -435,7 +414,7 @@ def position_in(path: Path) -> dict[str, int]:
         raise UserError(f"--run-path {path} has no checkpoint. Give --steps.")
     position = SavedState(folders[0]).facts.get("position")
     if not isinstance(position, dict) or "batch_rows" not in position:
-        raise UserError(f"{folders[0]} does not say which rows came.")
+        raise UserError(f"{folders[0]} has no position in a corpus. Give --steps and --batch-size.")
     return position
 
 

@@ -1,4 +1,4 @@
-"""A pipelined decoding engine from the options of a run: for evaluate, infer, chat and serve.
+"""A pipelined decoding engine from the options of a run: for evaluate, infer, lm_eval and serve.
 
 with open_decoding(run) as decoding:
     if decoding is not None:      # the first rank of a replica; the others have followed it
@@ -12,14 +12,21 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PretrainedConfig
 
-from commands.stages import AnsweringModel, dtype_of
+from commands.stages import StageBuilder, dtype_of, lora_options, stage_key
+from options.parts import chosen_part
+from stageline.checkpoint.adapter import config_folder, find_base, processor_folder, refuse_two_ways
+from stageline.checkpoint.adapter_start import attach_beside
+from stageline.checkpoint.files import ADAPTER_CONFIG
 from stageline.checkpoint.layout import Ranks
-from stageline.data.text.processor import get_tokenizer
+from stageline.data.text.chat_template import template_of
+from stageline.data.text.processor import get_tokenizer, load_processor
 from stageline.device import available_memory
 from stageline.distributed.failure import name_stages
 from stageline.distributed.process_group import distributed_context, wait_for_weights
@@ -31,16 +38,112 @@ from stageline.inference.decoding.grammars import Matchers
 from stageline.inference.decoding.scheduler import Limits
 from stageline.inference.decoding.stage_decoder import StageDecoder, cache_budget, cells_within
 from stageline.inference.generation import stop_ids_of
-from stageline.model_folder import find_folder, num_positions
+from stageline.model_folder import find_folder, load_config, num_positions
+from stageline.modules.lora import merge_lora
+from stageline.planner.partition import decode_partition
+
+
+@dataclass(frozen=True)
+class AnsweringModel:
+    """Where the stages of one model come from."""
+
+    folder: Path  # a model folder, a checkpoint of a run, or an adapter folder
+    num_stages: int
+    dtype: torch.dtype
+    adapters: tuple[str, ...] = ()  # folders that are put on it; all but the last are merged
+    beside: tuple[str, ...] = ()  # adapter folders of which each row of a pass has one or none
+    merges: bool = False  # the last adapter is merged too
+    key: str | None = None  # of the train_model component; None: that of the architecture
+    partition: tuple[int, ...] | None = None  # None: what evens out a decoding step
+    trust_remote_code: bool = False
+    attn_implementation: str | None = None
+
+    @functools.cached_property
+    def base(self) -> Path:
+        """The folder of the weights below all adapters."""
+        return find_base(self.folder) if (self.folder / ADAPTER_CONFIG).exists() else self.folder
+
+    @functools.cached_property
+    def config_folder(self) -> Path:
+        """The folder with config.json: that of an adapter, if its run changed the base's."""
+        return config_folder(self.folder, self.adapters)
+
+    @functools.cached_property
+    def config(self) -> PretrainedConfig:
+        """The configuration of the whole model."""
+        return load_config(self.config_folder, trust_remote_code=self.trust_remote_code)
+
+    @functools.cached_property
+    def builder(self) -> StageBuilder:
+        """What builds its stages."""
+        key = self.key or stage_key(self.config)
+        if key is None or key == "reward":
+            raise UserError(
+                f"{self.folder} holds {(self.config.architectures or ['a model'])[0]}, which has "
+                "no train_model component. Name your own with --train-model, or use --engine "
+                "device_map."
+            )
+        options: dict[str, Any] = {"is_piece": True}  # the processor is loaded apart
+        if self.attn_implementation:
+            options["attn_implementation"] = self.attn_implementation
+        partition: Sequence[int] | None = self.partition
+        if partition is None and self.num_stages > 1 and stage_key(self.config) is not None:
+            partition = decode_partition(
+                self.config,
+                self.num_stages,
+                dtype=self.dtype,
+                trust_remote_code=self.trust_remote_code,
+            )
+        return StageBuilder(
+            chosen_part("train_model", key),
+            str(self.config_folder),
+            self.num_stages,
+            checkpoint_path=str(self.folder),
+            partition=partition,
+            trust_remote_code=self.trust_remote_code,
+            options=options,
+        )
+
+    def build(self, stage: int, device: torch.device | str) -> Any:
+        """Build one stage with its weights."""
+        is_adapter = (self.folder / ADAPTER_CONFIG).exists()
+        model = self.builder.build(
+            stage,
+            dtype=self.dtype,
+            device=device,
+            adapter_path=list(self.adapters) or None,
+            **(lora_options(self.folder, self.builder) if is_adapter else {}),
+        )
+        if self.merges:
+            merge_lora(model)
+        if self.beside:
+            refuse_two_ways(self.folder, self.beside if is_adapter else ())
+            attach_beside(model, self.beside)
+        return model
+
+    @functools.cached_property
+    def processor(self) -> Any:
+        """The tokenizer or processor: the last adapter's, if it brought one."""
+        last = Path(self.adapters[-1]) if self.adapters else self.folder
+        folder = processor_folder(last, self.base)
+        load = functools.partial(load_processor, trust_remote_code=self.trust_remote_code)
+        found = load(folder)
+        facts = get_tokenizer(found).get_vocab(), template_of(found)
+        for path in map(Path, self.beside):
+            if processor_folder(path, self.base) != path:
+                continue
+            other = load(path)
+            if (get_tokenizer(other).get_vocab(), template_of(other)) != facts:
+                raise UserError(
+                    f"{path} has another tokenizer or chat template than {folder}. Serve that "
+                    "adapter by itself, or remove its tokenizer files if the base's are right."
+                )
+        return found
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """An engine and where it stands.
-
-    Attributes:
-        config: of the model.
-    """
+    """An engine, with the processor and the config of its model."""
 
     engine: DecodingEngine
     processor: Any
@@ -51,20 +154,15 @@ class Decoding:
 def open_decoding(
     run: Any, *, model_path: str | None = None, beside: Sequence[str] = ()
 ) -> Iterator[Decoding | None]:
-    """Builds this rank's stage; the first rank of each replica gets an engine.
+    """Build this rank's stage; yield an engine on the first rank of each replica.
 
-    Args:
-        run: has the options of `DecodeOptions`, and model_path, adapter_path, precision, device,
-            trust_remote_code; the number of stages is known (`place_stages`).
-        beside: adapter folders of which a request has one or none, in place of adapter_path.
-
-    Yields:
-        None on the other ranks, when they have followed the engine to its end.
+    The others follow it to its end, then get None. `place_stages` has settled the number of stages.
+    A request has one or none of the adapter folders `beside`, which replace adapter_path.
     """
     if getattr(run, "adapter_weights", None):
         raise UserError(
-            "--adapter-weights came with pipelined decoding. Merge them with scripts/export.sh "
-            "--merge --adapter-weights first, or use --engine device_map."
+            "--adapter-weights does not go with pipelined decoding. Merge first with "
+            "scripts/export.sh --merge --adapter-weights, or use --engine device_map."
         )
     model = AnsweringModel(
         folder=find_folder(model_path or run.model_path),

@@ -1,24 +1,140 @@
-"""Evaluates a model by generation: predictions, figures and pictures of one dataset.
+"""Evaluate a model by generation: predictions, figures and pictures of one dataset.
 
-Stop it at any time: started again with the same options it goes on where it was.
+Stop it at any time: started again with the same options it continues.
 """
 
-from dataclasses import replace
+from __future__ import annotations
 
-from commands import importing, open_shelf, with_folders
+import functools
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from commands import importing, start
 from commands.stages import start_processes
-from parse_args import parse_evaluate_args
-from register import freeze_registers
+from parse_args import EvaluateArguments, parse_evaluate_args
+
+if TYPE_CHECKING:
+    from commands.answer_run import Answered
 
 SHELF = ("models", "train_model", "prompt", "prompt_fn", "dataset", "metric")
+NUM_PICTURES = 36
 
 
 def main() -> int:
-    open_shelf(*SHELF)
-    arguments = parse_evaluate_args()
-    freeze_registers()
-    arguments = start_processes(replace(arguments, run=with_folders(arguments.run)))
+    """Answer what is not answered yet, and report; return the exit code."""
+    arguments = start_processes(start(parse_evaluate_args, *SHELF))
     with importing():  # after the options: it imports torch and transformers
-        from commands.evaluate_run import evaluate
+        from commands.answer_run import answer_samples
+        from stageline.data.batches.step_maker import make_dataset, read_row
+        from stageline.evaluation.report import check_metric, read_other
+    run, parts = arguments.run, arguments.parts
 
-    return evaluate(arguments)
+    def check(dataset: Any, rows: range) -> None:
+        metric = parts["metric"].bound
+        check_metric(metric, [read_row(dataset, row)[1] for row in rows[:2]])
+        if run.compare_with:  # what can't be compared is told before hours of generation
+            read_other(run.compare_with, [dataset[row][1] for row in rows])
+
+    part = parts["dataset"].bound
+    open_dataset = functools.partial(make_dataset, part, dataset_path=run.dataset_path)
+    answered = answer_samples(arguments, open_dataset, check=check)
+    if answered is not None:
+        report_on(arguments, answered)
+    return 0
+
+
+def report_on(arguments: EvaluateArguments, answered: Answered) -> None:
+    """Compute the metric from the file; write report.json, report.md and the pictures."""
+    from commands.answer_run import ENGINE_FILE
+    from stageline.evaluation import report as reports
+    from stageline.evaluation.figures import format_usage, usage_of
+    from stageline.plotting.pictures import plot_groups
+
+    # figures
+    run, metric = arguments.run, arguments.parts["metric"]
+    dataset, rows, file = answered.dataset, answered.rows, answered.file
+    folder = file.path.parent
+    bootstrap = reports.Bootstrap(run.bootstrap.resamples, run.bootstrap.seed)
+    pairs = [dataset[row] for row in rows]
+    samples = [sample for _, sample in pairs]
+    predictions = [file.records[str(sample["id"])] for sample in samples]
+    figures = metric.part(predictions, samples, **metric.kwargs)
+    if usage := usage_of(predictions):
+        figures["usage"] = usage
+        print(format_usage(usage))
+
+    # what was evaluated, on what and when
+    place = run.model_path or ""  # of an API none
+    config = Path(place, "config.json")
+    known = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    names = known.get("architectures") or [known.get("model_type") or place or run.engine]
+    data = arguments.parts["dataset"]
+    split = data.kwargs.get("split")
+    read = [data.key, run.dataset_path, split and f"split {split}"]
+    read.append(f"{len(rows)} of {len(dataset)} rows")
+    about = {
+        "model": ", ".join(names),
+        "checkpoint": str(Path(place).resolve()) if config.is_file() else place,
+        "adapter": run.adapter_path,
+        "data": ", ".join(str(one) for one in read if one),
+        "date": time.strftime("%Y-%m-%d %H:%M %Z"),
+    }
+
+    # the report
+    report = reports.make_report(
+        figures,
+        settings={**answered.settings, "metric": metric.key},
+        samples=samples,
+        bootstrap=bootstrap,
+        about={name: str(value) for name, value in about.items() if value},
+    )
+    if (folder / ENGINE_FILE).is_file():  # of the last run that answered something
+        report["engine"] = json.loads((folder / ENGINE_FILE).read_text(encoding="utf-8"))
+    report["num_rows"] = len(dataset)  # more than samples where --limit was given
+    shown, pages = [reports.format_report(report)], [reports.report_markdown(report)]
+    if run.compare_with:
+        other = reports.read_other(run.compare_with, samples)
+        compared = reports.compare(
+            figures["per_sample"],
+            metric.part(other, samples, **metric.kwargs)["per_sample"],
+            samples,
+            bootstrap=bootstrap,
+            lower_is_better=bool(figures.get("lower_is_better")),
+        )
+        report["comparison"] = {"with": run.compare_with, **compared}
+        shown.append(reports.format_comparison(compared))
+        pages.append(reports.comparison_markdown(report["comparison"]))
+    if others := reports.format_figures(figures):
+        shown.append(others)
+    reports.write_report(report, folder / "report.json")
+    (folder / "report.md").write_text("\n".join(pages), encoding="utf-8")
+    print("\n\n".join(shown))
+    plot_groups(report, folder / "groups.png")
+    draw(pairs, predictions, figures, folder / "predictions.png")
+    written = "report.json, report.md, predictions.jsonl, predictions.png and groups.png"
+    print(f"{written} are in {folder}")
+
+
+def draw(
+    pairs: list[tuple[Any, dict]], predictions: list[dict], figures: dict[str, Any], path: Path
+) -> None:
+    """Draw some samples with their predictions; wrong ones first, since they teach most."""
+    from stageline.evaluation.report import is_graded
+    from stageline.plotting.pictures import caption, plot_predictions, shown, wrong_first
+
+    scores, has_grades = figures["per_sample"], is_graded(figures)
+    order = sorted(range(len(pairs)), key=lambda index: scores[index])[:NUM_PICTURES]
+    images, titles, ids = [], [], []
+    for index in order:
+        pictures, sample = pairs[index]
+        picture, question, answer = shown(sample, pictures)
+        images.append(picture)
+        titles.append(caption(question, predictions[index]["prediction"], answer))
+        ids.append(str(sample["id"]))
+    correct = [None if has_grades else scores[index] > 0.5 for index in order]
+    summary = wrong_first(sum(score <= 0.5 for score in scores), len(scores), len(order))
+    if has_grades:
+        summary = f"{len(scores)} samples, those of the lowest scores first"
+    plot_predictions(images, titles, correct, path, ids=ids, summary=summary)

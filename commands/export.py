@@ -1,123 +1,49 @@
-"""Entry file: makes one plain Hugging Face folder of a checkpoint that a run saved.
+"""Entry file: make one plain Hugging Face folder of a checkpoint that a run saved.
 
 python export.py --model-path runs/x/checkpoints/step-100 --output-path my_model --merge
 
 `checkpoints/best` in place of a step is the best evaluation's, of a run with --save-best.
 """
 
-import argparse
 import functools
-import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands import importing
+from commands import importing, quiet_transformers, start
 from commands.stages import StageBuilder, lora_options, stage_key
-from options.command_line import old_names
-from options.fields import spelled
+from options.export import shard_bytes
 from options.parts import chosen_part
-from register import import_parts
+from parse_args import parse_export_args
 from stageline.errors import UserError
-from stageline.hub import local_folder, read_name
 
 if TYPE_CHECKING:
     from parse_args import CheckArguments
     from stageline.stage import Stage
     from stageline.verify.scaled_copy import VerifyMode
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 NUM_STAGES = 2  # that an export is compared with
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def num_bytes(text: str) -> int:
-    """Parse a number of bytes, alone or with a unit: 5GB."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    size = float(match[1]) * UNITS.get(match[2].upper(), 0) if match else 0
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size. Give 5000000000, 5GB or 4.5GiB")
-    return int(size)
-
-
-def folders(text: str) -> tuple[Path, ...]:
-    """Parse folders between commas, all of which exist, or names on a hub."""
-    found = tuple(Path(one).expanduser() for one in text.split(","))
-    if missing := [path for path in found if not path.is_dir() and read_name(path) is None]:
-        raise argparse.ArgumentTypeError(
-            f"{missing[0]} is no folder. Check the path of the adapter, or give a hub's owner/name"
-        )
-    return found
-
-
-def numbers(text: str) -> tuple[float, ...]:
-    """Parse numbers between commas."""
-    try:
-        return tuple(float(one) for one in text.split(","))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} has {error}. Give one an adapter: 1,0.5"
-        ) from error
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The options of this entry."""
-    parser = argparse.ArgumentParser(
-        prog="export.py",
-        description="Makes one plain Hugging Face folder of a checkpoint that a run saved.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--model-path", type=Path, required=True, help="checkpoint, model folder or hub name")
-    add("--output-path", type=Path, required=True, help="new folder")
-    add(
-        "--merge",
-        action="store_true",
-        help="add an adapter to its base (else: an adapter for peft)",
-    )
-    add("--adapter-path", type=folders, default=(), metavar="A,B", help="adapters to add in turn")
-    add("--adapter-weights", type=numbers, metavar="X,Y", help="share of each adapter (default: 1)")
-    add("--dtype", choices=DTYPES, default="auto", help="of the weights (default: as they are)")
-    add("--max-shard-size", type=num_bytes, default=5 * 10**9, metavar="SIZE", help="default: 5GB")
-    own = "a file or module with parts and models of yours; may be given several times"
-    add("--import", dest="imports", action="append", default=[], metavar="FILE", help=own)
-    add("--overwrite", action="store_true", help="replace a model folder at --output-path")
-    add(
-        "--trust-remote-code", action="store_true", help="run and copy a model folder's Python code"
-    )
-    return parser
 
 
 def main() -> None:
     """Export, and print what was written."""
-    gone = {spelled(name): why for name, why in old_names("gone_from_export").items()}
-    for word in sys.argv[1:]:
-        if why := gone.get(word.partition("=")[0]):
-            raise UserError(f"{word}: there is no such option any more. {why}")
-    options = make_parser().parse_args()
+    config = start(parse_export_args).run
     with importing():  # after the options: --help answers at once
         import torch
-        import transformers
 
         from stageline.checkpoint.plain_folder import export_folder
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    import_parts(dict.fromkeys(options.imports))
-    if options.adapter_weights and not options.adapter_path:
-        raise UserError(
-            "--adapter-weights came without --adapter-path. Name the adapters, or leave it out."
-        )
+    quiet_transformers()
+    assert config.model_path is not None and config.output_path is not None
     report = export_folder(
-        local_folder(options.model_path),
-        options.output_path,
-        merge=options.merge,
-        adapter_paths=[local_folder(p, option="`adapter_path`") for p in options.adapter_path],
-        adapter_weights=options.adapter_weights,
-        dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
-        max_shard_bytes=options.max_shard_size,
-        overwrites=options.overwrite,
-        trust_remote_code=options.trust_remote_code,
+        Path(config.model_path),
+        Path(config.output_path),
+        merge=config.merge,
+        adapter_paths=[Path(path) for path in config.adapter_path or ()],
+        adapter_weights=config.adapter_weights,
+        dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
+        max_shard_bytes=shard_bytes(config),
+        overwrites=config.overwrite,
+        trust_remote_code=config.trust_remote_code,
     )
     print(f"exported the {'adapter' if report.is_adapter else 'model'} to {report.folder}")
     for note in report.notes:
@@ -131,7 +57,7 @@ def check_exported(arguments: "CheckArguments") -> int:
         from stageline.verify.export import check_export
     run, part = arguments.run, arguments.parts.get("train_model")
     if run.model_path is None:
-        raise UserError("--exported has nothing to be compared with. Add --model-path CHECKPOINT.")
+        raise UserError("--exported requires --model-path. Add --model-path CHECKPOINT.")
     assert run.exported is not None
     verdict = check_export(
         find_source(run.model_path),
@@ -163,17 +89,9 @@ def make_stages(
     trust_remote_code: bool = False,
     prove_split: "VerifyMode" = "auto",
 ) -> "list[Stage] | str":
-    """The stages of a checkpoint as training builds them, or why there are none.
+    """Return the stages of a checkpoint as training builds them, or why there are none.
 
-    In float32 on the CPU, in evaluation mode.
-
-    Args:
-        key: of the train_model part; None: that of the architecture.
-        prove_split: auto, always or never.
-
-    Raises:
-        UserError: a checkpoint that a run saved does not fit its stages, or these compute
-            something else than the whole model.
+    They are in float32 on the CPU, in evaluation mode; `key` is of the train_model component.
     """
     import torch
 

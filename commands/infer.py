@@ -1,61 +1,43 @@
-"""Answers prompts that have no gold answer: of a file, of the command line, or of a dataset.
+"""Answer prompts that have no gold answer: of a file, of the command line, or of a dataset.
 
-python infer.py --model-path my_model --text "What does ls do?" --prompts more.txt
+python -m stageline infer --model-path my_model --text "What does ls do?" --prompts more.txt
 
-Writes predictions.jsonl as evaluate.py does, and goes on where it was stopped. Few answers are
+Writes predictions.jsonl as evaluate.py does, and continues where it was stopped. Few answers are
 printed as well.
 """
 
-from __future__ import annotations
+from typing import Any
 
-import functools
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-
-from commands import importing, open_shelf, with_folders
+from commands import importing, start
 from commands.stages import start_processes
-from parse_args import InferArguments, parse_infer_args
-from register import freeze_registers
-
-if TYPE_CHECKING:
-    from commands.answer_run import Answered
+from parse_args import parse_infer_args
 
 SHELF = ("models", "train_model", "prompt", "prompt_fn", "dataset")
 
 
 def main() -> int:
-    """Answers; returns the exit code."""
-    open_shelf(*SHELF)
-    arguments = parse_infer_args()
-    freeze_registers()
-    arguments = start_processes(replace(arguments, run=with_folders(arguments.run)))
+    """Answer; return the exit code."""
+    arguments = start_processes(start(parse_infer_args, *SHELF))
     with importing():  # after the options: --help answers at once
         from commands.answer_run import answer_samples
-
-    answered = answer_samples(arguments, functools.partial(open_prompts, arguments))
-    if answered is not None:
-        show(arguments, answered)
-    return 0
-
-
-def open_prompts(arguments: InferArguments) -> Any:
-    """What is asked."""
-    from stageline.data.rows.json_lines import PromptRows
-
+        from stageline.data.rows.json_lines import PromptRows
     run = arguments.run
-    if "dataset" in arguments.parts:
-        dataset = arguments.parts["dataset"]
-        return dataset.part(dataset_path=run.dataset_path, **dataset.kwargs)
-    return PromptRows(run.text or (), path=run.prompts)
 
+    def open_prompts() -> Any:
+        if "dataset" in arguments.parts:
+            dataset = arguments.parts["dataset"]
+            return dataset.part(dataset_path=run.dataset_path, **dataset.kwargs)
+        return PromptRows(run.text or (), path=run.prompts)
 
-def show(arguments: InferArguments, answered: Answered) -> None:
-    """Prints the answers, if they are few."""
-    file = answered.file
-    if len(answered.rows) <= arguments.run.print_answers:
-        for row in answered.rows:
+    answered = answer_samples(arguments, open_prompts)
+    if answered is None:
+        return 0
+    rows, file = answered.rows, answered.file
+    if len(rows) <= run.print_answers:
+        for row in rows:
             sample = answered.dataset[row][1]
             question = str(sample.get("question", sample["id"]))
             print(f"\n> {question}\n{file.records[str(sample['id'])]['prediction']}")
         print()
-    print(f"{len(answered.rows)} answers are in {file.path}")
+    print(f"{len(rows)} answers are in {file.path}")
+    return 0

@@ -1,4 +1,4 @@
-"""Runs tasks of lm-evaluation-harness through a model that is spread over stages.
+"""Run tasks of lm-evaluation-harness through a model that is spread over stages.
 
 stageline lm-eval --model-path my_model --num-stages 2 --tasks arc_easy,hellaswag
 
@@ -7,19 +7,15 @@ The first rank runs lm_eval; the others follow its engine.
 
 import importlib.util
 
-from commands import importing, is_first, with_folders
+from commands import importing, is_first, start
 from commands.stages import place_stages
-from options.answer import LmEvalConfig, task_names
+from options.answer import LmEvalConfig
 from parse_args import parse_lm_eval_args
-from register import freeze_registers, import_shelf
 
 
 def main() -> int:
-    """Runs the tasks; returns the exit code."""
-    import_shelf("train_model")
-    run: LmEvalConfig = parse_lm_eval_args().run
-    freeze_registers()
-    run = with_folders(run)
+    """Run the tasks and print their figures; return the exit code."""
+    run: LmEvalConfig = start(parse_lm_eval_args, "train_model").run
     from stageline.distributed.launch import launch_if_needed  # after the options: --help
     from stageline.errors import UserError
 
@@ -32,38 +28,32 @@ def main() -> int:
     launch_if_needed(num_processes)
     with importing():  # not in the process that starts the others
         from commands.decode_run import open_decoding
-        from stageline.evaluation.lm_eval import find_tasks
+        from stageline.evaluation.lm_eval import TaskSettings, find_tasks, results_table, run_tasks
 
     manager = None
     if is_first():  # before a model is loaded
-        manager = find_tasks(task_names(run), include_path=run.lm_eval.include_path)
+        manager = find_tasks(run.task_names, include_path=run.lm_eval.include_path)
     if run.check_only:
         return 0
-    with open_decoding(run) as decoding:
-        if decoding is not None:
-            report(run, decoding.engine, manager)
-    return 0
-
-
-def report(run: LmEvalConfig, engine: object, manager: object) -> None:
-    """Runs the tasks and prints their figures."""
-    from stageline.evaluation.lm_eval import TaskSettings, results_table, run_tasks
-
     given = {**vars(run), **vars(run.lm_eval)}
-    results = run_tasks(
-        engine,
-        task_names(run),
-        manager=manager,
-        settings=TaskSettings(**{name: given[name] for name in vars(TaskSettings())}),
-        add_bos_token=run.lm_eval.add_bos_token,
-        seed=run.seed,
-        described={
-            "pretrained": run.model_path,
-            "dtype": run.precision,
-            "num_stages": run.num_stages,
-        },
-        output_path=run.output_path,
-    )
-    print(results_table(results))
-    if run.output_path:
-        print(f"the results are in {run.output_path}")
+    with open_decoding(run) as decoding:
+        if decoding is None:
+            return 0
+        results = run_tasks(
+            decoding.engine,
+            run.task_names,
+            manager=manager,
+            settings=TaskSettings(**{name: given[name] for name in vars(TaskSettings())}),
+            add_bos_token=run.lm_eval.add_bos_token,
+            seed=run.seed,
+            described={
+                "pretrained": run.model_path,
+                "dtype": run.precision,
+                "num_stages": run.num_stages,
+            },
+            output_path=run.output_path,
+        )
+        print(results_table(results))
+        if run.output_path:
+            print(f"the results are in {run.output_path}")
+    return 0

@@ -1,4 +1,4 @@
-"""Compares the runs below a folder, in a table and a plot: options that differ, figures, state.
+"""Compare the runs below a folder, in a table and a plot: options that differ, figures, state.
 
 `stageline runs FOLDER --sweep lr=1e-4,1e-3 seed=0,1 -- JOB.yaml NAME=VALUE --option VALUE` trains
 every combination first, one run after the other. What follows -- is what `stageline train` takes.
@@ -26,7 +26,7 @@ FATAL = (UserError.exit_code, INTERRUPTED, PREEMPTED)  # the next run would end 
 
 
 def main() -> int:
-    """Reads the command line; trains what is to be trained; prints the table and draws the plot."""
+    """Train the runs of a sweep, print the table, and draw the plot."""
     words = command_words()
     place = words.index("--") if "--" in words else len(words)
     own, job = words[:place], words[place + 1 :]
@@ -47,7 +47,12 @@ def main() -> int:
             "seed=0,1 -- JOB.yaml, or leave out both to compare runs that are there."
         )
     code = sweep(given.folder, given.sweep, job) if given.sweep else 0
-    runs = find_runs(given.folder, given.metric)
+    paths = [*given.folder.glob("*/config.yaml"), *given.folder.glob("*/*/config.yaml")]
+    folders = {str(path.parent.relative_to(given.folder)): path.parent for path in paths}
+    found = {
+        name: read_run(folders[name], given.metric) for name in sorted(folders, key=natural_key)
+    }
+    runs = [{**run, "name": name} for name, run in found.items() if run]
     if not runs:
         raise UserError(
             f"{given.folder} has no runs: no config.yaml one or two levels below it. Name the "
@@ -71,7 +76,7 @@ def main() -> int:
 
 
 def combinations(sweep: Sequence[str]) -> dict[str, list[str]]:
-    """The runs of a sweep: name of the folder -> options. The last name changes fastest."""
+    """Return the runs of a sweep: folder -> options. The last name changes fastest."""
     axes = []
     for word in sweep:
         match = OVERRIDE.fullmatch(word)
@@ -95,7 +100,7 @@ def combinations(sweep: Sequence[str]) -> dict[str, list[str]]:
 
 
 def sweep(folder: Path, words: Sequence[str], job: Sequence[str]) -> int:
-    """Trains all runs that are not done, one after the other; the exit code of the first failure.
+    """Train all runs that are not done, one by one; return the exit code of the first failure.
 
     Run again, it continues: finished runs are left as they are, others resume.
     """
@@ -119,20 +124,10 @@ def sweep(folder: Path, words: Sequence[str], job: Sequence[str]) -> int:
     return failed
 
 
-def find_runs(folder: Path, metric: str) -> list[dict[str, Any]]:
-    """The runs one or two levels below a folder, in the order of their names."""
-    runs = {
-        str(path.parent.relative_to(folder)): read_run(path.parent, metric)
-        for pattern in ("*/config.yaml", "*/*/config.yaml")
-        for path in folder.glob(pattern)
-    }
-    return [{**run, "name": name} for name in sorted(runs, key=natural_key) if (run := runs[name])]
-
-
 def read_run(folder: Path, metric: str = "loss") -> dict[str, Any] | None:
-    """What a run folder tells: config, log, state, last loss, best evaluation, seconds.
+    """Return config, log, state, last loss, best evaluation and seconds of a training run.
 
-    None: it is not the folder of a training run.
+    None: the folder is of no training run.
     """
     from stageline.training.evaluation import is_better
     from stageline.training.resume import is_claimed
@@ -146,9 +141,7 @@ def read_run(folder: Path, metric: str = "loss") -> dict[str, Any] | None:
     log = folder / "log.jsonl"
     steps, evaluations = read_log(log) if log.exists() else ([], [])
     done, total = steps[-1]["step"] if steps else 0, config["total-steps"]
-    state = f"{done} of {total} steps"
-    if done >= total:
-        state = "done"
+    state = "done" if done >= total else f"{done} of {total} steps"
     if is_claimed(folder):
         state += ", running"
     elif (folder / "failure.json").is_file():
@@ -169,7 +162,7 @@ def read_run(folder: Path, metric: str = "loss") -> dict[str, Any] | None:
 
 
 def table(runs: Sequence[Mapping[str, Any]], metric: str) -> str:
-    """A line a run, with the options that have not the same value in all of them."""
+    """Return a line a run, with the options that differ between runs."""
     configs = [run["config"] for run in runs]
     names = [
         name

@@ -1,4 +1,4 @@
-"""Answers over HTTP as OpenAI's API does: chats, texts, tools, pictures, streams; with a web page.
+"""Answer over HTTP as OpenAI's API does: chats, texts, tools, pictures, streams; with a web page.
 
 python serve.py --model-path my_model --num-stages 2
 
@@ -13,18 +13,15 @@ import gc
 import importlib.util
 import ipaddress
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from commands import is_first, open_shelf, with_folders
+from commands import quiet_transformers, start
 from options.serve import ServeConfig, named_adapters, read_api_keys
-from parse_args import ServeArguments, parse_serve_args
-from register import freeze_registers
+from parse_args import parse_serve_args
 from stageline.distributed.stop import StopWords, speak_of_stops, stop_requested
 from stageline.errors import UserError
 
 if TYPE_CHECKING:
-    from stageline.serving.service import Service
     from stageline.serving.settings import ServerSettings
 
 SHELF = ("train_model", "prompt_fn")
@@ -41,14 +38,16 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
 def main() -> int:
-    """Serves until a signal comes; returns the exit code."""
+    """Serve until a signal comes; return the exit code."""
     speak_of_stops(STOP_WORDS)
-    open_shelf(*SHELF)
-    arguments = parse_serve_args()
-    freeze_registers()
-    arguments = replace(arguments, run=with_folders(arguments.run))
+    arguments = start(parse_serve_args, *SHELF)
     run = arguments.run
-    check_packages()
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"{', '.join(missing)} is not installed. Run bash scripts/setup.sh serve, or pip "
+            "install --editable '.[serve]'."
+        )
     api_keys = read_api_keys(run)
     gc.disable()  # until the model stands: looking for garbage is an eighth of all imports
     from commands.stages import place_stages
@@ -58,79 +57,55 @@ def main() -> int:
     rules = WatchdogRules(stop_deadline=run.http.shutdown_seconds + SECONDS_TO_END)
     run, num_processes = place_stages(run)
     launch_if_needed(num_processes, rules=rules)
-    import transformers  # the process that starts the others needs none of it
-
+    # the process that starts the others needs none of these
+    from commands.answer_run import prepare
     from commands.decode_run import open_decoding
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    stop_requested()  # on each rank: the first one sees to it that all end in order
-    with open_decoding(run, beside=tuple(named_adapters(run).values())) as decoding:
-        if decoding is not None:
-            serve(arguments, decoding, api_keys)
-    return 0
-
-
-def serve(arguments: ServeArguments, decoding: Any, api_keys: tuple[str, ...]) -> None:
-    """Serves with an engine until a signal comes.
-
-    Args:
-        decoding: what `open_decoding` gives.
-    """
-    from stageline.serving.app import make_app, serve_until
-
-    run = arguments.run
-    adapters = tuple(named_adapters(run))
-    settings = make_settings(run, api_keys, name=decoding.engine.model_name, adapters=adapters)
-    if not api_keys and not is_local(run.host):
-        print(
-            f"warning: --host {run.host} lets other machines ask, and no API key is asked for. "
-            "Give --api-key-env or --http.api_key_file.",
-            file=sys.stderr,
-        )
-    service = make_service(arguments, decoding, settings)
-    serve_until(
-        service,
-        make_app(service),
-        host=run.host,
-        port=run.port,
-        should_stop=stop_requested,
-        shutdown_seconds=run.http.shutdown_seconds,
-        tell=functools.partial(print, flush=True),
-        **listening_options(run),
-    )
-
-
-def make_service(arguments: ServeArguments, decoding: Any, settings: ServerSettings) -> Service:
-    """The server without HTTP; tries the chat template once."""
-    from commands.answer_run import prepare_texts
     from stageline.data.images.image_settings import ImageSettings
-    from stageline.data.images.tiling import Tiling, match_config, prepare_images
+    from stageline.serving.app import make_app, serve_until
     from stageline.serving.prompts import PromptMaker
     from stageline.serving.service import Service
 
-    run, parts = arguments.run, arguments.parts
-    tiling = Tiling(**run.images.tiling())
-    prepare_texts(parts["prompt_fn"], decoding.processor, decoding.engine)
-    prepare_images(decoding.processor, ImageSettings(**run.images.limits()), tiling)
-    if tiling.is_given:
-        match_config(decoding.config, decoding.processor)
-    prompts = PromptMaker(
-        decoding.processor,
-        **{
-            name: parts[register].bound
-            for name, register in (("render", "prompt_fn"), ("image_token", "image_token"))
-        },
-        max_length=decoding.engine.max_length,
-        max_images=settings.max_images,
-        max_pixels=run.images.pixel_limit,
-    )
-    prompts.warm_up()
-    return Service(decoding.engine, prompts, settings)
+    quiet_transformers()
+    stop_requested()  # on each rank: the first one sees to it that all end in order
+    adapters = named_adapters(run)
+    with open_decoding(run, beside=tuple(adapters.values())) as decoding:
+        if decoding is None:
+            return 0
+        engine, processor = decoding.engine, decoding.processor
+        settings = make_settings(run, api_keys, name=engine.model_name, adapters=tuple(adapters))
+        if not api_keys and not is_local(run.host):
+            print(
+                f"warning: --host {run.host} lets other machines ask without an API key. Add "
+                "--api-key-env or --http.api_key_file.",
+                file=sys.stderr,
+            )
+        images = ImageSettings(**run.images.limits())
+        prepare(arguments, processor, engine, decoding.config, images)
+        prompts = PromptMaker(
+            processor,
+            render=arguments.parts["prompt_fn"].bound,
+            image_token=arguments.parts["image_token"].bound,
+            max_length=engine.max_length,
+            max_images=settings.max_images,
+            max_pixels=run.images.pixel_limit,
+        )
+        prompts.warm_up()  # tries the chat template once
+        service = Service(engine, prompts, settings)
+        serve_until(
+            service,
+            make_app(service),
+            host=run.host,
+            port=run.port,
+            should_stop=stop_requested,
+            shutdown_seconds=run.http.shutdown_seconds,
+            tell=functools.partial(print, flush=True),
+            **listening_options(run),
+        )
+    return 0
 
 
 def listening_options(run: ServeConfig) -> dict[str, Any]:
-    """How the server listens, as uvicorn's options say it."""
+    """Return uvicorn's options."""
     return {
         "ssl_certfile": run.http.ssl_certfile,
         "ssl_keyfile": run.http.ssl_keyfile,
@@ -150,21 +125,13 @@ def is_local(host: str) -> bool:
 def make_settings(
     run: ServeConfig, api_keys: tuple[str, ...], *, name: str, adapters: tuple[str, ...] = ()
 ) -> ServerSettings:
-    """What the server is told.
-
-    Args:
-        name: of the model, where the options give none.
-        adapters: names of the models that are the base with an adapter.
-
-    Raises:
-        UserError: an adapter has the name of the base.
-    """
+    """Return the settings of the server of a model and its adapters, by their names."""
     from stageline.serving.settings import ServerSettings
 
     name = run.served_model_name or name
     if name in adapters:
         raise UserError(
-            f"an adapter has the name {name}, which the base has too. Rename the adapter, or give "
+            f"an adapter has the name {name}, which the base has too. Rename it, or give "
             "--served-model-name."
         )
     return ServerSettings(
@@ -184,13 +151,3 @@ def make_settings(
         cors_origins=tuple(run.http.cors_origins or ()),
         hosts=(*LOCAL_HOSTS, run.host) if not api_keys and is_local(run.host) else ("*",),
     )
-
-
-def check_packages() -> None:
-    """Refuses where the packages of a server are not installed; asked once, by the launcher."""
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing and is_first():
-        raise UserError(
-            f"{', '.join(missing)} is not installed. Bash scripts/setup.sh serve, or pip install "
-            "--editable '.[serve]'."
-        )

@@ -1,11 +1,10 @@
-"""The one builder of stages, for training, answering, export and checks; and stages that answer.
+"""The one builder of stages, for training, answering, export and checks.
 
-The train_model part of the model's architecture builds them, so a checkpoint answers as it was
+The train_model component of the model's architecture builds them, so a checkpoint answers as it was
 trained, without an export.
 """
 
 import dataclasses
-import functools
 import inspect
 import os
 from collections import Counter
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from options.answer import ENGINE_KEYS, check_has_model
+from options.answer import check_has_model
 from options.fields import option_fields
 from options.model import DTYPES, PARTS, VisionOptions
 from options.parts import ChosenPart, chosen_part
@@ -36,18 +35,16 @@ _OF_A_CUT = frozenset(option_fields(VisionOptions))
 
 
 def dtype_of(run: Any) -> "torch.dtype":
-    """The type that the options make a run compute in."""
+    """Return the type that a run computes in."""
     import torch
 
     return getattr(torch, DTYPES[run.precision])
 
 
 def place_stages(run: Any, *, num_replicas: int | None = 1) -> tuple[Any, int]:
-    """The options with the number of stages, and how many processes they take.
+    """Return the options of decoding with the number of stages, and the processes they take.
 
-    Args:
-        run: has the options of `DecodeOptions` and device.
-        num_replicas: copies of the pipeline that share the work; None: as many as the GPUs allow.
+    `num_replicas` of the pipeline share the work; None: as many as the GPUs allow.
     """
     have = started = int(os.environ.get("WORLD_SIZE", "0"))
     if not started and run.device != "cpu":
@@ -61,37 +58,20 @@ def place_stages(run: Any, *, num_replicas: int | None = 1) -> tuple[Any, int]:
     if started and started != wanted:
         times = f" times --num-replicas {num_replicas}" if num_replicas > 1 else ""
         raise UserError(
-            f"{started} processes were started for --num-stages {num_stages}{times}. Leave "
-            "torchrun out, or correct the numbers."
+            f"{started} processes were started for --num-stages {num_stages}{times}. Start it "
+            "without torchrun, or correct the numbers."
         )
     return dataclasses.replace(run, num_stages=num_stages), wanted
 
 
 def start_processes(arguments: AnyArguments) -> AnyArguments:
-    """Starts the processes of a run that answers, if it needs several; returns in each of them.
-
-    Returns:
-        The arguments with the numbers of stages and replicas.
-    """
+    """Start the processes of a run that answers, and return its numbers of stages and replicas."""
     from stageline.distributed.launch import launch_if_needed
 
-    run, builder = arguments.run, arguments.parts["builder"]
-    check_model_path(run, builder.part)
+    run = arguments.run
+    check_model_path(run, arguments.parts["builder"].part)
     if run.plan or run.check_only:
         return arguments
-    if run.engine in ("pipeline", "vllm"):  # which build their model by themselves
-        defaults = inspect.signature(builder.part).parameters
-        given = [f"--builder {builder.key}"] if builder.key != ENGINE_KEYS["builder"] else []
-        given += [
-            f"--builder.{name} {value}"
-            for name, value in builder.kwargs.items()
-            if name in defaults and value != defaults[name].default
-        ]
-        if given:
-            raise UserError(
-                f"{' '.join(given)} came with --engine {run.engine}, which builds its model by "
-                "itself. Leave it out, or use --engine device_map."
-            )
     if run.engine == "pipeline":
         run, wanted = place_stages(run, num_replicas=run.num_replicas)
         num_replicas = wanted // run.num_stages
@@ -101,22 +81,22 @@ def start_processes(arguments: AnyArguments) -> AnyArguments:
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != wanted:
         raise UserError(
-            f"{started} processes were started for --num-replicas {num_replicas}. Leave torchrun "
-            "out, or correct the numbers."
+            f"{started} processes were started for --num-replicas {num_replicas}. Start it without "
+            "torchrun, or correct the numbers."
         )
     run = dataclasses.replace(run, num_replicas=num_replicas)
     return dataclasses.replace(arguments, run=run)
 
 
 def check_model_path(run: Any, builder: Callable) -> None:
-    """Refuses a missing --model-path, where the builder part takes one: its first argument."""
+    """Refuse a missing --model-path, where the builder takes one: its first argument."""
     first = next(iter(inspect.signature(builder).parameters.values()))
     if first.default is first.empty:
         check_has_model(run)
 
 
 def texts_of(parts: Mapping[str, ChosenPart]) -> dict[str, Any]:
-    """What makes a text of a sample: the template and what fills it."""
+    """Return what makes a text of a sample: the template and what fills it."""
     return {
         "prompt": parts["prompt"].part,
         "prompt_fn": parts["prompt_fn"].bound,
@@ -126,35 +106,23 @@ def texts_of(parts: Mapping[str, ChosenPart]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StageBuilder:
-    """Builds the stages of one model by its train_model part.
-
-    Attributes:
-        config_path: the folder of config.json, or the file; None: the part says what is missing.
-        num_stages: into how many the model is cut.
-        checkpoint_path: what fills the stages; None: they start at random.
-        partition: layers of each stage; None: as even as can be.
-        options: what the part gets besides its own options, by name.
-        images: the processor of the data, where options change how it cuts images into tiles.
-    """
+    """Builds the stages of one model by its train_model component."""
 
     part: ChosenPart
-    config_path: str | None
+    config_path: str | None  # the folder of config.json, or the file
     num_stages: int
-    checkpoint_path: str | None = None
-    partition: Sequence[int] | None = None
+    checkpoint_path: str | None = None  # what fills the stages; None: they start at random
+    partition: Sequence[int] | None = None  # layers of each stage; None: as even as can be
     trust_remote_code: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
-    images: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the run, by name
+    images: Any = None  # the processor of the data, where options change how it makes tiles
 
     def build(self, stage: int, *, num_stages: int | None = None, **changes: Any) -> Any:
-        """One stage.
+        """Build one stage.
 
         Args:
             num_stages: another number than that of the run; its partition is left out then.
-            changes: of what the part gets.
-
-        Raises:
-            ContractError: the part takes other arguments, or returns no stage.
+            changes: of what the component gets.
         """
         from stageline.contracts import call
         from stageline.data.images.tiling import match_config
@@ -164,7 +132,7 @@ class StageBuilder:
         given = {
             "processor_path": None,
             **self.part.kwargs,
-            **self.options,  # behind the part's: there an option that nobody gave is None
+            **self.options,  # behind the component's: there an option that nobody gave is None
             "config_path": self.config_path,
             "checkpoint_path": self.checkpoint_path,
             "stage": stage,
@@ -181,17 +149,6 @@ class StageBuilder:
             match_config(model.config, self.images)
         return model
 
-    def outline(self, stage: int, num_stages: int | None = None) -> Any:
-        """A stage without weights or values, for its names: methods that change none are off."""
-        return self.build(
-            stage,
-            num_stages=num_stages,
-            checkpoint_path=None,
-            device="meta",
-            is_piece=True,
-            **({"methods": None} if "methods" in self.options else {}),
-        )
-
     def check_names(
         self,
         stages: Sequence[int],
@@ -200,11 +157,18 @@ class StageBuilder:
         checkpoint: str | None,
         has_shapes: bool = False,
     ) -> bool:
-        """`check_outlines` of these stages, before anything is read."""
+        """Run `check_outlines` on these stages, before anything is read."""
         from stageline.verify.names import check_outlines
 
+        # for names only: methods that change none are off
+        changes: dict[str, Any] = {"checkpoint_path": None, "device": "meta", "is_piece": True}
+        changes |= {"methods": None} if "methods" in self.options else {}
+
+        def outline(stage: int, num_stages: int | None = None) -> Any:
+            return self.build(stage, num_stages=num_stages, **changes)
+
         return check_outlines(
-            self.outline,
+            outline,
             stages=stages,
             num_stages=self.num_stages,
             ranks=ranks,
@@ -213,7 +177,7 @@ class StageBuilder:
         )
 
     def check_fit(self) -> None:
-        """Compares weights in a folder with the model of the options; reads none of them."""
+        """Compare weights in a folder with the model of the options; read none of them."""
         from stageline.checkpoint.layout import Ranks
 
         if self.checkpoint_path is not None:
@@ -231,17 +195,12 @@ class StageBuilder:
     ) -> None:
         """Compare a scaled-down copy of the model, split and whole; all ranks of the run call this.
 
-        Args:
-            answers: the stages will answer, so decoding is checked too.
-            packed_rows: rows of a micro-batch that hold several samples each; 0: none do.
+        With `answers` decoding is checked too, with `packed_rows` micro-batches of so many rows.
         """
         is_split = self.num_stages > 1
         if mode == "never" or (mode == "auto" and os.environ.get(PROVES) == "never"):
             if is_split and ranks.rank == 0:
-                say(
-                    "WARNING: --prove-split never: nobody has compared this split with the whole "
-                    "model on this machine; if it computes something else, nothing will say so"
-                )
+                say("WARNING: --prove-split never: the split is not compared with the whole model")
             return
         if not (is_split or answers or packed_rows):
             return  # imports below take a while
@@ -269,146 +228,8 @@ class StageBuilder:
         verify(copy, checks, mode=mode, ranks=ranks, say=say)
 
 
-@dataclass(frozen=True)
-class AnsweringModel:
-    """Where the stages of one model come from.
-
-    Attributes:
-        folder: a model folder, a checkpoint of a run, or an adapter folder.
-        adapters: folders that are put on it; all but the last are merged.
-        beside: adapter folders of which each row of a pass has one or none.
-        merges: the last one is merged too.
-        key: of the train_model part; None: that of the architecture.
-        partition: layers of each stage; None: what evens out a decoding step.
-    """
-
-    folder: Path
-    num_stages: int
-    dtype: "torch.dtype"
-    adapters: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
-    merges: bool = False
-    key: str | None = None
-    partition: tuple[int, ...] | None = None
-    trust_remote_code: bool = False
-    attn_implementation: str | None = None
-
-    @functools.cached_property
-    def base(self) -> Path:
-        """The folder of the weights below all adapters."""
-        from stageline.checkpoint.adapter import find_base
-        from stageline.checkpoint.files import ADAPTER_CONFIG
-
-        return find_base(self.folder) if (self.folder / ADAPTER_CONFIG).exists() else self.folder
-
-    @functools.cached_property
-    def config_folder(self) -> Path:
-        """The folder with config.json: that of an adapter, if its run changed the base's."""
-        from stageline.checkpoint.adapter import config_folder
-
-        return config_folder(self.folder, self.adapters)
-
-    @functools.cached_property
-    def config(self) -> "PretrainedConfig":
-        """The configuration of the whole model."""
-        from stageline.model_folder import load_config
-
-        return load_config(self.config_folder, trust_remote_code=self.trust_remote_code)
-
-    @functools.cached_property
-    def builder(self) -> StageBuilder:
-        """What builds its stages."""
-        options: dict[str, Any] = {"is_piece": True}  # the processor is loaded apart
-        if self.attn_implementation:
-            options["attn_implementation"] = self.attn_implementation
-        return StageBuilder(
-            chosen_part("train_model", self.part_key()),
-            str(self.config_folder),
-            self.num_stages,
-            checkpoint_path=str(self.folder),
-            partition=self.layers(),
-            trust_remote_code=self.trust_remote_code,
-            options=options,
-        )
-
-    def build(self, stage: int, device: "torch.device | str") -> Any:
-        """One stage with its weights, as the part makes it."""
-        from stageline.checkpoint.adapter import refuse_two_ways
-        from stageline.checkpoint.adapter_start import attach_beside
-        from stageline.checkpoint.files import ADAPTER_CONFIG
-        from stageline.modules.lora import merge_lora
-
-        is_adapter = (self.folder / ADAPTER_CONFIG).exists()
-        model = self.builder.build(
-            stage,
-            dtype=self.dtype,
-            device=device,
-            adapter_path=list(self.adapters) or None,
-            **(lora_options(self.folder, self.builder) if is_adapter else {}),
-        )
-        if self.merges:
-            merge_lora(model)
-        if self.beside:
-            refuse_two_ways(self.folder, self.beside if is_adapter else ())
-            attach_beside(model, self.beside)
-        return model
-
-    def part_key(self) -> str:
-        """The key of the train_model part."""
-        key = self.key or stage_key(self.config)
-        if key is None or key == "reward":
-            raise UserError(
-                f"{self.folder} holds {(self.config.architectures or ['a model'])[0]}, which no "
-                "train_model part is made for. Name a part of your own with --train-model, or use "
-                "--engine device_map."
-            )
-        return key
-
-    def layers(self) -> list[int] | None:
-        """Layers of each stage; None: as even as can be, of a model that nobody could weigh."""
-        if self.partition is not None:
-            return list(self.partition)
-        if self.num_stages == 1 or stage_key(self.config) is None:
-            return None
-        from stageline.planner.partition import decode_partition
-
-        return decode_partition(
-            self.config,
-            self.num_stages,
-            dtype=self.dtype,
-            trust_remote_code=self.trust_remote_code,
-        )
-
-    @functools.cached_property
-    def processor(self) -> Any:
-        """The tokenizer or processor: the last adapter's, if it brought one.
-
-        Raises:
-            UserError: adapters beside the model have another.
-        """
-        from stageline.checkpoint.adapter import processor_folder
-        from stageline.data.text.chat_template import template_of
-        from stageline.data.text.processor import get_tokenizer, load_processor
-
-        last = Path(self.adapters[-1]) if self.adapters else self.folder
-        folder = processor_folder(last, self.base)
-        load = functools.partial(load_processor, trust_remote_code=self.trust_remote_code)
-        found = load(folder)
-        facts = get_tokenizer(found).get_vocab(), template_of(found)
-        for path in map(Path, self.beside):
-            if processor_folder(path, self.base) != path:
-                continue
-            other = load(path)
-            if (get_tokenizer(other).get_vocab(), template_of(other)) != facts:
-                raise UserError(
-                    f"{path} has another tokenizer or chat template than {folder}. Serve that "
-                    "adapter by itself, or take its tokenizer files away if the base's are right."
-                )
-        return found
-
-
 def stage_key(config: "PretrainedConfig") -> str | None:
-    """The key of the train_model part for a configuration: its family's, else a generic one."""
+    """Return the train_model key of a configuration: its family's, else a generic one."""
     import transformers
 
     name = (config.architectures or [""])[0]
@@ -439,7 +260,7 @@ def stage_key(config: "PretrainedConfig") -> str | None:
 
 
 def family_key(folder: str, *, trust_remote_code: bool = False) -> str:
-    """The key of the train_model part for the architecture that a folder's config.json names."""
+    """Return the train_model key of the architecture that a folder's config.json names."""
     from stageline.checkpoint.adapter import config_folder
     from stageline.model_folder import load_config
 
@@ -449,14 +270,14 @@ def family_key(folder: str, *, trust_remote_code: bool = False) -> str:
     key = stage_key(config)
     if key is None:
         raise UserError(
-            f"--train-model auto: no part is made for {(config.architectures or ['it'])[0]}. "
-            "Choose a part; `stageline list` shows them all."
+            f"--train-model auto has no component for {(config.architectures or ['it'])[0]}. "
+            "Choose one of `stageline list`."
         )
     return key
 
 
 def with_family_key(arguments: AnyArguments) -> AnyArguments:
-    """The arguments with the part that --train-model auto stands for."""
+    """Return the arguments with the component that --train-model auto stands for."""
     run, parts = arguments.run, arguments.parts
     chosen = parts.get("train_model")
     if chosen is None or chosen.key != "auto":
@@ -469,7 +290,7 @@ def with_family_key(arguments: AnyArguments) -> AnyArguments:
 
 
 def lora_options(folder: Path, builder: StageBuilder) -> dict[str, Any]:
-    """How many adapters each part has in an adapter folder, and on which layers.
+    """Return the numbers of adapters in an adapter folder, by part, and their layers.
 
     Ranks and scales are not among them: filling a stage sets those.
     """
@@ -480,13 +301,12 @@ def lora_options(folder: Path, builder: StageBuilder) -> dict[str, Any]:
     counts = Counter(name for adapter in adapters for name in adapter.pairs)
     depths: dict[str, int] = {}
     for name, count in counts.items():
-        part = whole.part_of(name)
-        depths[f"{part}_lora_num"] = max(count, depths.get(f"{part}_lora_num", 0))
-    unknown = depths.keys() - {f"{part}_lora_num" for part in PARTS}
-    if unknown:
+        option = f"{whole.part_of(name)}_lora_num"
+        depths[option] = max(count, depths.get(option, 0))
+    if depths.keys() - {f"{part}_lora_num" for part in PARTS}:
         raise UserError(
-            f"{folder} has LoRA outside of vision tower, projector and language model: stages "
-            "have none there. Export with --no-verify."
+            f"{folder} has LoRA outside of vision tower, projector and language model, where "
+            "stages have none. Use --engine device_map."
         )
     kind = {"use_dora": True} if any(adapter.magnitudes for adapter in adapters) else {}
     return {**depths, **kind, "lora_target": sorted(counts)}

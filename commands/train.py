@@ -4,17 +4,18 @@
 `--help` lists the options, `--list` the components. Each rank goes on in train_engines.py.
 """
 
-from dataclasses import replace
+from __future__ import annotations
+
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from commands import importing, open_shelf, with_folders
+from commands import importing, start
 from commands.stages import family_key, with_family_key
 from options.train import RunConfig
 from parse_args import TrainArguments, parse_train_args
-from register import engine_register, freeze_registers, train_model_register
+from register import engine_register, train_model_register
 from stageline.pipeline.topology import Topology
 from stageline.terminal import terminal
 
@@ -26,14 +27,11 @@ SHELF = ("train_model", "prompt", "prompt_fn", "dataset", "loss_fn", "optimizer"
 
 
 def main() -> int:
-    open_shelf(*SHELF)
-    arguments = parse_train_args()
-    freeze_registers()
-    config = with_folders(arguments.run, recorded=recorded_options(arguments.run))
+    arguments = start(parse_train_args, *SHELF, recorded=recorded_options)
     with importing():  # after the options: it imports torch
         from commands.run_plan import make_plan
 
-        plan = make_plan(with_family_key(replace(arguments, run=config)))
+        plan = make_plan(with_family_key(arguments))
     start_ranks(plan)
     with importing():  # not in the process that starts the others
         from commands.train_engines import run_training
@@ -41,7 +39,7 @@ def main() -> int:
     return run_training(plan)
 
 
-def start_ranks(plan: "RunPlan") -> None:
+def start_ranks(plan: RunPlan) -> None:
     """Start the processes of the run, if it needs several; return in each of them."""
     from stageline.distributed.failure_record import tell_run_folder
     from stageline.distributed.launch import launch_if_needed
@@ -73,7 +71,7 @@ def auto(*, config_path: str, **kwargs: Any) -> tuple[Any, Any, int]:
 
 
 @engine_register("pipeline")
-def pipeline(plan: "RunPlan", data: "Data") -> int:
+def pipeline(plan: RunPlan, data: Data) -> int:
     """Stages on a schedule, forward and backward in turn; one process and device per rank."""
     from commands.train_engines import run_pipeline
 
@@ -81,7 +79,7 @@ def pipeline(plan: "RunPlan", data: "Data") -> int:
 
 
 @engine_register("torch")
-def torch(plan: "RunPlan", data: "Data") -> int:
+def torch(plan: RunPlan, data: Data) -> int:
     """The same by torch's own schedule classes: their order and their transfers."""
     from commands.train_engines import run_pipeline
     from stageline.pipeline.runner import TorchPipelineRunner
@@ -97,7 +95,7 @@ def streaming_topology(arguments: TrainArguments) -> Topology:
 
 
 @engine_register("streaming", topology=streaming_topology)
-def streaming(plan: "RunPlan", data: "Data") -> int:
+def streaming(plan: RunPlan, data: Data) -> int:
     """Stages in host memory, streamed through the devices of this machine by one process."""
     from commands.train_engines import run_streaming
 

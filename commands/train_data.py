@@ -1,7 +1,4 @@
-"""The data of a training run: datasets and processor, checked before a model is loaded; batches.
-
-Knows the options and the contract of each register; train_pp.py puts the objects together.
-"""
+"""The data of a training run, checked before a model is loaded: datasets, vocabulary, batches."""
 
 import dataclasses
 import functools
@@ -15,17 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, Subset
+from transformers import PretrainedConfig
 
 from commands import is_first, say
 from commands.run_plan import RunPlan
 from commands.stages import texts_of
-from commands.train_vocabulary import add_tokens, check_tied_head, num_rows_of
-from options.fields import handed_to, option_fields, spelled
+from options.fields import handed_to, spelled
 from options.parts import ChosenPart, takes
 from options.rollouts import check_prompts
 from options.train import RunConfig, check_warmup
 from parse_args import TrainArguments
-from stageline.checkpoint.adapter import base_of
+from stageline.checkpoint.adapter import base_of, num_rows_on_disk, rows_of_adapter
+from stageline.checkpoint.files import find_checkpoint
 from stageline.data.batches.batch import MicroBatch
 from stageline.data.batches.collate import encode_sft
 from stageline.data.batches.collate_part import as_collate_part
@@ -48,22 +46,29 @@ from stageline.data.images.image_settings import ImageSettings, using_images
 from stageline.data.images.tiling import Tiling, prepare_images
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.data.text.processor import get_pad_token_id, get_tokenizer, load_processor
+from stageline.data.text.tokenizers import (
+    NewTokens,
+    add_new_tokens,
+    processor_of_weights,
+    with_rowless,
+)
 from stageline.device import is_accelerator
 from stageline.distributed.process_group import DistributedContext, LargestOfReplicas
 from stageline.errors import DataError, UserError
 from stageline.model_folder import files_fingerprint, load_config
+from stageline.modules.new_rows import NewRows, vocab_size_of
 from stageline.pipeline.schedules import Schedule
 from stageline.training.reference import weights_fingerprint
 
 
 def mixture_of(run: RunConfig, part: ChosenPart) -> dict[str, Any]:
-    """Return what a dataset part gets of how types are mixed; refuse it for one without types."""
+    """Return what a dataset gets of how types are mixed; refuse it for one without types."""
     given = handed_to("dataset", run)
     for name in given:
         if takes(part.part, name) == "no":
             raise UserError(
-                f"{spelled(name)} came with --dataset {part.key}. Leave {spelled(name)} out; "
-                "--dataset sets has ways of its own to mix (--dataset.mix)."
+                f"{spelled(name)} does not go with --dataset {part.key}. Drop it, or use --dataset "
+                "corpus (sets mixes by --dataset.mix)."
             )
     return given
 
@@ -81,11 +86,7 @@ def answers_of(arguments: TrainArguments) -> int:
 
 
 def epoch_sampler(run: RunConfig, dataset: Any, *, answers: int = 1) -> Any:
-    """Return the sampler of training rows; its length is the steps of an epoch.
-
-    Args:
-        answers: of each row, which a batch counts.
-    """
+    """Return the sampler of training rows, each with `answers`; its length is an epoch's steps."""
     common: dict[str, Any] = {
         "step_samples": run.batch_size * run.accumulate_steps // answers,
         "dp_degree": run.dp_degree or 1,
@@ -104,8 +105,8 @@ def epoch_steps(run: RunConfig, dataset: Any, *, answers: int = 1) -> int:
         return max(1, len(epoch_sampler(run, dataset, answers=answers))) * run.rollouts.inner_steps
     asked = "--num-train-epochs" if run.num_train_epochs is not None else "epoch"
     raise UserError(
-        f"{asked} came with a dataset that is streamed. Give --total-steps (and numbers of steps "
-        "for --save-steps and --eval-steps), or read the set without streaming."
+        f"{asked} requires a dataset that is not streamed. Give --total-steps, and numbers of "
+        "steps for --save-steps and --eval-steps."
     )
 
 
@@ -117,7 +118,7 @@ class Data:
         path = run.processor_path or run.model_path or run.config_path
         if path is None:
             raise UserError(
-                "neither --model-path nor --config-path came. Give a folder with config.json and a "
+                "--model-path and --config-path are missing. Give a folder with config.json and a "
                 "tokenizer: --model-path starts from its weights, --config-path at random."
             )
         self.processor = load_processor(path, trust_remote_code=run.trust_remote_code)
@@ -160,12 +161,99 @@ class Data:
         self.encode = functools.partial(encode, stage=1)
 
 
+def add_tokens(arguments: TrainArguments, processor: Any, path: str) -> NewTokens | None:
+    """Add the run's new tokens to its processor, which is of the folder `path`.
+
+    Returns:
+        These tokens and, with --vocab.resize, all that the weights have no row for, or a row that
+        is of no token of their own tokenizer.
+    """
+    run = arguments.run
+    is_other = run.model_path is not None and Path(run.model_path) != Path(path)
+    if not (run.vocab.new_tokens or run.vocab.resize or is_other):
+        return None
+    config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
+    num_rows = num_rows_of(run, config)
+    other = processor_of_weights(
+        run.model_path if is_other else None, trust_remote_code=run.trust_remote_code
+    )
+    tokens = None
+    if run.vocab.new_tokens:
+        # tokens that others forgot to make room for have no start, unless --vocab.resize gives one
+        if num_rows is not None and not run.vocab.resize:
+            check_vocabulary(processor, num_rows)
+        tokens = add_new_tokens(processor, run.vocab.new_tokens, weights_processor=other)
+    if num_rows is None:
+        return tokens
+    more = with_rowless(processor, tokens, num_rows, weights_processor=other)
+    if run.vocab.resize or more is None or not more.rowless:
+        return more
+    if max(more.rowless) < num_rows:  # else `check_vocabulary` refuses them
+        say(
+            f"{len(more.rowless)} tokens of {path} are not in the tokenizer of {run.model_path}: "
+            "their rows start as they are there, and LoRA and --parts.llm.frozen leave them so. "
+            "--vocab.resize starts these rows near the mean and trains them."
+        )
+    return tokens
+
+
+def num_rows_of(
+    run: RunConfig, config: PretrainedConfig, *, new_tokens: NewTokens | None = None
+) -> int | None:
+    """Return the rows of embedding and head, new ones included; None: not known."""
+    known = vocab_size_of(config)
+    if known is None:
+        return None
+    found = [known, *(token + 1 for token in (new_tokens.ids if new_tokens else ()))]
+    if run.model_path is not None:
+        folder = find_checkpoint(run.model_path)
+        found.append(num_rows_on_disk(folder, trust_remote_code=run.trust_remote_code))
+    width = getattr(config.get_text_config(decoder=True), "hidden_size", None)
+    for path in run.adapter_path or ():
+        found += rows_of_adapter(Path(path), width)
+    return max(found)
+
+
+def check_tied_head(run: RunConfig, config: PretrainedConfig) -> None:
+    """Refuse a learning rate for a head that is the embedding; note that freezing it is none."""
+    if not getattr(config, "tie_word_embeddings", False):
+        return
+    why = "the head shares the weight of the embedding, which is of the language model"
+    if run.parts.lm_head.lr is not None:
+        raise UserError(
+            f"--parts.lm_head.lr {run.parts.lm_head.lr:g}: {why}, and one weight has one rate. Use "
+            "--parts.llm.lr."
+        )
+    trains = not (run.parts.llm.frozen or run.llm_lora_num or run.vocab.train_new)
+    if run.parts.lm_head.frozen and trains:
+        say(f"--parts.lm_head.frozen freezes nothing: {why}. --parts.llm.frozen does.")
+
+
+def rows_option(
+    run: RunConfig, new_tokens: NewTokens | None, *, is_known: bool = False
+) -> dict[str, Any]:
+    """Return the new tokens for a stage; `is_known`: the weights have their rows."""
+    if new_tokens is None:
+        return {}
+    fresh = frozenset() if is_known else new_tokens.fresh
+    rows = NewRows(
+        new_tokens.ids,
+        new_tokens.pieces,
+        fresh,
+        train_alone=run.vocab.train_new,
+        noisy=new_tokens.rowless,
+        seed=run.seed,
+        multiple=run.vocab.multiple if run.vocab.resize else 1,
+    )
+    return {"new_rows": rows}
+
+
 START, FILES, TEXTS = "start weights", "files of model and tokenizer", "texts of templates"
 READ_ANEW = (START, FILES, TEXTS)
 
 
 def read_anew(arguments: TrainArguments, data: Data) -> dict[str, object]:
-    """What each process of a run reads by paths that may change: as it is now, by its content."""
+    """Identify by content what each process of a run reads by paths that may change."""
     run, answers = arguments.run, bool(arguments.parts["loss_fn"].facts.samples_answers)
     processor = run.processor_path or run.model_path or run.config_folder
     folders = run.config_folder, processor, *(run.adapter_path or ())
@@ -180,7 +268,7 @@ def read_anew(arguments: TrainArguments, data: Data) -> dict[str, object]:
 
 
 def start_weights(run: RunConfig) -> list[str]:
-    """Tells apart the weights that a run begins with: of an adapter, those of its base too."""
+    """Identify the weights that a run begins with: of an adapter, those of its base too."""
     paths = [Path(path) for path in (run.model_path, *(run.adapter_path or ())) if path]
     return [weights_fingerprint(path) for path in dict.fromkeys([*paths, *map(base_of, paths[:1])])]
 
@@ -208,25 +296,23 @@ def check_data(arguments: TrainArguments) -> Data:
             )
         if size == 1 and collate.facts.needs_groups:
             raise UserError(
-                f"--collate-fn {collate.key} came with --dataset {dataset.key}, which has no "
-                "groups. Use --dataset groups, a dataset of your own with groups "
-                "(docs/add_a_part.md), or --collate-fn sft."
+                f"--collate-fn {collate.key} needs groups, and --dataset {dataset.key} has no "
+                "groups. Use --dataset groups, or --collate-fn sft."
             )
 
     # what is token ids already is not tokenized; rows that are drawn have no last ones
-    came = f"came with --dataset {dataset.key}"
     if has_tokens(data.train):
         if not collate.facts.takes_tokens:
             raise UserError(
-                f"--collate-fn {collate.key} {came}, whose samples are token ids. Use pt."
+                f"--collate-fn {collate.key} takes no token ids, which --dataset {dataset.key} "
+                "gives. Use --collate-fn pt."
             )
         if run.packing and getattr(data.train, "packed", None) is not None:
-            raise UserError(f"--packing {came} and --dataset.rows packed. Leave --packing out.")
+            raise UserError("--packing and --dataset.rows packed exclude each other. Drop one.")
     if run.rows.last == "pad" and (is_stream(data.train) or has_sampler(data.train)):
         raise UserError(
-            f"--rows.last pad has no effect on --dataset {dataset.key}, whose rows are a stream or "
-            "are drawn by types. Drop --rows.last; types are filled up with --drop-mode "
-            "first_ends_fill or last_ends_fill."
+            f"--rows.last pad has no effect on --dataset {dataset.key}, a stream or drawn by "
+            "types. Drop it, or fill types up with --drop-mode first_ends_fill or last_ends_fill."
         )
 
     # the vocabulary, then each row
@@ -271,9 +357,8 @@ def settle_steps(plan: RunPlan, data: Data) -> RunPlan:
         total = found.get("total_steps", run.total_steps)
         found["warmup_steps"] = math.ceil(round(run.warmup_ratio * total, 6))
         told.append(f"warm-up is {found['warmup_steps']:,} of {total:,} steps")
-    for item in option_fields(run).values():
-        name = item.metadata["instead_of"]
-        if name in found and getattr(run, name) not in (found[name], getattr(RunConfig, name)):
+    for name, value in found.items():
+        if getattr(run, name) not in (value, getattr(RunConfig, name)):
             told.append(f"in place of {spelled(name)} {getattr(run, name)} of the file")
     run = dataclasses.replace(run, **found)
     check_warmup(run)
@@ -283,34 +368,33 @@ def settle_steps(plan: RunPlan, data: Data) -> RunPlan:
 
 
 def asks_for(part: ChosenPart, answer: bool | Callable[..., bool]) -> bool:
-    """Whether a fact of a part holds: yes or no, or a function of the part's options."""
+    """Tell whether a fact holds: yes or no, or a function of the component's options."""
     return bool(answer(**part.kwargs) if callable(answer) else answer)
 
 
 def check_token_sum(loss: ChosenPart) -> None:
-    """Refuses to cut a loss into chunks that does not say that it is a sum over target tokens."""
+    """Refuse chunks of logits for a loss that is not a sum over target tokens."""
     if not (loss.facts.is_token_sum or loss.facts.reads_by_token):
         raise UserError(
-            f"--logits-chunk came with --loss-fn {loss.key}, which is not registered as a sum over "
-            "target tokens; one that compares samples, or returns figures, needs all tokens at "
-            "once. If it is such a sum, register it as "
-            f'@loss_fn_register("{loss.key}", is_token_sum=True); if not, leave --logits-chunk out.'
+            f"--logits-chunk does not go with --loss-fn {loss.key}, which is not registered as a "
+            "sum over target tokens. Drop it, or if it is such a sum, register it as "
+            f'@loss_fn_register("{loss.key}", is_token_sum=True).'
         )
 
 
 def check_scores(arguments: TrainArguments) -> None:
-    """Refuses a loss that predicts tokens on a model that scores them, and its accuracy."""
+    """Refuse a loss that predicts tokens on a model that scores them, and its accuracy."""
     model, loss = arguments.parts["train_model"], arguments.parts["loss_fn"]
     if loss.facts.predicts_tokens:
         if model.facts.gives_scores:
             raise UserError(
-                f"--loss-fn {loss.key} came with --train-model {model.key}, which gives "
-                "scores and no logits. Use --loss-fn rm, or --train-model causal_lm."
+                f"--loss-fn {loss.key} needs logits, and --train-model {model.key} gives scores. "
+                "Use --loss-fn rm, or --train-model causal_lm."
             )
     elif arguments.run.save_best == "token_accuracy":
         raise UserError(
-            f"--save-best token_accuracy came with --loss-fn {loss.key}, which predicts no tokens. "
-            "Use --save-best loss or reward_accuracy."
+            f"--save-best token_accuracy needs tokens, and --loss-fn {loss.key} predicts none. Use "
+            "--save-best loss or reward_accuracy."
         )
 
 
@@ -328,12 +412,7 @@ def check_rows(arguments: TrainArguments, data: Data, dataset: Any) -> Any:
         say(inner.check(**limits))
         return dataset
     report = preflight(
-        dataset,
-        **data.texts,
-        **limits,
-        bad_rows=data.bad_rows,
-        seed=run.seed,
-        encode=data.encode,
+        dataset, **data.texts, **limits, bad_rows=data.bad_rows, seed=run.seed, encode=data.encode
     )
     size = group_size_of(dataset)
     bad = set(whole_groups(report.bad, size))
@@ -411,11 +490,10 @@ def make_loader(
     position: object = None,
     facts: Callable[[MicroBatch], MicroBatch] | None = None,
 ) -> MicroBatchLoader:
-    """Batches of micro-batches; the same samples on every stage, pixels on the first one.
+    """Return batches of micro-batches: the same samples on every stage, pixels on the first one.
 
-    Args:
-        position: what the loader of an earlier run said of `start_step`, by `state_after`.
-        facts: what the stages of this rank add to each micro-batch; see `host_facts`.
+    `position` is what the loader of an earlier run said of `start_step`; the stages of this rank
+    add `facts` to each micro-batch.
     """
     run = arguments.run
     is_packed = run.packing and not is_evaluation

@@ -4,7 +4,6 @@ Imports all that a run needs; train.py has read the options and started the proc
 """
 
 import functools
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,13 +15,13 @@ from commands.train_data import Data, check_data, settle_steps, show_samples
 from commands.train_parts import (
     TrainingParts,
     check_parts,
+    check_rewards,
     check_same_commits,
     make_planner,
     stage_builder,
     trainer_config,
 )
-from options.memory import answering_remedies, check_streaming, memory_remedies
-from options.train import RunConfig
+from options.memory import answering_remedies, memory_remedies
 from parse_args import TrainArguments
 from stageline.checkpoint.layout import Ranks
 from stageline.device import is_accelerator, settle_allocators, stage_devices
@@ -61,27 +60,18 @@ def run_training(plan: RunPlan) -> int:
         if is_first():
             stage_builder(plan).check_fit()
             if plan.parts["loss_fn"].facts.samples_answers:
-                from commands.train_rollouts import check_rewards
-
                 check_rewards(plan, data)
         return 0
-    if run.plan:
-        return show_plan(plan, data)
+    if run.plan:  # measured on this process's device
+        if is_first():
+            num_ranks, processes = plan.topology.num_ranks, plan.topology.num_processes
+            device = choose_device(run.device, local_rank=0, local_world_size=1)
+            capacity = device_capacity(device, num_local_ranks=processes, gib=run.device_memory)
+            planner = make_planner(plan, data, plan.topology, device)
+            print(planner.plan(run.partition, (capacity,) * num_ranks), flush=True)
+        return 0
     settle_allocators()
     return plan.parts["engine"].part(plan, data)
-
-
-def show_plan(plan: RunPlan, data: Data) -> int:
-    """Print what a run would be like; measures on this process's device, starts no other."""
-    if is_first():
-        run, topology = plan.run, plan.topology
-        device = choose_device(run.device, local_rank=0, local_world_size=1)
-        capacity = device_capacity(
-            device, num_local_ranks=topology.num_processes, gib=run.device_memory
-        )
-        planner = make_planner(plan, data, topology, device)
-        print(planner.plan(run.partition, (capacity,) * topology.num_ranks), flush=True)
-    return 0
 
 
 def run_pipeline(
@@ -137,20 +127,43 @@ def train(parts: TrainingParts, context: DistributedContext, *, streams: bool) -
 def streaming_topology(arguments: TrainArguments) -> Topology:
     """Return one process with all stages, by default a decoder layer each."""
     run = arguments.run
-    check_streaming(run, world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    num_stages = run.num_stages or _count_layers(run) + run.vision_stages
+    num_stages = run.num_stages
+    if num_stages is None:
+        path, config = run.config_path or run.model_path, None
+        if path is not None:
+            config = load_config(path, trust_remote_code=run.trust_remote_code)
+            config = config.get_text_config(decoder=True)
+        num_layers = getattr(config, "num_hidden_layers", None)
+        if num_layers is None:
+            raise UserError(
+                f"{path or 'no --model-path'} gives no number of decoder layers for --engine "
+                "streaming. Give --num-stages."
+            )
+        num_stages = num_layers + run.vision_stages
     return Topology(streaming_schedule(num_stages), dp_degree=1)
 
 
 def make_streaming_runner(
     arguments: TrainArguments, stages: Sequence[Stage], context: DistributedContext
 ) -> StreamingRunner:
-    """Return the runner over the stages; says what they take."""
-    run, models = arguments.run, list(stages)
-    lanes = make_lanes(context.devices, budget=run.streaming.budget)
-    plan = None
-    if run.streaming.stages:
-        plan = even_plan(len(models), min(run.streaming.stages, len(models)))
+    """Return the runner over the stages; print what they take."""
+    run, models, devices = arguments.run, list(stages), context.devices
+    budget = None if run.streaming.budget is None else int(run.streaming.budget * GIB)
+    if devices[0].type == "cpu":
+        lanes = [Lane.cpu(budget=budget)]
+    else:
+        module = torch.get_device_module(devices[0])
+        free = {device: module.mem_get_info(device)[0] for device in devices}
+        lanes = [
+            Lane.streams(
+                device,
+                budget=budget or int(free[device] * SHARE_OF_FREE),
+                inputs_budget=int(free[device] * SHARE_OF_INPUTS),
+            )
+            for device in devices
+        ]
+    num_together = run.streaming.stages
+    plan = even_plan(len(models), min(num_together, len(models))) if num_together else None
     runner = StreamingRunner(
         models,
         lanes=lanes,
@@ -163,14 +176,12 @@ def make_streaming_runner(
     )
     try:
         runner.check_plan(run.num_micro_batches)
+        check_host_memory(runner.pipe._hosted_layers, torch.float32)
     except ValueError as error:
         raise UserError(
-            f"the budget of a device (--streaming.budget) is too small: {error}. Raise it, or "
-            "cut the model into more stages (--num-stages), a large tower into some of its own "
-            "(--vision-stages)."
+            f"--streaming.budget is too small: {error}. Raise it, or cut the model into more "
+            "stages (--num-stages, --vision-stages)."
         ) from None
-    try:
-        check_host_memory(runner.pipe._hosted_layers, torch.float32)
     except MemoryError as error:
         raise UserError(f"the model does not fit the host's memory: {error}") from None
     host = host_bytes(runner.pipe._hosted_layers, torch.float32) / GIB
@@ -182,37 +193,3 @@ def make_streaming_runner(
         f"gradients of each; {host:.2f} GiB of host memory without the optimizer's state"
     )
     return runner
-
-
-def make_lanes(devices: Sequence[torch.device], *, budget: float | None) -> list[Lane]:
-    """Return what stages stream through.
-
-    Args:
-        budget: GiB for weights and gradients on each; None: half of what is free on an accelerator.
-    """
-    num_bytes = None if budget is None else int(budget * GIB)
-    if devices[0].type == "cpu":
-        return [Lane.cpu(budget=num_bytes)]
-    module = torch.get_device_module(devices[0])
-    free = {device: module.mem_get_info(device)[0] for device in devices}
-    return [
-        Lane.streams(
-            device,
-            budget=num_bytes or int(free[device] * SHARE_OF_FREE),
-            inputs_budget=int(free[device] * SHARE_OF_INPUTS),
-        )
-        for device in devices
-    ]
-
-
-def _count_layers(run: RunConfig) -> int:
-    path = run.config_path or run.model_path
-    config = None if path is None else load_config(path, trust_remote_code=run.trust_remote_code)
-    text = None if config is None else config.get_text_config(decoder=True)
-    count = getattr(text, "num_hidden_layers", None)
-    if count is None:
-        raise UserError(
-            f"{path or 'no --model-path and no --config-path'} does not say how many decoder "
-            "layers the model has, which --engine streaming makes stages of. Give --num-stages."
-        )
-    return count

@@ -21,12 +21,13 @@ from commands.train_data import (
     READ_ANEW,
     START,
     Data,
+    answers_of,
     asks_for,
     make_loader,
     read_anew,
+    rows_option,
     start_weights,
 )
-from commands.train_vocabulary import rows_option
 from options.command_line import with_new_names
 from options.fields import absolute, handed_to, option_fields, spelled
 from options.memory import attention_arguments, check_attention_device
@@ -38,25 +39,31 @@ from stageline.checkpoint.layout import Ranks
 from stageline.contracts import call, check_call
 from stageline.data.batches.loader import MicroBatchLoader, example_micro_batch
 from stageline.data.batches.preflight import check_encode
+from stageline.data.batches.prompts import prompt_of
 from stageline.data.batches.sampler import group_size_of
-from stageline.data.batches.step_maker import read_row
+from stageline.data.batches.step_maker import PromptMaker, read_row
 from stageline.data.images.tiling import Tiling
 from stageline.data.rows.readers import data_fingerprint
-from stageline.data.text.processor import num_token_ids
+from stageline.data.text.processor import get_tokenizer, num_token_ids
 from stageline.distributed.process_group import DistributedContext, wait_for_weights
 from stageline.errors import UserError
 from stageline.hub import PREFIX
+from stageline.inference.decoding.answer_groups import AnswerLoad, answer_cost
+from stageline.inference.decoding.chain import make_wire
+from stageline.inference.generation import stop_ids_of
+from stageline.model_folder import find_folder, load_config, num_positions
 from stageline.modules.chunked_loss import ChunkedLoss, LossByToken
 from stageline.modules.lora_layer import PISSA
 from stageline.modules.losses import without_reference
 from stageline.modules.policy_loss import with_stand_ins
 from stageline.pipeline.runner import PipelineRunner
 from stageline.pipeline.topology import Topology
-from stageline.planner.estimate import device_capacity
+from stageline.planner.estimate import Cost, device_capacity
 from stageline.planner.planner import Planner, place_together
 from stageline.seeds import host_state_kept, seed_everything
 from stageline.stage import Stage
 from stageline.stages.packing import check_packing
+from stageline.training.answers import StageAnswers
 from stageline.training.loss_part import LossPart, StepLoss
 from stageline.training.optimizers import optimizer_groups
 from stageline.training.part_checks import (
@@ -67,8 +74,13 @@ from stageline.training.part_checks import (
 )
 from stageline.training.replicas import Replicas
 from stageline.training.resume import ResumePoint, check_same_run
+from stageline.training.rewards import Reward, Rewards, try_rewards
+from stageline.training.rollouts import RolloutOptions, Rollouts
+from stageline.training.samples import SampleFile
 from stageline.training.trainer import TrainerConfig
 from stageline.verify.names import check_filled_stages
+
+MOST_TRIED = 32  # rows that rewards are tried on
 
 
 def stage_builder(arguments: TrainArguments, *, images: Any = None) -> StageBuilder:
@@ -108,9 +120,7 @@ def check_parts(arguments: TrainArguments, data: Data) -> None:
     if arguments.parts["loss_fn"].facts.samples_answers:
         batch = with_stand_ins(batch)
     problem = check_loss(
-        bind_loss(arguments),
-        batch,
-        vocab_size=data.vocab_size or num_token_ids(data.processor),
+        bind_loss(arguments), batch, vocab_size=data.vocab_size or num_token_ids(data.processor)
     )
     if problem is not None:
         say(problem)
@@ -126,7 +136,7 @@ def bind_loss(arguments: TrainArguments) -> LossPart:
 
 
 def make_loss_part(part: ChosenPart, **given: Any) -> LossPart:
-    """Return a loss_fn part with its facts as the engine takes them."""
+    """Return a loss_fn component with its facts as the engine takes them."""
     facts = part.facts
     return LossPart(
         functools.partial(part.part, **part.kwargs, **given),
@@ -157,10 +167,9 @@ def make_optimizer(
     *,
     part_of: Callable[[str], str | None] = lambda name: None,
 ) -> torch.optim.Optimizer | None:
-    """Return the optimizer part over trainable parameters; None where there are none.
+    """Return the optimizer over trainable parameters; None where there are none.
 
-    Args:
-        part_of: a parameter's name -> the part of the model, which may have a rate of its own.
+    `part_of` gives the part of the model that a parameter is of, which may have its own rate.
     """
     if not parameters:
         return None
@@ -190,8 +199,6 @@ def make_planner(
     """Return the planner of this run; it measures on `device`."""
     run, answers_of = arguments.run, None
     if arguments.parts["loss_fn"].facts.samples_answers:
-        from commands.train_rollouts import weigh_answers
-
         answers_of = functools.partial(weigh_answers, run, topology.schedule.num_ranks)
 
     def loss_for(model: Stage) -> StepLoss:
@@ -230,24 +237,6 @@ def make_planner(
     )
 
 
-def place_layers(plan: RunPlan, data: Data, context: DistributedContext) -> RunPlan:
-    """Return the plan with the layers of each stage, the same on all ranks."""
-    run = plan.run
-    if run.vision_stages:
-        return plan  # the planner knows no tower but one on stage 0
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    partition = place_together(
-        functools.partial(make_planner, plan, data, plan.topology, context.device),
-        run.partition,
-        capacity=device_capacity(
-            context.device, num_local_ranks=local_ranks, gib=run.device_memory
-        ),
-    )
-    if partition is None or run.partition not in ("parameters", "measured"):
-        return plan
-    return dataclasses.replace(plan, run=dataclasses.replace(run, partition=partition))
-
-
 def trainer_config(run: RunConfig) -> TrainerConfig:
     """Return the settings that the trainer reads."""
     names = {item.name for item in dataclasses.fields(TrainerConfig)}
@@ -264,13 +253,41 @@ def trainer_config(run: RunConfig) -> TrainerConfig:
     )
 
 
-class TrainingParts:
-    """What a run is made of, for the trainer; see `stageline.training.trainer.Parts`.
+def make_prompts(
+    arguments: TrainArguments,
+    data: Data,
+    context: DistributedContext,
+    dataset: Any,
+    *,
+    is_evaluation: bool,
+    start_step: int = 0,
+    position: object = None,
+) -> MicroBatchLoader:
+    """Return the loader of encoded prompts; its steps are the times that answers are drawn."""
+    run, size = arguments.run, group_size_of(dataset)
+    count = run.batch_size if is_evaluation else run.batch_size * run.accumulate_steps
+    num_prompts = count // answers_of(arguments)
+    return MicroBatchLoader(
+        dataset,
+        collate=functools.partial(data.collate, stage=context.pp_rank),
+        batch_size=max(num_prompts // size, 1) * size,
+        micro_batch_size=size,
+        dp_rank=context.dp_rank,
+        dp_degree=context.num_replicas,
+        seed=run.seed,
+        num_workers=run.num_workers,
+        start_step=start_step,
+        position=position,
+        shuffle=not is_evaluation,
+        eval=is_evaluation,
+        pads=run.rows.last == "pad",
+        order="given",
+        maker=PromptMaker,
+    )
 
-    Args:
-        make_runner: gets the stages of a rank and its context.
-        places_layers: the planner settles which layers are on which stage.
-    """
+
+class TrainingParts:
+    """Components of a run, for the trainer; see `stageline.training.trainer.Parts`."""
 
     def __init__(
         self,
@@ -323,15 +340,25 @@ class TrainingParts:
         )
 
     def build_stages(self, context: DistributedContext, point: ResumePoint | None) -> list[Stage]:
-        """Place the layers, check the split, then call the train_model part for each stage.
+        """Place the layers, check the split, then call the train_model component for each stage.
 
-        Args:
-            point: a checkpoint with whole models. What is trained besides the weights of an
-                adapter's base comes later, from its training state.
+        Of a checkpoint with an adapter, what is trained besides its base comes later.
         """
-        if self.places_layers:
-            self.plan = place_layers(self.plan, self.data, context)
         run, data = self.plan.run, self.data
+        if self.places_layers and not run.vision_stages:  # the planner has the tower on stage 0
+            local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            partition = place_together(
+                functools.partial(
+                    make_planner, self.plan, data, self.plan.topology, context.device
+                ),
+                run.partition,
+                capacity=device_capacity(
+                    context.device, num_local_ranks=local_ranks, gib=run.device_memory
+                ),
+            )
+            if partition is not None and run.partition in ("parameters", "measured"):
+                run = dataclasses.replace(run, partition=partition)
+                self.plan = dataclasses.replace(self.plan, run=run)
         is_packed = run.packing or getattr(data.train, "packed", None) is not None
         stage_builder(self.plan).verify(
             run.prove_split,
@@ -352,17 +379,8 @@ class TrainingParts:
         stages_here = list(self.plan.topology.schedule.stages_of(context.pp_rank))
         ranks = Ranks.of(context.pp_group)
         is_known = builder.check_names(stages_here, ranks=ranks, checkpoint=weights)
-        stages = [
-            builder.build(
-                stage,
-                checkpoint_path=weights,
-                processor_path=processor,
-                device=context.device,
-                **rows_option(run, data.new_tokens, is_known=is_whole),
-                **taken_option(run, point),
-            )
-            for stage in stages_here
-        ]
+        source: dict[str, Any] = {"weights": weights, "processor": processor, "is_whole": is_whole}
+        stages = [self._build_stage(stage, context, point, **source) for stage in stages_here]
         wait_for_weights(weights)
         if not is_known:
             check_filled_stages(stages, ranks=ranks, checkpoint=weights)
@@ -376,25 +394,12 @@ class TrainingParts:
         return stages
 
     def make_loader(
-        self,
-        dataset: Any,
-        context: DistributedContext,
-        runner: PipelineRunner,
-        *,
-        is_evaluation: bool,
-        start_step: int = 0,
-        position: Any = None,
+        self, dataset: Any, context: DistributedContext, runner: PipelineRunner, **place: Any
     ) -> MicroBatchLoader:
+        """Return the batches of a dataset; `place`: is_evaluation, start_step, position."""
+        facts = host_facts(runner)
         return make_loader(
-            self.plan,
-            self.data,
-            context,
-            runner.schedule,
-            dataset,
-            is_evaluation=is_evaluation,
-            start_step=start_step,
-            position=position,
-            facts=host_facts(runner),
+            self.plan, self.data, context, runner.schedule, dataset, facts=facts, **place
         )
 
     def make_rollouts(
@@ -404,43 +409,100 @@ class TrainingParts:
         replicas: Replicas,
         point: ResumePoint | None,
     ) -> Any:
+        """Return the answers of training and the loader of held-out prompts; None: none drawn."""
         if not self.samples_answers:
             return None
-        # what decodes is imported where something is decoded
-        from commands.train_rollouts import make_prompts, make_rollouts
+        run, data = self.plan.run, self.data
 
-        rollouts = make_rollouts(
+        def start_stage(stage: int) -> Stage:
+            """Build a stage as this run's first start filled it, from `model_path` or at random."""
+            with host_state_kept():
+                made = self._build_stage(stage, context, point, weights=run.model_path)
+            wait_for_weights(run.model_path)
+            return made
+
+        start_step = point.step if point else 0
+        facts: Mapping[str, Any] = point.state.facts if point else {}
+        prompts = make_prompts(
             self.plan,
-            self.data,
+            data,
             context,
+            data.train,
+            is_evaluation=False,
+            start_step=start_step // run.rollouts.inner_steps,
+            position=facts.get("position"),
+        )
+        samples = None
+        if context.is_main and run.rollouts.keep_samples:
+            samples = SampleFile(Path(run.output_dir).absolute(), start_step=start_step)
+        wire = None
+        if context.num_ranks > 1:
+            wire = make_wire(
+                context.rank,
+                num_stages=context.num_ranks,
+                num_replicas=context.num_replicas,
+                device=context.device,
+            )
+        names = {item.name for item in dataclasses.fields(RolloutOptions)}
+        options = RolloutOptions(
+            **{name: value for name, value in vars(run.rollouts).items() if name in names},
+            seed=run.seed,
+            reference=run.reference,
+            micro_batch_size=run.micro_batch_size,
+            is_sorted=run.rows.order == "sorted",
+            row_capacity=run.max_token_num if run.packing else None,
+        )
+        config = load_config(run.config_folder, trust_remote_code=run.trust_remote_code)
+        answers = StageAnswers(
             runner,
-            replicas,
-            point=point,
-            start_stage=functools.partial(self._start_stage, context, point),
+            wire,
+            processor=data.processor,
+            pad_token_id=data.pad_token_id,
+            stop_ids=stop_ids_of(find_folder(run.config_folder), config, data.processor),
+            positions=num_positions(config),
+        )
+        rollouts = Rollouts(
+            answers,
+            make_rewards(self.plan),
+            options,
+            prompts=prompts,
+            collate=functools.partial(data.collate, stage=context.pp_rank),
+            replicas=replicas,
+            facts=host_facts(runner),
+            start_step=start_step,
+            end_step=run.total_steps,
+            saved=facts.get("answers"),
+            start_stage=start_stage,
+            saved_start=facts.get("start"),
+            begun_as=facts.get("reference"),
+            on_samples=samples,
         )
         held_out = None
-        if self.data.test is not None:
-            held_out = make_prompts(
-                self.plan, self.data, context, self.data.test, is_evaluation=True
-            )
+        if data.test is not None:
+            held_out = make_prompts(self.plan, data, context, data.test, is_evaluation=True)
         return rollouts, held_out
 
-    def _start_stage(
-        self, context: DistributedContext, point: ResumePoint | None, stage: int
-    ) -> Stage:
-        """Build a stage as this run's first start filled it, from `model_path` or at random."""
+    def _build_stage(
+        self,
+        stage: int,
+        context: DistributedContext,
+        point: ResumePoint | None,
+        *,
+        weights: str | Path | None,
+        processor: str | None = None,
+        is_whole: bool = False,
+    ) -> Any:
         run = self.plan.run
-        with host_state_kept():
-            made = stage_builder(self.plan, images=self.data.processor).build(
-                stage,
-                checkpoint_path=run.model_path,
-                processor_path=run.processor_path,
-                device=context.device,
-                **rows_option(run, self.data.new_tokens),
-                **taken_option(run, point),
-            )
-        wait_for_weights(run.model_path)
-        return made
+        given = rows_option(run, self.data.new_tokens, is_known=is_whole)
+        if point is not None and point.base is not None and run.lora.init.startswith(PISSA):
+            given["lora_taken_from"] = str(point.folder)  # what PiSSA took out of the weights
+        return stage_builder(self.plan, images=self.data.processor).build(
+            stage,
+            checkpoint_path=weights,
+            processor_path=processor or run.processor_path,
+            device=context.device,
+            **given,
+        )
 
     def reference_key(self, dataset: Any) -> str:
         """Identify what the reference log-probabilities of a dataset depend on."""
@@ -464,13 +526,6 @@ class TrainingParts:
         return call("tracker", self.plan.parts["tracker"].bound, **given)
 
 
-def taken_option(run: RunConfig, point: ResumePoint | None) -> dict[str, Any]:
-    """Return the checkpoint with what PiSSA took out of the weights, of a resumed run."""
-    if point is None or point.base is None or not run.lora.init.startswith(PISSA):
-        return {}
-    return {"lora_taken_from": str(point.folder)}
-
-
 def host_facts(runner: PipelineRunner) -> Callable[[Any], Any] | None:
     """Return what the stages need of each micro-batch on the host; None for a custom stage."""
     return getattr(runner.local.models[0], "host_facts", None)
@@ -490,19 +545,19 @@ def check_same_commits(configs: Sequence[Mapping[str, object]]) -> None:
         if PREFIX in str(value) and len(found) > 1:
             raise UserError(
                 f"--{name} is {' and '.join(sorted(found))} on ranks of this run. One commit is "
-                "required, and its branch moved while they started: give one of these names."
+                "required: give one of these names."
             )
 
 
 def rates_stay(arguments: TrainArguments, saved: Mapping[str, Any], step: int) -> tuple[bool, str]:
-    """Whether the `step` steps done had the learning rates of this run; why not.
+    """Tell whether the `step` steps done had the learning rates of this run, and why not.
 
     Then a run of another length is, to the bit, the one that had this length from the start.
     """
     run = arguments.run
     names = ("total_steps", "warmup_steps")
     then: dict[str, Any] = {name: saved.get(spelled(name)[2:]) for name in names}
-    now = {name: getattr(run, name) for name in then}
+    now = {name: getattr(run, name) for name in names}
     if then == now or None in then.values():
         return then == now, ""
     if run.total_steps < step:
@@ -517,3 +572,62 @@ def rates_stay(arguments: TrainArguments, saved: Mapping[str, Any], step: int) -
                 "--lr-scheduler constant and the same --warmup-steps a run may be made longer."
             )
     return True, ""
+
+
+def weigh_answers(run: RunConfig, num_ranks: int, row_tokens: int) -> Callable[[Stage], Cost]:
+    """Return the memory estimate of the answers that a pipeline draws.
+
+    `row_tokens` is of the longest row, with a stand-in for the longest answer.
+    """
+    answer_tokens = min(run.rollouts.max_completion_length, row_tokens - 1)
+    step = AnswerLoad(
+        num_prompts=run.batch_size * run.accumulate_steps // run.rollouts.group_size,
+        copies=run.rollouts.group_size,
+        lot_size=run.rollouts.prompts_together,
+        lots_at_once=num_ranks,
+        prompt_tokens=row_tokens - answer_tokens,
+        answer_tokens=answer_tokens,
+    )
+    held_out = dataclasses.replace(
+        step,
+        num_prompts=max(1, run.batch_size // run.rollouts.group_size),
+        copies=1,
+        lot_size=run.rollouts.prompts_together * run.rollouts.group_size,
+    )
+    loads = [step, held_out] if run.eval_samples else [step]
+    return functools.partial(answer_cost, loads=loads)
+
+
+def make_rewards(arguments: TrainArguments) -> Rewards:
+    """Return the reward parts with their weights."""
+    run, chosen = arguments.run, arguments.parts["reward"].part
+    weights = run.rollouts.reward_weights or [1.0] * len(chosen)
+    parts = [
+        Reward(
+            one.key, one.bound, weight, takes_lots=one.facts.takes_lots, is_dear=one.facts.is_dear
+        )
+        for one, weight in zip(chosen, weights, strict=True)
+    ]
+    return Rewards(parts, timeout=run.rollouts.reward_timeout)
+
+
+def check_rewards(arguments: TrainArguments, data: Data) -> None:
+    """Print what the rewards give for the first training rows, and how long the prompts are."""
+    run, size = arguments.run, group_size_of(data.train)
+    tokenizer = get_tokenizer(data.processor)
+    count = min(len(data.train), max(1, MOST_TRIED // size) * size)
+    with host_state_kept():
+        items = [read_row(data.train, row) for row in range(count)]
+        prompts = [prompt_of(data.encode(*item)).input_ids for item in items]
+    told = try_rewards(
+        make_rewards(arguments),
+        [tokenizer.decode(ids, skip_special_tokens=True) for ids in prompts],
+        [sample for _, sample in items],
+        num_tokens=lambda text: len(tokenizer.encode(text, add_special_tokens=False)),
+    )
+    say(
+        f"the first {count} prompts have at most {max(map(len, prompts))} tokens; with "
+        f"--rollouts.max_completion_length {run.rollouts.max_completion_length} a row may have "
+        "--max-token-num "
+        f"{run.max_token_num}\n" + "\n".join(told)
+    )

@@ -17,28 +17,21 @@ from typing import Any, get_args, get_origin
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
-from options.fields import OptionError, spelled
+from options.fields import OptionError, as_list, spelled
 
 
 def command_words(argv: Sequence[str] | None = None) -> list[str]:
-    """Return the words behind the command: `argv`, or those that this process was started with.
-
-    A command without a file of its own at the root is the first word of `stageline`.
-    """
+    """Return the words behind the command: `argv`, or those that this process was started with."""
     if argv is not None:
         return list(argv)
-    return sys.argv[2:] if _is_behind_stageline() else sys.argv[1:]
+    return sys.argv[1 + program_name().count(" ") :]
 
 
 def program_name() -> str:
-    """Return what was started: `train_pp.py`, or `stageline infer`."""
-    if _is_behind_stageline():
-        return " ".join(["stageline", *sys.argv[1:2]])
-    return Path(sys.argv[0]).name
-
-
-def _is_behind_stageline() -> bool:
-    return Path(sys.argv[0]).parts[-2:] == ("stageline", "__main__.py")
+    """Return what was started: `train_pp.py`, or `stageline infer`, without a file of its own."""
+    path = Path(sys.argv[0])
+    is_module = path.parts[-2:] == ("stageline", "__main__.py")
+    return " ".join(["stageline", *sys.argv[1:2]]) if is_module else path.name.replace(" ", "_")
 
 
 _STR, _FLOAT = "tag:yaml.org,2002:str", "tag:yaml.org,2002:float"
@@ -62,22 +55,19 @@ class _StrictLoader(yaml.SafeLoader):
         return tag
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen and key.tag.endswith(":str"):
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key.value!r} comes twice", key.start_mark
-                )
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+        _without_twins([(key.value, None) for key, _ in node.value if key.tag == _STR])
         return super().construct_mapping(node, deep=deep)
 
 
-def read_options(text: str) -> tuple[Any, dict[str, int]]:
-    """Return the content of a YAML text, and the line of each of its names.
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    if twin := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{twin!r} comes twice")
+    return dict(pairs)
 
-    Raises:
-        yaml.YAMLError: it is no plain YAML, or has a key twice.
-    """
+
+def read_options(text: str) -> tuple[Any, dict[str, int]]:
+    """Return the content of a YAML text, and the line of each of its names."""
     loader = _StrictLoader(text)
     lines = {}
     try:
@@ -94,13 +84,6 @@ def read_options(text: str) -> tuple[Any, dict[str, int]]:
         loader.dispose()
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if twin := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"{twin!r} comes twice")
-    return dict(pairs)
-
-
 HOW = "Write one option a line, as on the command line without the dashes: 'batch-size: 8'."
 COMMAND_LINE = "command line"  # an origin
 SHOWN = 200  # characters of a value in a message
@@ -109,16 +92,12 @@ OPTION = re.compile(r"--[A-Za-z][\w.-]*\+?(=|$)")
 
 @dataclass
 class Given:
-    """One option as it was given: its values as text, and where it came from.
-
-    Attributes:
-        content: the value as a config file has it.
-    """
+    """One option as it was given: its values as text, and where it came from."""
 
     name: str
     values: list[str]
     origin: str
-    content: Any = None
+    content: Any = None  # the value in a config file
 
     def __str__(self) -> str:
         place = "" if self.origin == COMMAND_LINE else f" (in {self.origin})"
@@ -126,16 +105,12 @@ class Given:
 
 
 def shortened(text: str) -> str:
-    """A value as messages show it."""
+    """Return a value as messages show it."""
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
 
 
 def read_words(words: Sequence[str]) -> list[Given]:
-    """Read `--name value`, `--name=value`, `--name v1 v2` and `--name`.
-
-    Raises:
-        OptionError: a word that belongs to no option.
-    """
+    """Read `--name value`, `--name=value`, `--name v1 v2` and `--name`."""
     given: list[Given] = []
     for word in ["--help" if word == "-h" else word for word in words]:
         name, has_value, value = word[2:].partition("=")
@@ -145,40 +120,31 @@ def read_words(words: Sequence[str]) -> list[Given]:
         elif given and not word.startswith("--"):
             given[-1].values.append(word)
         else:
-            raise OptionError(
-                f"{shortened(word)!r} belongs to no option. Put the name before it, --name "
-                f"value, or see --help."
-            )
+            raise OptionError(f"{shortened(word)!r} belongs to no option. Put --NAME before it.")
     return given
 
 
 def read_config(path: str | Path, names: Iterable[str] = ()) -> list[Given]:
     """Read a YAML (or JSON) file that maps options, without their dashes, to values.
 
-    Paths in it are relative to the current directory, as on the command line.
-
-    Args:
-        names: every option of the command: those in a mapping are told by their own names.
-
-    Raises:
-        OptionError: the file is missing, is no YAML, no mapping of options, or has one twice.
+    Paths in it are relative to the current directory, as on the command line. Options in a mapping
+    get their own `names`.
     """
     path = Path(path).expanduser()
-    is_json = path.suffix == ".json"
     lines: dict[str, int] = {}
     try:
         text = path.read_text(encoding="utf-8")
-        if is_json:
+        if path.suffix == ".json":
             content = json.loads(text, object_pairs_hook=_without_twins)
         else:
             content, lines = read_options(text)
     except OSError as error:
         raise OptionError(
-            f"--config {path} can't be read: {error.strerror}. Check the path; it is relative "
-            f"to the directory you are in ({Path.cwd()})."
+            f"--config {path} can't be read: {error.strerror}. Correct it; it is relative to the "
+            f"directory you are in ({Path.cwd()})."
         ) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        kind = "JSON" if is_json else "YAML"
+        kind = "JSON" if path.suffix == ".json" else "YAML"
         raise OptionError(f"--config {path} is not plain {kind}: {error}\n  {HOW}") from error
     if content is not None and not isinstance(content, dict):
         raise OptionError(f"--config {path} holds a {type(content).__name__}. {HOW}")
@@ -188,8 +154,8 @@ def read_config(path: str | Path, names: Iterable[str] = ()) -> list[Given]:
         place = f"{path}:{line}" if line else str(path)
         if name == "config":
             raise OptionError(
-                f"--config came in {place}. A config file reads no other one: name both on the "
-                "command line, and the later one wins."
+                f"--config is in {place}. A config file reads no other one: name both on the "
+                "command line, the later one wins."
             )
         items.append(_of_file(name, value, place))
     found: dict[str, Given] = {}
@@ -197,14 +163,13 @@ def read_config(path: str | Path, names: Iterable[str] = ()) -> list[Given]:
         first = found.setdefault(item.name, item)
         if first is not item:
             raise OptionError(
-                f"{spelled(item.name)} came twice, in {first.origin} and {item.origin}. Take one "
-                "out."
+                f"{spelled(item.name)} came twice, in {first.origin} and {item.origin}. Drop one."
             )
     return list(found.values())
 
 
 def _of_file(name: str, value: Any, origin: str) -> Given:
-    """An option with its YAML value as it would be typed."""
+    """Return an option with its YAML value as it would be typed."""
     if isinstance(value, str):
         words = [value]
     elif name == "import" and isinstance(value, list):
@@ -215,14 +180,7 @@ def _of_file(name: str, value: Any, origin: str) -> Given:
 
 
 def unfolded(given: Sequence[Given], names: Iterable[str]) -> list[Given]:
-    """Replace a mapping, `lora: {rank: 8}`, by the options in it, `lora.rank`.
-
-    Args:
-        names: every option of the command.
-
-    Raises:
-        OptionError: a mapping has another value.
-    """
+    """Replace a mapping, `lora: {rank: 8}`, by the options in it, `lora.rank`, of all `names`."""
     heads = {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
     found: list[Given] = []
     for item in given:
@@ -233,14 +191,13 @@ def unfolded(given: Sequence[Given], names: Iterable[str]) -> list[Given]:
         if item.origin == COMMAND_LINE and len(item.values) == 1:
             try:
                 content = read_options(item.values[0])[0]
-            except yaml.YAMLError:
+            except (ValueError, yaml.YAMLError):
                 content = None
         if not isinstance(content, dict):
-            inside = [name.removeprefix(f"{item.name}.").partition(".")[0]
-                      for name in names if name.startswith(f"{item.name}.")]  # fmt: skip
+            inside = [name for name in names if name.startswith(f"{item.name}.")]
             raise OptionError(
-                f"{item} is not a mapping of {', '.join(dict.fromkeys(inside))}. Give one of them "
-                f"with its value: {spelled(item.name)}.{inside[0]} VALUE."
+                f"{item} is not a mapping. Give one of {', '.join(map(spelled, inside))} with its "
+                "value."
             )
         inner = [
             _of_file(f"{item.name}.{str(key).replace('-', '_')}", value, item.origin)
@@ -251,74 +208,56 @@ def unfolded(given: Sequence[Given], names: Iterable[str]) -> list[Given]:
 
 
 def by_name(given: Iterable[Given]) -> dict[str, Given]:
-    """Options by name; where one was given several times, the last."""
+    """Return options by name; where one was given several times, the last."""
     return {item.name: item for item in given}
 
 
-def drop_rivals(options: dict[str, Given], rivals: Mapping[str, str]) -> None:
-    """Of two options of which one follows from the other, take the one out that was not typed.
-
-    Args:
-        rivals: option -> the one that follows from it.
-
-    Raises:
-        OptionError: both were typed.
-    """
-    for pair in rivals.items():
+def drop_rivals(options: dict[str, Given], following: Mapping[str, str]) -> None:
+    """Drop the option that was not typed, of each option and the one that follows from it."""
+    for pair in following.items():
         items = [options[name] for name in pair if name in options]
         typed = [item for item in items if item.origin == COMMAND_LINE]
         if len(typed) == 2:
-            raise OptionError(f"{items[0]} and {items[1]} were both given. Leave one out.")
+            raise OptionError(f"{items[0]} and {items[1]} were both given. Drop one of them.")
         for item in items if typed else []:
             if item not in typed:
                 del options[item.name]
 
 
 def gathered(given: Sequence[Given], names: Sequence[str]) -> dict[str, Given]:
-    """Options that hold a text each time they are given, as one list; commas do not part it.
+    """Return options that hold a text each time they are given, as one list.
 
-    Raises:
-        OptionError: several words came without quotes.
+    The command line replaces what a config file has, a later file an earlier one.
     """
     found: dict[str, Given] = {}
     for name in names:
         items = [item for item in given if item.name == name]
-        # the command line replaces what a config file has, a later file an earlier one
-        counting = [item for item in items if item.origin == COMMAND_LINE] or items[-1:]
-        texts: list[Any] = []
-        for item in counting:
-            if item.origin != COMMAND_LINE:
-                texts += item.content if isinstance(item.content, list) else [item.content]
-            elif len(item.values) == 1:
-                texts += item.values
-            else:
-                raise OptionError(
-                    f"{item} has {len(item.values)} words. Put it in quotes, and repeat the option "
-                    "for more."
-                )
-        if counting:
-            words = [json.dumps([str(text) for text in texts if text is not None] or None)]
-            found[name] = Given(name, words, counting[-1].origin)
+        typed = [item for item in items if item.origin == COMMAND_LINE]
+        if wrong := next((item for item in typed if len(item.values) != 1), None):
+            raise OptionError(
+                f"{wrong} has {len(wrong.values)} words. Put it in quotes, and repeat the option "
+                "for more."
+            )
+        if items:
+            texts = [item.values[0] for item in typed] or as_list(items[-1].content)
+            words = [json.dumps([str(text) for text in texts] or None)]
+            found[name] = Given(name, words, items[-1].origin)
     return found
 
 
 def convert(
     parser: ArgumentParser, settings: Mapping[str, Given], *, also_known: Iterable[str]
 ) -> Namespace:
-    """Convert text to typed values.
-
-    Raises:
-        OptionError: names the option, its value and the type.
-    """
+    """Convert text to typed values."""
     actions = {action.dest: action for action in parser._actions if action.option_strings}
     hints = {name: getattr(one, "_typehint", None) or one.type for name, one in actions.items()}
     known = [*dict.fromkeys([*hints, *also_known])]
-    if old := [name for name in settings if name not in hints]:
+    if unknown := [name for name in settings if name not in hints]:
         moved, gone = old_names("moved"), old_names("gone")
-        told = {name: gone[name] for name in old if name in gone}
+        told = {name: gone[name] for name in unknown if name in gone}
         told |= {
             name: f"{spelled(name)} is {spelled(moved[name])} now."
-            for name in old
+            for name in unknown
             if moved.get(name) in known
         }
         if told:
@@ -326,13 +265,12 @@ def convert(
                 f"{', '.join(str(settings[name]) for name in told)}: there is no such option any "
                 f"more. {' '.join(dict.fromkeys(told.values()))}"
             )
-        raise OptionError(_unknown_option(settings[old[0]], known))
+        raise OptionError(_unknown_option(settings[unknown[0]], known))
     words = []
     for name, item in settings.items():
         word = _one_word(item, hints[name])
-        if re.search(r"\d:\d", word) and re.fullmatch(
-            r"((?!str|Any).)*(int|float).*", str(hints[name])
-        ):
+        is_number = re.fullmatch(r"((?!str|Any).)*(int|float).*", str(hints[name]))
+        if is_number and re.search(r"\d:\d", word):
             raise OptionError(_wrong_value(item, hints[name]))  # YAML: 1:30 is 90
         words.append(f"{actions[name].option_strings[0]}={word}")
     try:
@@ -341,20 +279,15 @@ def convert(
         message = str(error)
         if missing := re.search(r"arguments are required: (.*)", message):
             options = ", ".join(spelled(name.strip()) for name in missing[1].split(","))
-            raise OptionError(
-                f"{options} is missing. Give it on the command line or in --config; --help says "
-                "what it means."
-            ) from error
+            message = f"{options} is missing. Give it on the command line or in --config."
         match = re.match(r'Parser key "([^"]+)"', message)
         if match and match[1] in settings:
-            raise OptionError(_wrong_value(settings[match[1]], hints[match[1]])) from error
-        raise OptionError(
-            f"The options can't be read: {message}. See --help for their types and correct it."
-        ) from error
+            message = _wrong_value(settings[match[1]], hints[match[1]])
+        raise OptionError(message) from error
 
 
 def _one_word(item: Given, hint: Any) -> str:
-    """The values of an option as one word that jsonargparse converts."""
+    """Return the values of an option as one word that jsonargparse converts."""
     options = (hint, *get_args(hint))
     lists = [kind for kind in options if {kind, get_origin(kind)} & {list, tuple, set}]
     if not item.values and bool in options:
@@ -369,10 +302,7 @@ def _one_word(item: Given, hint: Any) -> str:
         return first
     entries = [entry for value in item.values if value for entry in value.split(",")]
     if "" in entries:
-        raise OptionError(
-            f"{spelled(item.name)} {','.join(entries)} has nothing in place "
-            f"{entries.index('') + 1}. Fill it in, or take the comma out."
-        )
+        raise OptionError(f"{item} has an empty entry. Fill it in, or drop the comma.")
     if any(str in get_args(kind) for kind in lists):
         return json.dumps(entries)
     return f"[{','.join(entries)}]"
@@ -383,7 +313,7 @@ def _type_name(hint: Any) -> str:
 
 
 def needs_value(item: Given, wanted: str) -> str:
-    """The error of an option with too few or too many values."""
+    """Return the error of an option with too few or too many values."""
     count = len(item.values)
     return (
         f"{item} has {count or 'no'} value{'s' if count > 1 else ''}. Give {wanted} after "
@@ -392,8 +322,7 @@ def needs_value(item: Given, wanted: str) -> str:
 
 
 def _wrong_value(item: Given, hint: Any) -> str:
-    wanted = _type_name(hint)
-    return f"{item} has a wrong value. Give one of type {wanted}; --help all lists all types."
+    return f"{item} has a wrong value. Give one of type {_type_name(hint)}."
 
 
 @functools.cache
@@ -421,10 +350,10 @@ def _unknown_option(item: Given, known: Sequence[str]) -> str:
     hint = f" Did you mean {' or '.join(map(spelled, near))}?" if near else ""
     # an option of Hugging Face's Trainer or of older scripts
     table = Path(__file__).with_name("llamafactory_keys.yaml")
-    groups = yaml.safe_load(table.read_text(encoding="utf-8"))
-    rows = {key: row for group in groups.values() for keys, row in group.items()
-            for key in str(keys).split()}  # fmt: skip
-    row = rows.get(item.name) or {"to": old_names("elsewhere").get(item.name, "")}
+    groups = yaml.safe_load(table.read_text(encoding="utf-8")).values()
+    rows = {keys: row for group in groups for keys, row in group.items()}
+    row = next((row for keys, row in rows.items() if item.name in str(keys).split()), None)
+    row = row or {"to": old_names("elsewhere").get(item.name, "")}
     found = str(row.get("to") or "").split(", ")
     if found[0] and found[0].partition(".")[0].replace("-", "_") in known:
         note = f" ({row['note']})" if row.get("note") else ""

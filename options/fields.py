@@ -19,7 +19,9 @@ _HUB = "hub:"
 _HUB_NAME = re.compile(r"(hub:)?(\w[\w.-]*)/\w[\w.-]*?(@\w[\w./-]*)?")
 _FILE = re.compile(r".*\.(jsonl?|ndjson|[ct]sv|txt|parquet|arrow|safetensors|bin|py|ya?ml|idx)")
 _SNAPSHOT = re.compile(r"(.+)/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})")
-_INDEX = ".idx"
+_NAMED = re.compile(r"(\w[\w./-]*)=(.+)")
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_UNITS["g"] = _UNITS["gib"]
 
 
 class OptionError(ValueError):
@@ -42,24 +44,19 @@ def option(
     *,
     at_least: float | None = None,
     at_most: float | None = None,
-    below: float | None = None,
     is_path: bool = False,
     is_pattern: bool = False,
     takes_name: bool = False,
     is_named: bool = False,
     is_output: bool = False,
-    is_common: bool = False,
     is_needed: bool = False,
     is_saved: bool = True,
     needs: Sequence[str] = (),
     excludes: Sequence[str] = (),
-    instead_of: str = "",
-    not_streamed: str = "",
     to: str = "",
-    argument: str = "",
+    argument: str = "{name}",
     resume: Literal["course", "steps", "length", "free"] = "course",
     shapes_answers: bool = True,
-    in_check: bool = True,
 ) -> Any:
     """Declare a field of an options class: default, help text, and what holds for it.
 
@@ -69,24 +66,19 @@ def option(
         takes_name: of a path: a name on a hub, `owner/name[@revision]`, will do.
         is_named: of several paths: each may be NAME=PATH.
         is_output: a folder that the run makes.
-        is_common: `--help` shows it, not only `--help all`.
         is_needed: a value has to be given.
         is_saved: the saved config has it.
         needs: options, as they are typed, without which this one has no effect; one of several,
             "--bf16 or --fp16". A lower-case word behind is the value that is meant, as in
-            "--quantization nf4"; another one is an example.
+            "--quantization nf4"; another one is an example. {part} is as in `argument`.
         excludes: options, as they are typed, with a value or any, that cannot be given as well.
-        instead_of: the option whose value follows from this one. A typed one of the two holds; in a
-            saved config, which has both, this one.
-        not_streamed: why `--engine streaming` cannot follow it.
-        to: registers whose parts get it; with a ? behind, only if it is not the default.
-        argument: the name that parts get it by; {} stands for the name of the mapping, as in
-            "{}_lora_rank" of `parts.vit.lora_rank`.
+        to: registers whose components get it; with a ? behind, only if it is not the default.
+        argument: the name that components get it by; {part} is the mapping that `{name}` is in, as
+            in "{part}_lora_rank" of `parts.vit.lora_rank`.
         resume: whether a resumed run may have another value: course: no; steps: no, but the start
             model's scores do not depend on it; length: where the learning rates of the steps done
             stay; free: yes.
         shapes_answers: an evaluation with another value gives other answers.
-        in_check: it holds while a split is checked; else its default does.
     """
     facts = {
         name: value for name, value in locals().items() if name not in ("default", "help_text")
@@ -101,16 +93,12 @@ side_option = functools.partial(option, shapes_answers=False)
 
 
 def mapping(kind: Any) -> Any:
-    """A field that holds several settings: `lora: {rank: 8}` in a file, or `--lora.rank 8`.
-
-    Args:
-        kind: the options class of these settings.
-    """
+    """Declare a field of several settings: `lora: {rank: 8}` in a file, or `--lora.rank 8`."""
     return field(default=kind(), metadata={"holds": kind})
 
 
 def option_fields(config: Any) -> dict[str, dataclasses.Field]:
-    """The fields of an options class or of an instance, by name; `lora.rank` in a mapping."""
+    """Return the fields of an options class or instance, by name; `lora.rank` in a mapping."""
     found = {}
     for item in dataclasses.fields(config):
         held = item.metadata.get("holds")
@@ -124,42 +112,35 @@ def option_fields(config: Any) -> dict[str, dataclasses.Field]:
 
 
 def value_of(config: Any, name: str) -> Any:
-    """The value of an option, by its name in `option_fields`."""
+    """Return the value of an option, by its name in `option_fields`."""
     return operator.attrgetter(name)(config)
 
 
 def replaced(config: Any, values: Mapping[str, Any]) -> Any:
-    """The options with other values, by their names in `option_fields`."""
-    own = {name: value for name, value in values.items() if "." not in name}
-    for head in {name.partition(".")[0] for name in values} - own.keys():
-        inner = {
-            name.partition(".")[2]: value
-            for name, value in values.items()
-            if name.startswith(f"{head}.")
-        }
-        own[head] = replaced(getattr(config, head), inner)
+    """Return the options with other values, by their names in `option_fields`."""
+    own: dict[str, Any] = {}
+    for name, value in values.items():
+        head, dot, tail = name.partition(".")
+        held = own.get(head, getattr(config, head))
+        own[head] = replaced(held, {tail: value}) if dot else value
     return dataclasses.replace(config, **own)
 
 
 def argument_name(item: dataclasses.Field) -> str:
-    """The name of the keyword argument that gets an option."""
+    """Return the name of the keyword argument that gets an option."""
     *parents, name = item.name.split(".")
-    return (item.metadata["argument"] or name).format(*parents[-1:])
+    return item.metadata["argument"].format(name=name, part="".join(parents[-1:]))
 
 
 def given_options(config: Any, *, of: type | None = None) -> dict[str, Any]:
-    """The options that have another value than their default.
-
-    Args:
-        of: a class that declares some of them; None: all.
-    """
+    """Return the options, all or those `of` a class, with another value than their default."""
     found = {name: value_of(config, name) for name in option_fields(of or config)}
     fields = option_fields(config)
     return {name: value for name, value in found.items() if value != fields[name].default}
 
 
 def handed_to(register: str, config: Any) -> dict[str, Any]:
-    """The options that a part of a register gets, by name."""
+    """Return the options that a component of a register gets, by name."""
     found = {}
     for name, item in option_fields(config).items():
         value = value_of(config, name)
@@ -170,35 +151,28 @@ def handed_to(register: str, config: Any) -> dict[str, Any]:
 
 
 def check_together(config: Any) -> None:
-    """Refuse options without one that they need, and two that exclude each other.
-
-    Raises:
-        OptionError: names both.
-    """
-    fields = option_fields(config)
+    """Refuse options without one that they need, and two that exclude each other."""
+    fields, given = option_fields(config), given_options(config)
 
     def is_given(text: str, *, exactly: bool) -> bool:
-        """Whether an option was given, and with the value behind it if it counts exactly."""
+        """Whether an option has been given, and with the value behind it if it counts exactly."""
         name, _, wanted = text[2:].replace("-", "_").partition(" ")
-        value = value_of(config, name)
-        return str(value) == wanted if exactly else value != fields[name].default
+        return str(value_of(config, name)) == wanted if exactly else name in given
 
-    def is_value(text: str) -> bool:
-        """Whether the word behind an option is the one that is meant: not `FOLDER`, nor `2`."""
-        return text.partition(" ")[2][:1].islower()
-
-    for name, value in given_options(config).items():
+    for name, value in given.items():
         shown = spelled(name)
         if value is not True:
             values = value if isinstance(value, list) else [value]
             texts = [f"{one:g}" if isinstance(one, float) else str(one) for one in values]
             shown += " " + ",".join(texts)
-        for needed in fields[name].metadata["needs"]:
-            choices = needed.split(" or ")
-            if not any(is_given(one, exactly=is_value(one)) for one in choices):
-                told = [one if is_value(one) else one.split()[0] for one in choices]
+        part = "".join(name.split(".")[-2:-1])
+        for needed in (text.format(part=part) for text in fields[name].metadata["needs"]):
+            # FOLDER and 2 are examples, nf4 is the value that is meant
+            choices = {one: one.partition(" ")[2][:1].islower() for one in needed.split(" or ")}
+            if not any(is_given(one, exactly=exactly) for one, exactly in choices.items()):
+                told = [one if exactly else one.split()[0] for one, exactly in choices.items()]
                 raise OptionError(
-                    f"{shown} requires {' or '.join(told)}. Add {choices[0]} or drop "
+                    f"{shown} requires {' or '.join(told)}. Add {next(iter(choices))} or drop "
                     f"{spelled(name)}."
                 )
         for other in fields[name].metadata["excludes"]:
@@ -206,130 +180,127 @@ def check_together(config: Any) -> None:
                 raise OptionError(f"{shown} and {other} exclude each other. Drop one of them.")
 
 
+def check_needed(run: Any) -> None:
+    """Refuse options without a value."""
+    missing = [
+        spelled(name)
+        for name, item in option_fields(run).items()
+        if item.metadata["is_needed"] and getattr(run, name) in (None, [])
+    ]
+    if missing:
+        raise OptionError(
+            f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing. Give it on "
+            "the command line or in --config."
+        )
+
+
 def option_groups(config_class: type) -> list[tuple[str, list[dataclasses.Field]]]:
-    """The fields of an options class, by the class that declares them, in order of the help."""
-    seen: set[str] = set()
-    groups = []
-    by_name = {item.name: item for item in dataclasses.fields(config_class)}
-    for declaring in filter(dataclasses.is_dataclass, reversed(config_class.__mro__)):
-        own = [item.name for item in dataclasses.fields(declaring) if item.name not in seen]
-        seen.update(own)
-        plain = [by_name[name] for name in own if "holds" not in by_name[name].metadata]
-        if plain:
-            groups.append(((declaring.__doc__ or "").strip(), plain))
-    for name, item in by_name.items():
-        if held := item.metadata.get("holds"):
-            inner = [one for path, one in option_fields(config_class).items()
-                     if path.startswith(f"{name}.")]  # fmt: skip
-            groups.append((f"{(held.__doc__ or '').strip()} (a mapping)", inner))
-    return groups
-
-
-def common_options(config_class: type) -> list[tuple[str, list[dataclasses.Field]]]:
-    """The options that most people need, as one group; all, where none is marked as such."""
-    groups = option_groups(config_class)
-    found = [item for _, items in groups for item in items if item.metadata["is_common"]]
-    return [("Options that most runs need", found)] if found else groups
+    """Return the fields of an options class, by the class that declares them."""
+    groups: dict[str, list[dataclasses.Field]] = {}
+    declaring = filter(dataclasses.is_dataclass, reversed(config_class.__mro__))
+    titles = {
+        item.name: kind.__doc__ or ""
+        for kind in reversed([*declaring])  # the first that declares it
+        for item in dataclasses.fields(kind)
+    }
+    held = {item.name: item.metadata.get("holds") for item in dataclasses.fields(config_class)}
+    for name, item in option_fields(config_class).items():
+        head, dot, _ = name.partition(".")
+        title = f"{held[head].__doc__} (a mapping)" if dot else titles[head]
+        groups.setdefault(title, []).append(item)
+    return list(groups.items())
 
 
 def spelled(name: str) -> str:
-    """An option as it is typed: `--batch-size`, `--loss-fn.label_smoothing`."""
+    """Return an option as it is typed: `--batch-size`, `--loss-fn.label_smoothing`."""
     head, dot, tail = name.partition(".")
     return "--" + head.replace("_", "-") + dot + tail
 
 
-def expanded(item: dataclasses.Field, value: Any) -> Any:
-    """A path without `~`; an empty one (an empty shell variable) is none; others as they are."""
-    if isinstance(value, str) and (item.metadata["is_path"] or item.metadata["is_output"]):
-        return str(Path(value).expanduser()) if value else item.default
-    if isinstance(value, list) and item.metadata["is_path"]:
-        return [on_path(item, one, lambda path: str(Path(path).expanduser())) for one in value]
-    return value
+def num_bytes(text: str, *, unit: str = "") -> int:
+    """Parse a number of bytes, such as 24GiB or 80GB; `unit` is that of a number alone."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    size = int(float(match[1]) * _UNITS.get(match[2] or unit, 0)) if match else 0
+    if size < 1:
+        raise ValueError(f"{text!r} is no size. Give one such as 24GiB, 80GB or 4.5")
+    return size
 
 
-_NAMED = re.compile(r"(\w[\w./-]*)=(.+)")
+def as_list(value: Any) -> list[Any]:
+    """Return one value, or several, as a list; of nothing an empty one."""
+    return value if isinstance(value, list) else [value] if value else []
 
 
 def split_name(item: dataclasses.Field, value: str) -> tuple[str, str]:
-    """(name, path) of NAME=PATH; of a path alone the name is empty."""
+    """Return (name, path) of NAME=PATH; of a path alone the name is empty."""
     match = _NAMED.fullmatch(value) if item.metadata["is_named"] else None
     return (match[1], match[2]) if match and not Path(value).exists() else ("", value)
 
 
-def on_path(item: dataclasses.Field, value: str, change: Callable[[str], str]) -> str:
-    """The value with another path behind its name."""
+def with_paths(item: dataclasses.Field, value: Any, change: Callable[[str], str]) -> Any:
+    """Return the value of a path option, one or several, with each path changed."""
+    if isinstance(value, list):
+        return [with_paths(item, one, change) for one in value]
     name, path = split_name(item, value)
     return f"{name}={change(path)}" if name else change(path)
 
 
-def check_limits(config: Any) -> None:
-    """Check each number against the limits of its field, and that each given path exists.
-
-    Raises:
-        OptionError: names the option, its value and the limit.
-    """
-    for name, item in option_fields(config).items():
-        facts = item.metadata
-        for value in _as_list(value_of(config, name)) if facts["is_path"] else ():
-            path = split_name(item, value)[1]
-            # of a pattern, or the beginning of a corpus's names, the part that takes it will say
-            is_pattern = any(sign in path for sign in "*?[") or Path(f"{path}{_INDEX}").exists()
-            is_there = Path(path).exists() or (facts["is_pattern"] and is_pattern)
-            if not (is_there or _is_name(item, path)):
-                hint = ""
-                if facts["takes_name"] and _HUB_NAME.fullmatch(path) and not _FILE.fullmatch(path):
-                    owner = path.partition("/")[0]
-                    hint = (
-                        f" The folder {owner} is here, so it is a path; {_HUB}{path} is the name."
-                    )
-                raise OptionError(
-                    f"{spelled(item.name)} {path}: there is no such file or folder. Give: "
-                    f"{facts['help']}. The path is relative to the directory you are in "
-                    f"({Path.cwd()}).{hint}"
-                )
-        value = value_of(config, name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            _check_number(item, value)
-
-
-def _as_list(value: Any) -> list[str]:
-    return value if isinstance(value, list) else [value] if value is not None else []
-
-
-def _check_number(item: dataclasses.Field, value: float) -> None:
-    least, most, below = (item.metadata[name] for name in ("at_least", "at_most", "below"))
-    is_right = (
-        math.isfinite(value)
-        and (least is None or value >= least)
-        and (most is None or value <= most)
-        and (below is None or value < below)
-    )
-    if not is_right:
-        wanted = [f"at least {least:.15g}"] if least is not None else ["a finite number"]
-        wanted += [f"at most {most:.15g}"] if most is not None else []
-        wanted += [f"below {below:.15g}"] if below is not None else []
-        raise OptionError(
-            f"{spelled(item.name)} {value:.15g} is out of range. Give a value that is "
-            f"{' and '.join(wanted)}: {item.metadata['help']} (default {item.default})."
-        )
+def expanded(item: dataclasses.Field, value: Any) -> Any:
+    """Return a path without `~`; an empty one (an empty shell variable) is none."""
+    if value is None or not (item.metadata["is_path"] or item.metadata["is_output"]):
+        return value
+    if not value:
+        return item.default
+    return with_paths(item, value, lambda path: str(Path(path).expanduser()))
 
 
 def absolute(item: dataclasses.Field, value: Any) -> Any:
-    """A path of an option as it is written into a config; other values as they are."""
-    if isinstance(value, list):
-        return [absolute(item, one) for one in value]
-    if isinstance(value, str) and split_name(item, value)[0]:
-        return on_path(item, value, lambda path: absolute(item, path))
-    is_path = item.metadata["is_path"] or item.metadata["is_output"]
-    if not is_path or not value or _is_name(item, value):
-        return value
-    if item.metadata["takes_name"] and (match := _SNAPSHOT.fullmatch(value)):
-        from huggingface_hub.constants import HF_HUB_CACHE
+    """Return a path of an option as it is written into a config; other values as they are."""
 
-        # a folder of the hub's cache by its name and commit, which other machines know as well
-        if Path(match[1]) == Path(HF_HUB_CACHE).resolve():
-            return f"{_HUB}{match[2]}/{match[3]}@{match[4]}"
-    return str(Path(value).absolute())
+    def change(path: str) -> str:
+        if _is_name(item, path):
+            return path
+        if item.metadata["takes_name"] and (match := _SNAPSHOT.fullmatch(path)):
+            from huggingface_hub.constants import HF_HUB_CACHE
+
+            # a folder of the hub's cache by its name and commit, which other machines know as well
+            if Path(match[1]) == Path(HF_HUB_CACHE).resolve():
+                return f"{_HUB}{match[2]}/{match[3]}@{match[4]}"
+        return str(Path(path).absolute())
+
+    is_path = item.metadata["is_path"] or item.metadata["is_output"]
+    return with_paths(item, value, change) if is_path and value else value
+
+
+def check_limits(config: Any) -> None:
+    """Check each number against the limits of its field, and that each given path exists."""
+    for name, item in option_fields(config).items():
+        facts, value = item.metadata, value_of(config, name)
+        for one in as_list(value) if facts["is_path"] else ():
+            path = split_name(item, one)[1]
+            # a pattern, or the prefix of a corpus, is left to the component that reads it
+            is_pattern = any(sign in path for sign in "*?[") or Path(f"{path}.idx").exists()
+            if Path(path).exists() or (facts["is_pattern"] and is_pattern) or _is_name(item, path):
+                continue
+            hint = ""
+            if facts["takes_name"] and _HUB_NAME.fullmatch(path) and not _FILE.fullmatch(path):
+                owner = path.partition("/")[0]
+                hint = f" The folder {owner} is here, so it is a path; {_HUB}{path} is the name."
+            raise OptionError(
+                f"{spelled(name)} {path}: there is no such file or folder. Correct it; it is "
+                f"relative to the directory you are in ({Path.cwd()}).{hint}"
+            )
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        least, most = facts["at_least"], facts["at_most"]
+        low, high = (-math.inf if least is None else least), (math.inf if most is None else most)
+        if not (math.isfinite(value) and low <= value <= high):
+            wanted = [f"at least {least:.15g}"] if least is not None else ["a finite number"]
+            wanted += [f"at most {most:.15g}"] if most is not None else []
+            raise OptionError(
+                f"{spelled(name)} {value:.15g} is out of range. Give a value of "
+                f"{' and '.join(wanted)} (default {item.default})."
+            )
 
 
 def _is_name(item: dataclasses.Field, value: str) -> bool:

@@ -10,7 +10,6 @@ from options.fields import (
     given_options,
     mapping,
     option,
-    option_fields,
     spelled,
 )
 
@@ -19,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class RecomputeSettings(Options):
-    """What --gradient-checkpointing recomputes"""
+    """Activation checkpointing"""
 
     every: int = free_option(
         1,
-        "of the layers of the whole model, every n-th is recomputed",
+        "recompute every n-th layer of the whole model",
         at_least=1,
         needs=("--gradient-checkpointing",),
         to="train_model",
@@ -31,7 +30,7 @@ class RecomputeSettings(Options):
     )
     mode: Literal["full", "operators"] = free_option(
         "full",
-        "operators keeps the outputs of matrix products and attention",
+        "full = recompute everything, operators = keep outputs of matrix products and attention",
         needs=("--gradient-checkpointing",),
         to="train_model",
         argument="checkpoint_mode",
@@ -46,62 +45,43 @@ class MemoryOptions(Options):
     )
     recompute: RecomputeSettings = mapping(RecomputeSettings)
     offload_activations: bool = free_option(
-        False,
-        "keep saved activations in pinned host memory until the backward pass",
-        not_streamed="gives layers other weights for each pass, and cannot reach into this one",
-        to="train_model",
+        False, "keep activations in pinned host memory until the backward pass", to="train_model"
     )
     logits_chunk: int = free_option(
-        0,
-        "make logits and loss of so many tokens at a time; 0: of all at once",
-        at_least=0,
-        not_streamed="streams the head, which the chunks would bypass",
-        to="train_model",
-        in_check=False,
+        0, "tokens of logits and loss at a time (0 = all)", at_least=0, to="train_model"
     )
     compile_layers: bool = free_option(
         False,
-        "torch.compile each decoder layer",
+        "torch.compile each layer",
         excludes=("--recompute.mode operators",),
-        not_streamed="gives layers other weights for each pass, and cannot reach into this one",
         to="train_model",
-        in_check=False,
     )
     attention: Literal["auto", "eager", "sdpa", "flex", "flash"] = option(
         "auto",
-        "kernel of attention; auto: what the model has by default (sdpa, eager where it has none); "
-        "flex needs CUDA or XPU, flash CUDA, the package flash-attn and --bf16 or --fp16",
+        "attention kernel: auto = the model's default; flex requires CUDA or XPU, flash CUDA, the "
+        "package flash-attn and --bf16 or --fp16",
     )
 
 
 def check_memory(run: MemoryOptions, *, splits_backward: bool) -> None:
-    """Refuses what a schedule cannot do.
-
-    Args:
-        splits_backward: whether the schedule makes the gradients of inputs and of weights apart,
-            as zero-bubble schedules do.
-    """
+    """Refuse what a schedule cannot do that computes gradients of weights late (zero-bubble)."""
     if run.compile_layers and splits_backward:
         raise OptionError(
-            "--compile-layers was given with a schedule that makes the gradients of weights later "
-            "than those of inputs. Use --schedule 1f1b or drop --compile-layers."
+            "--compile-layers does not go with a schedule that computes the gradients of weights "
+            "later than those of inputs. Use --schedule 1f1b or drop --compile-layers."
         )
 
 
 def memory_remedies(run: "RunConfig", *, has_gpu: bool, streams: bool = False) -> list[str]:
-    """What a run without memory can still change, the cheapest first; no option that is on.
-
-    Args:
-        streams: with the streaming engine, which recomputes anyhow.
-    """
-    is_of_every = run.gradient_checkpointing and run.recompute.every == 1
+    """Return what a run without memory can still change, the cheapest first."""
+    own = run.recompute
     candidates = {
         f"a smaller --micro-batch-size (now {run.micro_batch_size})": run.micro_batch_size > 1,
         "--recompute-grain layer": streams and run.recompute_grain != "layer",
         "a smaller --streaming.budget": streams and has_gpu,
         "--gradient-checkpointing": not (run.gradient_checkpointing or streams),
-        "--recompute.every 1": run.gradient_checkpointing and not is_of_every,
-        "--recompute.mode full": run.recompute.mode != "full",
+        "--recompute.every 1": run.gradient_checkpointing and own.every != 1,
+        "--recompute.mode full": own.mode != "full",
         "--dp-shard": (run.dp_degree or 1) > 1 and not run.dp_shard,
         "--logits-chunk 1024": not (run.logits_chunk or streams),
         "--offload-activations": has_gpu and not (run.offload_activations or streams),
@@ -113,16 +93,15 @@ def memory_remedies(run: "RunConfig", *, has_gpu: bool, streams: bool = False) -
 
 
 def answering_remedies(run: "RunConfig") -> list[str]:
-    """What a run that has no memory for the answers of its own model can change, likewise."""
-    own = run.rollouts
-    candidates = {
-        f"a smaller --rollouts.prompts_together (now {own.prompts_together})": own.prompts_together
-        > 1,
-        f"a smaller --rollouts.max_completion_length (now {own.max_completion_length})": True,
-        f"a smaller --rollouts.group_size (now {own.group_size})": own.group_size > 2,
-        f"more --num-stages (now {run.num_stages})": True,
-    }
-    return [what for what, is_open in candidates.items() if is_open]
+    """Return what a run without memory for the answers of its own model can still change."""
+    limits = {"prompts_together": 1, "max_completion_length": 0, "group_size": 2}
+    given = {name: getattr(run.rollouts, name) for name in limits}
+    found = [
+        f"a smaller --rollouts.{name} (now {value})"
+        for name, value in given.items()
+        if value > limits[name]
+    ]
+    return [*found, f"more --num-stages (now {run.num_stages})"]
 
 
 # as typed here -> as transformers calls it
@@ -132,47 +111,39 @@ WHERE = {"flex": ("auto", "cuda", "xpu"), "flash": ("auto", "cuda")}
 
 
 def attention_arguments(run: Any) -> dict[str, str]:
-    """What a train_model part gets of it: nothing where it was left open."""
+    """Return what a train_model component gets of --attention."""
     return {} if run.attention == "auto" else {"attn_implementation": KERNELS[run.attention]}
 
 
 def check_attention(run: Any, part: Any = None) -> None:
-    """Refuses a kernel that cannot run here, before a model is loaded.
-
-    Args:
-        part: the chosen train_model part.
-    """
+    """Refuse a kernel that cannot run here with a train_model component."""
     if run.attention == "auto":
         return
-    given = f"--attention {run.attention}"
     own = None if part is None else part.kwargs.get("attn_implementation")
     if own not in (None, KERNELS[run.attention]):
         raise OptionError(
-            f"{given} came with --train-model.attn_implementation {own}. Leave one out."
+            f"--attention {run.attention} and --train-model.attn_implementation {own} exclude each "
+            "other. Drop one of them."
         )
     check_attention_device(run, run.device)
     if run.attention == "flash" and importlib.util.find_spec("flash_attn") is None:
         raise OptionError(
-            f"{given} came, and the package flash_attn is not installed. Install it (pip install "
+            "--attention flash requires the package flash_attn. Install it (pip install "
             "flash-attn --no-build-isolation), or use --attention sdpa."
         )
 
 
 def check_attention_device(run: Any, device: str) -> None:
-    """Refuses a kernel that cannot train on a kind of device, or in the run's type.
-
-    Args:
-        device: auto: it is not known yet, as a type that `dtype` leaves to the config.
-    """
-    where = WHERE.get(run.attention, (device,))
-    if device not in where:
+    """Refuse a kernel that cannot train on a kind of device (auto = unknown) or in the type."""
+    if device not in WHERE.get(run.attention, (device,)):
         raise OptionError(
-            f"--attention {run.attention} came for a run on {device}. Use --attention sdpa, or "
+            f"--attention {run.attention} does not train on {device}. Use --attention sdpa, or "
             "--device cuda."
         )
     if run.attention == "flash" and not (run.bf16 or run.fp16 or run.dtype):
         raise OptionError(
-            "--attention flash came with float32. Add --bf16 (or --fp16), or use --attention sdpa."
+            "--attention flash does not compute in float32. Add --bf16 (or --fp16), or use "
+            "--attention sdpa."
         )
 
 
@@ -181,12 +152,12 @@ class StreamingSettings(Options):
 
     budget: float | None = free_option(
         None,
-        "GiB of each device for weights and gradients; default: half of its free memory, "
+        "memory of each device for weights and gradients, in GiB; default: half of what is free, "
         "no limit on the CPU",
         at_least=0,
     )
     stages: int = free_option(
-        0, "stages on a device together; 0: as many as the budget allows", at_least=0
+        0, "stages on a device together (0 = as many as the budget allows)", at_least=0
     )
 
 
@@ -196,47 +167,44 @@ class StreamingOptions(Options):
     streaming: StreamingSettings = mapping(StreamingSettings)
     recompute_grain: Literal["stage", "layer"] = free_option(
         "stage",
-        "what is recomputed at once: all stages on a device together (stage), or one after the "
-        "other (layer), which keeps more inputs and fewer activations",
+        "recomputed at once: stage = all stages on a device together, layer = one after the other, "
+        "with more inputs and fewer activations kept",
     )
     stale_step: bool = option(
-        False, "the optimizer runs beside the next step's passes, whose weights are a step older"
+        False, "run the optimizer during the next step, whose weights are then a step older"
     )
     pin_model: Literal["alloc", "register", "off"] = free_option(
-        "alloc",
-        "how devices reach the weights: a pinned copy, pinned in place (CUDA), or as they lie",
+        "alloc", "weights on the host: alloc = a pinned copy, register = pinned in place, off"
     )
 
 
-def check_streaming(run: "RunConfig", *, world_size: int) -> None:
-    """Refuses what the streaming engine cannot follow.
+# options that have no meaning for stages of one process, or that reach into layers, which get other
+# weights for each pass (docs/streaming.md)
+NOT_STREAMED = (
+    *("schedule", "stages_per_rank", "dp_degree", "dp_shard", "partition", "plan"),
+    *("offload_activations", "logits_chunk", "compile_layers", "quantization"),
+)
+ONE_REPLICA = ("dp_degree", 1)
 
-    Args:
-        world_size: processes that were started.
-    """
+
+def check_streaming(run: "RunConfig", engine: str, *, world_size: int) -> None:
+    """Refuse what the streaming engine does not have, and its options with another engine."""
+    if engine != "streaming":
+        for name, value in given_options(run, of=StreamingOptions).items():
+            raise OptionError(
+                f"{spelled(name)} {value} requires --engine streaming. Add it or drop "
+                f"{spelled(name)}."
+            )
+        return
     if world_size > 1:
         raise OptionError(
-            f"{world_size} processes were started with --engine streaming, which takes one. "
-            "Start train_pp.py with python, or torchrun --nproc-per-node 1."
+            f"--engine streaming takes one process, and {world_size} were started. Start "
+            "train_pp.py with python, or torchrun --nproc-per-node 1."
         )
-    fields = option_fields(run)
     for name, value in given_options(run).items():
-        why = fields[name].metadata["not_streamed"]
-        has_one_replica = name == "dp_degree" and value == 1
-        if why and not has_one_replica and not isinstance(value, list):
-            given = "" if value is True else f" {value}"
+        # one replica is what there is; numbers of layers follow from the stages
+        if name in NOT_STREAMED and not isinstance(value, list) and (name, value) != ONE_REPLICA:
             raise OptionError(
-                f"{spelled(name)}{given} came with --engine streaming, which {why}. Leave the "
-                "option out, or use --engine pipeline."
+                f"{spelled(name)} does not go with --engine streaming. Drop {spelled(name)} or use "
+                "--engine pipeline."
             )
-
-
-def check_streaming_engine(run: "StreamingOptions", engine: str) -> None:
-    """Refuses options of the streaming engine with another one."""
-    if engine == "streaming":
-        return
-    for name, value in given_options(run, of=StreamingOptions).items():
-        raise OptionError(
-            f"{spelled(name)} {value} came with --engine {engine}. Add --engine "
-            "streaming, or leave it out."
-        )

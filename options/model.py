@@ -5,90 +5,72 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from options.fields import OptionError, Options, free_option, given_options, mapping, option
+from options.fields import OptionError, Options, free_option, mapping, option
 
 if TYPE_CHECKING:
     from options.train import RunConfig
 
-# parts of a model: their names in options -> what they are
-PART_NAMES = {"vit": "vision tower", "mlp": "projector", "llm": "language model", "lm_head": "head"}
-PARTS = ("vit", "mlp", "llm")  # those that may have LoRA
+PARTS = ("vit", "mlp", "llm")  # of a model: vision tower, projector, language model
 
 STARTS = "default, gaussian, orthogonal, pissa or pissa_niter_N (N rounds of a quick SVD)"
 _KNOWN = re.compile(r"default|gaussian|orthogonal|pissa(_niter_[1-9]\d*)?")
-PISSA = "pissa"
 ANY_LORA = "--llm-lora-num 1 or --vit-lora-num 1 or --mlp-lora-num 1"
 _kind_option = functools.partial(option, needs=(ANY_LORA,), to="train_model?")
+_lora_option = functools.partial(option, to="train_model", argument="lora_{name}")
 
 
 class LoRASettings(Options):
     """LoRA of all parts"""
 
-    rank: int = option(8, "rank of an adapter", at_least=1, to="train_model", argument="lora_rank")
-    alpha: float = option(
-        16.0,
-        "an adapter's output is scaled by alpha / rank",
-        at_least=0,
-        to="train_model",
-        argument="lora_alpha",
-    )
-    dropout: float = option(
-        0.0,
-        "dropout before an adapter",
-        at_least=0,
-        below=1,
-        to="train_model",
-        argument="lora_dropout",
-        in_check=False,
-    )
-    target: list[str] | None = option(
-        None,
-        "last names of the wrapped linear layers, q_proj,v_proj; default: all",
-        to="train_model",
-        argument="lora_target",
+    rank: int = _lora_option(8, "rank of an adapter", at_least=1)
+    alpha: float = _lora_option(16.0, "scale of an adapter's output, times its rank", at_least=0)
+    dropout: float = _lora_option(0.0, "dropout before an adapter", at_least=0, at_most=1)
+    target: list[str] | None = _lora_option(
+        None, "last names of the linear layers with LoRA, q_proj,v_proj; default: all"
     )
     exclude: list[str] | None = _kind_option(
-        None, "layers without LoRA, named as in target", argument="lora_exclude"
+        None, "last names of layers without LoRA", argument="lora_{name}"
     )
-    init: str = _kind_option("default", f"start of a new adapter: {STARTS}", argument="lora_init")
+    init: str = _kind_option("default", f"start of an adapter: {STARTS}", argument="lora_{name}")
     use_rslora: bool = _kind_option(False, "scale an adapter by alpha / sqrt(rank)")
-    use_dora: bool = _kind_option(False, "learn a magnitude for each output beside LoRA (DoRA)")
+    use_dora: bool = _kind_option(False, "train a magnitude of each output too (DoRA)")
     modules_to_save: list[str] | None = option(
         None,
-        "modules trained whole beside LoRA and saved with it: embed_tokens,lm_head",
+        "modules trained whole and saved with LoRA: embed_tokens,lm_head",
         needs=(f"{ANY_LORA} or --adapter-path FOLDER",),
         to="train_model?",
     )
 
 
 def check_lora(run: Any) -> None:
-    """Refuses starts of an adapter, and merges of adapters, that cannot be."""
-    given = f"--lora.init {run.lora.init}"
+    """Refuse starts of an adapter, and merges of adapters, that cannot be."""
+    given, paths = f"--lora.init {run.lora.init}", run.adapter_path or []
     if not _KNOWN.fullmatch(run.lora.init):
-        raise OptionError(f"{given} is no start of an adapter. Give {STARTS}.")
-    is_pissa = run.lora.init.startswith(PISSA)
+        raise OptionError(f"{given} is not a start of an adapter. Give {STARTS}.")
+    is_pissa = run.lora.init.startswith("pissa")
     if run.model_path is None and is_pissa:
-        raise OptionError(f"{given} requires --model-path. Add it, or drop --lora.init.")
-    paths = run.adapter_path or []
+        raise OptionError(f"{given} requires --model-path. Add it or drop --lora.init.")
     stacked = [part for part in PARTS if getattr(run, f"{part}_lora_num") > 1]
     if paths and stacked:
-        raise OptionError(f"--adapter-path came with --{stacked[0]}-lora-num above 1. Set it to 1.")
+        raise OptionError(
+            f"--adapter-path excludes --{stacked[0]}-lora-num above 1. Set it to 1, or drop "
+            "--adapter-path."
+        )
     if paths and not run.create_new_adapter and run.lora.init != "default":
         raise OptionError(
-            f"{given} came with an adapter that is trained on. Add --create-new-adapter or drop "
-            "--lora.init."
+            f"{given} requires a new adapter. Add --create-new-adapter or drop --lora.init."
         )
     merges = len(paths) > 1 or run.create_new_adapter
     if run.quantization and (merges or is_pissa):
         raise OptionError(
-            f"{'merged --adapter-path' if merges else given} came with --quantization "
+            f"{'merged --adapter-path' if merges else given} does not go with --quantization "
             f"{run.quantization}. Merge with export.py first and quantise that model, or give one "
             "adapter to continue with."
         )
 
 
 def adapter_arguments(run: Any) -> dict[str, object]:
-    """What a builder part is told of the adapters of an evaluation; of one its path alone."""
+    """Return what a builder component gets of --adapter-path: the path itself of a single one."""
     paths, weights = run.adapter_path or [], run.adapter_weights
     if weights is None:
         return {"adapter_path": paths[0] if len(paths) == 1 else paths or None}
@@ -100,28 +82,25 @@ def adapter_arguments(run: Any) -> dict[str, object]:
     return {"adapter_path": paths, "adapter_weights": weights}
 
 
+_freeze_option = functools.partial(option, needs=("--freeze.layers 2",))
+
+
 class LayerFreezing(Options):
     """Layers of the language model that train"""
 
     layers: int | None = option(
         None,
-        "only the last n layers train; -n: the first n",
+        "layers that train: n = the last n, -n = the first n",
         excludes=("--parts.llm.frozen", "--llm-lora-num", "--parts.lm_head.frozen"),
     )
-    modules: list[str] | None = option(
-        None,
-        "modules of those layers that train, mlp,self_attn; default: all",
-        needs=("--freeze.layers 2",),
+    modules: list[str] | None = _freeze_option(
+        None, "modules of those layers that train, mlp,self_attn; default: all"
     )
-    extra: list[str] | None = option(
-        None,
-        "modules outside the layers that train too, norm,embed_tokens,lm_head",
-        needs=("--freeze.layers 2",),
+    extra: list[str] | None = _freeze_option(
+        None, "modules outside the layers that train too, norm,embed_tokens,lm_head"
     )
-    llama_pro: bool = option(
-        False,
-        "those layers are spread: the ones that tools/expand_blocks.py added",
-        needs=("--freeze.layers 2",),
+    llama_pro: bool = _freeze_option(
+        False, "train the layers that tools/expand_blocks.py added, which are spread"
     )
 
 
@@ -129,47 +108,32 @@ class VocabularySettings(Options):
     """Tokens that the model has no row for"""
 
     new_tokens: list[str] | None = option(
-        None,
-        "tokens to add, <left>,<right>; @FILE has one a line (for tokens with commas)",
-        in_check=False,
+        None, "tokens to add, <left>,<right>; @FILE = one a line (for tokens with commas)"
     )
     train_new: bool = option(
         False,
-        "train of embedding and head the rows of new_tokens alone",
+        "train only the rows of new_tokens in embedding and head",
         needs=("--vocab.new_tokens <left>,<right> or --vocab.resize",),
     )
-    resize: bool = option(
-        False,
-        "add rows of embedding and head for tokens of the tokenizer that have none",
-        in_check=False,
-    )
+    resize: bool = option(False, "add rows of embedding and head for tokens that have none")
     multiple: int = option(
-        64,
-        "with resize: rows are rounded up to a multiple of this",
-        at_least=1,
-        needs=("--vocab.resize",),
+        64, "multiple that resize rounds rows up to", at_least=1, needs=("--vocab.resize",)
     )
 
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-ANY_HALF = ("--bf16 or --fp16 or --dtype auto",)
+_half_option = functools.partial(option, needs=("--bf16 or --fp16 or --dtype auto",))
 
 
 class Float32Settings(Options):
     """Float32 under --bf16 or --fp16"""
 
-    norms: bool = option(
-        False,
-        "keep and compute norms in float32",
-        needs=ANY_HALF,
-        excludes=("--dp-shard",),
-        in_check=False,
-    )
-    logits: bool = option(False, "logits in float32", needs=ANY_HALF, in_check=False)
+    norms: bool = _half_option(False, "keep and compute norms in float32", excludes=("--dp-shard",))
+    logits: bool = _half_option(False, "logits in float32")
 
 
 def method_arguments(run: Any) -> dict[str, dict[str, Any]]:
-    """What a train_model part is told of these options, in plain values; nothing if none came."""
+    """Return what a train_model component gets of these options, in plain values."""
     given: dict[str, Any] = {}
     if run.freeze.layers is not None:
         given["freeze"] = {
@@ -192,33 +156,36 @@ def method_arguments(run: Any) -> dict[str, dict[str, Any]]:
 
 
 def check_methods(run: Any) -> None:
-    """Refuses numbers of layers that say nothing."""
+    """Refuse numbers of layers without a meaning."""
     layers = run.freeze.layers
     if layers is not None and (layers == 0 or (layers < 0 and run.freeze.llama_pro)):
         raise OptionError(
-            f"--freeze.layers {layers} came{' with --freeze.llama_pro' if layers else ''}. Give n "
-            "for the last layers, -n for the first, with --freeze.llama_pro the number of blocks "
-            "that were added, or --parts.llm.frozen to train none."
+            f"--freeze.layers {layers} names no layers{' of --freeze.llama_pro' if layers else ''}."
+            " Give n for the last or the added ones, -n for the first, or --parts.llm.frozen."
         )
 
 
 class HeadTraining(Options):
     """Training of the head"""
 
-    frozen: bool = option(False, "keep it as it is", to="train_model", argument="frozen_{}")
-    lr: float | None = option(None, "default: --learning-rate", at_least=0, resume="steps")
+    frozen: bool = option(False, "do not train it", to="train_model", argument="frozen_{part}")
+    lr: float | None = option(
+        None, "learning rate; default: --learning-rate", at_least=0, resume="steps"
+    )
 
 
-_part = functools.partial(option, None, to="train_model?")
+_part = functools.partial(
+    option, None, needs=("--{part}-lora-num 1",), to="train_model?", argument="{part}_{name}"
+)
 
 
 class PartTraining(HeadTraining):
     """Training of a part"""
 
-    lora_rank: int | None = _part("default: --lora.rank", at_least=1, argument="{}_lora_rank")
-    lora_alpha: float | None = _part("default: --lora.alpha", at_least=0, argument="{}_lora_alpha")
+    lora_rank: int | None = _part("rank; default: --lora.rank", at_least=1)
+    lora_alpha: float | None = _part("scale; default: --lora.alpha", at_least=0)
     lora_target: list[str] | None = _part(
-        "last names of its layers with LoRA; all: every linear layer", argument="{}_lora_target"
+        "last names of its layers with LoRA, or all = every linear layer"
     )
 
 
@@ -236,8 +203,8 @@ class TrainedOptions(Options):
 
     adapter_path: list[str] | None = option(
         None,
-        "adapter folders or hub names that the run begins with, on --model-path: all but the last "
-        "are merged into it, the last is trained on",
+        "adapter folders or hub names to start with, on --model-path: the last is trained, the "
+        "others are merged",
         is_path=True,
         takes_name=True,
         needs=("--model-path FOLDER",),
@@ -245,40 +212,36 @@ class TrainedOptions(Options):
     )
     create_new_adapter: bool = option(
         False,
-        "merge the last of --adapter-path, too, and train a new adapter",
+        "merge the last of --adapter-path too, and train a new adapter",
         needs=("--adapter-path FOLDER", ANY_LORA),
         to="train_model?",
     )
     neftune_alpha: float = option(
         0.0,
-        "noise on token embeddings in training (NEFTune); 5 is usual, 0: none",
+        "noise on token embeddings (NEFTune), usually 5 (0 = off)",
         at_least=0,
         to="train_model?",
     )
     rope_scaling: Literal["linear", "dynamic", "yarn", "llama3"] | None = option(
-        None, "scale rotary positions beyond those that the model has", in_check=False
+        None, "scaling of rotary positions beyond those of the model"
     )
     fp32: Float32Settings = mapping(Float32Settings)
     quantization: Literal["nf4", "int8"] | None = option(
         None,
-        "keep the frozen base below LoRA in 4 or 8 bits (bitsandbytes)",
+        "bitsandbytes type of the frozen base below LoRA",
         needs=("--llm-lora-num 1 or --vocab.train_new", "--model-path FOLDER"),
         excludes=("--dp-shard",),
-        not_streamed="cannot send packed weights yet",
-        in_check=False,
     )
     quantization_compute: Literal["fp32", "bf16", "fp16"] | None = option(
-        None,
-        "type in which nf4 layers multiply; default: that of the run",
-        needs=("--quantization nf4",),
+        None, "type that nf4 layers multiply in; default: the run's", needs=("--quantization nf4",)
     )
     double_quantization: bool = option(
-        False, "of nf4, keep the scales in 8 bits too", needs=("--quantization nf4",)
+        False, "keep the scales of nf4 in 8 bits too", needs=("--quantization nf4",)
     )
     vit_lora_num: int = option(0, "adapters of the vision tower", at_least=0, to="train_model")
     mlp_lora_num: int = option(0, "adapters of the projector", at_least=0, to="train_model")
     llm_lora_num: int = option(
-        0, "LoRA adapters of the language model", at_least=0, is_common=True, to="train_model"
+        0, "LoRA adapters of the language model", at_least=0, to="train_model"
     )
     parts: PartsTraining = mapping(PartsTraining)
     lora: LoRASettings = mapping(LoRASettings)
@@ -286,46 +249,40 @@ class TrainedOptions(Options):
     vocab: VocabularySettings = mapping(VocabularySettings)
     reference: Literal["auto", "adapters_off", "precompute", "columns", "frozen_copy"] = option(
         "auto",
-        "log-probabilities of the start model: adapters_off runs the stages without LoRA before "
-        "each step; precompute: once, before the first one; columns: the rows bring them; auto: "
-        "columns where they are, adapters_off where adapters alone are trained, else precompute, "
-        "or with --loss-fn grpo frozen_copy: the start weights of what is trained, on the host",
+        "log-probabilities of the reference model: adapters_off = stages without LoRA, before each "
+        "step, precompute = once, before the first step, columns = from the rows, frozen_copy = a "
+        "copy of the start weights on the host (grpo), auto = columns where there are some, "
+        "adapters_off where only adapters are trained, else frozen_copy (grpo) or precompute",
         resume="steps",
     )
 
 
 def learning_rate_scales(run: Any) -> dict[str, float]:
-    """Part -> its learning rate as a multiple of --learning-rate, of those that were given."""
-    given = {part: getattr(run.parts, part).lr for part in PART_NAMES}
+    """Return the learning rates of parts that have one, as multiples of --learning-rate."""
+    given = {part: getattr(run.parts, part).lr for part in vars(run.parts)}
     return {part: rate / run.learning_rate for part, rate in given.items() if rate is not None}
 
 
 def check_part_training(run: Any) -> None:
-    """Refuses LoRA of parts without adapters, learning rates of frozen ones, ratios to 0."""
-    for part, what in PART_NAMES.items():
-        own = getattr(run.parts, part)
-        lora = getattr(run, f"{part}_lora_num", 0)
-        about_lora = [name for name in given_options(own) if name.startswith("lora_")]
-        if about_lora and not lora:
-            raise OptionError(
-                f"--parts.{part}.{about_lora[0]} is about LoRA on the {what}, which has none. Add "
-                f"--{part}-lora-num 1, or leave it out."
-            )
+    """Refuse learning rates of frozen parts, and ratios to 0."""
+    for part, own in vars(run.parts).items():
         if own.lr is None:
             continue
         given = f"--parts.{part}.lr {own.lr:g}"
         if run.learning_rate == 0:
             raise OptionError(
-                f"{given} came with --learning-rate 0. Give the other parts a rate of 0 each, and "
-                "--learning-rate that of this one."
+                f"{given} is a multiple of --learning-rate 0. Give --learning-rate the rate of "
+                "this part, and the other parts a rate of 0 each."
             )
         has_rows = run.vocab.train_new and part in ("llm", "lm_head")
-        if own.frozen and not lora and not has_rows:
-            raise OptionError(f"{given} came with --parts.{part}.frozen. Leave one of the two out.")
+        if own.frozen and not getattr(run, f"{part}_lora_num", 0) and not has_rows:
+            raise OptionError(
+                f"{given} and --parts.{part}.frozen exclude each other. Drop one of them."
+            )
 
 
 def read_tokens(given: list[str]) -> list[str]:
-    """The tokens of --vocab.new_tokens, with the lines of a file in the place of @FILE."""
+    """Return the tokens of --vocab.new_tokens, with the lines of a file in the place of @FILE."""
     tokens: list[str] = []
     for entry in given:
         if not entry.startswith("@"):
@@ -335,25 +292,17 @@ def read_tokens(given: list[str]) -> list[str]:
             lines = Path(entry[1:]).expanduser().read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise OptionError(
-                f"--vocab.new_tokens {entry} can't be read ({error}). Correct the path of the "
-                "file, one token a line."
+                f"--vocab.new_tokens {entry} can't be read ({error}). Give a file with one token a "
+                "line."
             ) from error
         tokens += [line.strip() for line in lines if line.strip()]
-    for index, token in enumerate(tokens):
-        problems = {
-            "it is empty": not token,
-            "it begins or ends with white space": token != token.strip(),
-            "it begins with @, which means a file": token.startswith("@"),
-            "it is there twice": token in tokens[:index],
-        }
-        why = next((why for why, is_so in problems.items() if is_so), None)
-        if why:
+    for token in tokens or [""]:
+        is_twice = tokens.count(token) > 1
+        if is_twice or not token or token != token.strip() or token.startswith("@"):
+            problem = "twice" if is_twice else "empty, has white space around it, or begins with @"
             raise OptionError(
-                f"--vocab.new_tokens has {token!r} in place {index + 1}: {why}. Correct "
-                "it; each becomes one token."
+                f"--vocab.new_tokens: {token!r} is {problem}. Correct it; each becomes one token."
             )
-    if not tokens:
-        raise OptionError("--vocab.new_tokens names no token. Give some, or leave it out.")
     return tokens
 
 
@@ -362,35 +311,33 @@ class VisionOptions(Options):
 
     vision_stages: int = free_option(
         0,
-        "first stages that the vision tower has for itself; 0: it lies on stage 0",
+        "first stages, of the vision tower only (0 = the tower is on stage 0)",
         at_least=0,
         excludes=("--visual-gpu-ratio", "--plan"),
         to="train_model?",
     )
     vision_partition: list[int] | None = free_option(
-        None,
-        "tower blocks of each of these stages, 12,12; default: equal numbers",
-        to="train_model?",
+        None, "tower blocks of these stages, 12,12; default: equal numbers", to="train_model?"
     )
 
 
 def check_vision(run: "RunConfig") -> None:
-    """Refuses stages of a tower that leave none for the decoder, and other numbers of them."""
+    """Refuse stages of a tower that leave none for the decoder, and other numbers of them."""
     if run.vision_partition is not None:
         check_counts("--vision-partition", run.vision_partition, "block")
         if len(run.vision_partition) != run.vision_stages:
             raise OptionError(
                 f"--vision-partition {','.join(map(str, run.vision_partition))} names "
                 f"{len(run.vision_partition)} stages, --vision-stages is {run.vision_stages}. "
-                "Change one of them; without --vision-stages it follows from --vision-partition."
+                "Change one of them, or drop --vision-stages."
             )
     if not run.vision_stages:
         return
     given = f"--vision-stages {run.vision_stages}"
     if run.partition in ("parameters", "measured"):
         raise OptionError(
-            f"{given} came with --partition {run.partition}. Give the layers of the stages behind "
-            "the tower as numbers (--partition 10,10,8), or leave --partition out for equal ones."
+            f"{given} does not go with --partition {run.partition}. Give the layers of the stages "
+            "behind the tower as numbers (--partition 10,10,8), or drop --partition."
         )
     if run.num_stages is not None and run.vision_stages >= run.num_stages:
         raise OptionError(
@@ -400,7 +347,7 @@ def check_vision(run: "RunConfig") -> None:
 
 
 def check_counts(option: str, counts: list[int], what: str) -> None:
-    """Refuses a stage that has none of the layers or blocks that are dealt out."""
+    """Refuse a stage without a layer or block."""
     if not counts or min(counts) < 1:
         raise OptionError(
             f"{option} {','.join(map(str, counts)) or '[]'} has a stage without a {what}. Give "

@@ -1,6 +1,7 @@
 """The options of serve.py: where it listens, who may ask, how much of what."""
 
 import os
+import re
 import ssl
 from pathlib import Path
 
@@ -8,74 +9,49 @@ from options.answer import DecodeOptions, ModelOptions
 from options.data import ImageOptions
 from options.fields import OptionError, Options, mapping, option, option_fields, split_name
 
+KEY = re.compile("[!-~]{8,}")
+
 
 class HttpSettings(Options):
     """Connections"""
 
     ssl_certfile: str | None = option(
-        None, "certificate with its chain (PEM); the server then speaks https", is_path=True
+        None, "certificate with its chain (PEM), which makes the server speak https", is_path=True
     )
     ssl_keyfile: str | None = option(
         None,
-        "private key (PEM), where the certificate's file does not hold it",
+        "private key (PEM); default: in the certificate",
         is_path=True,
         needs=("--http.ssl_certfile FILE",),
     )
     max_connections: int = option(
-        512, "open connections; requests of further ones are refused (503)", at_least=1
+        512, "open connections; further ones are refused (503)", at_least=1
     )
     keep_alive_timeout: float = option(
-        5.0, "seconds that a connection is kept for the next request", at_least=0.01
+        5.0, "time that a connection waits for its next request, in seconds", at_least=0.01
     )
-    read_timeout: float = option(60.0, "seconds for a body to arrive", at_least=0.1)
+    read_timeout: float = option(60.0, "timeout of a body, in seconds", at_least=0.1)
     shutdown_seconds: float = option(
-        30.0, "after a signal, what is under way may take so long to finish", at_least=0
+        30.0, "timeout of what is under way after a signal, in seconds", at_least=0
     )
     cors_origins: list[str] | None = option(
         None, "pages elsewhere that may ask, https://page.example; default: none"
     )
-    api_key_file: str | None = option(
-        None, "file of API keys, one a line; each of them lets a request in", is_path=True
-    )
+    api_key_file: str | None = option(None, "file of API keys, one a line", is_path=True)
 
 
 def check_certificate(run: "ServeConfig") -> None:
-    """Refuses a certificate that no server could show, before a model is loaded."""
-    if run.http.ssl_certfile is None:
+    """Refuse a certificate that no server could show, before a model is loaded."""
+    cert, key = run.http.ssl_certfile, run.http.ssl_keyfile
+    if cert is None:
         return
-    files = f"--http.ssl_certfile {run.http.ssl_certfile}"
-    if run.http.ssl_keyfile is not None:
-        files += f" --http.ssl_keyfile {run.http.ssl_keyfile}"
-
-    def refuse_password() -> str:
-        """Else OpenSSL would ask at the terminal, each process."""
-        raise ValueError("the key is encrypted")
-
-    try:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(
-            run.http.ssl_certfile, run.http.ssl_keyfile, password=refuse_password
-        )
+    try:  # with no password, which OpenSSL would ask for at the terminal
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
     except (OSError, ValueError) as error:  # an SSLError is an OSError
         raise OptionError(
-            f"{files} can't be used ({error}). Give a certificate and its private "
-            "key in PEM form, the key without a password."
+            f"--http.ssl_certfile {' and '.join(filter(None, (cert, key)))} can't be used: "
+            f"{error}. Give a certificate and its key in PEM form, the key without a password."
         ) from error
-
-
-class ListenOptions(Options):
-    """Server"""
-
-    host: str = option(
-        "127.0.0.1", "address to listen at; 0.0.0.0: all of this machine", is_common=True
-    )
-    port: int = option(8000, "port; 0 takes a free one", at_least=0, at_most=65535, is_common=True)
-    served_model_name: str | None = option(
-        None, "what clients ask for; default: the name of the model's folder", is_common=True
-    )
-    api_key_env: str | None = option(
-        None, "environment variable that holds an API key", is_common=True
-    )
 
 
 class RequestLimits(Options):
@@ -83,64 +59,60 @@ class RequestLimits(Options):
 
     max_queue: int = option(256, "answers that may wait; more are refused (429)", at_least=0)
     max_body_mib: float = option(
-        20.0, "largest body of a request, pictures included", at_least=0.001, at_most=4096
+        20.0, "largest body with its pictures, in MiB", at_least=0.001, at_most=4096
     )
-    max_tokens: int = option(8192, "longest answer that may be asked for", at_least=1)
+    max_tokens: int = option(8192, "longest answer, in tokens", at_least=1)
     max_n: int = option(8, "most answers of one request", at_least=1, at_most=128)
     max_echo_tokens: int = option(
-        8192, "longest prompt whose log-probabilities may be asked for", at_least=1
+        8192, "longest prompt with log-probabilities, in tokens", at_least=1
     )
-    max_images: int = option(8, "most pictures of one request; 0: none", at_least=0)
-    request_timeout: float = option(
-        600.0, "seconds from a request to the end of its answer", at_least=0.1
+    max_images: int = option(8, "most pictures of one request", at_least=0)
+    request_timeout: float = option(600.0, "timeout of a request, in seconds", at_least=0.1)
+
+
+class ServeConfig(ImageOptions, DecodeOptions, ModelOptions):
+    """Server"""
+
+    host: str = option("127.0.0.1", "address to listen at (0.0.0.0 = all of this machine)")
+    port: int = option(8000, "port (0 = a free one)", at_least=0, at_most=65535)
+    served_model_name: str | None = option(
+        None, "name that clients ask for; default: that of the model's folder"
     )
-
-
-class ServeConfig(ListenOptions, ImageOptions, DecodeOptions, ModelOptions):
-    """Every option of serve.py."""
-
+    api_key_env: str | None = option(None, "environment variable of an API key")
     http: HttpSettings = mapping(HttpSettings)
     limits: RequestLimits = mapping(RequestLimits)
     max_new_tokens: int = option(
-        512, "longest answer of a chat that names no length, in tokens", at_least=1
+        512, "longest answer of a chat that gives no length, in tokens", at_least=1
     )
     temperature: float = option(
-        1.0, "of a request that names none; 0 takes the likeliest token", at_least=0, at_most=2
+        1.0, "temperature of requests without one (0 = likeliest token)", at_least=0, at_most=2
     )
     adapter_path: list[str] | None = option(
         None,
-        "LoRA adapter in peft's format, folder or hub name; several are merged one after the "
-        "other; several NAME=FOLDER: each is a model of its own beside the base",
+        "LoRA adapters in peft's format, folders or hub names, merged in turn; NAME=FOLDER of each "
+        "makes it a model of its own next to the base",
         is_path=True,
         takes_name=True,
         is_named=True,
-        is_common=True,
     )
 
 
 def named_adapters(run: ServeConfig) -> dict[str, str]:
-    """Name -> folder of the adapters that are models of their own; none where paths have no names.
-
-    Raises:
-        OptionError: not each path has a name of its own, or they are merged.
-    """
+    """Return name -> folder of the adapters that are models of their own."""
     item = option_fields(run)["adapter_path"]
     pairs = [split_name(item, value) for value in run.adapter_path or ()]
     named = {name: path for name, path in pairs if name}
     if named and (len(named) < len(pairs) or run.merge_adapters):
-        merges = " with --merge-adapters" * run.merge_adapters
         raise OptionError(
-            f"--adapter-path {','.join(run.adapter_path or ())} came{merges}. Name each of "
-            "them, NAME=FOLDER,NAME=FOLDER, without --merge-adapters, or none."
+            f"--adapter-path {','.join(run.adapter_path or ())} has adapters that are merged and "
+            "others that are not. Name each of them, NAME=FOLDER,NAME=FOLDER, without "
+            "--merge-adapters, or none."
         )
     return named
 
 
-LEAST_LETTERS = 8
-
-
 def read_api_keys(run: ServeConfig) -> tuple[str, ...]:
-    """The keys that let requests in; none: everybody may ask."""
+    """Return the keys that let requests in; none: everybody may ask."""
     texts = {}
     if run.api_key_env is not None:
         texts[f"--api-key-env {run.api_key_env}"] = os.environ.get(run.api_key_env, "")
@@ -151,12 +123,11 @@ def read_api_keys(run: ServeConfig) -> tuple[str, ...]:
     for source, text in texts.items():
         keys = [line.strip() for line in text.splitlines() if line.strip()]
         if not keys:
-            raise OptionError(f"{source} holds no key. Set it, or leave the option out.")
-        for number, key in enumerate(keys):
-            if len(key) < LEAST_LETTERS or not key.isascii() or not key.isprintable() or " " in key:
-                raise OptionError(
-                    f"{source}: key {number + 1} has {len(key)} letters. At least {LEAST_LETTERS} "
-                    "of ASCII without spaces are needed: make one with `openssl rand -hex 24`."
-                )
+            raise OptionError(f"{source} holds no key. Set it or drop the option.")
+        if wrong := [number for number, key in enumerate(keys, 1) if not KEY.fullmatch(key)]:
+            raise OptionError(
+                f"{source}: key {wrong[0]} is not 8 or more ASCII letters without spaces. Make one "
+                "with `openssl rand -hex 24`."
+            )
         found |= dict.fromkeys(keys)
     return tuple(found)

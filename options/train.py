@@ -4,6 +4,7 @@ Options of one part are not here: they are the signature of that part.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -19,55 +20,25 @@ from options.fields import (
     spelled,
 )
 from options.memory import MemoryOptions, StreamingOptions
-from options.model import (
-    TrainedOptions,
-    VisionOptions,
-    check_counts,
-    read_tokens,
-)
+from options.model import TrainedOptions, VisionOptions, check_counts, read_tokens
 from options.rollouts import RolloutOptions
 
-DeviceKind = Literal["auto", "cpu", "cuda", "xpu", "npu", "mps"]
-DEVICE_HELP = "auto takes the accelerator that torch finds, or the CPU; mps is to be named"
-
-
-DTYPE_HELP = "auto = the dtype in config.json, or without one what --bf16 and --fp16 say"
-
-
-def precision_of(config: Any) -> Literal["fp32", "bf16", "fp16"]:
-    """The compute type that the options bf16 and fp16 say."""
-    return "bf16" if config.bf16 else "fp16" if config.fp16 else "fp32"
-
-
-class FaultOptions(Options):
-    """Faults"""
-
-    hang_timeout: float = free_option(
-        600.0,
-        "seconds that one operation of a step may take before the run ends as hung; it must exceed "
-        "the longest single pass, compile or save; 0: never",
-        at_least=0,
-    )
-    stop_deadline: float = free_option(
-        120.0,
-        "seconds between a signal to stop and the end of the step and its save; 0: any number",
-        at_least=0,
-    )
+PROVE_HELP = (
+    "check the split on a scaled-down copy first: auto = unless its result is stored for this "
+    "model, these versions and options"
+)
+_rate = functools.partial(option, at_least=0, to="lr_scheduler", resume="steps")
 
 
 class BadStepSettings(Options):
     """Losses and gradients that go wrong"""
 
-    max_skipped: int = free_option(
-        20, "stop after so many skipped steps in a row; 1: at the first", at_least=1
-    )
+    max_skipped: int = free_option(20, "skipped steps in a row that end the run", at_least=1)
     spike_sigma: float = option(
-        0.0,
-        "a loss so many standard deviations above the mean of the last 64 is a spike; 0: none is",
-        at_least=0,
+        0.0, "standard deviations above the last 64 losses that make a spike (0 = off)", at_least=0
     )
     spike_action: Literal["warn", "skip"] = option(
-        "warn", "what is done about a loss spike", needs=("--bad-steps.spike_sigma 6",)
+        "warn", "action on a loss spike", needs=("--bad-steps.spike_sigma 6",)
     )
 
 
@@ -76,56 +47,52 @@ class StopSettings(Options):
 
     patience: int = free_option(
         0,
-        "evaluations in a row without a better figure that end the run; 0: never",
+        "evaluations in a row without an improvement that end the run (0 = off)",
         at_least=0,
         needs=("--eval-steps 100",),
         excludes=("--eval-samples 0",),
     )
-    metric: str = free_option("loss", "held-out figure that has to improve, by its name in the log")
-    delta: float = free_option(0.0, "an improvement is more than this", at_least=0)
+    metric: str = free_option("loss", "held-out figure that has to improve, as in the log")
+    delta: float = free_option(0.0, "least improvement", at_least=0)
 
 
 class CheckpointOptions(Options):
-    """Progress and checkpoints"""
+    """Progress, checkpoints and faults"""
 
+    hang_timeout: float = free_option(
+        600.0, "timeout of the longest pass, compile or save, in seconds (0 = none)", at_least=0
+    )
+    stop_deadline: float = free_option(
+        120.0, "timeout of the last step and save after a signal, in seconds (0 = none)", at_least=0
+    )
     log_steps: int = free_option(1, "optimizer steps between log lines", at_least=1)
     eval_steps: Literal["epoch"] | int = free_option(
-        0,
-        "optimizer steps between evaluations; epoch: as many as an epoch has; 0: at the end",
-        at_least=0,
+        0, "optimizer steps between evaluations, or epoch (0 = at the end)", at_least=0
     )
     eval_samples: Literal["all"] | int = free_option(
-        "all", "held-out samples of an evaluation, spread evenly; 0: no evaluation", at_least=0
+        "all", "held-out samples of an evaluation, spread evenly (0 = none)", at_least=0
     )
     timeline_step: int = free_option(
-        3, "optimizer step whose passes are timed and drawn (timeline.png); 0: none", at_least=0
+        3, "optimizer step whose passes are drawn in timeline.png (0 = none)", at_least=0
     )
     save_steps: Literal["epoch"] | int = free_option(
-        0,
-        "optimizer steps between checkpoints; epoch: as many as an epoch has; 0: at the end",
-        at_least=0,
-        is_common=True,
+        0, "optimizer steps between checkpoints, or epoch (0 = at the end)", at_least=0
     )
     save_best: str = free_option(
         "none",
-        "keep the weights with the best held-out figure as checkpoints/best: loss, token_accuracy, "
-        "or another of the log",
+        "held-out figure whose best weights are kept as checkpoints/best: loss, token_accuracy or "
+        "another of the log",
         excludes=("--eval-samples 0",),
     )
-    keep_last: int = free_option(
-        0, "how many checkpoints stay, besides the best; 0: all", at_least=0
-    )
+    keep_last: int = free_option(0, "checkpoints that stay, besides the best (0 = all)", at_least=0)
     sync_save: bool = free_option(
-        False, "write checkpoints before training goes on; needs no copy in host memory"
+        False, "write checkpoints between steps, without a copy in host memory"
     )
     resume: str | None = free_option(
-        None,
-        "auto: go on from the newest whole checkpoint of --output-dir; or the path of one",
-        is_common=True,
-        is_saved=False,
+        None, "checkpoint to continue from, or auto = the newest of --output-dir", is_saved=False
     )
     allow_changes: bool = free_option(
-        False, "resume although settings that decide the course of training differ", is_saved=False
+        False, "resume although settings that change the course of training differ", is_saved=False
     )
 
 
@@ -135,11 +102,9 @@ KEYS_ON_RESUME |= {"lr_scheduler": "steps", "loss_fn": "steps"}
 
 
 def on_resume(name: str, parts: Mapping[str, Any] = {}) -> str:
-    """What holds for an option where a run is resumed: "course" to "free", as `option` has it.
+    """Return `resume` of an option of a config file: `batch-size`, `dataset`, `dataset.cache`.
 
-    Args:
-        name: as a config file spells it: `batch-size`, `dataset`, `dataset.cache`.
-        parts: register -> the chosen part, whose facts name options that change no row.
+    The facts of the chosen components name options that change no row.
     """
     name = name.replace("-", "_")
     head, _, tail = name.partition(".")
@@ -150,16 +115,35 @@ def on_resume(name: str, parts: Mapping[str, Any] = {}) -> str:
     return KEYS_ON_RESUME.get(head, "course")
 
 
-class SharedOptions(Options):
-    """Files and machine"""
+class MachineOptions(Options):
+    """Machine"""
+
+    device: Literal["auto", "cpu", "cuda", "xpu", "npu", "mps"] = free_option(
+        "auto", "auto = an accelerator, else the CPU (never mps)", to="train_model builder"
+    )
+    bf16: bool = option(False, "compute in bfloat16", excludes=("--fp16",))
+    fp16: bool = option(False, "compute in float16")
+    dtype: Literal["auto"] | None = option(
+        None, "auto = the dtype in config.json, or without one that of --bf16 and --fp16"
+    )
+    trust_remote_code: bool = free_option(
+        False, "run Python code of the model folder", to="train_model builder"
+    )
+
+    @property
+    def precision(self) -> Literal["fp32", "bf16", "fp16"]:
+        """The compute type of the options bf16 and fp16."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+
+
+class SharedOptions(MachineOptions):
+    """Files, seed and loading"""
 
     model_path: str | None = free_option(
         None,
-        "folder with *.safetensors or hub name (owner/name[@revision]); without it weights start "
-        "random",
+        "model folder or hub name (owner/name[@revision]); without it weights start at random",
         is_path=True,
         takes_name=True,
-        is_common=True,
     )
     dataset_path: str | None = free_option(
         None,
@@ -167,27 +151,15 @@ class SharedOptions(Options):
         is_path=True,
         is_pattern=True,
         takes_name=True,
-        is_common=True,
     )
     output_dir: str = free_option(
         "runs/train",
-        "run folder: config, logs, plots, checkpoints",
+        "folder of config, log, plots, checkpoints",
         is_output=True,
-        is_common=True,
         shapes_answers=False,
     )
-    device: DeviceKind = free_option("auto", DEVICE_HELP, to="train_model builder")
-    bf16: bool = option(
-        False, "compute in bfloat16", is_common=True, excludes=("--fp16",), in_check=False
-    )
-    fp16: bool = option(False, "compute in float16", in_check=False)
-    dtype: Literal["auto"] | None = option(None, DTYPE_HELP, in_check=False)
     seed: int = option(
-        0,
-        "seed of initialisation, order and dropout",
-        at_least=0,
-        at_most=10**12,
-        to="train_model model",
+        0, "seed of start, order and dropout", at_least=0, at_most=10**12, to="train_model model"
     )
     visual_gpu_ratio: float = free_option(
         0.0,
@@ -196,72 +168,44 @@ class SharedOptions(Options):
         to="train_model builder",
         shapes_answers=False,
     )
-    trust_remote_code: bool = free_option(
-        False, "run Python code that lies in the model folder", to="train_model builder"
-    )
     num_workers: int = free_option(0, "processes that load data, per rank", at_least=0)
     check_only: bool = option(
         False, "check everything that can be checked, then stop", is_saved=False
     )
-
-    precision = property(precision_of)
 
 
 class OptimizerOptions(Options):
     """Optimization"""
 
     learning_rate: float = option(
-        1e-4,
-        "highest learning rate",
-        at_least=0,
-        is_common=True,
-        to="optimizer lr_scheduler",
-        resume="steps",
+        1e-4, "peak learning rate", at_least=0, to="optimizer lr_scheduler", resume="steps"
     )
-    min_lr: float = option(
-        0.0, "learning rate at the last step", at_least=0, to="lr_scheduler", resume="steps"
-    )
+    min_lr: float = _rate(0.0, "learning rate at the last step")
     warmup_steps: int = option(
         0, "optimizer steps of warm-up", at_least=0, to="lr_scheduler", resume="length"
     )
     warmup_ratio: float | None = option(
         None,
-        "share of all steps that is warm-up, instead of --warmup-steps: 0.03",
+        "share of all steps that is warm-up, in place of --warmup-steps",
         at_least=0,
         at_most=1,
-        instead_of="warmup_steps",
         resume="length",
-        in_check=False,
     )
-    warmup_start_lr: float = option(
-        0.0, "learning rate at the first step", at_least=0, to="lr_scheduler", resume="steps"
-    )
+    warmup_start_lr: float = _rate(0.0, "learning rate at the first step")
     total_steps: int = option(
-        100,
-        "optimizer steps of the run",
-        at_least=1,
-        is_common=True,
-        to="lr_scheduler",
-        resume="length",
+        100, "optimizer steps of the run", at_least=1, to="lr_scheduler", resume="length"
     )
     num_train_epochs: float | None = option(
         None,
-        "passes over the training rows, instead of --total-steps: 3 or 0.5",
+        "passes over the training rows, in place of --total-steps",
         at_least=0.001,
-        is_common=True,
-        instead_of="total_steps",
         resume="length",
-        in_check=False,
     )
     weight_decay: float = option(
-        0.01,
-        "decay of matrices, not of norms and biases",
-        at_least=0,
-        to="optimizer",
-        resume="steps",
+        0.01, "decay of matrices, not norms and biases", at_least=0, to="optimizer", resume="steps"
     )
     max_grad_norm: float = option(
-        1.0, "gradients are clipped to this norm; 0: never", at_least=0, resume="steps"
+        1.0, "norm that gradients are clipped to (0 = off)", at_least=0, resume="steps"
     )
 
 
@@ -272,59 +216,44 @@ class PipelineOptions(Options):
         "1f1b",
         "order of forward and backward passes: gpipe, 1f1b, eager_1f1b, looped_bfs, "
         "interleaved_1f1b, interleaved_zero_bubble, zbv, dualpipev, or the path of a .csv file",
-        not_streamed="has an order of its own",
     )
     num_stages: int | None = free_option(
-        None,
-        "parts that the model is cut into; default: those of the processes",
-        at_least=1,
-        is_common=True,
-        to="train_model",
+        None, "stages of the model; default: by the processes", at_least=1, to="train_model"
     )
     stages_per_rank: int | None = free_option(
-        None,
-        "stages that a process holds; default: 1, or 2 where --schedule needs it",
-        at_least=1,
-        not_streamed="has all stages in one process",
+        None, "stages of a process; default: 1, or 2 where --schedule needs it", at_least=1
     )
     dp_degree: int | None = free_option(
-        None,
-        "replicas of the pipeline; default: as many as the processes make",
-        at_least=1,
-        not_streamed="has no replicas: more GPUs share the stages",
+        None, "replicas of the pipeline; default: by the processes", at_least=1
     )
     dp_shard: bool = free_option(
-        False,
-        "replicas share weights and optimizer state (FSDP2)",
-        not_streamed="has no replicas to share weights",
+        False, "shard weights and optimizer state over the replicas (FSDP2)"
     )
     partition: Literal["uniform", "parameters", "measured"] | list[int] = free_option(
         "uniform",
-        "layers of each stage behind --vision-stages, 8,8,7,9; uniform: equal numbers; "
-        "parameters: equal bytes; measured: equal times on this device, within its memory",
-        not_streamed="places no stage on a device of its own",
+        "decoder layers of each stage, 8,8,7,9, or uniform = equal numbers, parameters = equal "
+        "bytes, measured = equal times on this device, within its memory",
         to="train_model",
     )
-    prove_split: Literal["auto", "always", "never"] = free_option(
-        "auto",
-        "compare the stages with the whole model first, on a cut-down copy; auto: unless that is "
-        "recorded of this model, these versions and options",
-    )
+    prove_split: Literal["auto", "always", "never"] = free_option("auto", PROVE_HELP)
     plan: bool = option(
         False,
-        "print layers, times and memory of each stage, and advice, then stop; loads nothing",
-        not_streamed="chooses its plan by what is on the device, not by this table",
+        "print layers, times and memory of each stage, and stop; loads nothing",
         is_saved=False,
     )
     device_memory: float | None = free_option(
-        None, "GiB that each rank may fill; default: what its device has", at_least=0
+        None, "memory that each rank may fill, in GiB; default: all of its device", at_least=0
     )
+
+
+_settings_path = functools.partial(
+    free_option, None, is_path=True, takes_name=True, to="train_model"
+)
 
 
 class RunConfig(
     CorpusRunOptions,
     ImageOptions,
-    FaultOptions,
     CheckpointOptions,
     MemoryOptions,
     StreamingOptions,
@@ -337,19 +266,11 @@ class RunConfig(
 ):
     """Every option of a training run that belongs to no part."""
 
-    config_path: str | None = free_option(
-        None,
-        "config.json, its folder or hub name; default: --model-path",
-        is_path=True,
-        takes_name=True,
-        to="train_model",
+    config_path: str | None = _settings_path(
+        help_text="config.json, its folder or hub name; default: --model-path"
     )
-    processor_path: str | None = free_option(
-        None,
-        "folder or hub name of tokenizer or processor; default: --model-path",
-        is_path=True,
-        takes_name=True,
-        to="train_model",
+    processor_path: str | None = _settings_path(
+        help_text="folder or hub name of tokenizer or processor; default: --model-path"
     )
     rollouts: RolloutOptions = mapping(RolloutOptions)
     early_stop: StopSettings = mapping(StopSettings)
@@ -377,41 +298,32 @@ class CheckSettings(Options):
         at_least=0,
     )
     layers: int | None = option(
-        None, "cut the model to its first layers, with random weights", at_least=1
+        None, "first layers that are kept, with random weights; default: all", at_least=1
     )
     reference: Literal["auto", "transformers", "part"] = option(
         "auto",
-        "what the split is compared with: the library's whole model, or the part on one stage; "
-        "auto: the library's where it has one",
+        "unsplit model: transformers = its own class, part = the train_model component on one "
+        "stage, auto = transformers where it has a class",
     )
 
 
-class ExportCheckOptions(Options):
-    """Check of an export"""
+class CheckConfig(RunConfig):
+    """Check of an export or a split"""
 
     exported: str | None = option(
-        None,
-        "exported folder: compare it with the checkpoint at --model-path, and check no split",
-        is_path=True,
+        None, "exported folder to compare with the checkpoint at --model-path", is_path=True
     )
     adapter_weights: list[float] | None = option(
-        None,
-        "how much of each adapter was added to the exported model; default: all of it",
-        needs=("--exported FOLDER",),
+        None, "share of each adapter in the export; default: 1", needs=("--exported FOLDER",)
     )
-
-
-class CheckConfig(ExportCheckOptions, RunConfig):
-    """Every option of a check; those of a training run mean the same."""
-
     check: CheckSettings = mapping(CheckSettings)
     output_dir: str | None = option(  # type: ignore[assignment]  # a check may write nothing
-        None, "folder for check.json; default: none", is_output=True
+        None, "folder of check.json; default: none", is_output=True
     )
 
 
 def settled(run: RunConfig) -> Any:
-    """The options with what others say of those that were left open."""
+    """Return the options with those that follow from others."""
     changes: dict[str, Any] = {}
     if run.vocab.new_tokens is not None:
         changes["vocab.new_tokens"] = read_tokens(run.vocab.new_tokens)
@@ -422,32 +334,37 @@ def settled(run: RunConfig) -> Any:
     return replaced(run, changes)
 
 
+# options that a check of a split leaves out: plain transformers has none of them
+NOT_CHECKED = (
+    *("accumulate_steps", "packing", "rows.last", "global_batch_distributed", "num_train_epochs"),
+    *("warmup_ratio", "bf16", "fp16", "dtype", "fp32.norms", "fp32.logits", "quantization"),
+    *("logits_chunk", "compile_layers", "rope_scaling", "lora.dropout"),
+    *("vocab.new_tokens", "vocab.resize"),
+)
+
+
 def for_check(run: Any, **changes: Any) -> Any:
-    """The options of a run as a split is checked: what plain transformers has not is left out."""
-    plain = {
-        name: item.default
-        for name, item in option_fields(run).items()
-        if not item.metadata["in_check"]
-    }
+    """Return the options as a split is checked."""
+    fields = option_fields(run)
+    plain = {name: fields[name].default for name in NOT_CHECKED}
     return dataclasses.replace(replaced(run, plain), **changes)
 
 
 def check_learning_rate(run: RunConfig) -> None:
-    """Checks that warm-up ends and the learning rate falls to `min_lr`, not up to it."""
+    """Refuse a warm-up longer than the run, and a rate above the peak."""
     if run.num_train_epochs is None and run.warmup_ratio is None:  # else steps come later
         check_warmup(run)
     for name in ("min_lr", "warmup_start_lr"):
         value = getattr(run, name)
         if value > run.learning_rate:
             raise OptionError(
-                f"{spelled(name)} {value:g} is above --learning-rate {run.learning_rate:g}. "
-                f"Lower {spelled(name)} "
-                f"or raise --learning-rate."
+                f"{spelled(name)} {value:g} is above --learning-rate {run.learning_rate:g}. Lower "
+                f"{spelled(name)} or raise --learning-rate."
             )
 
 
 def check_warmup(run: RunConfig) -> None:
-    """Checks that warm-up ends within the run."""
+    """Refuse a warm-up longer than the run."""
     if run.warmup_steps > run.total_steps:
         raise OptionError(
             f"--warmup-steps {run.warmup_steps} is more than --total-steps {run.total_steps}. "
@@ -456,16 +373,14 @@ def check_warmup(run: RunConfig) -> None:
 
 
 def check_partition(run: RunConfig) -> None:
-    """Checks layer counts against the number of stages."""
+    """Refuse layer counts that do not fit the number of stages."""
     if not isinstance(run.partition, list):
         return
     counts = run.partition
     check_counts("--partition", counts, "layer")
-    shown = ",".join(map(str, counts))
     if run.vision_stages + len(counts) != run.num_stages:
         tower = f" with --vision-stages {run.vision_stages}" if run.vision_stages else ""
         raise OptionError(
-            f"--partition {shown} names {len(counts)} stages, --num-stages is "
-            f"{run.num_stages}{tower}. Change one of them; without --num-stages it follows from "
-            "--partition."
+            f"--partition {','.join(map(str, counts))} names {len(counts)} stages, --num-stages is "
+            f"{run.num_stages}{tower}. Change one of them, or drop --num-stages."
         )

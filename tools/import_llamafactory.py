@@ -20,8 +20,8 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from commands.export import make_parser as export_parser
 from options.answer import ChatConfig, EvaluateConfig
+from options.export import ExportConfig
 from options.train import RunConfig
 from parse_args import CHAT_KEYS, EVALUATE_KEYS, TRAIN_KEYS
 from stageline.distributed.failure import run_entry
@@ -39,7 +39,7 @@ TAKEN_BY = {
     "train": {field.name for field in dataclasses.fields(RunConfig)} | {*TRAIN_KEYS},
     "eval": {field.name for field in dataclasses.fields(EvaluateConfig)} | {*EVALUATE_KEYS},
     "chat": {field.name for field in dataclasses.fields(ChatConfig)} | {*CHAT_KEYS},
-    "export": {action.dest for action in export_parser()._actions},
+    "export": {field.name for field in dataclasses.fields(ExportConfig)},
 }
 # what a name of a model or a template has that takes pictures
 PICTURED = re.compile(

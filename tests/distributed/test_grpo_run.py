@@ -347,11 +347,11 @@ def test_a_reward_that_raises_ends_all_ranks_and_is_told_first(job):
     ("options", "wanted"),
     [
         (("--rollouts.kl_beta", 0.1, "--reference", "adapters_off"), "--reference frozen_copy"),
-        (("--rollouts.kl_beta", 0.1, "--reference", "precompute"), "a table knows no answers"),
+        (("--rollouts.kl_beta", 0.1, "--reference", "precompute"), "--reference precompute"),
         (("--rollouts.group_size", 3), "--rollouts.group_size 3"),
         (("--rollouts.reward_weights", "1"), "--rollouts.reward_weights has 1 numbers"),
         (("--rollouts.inner_steps", 3), "--rollouts.inner_steps 3"),
-        (("--engine", "streaming"), "--engine streaming came with --loss-fn grpo"),
+        (("--engine", "streaming"), "--engine streaming"),
         (("--loss-fn", "sft"), "--reward letters,length: --loss-fn sft takes no reward"),
         (("--rollouts.max_completion_length", 60), "do not fit --max-token-num 64"),
     ],

@@ -97,7 +97,7 @@ def test_rows_bring_the_reference(job):
     [
         (("--reference", "adapters_off"), "38 more are trained besides adapters"),
         (("--reference", "columns"), "bring no log-probabilities for micro-batch 0"),
-        (("--logits-chunk", 8), "--logits-chunk came with --loss-fn dpo"),
+        (("--logits-chunk", 8), "--logits-chunk does not go with --loss-fn dpo"),
         (("--packing",), "--packing was given"),
         (("--collate-fn", "kto"), "'label' is missing"),
     ],

@@ -52,8 +52,8 @@ def test_stages_are_as_many_as_decoder_layers(job):
 
 
 REFUSED = {
-    "--schedule gpipe": "has an order of its own",
-    "--compile-layers": "other weights for each pass",
+    "--schedule gpipe": "does not go with --engine streaming",
+    "--compile-layers": "does not go with --engine streaming",
     "--streaming.budget 0.00001": "layer 0 needs",
 }
 

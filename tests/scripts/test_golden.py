@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from commands import run_configs, train
-from commands.export import make_parser
 from options.fields import option_fields
 from register import ALL_REGISTERS, import_shelf
 from tests.helpers.forked_entry import run_entry
@@ -28,7 +27,6 @@ OF_STAGELINE |= {"lm_eval_run.py": "lm-eval"}
 def names():
     """Option names by class of options, and keys by register."""
     found = {config.__name__: list(option_fields(config)) for config in run_configs()}
-    found["export"] = [action.dest for action in make_parser()._actions]
     found |= {
         f"{name} register": list(register)
         for name, register in ALL_REGISTERS.items()

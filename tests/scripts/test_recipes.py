@@ -36,7 +36,7 @@ PROGRAMS = {
     "corpus.py": None,
 }
 CORPUS_OPTIONS = {
-    *(field.name.replace("_", "-") for one in ACTIONS.values() for field in fields(one.config)),
+    *(field.name.replace("_", "-") for one in ACTIONS.values() for field in fields(one)),
     *("language", "document", "dataset", "splitter"),
 }
 

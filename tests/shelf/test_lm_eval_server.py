@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from commands.stages import AnsweringModel
+from commands.decode_run import AnsweringModel
 from register import image_token_register, import_shelf, prompt_fn_register
 from stageline.data.text.processor import load_processor
 from stageline.inference.decoding.chain import LocalChain

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from commands.stages import AnsweringModel
+from commands.decode_run import AnsweringModel
 from register import import_shelf
 from stageline.data.text.processor import load_processor
 from stageline.errors import UserError

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from commands.train import SHELF
-from commands.train_rollouts import make_rewards
+from commands.train_parts import make_rewards
 from options.parts import chosen_part
 from parse_args import parse_train_args, save_config
 from register import import_shelf, reward_register

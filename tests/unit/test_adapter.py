@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from benchmarks import adapter_fields
-from commands.stages import AnsweringModel
+from commands.decode_run import AnsweringModel
 from models.builders import auto
 from pp_models import CausalLMStage
 from stageline.checkpoint.adapter import attach_adapter, read_adapter, read_adapter_config

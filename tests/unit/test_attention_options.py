@@ -31,7 +31,7 @@ def test_only_a_chosen_kernel_reaches_the_part():
         (
             {"attention": "flash", "device": "cpu", "bf16": True},
             None,
-            "for a run on cpu. Use --attention sdpa",
+            "on cpu. Use --attention sdpa",
         ),
         ({"attention": "flash"}, None, "Add --bf16"),
     ],
@@ -64,5 +64,5 @@ def test_a_type_that_the_config_names_is_looked_at_where_it_is_known(monkeypatch
 def test_a_device_that_was_found_later_is_looked_at_too():
     for kind in ("cuda", "xpu"):
         check_attention_device(RunConfig(attention="flex"), kind)
-    with pytest.raises(OptionError, match="--attention flex came for a run on npu"):
+    with pytest.raises(OptionError, match="--attention flex .* on npu"):
         check_attention_device(RunConfig(attention="flex"), "npu")

@@ -96,7 +96,7 @@ def parsed(words):
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        ("wirte", ["'wirte' is no action", "Did you mean write"]),
+        ("wirte", ["'wirte' is not an action", "Did you mean write"]),
         ("write", ["--file-path and --save-prefix and --tokenizer-path are missing"]),
         (WRITE + " --seq-length 2", ["--seq-length 2 is out of range"]),
         (WRITE + " --pieces even", ["--pieces even: there is no such option", "greedily"]),

@@ -100,8 +100,8 @@ def test_rows_without_answers_are_answered_by_template_or_messages(model, tmp_pa
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        ((), "nothing to ask came. Give one of --prompts FILE, --text"),
-        (("--text", "a", "--dataset", "digits"), "--text and --dataset came. Give one of"),
+        ((), "0 of --prompts, --text and --dataset were given"),
+        (("--text", "a", "--dataset", "digits"), "2 of --prompts, --text and --dataset were given"),
         (("--text", "a", "b"), "--text a b has 2 words. Put it in quotes"),
     ],
 )

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from commands import with_folders
-from commands.train_vocabulary import check_tied_head
+from commands.train_data import check_tied_head
 from options.fields import OptionError, given_options, handed_to, replaced
 from options.model import TrainedOptions, adapter_arguments, learning_rate_scales, method_arguments
 from options.train import RunConfig
@@ -55,9 +55,9 @@ def run_of(words):
     [
         ("--parts.vit.lora_rank 4", "Add --vit-lora-num 1"),
         ("--vit-lora-num 1 --parts.vit.lora_rank 0", "--parts.vit.lora_rank 0 is out of range"),
-        ("--parts.vit.frozen --parts.vit.lr 1e-5", "came with --parts.vit.frozen"),
-        ("--parts.lm_head.frozen --parts.lm_head.lr 1e-5", "came with --parts.lm_head.frozen"),
-        ("--learning-rate 0 --parts.vit.lr 1e-5", "came with --learning-rate 0"),
+        ("--parts.vit.frozen --parts.vit.lr 1e-5", "--parts.vit.frozen exclude"),
+        ("--parts.lm_head.frozen --parts.lm_head.lr 1e-5", "--parts.lm_head.frozen exclude"),
+        ("--learning-rate 0 --parts.vit.lr 1e-5", "--learning-rate 0"),
         ("--parts.mlp.lr -1", "--parts.mlp.lr -1 is out of range"),
         ("--vocab.train_new", "--vocab.train_new requires --vocab.new_tokens"),
         ("--vocab.new_tokens <a>,<a>", "twice"),
@@ -75,13 +75,13 @@ def run_of(words):
         ("--model-path base --adapter-path a --create-new-adapter", "requires --llm"),
         (
             "--model-path base --adapter-path a --llm-lora-num 1 --lora.init gaussian",
-            "came with an adapter that is trained on",
+            "Add --create-new-adapter",
         ),
         ("--neftune-alpha -1", "--neftune-alpha -1 is out of range"),
         ("--freeze.llama_pro", "--freeze.llama_pro requires --freeze.layers"),
         ("--freeze.extra norm", "--freeze.extra norm requires"),
-        ("--freeze.layers 0", "--freeze.layers 0 came"),
-        ("--freeze.layers -2 --freeze.llama_pro", "came with --freeze.llama_pro"),
+        ("--freeze.layers 0", "--freeze.layers 0"),
+        ("--freeze.layers -2 --freeze.llama_pro", "--freeze.llama_pro"),
         ("--freeze.layers 2 --llm-lora-num 1", "--llm-lora-num exclude each other"),
         ("--fp32.norms", "--fp32.norms requires --bf16 or --fp16"),
         ("--quantization nf4", "requires --llm-lora-num"),

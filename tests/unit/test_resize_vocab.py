@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from commands.train_vocabulary import add_tokens, rows_option
+from commands.train_data import add_tokens, rows_option
 from options.fields import replaced
 from options.train import RunConfig
 from pp_models import CausalLMStage

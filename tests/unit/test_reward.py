@@ -264,7 +264,7 @@ def test_keys_that_suit_the_rm_collate_part_need_not_be_given(tmp_path):
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (("--train-model", "reward", "--loss-fn", "sft"), "gives scores and no logits"),
+        (("--train-model", "reward", "--loss-fn", "sft"), "gives scores"),
         (("--train-model", "reward", "--save-best", "token_accuracy"), "Use --save-best loss"),
     ],
 )

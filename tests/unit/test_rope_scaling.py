@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from commands.stages import AnsweringModel
+from commands.decode_run import AnsweringModel
 from models.builders import auto
 from pp_models import CausalLMStage, VisionLanguageStage
 from stageline.checkpoint.plain_folder import export_folder

@@ -118,7 +118,7 @@ def test_an_encrypted_server_is_asked_with_a_private_authority(files, monkeypatc
     [
         ({"keyfile": "cert.key"}, "requires --http.ssl_certfile"),
         ({"certfile": "cert.pem", "keyfile": "other.key"}, "KEY_VALUES_MISMATCH"),
-        ({"certfile": "cert.pem", "keyfile": "locked.key"}, "the key is encrypted"),
+        ({"certfile": "cert.pem", "keyfile": "locked.key"}, "locked.key can't be used"),
     ],
 )
 def test_a_wrong_certificate_is_told_before_anything_is_loaded(files, options, told):

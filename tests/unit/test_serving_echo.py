@@ -29,7 +29,7 @@ from tests.helpers.tiny_checkpoints import tiny_whole
 from tests.helpers.tiny_models import tiny_tokenizer
 
 pytest.importorskip("fastapi")
-from commands.stages import AnsweringModel  # noqa: E402
+from commands.decode_run import AnsweringModel  # noqa: E402
 
 import_shelf("pp_models")
 POSITIONS = 128

@@ -50,7 +50,8 @@ class _WithoutVideo:
     def save_pretrained(
         self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any
     ) -> list[str]:
-        names = [name for name in type(self).get_attributes() if name != "video_processor"]
+        own: Any = type(self)
+        names = [name for name in own.get_attributes() if name != "video_processor"]
         # the library's loop does not expect None
         self.__dict__["get_attributes"] = lambda: names
         try:
