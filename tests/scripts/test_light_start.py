@@ -22,9 +22,10 @@ COMMANDS = [
 ]
 
 
-# runs each command in a fork of one light process, up to where it would start its ranks
+# runs each command in a fork of one process, up to where it would start its ranks
 START = """
 import json, os, runpy, sys, tempfile
+import torch  # allowed, and imported once for all forks
 from stageline.distributed import launch
 launch._launch = lambda *_, **__: sys.exit(40)
 leave = os._exit

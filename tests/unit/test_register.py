@@ -93,7 +93,7 @@ def test_an_unknown_fact_is_refused(parts):
         *("counts, default_keys, ", "docs/add_a_part.md"),
     ):
         assert wanted in str(error.value)
-    with pytest.raises(RegisterError, match="Known are: without_effect"):
+    with pytest.raises(RegisterError, match="Known are: default_keys, without_effect"):
         parts.register("a", print, counts={})
     assert not losses and not parts
 
