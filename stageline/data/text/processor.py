@@ -34,6 +34,7 @@ class _WithoutVideo:
     """Mixed into a processor class: its video processor may be None, also when it is saved."""
 
     video_config: dict[str, Any] | None = None
+    get_attributes: Any  # of the processor class
 
     def check_argument_for_proper_class(self, argument_name: str, argument: object) -> type:
         if argument_name == "video_processor" and argument is None:
