@@ -164,7 +164,7 @@ def test_cut_and_dropped_samples_keep_their_marks_in_place():
 @pytest.mark.parametrize(
     ("samples", "wanted"),
     [
-        (G[1:], "g-1: group not whole.*expected was the anchor \\(sample 1\\) of a new group"),
+        (G[1:], "g-1: group not whole.*in place of the anchor \\(sample 1\\) of a new group"),
         (G + H[:2], "h-1: group not whole.*1 more behind it"),
         ([G[0], G[1], H[2]], "h-2: group not whole.*the negative \\(sample 3 of 3\\) of 'g'"),
         (G + [H[0], H[1], G[2]], "g-2: group not whole.*of 'h'"),

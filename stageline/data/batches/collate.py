@@ -1,7 +1,6 @@
 """Encodes samples and makes one micro-batch of them: the bodies of `sft` and `contrastive`.
 
-Token ids are the same on every rank; pixels are decoded on the first stage alone. Shapes: B rows,
-T tokens.
+Token ids are the same on every rank; only the first stage decodes pixels. Shapes: B rows, T tokens.
 """
 
 import functools
@@ -40,16 +39,12 @@ def encode_for_training(
     words: MarkedWords | None = None,
     **texts: Any,
 ) -> Encoded:
-    """Token ids and labels of one sample, of any length.
+    """Return token ids and labels of one sample, of any length.
 
     Args:
-        words: to be marked in what is learnt.
+        words: to be marked in answers.
         texts: prompt, prompt_fn and image_token.
-
-    Raises:
-        DataError: it has no supervised token.
     """
-
     name = sample_name(sample)
     rendered = render_sample(images, sample, processor=processor, **texts)
     if words is not None:
@@ -70,11 +65,11 @@ def encode_sft(
     encode: Callable[..., Encoded] = encode_for_training,
     **texts: Any,
 ) -> EncodedSample:
-    """One sample that becomes one row, of at most `max_token_num` tokens.
+    """Encode one sample that becomes one row, of at most `max_token_num` tokens.
 
     Args:
         encode: makes token ids and labels of any length.
-        texts: prompt, prompt_fn, image_token and processor; others are not looked at.
+        texts: prompt, prompt_fn, image_token and processor; others are ignored.
     """
     whole = encode(images, sample, **{name: texts[name] for name in TEXTS})
     row = limit_length(
@@ -89,7 +84,7 @@ def encode_sft(
 
 
 def collate_sft(samples: Sequence[Item], **common: Any) -> MicroBatch:
-    """One micro-batch: ids, mask and labels [B, T], side inputs, and pixels on stage 0.
+    """Make one micro-batch: ids, mask and labels [B, T], side inputs, and pixels on stage 0.
 
     Args:
         samples: encoded ones, or (images, sample).
@@ -99,7 +94,7 @@ def collate_sft(samples: Sequence[Item], **common: Any) -> MicroBatch:
 
 
 def collate_packed_sft(rows: Sequence[Sequence[Item]], **common: Any) -> MicroBatch:
-    """One micro-batch of rows that hold several samples; as `collate_sft` otherwise."""
+    """Make one micro-batch of rows that hold several samples; as `collate_sft` otherwise."""
     encoded = [all_encoded(row, encode_sft, **common) for row in rows]
     batch = pack_encoded(encoded, **common)
     # images lie in the order of the samples, as their tokens do
@@ -134,7 +129,7 @@ def pack_encoded(
     pad_to_multiple_of: int = 1,
     **common: Any,
 ) -> MicroBatch:
-    """The tokens of rows that hold several encoded samples each."""
+    """Lay out the tokens of rows that hold several encoded samples each."""
     return pack_rows(
         [[one for sample in row for one in sample.rows] for row in rows],
         pad_token_id=pad_token_id,
@@ -151,7 +146,7 @@ def _add_images(
     stage: int,
     **common: Any,
 ) -> None:
-    """Adds image inputs in place; a dropped sample has no image token, so no image either."""
+    """Add image inputs in place; a dropped sample has no image token, so no image either."""
     rows = [(row, sample) for sample in samples for row in sample.rows]
     add_image_inputs(
         batch,
@@ -175,15 +170,11 @@ def collate_contrastive(
 ) -> MicroBatch:
     """As `collate_sft`, of whole groups, with `loss_marks` and `loss_groups`.
 
-    A group is an anchor, its positive and one or more negatives: neighbouring samples with the
-    same `contrast_group`, each with its `role`.
+    A group is an anchor, its positive and one or more negatives, in this order: neighbouring
+    samples with the same `contrast_group`, each with its `role`.
 
     `loss_marks` [B, T] bool: supervised tokens that cover a character of one of the words.
-    `loss_groups` [B] int64: number of the group within the micro-batch; its rows are the anchor,
-    the positive and the negatives, in this order.
-
-    Raises:
-        DataError: a group is not whole.
+    `loss_groups` [B] int64: number of the group within the micro-batch.
     """
     groups = group_numbers([sample for _, sample in samples])
     encoded = all_encoded(samples, encode_marked, words=words, **common)
@@ -198,18 +189,13 @@ def collate_contrastive(
 
 
 def group_numbers(samples: Sequence[Sample]) -> list[int]:
-    """The number of each sample's group, from 0 on.
+    """Return the number of each sample's group, from 0 on."""
 
-    Raises:
-        DataError: a group is not whole: names the sample, and what was expected in its place.
-    """
-
-    def not_whole(sample: Sample, expected: str) -> DataError:
+    def not_whole(sample: Sample, wanted: str) -> DataError:
         return DataError(
             f"{sample_name(sample)}: group not whole: it has contrast_group "
-            f"{sample.get('contrast_group')!r} and role {sample.get('role')!r}, expected was "
-            f"{expected}. The samples of a group come one behind the other: anchor, positive, "
-            "negatives. Use a dataset with group_size (`dataset` groups), and correct its rows."
+            f"{sample.get('contrast_group')!r} and role {sample.get('role')!r} in place of "
+            f"{wanted}. Use a dataset with group_size (`dataset` groups), and correct its rows."
         )
 
     # a group may come twice: one fills up the last steps of an evaluation

@@ -31,11 +31,7 @@ class BadRows:
         return len(self.reasons)
 
     def take(self, source: str, error: Exception) -> None:
-        """Note a bad row. Files are read once for each split: a row counts once.
-
-        Raises:
-            DataError: the error itself where no row may be left out, or that there are too many.
-        """
+        """Note a bad row. Files are read once for each split: a row counts once."""
         if self.limit == 0:
             raise error
         self.reasons.setdefault(source, str(error))
