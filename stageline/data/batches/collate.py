@@ -39,12 +39,7 @@ def encode_for_training(
     words: MarkedWords | None = None,
     **texts: Any,
 ) -> Encoded:
-    """Return token ids and labels of one sample, of any length.
-
-    Args:
-        words: to be marked in answers.
-        texts: prompt, prompt_fn and image_token.
-    """
+    """Return token ids and labels of one sample, of any length."""
     name = sample_name(sample)
     rendered = render_sample(images, sample, processor=processor, **texts)
     if words is not None:
@@ -84,12 +79,7 @@ def encode_sft(
 
 
 def collate_sft(samples: Sequence[Item], **common: Any) -> MicroBatch:
-    """Make one micro-batch: ids, mask and labels [B, T], side inputs, and pixels on stage 0.
-
-    Args:
-        samples: encoded ones, or (images, sample).
-        common: as of `encode_sft`, and pad_to_multiple_of.
-    """
+    """Make one micro-batch: ids, mask and labels [B, T], side inputs, and pixels on stage 0."""
     return collate_encoded(all_encoded(samples, encode_sft, **common), **common)
 
 

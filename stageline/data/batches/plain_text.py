@@ -135,11 +135,7 @@ class CorpusRows(Dataset):
         vocab_size: int | None,
         overlong: TextOverlong,
     ) -> str:
-        """Refuse a corpus that does not go with the run, and describe it.
-
-        Args:
-            vocab_size: rows of the model's embedding; None: not known.
-        """
+        """Refuse a corpus that does not go with the run, and describe it."""
         header, known = self.corpus.header, self.corpus.header.tokenizer
         if known is not None and known.fingerprint and self._fingerprint_of is not None:
             tokenizer = get_tokenizer(processor)
@@ -208,11 +204,7 @@ def held_out_starts(corpus: Any, test_size: int | float) -> list[int]:
 
 
 def encode_text(images: Images, sample: Sample, **common: Any) -> EncodedSample:
-    """Encode one text, all of it in the loss; or the segments of a sample of a corpus.
-
-    Args:
-        common: as of `encode_sft`.
-    """
+    """Encode one text, all of it in the loss; or the segments of a sample of a corpus."""
     if "segments" in sample:
         segments = _encode_ready(sample, **common)
         return EncodedSample(images, sample, segments, sum(map(len, segments)), segments)

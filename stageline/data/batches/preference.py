@@ -225,9 +225,6 @@ def encode_scored_pair(
     Rows end before trailing padding tokens (where EOS is the padding token): there transformers'
     classifiers read, and what comes behind a token does not change it. Where one of the two was
     dropped, none has a label.
-
-    Args:
-        common: as of `encode_sft`.
     """
     pair = [
         encode_sft(images, one, pad_token_id=pad_token_id, **common) for one in both_answers(sample)

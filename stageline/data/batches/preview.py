@@ -41,12 +41,7 @@ def preview(
     full_length: Callable[[int], int] | None = None,
     stream: TextIO | None = None,
 ) -> None:
-    """Print the first `count` samples of training, in the order in which they are trained on.
-
-    Args:
-        full_length: tokens of a row before it was cut or dropped.
-        stream: standard output by default.
-    """
+    """Print the first `count` samples of training, in the order in which they are trained on."""
     stream = stream or sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
     tokenizer = get_tokenizer(processor)

@@ -31,11 +31,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def make_dataset(part: Callable[..., Any], *, dataset_path: str | None, **given: Any) -> Any:
-    """Call a dataset part.
-
-    Args:
-        given: further arguments, such as the split.
-    """
+    """Call a dataset part."""
     dataset = call("dataset", part, dataset_path=dataset_path, **given)
     for name in ("__len__", "__getitem__"):
         if not hasattr(dataset, name):
@@ -97,9 +93,6 @@ class Rows:
 
     Random draws of a row (an augmentation) follow from seed, step and its place in the step only.
     Rows of a dataset with a true `is_fixed` draw nothing, and are read without seeding.
-
-    Args:
-        encode: (images, sample) -> EncodedSample; None: rows stay as they are.
     """
 
     def __init__(

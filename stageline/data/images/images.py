@@ -59,9 +59,6 @@ def by_rows(
 
     For models whose layers attend to images (Mllama), which want images by rows. Rows and token
     places are known on every rank, so the mask of tokens is made here, without pixels.
-
-    Args:
-        counts: images of each row.
     """
     if TILES not in batch:
         return {}

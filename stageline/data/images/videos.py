@@ -35,12 +35,7 @@ def with_videos(
     num_frames: int,
     source: str,
 ) -> tuple[list[Any] | None, dict[str, Any]]:
-    """Return images and sample with an image for each frame of its `videos`, in their places.
-
-    Args:
-        images: of the sample's image parts, in order.
-        source: the row, for errors.
-    """
+    """Return images and sample with an image for each frame of its `videos`, in their places."""
     if not sample.get("videos"):
         return images, sample
     options: dict[str, Any] = {"folders": folders, "num_frames": num_frames, "source": source}

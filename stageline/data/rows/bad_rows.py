@@ -16,15 +16,12 @@ from stageline.errors import DataError
 class BadRows:
     """The rows that were left out.
 
-    Args:
-        limit: most rows that may be left out; 0: none.
-
     Attributes:
         reasons: source of a row (file and line) -> what is wrong with it.
     """
 
     def __init__(self, limit: int = 0) -> None:
-        self.limit = limit
+        self.limit = limit  # most rows that may be left out; 0: none
         self.reasons: dict[str, str] = {}
 
     def __len__(self) -> int:

@@ -88,11 +88,6 @@ class RowsDataset:
 
     Every row is converted once in the beginning, so that a bad one is found before a model is
     loaded. Images are only opened when a row is asked for, and not decoded.
-
-    Args:
-        rows: of this split.
-        image_roots: folders that image names are relative to; the first that has the file wins.
-        num_frames: most images that a video becomes.
     """
 
     rows: Sequence[Row]

@@ -298,11 +298,7 @@ def exactly(num_rows: int, num_samples: int, *, seed: int, name: str) -> numpy.n
 
 
 def held_out(order: numpy.ndarray, val_size: int | float, *, seed: int) -> numpy.ndarray:
-    """Return the rows of `order`, each once, that are kept for evaluation.
-
-    Args:
-        val_size: their number, or below 1 their share, at least one.
-    """
+    """Return the `val_size` rows of `order` (below 1: a share), each once, kept for evaluation."""
     rows = numpy.unique(order)
     is_share = isinstance(val_size, float)
     if (is_share and not 0 < val_size < 1) or (not is_share and val_size < 1):
@@ -327,11 +323,6 @@ class StreamDataset:
     """The rows of some sets by their position in an endless stream.
 
     Reading on is cheap; going back further than the rows that are kept starts from the beginning.
-
-    Args:
-        makers: convert the rows of the sets.
-        buffer_size: rows that are shuffled together.
-        val_size: the first so many rows are for evaluation, and kept in `held`.
     """
 
     is_stream = True
@@ -367,7 +358,7 @@ class StreamDataset:
         self._buffer_size, self._seed = buffer_size, seed
         self._names = ", ".join(maker.info.name for maker in makers)
         self._bad_rows = current_bad_rows()
-        self.held = self._first(num_held)
+        self.held = self._first(num_held)  # rows for evaluation
         self._held_sources = {row.source for _, row in self.held}
         self._start()
 

@@ -91,12 +91,7 @@ class Conversation(Rendered):
 def turns_of(
     sample: Mapping[str, Any], prompt: str, *, system: str | None, for_generation: bool
 ) -> list[Turn]:
-    """Return the turns of a sample: its `messages`, or the template as question and answer.
-
-    Args:
-        system: a system message for samples that bring none.
-        for_generation: leave out the last answer.
-    """
+    """Return the turns of a sample: its `messages`, or the template as question and answer."""
     has_messages = sample.get("messages") is not None
     own_system = sample.get("system")
     turns = [] if has_messages else _from_template(sample, prompt)

@@ -21,15 +21,10 @@ ANCHOR = "\ue0f0anchor\ue0f1"
 
 
 class PlainTokenizer:
-    """Encodes runs of text between special tokens as the tokenizer would, less special tokens.
-
-    Args:
-        tokenizer: a fast tokenizer of the library.
-        reserved: text -> id of the tokens that must not be made from text.
-    """
+    """Encodes runs of text between special tokens as the tokenizer would, less special tokens."""
 
     def __init__(self, tokenizer: Any, reserved: dict[str, int]) -> None:
-        self._reserved = reserved
+        self._reserved = reserved  # text -> id of tokens that must not be made from text
         flags = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
         choices = []  # a reserved token with the space that it swallows; the longest wins
         for text in sorted(reserved, key=len, reverse=True):
