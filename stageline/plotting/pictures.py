@@ -150,9 +150,9 @@ def groups_figure(report: Mapping[str, Any]) -> Figure | None:
     heights = [AROUND + BAR * len(groups) for _, groups in panels]
     figure = Figure(figsize=(WIDTH, sum(heights) + LEGEND), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for panel, (name, groups) in zip(axes, panels, strict=True):
+    for panel, (name, from_top) in zip(axes, panels, strict=True):
         has_grades = report["interval_95"] is None
-        _draw(panel, name, groups, overall=report["score"], has_grades=has_grades)
+        _draw(panel, name, from_top, overall=report["score"], has_grades=has_grades)
     named: dict[str, Any] = {}
     for panel in axes:
         named |= {label: handle for handle, label in zip(*panel.get_legend_handles_labels())}

@@ -299,8 +299,8 @@ def expand_images(
     if rendered.num_images != len(sizes):
         raise DataError(
             f"{name}: its text has {rendered.num_images} places for images, it came with "
-            f"{len(sizes)} images. Write one [IMAGE] into the `prompt` for all images of a sample, "
-            "or one for each."
+            f"{len(sizes)} images. Write one [IMAGE], which takes all images of a sample, or one "
+            "for each into the `prompt`."
         )
     if expander is None:
         return rendered

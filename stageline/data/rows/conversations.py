@@ -131,7 +131,7 @@ def _read_message(message: Any, tags: Tags, *, place: str) -> Message:
     if role == _CALL:
         # JSON, perhaps behind a thought
         thought = _THOUGHT.match(content) if isinstance(content, str) else None
-        calls = parsed(content[thought.end() :] if thought else content)
+        calls = parsed(content if thought is None else thought.string[thought.end() :])
         calls = [calls] if isinstance(calls, dict) else calls
         if not isinstance(calls, list) or not calls:
             raise bad_row(f"{place} calls a function by {shown(content)}", _A_CALL)

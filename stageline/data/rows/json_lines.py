@@ -333,10 +333,10 @@ class Groups(JsonLines):
             if name == "negatives":
                 members = value if isinstance(value, list) else []
             if not members or not all(isinstance(member, dict) for member in members):
-                wanted = "a list of objects" if name == "negatives" else "an object"
+                form = "a list of objects" if name == "negatives" else "an object"
                 raise DataError(
                     f"{row.source}: {name!r} {state_of(value)}; the line has the fields "
-                    f"{names_text(row.data)}. Write {wanted} with question, answer, image ..."
+                    f"{names_text(row.data)}. Write {form} with question, answer, image ..."
                 )
         count = len(row.data["negatives"])
         if self._num_negatives is None:
