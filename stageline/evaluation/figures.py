@@ -26,7 +26,7 @@ NORMALS: dict[str, Callable[[dict[str, Any]], float]] = {
 
 
 def choice_figures(predictions: Records, rights: Sequence[int]) -> dict[str, list[int]]:
-    """For each way to compare, whether the likeliest choice of each sample is the right one."""
+    """Return, for each way to compare, whether the likeliest choice of each sample is right."""
     found: dict[str, list[int]] = {name: [] for name in NORMALS}
     for prediction, right in zip(predictions, rights, strict=True):
         choices = prediction["choice_scores"]
@@ -37,35 +37,26 @@ def choice_figures(predictions: Records, rights: Sequence[int]) -> dict[str, lis
 
 
 def text_figures(predictions: Records) -> Figures:
-    """Perplexity by token, word and byte over all texts, and the bits of a byte."""
+    """Return the perplexity by token, word and byte over all texts, and the bits of a byte."""
     total = sum(prediction["logprob"] for prediction in predictions)
-    counts = {
-        unit: sum(prediction[f"num_{unit}s"] for prediction in predictions)
-        for unit in ("token", "word", "byte")
-    }
-    figures: Figures = {
-        f"{unit}_perplexity": _exp(-total / count) if count else None
-        for unit, count in counts.items()
-    }
-    figures["bits_per_byte"] = bits_per_byte(total, counts["byte"])
-    return {**figures, **{f"num_{unit}s": count for unit, count in counts.items()}}
+    perplexities, counts = {}, {}
+    for unit in ("token", "word", "byte"):
+        count = sum(prediction[f"num_{unit}s"] for prediction in predictions)
+        mean = -total / count if count else 0.0
+        perplexity = math.exp(mean) if mean < 700 else math.inf
+        perplexities[f"{unit}_perplexity"] = perplexity if count else None
+        counts[f"num_{unit}s"] = count
+    bits = {"bits_per_byte": bits_per_byte(total, counts["num_bytes"])}
+    return {**perplexities, **bits, **counts}
 
 
 def bits_per_byte(logprob: float, num_bytes: int) -> float:
-    """What a byte of a text of this log-probability costs, in bits."""
+    """Return the bits of a byte of a text with this log-probability."""
     return -logprob / (max(num_bytes, 1) * math.log(2))
 
 
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
-
-
 def usage_of(predictions: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Sums over predictions that know their usage; empty where none does.
-
-    Returns:
-        num_answers, prompt_tokens, completion_tokens, and cost where prices were given.
-    """
+    """Sum up usage: num_answers, prompt_tokens, completion_tokens, and cost if there are prices."""
     known = [item for item in predictions if isinstance(item.get("usage"), dict)]
     if not known:
         return {}
@@ -80,7 +71,7 @@ def usage_of(predictions: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def format_usage(figures: dict[str, Any]) -> str:
-    """One line."""
+    """Return usage as one line."""
     line = (
         f"{figures['num_answers']} answers: {figures['prompt_tokens']} tokens in prompts, "
         f"{figures['completion_tokens']} in answers"
@@ -102,26 +93,18 @@ _WORDS = regex.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")  # not re: it cuts 
 
 
 def words(text: str) -> list[str]:
-    """Words in lower case; of a script without spaces each character."""
+    """Return words in lower case; of a script without spaces each character."""
     return _WORDS.findall(unicodedata.normalize("NFC", text.lower()))
 
 
 def rouge(text: str, references: Sequence[str]) -> dict[str, float]:
-    """F1 of ROUGE-1, -2 and -L against the reference that fits best, each in [0, 1].
-
-    Raises:
-        UserError: rouge-score is not installed.
-    """
+    """Return the F1 of ROUGE-1, -2 and -L in [0, 1] against the reference that fits best."""
     scored = [_scorer().score(reference, text) for reference in references]
     return {name: max(scores[name].fmeasure for scores in scored) for name in ROUGE_TYPES}
 
 
 def bleu(texts: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    """BLEU-4 of a corpus, in [0, 1]; a text may have several references.
-
-    Raises:
-        UserError: sacrebleu is not installed.
-    """
+    """Return BLEU-4 of a corpus, in [0, 1]; a text may have several references."""
     if not texts:
         return 0.0
     most = max(len(own) for own in references)
@@ -135,7 +118,7 @@ def bleu(texts: Sequence[str], references: Sequence[Sequence[str]]) -> float:
 
 
 def sentence_bleu(text: str, references: Sequence[str]) -> float:
-    """BLEU-4 of one text, smoothed (Lin and Och 2004) because short texts lack 4-grams."""
+    """Return BLEU-4 of a text, smoothed (Lin and Och 2004) because short texts lack 4-grams."""
     tokenize, references = _tokenizer_of(references), list(references)
     if tokenize == "zh":
         text, references = _spaced(text), list(map(_spaced, references))
@@ -143,7 +126,7 @@ def sentence_bleu(text: str, references: Sequence[str]) -> float:
 
 
 def _spaced(text: str) -> str:
-    """With spaces around what sets none: the tokenizer "zh" does so for Chinese alone."""
+    """Set spaces around what sets none: the tokenizer "zh" does so for Chinese only."""
     return re.sub(f"([{_UNSPACED}])", r" \1 ", text)
 
 
@@ -163,7 +146,6 @@ def _package(module: str, *, name: str | None = None) -> Any:
     except ImportError as error:
         name = name or module
         raise UserError(
-            f"the metric needs the package {name}, which cannot be imported ({error}). It counts "
-            f"the overlap of texts: bash scripts/setup.sh text-metrics (or pip install {name}), "
-            "or use `metric` exact_match or contains."
+            f"the metric needs the package {name}, which cannot be imported ({error}). Run bash "
+            f"scripts/setup.sh text-metrics (or pip install {name}), or use `metric` exact_match."
         ) from error

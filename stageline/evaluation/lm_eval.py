@@ -50,10 +50,9 @@ def read_generation(
     stop_token_ids: tuple[int, ...],
     seed: int,
 ) -> Sampling:
-    """How an answer is sampled.
+    """Return how an answer is sampled, by a task's until, max_gen_toks, do_sample, top_p ...
 
     Args:
-        options: of the task: until, max_gen_toks, do_sample, temperature, top_p ...
         stop_token_ids: end an answer in any task.
 
     Raises:
@@ -65,46 +64,36 @@ def read_generation(
     max_new_tokens = kwargs.pop("max_gen_toks")
     if "max_length" in kwargs:  # of prompt and answer
         max_new_tokens = int(kwargs.pop("max_length")) - num_prompt_tokens
-    words, token_ids = _split_stops(kwargs.pop("until"), tokenizer)
-    shared = {name: kwargs.pop(name) for name in SHARED if kwargs.get(name) is not None}
-    _refuse_unknown(kwargs)
-    return Sampling(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature if is_sampling else 0.0,
-        seed=int(kwargs.get("seed", seed)),
-        stop=words,
-        stop_token_ids=(*stop_token_ids, *token_ids),
-        **shared,
-    )
-
-
-def _split_stops(until: list[str], tokenizer: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Stop texts, and the ids of those that are a special token: no text of an answer has these."""
     words, token_ids = [], []
-    for word in filter(None, until):
+    for word in filter(None, kwargs.pop("until")):
         ids = tokenizer.encode(word, add_special_tokens=False)
         if len(ids) == 1 and not tokenizer.decode(ids, skip_special_tokens=True):
-            token_ids += ids
+            token_ids += ids  # a special token, which no text of an answer has
         else:
             words.append(word)
-    return tuple(words), tuple(token_ids)
-
-
-def _refuse_unknown(kwargs: dict[str, Any]) -> None:
+    shared = {name: kwargs.pop(name) for name in SHARED if kwargs.get(name) is not None}
     for name, value in kwargs.items():
         if name == "seed" or value is None:
             continue
         if name not in NEUTRAL:
             raise UserError(
-                f"the task's generation_kwargs have {name}={value!r}. Of until, max_gen_toks, "
-                f"do_sample, temperature, seed, {', '.join(SHARED)} were expected, because the "
-                "engine knows no other: take it out of the task, or override it."
+                f"the task's generation_kwargs have {name}={value!r}. Override it, or take it out "
+                "of the task: the engine knows until, max_gen_toks, do_sample, temperature, seed, "
+                f"{', '.join(SHARED)}."
             )
         if NEUTRAL[name] and value not in NEUTRAL[name]:
             raise UserError(
-                f"the task's generation_kwargs have {name}={value!r}, {NEUTRAL[name][0]} was "
-                "expected: each prompt gets one answer, without a beam search. Override it."
+                f"the task's generation_kwargs have {name}={value!r}. Override it with "
+                f"{NEUTRAL[name][0]}: each prompt gets one answer, without a beam search."
             )
+    return Sampling(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature if is_sampling else 0.0,
+        seed=int(kwargs.get("seed", seed)),
+        stop=tuple(words),
+        stop_token_ids=(*stop_token_ids, *token_ids),
+        **shared,
+    )
 
 
 @register_model(NAME)
@@ -125,7 +114,7 @@ class StagelineLM(TemplateLM):
         Args:
             engine: has a processor, `max_length`, `answer` and `score`, as a DecodingEngine.
             max_length: the most tokens of a row; None: as many as the model has positions.
-            add_bos_token: whether a row begins with it; None: as the tokenizer does.
+            add_bos_token: a row begins with it; None: as the tokenizer does.
             seed: of sampled answers; those of one task differ from each other nevertheless.
             ignored: batch_size, max_batch_size and device, which the engine settles itself.
         """
@@ -133,8 +122,7 @@ class StagelineLM(TemplateLM):
         unknown = sorted(set(ignored) - {"batch_size", "max_batch_size", "device"})
         if unknown:
             raise UserError(
-                f"{', '.join(unknown)} came as an argument of the lm_eval model {NAME}, which has "
-                "no such argument: leave it out."
+                f"the lm_eval model {NAME} has no argument {', '.join(unknown)}. Leave it out."
             )
         self.engine = engine
         self.tokenizer = get_tokenizer(engine.processor)
@@ -201,7 +189,15 @@ class StagelineLM(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        rows = [self._score_request(index, *row[1:]) for index, row in enumerate(requests)]
+        rows = []
+        for index, (_, context, targets) in enumerate(requests):
+            if not 0 < len(targets) <= self.max_length:
+                raise UserError(
+                    f"a task has a continuation of {len(targets)} tokens, and the model scores 1 "
+                    f"to {self.max_length} at once. Shorten it in the task."
+                )
+            prompt = _as_prompt((context + targets)[-(self.max_length + 1) :])
+            rows.append(ScoreRequest(str(index), prompt, num_targets=len(targets)))
         found: dict[int, tuple[float, bool]] = {}
         # longest first: what does not fit shows at once, and rows of a length run together
         rows.sort(key=lambda row: -row.prompt["input_ids"].shape[1])
@@ -212,16 +208,6 @@ class StagelineLM(TemplateLM):
             if requests[index][0] is not None:
                 self.cache_hook.add_partial("loglikelihood", requests[index][0], found[index])
         return [found[index] for index in range(len(requests))]
-
-    def _score_request(self, index: int, context: list[int], targets: list[int]) -> ScoreRequest:
-        if not 0 < len(targets) <= self.max_length:
-            raise UserError(
-                f"a continuation of {len(targets)} tokens came from a task. 1 to "
-                f"{self.max_length} were expected, because that is how many the model can score "
-                "at once: shorten it in the task."
-            )
-        row = (context + targets)[-(self.max_length + 1) :]
-        return ScoreRequest(str(index), _as_prompt(row), num_targets=len(targets))
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -247,7 +233,25 @@ class StagelineLM(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """An answer to each prompt, up to the first stop text of its task."""
-        asked = [self._request(index, *request.args) for index, request in enumerate(requests)]
+        asked = []
+        for index, request in enumerate(requests):
+            context, options = request.args
+            # not tok_encode: `hf` asks for the very token here, not for what stands in its place
+            ids = self._encode(context, self.tokenizer.bos_token)
+            sampling = read_generation(
+                options,
+                tokenizer=self.tokenizer,
+                num_prompt_tokens=len(ids),
+                stop_token_ids=self._stop_token_ids,
+                seed=self._seed + index,
+            )
+            room = self.max_length - sampling.max_new_tokens
+            if room < 1:
+                raise UserError(
+                    f"max_gen_toks is {sampling.max_new_tokens} and the model has "
+                    f"{self.max_length} positions. Lower it with `gen_kwargs`."
+                )
+            asked.append(Request(str(index), _as_prompt(ids[-room:]), sampling))
         asked.sort(key=lambda one: -one.prompt["input_ids"].shape[1])
         texts = [""] * len(requests)
         finished = _whole(self.engine.answer(asked))
@@ -259,25 +263,6 @@ class StagelineLM(TemplateLM):
             texts[index] = postprocess_generated_text(one.text, until, think_end_token=None)
             self.cache_hook.add_partial("generate_until", (context, options), texts[index])
         return texts
-
-    def _request(self, index: int, context: str, options: dict[str, Any]) -> Request:
-        # not tok_encode: `hf` asks for the very token here, not for what stands in its place
-        ids = self._encode(context, self.tokenizer.bos_token)
-        sampling = read_generation(
-            options,
-            tokenizer=self.tokenizer,
-            num_prompt_tokens=len(ids),
-            stop_token_ids=self._stop_token_ids,
-            seed=self._seed + index,
-        )
-        room = self.max_length - sampling.max_new_tokens
-        if room < 1:
-            raise UserError(
-                f"max_gen_toks is {sampling.max_new_tokens} and the model has {self.max_length} "
-                "positions. Fewer were expected, because the prompt needs one at least: lower "
-                "max_gen_toks in the task or with `gen_kwargs`."
-            )
-        return Request(str(index), _as_prompt(ids[-room:]), sampling)
 
 
 def _as_prompt(ids: list[int]) -> dict[str, torch.Tensor]:
@@ -308,36 +293,31 @@ class TaskSettings:
 
 
 def find_tasks(names: Sequence[str], *, include_path: str | Path | None = None) -> Any:
-    """lm_eval's manager of tasks, which knows all of these.
+    """Return lm_eval's manager of tasks, which has all of these tasks, groups or tags.
 
     Args:
-        names: of tasks, groups or tags.
         include_path: folder with tasks of one's own; lm_eval's are looked at (which takes some
-            seconds) where these aren't enough.
+            seconds) where these are not enough.
 
     Raises:
-        UserError: nobody has such a task.
+        UserError: there is no such task.
     """
     from lm_eval.tasks import TaskManager
 
-    if include_path is not None:
-        own = TaskManager(include_path=str(include_path), include_defaults=False)
-        if not _missing(own, names):
-            return own
-    manager = TaskManager(include_path=None if include_path is None else str(include_path))
-    missing = _missing(manager, names)
+    missing = list(names)
+    for has_all in (False, True) if include_path is not None else (True,):
+        path = None if include_path is None else str(include_path)
+        manager = TaskManager(include_path=path, include_defaults=has_all)
+        missing = [name for name in names if not manager.match_tasks([name])]
+        if not missing:
+            break
     if missing:
         where = f"lm_eval and {include_path}" if include_path else "lm_eval"
         raise UserError(
-            f"{where} has no task {', '.join(missing)}. Names of tasks, groups or tags were "
-            "expected: `lm_eval ls tasks` lists those of lm_eval; give the folder of your own YAML "
-            "files with `include_path`."
+            f"{where} has no task {', '.join(missing)}. Choose one that `lm_eval ls tasks` lists, "
+            "or give the folder of your own YAML files with `include_path`."
         )
     return manager
-
-
-def _missing(manager: Any, names: Sequence[str]) -> list[str]:
-    return [name for name in names if not manager.match_tasks([name])]
 
 
 def run_tasks(
@@ -351,16 +331,13 @@ def run_tasks(
     described: Mapping[str, Any] = {},
     output_path: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Asks all questions of the tasks.
+    """Ask all questions of the tasks, and return what `lm_eval.simple_evaluate` returns.
 
     Args:
         manager: what `find_tasks` found.
         seed: of sampled answers; that of examples is lm_eval's own, so that figures compare.
         described: the model in the words of the results file; its `pretrained` names a folder.
         output_path: folder of results_DATE.json, and samples_TASK_DATE.jsonl where they are logged.
-
-    Returns:
-        What `lm_eval.simple_evaluate` returns.
     """
     import lm_eval
     from lm_eval.loggers import EvaluationTracker

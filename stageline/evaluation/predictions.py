@@ -14,7 +14,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,16 +43,16 @@ Key = tuple[Any, str]  # settings and id of a record
 
 
 def fingerprint(settings: dict[str, Any]) -> str:
-    """A short hash of everything that changes an answer."""
+    """Return a short hash of everything that changes an answer."""
     text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class PredictionFile:
-    """Reads what is there, appends what comes.
+    """The predictions of one run in a file, which may hold other runs.
 
     Args:
-        settings_key: `fingerprint` of the run's settings; lines of others are left alone.
+        settings_key: `fingerprint` of the run's settings.
 
     Attributes:
         records: sample id -> its answer.
@@ -73,7 +73,7 @@ class PredictionFile:
                 self._take(record)
 
     def append(self, records: list[dict[str, Any]]) -> None:
-        """Adds lines; they are on the disk when this returns."""
+        """Add lines; they are on the disk when this returns."""
         with self.path.open("a", encoding="utf-8") as file:
             for record in records:
                 record = {"settings": self.settings_key, **record}
@@ -90,11 +90,7 @@ class PredictionFile:
 
 
 def newest_records(path: Path) -> dict[str, dict[str, Any]]:
-    """Sample id -> record, of the settings that the last line was written with.
-
-    Raises:
-        DataError: a line is damaged, or nothing is there.
-    """
+    """Return sample id -> record, of the settings that the last line was written with."""
     records = [record for record in _checked(path) if "error" not in record]
     if not records:
         raise DataError(
@@ -105,7 +101,7 @@ def newest_records(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _checked(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file, in which no run answers a sample twice and differently."""
+    """Yield the records of a file, in which no run answers a sample twice and differently."""
     seen: dict[Key, tuple[int, str]] = {}
     for number, record, _ in _lines(path):
         if "error" not in record:
@@ -123,10 +119,9 @@ def _checked(path: Path) -> Iterator[dict[str, Any]]:
 def _lines(
     path: Path, *, leaves_out_torn: bool = False
 ) -> Iterator[tuple[int, dict[str, Any], str]]:
-    """(number, record, line) of each line that is not empty; of a failed sample it has `error`.
+    """Yield (number, record, line) of each line that is not empty.
 
-    Raises:
-        DataError: a line is no record.
+    The record of a failed sample has `error`.
     """
     content = path.read_bytes()
     if leaves_out_torn:
@@ -149,26 +144,23 @@ def _lines(
 
 
 def shard_path(path: Path, replica: int) -> Path:
-    """The shard of one replica."""
+    """Return the shard of one replica."""
     return path.with_name(f"{path.stem}-{replica}{path.suffix}")
 
 
 def find_shards(path: Path) -> list[Path]:
-    """The shards next to a file of predictions, the one that was last written to last."""
+    """Return the shards next to a file of predictions, the one that was last written to last."""
     pattern = re.compile(rf"{re.escape(path.stem)}-\d+{re.escape(path.suffix)}")
     found = [one for one in path.parent.iterdir() if pattern.fullmatch(one.name)]
     return sorted(found, key=lambda one: (one.stat().st_mtime_ns, one.name))
 
 
 def merge_shards(path: Path) -> int:
-    """Puts the lines of all shards into the file and deletes the shards; returns their number.
+    """Put the lines of all shards into the file, delete the shards, and return their number.
 
-    Of several answers to one sample with the same settings the newest counts, and an answer before
-    a failure. A last line without its end is left out. Only one process may do this at a time; when
-    it is killed, either the old file and the shards are there or the new file.
-
-    Raises:
-        DataError: a line in the middle of a file is damaged.
+    The newest of several answers to one sample with the same settings counts, and an answer before
+    a failure. One process may do this at a time; when it is killed, either the old file and the
+    shards are there or the new file.
     """
     shards = find_shards(path)
     if not shards:
@@ -210,8 +202,8 @@ class Asking:
 
     Attributes:
         batch_size: samples of one call; fewer once memory was full.
-        length_of: (rendered, images) -> tokens; samples are then sorted, the longest of a window
-            first, so that batches are even and full memory shows at once. None: as they come.
+        length_of: (rendered, images) -> tokens; the longest of a window then come first, so that
+            batches are even and full memory shows at once. None: as they come.
         has_own_batches: `answer` gets a window of samples at once, because it batches by itself.
         for_generation: render samples without their answers.
         hands_over: further arguments that `answer` takes: samples, batch_size.
@@ -236,16 +228,15 @@ def predict(
     file: PredictionFile,
     asking: Asking,
 ) -> Outcome:
-    """Answers the given rows in batches and appends them to the file.
+    """Answer the given rows in batches and append them to the file.
+
+    A batch for which memory is too small is halved.
 
     Args:
         answer: (images, prompts) -> for each a dict with `text`, or with `error`, or None while
             it is pending; as a list, or as an iterator of (place, dict) in any order, whose
             answers are written as they come. A model part with its options.
         texts: prompt, prompt_fn and image_token of the run.
-
-    Raises:
-        torch.OutOfMemoryError: for one sample alone; larger batches are halved.
     """
     waiting = [row for row in rows if str(dataset[row][1]["id"]) not in file.records]
     bar = tqdm(
@@ -258,7 +249,7 @@ def predict(
     outcome, done = Outcome(), set[int]()
 
     def ask(batch: Sequence[int]) -> None:
-        """One call of `answer`; each answer is written at once."""
+        """Call `answer` once, and write each answer at once."""
         pairs = [dataset[row] for row in batch]
         prompts = [render_sample(images, sample, **texts) for images, sample in pairs]
         further = {
@@ -270,7 +261,12 @@ def predict(
             prompts=prompts,
             **{name: further[name] for name in asking.hands_over},
         )
-        for found in _as_they_come(answers):
+        batches: Iterable[list[tuple[int, Result]]]
+        if isinstance(answers, Sequence):
+            batches = [list(enumerate(answers))]
+        else:  # as they come
+            batches = ([one] for one in answers)
+        for found in batches:
             records = []
             for place, result in found:
                 sample = pairs[place][1]
@@ -280,7 +276,15 @@ def predict(
                     continue
                 if "error" in result:
                     outcome.failed[str(sample["id"])] = result["error"]
-                records.append(_record(sample, prompts[place].text, result))
+                others = {name: value for name, value in result.items() if name != "text"}
+                kept = {
+                    name: value
+                    for name, value in sample.items()
+                    if isinstance(value, KEPT_TYPES) or name in KEPT_NAMES
+                }
+                record = {"id": str(sample["id"]), "prediction": result.get("text")}
+                record |= {"prompt": prompts[place].text, **others, "sample": kept}
+                records.append(record)
             file.append(records)
             bar.update(len(found))
 
@@ -323,32 +327,8 @@ def predict(
     return outcome
 
 
-def _as_they_come(answers: Answers) -> Iterator[list[tuple[int, Result]]]:
-    """A list at once, an iterator one by one."""
-    if isinstance(answers, Sequence):
-        yield list(enumerate(answers))
-        return
-    for one in answers:
-        yield [one]
-
-
-def _record(sample: dict[str, Any], prompt: str, result: dict[str, Any]) -> dict[str, Any]:
-    kept = {
-        name: value
-        for name, value in sample.items()
-        if isinstance(value, KEPT_TYPES) or name in KEPT_NAMES
-    }
-    others = {name: value for name, value in result.items() if name != "text"}
-    record = {"id": str(sample["id"]), "prediction": result.get("text"), "prompt": prompt}
-    return {**record, **others, "sample": kept}
-
-
 def check_ids(dataset: Any, rows: Sequence[int]) -> None:
-    """Refuses samples that share an id: the file could not tell their lines apart.
-
-    Raises:
-        DataError: names both rows, or the dataset part where a row has no id, or is none.
-    """
+    """Refuse samples without an id, or that share one: the file could not tell them apart."""
     seen: dict[str, int] = {}
     for row in rows:
         _, sample = read_row(dataset, row)
@@ -364,9 +344,8 @@ def check_ids(dataset: Any, rows: Sequence[int]) -> None:
         sample_id = str(sample["id"])
         if sample_id in seen:
             raise DataError(
-                f"rows {seen[sample_id]} and {row} have the same id {sample_id!r}. Each sample "
-                "needs its own, because predictions are kept by it: correct the data, or the "
-                "dataset part."
+                f"rows {seen[sample_id]} and {row} have the same id {sample_id!r}. Give each row "
+                "its own."
             )
         seen[sample_id] = row
 
@@ -377,13 +356,12 @@ _QUESTION = ("question", "messages", "caption", "text", "choices")
 
 @dataclass(frozen=True)
 class FewShot:
-    """Draws examples, solved samples that stand before a question; a prompt_fn part writes them.
+    """Draws examples: solved samples before a question, which a prompt_fn part writes.
 
     Args:
         dataset: what they are drawn from.
-        count: of each sample.
-        per_sample: each sample has a draw of its own, by seed and id; else all have the same, but
-            for one that would be its own example.
+        count: examples of each sample.
+        per_sample: each sample has a draw of its own, by seed and id; else all have the same.
     """
 
     dataset: Any
@@ -392,7 +370,7 @@ class FewShot:
     per_sample: bool
 
     def of(self, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The examples of one sample, in the order in which they are shown.
+        """Return the examples of one sample, which is none of them.
 
         Raises:
             UserError: there are too few, or they have pictures.
@@ -409,10 +387,13 @@ class FewShot:
             images, example = self.dataset[row]
             if images:
                 raise UserError(
-                    f"`num_fewshot` {self.count} came with samples that have pictures: a template "
-                    "has places for the pictures of one sample only. Leave `num_fewshot` out."
+                    f"`num_fewshot` {self.count} came with samples that have pictures, and a "
+                    "template has places for those of one sample. Leave `num_fewshot` out."
                 )
-            if not _is_same(example, sample):
+            is_same = str(example.get("id")) == str(sample.get("id"))
+            pairs = [(example.get(name), sample.get(name)) for name in _QUESTION]
+            known = [(one, other) for one, other in pairs if (one, other) != (None, None)]
+            if not is_same and not (known and all(one == other for one, other in known)):
                 found.append(example)
         if len(found) < self.count:
             raise UserError(
@@ -422,16 +403,9 @@ class FewShot:
         return found
 
 
-def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    if str(one.get("id")) == str(other.get("id")):
-        return True
-    known = [name for name in _QUESTION if one.get(name) is not None or other.get(name) is not None]
-    return bool(known) and all(one.get(name) == other.get(name) for name in known)
-
-
 @dataclass(frozen=True)
 class EvaluationReplicas:
-    """Which replica of a model this process belongs to, and where replicas wait for each other.
+    """The replica of a model that this process belongs to, and where replicas wait.
 
     They exchange no tensors: each answers its share of the samples. They meet in the store of the
     run, without a time limit, because one may have hours more to do than another; a launcher that
@@ -455,20 +429,20 @@ class EvaluationReplicas:
         return self.index == 0 and self.is_first
 
     def share(self, items: Sequence[int]) -> list[int]:
-        """This replica's part of what all have to do; every item is in one part."""
+        """Return this replica's part of the work; every item is in one part."""
         return list(items[self.index :: self.count])
 
     def tell(self, word: str) -> None:
-        """Says that this replica has come so far."""
+        """Announce that this replica has come so far."""
         if self.store is not None and self.is_first:
             self.store.set(f"stageline/replica/{self.index}/{word}", "1")
 
     def wait_for_main(self, word: str) -> None:
-        """Returns when the main process told this word."""
+        """Return when the main process told this word."""
         self._wait([0], word)
 
     def wait_for_all(self, word: str) -> None:
-        """Returns when all replicas told this word."""
+        """Return when all replicas told this word."""
         self._wait(range(self.count), word)
 
     def _wait(self, replicas: Sequence[int], word: str) -> None:

@@ -26,11 +26,9 @@ DRAWS_AT_ONCE = 2_000_000  # 16 MB
 
 @dataclass(frozen=True)
 class Bootstrap:
-    """How percentile intervals of a mean are drawn (Efron 1979).
+    """How percentile intervals of a mean are drawn (Efron 1979); without resamples there are none.
 
-    Attributes:
-        resamples: how many; 0: no intervals.
-        seed: of the draw. Each interval draws on its own, so that a further group changes no other.
+    Each interval draws on its own, so that a further group changes no other.
     """
 
     resamples: int = 10_000
@@ -43,12 +41,12 @@ class Bootstrap:
         clusters: Sequence[Hashable] | None = None,
         name: str = "",
     ) -> tuple[float, float] | None:
-        """The 95 % interval of the mean; None without scores or resamples.
+        """Return the 95 % interval of the mean; None without scores or resamples.
 
         Args:
-            clusters: of each score; by default each is its own. Rows of one picture are no
-                independent samples: whole clusters are drawn, and the mean is the sum of their
-                scores over the number of their rows.
+            clusters: of each score; by default each is its own. Whole clusters are drawn, since
+                rows of one picture are not independent, and the mean is the sum of their scores
+                over the number of their rows.
             name: of what is measured; another name draws otherwise.
         """
         if not scores or not self.resamples:
@@ -78,7 +76,7 @@ class Bootstrap:
 
 
 def wilson_interval(num_hits: float, count: int) -> tuple[float, float]:
-    """The interval of a share (Wilson 1927); it stays within 0 and 1 and is right at both ends."""
+    """Return the interval of a share (Wilson 1927), which stays within 0 and 1."""
     if count == 0:
         return (0.0, 1.0)
     from scipy.stats import binomtest
@@ -91,10 +89,9 @@ Groups = dict[str, list[int]]  # name of a group -> indices of its samples
 
 
 def collect_groupings(samples: Sequence[dict[str, Any]]) -> dict[str, Groups]:
-    """The groupings of all samples: relation, task, ... -> its groups.
+    """Return the groupings of all samples: relation, task, ... -> its groups.
 
-    A sample says its own as `groups`, such as {"relation": "left of", "task": "direction"}; one
-    that names none of a grouping is left out of that grouping.
+    A sample names its own as `groups`, such as {"relation": "left of", "task": "direction"}.
     """
     groupings: dict[str, Groups] = {}
     for index, sample in enumerate(samples):
@@ -106,7 +103,7 @@ def collect_groupings(samples: Sequence[dict[str, Any]]) -> dict[str, Groups]:
 
 
 def collect_clusters(samples: Sequence[dict[str, Any]]) -> list[str]:
-    """The cluster of each sample, such as its picture; one without is a cluster by itself."""
+    """Return the cluster of each sample, such as its picture; one without is its own."""
     return [
         f"cluster {sample['cluster']}" if sample.get("cluster") is not None else f"sample {index}"
         for index, sample in enumerate(samples)
@@ -117,12 +114,12 @@ _TAKEN = ("score", "per_sample", "groups", "unparsed", "is_graded", "lower_is_be
 
 
 def is_graded(figures: Mapping[str, Any]) -> bool:
-    """Whether scores are no shares of right answers: the metric says so, or one is not 0 or 1."""
+    """Tell whether scores are no shares of right answers: by the metric, or one is not 0 or 1."""
     return bool(figures.get("is_graded")) or any(x not in (0, 1) for x in figures["per_sample"])
 
 
 def own_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """What a metric tells beside its scores; its `score` too, where that is not their mean."""
+    """Return a metric's figures besides scores; its `score` too, where that is not their mean."""
     scores, told = figures["per_sample"], figures.get("score")
     own = {name: value for name, value in figures.items() if name not in _TAKEN}
     if told is not None and len(scores) and abs(told - sum(scores) / len(scores)) > 1e-6:
@@ -131,9 +128,7 @@ def own_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_metric(metric: Callable[..., Any], samples: Sequence[dict[str, Any]]) -> None:
-    """Tries a metric part on empty answers, before hours of answering.
-
-    What fails for another reason than its signature may need what true answers have.
+    """Try a metric part on empty answers, before hours of answering.
 
     Raises:
         ContractError: it takes other arguments, or gives something else than figures.
@@ -145,7 +140,7 @@ def check_metric(metric: Callable[..., Any], samples: Sequence[dict[str, Any]]) 
         figures = metric(predictions, samples)
     except DataError:  # a row is wrong, whatever the answer will be
         raise
-    except Exception:  # told with its traceback, should it come again
+    except Exception:  # it may need what true answers have
         return
     per_sample = figures.get("per_sample") if isinstance(figures, dict) else None
     if not isinstance(per_sample, Sized) or len(per_sample) != len(samples):
@@ -168,12 +163,12 @@ def make_report(
     bootstrap: Bootstrap | None = None,
     about: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The report of a metric's figures.
+    """Return the report of a metric's figures.
 
     Args:
         figures: `score`, `per_sample` (0 or 1 each), `groups` ({name: indices}), `unparsed` (1 for
             an answer that said nothing); more is passed on. With `is_graded`, or with a score
-            that is neither 0 nor 1, they have the bootstrap's interval alone.
+            that is neither 0 nor 1, they have the bootstrap's interval only.
         settings: how the predictions were made.
         samples: their `groups` give further groupings, their `cluster` what is drawn as a whole.
         bootstrap: how the second interval is drawn.
@@ -205,9 +200,10 @@ def make_report(
             share["chance"] = sum(guessed) / len(own)
         return share
 
+    groups = figures.get("groups", {})
     return {
         **share_of(range(len(scores)), "all"),
-        "groups": _by_name(figures.get("groups", {}), share_of),
+        "groups": {name: share_of(groups[name], name) for name in sorted(groups, key=natural_key)},
         "groupings": _by_grouping(samples or (), share_of),
         **own_figures(figures),
         "bootstrap": {
@@ -222,7 +218,7 @@ def make_report(
 
 
 def chance_of(sample: Mapping[str, Any]) -> float | None:
-    """How often who guesses is right: one in its `choices`, or in `num_choices`; else not known."""
+    """Return how often a guess is right: one in its `choices`, or in `num_choices`."""
     count = len(sample.get("choices") or ()) or sample.get("num_choices")
     return 1 / count if count else None
 
@@ -230,27 +226,23 @@ def chance_of(sample: Mapping[str, Any]) -> float | None:
 FiguresOf = Callable[[Sequence[int], str], dict[str, Any]]  # of a group's indices, and its name
 
 
-def _by_name(groups: Groups, figures_of: FiguresOf) -> dict[str, Any]:
-    return {name: figures_of(groups[name], name) for name in sorted(groups, key=natural_key)}
-
-
 def _by_grouping(samples: Sequence[dict[str, Any]], figures_of: FiguresOf) -> dict[str, Any]:
-    groupings = collect_groupings(samples)
-    return {grouping: _by_name(groups, figures_of) for grouping, groups in groupings.items()}
+    return {
+        grouping: {name: figures_of(groups[name], name) for name in sorted(groups, key=natural_key)}
+        for grouping, groups in collect_groupings(samples).items()
+    }
 
 
 def write_report(report: dict[str, Any], path: str | Path) -> None:
-    """Writes report.json; a torn write leaves the old one."""
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(
-        json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8"
-    )
+    """Write report.json; a torn write leaves the old one."""
+    text = json.dumps(report, indent=2, ensure_ascii=False, default=str)
+    temporary = Path(f"{path}.tmp")
+    temporary.write_text(text + "\n", encoding="utf-8")
     os.replace(temporary, path)
 
 
 def _tables(report: dict[str, Any]) -> Iterator[list[list[str]]]:
-    """A table for each grouping; the whole set is the last row of each.
+    """Yield a table for each grouping; the whole set is the last row of each.
 
     `group` is left out where another grouping has the same groups.
     """
@@ -262,18 +254,11 @@ def _tables(report: dict[str, Any]) -> Iterator[list[list[str]]]:
         guessed = ["chance"] if any("chance" in share for _, share in shares) else []
         rows = [[grouping, "score", *guessed, "95 % interval", "bootstrap", "samples", "unparsed"]]
         for name, share in shares:
-            chance = f"{share['chance']:.4f}" if "chance" in share else "-"
-            rows.append(
-                [
-                    name,
-                    "-" if share["score"] is None else f"{share['score']:.4f}",
-                    *([chance] if guessed else []),
-                    _interval_text(share["interval_95"]),
-                    _interval_text(share["bootstrap_95"]),
-                    str(share["num_samples"]),
-                    str(share.get("num_unparsed", "-")),
-                ]
-            )
+            row = [name, "-" if share["score"] is None else f"{share['score']:.4f}"]
+            if guessed:
+                row.append(f"{share['chance']:.4f}" if "chance" in share else "-")
+            row += map(_interval_text, (share["interval_95"], share["bootstrap_95"]))
+            rows.append([*row, str(share["num_samples"]), str(share.get("num_unparsed", "-"))])
         yield rows
 
 
@@ -282,19 +267,19 @@ def _interval_text(interval: Sequence[float] | None) -> str:
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """Tables for a terminal: a line a group, the whole set last."""
+    """Return tables for a terminal: a line a group, the whole set last."""
     return "\n\n".join(map(format_table, _tables(report)))
 
 
 def format_figures(figures: dict[str, Any]) -> str:
-    """A metric's further numbers, a line each; empty where it has none."""
+    """Return a metric's further numbers, a line each."""
     own = own_figures(figures)
     numbers = {name: value for name, value in own.items() if isinstance(value, int | float)}
     return "\n".join(f"{name}: {value:.6g}" for name, value in numbers.items())
 
 
 def report_markdown(report: dict[str, Any]) -> str:
-    """The same tables in Markdown, with how they came about."""
+    """Return the same tables in Markdown, with how they came about."""
     how = report["bootstrap"]
     parts = [
         f"# Evaluation with {report['settings'].get('metric', 'a metric')}",
@@ -313,11 +298,7 @@ _FIELDS = ("question", "answer", "answers", "caption", "choices", "answer_index"
 def check_same_samples(
     records: Mapping[str, dict[str, Any]], samples: Sequence[dict[str, Any]], *, path: str | Path
 ) -> None:
-    """Refuses records whose sample of the same id was another one.
-
-    Raises:
-        UserError: names the sample, and what it was.
-    """
+    """Refuse records whose sample of the same id was another one, by a UserError."""
     for sample in samples:
         kept = records.get(str(sample["id"]), {}).get("sample")
         if not isinstance(kept, dict):
@@ -333,9 +314,7 @@ def check_same_samples(
 
 
 def read_other(path: str | Path, samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The predictions of another run for the same samples, in their order.
-
-    Where the file holds several runs, the one of the last line counts.
+    """Return the predictions of another run (the last one in the file) for the same samples.
 
     Raises:
         UserError: it lacks some of the samples, or is of another dataset.
@@ -345,9 +324,9 @@ def read_other(path: str | Path, samples: Sequence[dict[str, Any]]) -> list[dict
     missing = [str(sample["id"]) for sample in samples if str(sample["id"]) not in records]
     if missing:
         raise UserError(
-            f"`compare_with` {path}: {len(missing)} of {len(samples)} samples have no prediction "
-            f"there, {missing[0]!r} among them. Evaluate the other model on the same dataset and "
-            "split, or `limit` both to the same rows."
+            f"`compare_with` {path} has no prediction for {len(missing)} of {len(samples)} "
+            f"samples, such as {missing[0]!r}. Evaluate the other model on the same "
+            "dataset and split, or `limit` both to the same rows."
         )
     check_same_samples(records, samples, path=path)
     return [records[str(sample["id"])] for sample in samples]
@@ -361,12 +340,12 @@ def compare(
     bootstrap: Bootstrap | None = None,
     lower_is_better: bool = False,
 ) -> dict[str, Any]:
-    """This run's scores less the other's, over all samples and for each group.
+    """Return this run's scores less the other's, over all samples and for each group.
 
-    Samples are paired, which takes out what makes them hard for both runs: the interval is narrower
-    than two intervals side by side suggest. `interval_95` is the paired bootstrap's, `p_value` that
-    of the exact sign test over samples on which they differ (McNemar's, for scores of 0 and 1);
-    samples of one cluster are one there, by the sign of their sum.
+    Samples are paired: the interval is narrower than two intervals side by side suggest.
+    `interval_95` is the paired bootstrap's, `p_value` that of the exact sign test over samples on
+    which the runs differ (McNemar's, for scores of 0 and 1); samples of one cluster are one there,
+    by the sign of their sum.
     """
     bootstrap = bootstrap or Bootstrap()
     differences = [one - other for one, other in zip(scores, other_scores, strict=True)]
@@ -396,7 +375,7 @@ def compare(
 
 
 def sign_test(num_better: int, num_worse: int) -> float:
-    """How likely a split at least this uneven is where both are equally good; two-sided, exact."""
+    """Return the two-sided exact p-value of the sign test."""
     if num_better == num_worse:
         return 1.0
     from scipy.stats import binomtest
@@ -405,12 +384,12 @@ def sign_test(num_better: int, num_worse: int) -> float:
 
 
 def format_comparison(comparison: dict[str, Any]) -> str:
-    """A table for a terminal."""
+    """Return a table for a terminal."""
     return format_table(_comparison_table("difference", comparison))
 
 
 def comparison_markdown(comparison: dict[str, Any]) -> str:
-    """The same in Markdown."""
+    """Return the same in Markdown."""
     table = markdown_table(_comparison_table("", comparison))
     return f"## Compared with {comparison['with']}\n\n{table}\n"
 

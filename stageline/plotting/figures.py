@@ -1,5 +1,6 @@
 """Draws curves and bars: the loss of a run from its log, a step's timeline, what a corpus holds."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,18 +30,13 @@ LOG_SCALE_FROM = 30.0
 
 
 def smooth(values: Sequence[float], *, width: int | None = None) -> list[float]:
-    """Running mean over `width` values around each; it does not lag behind.
+    """Return the running mean over `width` (odd) values around each; default: a twentieth of all.
 
     At the ends the window shrinks on both sides, so that the first and the last value stay.
-
-    Args:
-        width: odd; by default about a twentieth of the values.
     """
     count = len(values)
     reach = (width - 1) // 2 if width is not None else count // 40
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
+    sums = [0.0, *itertools.accumulate(values)]
     smoothed = []
     for index in range(count):
         side = min(reach, index, count - 1 - index)
@@ -51,17 +47,44 @@ def smooth(values: Sequence[float], *, width: int | None = None) -> list[float]:
 def loss_figure(
     steps: Sequence[dict], evaluations: Sequence[dict], *, title: str | None = None
 ) -> Figure:
-    """Loss of each step, smoothed, and on held-out samples; the learning rate below.
+    """Draw the loss of each step, smoothed, and on held-out samples; the learning rate below.
 
-    What the loss tells besides is drawn thinly, on held-out samples as crosses. Steps whose loss or
-    gradient was not finite are marked at the foot of the upper picture.
+    Further figures of the loss are drawn thinly, on held-out samples as crosses. Steps whose loss
+    or gradient was not finite are marked at the foot of the upper picture.
     """
     figure = Figure(figsize=(8, 6), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    losses = _draw_losses(upper, steps)
-    losses += _draw_evaluations(upper, evaluations)
-    others = _draw_figures(upper, steps, evaluations)
-    _mark_non_finite(upper, steps)
+    # the losses
+    x, losses = _points(steps, "loss")
+    smoothed = smooth(losses)
+    if losses and smoothed == losses:  # too few steps to smooth
+        label = f"training (last {losses[-1]:.4g})"
+        upper.plot(x, losses, color="tab:blue", marker=".", label=label)
+    elif losses:
+        upper.plot(x, losses, color="tab:blue", alpha=0.35, linewidth=1, label="training")
+        label = f"training, smoothed (last {losses[-1]:.4g})"
+        upper.plot(x, smoothed, color="tab:blue", label=label)
+    x, held_out = _points(evaluations, "loss")
+    if held_out:
+        best = x[held_out.index(min(held_out))]
+        label = f"held out (last {held_out[-1]:.4g}, best {min(held_out):.4g} at step {best})"
+        upper.plot(x, held_out, "o-", color="tab:red", markersize=4, label=label)
+    losses = losses + held_out
+    # its figures
+    others: list[float] = []
+    names = dict.fromkeys(name for record in steps for name in record.get("loss_figures", ()))
+    for index, name in enumerate(names):
+        style: dict[str, Any] = {"color": f"C{(index + 4) % 10}"}  # none of the losses' colors
+        style |= {"linewidth": 0.8, "markersize": 4}
+        (x, y), found = _points(steps, name), _points(evaluations, name)
+        upper.plot(x, smooth(y), "-", label=name.replace("_", " "), **style)
+        upper.plot(*found, "x", **style)
+        others += y + found[1]
+    bad = [one["step"] for one in steps if {"loss", "grad_norm"} & set(one.get("non_finite") or ())]
+    if bad:
+        foot = upper.get_xaxis_transform()  # whatever the scale
+        label = f"not finite ({len(bad)} steps)"
+        upper.plot(bad, [0.02] * len(bad), "x", color="black", transform=foot, label=label)
     # a margin or a reward may be 0 or less, and such an axis would not show it
     if losses and min(losses + others) > 0 and max(losses) > LOG_SCALE_FROM * min(losses):
         upper.set_yscale("log")
@@ -79,10 +102,7 @@ def loss_figure(
 
 
 def plot_loss(log_path: Path, png_path: Path, *, has_pdf: bool = True) -> None:
-    """Draws the log at `log_path` into `png_path`; the picture is named after the log's folder.
-
-    Of a run whose answers are rewarded also `reward.png` beside it.
-    """
+    """Draw a log, named after its folder; of a run with rewards also `reward.png` next to it."""
     steps, evaluations = read_log(log_path)
     title = log_path.resolve().parent.name
     save_figure(loss_figure(steps, evaluations, title=title), png_path, has_pdf=has_pdf)
@@ -92,7 +112,7 @@ def plot_loss(log_path: Path, png_path: Path, *, has_pdf: bool = True) -> None:
 
 
 def runs_figure(logs: Mapping[str, tuple[Sequence[dict], Sequence[dict]]], metric: str) -> Figure:
-    """A held-out figure of several runs; the smoothed training figure where a run has none.
+    """Draw a held-out figure of several runs; the smoothed training figure where one has none.
 
     Args:
         logs: name of a run -> its steps and its evaluations.
@@ -114,7 +134,7 @@ def runs_figure(logs: Mapping[str, tuple[Sequence[dict], Sequence[dict]]], metri
 
 
 def reward_figure(steps: Sequence[dict], evaluations: Sequence[dict], *, title: str) -> Figure:
-    """Rewards by part and on held-out prompts; below, what tells that nothing is learnt."""
+    """Draw rewards by part and on held-out prompts; below, signs that nothing is learnt."""
     figure = Figure(figsize=(8, 7), layout="constrained")
     rewards, shares, lengths = figure.subplots(3, 1, sharex=True, height_ratios=[3, 1.2, 1])
     parts = [
@@ -125,9 +145,8 @@ def reward_figure(steps: Sequence[dict], evaluations: Sequence[dict], *, title: 
     for axes, name in [*drawn, (lengths, "answer_tokens")]:
         x, y = _points(steps, name)
         axes.plot(x, smooth(y), label=name.replace("_", " "))
-    rewards.plot(
-        *_points(evaluations, "reward"), "o-", color="tab:red", label="held out, likeliest"
-    )
+    held_out = _points(evaluations, "reward")
+    rewards.plot(*held_out, "o-", color="tab:red", label="held out, likeliest")
     rewards.set_title(f"{title}: running means", fontsize=10, parse_math=False)
     lengths.set_xlabel("optimizer step")
     for axes in (rewards, shares, lengths):
@@ -149,54 +168,6 @@ def _points(records: Sequence[dict], name: str) -> tuple[list[int], list[float]]
     return [x for x, _ in known], [y for _, y in known]
 
 
-def _draw_losses(axes: Axes, steps: Sequence[dict]) -> list[float]:
-    x, y = _points(steps, "loss")
-    if not y:
-        return []
-    smoothed = smooth(y)
-    if smoothed == y:  # too few steps to smooth
-        axes.plot(x, y, color="tab:blue", marker=".", label=f"training (last {y[-1]:.4g})")
-        return y
-    axes.plot(x, y, color="tab:blue", alpha=0.35, linewidth=1, label="training")
-    axes.plot(x, smoothed, color="tab:blue", label=f"training, smoothed (last {y[-1]:.4g})")
-    return y
-
-
-def _draw_evaluations(axes: Axes, evaluations: Sequence[dict]) -> list[float]:
-    x, y = _points(evaluations, "loss")
-    if y:
-        best = x[y.index(min(y))]
-        label = f"held out (last {y[-1]:.4g}, best {min(y):.4g} at step {best})"
-        axes.plot(x, y, "o-", color="tab:red", markersize=4, label=label)
-    return y
-
-
-def _draw_figures(axes: Axes, steps: Sequence[dict], evaluations: Sequence[dict]) -> list[float]:
-    drawn: list[float] = []
-    names = dict.fromkeys(name for record in steps for name in record.get("loss_figures", ()))
-    for index, name in enumerate(names):
-        style: dict[str, Any] = {"color": f"C{(index + 4) % 10}"}  # none of the losses' colors
-        style |= {"linewidth": 0.8, "markersize": 4}
-        x, y = _points(steps, name)
-        axes.plot(x, smooth(y), "-", label=name.replace("_", " "), **style)
-        axes.plot(*_points(evaluations, name), "x", **style)
-        drawn += y + _points(evaluations, name)[1]
-    return drawn
-
-
-def _mark_non_finite(axes: Axes, steps: Sequence[dict]) -> None:
-    bad = [one["step"] for one in steps if {"loss", "grad_norm"} & set(one.get("non_finite") or ())]
-    if bad:
-        axes.plot(
-            bad,
-            [0.02] * len(bad),
-            "x",
-            color="black",
-            transform=axes.get_xaxis_transform(),  # the foot of the picture, whatever the scale
-            label=f"not finite ({len(bad)} steps)",
-        )
-
-
 MOST_TYPES = 20  # with bars of their own; the largest ones
 _GREY = "#9aa0a6"
 
@@ -208,7 +179,7 @@ def corpus_figure(
     tokens: Mapping[str, int],
     title: str = "",
 ) -> Figure:
-    """Three panels: lengths of segments, tokens of each type, padding.
+    """Draw three panels: lengths of segments, tokens of each type, padding.
 
     Args:
         histograms: type -> (borders [n + 1], segments [n]) of lengths in tokens.
@@ -219,20 +190,8 @@ def corpus_figure(
     height = 3.2 + 0.9 + 0.28 * len(shown)
     figure = Figure(figsize=(8, height), layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=[3.2, height - 3.2], width_ratios=[2, 1])
-    _draw_lengths(figure.add_subplot(grid[0, :]), histograms, shown)
-    _draw_tokens(figure.add_subplot(grid[1, 0]), tokens, shown)
-    _draw_padding(figure.add_subplot(grid[1, 1]), padding)
-    if title:
-        figure.suptitle(drawable(title), fontsize=10, parse_math=False)
-    return figure
-
-
-def _draw_lengths(
-    axes: Axes,
-    histograms: Mapping[str, tuple[Sequence[float], Sequence[int]]],
-    shown: Sequence[str],
-) -> None:
-    """The segments of each type on top of each other; types beyond the largest are one."""
+    # segments of each type on top of each other; types beyond the largest are one
+    axes = figure.add_subplot(grid[0, :])
     counts = [histograms[name][1] for name in shown]
     labels = [drawable(name) for name in shown]
     colors = [f"C{place}" for place in range(len(shown))]
@@ -249,27 +208,24 @@ def _draw_lengths(
     axes.set_title("lengths of segments", fontsize=9)
     if len(histograms) > 1:
         axes.legend(fontsize=7, title="type", title_fontsize=7)
-
-
-def _draw_tokens(axes: Axes, tokens: Mapping[str, int], shown: Sequence[str]) -> None:
-    names = list(reversed(shown))
-    places = range(len(names))
-    millions = [tokens[name] / 1e6 for name in names]
-    axes.barh(places, millions, color="#4c78a8")
+    # tokens
+    axes, names = figure.add_subplot(grid[1, 0]), shown[::-1]
+    axes.barh(range(len(names)), [tokens[name] / 1e6 for name in names], color="#4c78a8")
     labels = [drawable(name) for name in names]
-    axes.set_yticks(list(places), labels, fontsize=8, family=list(font_families()))
+    axes.set_yticks(range(len(names)), labels, fontsize=8, family=list(font_families()))
     axes.set(xlabel="million tokens")
     axes.set_title("tokens of each type", fontsize=9)
-
-
-def _draw_padding(axes: Axes, padding: Mapping[str, float]) -> None:
-    names = list(reversed(list(padding)))
+    # padding
+    axes, names = figure.add_subplot(grid[1, 1]), list(padding)[::-1]
     bars = axes.barh(range(len(names)), [padding[name] for name in names], color="#e45756")
     axes.bar_label(bars, [f"{padding[name]:.2%}" for name in names], fontsize=8, padding=2)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_xlim(0, max(1e-3, *padding.values()) * 1.35 if padding else 1)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_title("padding of rows", fontsize=9)
+    if title:
+        figure.suptitle(drawable(title), fontsize=10, parse_math=False)
+    return figure
 
 
 # The timeline of a step: a bar a rank, measured above and ideal below. Both panels have the same
@@ -290,14 +246,14 @@ def plot_timeline(
     *,
     title: str,
 ) -> None:
-    """Writes the picture of `timeline_figure`."""
+    """Write the picture of `timeline_figure`."""
     save_figure(timeline_figure(measured, ideal, title=title), path, dpi=120)
 
 
 def timeline_figure(
     measured: Sequence[TimelineEvent], ideal: Sequence[TimelineEvent] | None, *, title: str
 ) -> Figure:
-    """The picture: measured above, ideal below, each with its bubble in the heading.
+    """Draw a step, measured above, ideal below, each with its bubble in the heading.
 
     Args:
         measured: of one step, all ranks.
@@ -327,14 +283,25 @@ def timeline_figure(
             bars = [
                 ((span.start - start) * factor, (span.end - span.start) * factor) for span in own
             ]
-            colors = [_span_color(span, held[rank]) for span in own]
+            colors = []
+            for span in own:  # the later stages of a rank are lighter
+                share = 0.0
+                if len(held[rank]) > 1 and span.kind not in WAITS:
+                    share = LIGHTEST * held[rank].index(span.stage) / (len(held[rank]) - 1)
+                colors.append(_lighter(COLORS[span.kind], share))
             panel.broken_barh(bars, place, facecolors=colors, edgecolors="white", linewidths=0.2)
             for span, (first, width) in zip(own, bars, strict=True):
                 if span.kind not in WAITS and width >= NARROW * length * factor:
                     middle = first + width / 2
                     panel.text(middle, row, str(span.micro_batch), ha="center", va="center",
                                fontsize=7, clip_on=True)  # fmt: skip
-        labels = [_rank_label(rank, stages) for rank, stages in held.items()]
+        labels = []
+        for rank, stages in held.items():
+            shown = [str(stage) for stage in stages]
+            if len(shown) > 3:
+                shown = [f"{shown[0]}, {shown[1]}, … {shown[-1]}"]
+            word = "stages" if len(stages) > 1 else "stage"
+            labels.append(f"rank {rank}: {word} {', '.join(shown)}")
         panel.set(xlim=(0, length * factor or 1.0), ylim=(max(len(held), 1) - 0.5, -0.5))
         panel.set_yticks(range(len(held)), labels, fontsize=8)
         panel.set_xlabel(unit, fontsize=8)
@@ -354,22 +321,6 @@ def timeline_figure(
     return figure
 
 
-def _span_color(span: TimelineEvent, stages: Sequence[int]) -> str:
-    """That of its kind; the later stages of a rank are lighter."""
-    share = 0.0
-    if len(stages) > 1 and span.kind not in WAITS:
-        share = LIGHTEST * stages.index(span.stage) / (len(stages) - 1)
-    return _lighter(COLORS[span.kind], share)
-
-
 def _lighter(color: str, share: float) -> str:
     red, green, blue = (channel + (1.0 - channel) * share for channel in to_rgb(color))
     return to_hex((red, green, blue))
-
-
-def _rank_label(rank: int, stages: Sequence[int]) -> str:
-    """The label of a bar; of many stages the first two and the last."""
-    shown = [str(stage) for stage in stages]
-    if len(shown) > 3:
-        shown = [f"{shown[0]}, {shown[1]}, … {shown[-1]}"]
-    return f"rank {rank}: stage{'s' if len(stages) > 1 else ''} {', '.join(shown)}"

@@ -7,7 +7,6 @@ pictures of the engine.
 import functools
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +22,10 @@ from stageline.tables import markdown_table, natural_key
 
 # fonts with Chinese, Japanese or Korean characters that systems come with, in order of preference
 _CJK_FONTS = (
-    "Noto Sans CJK SC",
-    "Noto Sans SC",
-    "Source Han Sans SC",
-    "Source Han Sans CN",
-    "WenQuanYi Micro Hei",
-    "WenQuanYi Zen Hei",
-    "Droid Sans Fallback",
-    "PingFang SC",
-    "Hiragino Sans GB",
-    "Heiti SC",
-    "Microsoft YaHei",
-    "SimHei",
-    "SimSun",
-    "Arial Unicode MS",
-    "Noto Sans CJK JP",
-    "Unifont",
+    *("Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "Source Han Sans CN"),
+    *("WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Droid Sans Fallback", "PingFang SC"),
+    *("Hiragino Sans GB", "Heiti SC", "Microsoft YaHei", "SimHei", "SimSun", "Arial Unicode MS"),
+    *("Noto Sans CJK JP", "Unifont"),
 )
 _PLACEHOLDER = "□"
 # pieces that are not broken, with the spaces before them: words, and wide characters one by one;
@@ -48,14 +35,14 @@ _CLOSING = r"[,.;:!?)\]}，。、；：！？）】》」』”’]"
 _PIECES = regex.compile(rf" *(?:[^ {_WIDE}]+|[{_WIDE}]){_CLOSING}*| +")
 
 
-@lru_cache(maxsize=1)
+@functools.cache
 def font_families() -> tuple[str, ...]:
-    """The families to draw with: a character comes from the first one that has it."""
+    """Return the families to draw with: a character comes from the first one that has it."""
     installed = {font.name for font in font_manager.fontManager.ttflist}
     return ("DejaVu Sans", *(name for name in _CJK_FONTS if name in installed))
 
 
-@lru_cache(maxsize=1)
+@functools.cache
 def _known_characters() -> frozenset[int]:
     properties = [font_manager.FontProperties(family=name) for name in font_families()]
     fonts = [font_manager.get_font(font_manager.findfont(each)) for each in properties]
@@ -63,7 +50,7 @@ def _known_characters() -> frozenset[int]:
 
 
 def drawable(text: str) -> str:
-    """The text with a box for each character that no font has; control characters go."""
+    """Return the text with a box for each character that no font has; control characters go."""
     shown = []
     for character in text.replace("\t", "    "):
         if character == "\n" or ord(character) in _known_characters():
@@ -74,7 +61,7 @@ def drawable(text: str) -> str:
 
 
 def text_inches(text: str, *, size: float, is_bold: bool = False) -> float:
-    """Width of one line as drawn with letters of `size` points."""
+    """Return the width of one line as drawn with letters of `size` points."""
     weight = "bold" if is_bold else "normal"
     font = font_manager.FontProperties(family=list(font_families()), weight=weight, size=size)
     points, _, _ = text_to_path.get_text_width_height_descent(text, font, ismath=False)
@@ -84,7 +71,7 @@ def text_inches(text: str, *, size: float, is_bold: bool = False) -> float:
 def wrap_text(
     text: str, width: float, *, measure: Callable[[str], float], max_lines: int = 8
 ) -> list[str]:
-    """Lines that are not wider than `width`.
+    """Return lines that are not wider than `width`.
 
     Breaks at spaces, next to wide characters, and inside words that are longer than a line. The
     text that does not fit into `max_lines` ends in "…".
@@ -116,10 +103,7 @@ def wrap_text(
 
 
 def save_figure(figure: Figure, path: Path, *, dpi: int = 100, has_pdf: bool = True) -> None:
-    """Writes a PNG file and beside it a PDF, for papers, which takes as long again.
-
-    Who looks meanwhile sees the old or the new one, never half of it.
-    """
+    """Write a PNG file and next to it a PDF, for papers; each replaces the old one as a whole."""
     pdf = path.with_suffix(".pdf")
     options: dict[str, Any] = {"metadata": {"CreationDate": None}}  # the same picture: equal bytes
     files = [(path, "png", {"dpi": dpi}), (pdf, "pdf", options)]
@@ -142,41 +126,39 @@ Groups = Mapping[str, Mapping[str, Any]]
 
 
 def plot_groups(report: Mapping[str, Any], path: Path) -> None:
-    """Writes a picture of all groupings of a report; where it has none, nothing."""
+    """Write a picture of all groupings of a report; where it has none, nothing."""
     figure = groups_figure(report)
     if figure is not None:
         save_figure(figure, path, dpi=110)
 
 
 def groups_figure(report: Mapping[str, Any]) -> Figure | None:
-    """A panel a grouping: share of right answers, its interval, unparsed ones, chance if known.
+    """Draw a panel a grouping: share of right answers, its interval, unparsed ones, chance.
 
-    Of grades, which alone have no Wilson interval, their mean.
+    Grades, which have no Wilson interval, are shown by their mean.
     """
     groupings: dict[str, Groups] = dict(report["groupings"])
     if report["groups"] and report["groups"] not in groupings.values():
         groupings = {"group": report["groups"], **groupings}
     if not groupings:
         return None
-    panels = [(name, _largest(groups)) for name, groups in groupings.items()]
+    panels = []
+    for name, groups in groupings.items():
+        largest = sorted(groups.items(), key=lambda item: -item[1]["num_samples"])[:MOST_GROUPS]
+        from_top = sorted(largest, key=lambda item: natural_key(item[0]), reverse=True)
+        panels.append((name, from_top))
     heights = [AROUND + BAR * len(groups) for _, groups in panels]
     figure = Figure(figsize=(WIDTH, sum(heights) + LEGEND), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for panel, (name, groups) in zip(axes, panels, strict=True):
+    for panel, (name, from_top) in zip(axes, panels, strict=True):
         has_grades = report["interval_95"] is None
-        _draw(panel, name, groups, overall=report["score"], has_grades=has_grades)
+        _draw(panel, name, from_top, overall=report["score"], has_grades=has_grades)
     named: dict[str, Any] = {}
     for panel in axes:
         named |= {label: handle for handle, label in zip(*panel.get_legend_handles_labels())}
     figure.legend(list(named.values()), list(named), loc="outside lower center", ncols=len(named),
                   frameon=False, fontsize=8)  # fmt: skip
     return figure
-
-
-def _largest(groups: Groups) -> list[tuple[str, Mapping[str, Any]]]:
-    """The groups with most samples, in order of their names, from the top."""
-    by_size = sorted(groups.items(), key=lambda item: -item[1]["num_samples"])[:MOST_GROUPS]
-    return sorted(by_size, key=lambda item: natural_key(item[0]), reverse=True)
 
 
 def _draw(
@@ -193,7 +175,10 @@ def _draw(
     unparsed = [share.get("unparsed_share", 0.0) for share in shares]
     if any(unparsed):
         axes.barh(places, unparsed, left=scores, color=_UNPARSED, label="unparsed")
-    intervals = [_interval(share) for share in shares]
+    # graded scores have the bootstrap's interval only, a single one of them none
+    intervals = [
+        share["interval_95"] or share["bootstrap_95"] or [share["score"]] * 2 for share in shares
+    ]
     lows = [max(0.0, score - low) for score, (low, _) in zip(scores, intervals, strict=True)]
     highs = [max(0.0, high - score) for score, (_, high) in zip(scores, intervals, strict=True)]
     axes.barh(places, scores, xerr=[lows, highs], color=_COLOR, capsize=2,
@@ -214,11 +199,6 @@ def _draw(
     axes.set_title(f"{name}: {what}, 95 % intervals", fontsize=9, parse_math=False)
 
 
-def _interval(share: Mapping[str, Any]) -> Sequence[float]:
-    """That of a share; graded scores have the bootstrap's alone, a single one of them none."""
-    return share["interval_95"] or share["bootstrap_95"] or [share["score"]] * 2
-
-
 # inches, but for the last one
 CELL_WIDTH = 2.2
 CARD_WIDTH = 4.4  # of a sample without a picture
@@ -235,10 +215,11 @@ _PLAIN, _GREY = "#24292f", "#6e7781"
 
 
 def caption(question: str, prediction: str, answer: str) -> str:
-    """What stands below a sample: the question, an arrow with the prediction, the answer."""
-    lines = [_one_line(question), ARROW + (_one_line(prediction) or "(nothing)")]
-    if answer:
-        lines.append("answer: " + _one_line(answer))
+    """Return the text below a sample: the question, an arrow with the prediction, the answer."""
+    question, prediction, answer = (
+        " ".join(str(text).split()) for text in (question, prediction, answer)
+    )
+    lines = [question, ARROW + (prediction or "(nothing)"), answer and f"answer: {answer}"]
     return "\n".join(line for line in lines if line)
 
 
@@ -252,16 +233,16 @@ def plot_predictions(
     summary: str = "",
     columns: int = 6,
 ) -> None:
-    """Writes a grid of samples, and beside it `path` with the suffix .md, which cuts no text.
+    """Write a grid of samples, and next to it `path` with the suffix .md, which cuts no text.
 
     Args:
-        ids: of the samples, shown with them.
-        summary: stands above; by default how many of these are wrong.
         images: one picture per sample, None for a sample of text.
-        titles: what stands below each; the line that begins with an arrow has the frame's color
-            (`caption` makes such a text).
+        titles: the text below each, as `caption` makes it; the line with an arrow has the frame's
+            color.
         correct: True is framed green, False red, None grey.
-        columns: at most; samples of text alone are drawn wider and fewer in a row.
+        ids: of the samples, shown with them.
+        summary: the heading; by default how many of these are wrong.
+        columns: at most; samples of text only are drawn wider and fewer in a row.
     """
     if images:
         known = [is_correct for is_correct in correct if is_correct is not None]
@@ -313,7 +294,7 @@ def predictions_markdown(
     ids: Sequence[str] = (),
     summary: str = "",
 ) -> str:
-    """A table of all texts in full length."""
+    """Return a table of all texts in full length."""
     rows = [["id" if ids else "#", "", "sample"]]
     for index, (title, is_correct) in enumerate(zip(titles, correct, strict=True)):
         rows.append([ids[index] if ids else str(index), _WORDS[is_correct], title])
@@ -322,7 +303,7 @@ def predictions_markdown(
 
 
 def wrong_first(num_wrong: int, num_samples: int, num_shown: int) -> str:
-    """What stands above samples of which the wrong ones are shown first."""
+    """Return the heading of samples of which the wrong ones are shown first."""
     text = f"{num_wrong} wrong of {num_samples}"
     if num_wrong > num_shown:
         return f"{text}, {num_shown} of them shown"
@@ -338,18 +319,23 @@ def predictions_figure(
     summary: str = "",
     columns: int = 6,
 ) -> Figure:
-    """The grid: rows are as high as their pictures and texts, all pictures equally wide."""
+    """Draw the grid: rows as high as their pictures and texts, all pictures equally wide."""
     has_pictures = any(image is not None for image in images)
     width = CELL_WIDTH if has_pictures else CARD_WIDTH
     if not has_pictures:
         columns = max(1, columns // 2)
     columns = max(1, min(columns, len(images)))
-    texts = [_wrap_title(title, width - 2 * MARGIN) for title in titles]
-    if ids:
-        measure = functools.partial(text_inches, size=FONT_SIZE)
-        one_line = functools.partial(wrap_text, measure=measure, max_lines=1)
-        for own, name in zip(texts, ids, strict=True):
-            own[:0] = [(one_line(drawable(name), width - 2 * MARGIN)[0], _GREY)]
+    texts: list[list[tuple[str, str]]] = []  # lines of each, with their color; "": the frame's
+    measure = functools.partial(text_inches, size=FONT_SIZE)
+    wrap = functools.partial(wrap_text, width=width - 2 * MARGIN)
+    for index, title in enumerate(titles):
+        texts.append([])
+        if ids:
+            texts[-1].append((wrap(drawable(ids[index]), measure=measure, max_lines=1)[0], _GREY))
+        for paragraph in title.split("\n"):
+            bold = paragraph.startswith(ARROW)
+            lines = wrap(drawable(paragraph), measure=functools.partial(measure, is_bold=bold))
+            texts[-1] += [(line, "" if bold else _PLAIN) for line in lines]
     pictures = [None if image is None else image.convert("RGB") for image in images]
     for picture in filter(None, pictures):
         picture.thumbnail((512, 512))  # no larger than what is drawn
@@ -390,7 +376,7 @@ def _draw_cell(
     is_correct: bool | None,
     text_height: float,
 ) -> None:
-    """One sample: the picture above, its text below, a frame around both."""
+    """Draw one sample: the picture above, its text below, a frame around both."""
     (_, width), (_, height) = axes.get_xlim(), axes.get_ylim()
     if picture is not None:
         box_height = height - text_height
@@ -420,18 +406,3 @@ def _draw_cell(
         )
     for spine in axes.spines.values():
         spine.set(edgecolor=color, linewidth=1.5)
-
-
-def _wrap_title(title: str, width: float) -> list[tuple[str, str]]:
-    """Lines of at most `width` inches, each with its color; "" for those of the prediction."""
-    lines = []
-    for paragraph in title.split("\n"):
-        is_prediction = paragraph.startswith(ARROW)
-        measure = functools.partial(text_inches, size=FONT_SIZE, is_bold=is_prediction)
-        wrapped = wrap_text(drawable(paragraph), width, measure=measure)
-        lines += [(line, "" if is_prediction else _PLAIN) for line in wrapped]
-    return lines
-
-
-def _one_line(text: str) -> str:
-    return " ".join(str(text).split())

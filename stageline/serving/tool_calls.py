@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from stageline.data.rows.read_rows import check_value
 from stageline.data.text.chat_template import ChatTemplate
+from stageline.data.text.messages import CALL_MARKS
 from stageline.data.text.processor import get_tokenizer
-from stageline.data.text.tool_forms import CALL_MARKS
 from stageline.errors import UserError
 from stageline.inference.decoding.grammars import JSON_OBJECT, Grammar, Matchers, json_grammar
 from stageline.serving.api_models import ChatRequest, NamedTool, SamplingFields

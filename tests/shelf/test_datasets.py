@@ -177,7 +177,7 @@ def test_bad_line_17_is_named(tmp_path):
     good = b'{"question": "q", "answer": "a"}\n'
     bad = b'{"question": "q", "answer": "a", "videos": ["a.gif"]}\n'
     file.write_bytes(good * 15 + b"\n" + bad + good)
-    with pytest.raises(DataError, match=r"file\.jsonl:17: .*videos, which its text has no"):
+    with pytest.raises(DataError, match=r"file\.jsonl:17: .*videos, for which its text has no"):
         dataset_register["jsonl"](dataset_path=str(file))
 
 

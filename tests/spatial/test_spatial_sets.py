@@ -111,7 +111,7 @@ def test_rotated_pictures(tmp_path):
 
 
 def test_missing_files_are_named(tmp_path):
-    with pytest.raises(UserError, match="dataset vsr was expected"):
+    with pytest.raises(UserError, match="Give that of the dataset vsr"):
         dataset_register["vsr"](dataset_path=None)
     with pytest.raises(UserError, match=r"random/train.jsonl.*--dataset-path"):
         dataset_register["vsr"](dataset_path=str(tmp_path))

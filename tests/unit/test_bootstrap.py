@@ -291,7 +291,7 @@ def test_the_other_run_is_the_newest_of_its_file(tmp_path):
 @pytest.mark.parametrize(
     ("records", "error", "words"),
     [
-        ([record(0), record(1)], UserError, "1 of 3 samples have no prediction there, 'r2'"),
+        ([record(0), record(1)], UserError, "no prediction for 1 of 3 samples, such as 'r2'"),
         (
             [record(0, question="p"), record(1), record(2)],
             UserError,

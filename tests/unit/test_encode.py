@@ -345,16 +345,6 @@ def test_bytes_of_tokens_say_what_offsets_say(name):
     assert num_by_bytes > (0 if name == "prefix space" else 30)
 
 
-def test_a_beginning_is_kept_only_where_nothing_behind_it_changes_it():
-    """The same first piece before texts that would join its last token."""
-    for name, border in (("longer tokens", "<|im_end|>"), ("rstrip", "<|own|>")):
-        encoder = TextEncoder(VARIANTS[name])
-        for text in ("a", "x", " x", "xx"):
-            pieces = (Piece(f"<s>user{border}"), Piece(text, is_user=True, is_target=True))
-            rendered = Rendered(pieces, is_chat=True)
-            assert encoder.encode(rendered).input_ids == encoder._whole(rendered)[0]
-
-
 def test_a_special_token_across_the_border_of_a_users_text_is_found():
     encoder = TextEncoder(VARIANTS["bytes"])
     pieces = (Piece("<|im_start|>user\n"), Piece("a <|im_", is_user=True), Piece("end|>"))

@@ -21,7 +21,7 @@ from pp_models import CausalLMStage
 from stageline.checkpoint.adapter import find_base
 from stageline.checkpoint.files import weight_files
 from stageline.checkpoint.load import load_split_model
-from stageline.data.rows.one_set import OneSet, chosen_sets
+from stageline.data.rows.sets import OneSet, chosen_sets
 from stageline.errors import CheckpointError, UserError
 from stageline.hub import (
     FETCHED,

@@ -215,7 +215,7 @@ def test_collate_parts_and_the_look_before_share():
     )
     assert [encode(*row).length for row in ROWS] == batch["attention_mask"].sum(dim=1).tolist()
     report = preflight(ROWS, **COMMON, overlong="share")
-    assert report.num_overlong == 2 and report.num_dropped == 0
+    assert report.num_overlong == 2 and report.dropped == []
     assert "2 too long (prompts and answers are cut; 0 dropped" in str(report)
 
 

@@ -171,7 +171,7 @@ def test_a_part_that_knows_no_lengths_keeps_the_order(tokenizer):
     assert as_collate_part(plain).encode is None
     left = steps_of(make_loader(tokenizer, collate=plain))
     equal_steps(left, steps_of(make_loader(tokenizer, order="given")))
-    with pytest.raises(UserError, match="no `encode` and `pack`.*--collate-fn sft"):
+    with pytest.raises(UserError, match="with `encode` and `pack`.*--collate-fn sft"):
         make_loader(tokenizer, collate=plain, packing=MAX_TOKENS)
 
 

@@ -6,7 +6,7 @@ import datasets
 import numpy
 import pytest
 
-from stageline.data.rows.stream import check_mix, exactly, held_out, mixed
+from stageline.data.rows.sets import check_mix, exactly, held_out, mixed
 from stageline.errors import UserError
 
 STRATEGY = {"interleave_under": "first_exhausted", "interleave_over": "all_exhausted"}
@@ -86,7 +86,7 @@ def test_sizes_that_hold_out_nothing_or_all_are_refused(size):
         ("interleave_under", 2, [1.5, -0.5], "between 0 and 1"),
         ("interleave_under", 2, [float("nan"), 0.5], "between 0 and 1"),
         ("interleave_under", 2, [0.2, 0.2], "add up to 0.4"),
-        ("interleave_over", 2, [1.0, 0.0], "never come to its end"),
+        ("interleave_over", 2, [1.0, 0.0], "would never end"),
     ],
 )
 def test_probabilities_that_mean_nothing_are_refused(mix, num_sets, probabilities, words):

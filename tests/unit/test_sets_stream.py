@@ -9,7 +9,7 @@ import torch
 from commands.train import SHELF, pipeline
 from register import import_shelf
 from stageline.data.batches.loader import MicroBatchLoader
-from stageline.data.rows import stream as streams
+from stageline.data.rows import sets as streams
 from stageline.data.rows.bad_rows import BadRows, leaving_out
 from stageline.data.rows.sets import read_sets
 from stageline.errors import DataError, UserError

@@ -30,7 +30,7 @@ _EMPTY_ROW = 2  # one token has no next one to predict, which not every loss all
 
 
 def sample_name(sample: Sample) -> str:
-    """What errors call a sample: its source (file and line) and its id."""
+    """Return the name of a sample in errors: its source (file and line) and its id."""
     name = f"sample {sample.get('id', '?')}"
     return f"{sample['source']}: {name}" if sample.get("source") else name
 
@@ -45,7 +45,7 @@ def render_sample(
     processor: Any,
     for_generation: bool = False,
 ) -> Rendered:
-    """Fills the template and puts the model's image text where the images belong.
+    """Fill the template and put the model's image text where the images belong.
 
     The prompt_fn finds the number of images in `sample["num_images"]`. Parts that handle strings,
     `prompt_fn(sample, prompt)` and `image_token(prompt, images)`, are taken too: the latter then
@@ -132,24 +132,21 @@ def _check_rendered(register: str, part: Callable[..., Any], found: object) -> N
             register,
             part,
             f"returned {'a Rendered that holds ' if wrong else ''}{shown((wrong or [found])[0])}",
-            why="A Rendered was expected, which says what is learnt and what came from the data",
+            why="A Rendered marks the answer and what came from the data",
             cure="return Rendered((Piece(question, is_user=True), Piece(answer, is_target=True))) "
             "of stageline.data.text.rendered, or what `prompt_fn` fill makes",
         )
 
 
 def encode_sample(rendered: Rendered, images: Images, *, processor: Any, name: str) -> Encoded:
-    """Token ids of a rendered sample with all image tokens written out; decodes no pixels."""
+    """Return token ids of a rendered sample, image tokens written out; decodes no pixels."""
     return encode_rendered(expand_images(rendered, images, processor, name=name), processor)
 
 
 def row_width(longest: int, *, multiple_of: int = 1, max_width: int | None = None) -> int:
-    """The width of rows: the longest, rounded up to a multiple where `max_width` allows it.
+    """Return the width of rows: the longest, rounded up to a multiple within `max_width`.
 
     Kernels are fastest at multiples of 8 to 128, and few widths make few compiled versions.
-
-    Args:
-        max_width: longest legal row; a longer sample is not cut here.
     """
     rounded = -(-longest // multiple_of) * multiple_of
     return rounded if max_width is None else max(longest, min(rounded, max_width))
@@ -164,11 +161,7 @@ def pad_rows(
     multiple_of: int = 1,
     max_width: int | None = None,
 ) -> MicroBatch:
-    """input_ids, attention_mask and labels, each [B, T] long.
-
-    Args:
-        multiple_of, max_width: as in `row_width`.
-    """
+    """Return input_ids, attention_mask and labels, each [B, T] long, of a `row_width`."""
     longest = max(len(row) for row in rows)
     width = row_width(longest, multiple_of=multiple_of, max_width=max_width)
     shape = (len(rows), width)
@@ -194,15 +187,12 @@ def add_image_inputs(
     names: Sequence[str],
     with_pixels: bool,
 ) -> None:
-    """Adds what the model wants besides token ids, in place.
+    """Add a model's inputs besides token ids, in place.
 
     Args:
         images: of each row.
         names: of each row, for errors.
         with_pixels: also decode the images; only the first stage needs that.
-
-    Raises:
-        DataError: an image does not decode.
     """
     expander = ImageExpander.of(processor)
     if expander is None:
@@ -229,16 +219,12 @@ def pack_rows(
     multiple_of: int = 1,
     max_width: int | None = None,
 ) -> MicroBatch:
-    """input_ids, attention_mask, labels, position_ids and sample_ids, each [B, T] long.
+    """Return input_ids, attention_mask, labels, position_ids and sample_ids, each [B, T] long.
 
-    The samples of a row lie behind each other and none sees another: positions restart at each,
-    and each stage builds its block-diagonal mask from them.
-    `sample_ids` counts the samples of a row, -1 is padding; their presence tells a stage that the
-    batch is packed. Padding has position 0 throughout: each such token is a sample of its own, so
-    it sees itself alone. An empty row is padding only.
-
-    Args:
-        multiple_of, max_width: as in `row_width`.
+    The samples of a row follow each other and none sees another: positions restart at each, and
+    each stage builds its block-diagonal mask from them. `sample_ids` counts the samples of a row,
+    -1 is padding; their presence tells a stage that the batch is packed. Padding has position 0
+    throughout: each such token is a sample of its own. An empty row is padding only.
     """
     longest = max(max((sum(map(len, row)) for row in rows), default=0), _EMPTY_ROW)
     shape = (len(rows), row_width(longest, multiple_of=multiple_of, max_width=max_width))
@@ -269,7 +255,7 @@ def pack_rows(
 
 
 def count_samples(micro_batch: MicroBatch) -> int:
-    """Samples with something to learn: rows, pairs of them, or the samples in packed ones."""
+    """Count samples with a label: rows, pairs of them, or the samples in packed ones."""
     is_target_BT = micro_batch["labels"] != IGNORE
     if "loss_pairs" in micro_batch or "loss_margins" in micro_batch:
         is_target_BT = is_target_BT[::2]

@@ -1,7 +1,6 @@
 """Encodes samples and makes one micro-batch of them.
 
-Token ids are the same on every rank; pixels are decoded on the first stage alone. Shapes: B rows,
-T tokens.
+Token ids are the same on every rank; only the first stage decodes pixels. Shapes: B rows, T tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,16 +34,7 @@ def encode_for_training(
     words: MarkedWords | None = None,
     **texts: Any,
 ) -> Encoded:
-    """Token ids and labels of one sample, of any length.
-
-    Args:
-        words: to be marked in what is learnt.
-        texts: prompt, prompt_fn and image_token.
-
-    Raises:
-        DataError: it has no supervised token.
-    """
-
+    """Return token ids and labels of one sample, of any length."""
     name = sample_name(sample)
     rendered = render_sample(images, sample, processor=processor, **texts)
     if words is not None:
@@ -65,11 +55,11 @@ def encode_sft(
     encode: Callable[..., Encoded] = encode_for_training,
     **texts: Any,
 ) -> EncodedSample:
-    """One sample that becomes one row, of at most `max_token_num` tokens.
+    """Encode one sample that becomes one row, of at most `max_token_num` tokens.
 
     Args:
         encode: makes token ids and labels of any length.
-        texts: prompt, prompt_fn, image_token and processor; others are not looked at.
+        texts: prompt, prompt_fn, image_token and processor; others are ignored.
     """
     whole = encode(images, sample, **{name: texts[name] for name in TEXTS})
     row = limit_length(
@@ -84,17 +74,12 @@ def encode_sft(
 
 
 def collate_sft(samples: Sequence[Item], **common: Any) -> MicroBatch:
-    """One micro-batch: ids, mask and labels [B, T], side inputs, and pixels on stage 0.
-
-    Args:
-        samples: encoded ones, or (images, sample).
-        common: as of `encode_sft`, and pad_to_multiple_of.
-    """
+    """Make one micro-batch: ids, mask and labels [B, T], side inputs, and pixels on stage 0."""
     return collate_encoded(all_encoded(samples, encode_sft, **common), **common)
 
 
 def collate_packed_sft(rows: Sequence[Sequence[Item]], **common: Any) -> MicroBatch:
-    """One micro-batch of rows that hold several samples; as `collate_sft` otherwise."""
+    """Make one micro-batch of rows that hold several samples; as `collate_sft` otherwise."""
     encoded = [all_encoded(row, encode_sft, **common) for row in rows]
     batch = pack_encoded(encoded, **common)
     # images lie in the order of the samples, as their tokens do
@@ -129,7 +114,7 @@ def pack_encoded(
     pad_to_multiple_of: int = 1,
     **common: Any,
 ) -> MicroBatch:
-    """The tokens of rows that hold several encoded samples each."""
+    """Lay out the tokens of rows that hold several encoded samples each."""
     return pack_rows(
         [[one for sample in row for one in sample.rows] for row in rows],
         pad_token_id=pad_token_id,
@@ -146,7 +131,7 @@ def _add_images(
     stage: int,
     **common: Any,
 ) -> None:
-    """Adds image inputs in place; a dropped sample has no image token, so no image either."""
+    """Add image inputs in place; a dropped sample has no image token, so no image either."""
     rows = [(row, sample) for sample in samples for row in sample.rows]
     add_image_inputs(
         batch,

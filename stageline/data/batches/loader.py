@@ -34,32 +34,28 @@ _CAN_FORK = sys.platform == "linux"
 class MicroBatchLoader:
     """Loads the micro-batches of a replica; the same on all ranks of its pipeline.
 
-    In training it goes on without end; in evaluation it ends after each row came once. The last
+    In training it continues without end; in evaluation it ends after each row came once. The last
     steps of an evaluation are filled up with rows whose labels are all -100, so that each step
     has the same number of micro-batches. Packed steps have numbers of their own.
 
     Args:
-        dataset: map-style, `dataset[i] -> (images, sample)`. With a `group_size` so many
-            consecutive rows stay together in one micro-batch, in their order. With a true
-            `is_stream` its indices are positions, which are taken in order and without end. With
-            a `make_sampler` it draws the rows of training itself; see sampler.py.
+        dataset: map-style, `dataset[i] -> (images, sample)`. Its `group_size` consecutive rows
+            stay together in one micro-batch, in their order. With a true `is_stream` its indices
+            are positions without end; with a `make_sampler` it draws the rows of training itself
+            (sampler.py).
         collate: a list of those -> one micro-batch. A part with an `encode` can be sorted, one
-            with a `pack` too can be packed; see stageline/data/batches/collate_part.py.
+            with a `pack` too can be packed (collate_part.py).
         batch_size, accumulate_steps: rows of one optimizer step are their product.
-        num_workers: processes that load ahead, a step each; 0 loads in this one. They start
-            when the first step is asked for, once.
-        pins: puts tensors where an accelerator fetches them while it computes; needs one.
+        num_workers: processes that load ahead, a step each; 0 loads in this one.
+        pins: puts tensors where an accelerator fetches them while it computes.
         start_step: the first optimizer step of training, counted over all epochs.
-        position: what `state_after` said of the step before, where it is known.
+        position: what `state_after` gave for the step before, where it is known.
         eval: each row once, in the order of the dataset unless `shuffle`.
         pads: fills the last step of an epoch with its first rows; else those left over are dropped.
         order: `sorted` puts rows of near-equal length together, and cheap micro-batches first
             and last; `given` keeps the order in which rows were drawn.
         packing: tokens of a row that holds several samples; None for one sample a row.
-        legal_counts: for packing: the least number of micro-batches that the schedule can run
-            and that is not below the given one.
-        agree: for packing: (step, number) -> the largest number of any replica; see
-            `PackedStepMaker`.
+        legal_counts, agree: for packing, see `PackedStepMaker`.
         facts: micro-batch -> what goes into it besides, see `StageModel.host_facts`; left out where
             workers are not forked, which would get a copy of the model.
         maker: what makes a step of rows that are not packed.
@@ -140,7 +136,7 @@ class MicroBatchLoader:
         self.start_step, self.eval = start_step, eval
 
     def __len__(self) -> int:
-        """Optimizer steps of one epoch."""
+        """Return the optimizer steps of one epoch."""
         return len(self.sampler)
 
     def state_after(self, step: int) -> Any:
@@ -181,16 +177,13 @@ class MicroBatchLoader:
 class _Shares:
     """Number and rows of each step, of all replicas: the sampler of a DataLoader.
 
-    It does not know the loader: in a cycle of references the queues of workers are finalised
+    It does not hold the loader: in a cycle of references the queues of workers are finalised
     before the DataLoader can tell the workers to end, and it waits five seconds for each.
-
-    Args:
-        start_step: None: of one evaluation.
     """
 
     def __init__(self, sampler: Any, start_step: int | None) -> None:
         self._sampler = sampler
-        self._start_step = start_step
+        self._start_step = start_step  # None: of one evaluation
 
     def __iter__(self) -> Iterator[tuple[int, list[list[int | None]]]]:
         if self._start_step is None:
@@ -209,12 +202,9 @@ def example_micro_batch(
     *,
     seed: int = 0,
 ) -> MicroBatch:
-    """The longest of the first few micro-batches that a run with this seed would see.
+    """Return the longest of the first few micro-batches that a run with this seed would see.
 
-    Where some have images, the longest of those: a tower takes time and memory for them alone.
-
-    Args:
-        collate: of stage 0, so that pixels are in.
+    Where some have images, the longest of those. `collate` is of stage 0, so that pixels are in.
     """
     if has_sampler(dataset):  # whose batches may have to be of one size
         dataset = some_rows(dataset, NUM_EXAMPLES * num_rows)

@@ -1,13 +1,12 @@
 """Plain text for pre-training: rows of a corpus, and the bodies of the `pt` collate part.
 
-All that is in a row is learnt: the tokens that the tokenizer begins a text with, the text, EOS.
-What is padding is known by its place, so a padding token that is EOS too does no harm. Text from
-the data never becomes a special token. Cutting long documents into rows is not done here: a
-collate part makes as many rows as it gets samples.
+All of a row is in the loss: the tokenizer's first tokens, the text, EOS. Padding is known by its
+place, so it may be EOS too. Text from the data never becomes a special token. Long documents are
+not cut into rows here: a collate part makes as many rows as it gets samples.
 
-A sample of a corpus has `segments`, arrays of token ids, in place of a text. All of a segment is
-learnt but its first token, which no token of the same segment goes before. Samples that say
-`is_packed` hold several segments a row, none of which sees another.
+A sample of a corpus has `segments`, arrays of token ids, in place of a text. All of a segment is in
+the loss but its first token. Samples with `is_packed` hold several segments a row, none of which
+sees another.
 """
 
 import hashlib
@@ -38,8 +37,6 @@ Range = tuple[int, int]
 
 class CorpusRows(Dataset):
     """The rows of a corpus, type behind type: a segment a row, or rows that were packed before.
-
-    A row is read when it is asked for, and nothing is kept of any.
 
     Args:
         corpus: `header`, `corpus[i]` -> token ids of a segment, `type_starts`.
@@ -90,14 +87,14 @@ class CorpusRows(Dataset):
         return None, {**sample, "is_packed": True}
 
     def place_of(self, row: int) -> int:
-        """The segment (or the packed row) of the corpus that a row of this dataset is."""
+        """Return the segment (or the packed row) of the corpus that a row of this dataset is."""
         if not 0 <= row < len(self):
             raise IndexError(row)
         kind = bisect_right(self._ends, row)
         return self.ranges[kind][1] - (self._ends[kind] - row)
 
     def unpacked(self) -> "CorpusRows":
-        """All segments of the corpus, a row each, drawn in the same proportions."""
+        """Return all segments of the corpus, a row each, drawn in the same proportions."""
         return CorpusRows(
             self.corpus,
             type_ranges(self.corpus.type_starts),
@@ -114,18 +111,18 @@ class CorpusRows(Dataset):
         return self.corpus.header.rules.seq_length
 
     def make_sampler(self, **options: Any) -> Any:
-        """Draws the rows of training; see `has_sampler`."""
+        """Return what draws the rows of training; see `has_sampler`."""
         assert self._draw is not None, "rows that are held out are not drawn"
         names = [kind.name for kind in self.corpus.header.types]
         return self._draw(self.sizes, names=names, **options)
 
     def describe(self, row: int) -> str:
-        """Where a row is from."""
+        """Return where a row is from."""
         kind = "segment" if self.packed is None else "packed row"
         return f"{self.source}: {kind} {self.place_of(row)}"
 
     def fingerprint(self) -> str:
-        """Tells whether another dataset has the same rows; reads the header alone."""
+        """Return what tells whether another dataset has the same rows; reads the header only."""
         packed = None if self.packed is None else self.packed.digest
         words = [self.corpus.header.digest, self.ranges, packed]
         return hashlib.sha256(json.dumps(words).encode()).hexdigest()
@@ -138,14 +135,7 @@ class CorpusRows(Dataset):
         vocab_size: int | None,
         overlong: TextOverlong,
     ) -> str:
-        """Refuses a corpus that does not go with the run; says what it is.
-
-        Args:
-            vocab_size: rows of the model's embedding; None: not known.
-
-        Raises:
-            UserError: it is of another tokenizer, has ids without a row, or rows that are too long.
-        """
+        """Refuse a corpus that does not go with the run, and describe it."""
         header, known = self.corpus.header, self.corpus.header.tokenizer
         if known is not None and known.fingerprint and self._fingerprint_of is not None:
             tokenizer = get_tokenizer(processor)
@@ -153,15 +143,14 @@ class CorpusRows(Dataset):
                 name = Path(str(getattr(tokenizer, "name_or_path", "") or "?")).name
                 raise UserError(
                     f"{self.source} was made with the tokenizer {known.name}, and the one of the "
-                    f"run ({name}) is another. Use the tokenizer of the corpus (`processor_path`), "
-                    "build the corpus again, or, if you know that both give the same ids (new "
-                    "tokens were added since), give `dataset.any_tokenizer` true."
+                    f"run is another ({name}). Use the corpus's (`processor_path`), or give "
+                    "`dataset.any_tokenizer` true if both give the same ids."
                 )
         if vocab_size is not None and known is not None and known.vocab_size > vocab_size:
             raise UserError(
                 f"{self.source} has ids up to {known.vocab_size - 1} (tokenizer {known.name}), the "
-                f"model's embedding has {vocab_size} rows. Use a config whose vocab_size is large "
-                "enough, or build the corpus with the tokenizer of the model."
+                f"model's embedding has {vocab_size} rows. Build the corpus with the tokenizer of "
+                "the model, or use a larger vocab_size."
             )
         is_packed = self.packed is not None
         if self.row_length > max_token_num and (overlong == "error" or is_packed):
@@ -180,18 +169,15 @@ class CorpusRows(Dataset):
 
 
 def type_ranges(starts: Sequence[int]) -> list[Range]:
-    """The range of each type, from where each starts and where the last one ends."""
+    """Return the range of each type, from where each starts and where the last one ends."""
     return list(pairwise(map(int, starts)))
 
 
 def held_out_starts(corpus: Any, test_size: int | float) -> list[int]:
-    """Where the held-out segments of each type begin: at its end, and with a document.
+    """Return where the held-out segments of each type begin: at its end, and with a document.
 
     Args:
         test_size: at least so many segments of each type, or below 1 a share of them.
-
-    Raises:
-        UserError: none of a type would be left for training.
     """
     starts = []
     for (first, stop), kind in zip(
@@ -199,44 +185,33 @@ def held_out_starts(corpus: Any, test_size: int | float) -> list[int]:
     ):
         share = test_size if isinstance(test_size, int) else round(test_size * (stop - first))
         count = max(share, 1)
-        start = _begin_of_document(corpus, first, stop - count) if count < stop - first else first
+        start = max(stop - count, first)
+        while start > first:  # back to the last place where a document begins
+            low = max(first, start + 1 - _LOOK_BACK)
+            begins = numpy.flatnonzero(numpy.asarray(corpus.flags(low, start + 1)) & BEGINS)
+            if len(begins):
+                start = low + int(begins[-1])
+                break
+            start = low - 1
+        start = max(start, first)
         if start <= first < stop:
             raise UserError(
                 f"`dataset.test_size` {test_size} holds out all {stop - first} segments of type "
-                f"{kind.name}. Some were expected to be left, because training draws from each "
-                "type: lower it, or give a corpus of its own as `dataset.test_path`."
+                f"{kind.name}. Lower it, or give another corpus as `dataset.test_path`."
             )
         starts.append(start)
     return starts
 
 
-def _begin_of_document(corpus: Any, first: int, at: int) -> int:
-    """The last place up to `at` where a document begins."""
-    while at > first:
-        low = max(first, at + 1 - _LOOK_BACK)
-        begins = numpy.flatnonzero(numpy.asarray(corpus.flags(low, at + 1)) & BEGINS)
-        if len(begins):
-            return low + int(begins[-1])
-        at = low - 1
-    return first
-
-
 def encode_text(images: Images, sample: Sample, **common: Any) -> EncodedSample:
-    """The tokens of one text, all of them learnt; or of the segments of a sample of a corpus.
-
-    Args:
-        common: as of `encode_sft`.
-
-    Raises:
-        DataError: it has images, or is too long and may not be cut.
-    """
+    """Encode one text, all of it in the loss; or the segments of a sample of a corpus."""
     if "segments" in sample:
         segments = _encode_ready(sample, **common)
         return EncodedSample(images, sample, segments, sum(map(len, segments)), segments)
     if images:
         raise DataError(
-            f"{sample_name(sample)} has {len(images)} images. Text alone was expected by "
-            "`collate_fn` pt, because image tokens can't be learnt: use `collate_fn` sft."
+            f"{sample_name(sample)} has {len(images)} images, and `collate_fn` pt takes only text. "
+            "Use `collate_fn` sft."
         )
     if isinstance(sample.get("text"), str) and "messages" not in sample:
         slots = {part.slot for part in parse_template(common["prompt"])} - {"", IMAGE}
@@ -258,16 +233,11 @@ def _encode_ready(
     stage: int = 0,
     **common: Any,
 ) -> list[Encoded]:
-    """The segments of one sample, each learnt as a whole.
-
-    Raises:
-        DataError: the row is too long and may not be cut; or it holds several segments, of which
-            none can be cut or dropped alone.
-    """
+    """Return the segments of one sample, each in the loss as a whole."""
     segments = sample["segments"]
     total = sum(map(len, segments))
     if total <= max_token_num:
-        # in arrays, not lists: a corpus is read as fast as its tokens can be copied
+        # arrays, not lists: a corpus is read as fast as its tokens can be copied
         return [
             Encoded(ids, numpy.ones(len(ids), bool), numpy.zeros(len(ids), bool))  # type: ignore
             for ids in segments
@@ -290,10 +260,7 @@ def _encode_ready(
 
 
 def collate_text(samples: Sequence[Item], **common: Any) -> MicroBatch:
-    """One micro-batch, a text a row: ids, mask and labels [B, T].
-
-    A sample of a corpus is a row, too, of one segment or, where it was packed so, of several.
-    """
+    """Make one micro-batch, a text or a sample of a corpus a row: ids, mask and labels [B, T]."""
     encoded = all_encoded(samples, encode_text, **common)
     if "segments" not in encoded[0].sample:
         return collate_encoded(encoded, **common)
@@ -308,5 +275,5 @@ def collate_text(samples: Sequence[Item], **common: Any) -> MicroBatch:
 
 
 def collate_packed_text(rows: Sequence[Sequence[Item]], **common: Any) -> MicroBatch:
-    """One micro-batch of rows that hold several texts or segments, none of which sees another."""
+    """Make one micro-batch of rows of several texts or segments, none of which sees another."""
     return pack_encoded([all_encoded(row, encode_text, **common) for row in rows], **common)

@@ -1,10 +1,10 @@
 """Makes one micro-batch of preferences; the bodies of the `dpo`, `rm` and `kto` collate parts.
 
 A sample of `dpo` and `rm` becomes two rows next to each other, [c0, r0, c1, r1, ...]: the prompt
-with the chosen and with the rejected answer, so that a pair is in one micro-batch whatever its
-size. A sample of `kto` is one answer that is wanted or not; beside the rows go others, the same
-prompts with answers that belong elsewhere, from which the step estimates how far the model is from
-the reference. Shapes: B rows, T tokens, P pairs.
+with the chosen and with the rejected answer, so that a pair is in one micro-batch. A sample of
+`kto` is one desirable or undesirable answer; next to the rows are others, the same prompts with
+answers of other rows, which show how far the model is from the reference. Shapes: B rows, T
+tokens, P pairs.
 """
 
 from collections.abc import Sequence
@@ -35,52 +35,48 @@ ANSWER_COLUMN = "ref_logps"
 
 
 def both_answers(sample: Sample) -> list[Sample]:
-    """The question with the chosen answer, and with the rejected one; nothing else is learnt.
+    """Return the question with the chosen answer, and with the rejected one.
 
-    `chosen` and `rejected` are lists of messages that go on from `messages`; texts stand for one
+    `chosen` and `rejected` are lists of messages that continue `messages`; text stands for one
     message of the assistant or, in a row without messages, for the field `answer`.
-
-    Raises:
-        DataError: one is missing or of another kind.
     """
-    return [_with_answer(sample, name) for name in ANSWERS]
-
-
-def _with_answer(sample: Sample, name: str) -> Sample:
-    answer, messages = sample.get(name), sample.get("messages")
     rest = {key: value for key, value in sample.items() if key not in ANSWERS}
-    if messages is None:
-        if isinstance(answer, list) and len(answer) == 1 and is_answer(answer[0]):
-            answer = answer[0].get("content")
-        if not isinstance(answer, str):
-            raise bad_row(sample, name, sample.get(name), "text, or one assistant message")
-        return {**rest, "answer": answer}
-    told = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-    if not isinstance(told, list) or not any(map(is_answer, told)):
-        raise bad_row(sample, name, answer, "text, or a list of messages with an assistant's")
-    if not isinstance(messages, list):
-        raise bad_row(sample, "messages", messages, "a list of messages, the prompt")
-    return {**rest, "messages": [*map(unlearnt, messages), *told]}
+    messages, made = sample.get("messages"), []
+    for name in ANSWERS:
+        answer = sample.get(name)
+        if messages is None:
+            if isinstance(answer, list) and len(answer) == 1 and is_answer(answer[0]):
+                answer = answer[0].get("content")
+            if not isinstance(answer, str):
+                raise bad_row(sample, name, sample.get(name), "text, or one assistant message")
+            made.append({**rest, "answer": answer})
+            continue
+        told = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+        if not isinstance(told, list) or not any(map(is_answer, told)):
+            raise bad_row(sample, name, answer, "text, or a list of messages with an assistant's")
+        if not isinstance(messages, list):
+            raise bad_row(sample, "messages", messages, "a list of messages, the prompt")
+        made.append({**rest, "messages": [*map(unlearnt, messages), *told]})
+    return made
 
 
 def is_answer(message: Any) -> bool:
-    """Whether a message is the assistant's."""
+    """Tell whether a message is the assistant's."""
     return isinstance(message, dict) and message.get("role") == "assistant"
 
 
 def unlearnt(message: Any) -> Any:
-    """The message; of the assistant as one that is not learnt."""
+    """Return the message, the assistant's out of the loss."""
     return {**message, "weight": 0} if is_answer(message) else message
 
 
-def bad_row(sample: Sample, name: str, value: Any, expected: str) -> DataError:
-    """The error for a field that is missing or of another kind."""
+def bad_row(sample: Sample, name: str, value: Any, wanted: str) -> DataError:
+    """Return the error for a field that is missing or of another kind."""
     what = "is missing" if value is None else f"is {str(value)[:200]!r}"
     return DataError(
-        f"{sample_name(sample)}: {name!r} {what}. Expected is {expected}, because a preference "
-        "says which answer to a prompt is better: correct the row, or use a `collate_fn` that "
-        "fits it (dpo, rm: messages or question, chosen, rejected; kto: messages or question "
-        "and answer, label)."
+        f"{sample_name(sample)}: {name!r} {what}. Write {wanted}, or use a `collate_fn` that fits "
+        "the row (dpo, rm: messages or question, chosen, rejected; kto: messages or question and "
+        "answer, label)."
     )
 
 
@@ -94,19 +90,20 @@ def encode_pair(
     overlong: Overlong = "error",
     **texts: Any,
 ) -> EncodedSample:
-    """The chosen and the rejected row of a sample, of at most `max_token_num` tokens.
+    """Encode the chosen and the rejected row of a sample, of at most `max_token_num` tokens.
 
-    Both are changed alike: the same tokens of the prompt are cut from both, or both are dropped.
-
-    Raises:
-        DataError: an answer is missing, or has no supervised token; or the pair is too long.
+    The same tokens of the prompt are cut from both, or both are dropped.
     """
     texts = {name: texts[name] for name in TEXTS}
     pair = [encode_for_training(images, one, **texts) for one in both_answers(sample)]
     longest = max(map(len, pair))
     if longest <= max_token_num:
         return EncodedSample(images, sample, pair, longest, pair)
-    limited = list(map(_cuttable_in_prompt, pair))
+    limited = []
+    for row in pair:  # nothing behind the first supervised token may go: there the answers differ
+        start = row.is_target.index(True)
+        is_cuttable = [may_go and place < start for place, may_go in enumerate(row.is_cuttable)]
+        limited.append(Encoded(row.input_ids, row.is_target, is_cuttable, row.is_marked))
     # the longer one first: if it is refused, the numbers are those of the limit
     for index in sorted((0, 1), key=lambda index: -len(pair[index])):
         limited[index] = limit_length(
@@ -134,28 +131,18 @@ def collate_pairs(samples: Sequence[Item], **common: Any) -> MicroBatch:
     return _add_columns(batch, [sample for _, sample in samples], PAIR_COLUMNS)
 
 
-def _cuttable_in_prompt(row: Encoded) -> Encoded:
-    """Nothing behind the first supervised token may go: it differs between the two answers."""
-    start = row.is_target.index(True)
-    is_cuttable = [may_go and place < start for place, may_go in enumerate(row.is_cuttable)]
-    return Encoded(row.input_ids, row.is_target, is_cuttable, row.is_marked)
-
-
 class WithOthers(Subset):
     """A dataset whose samples bring the row before them, the first one the last row.
 
-    So each prompt has an answer that belongs elsewhere, always the same one, however rows fall
-    into steps, micro-batches and replicas.
-
-    Raises:
-        DataError: there is one row only.
+    So each prompt has an answer of another row, always the same one, however rows fall into steps,
+    micro-batches and replicas. One row only is a DataError.
     """
 
     def __init__(self, dataset: Any) -> None:
         if len(dataset) < 2:
             raise DataError(
-                f"the dataset has {len(dataset)} row, and KTO estimates its baseline from prompts "
-                "with the answers of other rows. Give more rows, or use `loss_fn.use_kl` false."
+                f"the dataset has {len(dataset)} row, and KTO needs the answers of other rows. "
+                "Give more rows, or use `loss_fn.use_kl` false."
             )
         super().__init__(dataset, range(len(dataset)))
 
@@ -167,28 +154,35 @@ class WithOthers(Subset):
         return [self[row] for row in rows]
 
     def describe(self, row: int) -> str:
-        """File and line of a row."""
+        """Return file and line of a row."""
         return self.dataset.describe(row) if hasattr(self.dataset, "describe") else f"row {row}"
 
 
 def encode_answer(images: Images, sample: Sample, **common: Any) -> EncodedSample:
-    """One answer; `common` as of `encode_sft`.
+    """Encode one answer; `common` as of `encode_sft`.
 
-    With a sample that brings another row (`WithOthers`), its prompt with that row's answer is
-    among `others`.
+    With a sample that brings another row (`WithOthers`), its prompt with that row's answer, cut at
+    the end where it is too long, is among `others`.
     """
     encoded = encode_sft(images, sample, encode=_encode_last, **common)
     if OTHER not in sample:
         return encoded
-    return replace(encoded, others=[_borrowing(encoded.rows[0], sample, **common)])
+    row = encoded.rows[0]
+    if not any(row.is_target):  # dropped
+        return replace(encoded, others=[row])
+    other = _encode_last(*sample[OTHER], **{name: common[name] for name in TEXTS})
+    start, other_start = row.is_target.index(True), other.is_target.index(True)
+    most = common["max_token_num"]
+    borrowing = Encoded(
+        (row.input_ids[:start] + other.input_ids[other_start:])[:most],
+        (row.is_target[:start] + other.is_target[other_start:])[:most],
+        (row.is_cuttable[:start] + other.is_cuttable[other_start:])[:most],
+    )
+    return replace(encoded, others=[borrowing])
 
 
 def _encode_last(images: Images, sample: Sample, **texts: Any) -> Encoded:
-    """The row of a sample, of any length; of several answers the last one is learnt.
-
-    Raises:
-        DataError: it does not say whether the answer is wanted, or has no supervised token.
-    """
+    """Encode a sample at any length; the last of several answers is in the loss."""
     if not isinstance(sample.get("label"), bool):
         raise bad_row(sample, "label", sample.get("label"), "true (wanted) or false")
     messages = sample.get("messages")
@@ -215,21 +209,8 @@ def collate_answers(samples: Sequence[Item], **common: Any) -> MicroBatch:
     return _add_columns(batch, [sample for _, sample in samples], (ANSWER_COLUMN,))
 
 
-def _borrowing(row: Encoded, sample: Sample, *, max_token_num: int, **common: Any) -> Encoded:
-    """A row's prompt with the answer of another row, cut at the end where it is too long."""
-    if not any(row.is_target):
-        return row  # dropped
-    other = _encode_last(*sample[OTHER], **{name: common[name] for name in TEXTS})
-    start, other_start = row.is_target.index(True), other.is_target.index(True)
-    return Encoded(
-        (row.input_ids[:start] + other.input_ids[other_start:])[:max_token_num],
-        (row.is_target[:start] + other.is_target[other_start:])[:max_token_num],
-        (row.is_cuttable[:start] + other.is_cuttable[other_start:])[:max_token_num],
-    )
-
-
 def _add_columns(batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str]) -> MicroBatch:
-    """Adds log-probabilities under the reference where every sample brings them."""
+    """Add log-probabilities under the reference where every sample brings them."""
     if all(name in sample for sample in samples for name in names):
         values = [float(sample[name]) for sample in samples for name in names]
         batch["loss_reference"] = torch.tensor(values)
@@ -239,42 +220,34 @@ def _add_columns(batch: MicroBatch, samples: Sequence[Sample], names: Sequence[s
 def encode_scored_pair(
     images: Images, sample: Sample, *, pad_token_id: int, **common: Any
 ) -> EncodedSample:
-    """Both rows; only the last token of each has a label: there its reward is read.
+    """Encode both rows; only the last token of each has a label: there its reward is read.
 
-    Rows end before trailing padding tokens (where EOS is the padding token): the library's
-    classifiers read there, and what comes behind a token does not change it. Where one of the two
-    was dropped, none has a label.
-
-    Args:
-        common: as of `encode_sft`.
+    Rows end before trailing padding tokens (where EOS is the padding token): there transformers'
+    classifiers read, and what comes behind a token does not change it. Where one of the two was
+    dropped, none has a label.
     """
     pair = [
         encode_sft(images, one, pad_token_id=pad_token_id, **common) for one in both_answers(sample)
     ]
-    limited = [row for one in pair for row in one.rows]
-    if all(any(row.is_target) for row in limited):
-        rows = [_read_at_end(row, pad_token_id, sample) for row in limited]
-    else:
-        rows = [replace(row, is_target=[False] * len(row)) for row in limited]
+    rows = [row for one in pair for row in one.rows]
+    is_dropped = not all(any(row.is_target) for row in rows)
+    for index, row in enumerate(rows):
+        length = len(row)
+        while not is_dropped and length and row.input_ids[length - 1] == pad_token_id:
+            length -= 1
+        if length < 2 and not is_dropped:
+            raise DataError(
+                f"{sample_name(sample)}: a row of {length} tokens is left of question and answer, "
+                "and a reward is read at the last of two or more. Correct the row."
+            )
+        kept = row.keep(list(range(length)))
+        rows[index] = replace(kept, is_target=[False] * (length - 1) + [not is_dropped])
     whole = [row for one in pair for row in one.whole]
     return EncodedSample(images, sample, rows, max(map(len, rows)), whole)
 
 
-def _read_at_end(row: Encoded, pad_token_id: int, sample: Sample) -> Encoded:
-    length = len(row)
-    while length and row.input_ids[length - 1] == pad_token_id:
-        length -= 1
-    if length < 2:
-        raise DataError(
-            f"{sample_name(sample)}: a row of {length} tokens is left of a question and an answer. "
-            "A reward is read at the last of two or more: correct the row."
-        )
-    kept = row.keep(list(range(length)))
-    return replace(kept, is_target=[False] * (length - 1) + [True])
-
-
 def collate_rewards(samples: Sequence[Item], **common: Any) -> MicroBatch:
-    """One micro-batch of two rows a sample, and `loss_margins` [P] of the pairs."""
+    """Make one micro-batch of two rows a sample, and `loss_margins` [P] of the pairs."""
     pairs = all_encoded(samples, encode_scored_pair, **common)
     batch = collate_encoded(pairs, **common)
     margins = []

@@ -1,8 +1,8 @@
 """Looks at the data before the model does: at its rows in the beginning, at each micro-batch later.
 
 The first bad row ends the run before any model is loaded: rows are rendered and tokenized, and
-their images decoded, on the CPU and without a process group. Where rows may be left out (bad ones,
-or too long ones that are dropped), all are looked at: the rest has to be the same on every rank.
+their images decoded, on the CPU. Where rows may be left out (bad or overlong ones), all are looked
+at: the rest has to be the same on every rank.
 """
 
 import functools
@@ -31,11 +31,10 @@ from stageline.data.text.rendered import Rendered
 from stageline.errors import DataError, UserError
 
 MOST_CHECKED = 2000  # rows, where all may stay
-_SHARED = "prompts and answers are cut"
 _HANDLING = {
     "cut_prompt": "their prompts are cut",
     "cut": "their ends are cut",
-    "share": _SHARED,
+    "share": "prompts and answers are cut",
     "drop": "dropped",
     "error": "refused",
 }
@@ -44,39 +43,24 @@ _TENSORS = ("input_ids", "attention_mask", "labels")
 
 @dataclass
 class PreflightReport:
-    """What was looked at so far.
+    """What was looked at so far."""
 
-    Attributes:
-        num_rows: rows of the dataset; None: a stream.
-        what_if_overlong: what happens to rows that are longer than the limit.
-        num_checked: rows looked at; fewer where the limit of rows or seconds was reached.
-        num_overlong: of those, longer than the limit (they are cut or dropped).
-        shortest, longest: tokens of the rows looked at, before they are cut.
-        num_tokens, num_targets: sums over the rows looked at.
-        num_sequences: what these lie in; a pair of answers is two.
-        dropped: numbers of those too long ones of which nothing would be left to learn.
-        bad: numbers of the rows to leave out because they are bad.
-    """
-
-    num_rows: int | None
-    what_if_overlong: str
-    num_checked: int = 0
+    num_rows: int | None  # of the dataset; None: a stream
+    what_if_overlong: str  # what happens to rows that are longer than the limit
+    num_checked: int = 0  # fewer than all where the limit of rows or seconds was reached
     num_overlong: int = 0
-    shortest: int = sys.maxsize
+    shortest: int = sys.maxsize  # tokens of a row before it is cut
     longest: int = 0
     num_tokens: int = 0
     num_targets: int = 0
-    num_sequences: int = 0
-    bad: list[int] = field(default_factory=list)
-    dropped: list[int] = field(default_factory=list)
-
-    @property
-    def num_dropped(self) -> int:
-        """How many rows are dropped."""
-        return len(self.dropped)
+    num_sequences: int = 0  # rows, where a pair of answers is two
+    bad: list[int] = field(default_factory=list)  # rows to leave out because they are bad
+    dropped: list[int] = field(
+        default_factory=list
+    )  # overlong rows that have nothing left to learn
 
     def add(self, row: int, encoded: EncodedSample, max_token_num: int) -> None:
-        """Counts a row."""
+        """Count a row."""
         lengths = list(map(len, encoded.whole))
         self.num_checked += 1
         self.num_overlong += max(lengths) > max_token_num
@@ -98,28 +82,20 @@ class PreflightReport:
         )
         if self.num_overlong:
             text += f", {self.num_overlong} too long ({self.what_if_overlong}"
-            shares = self.what_if_overlong == _SHARED
-            text += f"; {self.num_dropped} dropped: nothing to learn left)" if shares else ")"
+            shares = self.what_if_overlong == _HANDLING["share"]
+            text += f"; {len(self.dropped)} dropped: nothing to learn left)" if shares else ")"
         return text + (f", {len(self.bad)} left out" if self.bad else "")
 
 
 def check_vocabulary(processor: Any, vocab_size: int) -> None:
-    """Refuses a tokenizer whose ids the embedding does not have.
-
-    Args:
-        vocab_size: rows of the embedding, from the model's (text) config.
-
-    Raises:
-        UserError: the largest id is not below `vocab_size`.
-    """
+    """Refuse a tokenizer with ids above the `vocab_size` rows of the embedding."""
     vocabulary = get_tokenizer(processor).get_vocab()
     token, largest = max(vocabulary.items(), key=lambda item: item[1])
     if largest >= vocab_size:
         raise UserError(
-            f"the tokenizer has {len(vocabulary)} tokens with ids up to {largest} ({token!r}), the "
-            f"model's embedding has {vocab_size} rows. Use the tokenizer that belongs to the model "
-            "(`processor_path`), a config whose vocab_size is large enough, or `vocab.resize`, "
-            f"which adds rows (as resize_token_embeddings({largest + 1}) of transformers does)."
+            f"the tokenizer has ids up to {largest} ({token!r}), and the model's embedding has "
+            f"{vocab_size} rows. Use the tokenizer of the model (`processor_path`), or "
+            f"`vocab.resize`, which adds rows (as resize_token_embeddings({largest + 1}) does)."
         )
 
 
@@ -139,11 +115,11 @@ def preflight(
     seed: int = 0,
     encode: Callable[[Images, Sample], EncodedSample] | None = None,
 ) -> PreflightReport:
-    """Checks all rows of a dataset, or a seeded choice of `limit`, for at most `seconds`.
+    """Check all rows of a dataset, or a seeded choice of `limit`, for at most `seconds`.
 
-    Of a stream it checks the first `limit` rows, and the first bad one ends the run: the stream
-    itself leaves out what cannot be read. Where too long rows are dropped, it takes the lengths of
-    all others, too; their images are not looked at.
+    The first `limit` rows of a stream are checked, and the first bad one ends the run: the stream
+    itself leaves out what cannot be read. Where overlong rows are dropped, the lengths of all
+    others are taken, too, without their images.
 
     Args:
         vocab_size: rows of the model's embedding; None skips that check.
@@ -151,8 +127,7 @@ def preflight(
         encode: of the collate part, with its arguments; by default a sample becomes one row.
 
     Raises:
-        DataError: for the first bad row: it does not render, has nothing to learn, is too long,
-            or has an image that does not decode; or all rows would be dropped.
+        DataError: for the first bad row, or all rows would be dropped.
         UserError: the tokenizer does not fit the embedding.
     """
     if vocab_size is not None:
@@ -194,9 +169,9 @@ def preflight(
             with_images = set()
             if not takes_all:
                 break
-    if report.dropped and report.num_dropped == report.num_checked:
+    if report.dropped and len(report.dropped) == report.num_checked:
         raise DataError(
-            f"all {report.num_dropped} rows that were looked at are too long and would be dropped: "
+            f"all {report.num_checked} rows that were looked at are too long and would be dropped: "
             f"they have {report.shortest} tokens and more, and `max_token_num` is {max_token_num}. "
             "Raise `max_token_num`, or shorten the rows."
         )
@@ -212,14 +187,13 @@ def _source(dataset: Any, row: int) -> str:
 
 
 class CheckedCollate(CollatePart):
-    """A collate part, and a look at what it made.
+    """A collate part whose micro-batches are checked.
 
-    On a GPU an id without a row in the embedding kills the process with a message that names
-    nothing.
+    On a GPU an id without a row in the embedding kills the process and names nothing.
 
     Args:
         collate: the part, or a function: samples -> micro-batch.
-        vocab_size: rows of the model's embedding; None: nobody knows.
+        vocab_size: rows of the model's embedding; None: not known.
     """
 
     def __init__(self, collate: Callable[..., Any], vocab_size: int | None) -> None:
@@ -238,20 +212,12 @@ class CheckedCollate(CollatePart):
         is_packed: bool = False,
         **options: Any,
     ) -> MicroBatch:
-        """The micro-batch of samples, or of rows of them.
-
-        Raises:
-            ContractError: the part takes other arguments, or gave something else.
-            DataError: names the sample, place and id of the first id out of range.
-        """
+        """Return the micro-batch of samples, or of rows of them."""
         batch = call("collate_fn", make, rows, **options)
         problem = _problem_of(batch, len(rows))
         if problem is not None:
             came, cure = problem
-            why = (
-                "A dict of tensors was expected, with input_ids, attention_mask and labels of one "
-                "shape, rows x tokens, in integers, because stages and loss take them by name"
-            )
+            why = "input_ids, attention_mask and labels are integers of one shape, rows x tokens"
             raise broken("collate_fn", make, came, why=why, cure=cure)
         if self._vocab_size is not None:
             samples = rows if is_packed else [[sample] for sample in rows]
@@ -260,33 +226,28 @@ class CheckedCollate(CollatePart):
 
 
 def check_encode(collate: Callable[..., Any], sample: tuple[Any, Any]) -> Any:
-    """Tries the `encode` of a collate part, if it has one; gives what it made, or the sample.
-
-    Raises:
-        ContractError: it takes other arguments, or gives something else than an encoded sample.
-    """
+    """Try the `encode` of a collate part, if it has one; return what it made, or the sample."""
     encode = as_collate_part(collate).encode
     if encode is None:
         return sample
     encoded = call("encode", encode, *sample)
     if isinstance(encoded, EncodedSample) and isinstance(encoded.length, int) and encoded.length:
         return encoded
-    length = getattr(encoded, "length", None)
-    is_encoded = isinstance(encoded, EncodedSample)
+    came = f"returned {shown(encoded)}"
+    if isinstance(encoded, EncodedSample):
+        came = f"returned an EncodedSample with the length {shown(encoded.length)}"
     raise broken(
         "encode",
         encode,
-        f"returned an EncodedSample with the length {shown(length)}"
-        if is_encoded
-        else f"returned {shown(encoded)}",
-        why="An EncodedSample was expected, with its number of tokens as length",
+        came,
+        why="An EncodedSample has its number of tokens as length",
         cure="return what encode_sft of stageline.data.batches.collate gives, or "
         "EncodedSample(images, sample, rows, length, whole)",
     )
 
 
 def _problem_of(batch: object, num_samples: int) -> tuple[str, str] | None:
-    """What is wrong with the types and shapes of a micro-batch, and the cure."""
+    """Return what is wrong with the types and shapes of a micro-batch, and the cure."""
     if not isinstance(batch, dict):
         return f"returned {shown(batch)}", "return a dict, as collate_sft of stageline.data does"
     missing = [name for name in _TENSORS if name not in batch]
@@ -312,11 +273,7 @@ def _problem_of(batch: object, num_samples: int) -> tuple[str, str] | None:
 
 
 def _check_ids(batch: MicroBatch, vocab_size: int, *, samples: Sequence[Sequence[Any]]) -> None:
-    """Refuses token ids and labels for which the model has no row.
-
-    Args:
-        samples: (images, sample) of each row.
-    """
+    """Refuse token ids and labels for which the model has no row, by (images, sample) of each."""
     ids_BT, labels_BT = batch["input_ids"], batch["labels"]
     for kind, values_BT, is_free in (
         ("token id", ids_BT, torch.zeros((), dtype=torch.bool)),

@@ -25,20 +25,11 @@ _LONGEST_CHARACTER = 8  # tokens
 
 @dataclass(frozen=True)
 class Shown:
-    """One sample of a micro-batch.
+    """One sample of a micro-batch."""
 
-    Attributes:
-        row: of the dataset; -1 if it isn't known.
-    """
-
-    row: int
+    row: int  # of the dataset; -1: not known
     input_ids: list[int]
     is_learnt: list[bool]
-
-
-def use_colour(stream: TextIO) -> bool:
-    """Whether the stream is a terminal whose user has nothing against colours."""
-    return stream.isatty() and not os.environ.get("NO_COLOR")
 
 
 def preview(
@@ -50,18 +41,19 @@ def preview(
     full_length: Callable[[int], int] | None = None,
     stream: TextIO | None = None,
 ) -> None:
-    """Prints the first `count` samples of training, in the order in which they are trained on.
-
-    Args:
-        full_length: tokens of a row before it was cut or dropped.
-        stream: standard output by default.
-    """
+    """Print the first `count` samples of training, in the order in which they are trained on."""
     stream = stream or sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
     tokenizer = get_tokenizer(processor)
-    has_colour = use_colour(stream)
+    has_colour = stream.isatty() and not os.environ.get("NO_COLOR")
     for number, shown in zip(range(count), samples_of(loader), strict=False):
-        name = _name_of(shown, dataset, full_length)
+        length, learnt = len(shown.input_ids), sum(shown.is_learnt)
+        name = f"{length} tokens, {learnt} learnt ({100 * learnt / max(length, 1):.0f} %)"
+        if shown.row >= 0:
+            full = full_length(shown.row) if full_length is not None else length
+            if full > length:
+                name += f", {'cut from' if learnt else 'dropped: it has'} {full} tokens"
+            name = f"{sample_name(dataset[shown.row][1])}, row {shown.row}, {name}"
         print(f"-- sample {number + 1} of {count}: {name}", file=stream)
         text = paint(shown, tokenizer) if has_colour else bracket(shown, tokenizer)
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
@@ -70,7 +62,7 @@ def preview(
 
 
 def samples_of(loader: MicroBatchLoader) -> Iterator[Shown]:
-    """The samples of a run, in their order; decodes them in this process."""
+    """Yield the samples of a run, in their order; decodes them in this process."""
     for step, shares in enumerate(loader.sampler.shares(loader.start_step), loader.start_step):
         made = loader.step_maker[(step, shares)]
         if isinstance(made, Exception):
@@ -80,11 +72,8 @@ def samples_of(loader: MicroBatchLoader) -> Iterator[Shown]:
 
 
 def split(batch: MicroBatch) -> Iterator[Shown]:
-    """The samples of a micro-batch, without padding."""
-    if "input_ids" not in batch or "labels" not in batch:
-        return
-    ids_BT, labels_BT = batch["input_ids"], batch["labels"]
-    mask_BT = batch.get("attention_mask", torch.ones_like(ids_BT)).bool()
+    """Yield the samples of a micro-batch, without padding."""
+    ids_BT, labels_BT, mask_BT = batch["input_ids"], batch["labels"], batch["attention_mask"].bool()
     samples_BT = batch.get("sample_ids", torch.zeros_like(ids_BT))
     known = batch.get("loss_packed_rows", batch.get("loss_rows", torch.tensor([]))).tolist()
     found = []
@@ -101,21 +90,8 @@ def split(batch: MicroBatch) -> Iterator[Shown]:
         yield Shown(row, ids, is_learnt)
 
 
-def _name_of(shown: Shown, dataset: Any, full_length: Callable[[int], int] | None) -> str:
-    """Where a sample came from, and how much of it is learnt."""
-    length, learnt = len(shown.input_ids), sum(shown.is_learnt)
-    share = 100 * learnt / max(length, 1)
-    text = f"{length} tokens, {learnt} learnt ({share:.0f} %)"
-    if shown.row < 0:
-        return text
-    full = full_length(shown.row) if full_length is not None else length
-    if full > length:
-        text += f", {'cut from' if learnt else 'dropped: it has'} {full} tokens"
-    return f"{sample_name(dataset[shown.row][1])}, row {shown.row}, {text}"
-
-
 def bracket(shown: Shown, tokenizer: Any) -> str:
-    """The text with [[ ]] around what is learnt."""
+    """Return the text with [[ ]] around what is learnt."""
     text = ""
     for is_learnt, units in groupby(_units(shown, tokenizer), key=lambda unit: unit[1]):
         run = "".join(piece for piece, _ in units)
@@ -124,7 +100,7 @@ def bracket(shown: Shown, tokenizer: Any) -> str:
 
 
 def paint(shown: Shown, tokenizer: Any) -> str:
-    """The text in colours of a terminal; neighbouring tokens look different."""
+    """Return the text in colours of a terminal; neighbouring tokens look different."""
     text = ""
     for number, (piece, is_learnt) in enumerate(_units(shown, tokenizer)):
         text += (_LEARNT if is_learnt else _OTHER)[number % 2] + piece + _PLAIN
@@ -132,7 +108,7 @@ def paint(shown: Shown, tokenizer: Any) -> str:
 
 
 def _units(shown: Shown, tokenizer: Any) -> Iterator[tuple[str, bool]]:
-    """(text, learnt) of each token, or of the tokens that make one character together."""
+    """Yield (text, learnt) of each token, or of the tokens that make one character together."""
     added = set(tokenizer.added_tokens_decoder)
     for (text, is_learnt, token_id), alike in groupby(_read(shown, tokenizer)):
         count = len(list(alike))
@@ -143,20 +119,17 @@ def _units(shown: Shown, tokenizer: Any) -> Iterator[tuple[str, bool]]:
 
 
 def _read(shown: Shown, tokenizer: Any) -> Iterator[tuple[str, bool, int]]:
-    """(text, learnt, last id); each is read after the one before it, for the spaces between."""
+    """Yield (text, learnt, last id); each is read after the one before it, for its spaces."""
     ids, before, read = shown.input_ids, 0, 0
+    as_it_is = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     for end in range(1, len(ids) + 1):
-        text = _decode(ids[before:end], tokenizer)
+        text = tokenizer.decode(ids[before:end], **as_it_is)
         if text.endswith("\ufffd") and end < len(ids) and end - read < _LONGEST_CHARACTER:
             continue
-        known = _decode(ids[before:read], tokenizer) if read else ""
+        known = tokenizer.decode(ids[before:read], **as_it_is) if read else ""
         own = (  # nothing that would steer a terminal
             char if char.isprintable() or char in "\n\t" else repr(char)[1:-1]
             for char in text[len(known) :]
         )
         yield "".join(own), any(shown.is_learnt[read:end]), ids[end - 1]
         before, read = read, end
-
-
-def _decode(ids: list[int], tokenizer: Any) -> str:
-    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

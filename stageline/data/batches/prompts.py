@@ -18,67 +18,55 @@ from stageline.data.batches.batch import (
     render_sample,
     sample_name,
 )
-from stageline.data.batches.collate import TEXTS, Item, collate_encoded, collate_packed_sft
+from stageline.data.batches.collate import (
+    Item,
+    collate_encoded,
+    collate_packed_sft,
+    encode_sft,
+)
 from stageline.data.batches.collate_part import EncodedSample, all_encoded
 from stageline.data.text.encode import Encoded
-from stageline.data.text.limit import Overlong, limit_length
 
 
 def encode_prompt(
-    images: Images,
-    sample: Sample,
-    *,
-    pad_token_id: int,
-    max_token_num: int,
-    max_completion_length: int,
-    stage: int,
-    overlong: Overlong = "error",
-    **texts: Any,
+    images: Images, sample: Sample, *, max_completion_length: int, **common: Any
 ) -> EncodedSample:
-    """A prompt, up to where its answer begins, with a stand-in for the longest answer."""
-    chosen = {name: texts[name] for name in TEXTS}
-    name = sample_name(sample)
-    rendered = render_sample(images, sample, for_generation=True, **chosen)
-    prompt = encode_sample(rendered, images, processor=texts["processor"], name=name)
-    whole = with_answer(prompt, [pad_token_id] * max_completion_length)
-    row = limit_length(
-        whole,
-        max_token_num=max_token_num,
-        overlong=overlong,
-        name=name,
-        pad_token_id=pad_token_id,
-        warn=stage == 0,
-    )
-    return EncodedSample(images, sample, [row], len(row), [whole])
+    """Encode a prompt, up to where its answer begins, with a stand-in for the longest answer."""
+
+    def with_stand_in(images: Images, sample: Sample, *, processor: Any, **texts: Any) -> Encoded:
+        rendered = render_sample(images, sample, processor=processor, for_generation=True, **texts)
+        prompt = encode_sample(rendered, images, processor=processor, name=sample_name(sample))
+        return with_answer(prompt, [common["pad_token_id"]] * max_completion_length)
+
+    return encode_sft(images, sample, encode=with_stand_in, **common)
 
 
 def with_answer(prompt: Encoded, answer: Sequence[int]) -> Encoded:
-    """The row of a prompt and what answers it, which is learnt."""
+    """Return the row of a prompt and its answer, which is in the loss."""
     is_target = [False] * len(prompt) + [True] * len(answer)
     ids = [*prompt.input_ids, *answer]
     return Encoded(ids, is_target=is_target, is_cuttable=[False] * len(ids))
 
 
 def prompt_of(encoded: EncodedSample) -> Encoded:
-    """The prompt alone."""
+    """Return the prompt only."""
     [row] = encoded.whole
     length = row.is_target.index(True)
     return Encoded(row.input_ids[:length], [False] * length, [False] * length)
 
 
 def answered(encoded: EncodedSample, answer: Sequence[int]) -> EncodedSample:
-    """The sample with an answer in the place of the stand-in."""
+    """Return the sample with an answer in the place of the stand-in."""
     row = with_answer(prompt_of(encoded), answer)
     return replace(encoded, rows=[row], length=len(row), whole=[row])
 
 
 def decoder_inputs(encoded: EncodedSample, *, processor: Any, pad_token_id: int) -> MicroBatch:
-    """What a decoder reads of a prompt: ids and mask [1, T], pixels and what goes with them."""
+    """Return a decoder's inputs of a prompt: ids and mask [1, T], pixels and side inputs."""
     batch = pad_rows(
         [prompt_of(encoded)], pad_token_id=pad_token_id, side="left", with_labels=False
     )
-    names = [sample_name(encoded.sample)]
-    images = [encoded.images or ()]
+    images, names = [encoded.images or ()], [sample_name(encoded.sample)]
     add_image_inputs(batch, images, processor=processor, names=names, with_pixels=True)
     return batch
 

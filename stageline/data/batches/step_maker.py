@@ -1,8 +1,8 @@
 """Makes all micro-batches of one optimizer step: reads rows, arranges them by length, collates.
 
-Runs in a worker process of the loader, and draws the same random numbers in any. Knows no epochs.
-A micro-batch costs its rows times the longest of them, for padding is computed too. Arranging rows
-by length changes nothing of what belongs to a step, so the gradient is that of any other order.
+Runs in a worker process of the loader, and draws the same random numbers in any. A micro-batch
+costs its rows times the longest of them, for padding is computed too. Rows are arranged within a
+step, so the gradient is that of any other order.
 """
 
 import copy
@@ -31,64 +31,40 @@ _PR_SET_PDEATHSIG = 1
 
 
 def make_dataset(part: Callable[..., Any], *, dataset_path: str | None, **given: Any) -> Any:
-    """Calls a dataset part.
-
-    Args:
-        given: what else it gets, such as the split.
-
-    Raises:
-        ContractError: it takes other arguments, fails where no path came, or is no dataset.
-    """
-    try:
-        dataset = call("dataset", part, dataset_path=dataset_path, **given)
-    except (TypeError, AttributeError, OSError) as error:
-        if dataset_path is not None or isinstance(error, UserError):
-            raise
-        raise broken(
-            "dataset",
-            part,
-            f"failed without `dataset_path` ({type(error).__name__}: {error})",
-            why="A path was expected, because dataset_path is None without the option",
-            cure="give `dataset_path`, or let the part do without: dataset_path=None",
-        ) from error
+    """Call a dataset part."""
+    dataset = call("dataset", part, dataset_path=dataset_path, **given)
     for name in ("__len__", "__getitem__"):
         if not hasattr(dataset, name):
             raise broken(
                 "dataset",
                 part if dataset is None else dataset,
                 f"returned {shown(None)}" if dataset is None else f"has no {name}",
-                why="Rows with numbers were expected, because each rank takes its rows by number",
+                why="Each rank takes its rows by number",
                 cure="give it __len__(self) and __getitem__(self, index)",
             )
     return dataset
 
 
 def read_row(dataset: Any, row: int) -> Item:
-    """The (images, sample) of a row.
-
-    Raises:
-        DataError: the row is something else; part, row and what came are named.
-    """
+    """Return the (images, sample) of a row."""
     item = dataset[row]
     problem = _problem_of(item)
     if problem is None:
-        images, sample = item
-        return images, sample
-    came, cure = problem
+        return item[0], item[1]
     while isinstance(dataset, Subset):
         dataset, row = dataset.dataset, dataset.indices[row]
     raise broken(
         "dataset",
         dataset,
-        f"gave for row {row} {came}",
-        why="A pair (images, sample) was expected, because images and text go different ways",
-        cure=cure,
+        f"gave for row {row} {problem[0]}",
+        why="A row is a pair (images, sample)",
+        cure=problem[1],
         kind=DataError,
     )
 
 
 def _problem_of(item: object) -> tuple[str, str] | None:
-    """What is wrong with a row, and the cure."""
+    """Return what is wrong with a row, and the cure."""
     if not isinstance(item, tuple | list) or len(item) != 2:
         cure = "return (None, sample) for a row of text, (images, sample) for one with images"
         return shown(item), cure
@@ -108,19 +84,15 @@ def _problem_of(item: object) -> tuple[str, str] | None:
     for place, image in enumerate(images):
         if not (hasattr(image, "convert") and hasattr(image, "size")):
             what = f"{shown(image)} as image {place} of its images"
-            return what, "return PIL images, Image.open(path); the processor makes tensors of them"
+            return what, "return PIL images, Image.open(path)"
     return None
 
 
 class Rows:
     """The rows of a dataset, as steps ask for them: encoded once, where the collate part encodes.
 
-    What a row draws (an augmentation) follows from seed, step and its place in the step: not from
-    the worker that reads it, the number of replicas, or what was read before. A dataset with a
-    true `is_fixed` says that its rows draw nothing, and is read without seeding.
-
-    Args:
-        encode: (images, sample) -> EncodedSample; None: rows stay as they are.
+    Random draws of a row (an augmentation) follow from seed, step and its place in the step only.
+    Rows of a dataset with a true `is_fixed` draw nothing, and are read without seeding.
     """
 
     def __init__(
@@ -135,21 +107,14 @@ class Rows:
         self._known: dict[int, int] = {}
 
     def read(self, row: int, step: int, place: int) -> Any:
-        """A row: an encoded sample, or (images, sample).
-
-        Args:
-            place: in the step, over all replicas.
-        """
+        """Return a row, an encoded sample or (images, sample), by its place over all replicas."""
         if not self._is_fixed:
             self._seed_row(step, place)
         item = self._dataset[row]
         return item if self._encode is None else self._encode(*item)
 
     def length(self, row: int, step: int, place: int) -> int:
-        """The length of a row that another replica trains on.
-
-        Computed once, unless the row draws and may come out otherwise.
-        """
+        """Return the length of another replica's row; computed once, unless the row draws."""
         if row in self._known:
             return self._known[row]
         self._seed_row(step, place)
@@ -164,7 +129,7 @@ class Rows:
 
 
 def group_by_length(lengths: Sequence[int], num_groups: int) -> list[list[int]]:
-    """Indices in groups of near-equal length and near-equal cost; none is empty.
+    """Return indices in groups of near-equal length and near-equal cost; none is empty.
 
     Rows are cut in order of length, long ones into small groups and short ones into large groups,
     so that the costliest group is as cheap as any such cut allows.
@@ -173,7 +138,7 @@ def group_by_length(lengths: Sequence[int], num_groups: int) -> list[list[int]]:
     order = _longest_first(lengths)
 
     def cut(most: int) -> list[list[int]]:
-        """The fewest groups, each of at most that cost."""
+        """Return the fewest groups, each of at most that cost."""
         groups: list[list[int]] = []
         for index in order:
             if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= most:
@@ -202,12 +167,12 @@ def group_by_length(lengths: Sequence[int], num_groups: int) -> list[list[int]]:
 
 
 def padded_cost(lengths: Sequence[int]) -> int:
-    """Tokens of a micro-batch with its padding."""
+    """Return the tokens of a micro-batch with its padding."""
     return len(lengths) * max(lengths, default=0)
 
 
 def order_by_cost(costs: Sequence[int]) -> list[int]:
-    """Indices so that costs rise to the middle and fall again.
+    """Return indices so that costs rise to the middle and fall again.
 
     The first micro-batch fills the pipeline and the last drains it, so both are cheap; in between
     stages wait by the difference of neighbours (simulated in tests/unit/test_arrange.py).
@@ -217,11 +182,7 @@ def order_by_cost(costs: Sequence[int]) -> list[int]:
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices in rows of at most `capacity` tokens, by best fit: the fullest row that has room.
-
-    Raises:
-        UserError: one is longer than a row.
-    """
+    """Return indices in rows of at most `capacity` tokens, by best fit."""
     rows: list[list[int]] = []
     room: list[int] = []
     for index in _longest_first(lengths):
@@ -229,8 +190,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         if length > capacity:
             raise UserError(
                 f"a sample of {length} tokens does not fit a row of `max_token_num` {capacity}. "
-                "Samples are packed whole, because no token may see another sample: raise "
-                "`max_token_num`, or let the collate_fn part limit the length."
+                "Raise `max_token_num`, or let the collate_fn part limit the length."
             )
         fits = [place for place in range(len(rows)) if room[place] >= length]
         if fits:
@@ -245,10 +205,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def pack_into(lengths: Sequence[int], capacity: int, num_rows: int) -> list[list[int]]:
-    """As `pack`, but in exactly `num_rows` rows, which must be enough; some may be empty.
-
-    More rows than are needed are filled evenly, so that none is computed for nothing.
-    """
+    """As `pack`, in exactly `num_rows` rows, which must be enough and are filled evenly."""
     packed = pack(lengths, capacity)
     assert len(packed) <= num_rows
     if len(packed) == num_rows:
@@ -269,10 +226,10 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
 
 
 def end_with_rank(worker: int) -> None:
-    """Lets the kernel kill this worker when its rank is gone. Linux only; called in the worker.
+    """Let the kernel kill this worker when its rank is gone (Linux); called in the worker.
 
-    It was forked, so it holds the rank's connections open: until it ends, the other ranks do not
-    learn of a killed one. By itself it looks for its rank every five seconds.
+    It was forked and holds the rank's connections open: until it ends, other ranks do not learn of
+    a killed one. By itself it looks for its rank every five seconds.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -281,34 +238,29 @@ def end_with_rank(worker: int) -> None:
 
 
 def portable(error: Exception) -> Exception:
-    """The error, or one with its words where it would not come out of a worker as it went in."""
+    """Return the error, or one with its words where it would leave a worker otherwise."""
     if get_worker_info() is None:
         return error
     try:
-        # tried here: what the queue cannot send it drops, and the rank would wait for ever
+        # the queue drops what it cannot send, and the rank would wait for ever
         ForkingPickler.dumps(error)
-        if str(copy.copy(error)) == str(error):  # it is made again as the other side will
+        if str(copy.copy(error)) == str(error):  # made again, as on the other side
             return error
-    except Exception:  # what a class of anybody does when it is made again
+    except Exception:
         pass
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def padding_argument(collate: Callable, multiple_of: int) -> dict[str, int]:
-    """`pad_to_multiple_of` for a collate part; empty where rows are not rounded.
-
-    Raises:
-        UserError: rows are to be rounded, and the part does not take the argument.
-    """
+    """Return `pad_to_multiple_of` for a collate part; empty where rows are not rounded."""
     if multiple_of == 1:
         return {}
     taken = inspect.signature(collate).parameters
     takes_all = any(item.kind is item.VAR_KEYWORD for item in taken.values())
     if "pad_to_multiple_of" not in taken and not takes_all:
         raise UserError(
-            f"`pad_to_multiple_of` {multiple_of} was given, and the chosen `collate_fn` does not "
-            "take pad_to_multiple_of. Add the argument and hand it to collate_sft or pad_rows, use "
-            "`collate_fn` sft, or leave the option out."
+            f"`pad_to_multiple_of` {multiple_of} needs a `collate_fn` that takes the argument. Add "
+            "it and hand it to collate_sft or pad_rows, or leave the option out."
         )
     return {"pad_to_multiple_of": multiple_of}
 
@@ -320,10 +272,8 @@ class StepMaker(Dataset):
 
     Args:
         micro_batch_size: rows of a micro-batch; of sorted ones the mean.
-        dp_rank: whose share is made.
-        seed: of what rows and the collate part draw at random.
-        group_size: so many consecutive rows of a share stay together, in their order.
-        facts: what a model reads off a micro-batch on the host; goes into it.
+        seed: of random draws of rows and the collate part.
+        facts: micro-batch -> what a model reads off it on the host; goes into it.
     """
 
     def __init__(
@@ -344,7 +294,7 @@ class StepMaker(Dataset):
         self.is_sorted = is_sorted
         self.seed = seed
         self.group_size = group_size
-        self.facts = facts or _no_facts
+        self.facts = facts or (lambda batch: {})
         self.rows = Rows(dataset, self.part.encode, seed=seed)
 
     def __getitem__(self, request: tuple[int, Shares]) -> list[MicroBatch] | Exception:
@@ -355,7 +305,7 @@ class StepMaker(Dataset):
             return portable(error)  # raised in a worker, its traceback would bury the message
 
     def make(self, step: int, shares: Shares) -> list[MicroBatch]:
-        """The micro-batches of this replica."""
+        """Return the micro-batches of this replica."""
         rows = shares[self.dp_rank]
         items = self._read(step, shares)
         groups = _consecutive(range(len(items)), self.micro_batch_size)
@@ -377,9 +327,9 @@ class StepMaker(Dataset):
         return [self.rows.read(row, step, place) for row, place in self._places(shares)]
 
     def _places(self, shares: Shares, replica: int | None = None) -> list[tuple[int, int]]:
-        """(row, its place in the step over all replicas) of a share; by default the own one.
+        """Return (row, its place in the step over all replicas) of a share; default: its own.
 
-        What only fills up is the dataset's first group, a whole one.
+        The dataset's first group, a whole one, fills up.
         """
         replica = self.dp_rank if replica is None else replica
         first = sum(map(len, shares[:replica]))
@@ -389,15 +339,15 @@ class StepMaker(Dataset):
         ]
 
     def _seed_micro_batch(self, step: int, place: int, *, of: int) -> None:
-        """For what the collate part draws; all replicas make `of` micro-batches."""
+        """Seed the draws of the collate part; all replicas make `of` micro-batches."""
         seed_host(derive_seed(self.seed, "micro-batch", step, self.dp_rank * of + place))
 
     def _collate(self, items: list[Any], rows: list[int | None]) -> MicroBatch:
-        """A micro-batch; rows that only fill up get labels of -100.
+        """Collate a micro-batch; rows that only fill up get labels of -100.
 
-        `loss_rows` says which row of the dataset each one is (-1: none); stages do not get it. Of
-        rows that hold several samples `loss_packed_rows` says it of each sample. A collate part
-        may make several rows of each sample, next to each other.
+        `loss_rows` has the row of the dataset of each (-1: none), and `loss_packed_rows` that of
+        each sample where rows hold several; stages get neither. A collate part may make several
+        rows of each sample, next to each other.
         """
         batch = self.part.collate(items)
         times, rest = divmod(len(batch["labels"]), len(rows))
@@ -416,28 +366,21 @@ class PromptMaker(StepMaker):
     """The rows of a step as they are encoded, with their numbers: prompts, before any answer."""
 
     def make(self, step: int, shares: Shares) -> list[Any]:
-        """(row of the dataset or None, place in the step over all replicas, encoded sample)."""
+        """Return (row of the dataset or None, place in the step, encoded sample) of each."""
         places = [place for _, place in self._places(shares)]
         return list(zip(shares[self.dp_rank], places, self._read(step, shares), strict=True))
-
-
-def _no_facts(batch: MicroBatch) -> MicroBatch:
-    return {}
 
 
 class PackedStepMaker(StepMaker):
     """Several samples a row. All replicas make the same number of micro-batches.
 
-    `loss_packed_rows` says which rows of the dataset are in a micro-batch; stages do not get it.
+    `loss_packed_rows` has the rows of the dataset in a micro-batch; stages do not get it.
 
     Args:
         capacity: tokens of a row.
         legal_counts: rounds a number of micro-batches up to one that the schedule can run.
         agree: (step, number) -> the largest number of any replica. None: nobody can be asked, and
-            the lengths of all replicas' rows are computed here, for which each is encoded once.
-
-    Raises:
-        UserError: the collate part cannot pack.
+            the rows of all replicas are encoded here for their lengths.
     """
 
     def __init__(
@@ -455,9 +398,8 @@ class PackedStepMaker(StepMaker):
         self.agree = agree
         if self.part.encode is None or self.part.pack is None:
             raise UserError(
-                "`packing` was given, and the chosen `collate_fn` has no `encode` and `pack`. Use "
-                "`collate_fn` sft, add the two functions (docs/add_a_part.md), or leave `packing` "
-                "out."
+                "`packing` needs a `collate_fn` with `encode` and `pack`. Use `collate_fn` sft, or "
+                "add the two functions (docs/add_a_part.md)."
             )
 
     def make(self, step: int, shares: Shares) -> list[MicroBatch]:

@@ -6,7 +6,7 @@ there is such a file, so that no error tells what lies on this machine. Pixels a
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,10 @@ from stageline.errors import DataError
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_ASPECT = 200  # of the longer side to the shorter; what Qwen's processors take
 _ORIENTATION = 0x0112  # EXIF
-_HAS_ORIENTATION = ("JPEG", "MPO")
 
 
 def open_picture(path: str | Any) -> Image.Image:
-    """Opens a file, or a file object, in one of `FORMATS`; decodes nothing."""
+    """Open a file, or a file object, in one of `FORMATS`; decodes nothing."""
     with warnings.catch_warnings():
         # larger ones are refused by a limit of our own
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
@@ -31,28 +30,25 @@ def open_picture(path: str | Any) -> Image.Image:
 
 
 def is_turned(image: Image.Image) -> bool:
-    """Whether people see width and height of an image exchanged."""
+    """Tell whether people see width and height of an image exchanged."""
     return has_orientation(image) and image.getexif().get(_ORIENTATION, 1) >= 5
 
 
 def has_orientation(image: Image.Image) -> bool:
-    """Whether files of its format may say how it is to be turned."""
-    return image.format in _HAS_ORIENTATION
+    """Tell whether files of its format may say how it is to be turned."""
+    return image.format in ("JPEG", "MPO")
 
 
 def check_shape(image: Image.Image, *, name: str, max_pixels: int = MAX_PIXELS) -> None:
-    """Refuses by the header alone: more pixels than are decoded, or the shape of a thread."""
+    """Refuse by the header only: more pixels than are decoded, or the shape of a thread."""
     width, height = image.size
     why = ""
     if min(width, height) < 1:
-        why = "no pixels; at least one was expected"
+        why = "no pixels"
     elif width * height > max_pixels:
-        why = (
-            f"{width * height} pixels; at most {max_pixels} are decoded (`images.pixel_limit`), "
-            "because a small file may unpack to all the memory of the machine"
-        )
+        why = f"{width * height} pixels; at most {max_pixels} are decoded (`images.pixel_limit`)"
     elif max(width, height) > MAX_ASPECT * min(width, height):
-        why = f"sides of more than {MAX_ASPECT} to 1, of which scaling leaves nothing to see"
+        why = f"sides of more than {MAX_ASPECT} to 1"
     if why:
         raise DataError(
             f"{name}: the image {file_of(image)} of {width} x {height} has {why}. Scale the "
@@ -61,7 +57,7 @@ def check_shape(image: Image.Image, *, name: str, max_pixels: int = MAX_PIXELS) 
 
 
 def bad_image(file: object, error: Exception, *, name: str) -> DataError:
-    """The error for an image that cannot be opened or decoded."""
+    """Return the error for an image that cannot be opened or decoded."""
     return DataError(
         f"{name}: the image {file} does not decode ({type(error).__name__}: {error}). Replace it "
         f"by a whole picture, one of {', '.join(FORMATS)}, or take the row out."
@@ -69,14 +65,14 @@ def bad_image(file: object, error: Exception, *, name: str) -> DataError:
 
 
 def file_of(image: Image.Image) -> object:
-    """The file that an image came from, for a message."""
+    """Return the file that an image came from, for a message."""
     return getattr(image, "filename", "") or "in memory"
 
 
 class ImageFolders:
     """The folders that image names are relative to.
 
-    An absolute name, one with "..", and a link are taken when the file they lead to lies below one
+    An absolute name, one with "..", and a link are taken when the file they lead to is below one
     of the folders. A folder itself may be a link.
     """
 
@@ -86,20 +82,17 @@ class ImageFolders:
         self._max_pixels = current_image_settings().max_pixels
 
     def check_name(self, name: str, *, source: str) -> None:
-        """Refuses a name that leads out of the folders; looks at files only where it must."""
-        is_plain = not os.path.isabs(name) and ".." not in name.split("/") and "\0" not in name
-        if not is_plain:
+        """Refuse a name that leads out of the folders; looks at files only where it must."""
+        if os.path.isabs(name) or ".." in name.split("/"):
             self._find(name, source)
 
     def open(self, name: str, *, source: str) -> Image.Image:
-        """A picture that is not decoded."""
-        path, places = self._find(name, source)
-        if path is None:
-            raise _missing("image", name, places, source=source)
+        """Return a picture that is not decoded."""
+        path = self.locate(name, source=source, kind="image")
         try:
             picture = open_picture(path)
         except Exception as error:  # Pillow's readers raise anything
-            raise bad_image(path, _plain(error, path), name=source) from error
+            raise bad_image(path, error, name=source) from error
         try:
             check_shape(picture, name=source, max_pixels=self._max_pixels)
         except DataError:
@@ -107,58 +100,29 @@ class ImageFolders:
             raise
         return picture
 
-    def locate(self, name: str, *, source: str) -> str:
-        """The file or folder of a video, links followed."""
-        path, places = self._find(name, source, exists=os.path.exists)
+    def locate(self, name: str, *, source: str, kind: str = "video") -> str:
+        """Return the file of an image, the file or folder of a video; links are followed."""
+        allowed = self._find(name, source)
+        exists = os.path.isfile if kind == "image" else os.path.exists
+        path = next((place for place in allowed if exists(place)), None)
         if path is None:
-            raise _missing("video", name, places, source=source)
+            raise DataError(
+                f"{source}: there is no {kind} {name[:200]}, not at {', '.join(allowed)[:1000]}. "
+                "Put it there, or correct the row or the dataset's option for the image folder."
+            )
         return path
 
-    def _find(
-        self, name: str, source: str, exists: Callable[[str], bool] = os.path.isfile
-    ) -> tuple[str | None, list[str]]:
-        """The file, links followed, if there is one; and the places where it may be."""
-        places = [_real_path(os.path.join(root, name)) for root in self._real_roots]
-        allowed = list(dict.fromkeys(place for place in places if self._is_below(place)))
-        path = next((place for place in allowed if exists(place)), None)
-        if path is None and not all(self._is_below(place) for place in places):
+    def _find(self, name: str, source: str) -> list[str]:
+        """Return the places where a file may be, links followed."""
+        places = [os.path.realpath(os.path.join(root, name)) for root in self._real_roots]
+        # below any of them: "images" below the data may be a link to another disk
+        tops = tuple(root.rstrip(os.sep) + os.sep for root in self._real_roots)
+        allowed = list(dict.fromkeys(place for place in places if place.startswith(tops)))
+        is_there = any(map(os.path.exists, allowed))
+        if not is_there and not all(place.startswith(tops) for place in places):
             raise DataError(
                 f"{source}: the image name {name[:200]!r} leads out of the dataset's folders of "
-                f"images ({', '.join(map(str, self.roots))}). Rows must not read other files of "
-                "this machine: correct the row, or give the dataset's option for the folder of "
-                "images the folder that holds it."
+                f"images ({', '.join(map(str, self.roots))}). Correct the row, or name the folder "
+                "that holds it with the dataset's option for the image folder."
             )
-        return path, allowed
-
-    def _is_below(self, place: str) -> bool:
-        """Below any of the folders: "images" below the data may be a link to another disk."""
-        return any(place.startswith(root.rstrip(os.sep) + os.sep) for root in self._real_roots)
-
-
-def _missing(kind: str, name: str, places: Sequence[str], *, source: str) -> DataError:
-    return DataError(
-        f"{source}: there is no {kind} {name[:200]}. It was looked for at "
-        f"{', '.join(places)[:1000]}. Put it there, or correct the row or the dataset's option for "
-        "the folder of images."
-    )
-
-
-def _real_path(path: str) -> str:
-    try:
-        return os.path.realpath(path)
-    except ValueError:  # no name of a file, as one with a NUL
-        return ""
-
-
-def _plain(error: Exception, path: str) -> Exception:
-    """Pillow's error in clearer words where the file is none of the formats."""
-    if type(error).__name__ != "UnidentifiedImageError":
-        return error
-    with open(path, "rb") as file:
-        head = file.read(64)
-    what = f"it begins with {head[:24]!r}" if head else "it is empty"
-    if head.startswith((b"\x89PNG", b"\xff\xd8", b"GIF8", b"RIFF", b"BM")):
-        what = "its header is damaged or cut"
-    elif head.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
-        what = "it is a web page or XML, as a failed download leaves"
-    return type(error)(what)
+        return allowed

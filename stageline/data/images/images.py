@@ -1,8 +1,8 @@
 """Image text and image tensors of any processor of the library, without pixels where none exist.
 
-What an image becomes in the text (how many tokens) depends on its size alone. So every rank runs
-the processor once per distinct size on a blank image, and gets the expanded text and the small
-integer inputs (image_grid_thw ...); the first stage alone decodes and processes true pixels.
+The tokens of an image depend on its size only. So every rank runs the processor once per distinct
+size on a blank image, and gets the expanded text and the small integer inputs (image_grid_thw ...);
+only the first stage decodes and processes true pixels.
 
 Shapes: B rows, T tokens, N images of a micro-batch, M images of the fullest row, S tiles an image.
 """
@@ -42,45 +42,35 @@ _SIZE_ALONE: dict[str, Any] = {
 
 
 def grow_cross_mask(mask_BTMS: torch.Tensor, count: int = 1) -> torch.Tensor:
-    """The mask with `count` more tokens at the end, which see what the last one sees."""
+    """Return the mask with `count` more tokens at the end, which see what the last one sees."""
     more = mask_BTMS[:, -1:].expand(-1, count, -1, -1)
     return torch.cat([mask_BTMS, more], dim=1)
 
 
 def lies_in_rows(processor: Any) -> bool:
-    """Whether this processor lays images out by rows."""
+    """Tell whether this processor lays images out by rows."""
     return CROSS_MASK in getattr(processor, "model_input_names", ())
-
-
-def by_image(output: dict[str, Any]) -> dict[str, Any]:
-    """The processor's output of one row, with dim 0 for images in the place of rows."""
-    if CROSS_MASK not in output:
-        return output
-    return {
-        name: value[0] if isinstance(value, torch.Tensor) else value
-        for name, value in output.items()
-        if name != CROSS_MASK
-    }
 
 
 def by_rows(
     batch: dict[str, torch.Tensor], counts: Sequence[int], *, processor: Any
 ) -> dict[str, torch.Tensor]:
-    """The image inputs [B, M, ...] of a micro-batch that has them [N, ...], and the mask of tokens.
+    """Return the image inputs [B, M, ...] of a micro-batch that has them [N, ...], and the mask.
 
     For models whose layers attend to images (Mllama), which want images by rows. Rows and token
-    places are known on every rank, so the mask is made here, without pixels.
-
-    Args:
-        counts: images of each row.
+    places are known on every rank, so the mask of tokens is made here, without pixels.
     """
     if TILES not in batch:
         return {}
     from transformers.models.mllama import processing_mllama as library  # not for other models
 
-    names = [name for name in batch if name.startswith(("pixel", "aspect_ratio"))]
-    laid = {name: _lay(batch[name], counts) for name in names}
-    # the library lets images that are not there have one tile, so that no softmax is over nothing
+    laid = {}
+    for name, value_N in batch.items():
+        if name.startswith(("pixel", "aspect_ratio")):
+            laid[name] = value_N.new_zeros(len(counts), max(counts), *value_N.shape[1:])
+            for row, images in enumerate(value_N.split(list(counts))):
+                laid[name][row, : len(images)] = images
+    # in transformers absent images have one tile, so that no softmax is over nothing
     laid[TILES][:, :, 0] = 1
     tiles = batch[TILES].sum(-1).split(list(counts))
     dense = library.convert_sparse_cross_attention_mask_to_dense(
@@ -93,13 +83,6 @@ def by_rows(
         length=batch["input_ids"].shape[1],
     )
     return {**laid, CROSS_MASK: torch.from_numpy(dense)}
-
-
-def _lay(value_N: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    laid_BM = value_N.new_zeros(len(counts), max(counts), *value_N.shape[1:])
-    for row, images in enumerate(value_N.split(list(counts))):
-        laid_BM[row, : len(images)] = images
-    return laid_BM
 
 
 @dataclass(frozen=True)
@@ -126,7 +109,7 @@ class ImageExpander:
 
     @classmethod
     def of(cls, processor: Any) -> "ImageExpander | None":
-        """The expander of this processor; None for a tokenizer."""
+        """Return the expander of this processor; None for a tokenizer."""
         if get_image_processor(processor) is None:
             return None
         if processor not in cls._known:
@@ -134,21 +117,41 @@ class ImageExpander:
         return cls._known[processor]
 
     def use(self, settings: ImageSettings) -> None:
-        """Takes limits; call it after the processor was changed, too."""
+        """Take limits; call it after the processor was changed, too."""
         self.settings = settings
         self._facts.clear()
 
     def facts(self, size: Size) -> ImageFacts:
-        """What an image of this size becomes."""
+        """Return what an image of this size becomes."""
         if size not in self._facts:
-            self._facts[size] = self._ask(size)
+            blank = [self.image_token or ""], [[Image.new("RGB", size)]]
+            try:
+                output, texts = self._run(*blank, **_SIZE_ALONE)
+            except (TypeError, AttributeError):  # a processor of one's own without these options
+                output, texts = self._run(*blank)
+            type_input: str | None = None
+            type_of_id: dict[int, int] = {}
+            for name in _TYPE_INPUTS:
+                marks = zip(output["input_ids"][0], output.get(name, [[]])[0], strict=False)
+                type_of_id = {int(token_id): int(mark) for token_id, mark in marks if mark}
+                if type_of_id:
+                    type_input = name
+                    break
+            self._facts[size] = ImageFacts(
+                # Mllama's puts the first token of a text into each text that lacks it
+                text=texts[0].replace(getattr(self.processor, "bos_token", None) or "\0", ""),
+                side_inputs={
+                    name: value
+                    for name, value in output.items()
+                    if name not in _TEXT_INPUTS and not name.startswith("pixel")
+                },
+                type_input=type_input,
+                type_of_id=type_of_id,
+            )
         return self._facts[size]
 
     def expand(self, rendered: Rendered, sizes: Sequence[Size]) -> Rendered:
-        """Writes out the image tokens of each image piece; one size for each.
-
-        A piece without the processor's image token is left as it is.
-        """
+        """Write out the processor's image token in each image piece; one size for each."""
         token = self.image_token
         if token is None or not sizes:
             return rendered
@@ -159,7 +162,7 @@ class ImageExpander:
         )
 
     def side_inputs(self, sizes: Sequence[Size]) -> dict[str, torch.Tensor]:
-        """The small integer inputs of all images of a micro-batch."""
+        """Return the small integer inputs of all images of a micro-batch."""
         if not sizes:
             return {}
         facts = [self.facts(size) for size in sizes]
@@ -169,7 +172,7 @@ class ImageExpander:
         }
 
     def token_types(self, input_ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The input that marks image tokens [B, T], if the model wants one."""
+        """Return the input that marks image tokens [B, T], if the model wants one."""
         facts = next(iter(self._facts.values()), None) or self.facts((64, 64))
         if facts.type_input is None:
             return {}
@@ -179,7 +182,7 @@ class ImageExpander:
         return {facts.type_input: types_BT}
 
     def own_ids(self) -> frozenset[int]:
-        """Added tokens that stand for images in a text: a model looks for an image behind each."""
+        """Return the added tokens for images in a text: a model looks for an image behind each."""
         facts = next(iter(self._facts.values()), None) or self.facts((64, 64))
         tokenizer = get_tokenizer(self.processor)
         written = tokenizer(facts.text, add_special_tokens=False)["input_ids"]
@@ -187,11 +190,7 @@ class ImageExpander:
         return frozenset(facts.type_of_id).union(one for one in written if one in added)
 
     def pixels(self, images: Sequence[Sequence[Image.Image]]) -> dict[str, torch.Tensor]:
-        """All image inputs of a micro-batch, from the true pixels.
-
-        Args:
-            images: decoded RGB images, a list per row; rows may be empty.
-        """
+        """Return all image inputs of a micro-batch, from decoded RGB images, a list per row."""
         if not any(images):
             return {}
         if self.lies_in_rows:  # `by_rows` lays them out later
@@ -205,40 +204,18 @@ class ImageExpander:
     ) -> dict[str, torch.Tensor]:
         """As `pixels`, from images as datasets give them; names of each row, for errors."""
         most = self.settings.max_pixels
+        rows = zip(images, names, strict=True)
         return self.pixels(
             [
                 [decode_image(image, name=name, max_pixels=most) for image in row]
-                for row, name in zip(images, names, strict=True)
+                for row, name in rows
             ]
         )
-
-    def _ask(self, size: Size) -> ImageFacts:
-        blank = [self.image_token or ""], [[Image.new("RGB", size)]]
-        try:
-            output, texts = self._run(*blank, **_SIZE_ALONE)
-        except (TypeError, AttributeError):  # a processor of one's own without these options
-            output, texts = self._run(*blank)
-        side_inputs = {
-            name: value
-            for name, value in output.items()
-            if name not in _TEXT_INPUTS and not name.startswith("pixel")
-        }
-        type_input: str | None = None
-        type_of_id: dict[int, int] = {}
-        for name in _TYPE_INPUTS:
-            if type_of_id:
-                break
-            marks = zip(output["input_ids"][0], output.get(name, [[]])[0], strict=False)
-            type_of_id = {int(token_id): int(mark) for token_id, mark in marks if mark}
-            type_input = name if type_of_id else None
-        # Mllama's puts the first token of a text into each text that lacks it
-        text = texts[0].replace(getattr(self.processor, "bos_token", None) or "\0", "")
-        return ImageFacts(text, side_inputs, type_input, type_of_id)
 
     def _run(
         self, texts: list[str], images: Sequence[Sequence[Image.Image]], **options: Any
     ) -> tuple[dict[str, Any], list[str]]:
-        """The processor's output and the texts that it gave to its tokenizer."""
+        """Return the processor's output and the texts that it gave to its tokenizer."""
         recorder = _Recorder(self.processor.tokenizer)
         processor = copy.copy(self.processor)
         processor.tokenizer = recorder
@@ -249,7 +226,12 @@ class ImageExpander:
             text_kwargs={"add_special_tokens": False, "padding": False, "return_tensors": None},
             images_kwargs={"return_tensors": "pt", **options},
         )
-        return by_image(dict(output)), recorder.texts
+        output = dict(output)
+        if CROSS_MASK in output:  # of one row: dim 0 becomes images
+            del output[CROSS_MASK]
+            for name, value in output.items():
+                output[name] = value[0] if isinstance(value, torch.Tensor) else value
+        return output, recorder.texts
 
 
 class _Recorder:
@@ -268,13 +250,13 @@ class _Recorder:
 
 
 def image_size(image: Image.Image) -> Size:
-    """(width, height) as people see the image; reads the header only."""
+    """Return (width, height) as people see the image; reads the header only."""
     width, height = image.size
     return (height, width) if is_turned(image) else (width, height)
 
 
 def decode_image(image: Image.Image, *, name: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The pixels in RGB, upright; of an animation the first frame. Raises as `check_image`."""
+    """Return the first frame's pixels in RGB, upright. Raises as `check_image`."""
     check_image(image, name=name, max_pixels=max_pixels)
     try:
         upright = ImageOps.exif_transpose(image) if has_orientation(image) else image
@@ -286,20 +268,15 @@ def decode_image(image: Image.Image, *, name: str, max_pixels: int = MAX_PIXELS)
 
 
 def check_image(image: Image.Image, *, name: str, max_pixels: int = MAX_PIXELS) -> None:
-    """Decodes an image, so that one that cannot be is found.
-
-    Raises:
-        DataError: names row, file and reason.
-    """
+    """Decode an image, so that a bad one is found."""
     check_shape(image, name=name, max_pixels=max_pixels)
     if image.mode in ("I", "F"):
         raise DataError(
-            f"{name}: the image {file_of(image)} has pixels of 32 bits (mode {image.mode}), and it "
-            "isn't known which value is white. Save it with 8 bits, or take the row out."
+            f"{name}: the image {file_of(image)} has pixels of 32 bits (mode {image.mode}). Save "
+            "it with 8 bits, or take the row out."
         )
     try:
-        # where a part has switched it on, missing pixels would be gray without a word
-        ImageFile.LOAD_TRUNCATED_IMAGES = False
+        ImageFile.LOAD_TRUNCATED_IMAGES = False  # else missing pixels would be gray
         image.load()  # no draft(): a dataset that keeps its images would train on small ones
     except Exception as error:  # decoders raise anything
         raise bad_image(file_of(image), error, name=name) from error
@@ -308,13 +285,7 @@ def check_image(image: Image.Image, *, name: str, max_pixels: int = MAX_PIXELS) 
 def expand_images(
     rendered: Rendered, images: Sequence[Image.Image] | None, processor: Any, *, name: str
 ) -> Rendered:
-    """Writes out the tokens of all images of one sample.
-
-    Raises:
-        DataError: there are other numbers of places and images, or the processor does not take an
-            image of that size.
-        UserError: the text for an image is not that of the processor.
-    """
+    """Write out the tokens of all images of one sample."""
     sizes = [image_size(image) for image in images or ()]
     if not sizes and not rendered.num_images:
         return rendered
@@ -322,14 +293,14 @@ def expand_images(
     most = expander.settings.max_images if expander is not None else None
     if most is not None and len(sizes) > most:
         raise DataError(
-            f"{name}: it came with {len(sizes)} images; at most {most} are allowed "
-            "(`images.max_count`). Take some out, split the row, or raise the limit."
+            f"{name}: it came with {len(sizes)} images; at most {most} are allowed. Take some out, "
+            "or raise `images.max_count`."
         )
     if rendered.num_images != len(sizes):
         raise DataError(
             f"{name}: its text has {rendered.num_images} places for images, it came with "
-            f"{len(sizes)} images. Use one [IMAGE] in the `prompt` (it stands for all images of a "
-            "sample) or as many as there are images."
+            f"{len(sizes)} images. Write one [IMAGE], which takes all images of a sample, or one "
+            "for each into the `prompt`."
         )
     if expander is None:
         return rendered
@@ -338,8 +309,7 @@ def expand_images(
         if piece.is_image and token is not None and token not in piece.text:
             raise UserError(
                 f"{name}: the text for its image is {piece.text!r}, without {token!r}, which "
-                f"{type(processor).__name__} writes out. Use `image_token` auto, which takes what "
-                "the processor has, or the key that belongs to the model."
+                f"{type(processor).__name__} writes out. Use `image_token` auto."
             )
     try:
         return expander.expand(rendered, sizes)

@@ -5,7 +5,6 @@ that one that is saved with a model does the same.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +16,7 @@ from stageline.errors import UserError
 
 @dataclass(frozen=True)
 class Tiling:
-    """What is asked for; None leaves the processor's own.
-
-    Attributes:
-        min_tiles, max_tiles: tiles of an image, a thumbnail of all of it not counted.
-        min_pixels, max_pixels: of the scaled image.
-    """
+    """Tiles of an image, a thumbnail not counted, and pixels; None: the processor's own."""
 
     min_tiles: int | None = None
     max_tiles: int | None = None
@@ -31,7 +25,7 @@ class Tiling:
 
     @property
     def is_given(self) -> bool:
-        """Whether anything is asked for."""
+        """Anything is asked for."""
         return self != Tiling()
 
     def __str__(self) -> str:
@@ -40,29 +34,56 @@ class Tiling:
 
 
 def apply_tiling(processor: Any, tiling: Tiling) -> None:
-    """Changes the image processor of a processor, in place.
-
-    Raises:
-        UserError: it has nothing of the kind, or its other limit excludes the given one.
-    """
+    """Change the image processor of a processor, in place."""
     if not tiling.is_given:
         return
     images = get_image_processor(processor)
     if images is None:
         raise _refusal(tiling, processor, "takes no images")
-    for names, change in _KINDS:
-        if all(hasattr(images, name) for name in names):
-            change(processor, images, tiling)
-            return
-    if type(images).__name__.startswith("Qwen2VL"):
-        _scaled(processor, images, tiling)
-        return
-    why = "makes of every image the same number of tiles, or decides it by itself"
-    raise _refusal(tiling, processor, why)
+
+    def has(*names: str) -> bool:
+        return all(hasattr(images, name) for name in names)
+
+    # its settings tell its kind
+    if has("crop_to_patches", "min_patches", "max_patches"):  # InternVL, GOT-OCR2, Ovis2
+        own = (images.min_patches, images.max_patches)
+        images.min_patches, images.max_patches = _bounds(tiling, processor, "tiles", own)
+        images.crop_to_patches = images.max_patches > 1
+    elif has("image_grid_pinpoints"):  # LLaVA-Next and LLaVA-OneVision: some of its grids stay
+        sizes = [*dict(images.crop_size or {}).values(), *dict(images.size).values()]
+        side = next(size for size in sizes if size)
+        tiles = {(h, w): (h // side) * (w // side) for h, w in images.image_grid_pinpoints}
+        own = (min(tiles.values()), max(tiles.values()))
+        low, high = _bounds(tiling, processor, "tiles", own)
+        kept = [list(grid) for grid, count in tiles.items() if low <= count <= high]
+        if not kept:
+            why = f"has grids of {', '.join(map(str, sorted(set(tiles.values()))))} tiles"
+            raise _refusal(tiling, processor, why, "choose limits with one of these between them")
+        images.image_grid_pinpoints = kept
+    elif has("do_image_splitting", "max_image_size"):  # Idefics3 and SmolVLM: the longest edge,
+        _needs(tiling, processor, "tiles")  # in tiles, so that its square is not too many
+        if tiling.min_tiles is not None:
+            raise _refusal(tiling, processor, "has no least number of tiles")
+        edge = math.isqrt(tiling.max_tiles or 1)
+        vocabulary = get_tokenizer(processor).get_vocab()
+        while edge > 1 and f"<row_{edge}_col_{edge}>" not in vocabulary:
+            edge -= 1
+        longest = edge * images.max_image_size["longest_edge"]
+        images.size = type(images.size)(longest_edge=longest)
+    elif type(images).__name__.startswith("Qwen2VL"):  # no tiles: patches follow from the pixels
+        own = (images.size["shortest_edge"], images.size["longest_edge"])
+        low, high = _bounds(tiling, processor, "pixels", own)
+        least = (images.patch_size * images.merge_size) ** 2
+        if high < least:
+            raise _refusal(tiling, processor, f"makes one token of {least} pixels", "allow as many")
+        images.size = type(images.size)(shortest_edge=low, longest_edge=high)
+    else:
+        why = "makes of every image the same number of tiles, or decides it by itself"
+        raise _refusal(tiling, processor, why)
 
 
 def match_config(config: Any, processor: Any) -> None:
-    """Tells a model the grids of its processor, in place: LLaVA-Next's works them out again."""
+    """Give a model's config the grids of its processor: LLaVA-Next's works them out again."""
     grids = getattr(get_image_processor(processor), "image_grid_pinpoints", None)
     if grids is not None and hasattr(config, "image_grid_pinpoints"):
         config.image_grid_pinpoints = [list(grid) for grid in grids]
@@ -72,11 +93,11 @@ def _refusal(
     tiling: Tiling, processor: Any, why: str, instead: str = "leave the option out"
 ) -> UserError:
     name = type(get_image_processor(processor) or processor).__name__
-    return UserError(f"{tiling} was given, and {name} {why}. Instead: {instead}.")
+    return UserError(f"{tiling} does not fit {name}, which {why}. Instead, {instead}.")
 
 
 def _needs(tiling: Tiling, processor: Any, kind: str) -> None:
-    """Refuses limits of the other kind: pixels for tiles, tiles for pixels."""
+    """Refuse limits of the other kind: pixels for tiles, tiles for pixels."""
     if kind == "tiles" and (tiling.min_pixels, tiling.max_pixels) != (None, None):
         raise _refusal(tiling, processor, "cuts images into tiles", "use `max_tiles`")
     if kind == "pixels" and (tiling.min_tiles, tiling.max_tiles) != (None, None):
@@ -85,7 +106,7 @@ def _needs(tiling: Tiling, processor: Any, kind: str) -> None:
 
 
 def _bounds(tiling: Tiling, processor: Any, kind: str, own: tuple[int, int]) -> tuple[int, int]:
-    """Both limits; one that was not given is the processor's own."""
+    """Return both limits; one that was not given is the processor's own."""
     _needs(tiling, processor, kind)
     low, high = getattr(tiling, f"min_{kind}"), getattr(tiling, f"max_{kind}")
     low, high = own[0] if low is None else low, own[1] if high is None else high
@@ -95,60 +116,8 @@ def _bounds(tiling: Tiling, processor: Any, kind: str, own: tuple[int, int]) -> 
     return low, high
 
 
-def _patches(processor: Any, images: Any, tiling: Tiling) -> None:
-    """InternVL, GOT-OCR2, Ovis2."""
-    own = (images.min_patches, images.max_patches)
-    images.min_patches, images.max_patches = _bounds(tiling, processor, "tiles", own)
-    images.crop_to_patches = images.max_patches > 1
-
-
-def _grids(processor: Any, images: Any, tiling: Tiling) -> None:
-    """LLaVA-Next and LLaVA-OneVision: those of the processor's grids that have so many tiles."""
-    sizes = [*dict(images.crop_size or {}).values(), *dict(images.size).values()]
-    side = next(size for size in sizes if size)
-    tiles = {(h, w): (h // side) * (w // side) for h, w in images.image_grid_pinpoints}
-    own = (min(tiles.values()), max(tiles.values()))
-    low, high = _bounds(tiling, processor, "tiles", own)
-    kept = [list(grid) for grid, count in tiles.items() if low <= count <= high]
-    if not kept:
-        why = f"has grids of {', '.join(map(str, sorted(set(tiles.values()))))} tiles"
-        raise _refusal(tiling, processor, why, "choose limits with one of these between them")
-    images.image_grid_pinpoints = kept
-
-
-def _splits(processor: Any, images: Any, tiling: Tiling) -> None:
-    """Idefics3 and SmolVLM: the longest edge, in tiles, so that its square is not too many."""
-    _needs(tiling, processor, "tiles")
-    if tiling.min_tiles is not None:
-        raise _refusal(tiling, processor, "has no least number of tiles")
-    edge = math.isqrt(tiling.max_tiles or 1)
-    vocabulary = get_tokenizer(processor).get_vocab()
-    while edge > 1 and f"<row_{edge}_col_{edge}>" not in vocabulary:
-        edge -= 1
-    longest = edge * images.max_image_size["longest_edge"]
-    images.size = type(images.size)(longest_edge=longest)
-
-
-def _scaled(processor: Any, images: Any, tiling: Tiling) -> None:
-    """Qwen-VL: no tiles; the number of patches follows from the pixels."""
-    own = (images.size["shortest_edge"], images.size["longest_edge"])
-    low, high = _bounds(tiling, processor, "pixels", own)
-    least = (images.patch_size * images.merge_size) ** 2
-    if high < least:
-        raise _refusal(tiling, processor, f"makes one token of {least} pixels", "allow as many")
-    images.size = type(images.size)(shortest_edge=low, longest_edge=high)
-
-
-# the settings of an image processor that tell its kind
-_KINDS: tuple[tuple[tuple[str, ...], Callable[[Any, Any, Tiling], None]], ...] = (
-    (("crop_to_patches", "min_patches", "max_patches"), _patches),
-    (("image_grid_pinpoints",), _grids),
-    (("do_image_splitting", "max_image_size"), _splits),
-)
-
-
 def prepare_images(processor: Any, settings: ImageSettings, tiling: Tiling) -> None:
-    """Changes the processor in place; one without images is left alone."""
+    """Change the processor in place; one without images is left alone."""
     apply_tiling(processor, tiling)
     expander = ImageExpander.of(processor)
     if expander is not None:

@@ -4,8 +4,7 @@ Read are folders of images, lists of them, and animated GIF, WebP and PNG files;
 where the package av is installed. Which frames are taken follows from their number alone.
 """
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,14 @@ from PIL import Image, ImageSequence
 
 from stageline.data.images.image_files import FORMATS, ImageFolders, bad_image, check_shape
 from stageline.errors import DataError, UserError
+from stageline.tables import natural_key
 
 ANIMATIONS = (".gif", ".webp", ".png", ".apng")
 _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 
 
 def frame_places(count: int, num_frames: int) -> list[int]:
-    """Which of `count` frames are taken: the first, the last, and evenly between; all of few."""
+    """Return which of `count` frames are taken: the first, the last, and evenly between."""
     if count <= num_frames:
         return list(range(count))
     if num_frames == 1:
@@ -35,38 +35,27 @@ def with_videos(
     num_frames: int,
     source: str,
 ) -> tuple[list[Any] | None, dict[str, Any]]:
-    """The images and the sample with an image for each frame of its `videos`, where they stood.
-
-    Args:
-        images: of the sample's image parts, in order.
-        source: the row, for errors.
-
-    Raises:
-        DataError: a video isn't there, leads out of the folders, or has no frame that can be read.
-        UserError: it is of a kind for which a package is missing.
-    """
+    """Return images and sample with an image for each frame of its `videos`, in their places."""
     if not sample.get("videos"):
         return images, sample
     options: dict[str, Any] = {"folders": folders, "num_frames": num_frames, "source": source}
     videos = iter([read_frames(video, **options) for video in sample["videos"]])
     rest = iter(images or ())
     placed: list[Any] = []
-
-    def placed_parts(parts: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        for part in parts:
-            if part["type"] == "video":
-                frames = next(videos)
-                placed.extend(frames)
-                yield from ({"type": "image"} for _ in frames)
-                continue
-            if part["type"] == "image":
-                placed.append(next(rest))
-            yield part
-
     messages = []
     for message in sample["messages"]:
         if isinstance(message["content"], list):
-            message = {**message, "content": list(placed_parts(message["content"]))}
+            parts: list[dict[str, Any]] = []
+            for part in message["content"]:
+                if part["type"] == "video":
+                    frames = next(videos)
+                    placed += frames
+                    parts += [{"type": "image"}] * len(frames)
+                    continue
+                if part["type"] == "image":
+                    placed.append(next(rest))
+                parts.append(part)
+            message = {**message, "content": parts}
         messages.append(message)
     placed += rest  # of a sample without places
     others = {name: value for name, value in sample.items() if name != "videos"}
@@ -76,7 +65,7 @@ def with_videos(
 def read_frames(
     video: str | Sequence[str], *, folders: ImageFolders, num_frames: int, source: str
 ) -> list[Image.Image]:
-    """At most `num_frames` frames of a video.
+    """Return at most `num_frames` frames of a video.
 
     Args:
         video: name of a folder of images or of a file, or the names of the frames.
@@ -92,7 +81,7 @@ def read_frames(
     path = Path(folders.locate(video, source=source))
     if path.is_dir():
         there = (item for item in path.iterdir() if item.suffix.lower() in _IMAGES)
-        files = sorted((item.name for item in there if item.is_file()), key=_natural)
+        files = sorted((item.name for item in there if item.is_file()), key=natural_key)
         if not files:
             raise _no_frames(source, video, f"the folder holds none of {', '.join(_IMAGES)}")
         chosen = [files[place] for place in frame_places(len(files), num_frames)]
@@ -109,11 +98,6 @@ def read_frames(
     return frames
 
 
-def _natural(name: str) -> list[Any]:
-    """Sorts frame2 before frame10."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", name)]
-
-
 def _animation(path: Path, num_frames: int, source: str) -> list[Image.Image]:
     with Image.open(path, formats=FORMATS) as opened:
         check_shape(opened, name=source)
@@ -123,15 +107,13 @@ def _animation(path: Path, num_frames: int, source: str) -> list[Image.Image]:
 
 
 def _decoded(path: Path, num_frames: int, source: str) -> list[Image.Image]:
-    """Frames by PyAV, which counts them by decoding: what headers say is often wrong."""
+    """Return frames by PyAV, which counts them by decoding: headers are often wrong."""
     try:
         import av
     except ImportError as error:
         raise UserError(
-            f"{source}: the video {path} is a {path.suffix or 'file without a suffix'}, for which "
-            "the package av is not installed. Run bash scripts/setup.sh video (or pip install av), "
-            "make images of it (ffmpeg -i VIDEO FOLDER/%05d.jpg), or use one of "
-            f"{', '.join(ANIMATIONS)}."
+            f"{source}: the video {path} needs the package av. Run bash scripts/setup.sh video (or "
+            "pip install av), or make images of it (ffmpeg -i VIDEO FOLDER/%05d.jpg)."
         ) from error
     with av.open(str(path)) as opened:
         count = sum(1 for _ in opened.decode(video=0))

@@ -16,26 +16,19 @@ from stageline.errors import DataError
 class BadRows:
     """The rows that were left out.
 
-    Args:
-        limit: most rows that may be left out; 0: none.
-
     Attributes:
         reasons: source of a row (file and line) -> what is wrong with it.
     """
 
     def __init__(self, limit: int = 0) -> None:
-        self.limit = limit
+        self.limit = limit  # most rows that may be left out; 0: none
         self.reasons: dict[str, str] = {}
 
     def __len__(self) -> int:
         return len(self.reasons)
 
     def take(self, source: str, error: Exception) -> None:
-        """Note a bad row. Files are read once for each split: a row counts once.
-
-        Raises:
-            DataError: the error itself where no row may be left out, or that there are too many.
-        """
+        """Note a bad row. Files are read once for each split: a row counts once."""
         if self.limit == 0:
             raise error
         self.reasons.setdefault(source, str(error))

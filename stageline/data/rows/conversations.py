@@ -36,14 +36,14 @@ _MESSAGE_FIELDS = (
     *WEIGHTS,
 )
 _THOUGHT = re.compile(r"^\s*<think>(.*?)</think>\s*", re.DOTALL)
-_A_TOOL = 'A list of {"name": ..., "parameters": ...}, or JSON of one, was'
-_A_CALL = 'JSON such as {"name": "search", "arguments": {"words": "tea"}}, or a list of it, was'
+_A_TOOL = 'a list of {"name": ..., "parameters": ...}'
+_A_CALL = 'JSON such as {"name": "search", "arguments": {"words": "tea"}}'
 
 
 def bad_row(what: str, expected: str, do: str = "") -> DataError:
-    """Return the error for a row: what is wrong, what was expected, what to do."""
-    do = do or "correct the row, or name how the set is written (formatting, columns, tags)"
-    return DataError(f"{what}. {expected} expected: {do}.")
+    """Return the error for a row, which does not name it: what is wrong, and what to write."""
+    do = do or "say how the set is written (formatting, columns, tags)"
+    return DataError(f"{what[:400]}. Write {expected}, or {do}.")
 
 
 def shown(value: Any) -> str:
@@ -88,9 +88,7 @@ SHAREGPT_TAGS = make_tags("sharegpt")
 def read_messages(value: Any, tags: Tags, *, column: str) -> list[Message]:
     """Return the messages of a column, in OpenAI's form."""
     if not isinstance(value, list) or not value:
-        raise bad_row(
-            f"the column {column!r} {state_of(value)}", "A list of at least one message was"
-        )
+        raise bad_row(f"the column {column!r} {state_of(value)}", "a list of messages")
     return [
         _read_message(message, tags, place=f"message {number} of {column!r}")
         for number, message in enumerate(value)
@@ -103,8 +101,7 @@ def read_answer(value: Any, tags: Tags, *, column: str) -> list[Message]:
         return [{"role": "assistant", "content": value}]
     first = value[0] if isinstance(value, list) and value else value
     if not isinstance(first, Mapping):
-        what = f"the column {column!r} {state_of(value)}"
-        raise bad_row(what, "Text, a message or a list of messages was")
+        raise bad_row(f"the column {column!r} {state_of(value)}", "text, or a list of messages")
     # its words may be of another format than those of the rest of the row
     kinds = (tags, OPENAI_TAGS, SHAREGPT_TAGS)
     tags = next((kind for kind in kinds if kind.role in first), tags)
@@ -115,13 +112,13 @@ def read_answer(value: Any, tags: Tags, *, column: str) -> list[Message]:
 
 def _read_message(message: Any, tags: Tags, *, place: str) -> Message:
     if not isinstance(message, Mapping) or tags.role not in message:
-        wanted = f"An object with {tags.role!r} and {tags.content!r} was"
+        wanted = f"an object with {tags.role!r} and {tags.content!r}"
         raise bad_row(f"{place} is {shown(message)}", wanted)
     own = message[tags.role]
     role = tags.roles.get(own) if isinstance(own, str) else None
     if role is None:
         what = f"{place} has the {tags.role} {shown(own)}"
-        raise bad_row(what, f"One of {', '.join(tags.roles)} was")
+        raise bad_row(what, f"one of {', '.join(tags.roles)}")
     known = {tags.role, tags.content, *_MESSAGE_FIELDS}
     fields = [str(key) for key, value in message.items() if value is not None and key not in known]
     if fields:
@@ -132,8 +129,15 @@ def _read_message(message: Any, tags: Tags, *, place: str) -> Message:
         read["weight"] = 0
     content = message.get(tags.content)
     if role == _CALL:
-        return {**read, **_read_calls(content, place=place)}
-    if role == "assistant":
+        # JSON, perhaps behind a thought
+        thought = _THOUGHT.match(content) if isinstance(content, str) else None
+        calls = parsed(content if thought is None else thought.string[thought.end() :])
+        calls = [calls] if isinstance(calls, dict) else calls
+        if not isinstance(calls, list) or not calls:
+            raise bad_row(f"{place} calls a function by {shown(content)}", _A_CALL)
+        read |= {"content": "", "tool_calls": [_call(call, place) for call in calls]}
+        return {**read, "reasoning_content": thought[1].strip()} if thought else read
+    if is_answer:
         calls = message.get("tool_calls")
         if not calls and isinstance(message.get("function_call"), Mapping):
             calls = [message["function_call"]]  # as OpenAI wrote it before tool_calls
@@ -145,27 +149,22 @@ def _read_message(message: Any, tags: Tags, *, place: str) -> Message:
         thoughts = [thought for thought in thoughts if isinstance(thought, str) and thought]
         if thoughts:
             read["reasoning_content"] = thoughts[0]
-    read["content"] = "" if content is None and "tool_calls" in read else content
-    _check_content(read["content"], place)
+    content = "" if content is None and "tool_calls" in read else content
     if isinstance(content, list):
-        read["content"] = [dict(part) for part in content]
+        for part in content:
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            is_text = kind == "text" and isinstance(part.get("text"), str)
+            if not is_text and kind not in _PART_TYPES[1:]:
+                wanted = f'{{"type": "text", "text": ...}} or one of {", ".join(_PART_TYPES[1:])}'
+                raise bad_row(f"{place} has the part {shown(part)}", wanted)
+        content = [dict(part) for part in content]
+    elif not isinstance(content, str):
+        raise bad_row(f"the content of {place} {state_of(content)}", "text, or a list of parts")
+    read["content"] = content
     for name in ("name", "tool_call_id"):
         if isinstance(message.get(name), str):
             read[name] = message[name]
     return read
-
-
-def _check_content(content: Any, place: str) -> None:
-    if isinstance(content, str):
-        return
-    if not isinstance(content, list):
-        what = f"the content of {place} {state_of(content)}"
-        raise bad_row(what, "Text (or a list of parts) was")
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in _PART_TYPES or (kind == "text" and not isinstance(part.get("text"), str)):
-            wanted = f'{{"type": "text", "text": ...}} or one of {", ".join(_PART_TYPES[1:])} was'
-            raise bad_row(f"{place} has the part {shown(part)}", wanted)
 
 
 @functools.cache
@@ -179,31 +178,26 @@ def _warn_left_out(fields: tuple[str, ...]) -> None:
 
 
 def is_learnt(message: Mapping[str, Any], place: str, *, is_answer: bool) -> bool:
-    """Tell whether a message is learnt by its fields; an answer is where none says otherwise."""
+    """Tell whether a message is in the loss: an answer is unless a field says otherwise."""
     if message.get("mask") is not None:
-        what = f"{place} has the mask {shown(message['mask'])}"
-        do = "rename the field, since some sets mean by 1 that a message is not learnt"
-        raise bad_row(what, "A weight or loss_mask of 0 or 1 was", do)
+        what = f"{place} has the mask {shown(message['mask'])}, which has no fixed meaning"
+        raise bad_row(what, "a weight or loss_mask of 0 or 1", "take the field out")
     given = {name: message[name] for name in WEIGHTS if message.get(name) is not None}
     for name, weight in given.items():
         what = f"{place} has the {name} {shown(weight)}"
         if not isinstance(weight, int | float) or weight not in (0, 1):
-            raise bad_row(what, "0 or 1 was")
+            raise bad_row(what, "0 or 1")
         if bool(weight) != bool(next(iter(given.values()))):
             what = f"{place} has {' and '.join(f'{key} {each}' for key, each in given.items())}"
-            raise bad_row(what, "The same was")
+            raise bad_row(what, "the same")
         if weight and not is_answer:
-            do = "set it to 0, or train on all text (`prompt_fn.train_on_prompt`)"
-            raise bad_row(f"{what} and is no answer", "0 was", do)
+            do = "train on all text (`prompt_fn.train_on_prompt`)"
+            raise bad_row(f"{what} and is no answer", "0", do)
     return is_answer and all(given.values())
 
 
 def with_row_weights(row: Mapping[str, Any], messages: Any) -> Any:
-    """Return messages with the weights that lists of the row have for each of them.
-
-    Raises:
-        DataError: a list is of another length, or the row has a `mask`.
-    """
+    """Return messages with the weights that lists of the row have for each of them."""
     lists = {name: row[name] for name in WEIGHTS if isinstance(row.get(name), list)}
     if not isinstance(messages, list) or not (lists or row.get("mask") is not None):
         return messages
@@ -211,7 +205,7 @@ def with_row_weights(row: Mapping[str, Any], messages: Any) -> Any:
     for name, weights in lists.items():
         if len(weights) != len(messages):
             what = f"{name!r} has {len(weights)} values for {len(messages)} messages"
-            raise bad_row(what, "One for each message was")
+            raise bad_row(what, "one for each message")
         messages = [
             {**message, name: weight} if isinstance(message, Mapping) else message
             for message, weight in zip(messages, weights, strict=True)
@@ -223,7 +217,7 @@ def read_tools(value: Any, *, column: str) -> list[dict[str, Any]]:
     """Return tools in OpenAI's form, from a list or its JSON; [] where there is none."""
     if value in (None, "", []):
         return []
-    tools = _parsed(value)
+    tools = parsed(value)
     tools = [tools] if isinstance(tools, dict) else tools
     if not isinstance(tools, list):
         raise bad_row(f"the column {column!r} is {shown(value)}", _A_TOOL)
@@ -235,27 +229,13 @@ def read_tools(value: Any, *, column: str) -> list[dict[str, Any]]:
     ]
 
 
-def _read_calls(text: Any, *, place: str) -> Message:
-    """Return the content of an answer that calls functions, from JSON, perhaps behind a thought."""
-    read: Message = {"content": ""}
-    thought = _THOUGHT.match(text) if isinstance(text, str) else None
-    if thought:
-        read["reasoning_content"] = thought[1].strip()
-        text = text[thought.end() :]
-    calls = _parsed(text)
-    calls = [calls] if isinstance(calls, dict) else calls
-    if not isinstance(calls, list) or not calls:
-        raise bad_row(f"{place} calls a function by {shown(text)}", _A_CALL)
-    return {**read, "tool_calls": [_call(call, place) for call in calls]}
-
-
 def _call(call: Any, place: str) -> dict[str, Any]:
     """Return a call in OpenAI's form, its arguments as an object."""
     function = _function_of(call)
     if function is None:
         raise bad_row(f"{place} has the call {shown(call)}", _A_CALL)
     given = function.get("arguments", function.get("parameters", {}))
-    arguments = {} if given in (None, "") else _parsed(given)
+    arguments = {} if given in (None, "") else parsed(given)
     if not isinstance(arguments, dict):
         raise bad_row(f"{place} calls {function['name']!r} with {shown(given)}", _A_CALL)
     kept = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
@@ -270,14 +250,14 @@ def _function_of(value: Any) -> dict[str, Any] | None:
     return function if is_named else None
 
 
-def _parsed(value: Any) -> Any:
+def parsed(value: Any) -> Any:
     """Return the value of JSON text, None where it is none; what is not text stays."""
     if not isinstance(value, str):
         return value
     try:
-        found = json.loads(value)
-        check_value(found)
-        return found
+        read = json.loads(value)
+        check_value(read)
+        return read
     except (ValueError, RecursionError):
         return None
 

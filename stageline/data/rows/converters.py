@@ -60,6 +60,7 @@ def make_converter(
         formatting: alpaca, sharegpt, openai, text, or auto: by the columns of each row.
         columns: names of the columns, as in dataset_info.json: prompt, query, response, history,
             messages, system, tools, images, videos, chosen, rejected, kto_tag; null: not there.
+            Where one of the text columns is named, those that are not named do not exist.
         tags: words of the messages: role_tag, content_tag, user_tag, assistant_tag,
             observation_tag, function_tag, system_tag.
         ranking: rows are preferences, with the columns chosen and rejected.
@@ -67,26 +68,45 @@ def make_converter(
     Raises:
         UserError: an unknown format, column or tag.
     """
+    columns = dict(columns or {})
     _check_known("the formatting", [formatting], ("auto", *_TEXT_COLUMNS))
-    find: Callable[[Mapping[str, Any]], RowFormat | None]
-    if formatting == "auto":
-        _check_known("a name in `columns`", columns or (), _columns_of(*_TEXT_COLUMNS))
-        if tags:
-            raise UserError(
-                f"tags came ({', '.join(tags)}) without a formatting. Name it, sharegpt or openai."
-            )
-        make = functools.cache(functools.partial(_usual_format, columns or {}, ranking))
-        find = functools.partial(_find_format, columns or {}, make)
-    else:
-        own = make_format(formatting, columns=columns, tags=tags, ranking=ranking)
-        find = lambda row: own  # noqa: E731
+    known = [formatting] if formatting in _TEXT_COLUMNS else _TEXT_COLUMNS
+    _check_known("a name in `columns`", columns, _columns_of(*known))
+    _check_known("a name in `tags`", tags or (), TAGS)
+    if formatting == "auto" and tags:
+        raise UserError(
+            f"tags ({', '.join(tags)}) came without a formatting. Name it, sharegpt or openai."
+        )
+
+    @functools.cache
+    def make(formatting: str, messages: str | None = None) -> Callable[..., FormattedRow]:
+        """`messages` is their column, where it is not the usual one."""
+        own = {name: column for name, column in columns.items() if name in _columns_of(formatting)}
+        if messages is not None:
+            own["messages"] = messages
+        named = frozenset(name for name, column in own.items() if column)
+        text: dict[str, str | None] = dict.fromkeys(_TEXT_COLUMNS[formatting])
+        if not _TEXT_NAMES & named:
+            text.update(_TEXT_COLUMNS[formatting])
+        return functools.partial(
+            FormattedRow,
+            formatting=formatting,
+            columns={
+                **text,
+                **{name: name for name in _SHARED_COLUMNS},
+                **{name: column or None for name, column in own.items()},
+            },
+            tags=make_tags(formatting, tags),
+            ranking=ranking or "chosen" in named,
+            named=named,
+        )
 
     def convert(row: dict[str, Any], source: str) -> dict[str, Any]:
         try:
             if not isinstance(row, Mapping):
-                raise bad_row(f"the row is {shown(row)}", "An object was")
-            found = find(row)
-            return dict(row) if found is None else _converted(FormattedRow(row, found))
+                raise bad_row(f"the row is {shown(row)}", "an object")
+            found = _find_format(columns, row) if formatting == "auto" else (formatting,)
+            return _converted(make(*found)(data=row)) if found else dict(row)
         except DataError as error:
             raise DataError(f"{source}: {error}") from None
 
@@ -94,51 +114,6 @@ def make_converter(
 
 
 # -- how a row is written ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class RowFormat:
-    """How rows of one set are written."""
-
-    formatting: str
-    columns: Mapping[str, str | None]  # what -> the row's column; None: there is none
-    tags: Tags
-    ranking: bool  # rows have a chosen and a rejected answer
-    named: frozenset[str]  # the columns that were given, not ours by default
-
-
-def make_format(
-    formatting: str,
-    *,
-    columns: Mapping[str, str | None] | None = None,
-    tags: Mapping[str, str] | None = None,
-    ranking: bool = False,
-) -> RowFormat:
-    """Return the format that names from dataset_info.json describe.
-
-    Where one of the text columns is named, those that are not named do not exist, as in that file.
-
-    Raises:
-        UserError: an unknown column or tag.
-    """
-    columns = dict(columns or {})
-    _check_known("a name in `columns`", columns, _columns_of(formatting))
-    _check_known("a name in `tags`", tags or (), TAGS)
-    named = frozenset(name for name, column in columns.items() if column)
-    text: dict[str, str | None] = dict.fromkeys(_TEXT_COLUMNS[formatting])
-    if not _TEXT_NAMES & named:
-        text.update(_TEXT_COLUMNS[formatting])
-    return RowFormat(
-        formatting=formatting,
-        columns={
-            **text,
-            **{name: name for name in _SHARED_COLUMNS},
-            **{name: column or None for name, column in columns.items()},
-        },
-        tags=make_tags(formatting, tags),
-        ranking=ranking or "chosen" in named,
-        named=named,
-    )
 
 
 def _columns_of(*formattings: str) -> list[str]:
@@ -150,24 +125,14 @@ def _columns_of(*formattings: str) -> list[str]:
 def _check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise UserError(f"{what} is {unknown[0]!r}. One of {', '.join(known)} was expected.")
+        raise UserError(f"{what} is {unknown[0]!r}. One of {', '.join(known)} is possible.")
 
 
-def _usual_format(
-    given: Mapping[str, str], ranking: bool, formatting: str, messages: str | None = None
-) -> RowFormat:
-    """Return a format that was found; `messages` is their column, where it is not the usual one."""
-    known = _columns_of(formatting)
-    columns = {name: own for name, own in given.items() if name in known}
-    if messages is not None:
-        columns["messages"] = messages
-    return make_format(formatting, columns=columns, ranking=ranking)
+def _find_format(columns: Mapping[str, str], row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the formatting of a row, and the column of its messages where it is not the usual one.
 
-
-def _find_format(
-    columns: Mapping[str, str], make: Callable[..., RowFormat], row: Mapping[str, Any]
-) -> RowFormat | None:
-    """Return the format of a row; None for one whose fields a template takes as they are."""
+    Empty for a row whose fields a template takes as they are.
+    """
     there = {name for name, value in row.items() if value is not None}
     has = {name for name in _DISTINCTIVE if columns.get(name, name) in there}
     found: list[str] = [name for name in ("messages", "conversations") if name in has]
@@ -175,7 +140,7 @@ def _find_format(
         found.append("instruction")
     if "prompt" in has and {"completion", "chosen"} & has and not found:
         found.append("prompt")
-    unclear = ""
+    unclear = "no column that names its format"
     if len(found) > 1:
         unclear = f"columns of several formats, {', '.join(found)}"
     elif found in (["messages"], ["conversations"]):
@@ -187,21 +152,21 @@ def _find_format(
         kinds = {"openai": OPENAI_TAGS, "sharegpt": SHAREGPT_TAGS}
         fitting = [kind for kind, tags in kinds.items() if tags.role in fields]
         if len(fitting) == 1:
-            usual = _TEXT_COLUMNS[fitting[0]]["messages"]
-            return make(fitting[0], None if column == usual else column)
+            is_usual = column == _TEXT_COLUMNS[fitting[0]]["messages"]
+            return (fitting[0],) if is_usual else (fitting[0], column)
         unclear = f"messages in {column!r} that begin with {shown(first)}"
     elif found:
-        return make("alpaca" if found == ["instruction"] else "openai")
+        return ("alpaca",) if found == ["instruction"] else ("openai",)
     elif {"chosen", "rejected"} <= has:
-        return make("openai")
+        return ("openai",)
     elif {"question", "answer"} <= there:
-        return None
+        return ()
     elif "text" in has:
-        return make("text")
+        return ("text",)
     raise bad_row(
-        f"the row has {unclear or 'no column that names its format'}; seen were {names_text(row)}",
-        "One of conversations (from, value), messages (role, content), instruction, prompt "
-        "with completion or chosen and rejected, question with answer, or text was",
+        f"the row has {unclear}; seen were {names_text(row)}",
+        "one of conversations (from, value), messages (role, content), instruction, prompt "
+        "with completion or chosen and rejected, question with answer, text",
         f"give the formatting, one of {', '.join(_TEXT_COLUMNS)}, and the columns",
     )
 
@@ -211,25 +176,29 @@ class FormattedRow:
     """A row and how it is written."""
 
     data: Mapping[str, Any]
-    format: RowFormat
+    formatting: str
+    columns: Mapping[str, str | None]  # what -> the row's column; None: there is none
+    tags: Tags
+    ranking: bool  # rows have a chosen and a rejected answer
+    named: frozenset[str]  # the columns that were given, not ours by default
 
     def value(self, what: str) -> Any:
-        name = self.format.columns.get(what)
+        name = self.columns.get(what)
         return None if name is None else self.data.get(name)
 
     def name(self, what: str) -> str:
-        return self.format.columns.get(what) or what
+        return self.columns.get(what) or what
 
     @property
     def has_pair(self) -> bool:
-        """Whether the set is a ranking, or the row has both answers of a preference."""
+        """The set is a ranking, or the row has both answers of a preference."""
         both = self.value("chosen") is not None and self.value("rejected") is not None
-        return self.format.ranking or both
+        return self.ranking or both
 
     @property
     def has_label(self) -> bool:
-        """Whether the set or the row has a column that marks answers as desirable."""
-        return self.value("kto_tag") is not None or "kto_tag" in self.format.named
+        """The set or the row has a column that marks answers as desirable."""
+        return self.value("kto_tag") is not None or "kto_tag" in self.named
 
     def text(self, what: str, *, is_needed: bool = False) -> str:
         value = self.value(what)
@@ -238,33 +207,38 @@ class FormattedRow:
         is_pair = what == "response" and bool({"chosen", "rejected"} & set(self.data))
         do = "say that the set is a ranking (ranking: true)" if is_pair else ""
         came = f"the column {self.name(what)!r} {state_of(value)}"
-        raise bad_row(f"{came}; the row has {names_text(self.data)}", "Text was", do)
+        raise bad_row(f"{came}; the row has {names_text(self.data)}", "text", do)
 
     def messages(self, what: str) -> list[Message]:
         value = with_row_weights(self.data, self.value(what))
-        return read_messages(value, self.format.tags, column=self.name(what))
+        return read_messages(value, self.tags, column=self.name(what))
 
     def answer(self, what: str) -> list[Message]:
-        return read_answer(self.value(what), self.format.tags, column=self.name(what))
+        return read_answer(self.value(what), self.tags, column=self.name(what))
 
 
 # -- samples -------------------------------------------------------------------------------------
 
 
 def _converted(row: FormattedRow) -> dict[str, Any]:
-    sample = _CONVERT[row.format.formatting](row)
+    if row.formatting == "text":
+        text = row.value("text")
+        if isinstance(text, str) and text:
+            return {"text": text}
+        raise bad_row(f"the column {row.name('text')!r} {state_of(text)}", "text")
+    sample = _CONVERT[row.formatting](row)
     if "messages" not in sample:
         return sample
     system, first = row.value("system"), sample["messages"][0]
     if system:
         what = f"the column {row.name('system')!r} is {shown(system)}"
         if not isinstance(system, str):
-            raise bad_row(what, "Text was")
+            raise bad_row(what, "text")
         if first["role"] != "system":
             sample["system"] = system
         elif first["content"] != system:
             what += f", and the first message is the system's, {shown(first['content'])}"
-            raise bad_row(what, "One of them, since a conversation has one system message, was")
+            raise bad_row(what, "one of them")
     tools = read_tools(row.value("tools"), column=row.name("tools"))
     if tools:
         sample["tools"] = tools
@@ -275,48 +249,41 @@ def _convert_sharegpt(row: FormattedRow) -> dict[str, Any]:
     """Convert a conversation whose speakers take turns, as fine-tuning tools demand."""
     messages, column = row.messages("messages"), row.name("messages")
     # without `ranking` a conversation that ends with an answer is one to learn
-    is_pair = row.format.ranking or (row.has_pair and messages[-1]["role"] in ("user", "tool"))
+    is_pair = row.ranking or (row.has_pair and messages[-1]["role"] in ("user", "tool"))
     start = 1 if messages[0]["role"] == "system" else 0
     for place, message in enumerate(messages[start:]):
         wanted = ("user", "tool") if place % 2 == 0 else ("assistant",)
         if message["role"] not in wanted:
             what = f"message {start + place} of {column!r} is of the {message['role']}"
-            raise bad_row(what, f"One of {' or '.join(wanted)} was")
+            raise bad_row(what, f"one of the {' or '.join(wanted)}")
     _check_last(messages, has_answer=not is_pair, column=column)
     return _pair(row, messages) if is_pair else _with_label(messages, row)
 
 
 def _convert_alpaca(row: FormattedRow) -> dict[str, Any]:
     """Convert instruction, input and output; text where only the prompt's column is named."""
-    if row.format.columns.get("response") is None and "prompt" in row.format.named:
+    if row.columns.get("response") is None and "prompt" in row.named:
         if not row.has_pair:
             return {"text": row.text("prompt", is_needed=True)}
     question = "\n".join(part for name in ("prompt", "query") if (part := row.text(name)))
     if not question:
         names = " and ".join(repr(row.name(name)) for name in ("prompt", "query"))
         what = f"the columns {names} are empty or missing; the row has {names_text(row.data)}"
-        raise bad_row(what, "Text in one of them was")
+        raise bad_row(what, "text in one of them")
     history = row.value("history") or []
     messages: list[Message] = []
     for pair in history if isinstance(history, list) else [history]:
         is_pair = isinstance(pair, list | tuple) and len(pair) == 2
         if not is_pair or not all(isinstance(text, str) for text in pair):
             what = f"the column {row.name('history')!r} has {shown(pair)}"
-            raise bad_row(what, "A list of [question, answer] was")
+            raise bad_row(what, "a list of [question, answer]")
         messages.append({"role": "user", "content": pair[0]})
         messages.append({"role": "assistant", "content": pair[1]})
     messages.append({"role": "user", "content": question})
-    if row.format.ranking or (row.has_pair and row.value("response") is None):
+    if row.ranking or (row.has_pair and row.value("response") is None):
         return _pair(row, messages)
     answer = row.text("response", is_needed=True)
     return _with_label([*messages, {"role": "assistant", "content": answer}], row)
-
-
-def _convert_text(row: FormattedRow) -> dict[str, Any]:
-    text = row.value("text")
-    if isinstance(text, str) and text:
-        return {"text": text}
-    raise bad_row(f"the column {row.name('text')!r} {state_of(text)}", "Text was")
 
 
 def _convert_openai(row: FormattedRow) -> dict[str, Any]:
@@ -325,10 +292,10 @@ def _convert_openai(row: FormattedRow) -> dict[str, Any]:
     both = f"{row.name('messages')!r} {{}} {row.name('prompt')!r}"
     if len(there) == 2:
         do = 'say which one does not count, such as columns: {"messages": null}'
-        raise bad_row(f"the row has both {both.format('and')}", "One of them was", do)
+        raise bad_row(f"the row has both {both.format('and')}", "one of them", do)
     if not there and not row.has_pair:
         what = f"the row has neither {both.format('nor')}, but {names_text(row.data)}"
-        raise bad_row(what, "One of them was")
+        raise bad_row(what, "one of them")
     column = there[0] if there else "prompt"
     value = row.value(column)
     if not there:
@@ -354,16 +321,11 @@ _CONVERT = {
     "alpaca": _convert_alpaca,
     "sharegpt": _convert_sharegpt,
     "openai": _convert_openai,
-    "text": _convert_text,
 }
 
 
 def _pair(row: FormattedRow, prompt: list[Message]) -> dict[str, Any]:
-    """Return `messages`, `chosen` and `rejected` of a preference.
-
-    Args:
-        prompt: the messages before the answers; empty where the answers are conversations.
-    """
+    """Return `messages`, `chosen` and `rejected` of a preference."""
     chosen, rejected = row.answer("chosen"), row.answer("rejected")
     if chosen[0]["role"] != "assistant" or rejected[0]["role"] != "assistant":
         # the common beginning of two conversations is the prompt; at least the end is the answer
@@ -375,33 +337,29 @@ def _pair(row: FormattedRow, prompt: list[Message]) -> dict[str, Any]:
                 f"{row.name('chosen')!r} and {row.name('rejected')!r} differ first in message "
                 f"{same}, of the {chosen[same]['role']} and the {rejected[same]['role']}"
             )
-            raise bad_row(what, "The same prompt in both, and then the assistant's answers, was")
+            raise bad_row(what, "the same prompt in both, and then the assistant's answers")
         whole, chosen, rejected = chosen[:same], chosen[same:], rejected[same:]
         if prompt and whole[-len(prompt) :] != prompt:
             other = shown(whole[-1]["content"] if whole else None)
             what = f"the prompt is {shown(prompt[-1]['content'])}, and both answers are "
             what += f"conversations that begin with another one, {other}"
-            raise bad_row(what, "The same prompt was")
+            raise bad_row(what, "the same prompt")
         prompt = whole
     _check_last(chosen, has_answer=True, column=row.name("chosen"))
     _check_last(rejected, has_answer=True, column=row.name("rejected"))
     if not prompt:
-        wanted = "Messages, a prompt, or two conversations with the same beginning were"
+        wanted = "messages, a prompt, or two conversations with the same beginning"
         raise bad_row("there is no prompt before the chosen and the rejected answer", wanted)
     _check_last(prompt, has_answer=False, column="the prompt")
     return {"messages": prompt, "chosen": chosen, "rejected": rejected}
 
 
 def _check_last(messages: Sequence[Message], *, has_answer: bool, column: str) -> None:
-    """Refuse a conversation that ends with the wrong role.
-
-    Args:
-        has_answer: the last message is the assistant's; otherwise it is what is to be answered.
-    """
+    """Refuse a conversation that ends with the wrong role, or with an answer without has_answer."""
     role = messages[-1]["role"]
     if has_answer != (role == "assistant") or (not has_answer and role == "system"):
         what = f"the last of {len(messages)} messages of {column!r} is of the {role}"
-        raise bad_row(what, "The assistant's was" if has_answer else "The user's or a tool's was")
+        raise bad_row(what, "the assistant's" if has_answer else "the user's or a tool's")
 
 
 def _with_label(messages: list[Message], row: FormattedRow) -> dict[str, Any]:
@@ -416,7 +374,7 @@ def _label(value: Any, column: str) -> bool:
         return value.strip().lower() == "true"
     if isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)
-    raise bad_row(f"the column {column!r} {state_of(value)}", "true or false was")
+    raise bad_row(f"the column {column!r} {state_of(value)}", "true or false")
 
 
 def says_label(value: Any) -> bool:
@@ -432,7 +390,7 @@ def _place_media(messages: list[Message], row: FormattedRow) -> dict[str, list[A
     """Turn <image> and <video> in texts into parts; return `images` and `videos` in their order.
 
     Only where the row has the column are they places; elsewhere, and in answers, they are text.
-    Names without a place stand before the first message of the user.
+    Names without a place come before the first message of the user.
     """
     names = {kind: _names(row, kind) for kind in ("image", "video")}
     given = {f"<{kind}>" for kind, value in names.items() if value is not None}
@@ -440,8 +398,18 @@ def _place_media(messages: list[Message], row: FormattedRow) -> dict[str, list[A
     if not given and not has_parts:
         return {}
     for message in messages:
-        if not has_parts and message["role"] != "assistant":  # a row with parts has no placeholders
-            _split(message, given)
+        if has_parts or message["role"] == "assistant":  # a row with parts has no placeholders
+            continue
+        parts: list[dict[str, str]] = []
+        for text in _PLACEHOLDER.split(message["content"]):
+            if text in given:
+                parts.append({"type": text[1:-1]})
+            elif text and parts and parts[-1]["type"] == "text":
+                parts[-1]["text"] += text
+            elif text:
+                parts.append({"type": "text", "text": text})
+        if any(part["type"] != "text" for part in parts):
+            message["content"] = parts
     media = {}
     for kind in ("video", "image"):  # put before the text one after the other: images are first
         found = _fill(messages, kind, names[kind])
@@ -453,7 +421,7 @@ def _place_media(messages: list[Message], row: FormattedRow) -> dict[str, list[A
 def _names(row: FormattedRow, kind: str) -> list[Any] | None:
     """Return the files of a row; a video may be the files of its frames."""
     value = row.value(f"{kind}s")
-    if value is None and f"{kind}s" not in row.format.named:
+    if value is None and f"{kind}s" not in row.named:
         value = row.data.get(kind)
     if value is None:
         return None
@@ -461,22 +429,8 @@ def _names(row: FormattedRow, kind: str) -> list[Any] | None:
     for name in value if isinstance(value, list) else [None]:
         frames = name if kind == "video" and isinstance(name, list) and name else [name]
         if not all(isinstance(frame, str) for frame in frames):
-            raise bad_row(f"the {kind}s are {shown(value)}", "A file name or a list of them was")
+            raise bad_row(f"the {kind}s are {shown(value)}", "a file name or a list of them")
     return value
-
-
-def _split(message: Message, placeholders: set[str]) -> None:
-    """Cut a text at its placeholders, in place."""
-    parts: list[dict[str, str]] = []
-    for text in _PLACEHOLDER.split(message["content"]):
-        if text in placeholders:
-            parts.append({"type": text[1:-1]})
-        elif text and parts and parts[-1]["type"] == "text":
-            parts[-1]["text"] += text
-        elif text:
-            parts.append({"type": "text", "text": text})
-    if any(part["type"] != "text" for part in parts):
-        message["content"] = parts
 
 
 def _fill(messages: Sequence[Message], kind: str, names: list[Any] | None) -> list[Any]:
@@ -491,7 +445,7 @@ def _fill(messages: Sequence[Message], kind: str, names: list[Any] | None) -> li
     if not places and rest:
         message = next((message for message in messages if message["role"] == "user"), None)
         if message is None:
-            raise bad_row("no message is of the user", "One with the row's images was")
+            raise bad_row("no message is of the user", "one with the row's images")
         content = message["content"]
         text = [{"type": "text", "text": content}] if isinstance(content, str) else content
         message["content"] = [*({"type": kind} for _ in rest), *text]
@@ -499,7 +453,7 @@ def _fill(messages: Sequence[Message], kind: str, names: list[Any] | None) -> li
     num_open = sum(name is None for name in own)
     if num_open != len(rest):
         what = f"the row has {num_open} places for {kind}s and {len(rest)} names"
-        raise bad_row(what, f"As many places (<{kind}>, or a part) as names were")
+        raise bad_row(what, f"as many places (<{kind}>, or a part) as names")
     return [rest.pop(0) if name is None else name for name in own]
 
 

@@ -3,7 +3,7 @@
 import collections
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -79,11 +79,10 @@ class JsonLines(RowsDataset):
         self._converter = make_converter(formatting, columns=columns, tags=tags, ranking=ranking)
         self._converts_all = formatting != "auto" or bool(columns) or ranking
         self._replaced = _CONVERTED | set((columns or {}).values())
+        file = path
         if test_path is not None and split == "test":
             file = Path(test_path)
-        elif path.is_file():
-            file = path
-        else:
+        elif not path.is_file():
             name = "train" if test_path is not None else split
             file = find_file(path, (f"{name}.jsonl", f"{name}.json"))
         rows = self.read(file)
@@ -107,7 +106,15 @@ class JsonLines(RowsDataset):
             rest = {name: value for name, value in row.data.items() if name not in self._replaced}
             sample = {**rest, **self._converter(row.data, row.source)}
         else:
-            sample = self._plain(row)
+            sample = dict(row.data)
+            for name, own in self._fields.items():
+                if own not in row.data:
+                    raise _missing(row, own, f"the {name} by `dataset.fields`")
+                sample[name] = row.data[own]
+            if "instruction" in sample:
+                extra = f"\n{sample['input']}" if sample.get("input") else ""
+                sample.setdefault("question", f"{sample['instruction']}{extra}")
+                sample.setdefault("answer", sample.get("output"))
         images = image_names(row.source, sample)
         is_pair = "chosen" in sample and "rejected" in sample
         if sample.get("messages") is None and not is_pair and not _has_text(sample):
@@ -116,28 +123,14 @@ class JsonLines(RowsDataset):
         sample["group"] = str(sample.get(self._group, "all"))
         return images, sample
 
-    def _plain(self, row: Row) -> dict[str, Any]:
-        sample = dict(row.data)
-        for name, own in self._fields.items():
-            if own not in row.data:
-                raise _missing(row, own, f"the {name} by `dataset.fields`")
-            sample[name] = row.data[own]
-        if "instruction" in sample:
-            extra = f"\n{sample['input']}" if sample.get("input") else ""
-            sample.setdefault("question", f"{sample['instruction']}{extra}")
-            sample.setdefault("answer", sample.get("output"))
-        return sample
-
 
 def _needs_converter(data: dict[str, Any]) -> bool:
     """Tell whether a row has what neither a template nor `messages` as they are can express."""
     there = {name for name, value in data.items() if value not in (None, "", [])}
-    if {"chosen", "rejected"} <= there and isinstance(data["chosen"], str) and "question" in there:
-        return False  # the answers of a template
-    if "conversations" in there or {"chosen", "rejected"} <= there:
+    if {"chosen", "rejected"} <= there:  # or the answers of a template
+        return not (isinstance(data["chosen"], str) and "question" in there)
+    if "conversations" in there or {"messages", "instruction"} <= there:  # the second is refused
         return True
-    if {"messages", "instruction"} <= there:
-        return True  # refused there: which one is it?
     if {"prompt", "completion"} <= there and not _has_text(data):
         return True
     if "instruction" in there:
@@ -145,16 +138,15 @@ def _needs_converter(data: dict[str, Any]) -> bool:
     messages = data.get("messages")
     if not isinstance(messages, list):
         return False
-    has_label = "kto_tag" in there or says_label(data.get("label"))
-    return has_label or bool({"tools", "videos"} & there) or any(map(_calls, messages))
-
-
-def _calls(message: Any) -> bool:
-    """Tell whether a message is part of a call of a function."""
-    return isinstance(message, dict) and (
-        bool(message.get("tool_calls") or message.get("function_call"))
+    has_call = any(
+        message.get("tool_calls")
+        or message.get("function_call")
         or message.get("role") in ("tool", "function")
+        for message in messages
+        if isinstance(message, dict)
     )
+    has_label = "kto_tag" in there or says_label(data.get("label"))
+    return has_label or has_call or bool({"tools", "videos"} & there)
 
 
 def _has_text(sample: dict[str, Any]) -> bool:
@@ -165,10 +157,9 @@ def _has_text(sample: dict[str, Any]) -> bool:
 
 def image_names(source: str, sample: dict[str, Any]) -> list[str] | None:
     """Return the names of the images: of the row, and else of the parts of its messages."""
-    messages = sample.get("messages")
-    contents = [one.get("content") for one in messages or () if isinstance(one, dict)]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    parts = [part for part in parts if isinstance(part, dict)]
+    told = [one.get("content") for one in sample.get("messages") or () if isinstance(one, dict)]
+    contents = [content for content in told if isinstance(content, list)]
+    parts = [part for content in contents for part in content if isinstance(part, dict)]
     names = sample.get("images", sample.get("image"))
     names = [names] if isinstance(names, str) else names
     if names is None:
@@ -182,9 +173,8 @@ def image_names(source: str, sample: dict[str, Any]) -> list[str] | None:
     unread -= {"videos"} if any(part.get("type") == "video" for part in parts) else set()
     if there := sorted(name for name in unread if sample.get(name)):
         raise DataError(
-            f"{source}: the row has {there[0]}, which its text has no place for. Only images are "
-            "shown to the model, and videos beside messages or an instruction: write the row so, "
-            "or take the field out."
+            f"{source}: the row has {there[0]}, for which its text has no place. Take the field "
+            "out, or write videos next to messages or an instruction."
         )
     return names or None
 
@@ -192,8 +182,8 @@ def image_names(source: str, sample: dict[str, Any]) -> list[str] | None:
 def _missing(row: Row, field: str, what: str) -> DataError:
     return DataError(
         f"{row.source}: the field {field!r} is missing, {what}; the row has the fields "
-        f"{names_text(row.data)}. Correct the row, or name its fields with "
-        '`dataset.fields` \'{"question": "...", "answer": "..."}\'.'
+        f"{names_text(row.data)}. Correct the row, or name its fields with `dataset.fields` "
+        '\'{"question": "...", "answer": "..."}\'.'
     )
 
 
@@ -228,7 +218,10 @@ class PromptRows(RowsDataset):
         sample = {"question": row.data} if isinstance(row.data, str) else dict(row.data)
         name = next((name for name in _PROMPT_NAMES if isinstance(sample.get(name), str)), None)
         if sample.get("messages") is not None:
-            sample.setdefault("question", _last_text(sample["messages"]))
+            told = sample["messages"] if isinstance(sample["messages"], list) else []
+            asked = [m for m in told if isinstance(m, dict) and m.get("role") == "user"]
+            text = asked[-1].get("content") if asked else ""
+            sample.setdefault("question", text if isinstance(text, str) else json.dumps(text))
         elif name is None:
             raise DataError(
                 f"{row.source}: the row asks nothing; it has the fields {names_text(sample)}. Give "
@@ -242,15 +235,6 @@ class PromptRows(RowsDataset):
         digest = hashlib.sha256(content.encode()).hexdigest()[:8]
         sample["id"] = str(sample.get("id", f"{self._name}-{row.number}-{digest}"))
         return image_names(row.source, sample), sample
-
-
-def _last_text(messages: Any) -> str:
-    """What was asked last, for the screen and for comparing."""
-    for message in reversed(messages if isinstance(messages, list) else []):
-        if isinstance(message, dict) and message.get("role") == "user":
-            content = message.get("content")
-            return content if isinstance(content, str) else json.dumps(content)
-    return ""
 
 
 class Groups(JsonLines):
@@ -284,9 +268,7 @@ class Groups(JsonLines):
         group: str = "group",
     ) -> None:
         if num_negatives is not None and num_negatives < 1:
-            raise UserError(
-                f"`dataset.num_negatives` {num_negatives}: at least 1 negative is needed."
-            )
+            raise UserError(f"`dataset.num_negatives` is {num_negatives}. Give at least 1.")
         self._num_negatives = num_negatives
         self._first = ""  # the group that says how many there are, where no option does
         super().__init__(
@@ -324,25 +306,25 @@ class Groups(JsonLines):
             good.append(row)
         return good
 
-    def samples(self, rows: Sequence[Row]) -> list[Row]:
-        return [member for row in rows for member in self._members(row)]
-
     def convert(self, row: Row) -> tuple[list[str] | None, dict[str, Any]]:
         place = f"{row.source} ({row.data['member']})"
         images, sample = super().convert(replace(row, source=place))
         del sample["member"]
         return images, sample
 
-    def _members(self, row: Row) -> Iterable[Row]:
-        shared = {name: value for name, value in row.data.items() if name not in _MEMBERS}
-        group = str(shared.pop("id", f"{self._name}-{row.number}"))
-        negatives = row.data["negatives"][: self._num_negatives]
-        for place, own in enumerate([row.data["anchor"], row.data["positive"], *negatives]):
-            role = ROLES[min(place, 2)]
-            member = role if place < 2 else f"{role} {place - 1}"
-            facts = {"contrast_group": group, "role": role, "member": member}
-            name = own.get("id", f"{group}-{member.replace(' ', '-')}")
-            yield replace(row, data={**shared, **own, **facts, "id": name})
+    def samples(self, rows: Sequence[Row]) -> list[Row]:
+        made = []
+        for row in rows:
+            shared = {name: value for name, value in row.data.items() if name not in _MEMBERS}
+            group = str(shared.pop("id", f"{self._name}-{row.number}"))
+            negatives = row.data["negatives"][: self._num_negatives]
+            for place, own in enumerate([row.data["anchor"], row.data["positive"], *negatives]):
+                role = ROLES[min(place, 2)]
+                member = role if place < 2 else f"{role} {place - 1}"
+                facts = {"contrast_group": group, "role": role, "member": member}
+                name = own.get("id", f"{group}-{member.replace(' ', '-')}")
+                made.append(replace(row, data={**shared, **own, **facts, "id": name}))
+        return made
 
     def _check(self, row: Row) -> None:
         for name in _MEMBERS:
@@ -351,11 +333,10 @@ class Groups(JsonLines):
             if name == "negatives":
                 members = value if isinstance(value, list) else []
             if not members or not all(isinstance(member, dict) for member in members):
-                expected = "A list of objects" if name == "negatives" else "An object"
+                form = "a list of objects" if name == "negatives" else "an object"
                 raise DataError(
                     f"{row.source}: {name!r} {state_of(value)}; the line has the fields "
-                    f"{names_text(row.data)}. {expected} with question, answer, image ... was "
-                    "expected: correct the row."
+                    f"{names_text(row.data)}. Write {form} with question, answer, image ..."
                 )
         count = len(row.data["negatives"])
         if self._num_negatives is None:
@@ -364,6 +345,6 @@ class Groups(JsonLines):
         if count < wanted or (self._first and count != wanted):
             why = f"as in {self._first}" if self._first else "as `dataset.num_negatives` says"
             raise DataError(
-                f"{row.source}: the group has {count} negatives, {wanted} were expected, {why}. "
-                "Correct the row, or take the first few of each with `dataset.num_negatives`."
+                f"{row.source}: the group has {count} negatives, not {wanted} {why}. Correct the "
+                "row, or take the first few of each with `dataset.num_negatives`."
             )

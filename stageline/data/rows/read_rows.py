@@ -7,7 +7,6 @@ the library's: tables that are mapped into memory, their cache, Parquet, Arrow a
 
 import csv
 import difflib
-import functools
 import glob
 import hashlib
 import json
@@ -15,16 +14,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy
 
 from stageline.data.rows.bad_rows import current_bad_rows
 from stageline.errors import DataError, UserError
 from stageline.hub import PREFIX, pinned_set, read_name
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 Kind = Literal["json", "jsonl", "csv", "text", "parquet", "arrow", "hub"]
 Take = Callable[[str, DataError], None]  # is told the source of a bad row and its error
@@ -43,31 +39,18 @@ _VERSION = "2"  # of the tables that are made of text
 _NO_ROWS = ("dataset_info.json", "dataset_infos.json", "state.json")  # next to files of rows
 _PATTERN = "*?["
 _BOM = b"\xef\xbb\xbf"
-_NO_TEXT = {
-    b"\x1f\x8b": "gzip",
-    b"PK\x03\x04": "zip",
-    b"\x28\xb5\x2f\xfd": "zstandard",
-    b"\xfd7zXZ": "xz",
-    b"PAR1": "parquet",
-    b"ARROW1": "arrow",
-}
+# what JSON has no form for, or tokenizers fail on: half a surrogate pair
+_MAY_BE_BAD = re.compile(r"NaN|Infinity|\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row as it is written in a file.
+    """One row as it is written in a file."""
 
-    Attributes:
-        data: the object, or the text of a prompt.
-        source: file and line (JSON lines, CSV, text), or file and number of the row.
-        number: line or row, from 1; in a set of several files the row's place from 0.
-        digest: SHA-256 of the file; empty where it is not known.
-    """
-
-    data: Any
-    source: str
-    number: int
-    digest: str = ""
+    data: Any  # the object, or the text of a prompt
+    source: str  # file and line (JSON lines, CSV, text), or file and number of the row
+    number: int  # line or row, from 1; in a set of several files the row's place from 0
+    digest: str = ""  # SHA-256 of the file; empty where it is not known
 
 
 # -- which files ---------------------------------------------------------------------------------
@@ -99,8 +82,8 @@ def find_files(place: str, *, option: str = "`dataset_path`") -> SetFiles:
         found, folder = [path], path.parent
         if path.suffix.lower() not in KIND_OF_SUFFIX:
             raise UserError(
-                f"{option} {path} ends in {path.suffix or 'nothing'}. Rename or convert it: the "
-                f"ending is one of {' '.join(KIND_OF_SUFFIX)}."
+                f"{option} {path} ends in {path.suffix or 'nothing'}. Convert it, or rename it to "
+                f"one of {' '.join(KIND_OF_SUFFIX)}."
             )
     elif path.is_dir():
         found, folder = sorted(path.iterdir()), path
@@ -181,30 +164,12 @@ def each_row(path: Path, kind: Kind, *, take: Take, may_be_lists: bool = False) 
     """Yield the rows of a file that people write; bad rows go to `take`."""
     if not path.is_file():
         raise UserError(f"there is no file {path}. Check `dataset_path` and the dataset's options.")
-    with path.open("rb") as file:
-        head = file.read(6)
-    for start, other in _NO_TEXT.items():
-        if head.startswith(start):
-            raise DataError(
-                f"{path} is a {other} file. Unpack it (gunzip, unzip, unzstd, unxz), or write its "
-                "rows as JSON lines."
-            )
     read = {"json": _json_list, "jsonl": _json_lines, "csv": _csv_rows, "text": _text_rows}[kind]
     for data, source, number in read(path, take):
         if isinstance(data, dict) or (may_be_lists and isinstance(data, list)):
             yield Row(data, source, number)
         else:
-            what = f"{source}: the row is {repr(data)[:60]}. A JSON object was expected"
-            take(source, DataError(f"{what}: correct the row."))
-
-
-def _lines(path: Path) -> Iterator[tuple[bytes, int, int]]:
-    """Yield (line, bytes before it, number from 1) of each line."""
-    start = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            yield line, start, number
-            start += len(line)
+            take(source, DataError(f"{source}: the row is {repr(data)[:60]}. Write an object."))
 
 
 def _decode(content: bytes, start: int, path: Path, line: int) -> str:
@@ -220,8 +185,17 @@ def _decode(content: bytes, start: int, path: Path, line: int) -> str:
         ) from error
 
 
+def _lines(path: Path) -> Iterator[tuple[bytes, int, int]]:
+    """Yield (line, bytes before it, number from 1) of each line."""
+    start = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            yield line, start, number
+            start += len(line)
+
+
 def _text_lines(path: Path, take: Take) -> Iterator[tuple[str, str, int]]:
-    """Yield the lines that are not blank."""
+    """Yield the lines that are not blank, with their source and number."""
     for line, start, number in _lines(path):
         source = f"{path}:{number}"
         try:
@@ -241,8 +215,10 @@ def _text_rows(path: Path, take: Take) -> Found:
 def _json_lines(path: Path, take: Take) -> Found:
     for text, source, number in _text_lines(path, take):
         try:
-            data = _parse(text)
-        except ValueError as error:
+            data = json.loads(text)
+            if _MAY_BE_BAD.search(text):
+                check_value(data)
+        except (ValueError, RecursionError) as error:
             place = getattr(error, "pos", None)
             column = "" if place is None else f":{place + 1}"
             cut = "" if text.endswith(("\n", "\r")) else " The file may be cut short here."
@@ -256,14 +232,8 @@ def _json_list(path: Path, take: Take) -> Found:
     text = _decode(path.read_bytes(), 0, path, 1)
     if not text.strip():
         return
-    constants: list[_Constant] = []
-
-    def constant(name: str) -> _Constant:
-        constants.append(_Constant(name))
-        return constants[-1]
-
     try:
-        rows = json.JSONDecoder(parse_constant=constant).decode(text)
+        rows = json.loads(text)
     except (ValueError, RecursionError) as error:
         place = getattr(error, "pos", 0)
         line, column = text.count("\n", 0, place) + 1, place - text.rfind("\n", 0, place)
@@ -274,66 +244,29 @@ def _json_list(path: Path, take: Take) -> Found:
         ) from None
     if not isinstance(rows, list):
         raise DataError(f"{path} holds a JSON {type(rows).__name__}. Put the rows into one list.")
-    may_be_bad = constants or _MAY_HOLD_BAD_CHARACTERS.search(text)
+    may_be_bad = _MAY_BE_BAD.search(text)
     for number, data in enumerate(rows, 1):
         source = f"{path}: row {number}"
         try:
             if may_be_bad:
                 check_value(data)
-        except (ValueError, RecursionError) as error:
-            take(source, DataError(f"{source}: {_reason(error)}. Correct the row."))
+        except ValueError as error:
+            take(source, DataError(f"{source}: {error}. Correct the row."))
         else:
             yield data, source, number
 
 
-class _Constant(str):
-    """A constant such as NaN, which Python takes and JSON does not have."""
-
-
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-_STRICT = json.JSONDecoder(parse_constant=_refuse)
-_MAY_HOLD_BAD_CHARACTERS = re.compile(r"\\u(0000|[dD][89a-fA-F])")
-
-
-def _parse(text: str) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-        ValueError: it is none; `pos` says where, if that is known.
-    """
+def check_value(value: Any) -> None:
+    """Refuse NaN, and texts with half a surrogate pair, on which tokenizers fail."""
     try:
-        value = _STRICT.decode(text)
-        if _MAY_HOLD_BAD_CHARACTERS.search(text):
-            check_value(value)
-    except RecursionError as error:
-        raise ValueError(_reason(error)) from None
-    return value
-
-
-def check_value(value: Any, field: str = "") -> None:
-    """Refuse NaN, and texts with a NUL or half a surrogate pair, on which tokenizers fail.
-
-    Raises:
-        ValueError: says where.
-    """
-    if isinstance(value, dict):
-        for key, item in value.items():
-            check_value(key, key)
-            check_value(item, key)
-    elif isinstance(value, list):
-        for item in value:
-            check_value(item, field)
-    elif isinstance(value, _Constant):
-        _refuse(value)
-    elif isinstance(value, str) and (bad := re.search("[\0\ud800-\udfff]", value)):
-        kind = "a NUL" if bad[0] == "\0" else "half a surrogate pair"
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        near = error.object[max(error.start - 40, 0) : error.end]
         raise ValueError(
-            f"{kind} (\\u{ord(bad[0]):04x}) as character {bad.start()} of the field "
-            f"{field[:60]!r}: no text that a tokenizer takes"
-        )
+            f"half a surrogate pair, which is no text, at the end of {near!r}"
+        ) from None
+    except ValueError:
+        raise ValueError("NaN is no number of JSON, and neither is Infinity") from None
 
 
 def _reason(error: Exception) -> str:
@@ -370,9 +303,8 @@ def _csv_rows(path: Path, take: Take) -> Found:
             if names and cells and len(cells) != len(names):
                 raise csv.Error(f"{len(cells)} cells in {len(names)} columns, {', '.join(names)}")
         except csv.Error as error:
-            what = f"{source}: no CSV ({error}). Put double quotes around a text that holds the "
-            what += 'separator or a line break, and "" for a quote in it.'
-            wrong = DataError(what)
+            cure = "Put double quotes around a text that holds the separator or a line break"
+            wrong = DataError(f'{source}: no CSV ({error}). {cure}, and "" for a quote in it.')
         except DataError as error:
             wrong = error
         else:
@@ -381,8 +313,10 @@ def _csv_rows(path: Path, take: Take) -> Found:
             names = names or [name.strip() for name in cells]
             if "" not in names and len(set(names)) == len(names):
                 continue
-            what = f"{source}: the columns are {', '.join(map(repr, names))}. Write a first line "
-            raise DataError(what + "with a name for each column, each once.")
+            raise DataError(
+                f"{source}: the columns are {', '.join(map(repr, names))}. Write a first line with "
+                "a name for each column, each once."
+            )
         if not names:
             raise wrong
         take(source, wrong)
@@ -396,37 +330,25 @@ class Table:
     """The good rows of one file, mapped into memory."""
 
     name: str  # of the file, as it was given
-    rows: "Dataset"
+    rows: Any  # a datasets.Dataset
     digest: str  # SHA-256 of the file's bytes, or the library's fingerprint of a set of the hub
     kind: Kind
     num_rows: int
 
-    @property
-    def is_text(self) -> bool:
-        """Whether `rows` holds rows as JSON, with their numbers; else the rows themselves."""
-        return self.kind in ("json", "jsonl", "csv", "text")
-
-    @functools.cached_property
-    def _columns(self) -> dict[str, Any]:
-        # twenty times as fast as the library's own way to a row
-        return {name: self.rows.data.column(name) for name in ("row", "number")}
-
     def __getitem__(self, index: int) -> Row:
         """Return a row; its number is its line, or its place in the file from 1."""
-        if not self.is_text:
+        if self.kind in ("parquet", "arrow", "hub"):
             data = without_none(self.rows[index], self.rows.features)
             return Row(data, f"{self.name}: row {index + 1}", index + 1)
-        data, number = (self._columns[name][index].as_py() for name in ("row", "number"))
+        # `_text_table` wrote it as JSON; twenty times as fast as datasets' own way to a row
+        columns = self.rows.data
+        data, number = (columns.column(name)[index].as_py() for name in ("row", "number"))
         place = f": row {number}" if self.kind == "json" else f":{number}"
         return Row(json.loads(data), f"{self.name}{place}", number)
 
 
 class TableRows(Sequence[Row]):
-    """Rows of several tables, one table after the other.
-
-    Attributes:
-        numbers: of the rows that it has, counted over all tables from 0.
-    """
+    """Rows of several tables, by their `numbers`, counted over all tables from 0."""
 
     def __init__(self, tables: Sequence[Table]) -> None:
         self.tables = list(tables)
@@ -452,18 +374,13 @@ def part_of(starts: numpy.ndarray, number: int) -> tuple[int, int]:
 def open_tables(
     files: SetFiles, *, cache: str | Path | None = None, hub_split: str = "train"
 ) -> TableRows:
-    """Return the rows of a set; bad rows go to `current_bad_rows`.
-
-    Args:
-        cache: folder of what is made of files; default: that of the library.
-    """
+    """Return the rows of a set; bad rows go to `current_bad_rows`; `cache` as of `read_sets`."""
     import datasets
 
     folder = str(cache or datasets.config.HF_DATASETS_CACHE)
     if files.kind != "hub":
         datasets.disable_progress_bars()  # of a copy on this disk
-        make = _library_table if files.kind in ("parquet", "arrow") else _text_table
-        return TableRows([make(path, files.kind, folder) for path in files.paths])
+        return TableRows([_table(path, files.kind, folder) for path in files.paths])
     repo, _, revision = files.names[0].partition("@")
     try:
         rows = datasets.load_dataset(
@@ -478,13 +395,18 @@ def open_tables(
     return TableRows([Table(name, rows, str(rows._fingerprint), "hub", len(rows))])
 
 
-def _text_table(path: Path, kind: Kind, folder: str) -> Table:
-    """Return the table of a file that people write; the library makes it once.
+def _table(path: Path, kind: Kind, folder: str) -> Table:
+    """Return the table of a file. Of one that people write, datasets makes it once.
 
     Its rows are the good ones, then the reasons of the bad ones, then the file's digest.
     """
     import datasets
 
+    if kind in ("parquet", "arrow"):
+        rows = _load(path, kind, cache_dir=folder)
+        if len(rows) == 0:
+            raise _no_rows(path)
+        return Table(str(path), rows, _digest_of(path), kind, len(rows))
     now = path.stat()
     facts = (_VERSION, kind, str(path), str(path.absolute()), now.st_size, now.st_mtime_ns)
     columns = {"row": "large_string", "number": "int64", "bad": "large_string"}
@@ -502,8 +424,8 @@ def _text_table(path: Path, kind: Kind, folder: str) -> Table:
         if isinstance(cause, UserError):
             raise cause from None
         raise UserError(
-            f"what is made of {path} cannot be kept in {folder} ({cause}). Name another folder "
-            "with `dataset.cache`, or make room."
+            f"the rows of {path} cannot be kept in {folder} ({cause}). Name another folder with "
+            "`dataset.cache`, or make room."
         ) from error
     num_good = rows.data.column("bad").null_count
     *bad, last = rows.data.slice(num_good).to_pylist()
@@ -524,13 +446,6 @@ def _written_rows(path: Path, kind: Kind) -> Iterator[dict[str, Any]]:
     yield {"row": _digest_of(path), "number": 0, "bad": "digest"}
 
 
-def _library_table(path: Path, kind: Kind, folder: str) -> Table:
-    rows = _load(path, kind, cache_dir=folder)
-    if len(rows) == 0:
-        raise _no_rows(path)
-    return Table(str(path), rows, _digest_of(path), kind, len(rows))
-
-
 def stream_rows(path: Path, kind: Kind, *, take: Take) -> Iterator[Row]:
     """Yield the rows of a file, a few in memory at a time."""
     if kind in ("parquet", "arrow"):
@@ -546,7 +461,7 @@ def _load(path: Path, kind: Kind, **options: Any) -> Any:
 
     try:
         return datasets.load_dataset(kind, data_files=[str(path)], split="train", **options)
-    except Exception as error:  # the readers of the library raise what they like
+    except Exception as error:  # datasets' readers raise what they like
         cause = error.__cause__ or error
         raise DataError(
             f"{path} cannot be read as {kind} ({type(cause).__name__}: {cause}). Check how it was "
@@ -558,10 +473,7 @@ def without_none(value: Any, feature: Any = None) -> Any:
     """Return a value without the keys that are None, at any depth.
 
     In tables all rows have the same keys, so a tool's arguments would get those of all others. A
-    column of type Json holds each value as it was written: None in it is meant.
-
-    Args:
-        feature: the type of the column in `datasets`; None: it is not known.
+    column whose type in datasets, `feature`, is Json keeps its None, which somebody wrote.
     """
     if type(feature).__name__ == "Json":
         return value

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from torch.utils.data import Subset
 
 from stageline.data.images.image_files import ImageFolders
 from stageline.data.images.videos import with_videos
@@ -33,7 +34,7 @@ def dataset_folder(dataset_path: str | None, *, name: str) -> Path:
     if not dataset_path or not Path(dataset_path).exists():
         raise UserError(
             f"`dataset_path` {dataset_path or '(not given)'}: there is no such file or folder. "
-            f"The dataset {name} was expected there: download it, and give its folder."
+            f"Give that of the dataset {name}."
         )
     return Path(dataset_path)
 
@@ -61,14 +62,12 @@ def split_rows(
     rows = [row for row in rows if row.source not in current_bad_rows().reasons]
     wanted = test_size if isinstance(test_size, int) else round(test_size * len(rows))
 
-    def draw(name: str) -> str:
-        return hashlib.sha256(f"split {name}".encode()).hexdigest()
-
     test: set[int] = set()
-    for name in sorted(groups, key=draw) if wanted else ():
+    draws = {hashlib.sha256(f"split {name}".encode()).hexdigest(): name for name in groups}
+    for draw in sorted(draws):
         if len(test) >= wanted:
             break
-        test.update(row.number for row in groups[name])
+        test.update(row.number for row in groups[draws[draw]])
     chosen = [row for row in rows if (row.number in test) == (split == "test")]
     if not chosen:
         raise UserError(
@@ -85,16 +84,10 @@ def check_split(split: str) -> None:
 
 
 class RowsDataset:
-    """A dataset over rows of files; a subclass says what a row means.
+    """A dataset over rows of files; a subclass has the meaning of a row.
 
     Every row is converted once in the beginning, so that a bad one is found before a model is
-    loaded; it ends the run, unless bad rows may be left out. Images are only opened when a row is
-    asked for, and not decoded.
-
-    Args:
-        rows: of this split.
-        image_roots: folders that image names are relative to; the first that has the file wins.
-        num_frames: most images that a video becomes.
+    loaded. Images are only opened when a row is asked for, and not decoded.
     """
 
     rows: Sequence[Row]
@@ -119,11 +112,10 @@ class RowsDataset:
         """Tell whether a row can be converted; else it goes to `current_bad_rows`."""
         try:
             names, sample = self.convert(row)
-            place = _place(row, sample)
             videos = sample.get("videos") or ()
             frames = ([one] if isinstance(one, str) else one for one in videos)
             for name in itertools.chain(names or (), *frames):
-                self._folders.check_name(name, source=place)
+                self._folders.check_name(name, source=f"{row.source}: sample {sample.get('id')}")
         except DataError as error:
             current_bad_rows().take(row.source, error)
             return False
@@ -133,13 +125,11 @@ class RowsDataset:
         """Return the row's images, opened and not decoded, and its sample."""
         names, sample = self.convert(row)
         sample["source"] = row.source
-        place = _place(row, sample)
-        images: list[Image.Image] | None = None
-        if names is not None:
-            images = [self._folders.open(name, source=place) for name in names]
-        return with_videos(
-            sample, images, folders=self._folders, num_frames=self._num_frames, source=place
-        )
+        place = f"{row.source}: sample {sample.get('id')}"
+        opened = [self._folders.open(name, source=place) for name in names or ()]
+        images = None if names is None else opened
+        more: dict[str, Any] = {"folders": self._folders, "num_frames": self._num_frames}
+        return with_videos(sample, images, source=place, **more)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -163,25 +153,17 @@ class RowsDataset:
         return digest.hexdigest()
 
 
-def _place(row: Row, sample: dict[str, Any]) -> str:
-    return f"{row.source}: sample {sample.get('id')}"
-
-
 def data_fingerprint(dataset: Any) -> str | None:
     """Return the fingerprint of a dataset; None where its part offers none.
 
     A dataset part may offer `fingerprint() -> str`: equal for equal rows in the same order, in
-    whatever folder, and another one when a row or a file changes. Keep it cheap: readers have
-    hashed the files already.
+    whatever folder, and another one when a row or a file changes. Keep it cheap.
     """
-    from torch.utils.data import Subset  # here: an option is read before torch is needed
-
     if isinstance(dataset, Subset):
-        inner = data_fingerprint(dataset.dataset)
-        return None if inner is None else _digest(inner, *map(str, dataset.indices))
-    offered = getattr(dataset, "fingerprint", None)
-    return None if offered is None else _digest(offered(), str(len(dataset)))
-
-
-def _digest(*words: str) -> str:
-    return hashlib.sha256(" ".join(words).encode()).hexdigest()
+        inner, more = data_fingerprint(dataset.dataset), dataset.indices
+    else:
+        offered = getattr(dataset, "fingerprint", None)
+        inner, more = None if offered is None else offered(), [len(dataset)]
+    if inner is None:
+        return None
+    return hashlib.sha256(" ".join([inner, *map(str, more)]).encode()).hexdigest()

@@ -1,15 +1,13 @@
 """Renders turns with the model's own chat template, and knows where each character came from.
 
-The template also runs on messages whose texts stand between private marks. Where its text without
+The template also runs on messages whose texts are between private marks. Where its text without
 the marks is what it writes for the messages themselves, the marks show what came from the data.
 
-An answer begins where the prompt for generation ends, and ends with its end-of-turn token. Both
-are found by rendering the messages before it, and those up to it: these renders are beginnings of
-the whole one. Where they are not (templates drop thoughts of earlier turns, or move tools), the
-stretch between the messages before and the answer is compared instead.
-
-Where texts and answers stand depends on the structure of a conversation and is kept: a further
-sample of the same structure costs one render.
+An answer begins where the prompt for generation ends, and ends with its end-of-turn token. Renders
+of the messages before it, and up to it, are beginnings of the whole one and show both. Where they
+are not (templates drop thoughts of earlier turns, or move tools), the stretch between the messages
+before and the answer is compared instead. The places of texts and answers depend on the structure
+of a conversation and are kept: a further sample of the same structure costs one render.
 """
 
 import itertools
@@ -18,8 +16,8 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 from stageline.data.text.chat_template import (
     ChatTemplate,
@@ -29,10 +27,9 @@ from stageline.data.text.chat_template import (
     template_of,
     use_template,
 )
-from stageline.data.text.messages import SYSTEM_ROLES, Tool, Turn
+from stageline.data.text.messages import SYSTEM_ROLES, Tool, Turn, forms_of
 from stageline.data.text.processor import get_tokenizer
 from stageline.data.text.rendered import Piece, Rendered
-from stageline.data.text.tool_forms import forms_of
 from stageline.errors import DataError, UserError
 
 Learnt = Literal["answers", "all", "all_but_system"]
@@ -46,8 +43,7 @@ _MOST_LAYOUTS = 256
 _has_warned: set[tuple[str, str]] = set()
 
 
-@dataclass(frozen=True)
-class DataText:
+class DataText(NamedTuple):
     """A text of the data: of which turn, and which part of it."""
 
     turn: int
@@ -57,8 +53,7 @@ class DataText:
     is_answer: bool = False
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """A stretch of the rendered text: what the template wrote, or the text of that number."""
 
     text: str = ""
@@ -74,7 +69,7 @@ class Layout:
     Attributes:
         bare: with places for the texts.
         segments: the same, cut up.
-        end: an end-of-sequence token to add behind the last segment that is learnt.
+        end: an end-of-sequence token to add behind the last segment in the loss.
         notes: warnings for the user.
     """
 
@@ -85,7 +80,7 @@ class Layout:
 
 
 class LayoutError(Exception):
-    """The template can't be followed."""
+    """The template cannot be followed."""
 
 
 def render_chat(
@@ -98,12 +93,12 @@ def render_chat(
     learnt: Learnt = "answers",
     source: str = "",
 ) -> Rendered:
-    """The conversation as the model's chat template writes it.
+    """Write the conversation with the model's chat template.
 
-    Supervised is what the model has to write in target turns: all between the prompt for
-    generation and the end-of-turn token, and that token. Where the template has none after the
-    last answer, the tokenizer's end-of-sequence token is added: the model could not learn to stop
-    otherwise. A template with {% generation %} marks says itself what is supervised.
+    Supervised in target turns is all between the prompt for generation and the end-of-turn token,
+    and that token. Where the template has none after the last answer, the tokenizer's
+    end-of-sequence token is added: else the model could not learn to stop. A template with
+    {% generation %} marks decides itself.
 
     Args:
         for_generation: end with what the template puts before an answer.
@@ -135,25 +130,20 @@ def render_chat(
                     _has_warned.add((template.name, text))
                     warnings.warn(f"the chat template of {template.name}: {text}.", stacklevel=3)
             return Rendered(tuple(pieces), is_chat=True, for_generation=for_generation)
-    raise _not_followed(template, reasons, source=source)
-
-
-def _not_followed(template: ChatTemplate, reasons: Sequence[str], *, source: str) -> UserError:
     # what begins so may only say that the template takes contents in the other form
     others = [reason for reason in reasons if not reason.startswith(_LEFT_OUT)] or reasons
     refused = next((one for one in others if one.startswith("TemplateError: ")), None)
     if refused and source:  # by its raise_exception
-        return DataError(
+        raise DataError(
             f"{source}: the chat template of {template.name} refuses the conversation: "
             f"{refused.partition(': ')[2]}. Correct the row, or use another template."
         )
     names = ", ".join(fitting_templates(template.tokenizer))
-    return UserError(
+    raise UserError(
         f"the chat template of {template.name} cannot be followed{source and f' in {source}'}: "
-        f"{'; '.join(dict.fromkeys(others))}. So it isn't known which tokens are the answer: use "
-        f"`prompt_fn.template` (its tokens fit {names}), another chat_template.jinja in the folder "
-        "of `processor_path`, other `prompt_fn.template_options` (enable_thinking ...), rows "
-        "without what it does not write, or a plain template (`prompt_fn` fill)."
+        f"{'; '.join(dict.fromkeys(others))}. Use `prompt_fn.template` (its tokens fit {names}), "
+        "other `prompt_fn.template_options` (enable_thinking ...), another chat_template.jinja in "
+        "the folder of `processor_path`, or rows without what the template does not write."
     )
 
 
@@ -165,28 +155,20 @@ class _Writer:
     ask whether there is one.
 
     Args:
-        put: (number, text) -> what stands in its place; None: the text itself.
+        put: (number, text) -> what stands in its place.
     """
 
-    def __init__(
-        self, template: ChatTemplate, form: Form, put: Callable[[int, str], str] | None
-    ) -> None:
-        self.template = template
+    def __init__(self, chat: "_Chat", form: Form, put: Callable[[int, str], str]) -> None:
+        self.template = chat.template
         self.form = form
         self.put = put
         self.texts: list[DataText] = []
-
-    def messages(self, turns: Sequence[Turn]) -> list[Message]:
-        """The messages of the turns."""
-        return [self._message(number, turn) for number, turn in enumerate(turns)]
-
-    def tools(self, tools: Sequence[Tool]) -> list[Tool]:
-        """The descriptions of tools; texts that can't become a special token stay."""
-        return [self._tree(TOOLS, "other", tool, only_risky=True) for tool in tools]
+        self.messages = [self._message(number, turn) for number, turn in enumerate(chat.turns)]
+        self.tools = [self._tree(TOOLS, "other", tool, only_risky=True) for tool in chat.tools]
 
     def _put(self, turn: int, part: Part, text: str, **kind: bool) -> str:
         self.texts.append(DataText(turn, part, text, **kind))
-        return text if self.put is None else self.put(len(self.texts) - 1, text)
+        return self.put(len(self.texts) - 1, text)
 
     def _message(self, number: int, turn: Turn) -> Message:
         message: Message = {"role": turn.role, "content": self._content(number, turn)}
@@ -202,8 +184,7 @@ class _Writer:
             message["tool_calls"] = [self._call(number, call) for call in turn.tool_calls]
         return message
 
-    def _content(self, number: int, turn: Turn) -> Any:
-        """Text, or a list of parts."""
+    def _content(self, number: int, turn: Turn) -> str | list[dict[str, str]]:
         parts: list[dict[str, str]] = []
         for text, is_image in self._parts(number, turn):
             if is_image and self.form == "list":
@@ -225,11 +206,9 @@ class _Writer:
                 piece.text.strip() or (is_answer and len(turn.pieces) == 1)
             ):
                 yield piece.text, False
-            elif not self.template.has_tags(piece.text):
-                yield self._put(number, "content", piece.text, is_answer=piece.is_answer), False
             else:
+                given = {"is_answer": piece.is_answer}
                 for text, is_tag in self.template.cut_at_tags(piece.text):
-                    given = {"is_answer": piece.is_answer}
                     yield text if is_tag else self._put(number, "content", text, **given), False
 
     def _call(self, number: int, call: Tool) -> Tool:
@@ -242,7 +221,7 @@ class _Writer:
         return made
 
     def _tree(self, number: int, part: Part, value: Any, *, only_risky: bool = False) -> Any:
-        """A value of JSON."""
+        """Write a value of JSON."""
         if isinstance(value, str):
             is_put = self.template.is_risky(value) if only_risky else bool(value.strip())
             return self._put(number, part, value) if is_put else value
@@ -270,16 +249,11 @@ class _Chat:
     learnt: Learnt = "answers"
 
     def pieces(self, form: Form) -> tuple[list[Piece], tuple[str, ...]]:
-        """What the template writes, in pieces; and warnings.
-
-        Raises:
-            LayoutError: why it can't be followed.
-        """
-        plain = _Writer(self.template, form, None)
-        official = self._render(plain.messages(self.turns), plain.tools(self.tools))
-        shape = _Writer(self.template, form, lambda number, text: f"{_OPEN}{number}")
+        """Return what the template writes, in pieces; and warnings."""
+        official = self._render(_Writer(self, form, lambda number, text: text))
+        shape = _Writer(self, form, lambda number, text: f"{_OPEN}{number}")
         targets = [turn.is_target for turn in self.turns]
-        structure = [shape.messages(self.turns), shape.tools(self.tools), targets, self.learnt]
+        structure = [shape.messages, shape.tools, targets, self.learnt]
         key = repr([form, structure, self.options, self.for_generation])
         layout = self.template.layouts.get(key)
         texts = layout and _same_or_trimmed(layout, shape.texts, official)
@@ -298,26 +272,32 @@ class _Chat:
             )
             for part, text in zip(layout.segments, texts, strict=True)
         ]
-        if layout.end:  # behind the last piece that is learnt, for blanks behind it if any
+        if layout.end:  # behind the last piece in the loss, for blanks behind it if any
             last = max(place for place, piece in enumerate(pieces) if piece.is_target)
             if not "".join(piece.text for piece in pieces[last + 1 :]).strip():
                 del pieces[last + 1 :]
             pieces.insert(last + 1, Piece(layout.end, is_target=True))
         return [piece for piece in pieces if piece.text or piece.is_image], layout.notes
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+    def _render(self, writer: _Writer) -> str:
         return self.template(
-            messages, tools=tools, options=self.options, for_generation=self.for_generation
+            writer.messages,
+            tools=writer.tools,
+            options=self.options,
+            for_generation=self.for_generation,
         )
 
     def _follow(self, form: Form, official: str, kept: Layout | None) -> tuple[Layout, list[str]]:
-        """The layout, and the text of each of its segments, from renders with marks.
+        """Return the layout, and the text of each of its segments, from renders with marks.
 
         Args:
             kept: a layout of the structure; it stays if the template writes the same.
         """
-        strings = [text for turn in self.turns for text in _strings_of(turn)]
-        everything = "".join([*strings, *strings_in(list(self.tools))])
+        strings: list[str] = [*strings_in(list(self.tools))]
+        for turn in self.turns:
+            strings += [piece.text for piece in turn.pieces]
+            strings += strings_in([turn.reasoning, turn.name, turn.tool_call_id, *turn.tool_calls])
+        everything = "".join(strings)
         unused = (mark for mark in map(chr, range(0xE000, 0xF8FF)) if mark not in everything)
         begin, middle, end = itertools.islice(unused, 3)
         marked = re.compile(f"{begin}([0-9]+){middle}([^{end}]*){end}")
@@ -333,18 +313,16 @@ class _Chat:
         def bare_of(text: str) -> str:
             return marked.sub(rf"{_OPEN}\1{_CLOSE}", text)
 
-        writer = _Writer(self.template, form, trimmed)
-        messages, tools = writer.messages(self.turns), writer.tools(self.tools)
-        full = self._render(messages, tools)
+        writer = _Writer(self, form, trimmed)
+        full = self._render(writer)
         if kept is None or kept.bare != bare_of(full):
-            kept = _Finder(self, form, writer.texts, messages, tools, full, bare_of).layout()
+            kept = _Finder(self, writer, full, bare_of).layout()
         known = _same_or_trimmed(kept, writer.texts, official)
         if known is not None:
             return kept, known
         texts = [text for _, text in marked.findall(full)]  # escaped, as in JSON
         if marked.sub(r"\2", full) != official:  # or some trimmed, and others not
-            other = _Writer(self.template, form, between_blanks)
-            blank = self._render(other.messages(self.turns), other.tools(self.tools))
+            blank = self._render(_Writer(self, form, between_blanks))
             if marked.sub(r"\2", blank) != official:
                 raise LayoutError(f"{_LEFT_OUT} contents")
             texts = _with_blanks(texts, _PLACE.split(bare_of(full)), _PLACE.split(bare_of(blank)))
@@ -352,13 +330,8 @@ class _Chat:
         return kept, [next(rest) if part.number >= 0 else part.text for part in kept.segments]
 
 
-def _strings_of(turn: Turn) -> Iterator[str]:
-    yield from (piece.text for piece in turn.pieces)
-    yield from strings_in([turn.reasoning, turn.name, turn.tool_call_id, *turn.tool_calls])
-
-
 def _with_blanks(texts: list[str], without: list[str], blank: list[str]) -> list[str]:
-    """The texts with those blanks that a template does not trim.
+    """Return the texts with those blanks that a template does not trim.
 
     Args:
         without: what it writes around trimmed texts, and between two the number of the text.
@@ -380,7 +353,7 @@ def _with_blanks(texts: list[str], without: list[str], blank: list[str]) -> list
 
 
 def _same_or_trimmed(layout: Layout, texts: Sequence[DataText], official: str) -> list[str] | None:
-    """The texts as they are, or all of them trimmed: nearly all templates do one of the two."""
+    """Return the texts as they are, or all of them trimmed: nearly all templates do one of both."""
     whole = [texts[part.number].text if part.number >= 0 else part.text for part in layout.segments]
     if "".join(whole) == official:
         return whole
@@ -389,40 +362,31 @@ def _same_or_trimmed(layout: Layout, texts: Sequence[DataText], official: str) -
     return trimmed if "".join(trimmed) == official else None
 
 
-@dataclass
 class _Finder:
-    """Finds where the answers of one conversation stand.
+    """Finds where the answers of one conversation are.
 
     Args:
-        texts: by their number.
-        messages, tools: with marks around the texts.
+        writer: of the messages and tools, with marks around the texts.
         full: what the template writes of them.
         bare_of: puts places for the texts into what the template writes.
     """
 
-    chat: _Chat
-    form: Form
-    texts: Sequence[DataText]
-    messages: Sequence[Message]
-    tools: Sequence[Tool]
-    full: str
-    bare_of: Callable[[str], str]
-    notes: list[str] = field(default_factory=list)
-
-    def layout(self) -> Layout:
-        """Where texts and answers stand.
-
-        Raises:
-            LayoutError: the template leaves something out, or it can't be seen where an answer is.
-        """
-        turns, texts = self.chat.turns, self.texts
-        self.bare = self.bare_of(self.full)
-        self.ends = self.chat.template.end_pattern
+    def __init__(
+        self, chat: _Chat, writer: _Writer, full: str, bare_of: Callable[[str], str]
+    ) -> None:
+        self.chat, self.template, self.turns = chat, chat.template, chat.turns
+        self.writer, self.texts = writer, writer.texts
+        self.full, self.bare, self.bare_of = full, bare_of(full), bare_of
+        self.ends = chat.template.end_pattern
+        self.notes: list[str] = []
         self.places = [
             (found.start(), found.end(), int(found[1])) for found in _PLACE.finditer(self.bare)
         ]
-        written = {texts[number].turn for _, _, number in self.places}
-        for text in texts:
+
+    def layout(self) -> Layout:
+        """Return where texts and answers are."""
+        turns, written = self.turns, {self.texts[number].turn for _, _, number in self.places}
+        for text in self.texts:
             if text.turn not in {*written, TOOLS} and turns[text.turn].role != "assistant":
                 raise LayoutError(f"{_LEFT_OUT} message {text.turn}, of {turns[text.turn].role}")
         spans, end = ([], "") if self.chat.for_generation else self._targets()
@@ -433,13 +397,12 @@ class _Finder:
         return Layout(self.bare, segments, end, tuple(self.notes))
 
     def _targets(self) -> tuple[list[tuple[int, int]], str]:
-        """Spans of characters that are learnt; the end-of-sequence token to add behind the last."""
-        turns, template = self.chat.turns, self.chat.template
-        targets = [number for number, turn in enumerate(turns) if turn.is_target]
+        """Return the spans in the loss, and the end-of-sequence token to add behind the last."""
+        targets = [number for number, turn in enumerate(self.turns) if turn.is_target]
         for number in targets:
             self._check_answer(number)
         end = ""
-        if template.has_markers:
+        if self.template.has_markers:
             spans = self._marked(targets)
         else:
             found = [self._span(number) for number in targets]
@@ -449,26 +412,35 @@ class _Finder:
                 for number, (_, text_end, stop) in zip(targets, found, strict=True)
                 if not self.ends.search(self.bare, text_end, stop)
             ]
-            if lacking[-1:] == [len(turns) - 1]:
-                end = template.tokenizer.eos_token or ""
+            if lacking[-1:] == [len(self.turns) - 1]:
+                end = self.template.tokenizer.eos_token or ""
             if len(lacking) > bool(end):
                 self.notes.append(
                     "no token ends its turns, so the model does not learn to stop after answers "
                     "that something follows"
                 )
-        if self.chat.learnt != "answers":
-            spans = [(self._first_learnt(), spans[-1][1] if end else len(self.bare))]
-        return spans, end
+        if self.chat.learnt == "answers":
+            return spans, end
+        first = 0
+        if self.chat.learnt == "all_but_system":
+            others = (
+                start
+                for start, _, number in self.places
+                if (turn := self.texts[number].turn) != TOOLS
+                and self.turns[turn].role not in SYSTEM_ROLES
+            )
+            first = next(others, 0)
+        return [(first, spans[-1][1] if end else len(self.bare))], end
 
     def _check_answer(self, number: int) -> None:
-        """Refuses a template that drops what is to be learnt; thoughts of earlier turns may go."""
+        """Refuse a template that drops what is in the loss; thoughts of earlier turns may go."""
         hidden = {text.part for text in self.texts if text.turn == number}
         written = {self.texts[place[2]].part for place in self._own(number)}
         if "call" in hidden - written:
             raise LayoutError(f"it writes no tool calls, which message {number} has")
         if hidden and not written:
             raise LayoutError(f"{_LEFT_OUT} answer {number}")
-        if "reasoning" in hidden - written and number == len(self.chat.turns) - 1:
+        if "reasoning" in hidden - written and number == len(self.turns) - 1:
             raise LayoutError("it does not write the reasoning_content of the last answer")
         if "content" in hidden - written:
             self.notes.append("it leaves out the content of messages with tool calls")
@@ -476,29 +448,14 @@ class _Finder:
     def _own(self, number: int) -> list[tuple[int, int, int]]:
         return [place for place in self.places if self.texts[place[2]].turn == number]
 
-    def _first_learnt(self) -> int:
-        if self.chat.learnt == "all":
-            return 0
-        turns = self.chat.turns
-        others = (
-            start
-            for start, _, number in self.places
-            if (turn := self.texts[number].turn) != TOOLS and turns[turn].role not in SYSTEM_ROLES
-        )
-        return next(others, 0)
-
     def _marked(self, targets: list[int]) -> list[tuple[int, int]]:
-        """The spans of the targets that the template itself marks."""
-        places = self.chat.template.marked_spans(
-            self.messages, tools=self.tools, options=self.chat.options
+        """Return the spans of the targets that the template itself marks."""
+        marks = self.template.marked_spans(
+            self.writer.messages, tools=self.writer.tools, options=self.chat.options
         )
-        spans = [tuple(len(self.bare_of(self.full[:place])) for place in span) for span in places]
         found: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        answers = [n for n, turn in enumerate(self.chat.turns) if turn.role == "assistant"]
-        for index, (start, end) in enumerate(spans):
-            if len(spans) == len(answers):
-                found[answers[index]].append((start, end))
-                continue
+        for mark in marks:
+            start, end = (len(self.bare_of(self.full[:place])) for place in mark)
             # thoughts, or the end of a turn, have marks of their own
             inside = [number for first, _, number in self.places if start <= first < end]
             before = [number for _, last, number in self.places if last <= start]
@@ -519,36 +476,45 @@ class _Finder:
         return [span for number in targets for span in found[number]]
 
     def _span(self, number: int) -> tuple[int, int, int]:
-        """Where an answer begins, where its last text ends, and where its end-of-turn token."""
+        """Return where an answer begins, and where its last text and its end-of-turn token end."""
         upto: str | None = self.bare
-        if number < len(self.chat.turns) - 1:
-            upto = self._render(number + 1, for_generation=False)
+        if number < len(self.turns) - 1:
+            upto = self._beginning(number + 1, for_generation=False)
         own = self._own(number)
         if upto is not None:  # what a tool answers may repeat the name of the call
             there = [self.texts[int(found[1])].turn for found in _PLACE.finditer(upto)]
             own = own[: there.count(number)]
-        before = self._render(number, for_generation=True) if number else None
+        before = self._beginning(number, for_generation=True) if number else None
         start = self._start(number, before, own[0][0] if own else None)
         text_end = own[-1][1] if own else start
         return start, text_end, self._end(number, upto, text_end)
 
-    def _render(self, count: int, *, for_generation: bool) -> str | None:
-        """The first messages; None where the template does not take them alone."""
-        template, options = self.chat.template, self.chat.options
+    def _beginning(self, count: int, *, for_generation: bool) -> str | None:
+        """Render the first messages; None where the template does not take them alone."""
         try:
-            messages = self.messages[:count]
             return self.bare_of(
-                template(messages, tools=self.tools, options=options, for_generation=for_generation)
+                self.template(
+                    self.writer.messages[:count],
+                    tools=self.writer.tools,
+                    options=self.chat.options,
+                    for_generation=for_generation,
+                )
             )
         except Exception:  # templates raise what they like
             return None
 
     def _start(self, number: int, before: str | None, first: int | None) -> int:
+        """Return where an answer begins.
+
+        Args:
+            before: the messages before it, with what asks for an answer.
+            first: where its first text is.
+        """
         if before is not None and self.bare.startswith(before):
             if first is None or len(before) <= first:
                 return len(before)
         if first is None:
-            raise LayoutError(f"it can't be seen where answer {number} begins")
+            raise LayoutError(f"it does not show where answer {number} begins")
         if before is None:
             return first
         reached = [place for place in self.places if place[1] <= first]
@@ -559,37 +525,36 @@ class _Finder:
         if written.startswith(tail):
             return reached[-1][1] + len(tail)
         # thoughts that a template opens for the model are dropped from earlier turns
-        if tail.startswith(written) and number < len(self.chat.turns) - 1:
+        if tail.startswith(written) and number < len(self.turns) - 1:
             return first
         raise LayoutError(
-            f"before answer {number} it writes {_short(written)}, but for generation "
-            f"{_short(tail)}, so that the model would learn what it is never asked for"
+            f"before answer {number} it writes {written[-60:]!r}, but for generation "
+            f"{tail[-60:]!r}, so that the model would learn what it is never asked for"
         )
 
     def _end(self, number: int, upto: str | None, after: int) -> int:
-        """Behind the end-of-turn token; without one, behind the text.
+        """Return the place behind the end-of-turn token; without one, behind the text.
 
         Args:
             upto: the messages up to this one.
             after: the end of its last text.
         """
-        has_calls = bool(self.chat.turns[number].tool_calls)
+        has_calls = bool(self.turns[number].tool_calls)
         rest = _PLACE.split(self.bare[after:], maxsplit=1)[0]
         is_begin = upto is not None and self.bare.startswith(upto)
         other = self.bare[after : len(upto or "")] if is_begin else _PLACE.split(upto or "")[-1]
         alike = os.path.commonprefix([other, rest])
+        ends = list(self.ends.finditer(alike))
         if is_begin and has_calls:  # texts of a call may stand between special tokens
             length = len(alike.rstrip())
-            ends = list(self.ends.finditer(alike))
             if not ends or ends[-1].end() < length:
                 length += self._length_of_next(number, self.bare[after + length :])
             return after + length
-        ends = list(self.ends.finditer(alike))
         if ends:
             end = ends[-1 if has_calls else 0]
             for further in ends[1:]:  # special tokens in a row; the last one ends the sequence
                 gap = alike[end.end() : further.start()]
-                eos = self.chat.template.tokenizer.eos_token
+                eos = self.template.tokenizer.eos_token
                 if end[0] == eos or gap.strip() or (gap and further[0] != eos):
                     break
                 end = further
@@ -600,55 +565,49 @@ class _Finder:
             return after + here.end()
         next_length = self._length_of_next(number, rest)
         if has_calls and not next_length:
-            raise LayoutError(f"it can't be seen where answer {number} ends")
+            raise LayoutError(f"it does not show where answer {number} ends")
         return after + next_length
 
     def _length_of_next(self, number: int, rest: str) -> int:
-        """How much of what follows an answer is the special token that begins the next message.
+        """Return how much of what follows is the special token that begins the next message.
 
         Templates without a token of their own for the end of a turn (GLM-4.5) stop there.
         """
-        others = [turn.role for turn in self.chat.turns[number + 1 : number + 2]]
+        others = [turn.role for turn in self.turns[number + 1 : number + 2]]
         found = self.ends.match(rest, len(rest) - len(rest.lstrip()))
-        template = self.chat.template
-        outer = {template.tokenizer.bos_token, template.image_token}
+        outer = {self.template.tokenizer.bos_token, self.template.image_token}
         if not found or others in ([], ["assistant"]) or found[0] in outer:
             return 0
         return found.end()
 
     def _segments(self, spans: Sequence[tuple[int, int]]) -> Iterator[Segment]:
-        """The rendered text, cut at texts, images and borders of what is learnt."""
+        """Yield the rendered text, cut at texts, images and borders of what is in the loss."""
+
+        def is_in_loss(place: int) -> bool:
+            return any(start <= place < end for start, end in spans)
+
         borders = sorted(set(itertools.chain(*spans)))
-        token = self.chat.template.image_token if self.form == "list" else None
+        token = self.template.image_token if self.writer.form == "list" else None
         done = 0
         for start, end, number in [*self.places, (len(self.bare), len(self.bare), -1)]:
             cuts = [done, *(border for border in borders if done < border < start), start]
             for left, right in itertools.pairwise(cuts):
-                is_target = _is_in(left, spans)
                 text = self.bare[left:right]
                 for part in re.split(f"({re.escape(token)})", text) if token else [text]:
                     if part:
                         is_image = part == token
-                        yield Segment(part, -1, is_target and not is_image, is_image)
+                        yield Segment(part, -1, is_in_loss(left) and not is_image, is_image)
             if number >= 0:
                 is_image = self.texts[number].is_image
-                yield Segment("", number, _is_in(start, spans) and not is_image, is_image)
+                yield Segment("", number, is_in_loss(start) and not is_image, is_image)
             done = end
 
 
-def _is_in(place: int, spans: Sequence[tuple[int, int]]) -> bool:
-    return any(start <= place < end for start, end in spans)
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 60 else f"...{text[-57:]}")
-
-
 def prepare_chat(processor: Any, *, template: str | None = None, **others: Any) -> None:
-    """Gives a processor the chat template of that name, and the end of its turns as eos_token.
+    """Give a processor the chat template of that name, and the end of its turns as eos_token.
 
-    An answer that ends otherwise than the tokenizer says would never end where only the tokenizer
-    is asked. A tokenizer whose eos_token the template itself writes keeps it.
+    Else an answer would never end for who asks the tokenizer only. A tokenizer whose eos_token the
+    template itself writes keeps it.
     """
     use_template(processor, template=template)
     tokenizer, ends = get_tokenizer(processor), turn_ends(processor)
@@ -657,10 +616,10 @@ def prepare_chat(processor: Any, *, template: str | None = None, **others: Any) 
 
 
 def stop_ids_with(of_model: list[int] | int | None, processor: Any) -> list[int]:
-    """The ids that end an answer: of the model, of its tokenizer, and of its chat template.
+    """Return the ids that end an answer: of the model, of its tokenizer, and of its chat template.
 
-    Those of the template count where the tokenizer's own end is one of them (`prepare_chat`): other
-    tokenizers may have a template, and the model knows nothing of it.
+    Those of the template count where the tokenizer's own end is one of them (`prepare_chat`): the
+    model may never have seen the template of other tokenizers.
     """
     tokenizer = get_tokenizer(processor)
     ids = of_model if isinstance(of_model, list) else [of_model]
@@ -671,7 +630,7 @@ def stop_ids_with(of_model: list[int] | int | None, processor: Any) -> list[int]
 
 
 def turn_ends(processor: Any) -> tuple[str, ...]:
-    """The tokens that end an answer in the chat template, a plain answer's first; none without one.
+    """Return the tokens that end an answer in the chat template, a plain answer's first.
 
     They are the last special tokens that are learnt in small conversations with thoughts and calls.
     What also comes before the end of another answer (`<|end|>` behind thoughts) is not one.
@@ -691,7 +650,7 @@ def turn_ends(processor: Any) -> tuple[str, ...]:
 
 
 def _learnt_in_samples(template: ChatTemplate) -> Iterator[tuple[str, str]]:
-    """What is learnt of each answer in small conversations: up to its last text, and behind it."""
+    """Yield what is in the loss of small conversations: up to an answer's last text, and behind."""
     function = {"name": "look", "arguments": {"place": "there"}}
     tool = {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}
     asked, told, result = (

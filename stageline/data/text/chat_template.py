@@ -31,9 +31,6 @@ class ChatTemplate:
         layouts: where texts and answers stand in conversations of one structure (chat.py).
         turn_ends: the tokens that end its answers; None until somebody asks (chat.py).
         num_renders: how often the template ran.
-
-    Raises:
-        UserError: there is none.
     """
 
     _known: "weakref.WeakKeyDictionary[Any, tuple[Any, ChatTemplate]]"
@@ -44,20 +41,27 @@ class ChatTemplate:
         self.template = template_of(processor)
         self.image_token = get_image_token(processor)
         self.reserved = TextEncoder.of(processor).reserved
+        self.end_pattern = any_of(self.reserved)  # of a special token
+        edges = {text[0] for text in self.reserved} | {text[-1] for text in self.reserved}
+        self._risky = any_of(edges) if edges else re.compile("(?!)")
+        added = self.tokenizer.added_tokens_decoder.values()
+        texts = {str(token) for token in added if not token.special} | set(_TAGS)
+        tags = any_of(text for text in texts if text.strip() and text not in self.reserved)
+        self._tag_pattern = re.compile(rf"(\s*{tags.pattern}\s*)")
         self.layouts: dict[str, Any] = {}
         self.turn_ends: tuple[str, ...] | None = None
         self.num_renders = 0
         if not self.template:
             raise UserError(
                 f"`prompt_fn` chat needs a chat template, and the tokenizer {self.name!r} has "
-                "none. It says how the model writes turns: name one, `prompt_fn.template` "
+                "none. Name one, `prompt_fn.template` "
                 f"{' or '.join(fitting_templates(self.tokenizer))}, put a chat_template.jinja "
-                "into the processor's folder, or use `prompt_fn` fill with a plain template."
+                "into the processor's folder, or use `prompt_fn` fill."
             )
 
     @classmethod
     def of(cls, processor: Any) -> "ChatTemplate":
-        """That of this processor; a new one when the template changed or tokens were added."""
+        """Return that of this processor; a new one when template or tokens have changed."""
         state = (template_of(processor), len(get_tokenizer(processor)))
         known = cls._known.get(processor)
         if known is None or known[0] != state:
@@ -78,7 +82,7 @@ class ChatTemplate:
         options: dict[str, Any],
         for_generation: bool = False,
     ) -> str:
-        """The text of a conversation, as the library makes it."""
+        """Return the text of a conversation, as transformers makes it."""
         self.num_renders += 1
         return self.tokenizer.apply_chat_template(
             list(messages),
@@ -102,7 +106,7 @@ class ChatTemplate:
     def marked_spans(
         self, messages: Sequence[Message], *, tools: Sequence[Tool], options: dict[str, Any]
     ) -> list[tuple[int, int]]:
-        """Where the template marks what the assistant writes, in characters."""
+        """Return where the template marks what the assistant writes, in characters."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         # annotated as text, it returns texts and spans
@@ -129,69 +133,44 @@ class ChatTemplate:
             return frozenset()
         return frozenset(found) - environment.globals.keys()
 
-    @functools.cached_property
-    def end_pattern(self) -> re.Pattern[str]:
-        """Matches a special token."""
-        return any_of(self.reserved)
-
-    @functools.cached_property
-    def _tag_pattern(self) -> re.Pattern[str]:
-        added = self.tokenizer.added_tokens_decoder.values()
-        texts = {str(token) for token in added if not token.special} | set(_TAGS)
-        tags = [text for text in texts if text.strip() and text not in self.reserved]
-        return re.compile(rf"(\s*{any_of(tags).pattern}\s*)")
-
-    def has_tags(self, text: str) -> bool:
-        """It holds text such as <think>, which templates look for."""
-        return "<" in text and self._tag_pattern.search(text) is not None
-
     def cut_at_tags(self, text: str) -> Iterator[tuple[str, bool]]:
-        """(part, whether it is a tag)."""
-        for index, part in enumerate(self._tag_pattern.split(text)):
-            if part:
+        """Yield (part, whether it is a tag such as <think>, which templates look for)."""
+        parts = self._tag_pattern.split(text) if "<" in text else [text]
+        for index, part in enumerate(parts):
+            if part or len(parts) == 1:
                 yield part, index % 2 == 1
 
-    @functools.cached_property
-    def _risky(self) -> re.Pattern[str]:
-        borders = {text[0] for text in self.reserved} | {text[-1] for text in self.reserved}
-        return re.compile("[" + "".join(map(re.escape, sorted(borders))) + "]")
-
     def is_risky(self, text: str) -> bool:
-        """It could be, or become with its neighbours, a special token."""
-        # what is not ASCII might be made so by a tokenizer that normalizes
+        """It may become a special token, with its neighbours or by a normalizer."""
         return not text.isascii() or self._risky.search(text) is not None
 
 
 def template_of(processor: Any) -> Any:
-    """Its chat template; None: it has none."""
+    """Return the chat template of a processor; None: it has none."""
     return getattr(processor, "chat_template", None) or get_tokenizer(processor).chat_template
 
 
 @functools.cache
 def _templates() -> dict[str, str]:
-    """The chat templates that have a name here; the first line of each says what it needs."""
+    """Return the named chat templates; the first line of each lists the tokens that it needs."""
     files = Path(__file__).with_name("templates").glob("*.jinja")
     return {path.stem: path.read_text(encoding="utf-8") for path in sorted(files)}
 
 
 def _lacking(tokenizer: Any, template: str) -> list[str]:
-    """The tokens that a template of ours needs and a tokenizer has not."""
+    """Return the tokens that a named template needs and a tokenizer has not."""
     needed = template.partition("needs:")[2].partition("-#}")[0].split()
     known = tokenizer.get_vocab() if needed else {}
     return [token for token in needed if token not in known]
 
 
 def fitting_templates(tokenizer: Any) -> list[str]:
-    """The names of the templates whose tokens a tokenizer has."""
+    """Return the names of the templates whose tokens a tokenizer has."""
     return [name for name, text in _templates().items() if not _lacking(tokenizer, text)]
 
 
 def use_template(processor: Any, *, template: str | None = None, **others: Any) -> None:
-    """Gives a processor the chat template of that name; saved with it, it stays.
-
-    Raises:
-        UserError: there is none of that name, or the tokenizer has not the tokens that it needs.
-    """
+    """Give a processor the chat template of that name; saved with it, it stays."""
     if template is None:
         return
     tokenizer = get_tokenizer(processor)
@@ -200,13 +179,13 @@ def use_template(processor: Any, *, template: str | None = None, **others: Any) 
         return
     if text is None:
         raise UserError(
-            f"`prompt_fn.template` {template} came. One of {', '.join(_templates())} was expected: "
-            "choose one, or put another as chat_template.jinja into the processor's folder."
+            f"`prompt_fn.template` {template} is not known. Choose one of "
+            f"{', '.join(_templates())}, or put another as chat_template.jinja into the folder."
         )
     lacks = _lacking(tokenizer, text)
     if lacks:
         raise UserError(
-            f"`prompt_fn.template` {template} came, and the tokenizer has no {' '.join(lacks)}. "
+            f"for `prompt_fn.template` {template} the tokenizer has no {' '.join(lacks)}. "
             f"Choose one that fits ({', '.join(fitting_templates(tokenizer))}), or add them to the "
             "tokenizer as special tokens (its add_special_tokens) and give `vocab.resize`."
         )
@@ -214,13 +193,11 @@ def use_template(processor: Any, *, template: str | None = None, **others: Any) 
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """All texts in a value of JSON, names of fields too."""
+    """Yield all texts in a value of JSON, names of fields too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from strings_in(key)
-            yield from strings_in(item)
+        yield from strings_in([*value, *value.values()])
     elif isinstance(value, list | tuple):
         for item in value:
             yield from strings_in(item)

@@ -1,14 +1,12 @@
 """Rendered text -> token ids, with labels by character offsets. Knows neither images nor batches.
 
-The ids are those that the library makes of the whole text. A token that shares a character with a
-target piece is supervised, so at a border it is the answer's: where " 7" is one token and "7" the
-answer, " 7" is learnt. Only where text from the data turned into a special token, the text is
-tokenized run by run: special tokens of the template by their id, and what lies between them with
-a copy of the tokenizer that does not know them.
+The ids are those that the tokenizer makes of the whole text. A token that shares a character with
+a target piece is supervised: where " 7" is one token and "7" the answer, " 7" is. Only where text
+from the data turned into a special token, the text is tokenized run by run: special tokens of the
+template by their id, and the rest with a copy of the tokenizer that does not know them.
 
-Tokens of most tokenizers are bytes. Where those of a text, one behind the other, are the bytes of
-the text, they show which characters a token covers, and the library is not asked for offsets, which
-take a quarter of its time.
+Where the bytes of tokens are the bytes of the text, they show which characters a token covers:
+offsets would take a quarter of a tokenizer's time.
 """
 
 import bisect
@@ -18,7 +16,7 @@ import os
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +36,6 @@ _HAS_TARGET, _HAS_MARK, _HAS_ANSWER, _HAS_IMAGE = (
 _IS_TEXT = (_ALL & (_USER | _FIXED) == _USER).tobytes()
 _IS_CUTTABLE = (_ALL & (_USER | _FIXED | _TARGET) == _USER).tobytes()
 _ZERO = numpy.zeros(1, dtype=numpy.int64)
-_MOST_HEADS = 1024  # that are kept
 Offsets = Sequence[tuple[int, int]]
 Kinds = bytes | bytearray  # of each token: the bits of the pieces that it touches
 
@@ -53,7 +50,7 @@ def _byte_of_letter() -> defaultdict[int, int]:
 
 
 def structural_tokens(processor: Any) -> set[str]:
-    """Added tokens that the chat template writes around the turns of a plain conversation.
+    """Return added tokens that the chat template writes around the turns of a plain conversation.
 
     Some tokenizers add "<|user|>" as an ordinary token. In text from the data it would still begin
     a turn, so it is treated like a special one. `<think>` and tool tags are not: answers hold them.
@@ -77,7 +74,7 @@ def structural_tokens(processor: Any) -> set[str]:
             written = tokenizer.apply_chat_template(
                 messages, chat_template=template, tokenize=False
             )
-        except Exception:  # a template raises anything; chat.py reports that when it is used
+        except Exception:  # a template raises anything, which chat.py reports
             continue
         return {token for token in added if token in written}
     return set()
@@ -86,7 +83,7 @@ def structural_tokens(processor: Any) -> set[str]:
 def token_kinds(
     spans: Sequence[tuple[int, int, Piece]], starts: numpy.ndarray, ends: numpy.ndarray
 ) -> Kinds:
-    """Which kinds of pieces each token of a text touches; all tokens at once.
+    """Return which kinds of pieces each token of a text touches; all tokens at once.
 
     A token across a border touches the pieces on both sides, one of no characters none.
 
@@ -119,37 +116,25 @@ def _kind(piece: Piece) -> int:
 
 
 def _marks(kinds: Kinds, table: bytes) -> list[bool]:
-    """What a table says of the kinds of each token."""
-    flags = kinds.translate(table)
-    return (
-        numpy.frombuffer(flags, dtype=numpy.bool_).tolist() if 1 in flags else [False] * len(flags)
-    )
+    """Look the kinds of each token up in a table."""
+    return numpy.frombuffer(kinds.translate(table), dtype=numpy.bool_).tolist()
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids of one sample and what they are; all lists have one entry a token.
-
-    Attributes:
-        is_target: supervised.
-        is_cuttable: from the data and in the prompt; the only ones that `cut_prompt` cuts.
-        is_marked: of a marked piece of the text; empty where none is.
-        is_text: from the data alone, in prompts and answers; empty where it isn't known.
-        is_answer: of an answer, supervised or not; empty where that is `is_target`.
-        is_image: of an image; empty where there is none.
-    """
+    """Token ids of one sample and what they are; all lists have one entry a token."""
 
     input_ids: list[int]
-    is_target: list[bool]
-    is_cuttable: list[bool]
-    is_marked: list[bool] = field(default_factory=list)
-    is_text: list[bool] = field(default_factory=list)
-    is_answer: list[bool] = field(default_factory=list)
-    is_image: list[bool] = field(default_factory=list)
+    is_target: list[bool]  # supervised
+    is_cuttable: list[bool]  # from the data and in the prompt, which `cut_prompt` cuts
+    is_marked: list[bool] = field(default_factory=list)  # of a marked piece; empty: none is
+    is_text: list[bool] = field(default_factory=list)  # from the data only; empty: not known
+    is_answer: list[bool] = field(default_factory=list)  # of an answer; empty: as `is_target`
+    is_image: list[bool] = field(default_factory=list)  # of an image; empty: there is none
 
     @classmethod
     def of(cls, ids: list[int], kinds: Kinds, rendered: Rendered) -> "Encoded":
-        """The tokens of a text, each with the kinds of pieces that it touches."""
+        """Return the tokens of a text, each with the kinds of pieces that it touches."""
         has_answers = any(piece.is_answer for piece in rendered.pieces)
         has_images = any(piece.is_image for piece in rendered.pieces)
         return cls(
@@ -167,7 +152,7 @@ class Encoded:
 
     @property
     def num_targets(self) -> int:
-        """Supervised tokens that have a token before them: the first one is never predicted."""
+        """Supervised tokens, but for the first token, which is never predicted."""
         return sum(self.is_target[1:])
 
     @property
@@ -177,16 +162,13 @@ class Encoded:
         return [marks for marks in (*lists, self.is_text, self.is_answer, self.is_image) if marks]
 
     def keep(self, chosen: list[int]) -> "Encoded":
-        """Only the tokens at the given places."""
-
-        def kept(values: list[Any]) -> list[Any]:
-            return [values[place] for place in chosen] if values else []
-
-        return Encoded(**{name: kept(values) for name, values in vars(self).items()})
+        """Return the tokens at the given places."""
+        kept = {name: values and [values[i] for i in chosen] for name, values in vars(self).items()}
+        return Encoded(**kept)
 
 
 class _TokenBytes(dict[int, bytes]):
-    """Id -> bytes of the token, of a byte-level tokenizer; each is made when it first comes."""
+    """Id -> bytes of the token, of a byte-level tokenizer; each is made when it is first needed."""
 
     def __init__(self, tokenizer: Any) -> None:
         added = tokenizer.added_tokens_decoder.items()
@@ -206,15 +188,11 @@ NO_END = (
 
 
 class TextEncoder:
-    """Encodes with one tokenizer; use `TextEncoder.of`, which keeps one for each.
+    """Encodes with one fast tokenizer; use `TextEncoder.of`, which keeps one for each.
 
     Reserved are the tokens that the tokenizer marks as special, those that its processor has for
-    images, and those that its chat template writes around turns. Other added tokens that are not
-    special are ordinary text to the tokenizer's makers (`<think>`, runs of spaces) and stay what
-    they are wherever they occur.
-
-    Args:
-        processor: a processor with a fast tokenizer, or the tokenizer.
+    images, and those that its chat template writes around turns. Other added tokens (`<think>`,
+    runs of spaces) are ordinary text, and stay wherever they occur.
     """
 
     _known: "weakref.WeakKeyDictionary[Any, tuple[int, TextEncoder]]"
@@ -225,26 +203,34 @@ class TextEncoder:
         if not getattr(self.tokenizer, "is_fast", False):
             raise UserError(
                 f"the tokenizer is a {type(self.tokenizer).__name__}, which gives no character "
-                "offsets. Convert it into a fast one (with a tokenizer.json) with AutoTokenizer "
-                "of transformers, and save it again."
+                "offsets. Convert it into a fast one with AutoTokenizer, and save it again."
             )
         self.reserved = _reserved_tokens(processor)
         self.reserved_ids = frozenset(self.reserved.values())
-        self.prefix = _first_tokens(self.tokenizer)
-        self._is_direct = _is_plain_class(type(self.tokenizer))
+        bare, full = (
+            self.tokenizer("a", add_special_tokens=adds)["input_ids"] for adds in (False, True)
+        )
+        places = (i for i in range(len(full)) if full[i : i + len(bare)] == bare)
+        self.prefix = full[: next(places, 0)]  # the ids before a text
+        from transformers import PreTrainedTokenizerFast
+
+        # a class of a model's own code may do more than transformers'
+        kind, base = type(self.tokenizer), PreTrainedTokenizerFast
+        self._is_direct = issubclass(kind, base) and all(
+            getattr(kind, name, None) is getattr(base, name, None)
+            for name in ("__call__", "_encode_plus", "backend_tokenizer")
+        )
         self._bytes: _TokenBytes | None = None
         if self._is_direct and isinstance(self.tokenizer.backend_tokenizer.decoder, ByteLevel):
             self._bytes = _TokenBytes(self.tokenizer)
         # one text at a time: threads would only hand it on, and be missing in forked workers
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        self._borders = _borders(self.tokenizer, self.reserved)
-        self._heads: dict[str, tuple[str, list[int]]] = {}
         self._plain: PlainTokenizer | None = None
         self._has_warned = False
 
     @classmethod
     def of(cls, processor: Any) -> "TextEncoder":
-        """The encoder of this processor; a new one when tokens were added since."""
+        """Return the encoder of this processor; a new one when tokens were added since."""
         size = len(get_tokenizer(processor))
         known = cls._known.get(processor)
         if known is None or known[0] != size:
@@ -260,7 +246,7 @@ class TextEncoder:
         return self._plain
 
     def encode(self, rendered: Rendered) -> Encoded:
-        """Tokenizes a rendered sample.
+        """Tokenize a rendered sample.
 
         Text of a plain template gets the tokenizer's first tokens and, unless it is for
         generation, a supervised end-of-sequence token; a chat template holds its own.
@@ -272,7 +258,7 @@ class TextEncoder:
         return encoded
 
     def _whole(self, rendered: Rendered) -> tuple[list[int], Kinds]:
-        """Ids and kinds of a text that is tokenized as one, as the library does it."""
+        """Return ids and kinds of a text that is tokenized as one."""
         spans = list(rendered.spans())
         ids, starts, ends = _with_gaps(*self.tokenize(rendered.text))
         kinds = token_kinds(spans, starts, ends)
@@ -290,13 +276,12 @@ class TextEncoder:
     def _by_bytes(self, rendered: Rendered) -> tuple[list[int], Kinds] | None:
         """The same without offsets, from the bytes of each token.
 
-        None where these are not the bytes of the text (the tokenizer has others, or a normalizer
-        has changed it), and where text from the data became a special token.
+        None where these are not the bytes of the text, as with a normalizer, and where text from
+        the data became a special token.
         """
         if self._bytes is None or not self._is_as_loaded() or not rendered.pieces:
             return None
-        head, head_ids = self._head(rendered.pieces[0])
-        text = rendered.text[len(head) :]
+        text = rendered.text
         # only the call for many texts can do without offsets
         found = self.tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=False)
         ids = found[0].ids
@@ -305,8 +290,7 @@ class TextEncoder:
             return None
         ends = list(itertools.accumulate(map(len, tokens)))
         kinds = bytearray()
-        end = -len(head.encode())
-        crossing = 0  # kinds of the pieces in which the next token begins
+        end = crossing = 0  # kinds of the pieces in which the next token begins
         for piece in rendered.pieces:
             if not piece.text:
                 continue
@@ -323,24 +307,10 @@ class TextEncoder:
                 crossing = 0
             if is_cut:
                 crossing |= kind
-        return head_ids + ids, bytes((_kind(rendered.pieces[0]),)) * len(head_ids) + kinds
-
-    def _head(self, piece: Piece) -> tuple[str, list[int]]:
-        """What a template writes first, up to its last border, with its ids; both are kept."""
-        if piece.is_user or not self._borders:
-            return "", []
-        known = self._heads.get(piece.text)
-        if known is None:
-            before, border, _ = piece.text.rpartition(max(self._borders, key=piece.text.rfind))
-            ids = self.tokenize(before + border)[0]
-            is_border = bool(border) and ids[-1:] == [self.reserved[border]]
-            known = (before + border, ids) if is_border else ("", [])
-            if len(self._heads) < _MOST_HEADS:
-                self._heads[piece.text] = known
-        return known
+        return ids, kinds
 
     def _is_as_loaded(self) -> bool:
-        """No call before has left a padding, a truncation or another reading of special tokens."""
+        """Tell whether no call has left a padding, a truncation or other special tokens."""
         backend = self.tokenizer.backend_tokenizer
         return (
             backend.truncation is None
@@ -349,9 +319,8 @@ class TextEncoder:
         )
 
     def tokenize(self, text: str) -> tuple[list[int], Offsets]:
-        """Ids of a text, as the library makes them, and the characters that each covers."""
-        if self._is_direct and self._is_as_loaded():
-            # what the library does in the end, without what it does before and after
+        """Return the ids of a text, and the characters that each covers."""
+        if self._is_direct and self._is_as_loaded():  # what transformers does in the end
             backend = self.tokenizer.backend_tokenizer
             encoding = backend.encode(text, add_special_tokens=False)
             return encoding.ids, encoding.offsets
@@ -365,7 +334,7 @@ class TextEncoder:
         return output["input_ids"], output["offset_mapping"]
 
     def _tokenize_by_runs(self, spans: list[tuple[int, int, Piece]]) -> tuple[list[int], Offsets]:
-        """Special tokens from the template only; everything between is plain text."""
+        """Take special tokens from the template only; everything between is plain text."""
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         run = ""
@@ -416,25 +385,21 @@ class TextEncoder:
 
 
 def encode_rendered(rendered: Rendered, processor: Any) -> Encoded:
-    """Tokenizes a rendered sample with the (fast) tokenizer of `processor`."""
+    """Tokenize a rendered sample with the (fast) tokenizer of `processor`."""
     return TextEncoder.of(processor).encode(rendered)
 
 
 def check_targets(encoded: Encoded, *, name: str) -> None:
-    """Refuses a sample without a token to learn.
-
-    Raises:
-        DataError: names the sample.
-    """
+    """Refuse a sample without a token to learn."""
     if encoded.num_targets == 0:
         raise DataError(
-            f"{name}: none of its {len(encoded)} tokens is supervised: its answer is empty, or the "
-            "template holds no [ANSWER]. Correct the row or the `prompt`."
+            f"{name}: none of its {len(encoded)} tokens is supervised. Fill its answer, or write "
+            "[ANSWER] into the `prompt`."
         )
 
 
 def _with_gaps(ids: list[int], offsets: Offsets) -> tuple[list[int], numpy.ndarray, numpy.ndarray]:
-    """Gives characters that no token covers (spaces that offsets leave out) to the next token."""
+    """Give characters that no token covers (spaces that offsets leave out) to the next token."""
     spans = numpy.array(offsets, dtype=numpy.int64).reshape(len(offsets), 2)
     starts, ends = spans[:, 0], spans[:, 1]
     reached = numpy.maximum.accumulate(ends)
@@ -443,7 +408,7 @@ def _with_gaps(ids: list[int], offsets: Offsets) -> tuple[list[int], numpy.ndarr
 
 
 def _reserved_tokens(processor: Any) -> dict[str, int]:
-    """Text -> id of every token that text from the data must not become."""
+    """Return text -> id of every token that text from the data must not become."""
     tokenizer = get_tokenizer(processor)
     texts = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     texts.update(str(token) for token in tokenizer.all_special_tokens)
@@ -457,35 +422,3 @@ def _reserved_tokens(processor: Any) -> dict[str, int]:
     texts.update(structural_tokens(processor))
     vocabulary = tokenizer.get_vocab()
     return {text: vocabulary[text] for text in sorted(texts) if text and text in vocabulary}
-
-
-def _borders(tokenizer: Any, reserved: Iterable[str]) -> list[str]:
-    """Reserved tokens behind which text gets the same ids whether or not they stand before it."""
-    added = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
-    return [
-        text
-        for text in reserved
-        if (token := added.get(text)) is not None
-        and not (token.rstrip or token.single_word or token.normalized)
-        and not any(text in other for other in added if other != text)
-    ]
-
-
-def _first_tokens(tokenizer: Any) -> list[int]:
-    """The ids that the tokenizer puts before a text."""
-    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-    full = tokenizer("a", add_special_tokens=True)["input_ids"]
-    for start in range(len(full) - len(bare) + 1):
-        if full[start : start + len(bare)] == bare:
-            return full[:start]
-    return []
-
-
-def _is_plain_class(kind: type) -> bool:
-    """Whether a class leaves encoding to the library's; one of a model's own code may do more."""
-    from transformers import PreTrainedTokenizerFast
-
-    names = ("__call__", "_encode_plus", "backend_tokenizer")
-    return issubclass(kind, PreTrainedTokenizerFast) and all(
-        getattr(kind, name, None) is getattr(PreTrainedTokenizerFast, name, None) for name in names
-    )

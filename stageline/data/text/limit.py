@@ -5,9 +5,8 @@ which has no answer, may lose its end.
 
 Room is shared between prompts and answers as LLaMA-Factory's cutoff_len does, number for number: a
 short answer stays whole and its prompt is cut, or the other way round, else both in proportion,
-each keeping its left part; one pair of prompt and answer after the other takes from what is left.
-Other than there, only text from the data is cut: never what the template writes before an answer,
-nor a token of an image.
+each keeping its left part; pair after pair takes from what is left. Other than there, only text
+from the data is cut.
 """
 
 import warnings
@@ -28,9 +27,9 @@ _has_warned: set[str] = set()
 
 
 def share_budget(num_source: int, num_target: int, budget: int) -> tuple[int, int]:
-    """How many tokens of a prompt and of its answer are kept.
+    """Return how many tokens of a prompt and of its answer are kept, which may be none.
 
-    The rule of `infer_seqlen` in LLaMA-Factory: what is kept may be nothing of the answer.
+    The rule of `infer_seqlen` in LLaMA-Factory.
     """
     if 2 * num_target < budget:
         most_target = budget
@@ -51,7 +50,7 @@ class _Pair(NamedTuple):
 
 
 def share_places(encoded: Encoded, budget: int) -> list[int] | None:
-    """Which tokens are kept of a sample that is longer than `budget`.
+    """Return which tokens are kept of a sample that is longer than `budget`.
 
     Pairs come in order; where only the last answer is learnt, from the last one backwards, and
     earlier ones get what is left. A cut answer loses the token that ends its turn, as there.
@@ -61,7 +60,17 @@ def share_places(encoded: Encoded, budget: int) -> list[int] | None:
     """
     if not encoded.is_text:  # made elsewhere: its answers are not known to be text
         encoded = replace(encoded, is_text=encoded.is_cuttable)
-    pairs = _pairs(encoded)
+    # each answer with all before it; what comes after the last one belongs to it
+    pairs: list[_Pair] = []
+    start = place = 0
+    for is_answer, run in groupby(encoded.is_answer or encoded.is_target):
+        end = place + len(list(run))
+        if is_answer:
+            pairs.append(_Pair(start, place, end))
+            start = end
+        place = end
+    if pairs:
+        pairs[-1] = pairs[-1]._replace(end=len(encoded))
     learnt = [any(encoded.is_target[pair.answer : pair.end]) for pair in pairs]
     if len(pairs) > 1 and learnt == [False] * (len(pairs) - 1) + [True]:
         pairs = pairs[::-1]
@@ -84,24 +93,8 @@ def share_places(encoded: Encoded, budget: int) -> list[int] | None:
     return kept if has_target and has_images else None
 
 
-def _pairs(encoded: Encoded) -> list[_Pair]:
-    """Each answer with all before it; what comes after the last one belongs to it."""
-    marks = encoded.is_answer or encoded.is_target
-    pairs: list[_Pair] = []
-    start = place = 0
-    for is_answer, run in groupby(marks):
-        end = place + len(list(run))
-        if is_answer:
-            pairs.append(_Pair(start, place, end))
-            start = end
-        place = end
-    if pairs:
-        pairs[-1] = pairs[-1]._replace(end=len(marks))
-    return pairs
-
-
 def _kept_of(encoded: Encoded, pair: _Pair, budget: int, *, without: Sequence[int]) -> list[int]:
-    """The kept tokens of a pair; none where what cannot be cut does not fit."""
+    """Return the kept tokens of a pair; none where what cannot be cut does not fit."""
     source = [place for place in range(pair.start, pair.answer) if place not in without]
     target = list(range(pair.answer, pair.end))
     if len(source) + len(target) <= budget:
@@ -119,19 +112,17 @@ def _kept_of(encoded: Encoded, pair: _Pair, budget: int, *, without: Sequence[in
         num_target = least
     if num_source < fixed or num_target <= 0:
         return []
+
+    def cut(places: Sequence[int], length: int) -> list[int]:
+        """Take away the last tokens of text."""
+        surplus = max(len(places) - length, 0)
+        texts = [place for place in places if encoded.is_text[place]]
+        gone = set(texts[len(texts) - surplus :])
+        return [place for place in places if place not in gone]
+
     is_whole = num_target >= len(inside)
-    answer = target[:num_target] if is_whole else _cut(encoded, inside, num_target)
-    return _cut(encoded, source, num_source) + answer
-
-
-def _cut(encoded: Encoded, places: Sequence[int], length: int) -> list[int]:
-    """Without so many tokens of text that `length` is left; the last ones go."""
-    surplus = len(places) - length
-    if surplus <= 0:
-        return list(places)
-    text = [place for place in places if encoded.is_text[place]]
-    gone = set(text[len(text) - surplus :])
-    return [place for place in places if place not in gone]
+    answer = target[:num_target] if is_whole else cut(inside, num_target)
+    return cut(source, num_source) + answer
 
 
 def limit_length(
@@ -143,16 +134,14 @@ def limit_length(
     pad_token_id: int = 0,
     warn: bool = True,
 ) -> Encoded:
-    """Brings one sample to at most `max_token_num` tokens.
+    """Bring one sample to at most `max_token_num` tokens.
 
     Args:
         overlong: `error` refuses a longer sample. `cut_prompt` takes text from the data out of
             the prompt, its beginning first; the template's text, images and answers stay. `share`
             cuts the ends of prompts and answers; what would have nothing to learn then is
             dropped. `drop` puts a row without labels in its place, so that the number of rows
-            stays. `cut` keeps the beginning, for plain text: what it was cut at is no end, so EOS
-            goes with the rest.
-        name: of the sample, for errors.
+            stays. `cut` keeps the beginning of plain text, without EOS.
         warn: say so (once per way) when a sample is changed.
 
     Raises:

@@ -1,16 +1,26 @@
 """Conversations as lists of turns made of pieces, from template samples and `messages` samples.
 
-Knows no chat template; chat.py renders turns with the model's own.
+chat.py renders turns with the model's own chat template. Some templates want arguments of calls as
+text, Mistral's wants ids of nine letters, and many know no tools: those get them in the system
+message, as Qwen2.5's template and Hermes write them.
 """
 
+import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stageline.data.rows.conversations import WEIGHTS, is_learnt, with_row_weights
-from stageline.data.rows.read_rows import check_value
+from stageline.data.rows.conversations import (
+    WEIGHTS,
+    bad_row,
+    is_learnt,
+    parsed,
+    shown,
+    with_row_weights,
+)
 from stageline.data.text.rendered import Piece, Rendered
 from stageline.data.text.template import fill_parts, parse_template, slot_value
 from stageline.errors import DataError, UserError
@@ -22,40 +32,43 @@ _KNOWN_FIELDS = {
     *("mask", *WEIGHTS),
 }
 _PLAIN = {"role", "content"}
+CALL_MARKS = ("<tool_call>", "</tool_call>")
+_ID = re.compile("[A-Za-z0-9]{9}")
+_TOOLS_TEXT = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{}
+</tools>
+
+For each function call, return a json object with function name and arguments within \
+<tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+AS_TEXT = "it knows no tools, so they are written into the system message, and calls as text"
+_OF_ANSWERS = ("tool_calls", "reasoning_content")
 _IMAGE_TYPES = ("image", "image_url")
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One message.
+    """One message."""
 
-    Attributes:
-        role: system, user, assistant ...
-        pieces: its content; text from the data, text of a template, places for images.
-        is_target: what is learnt.
-        name: the message's own field `name`, if it has one.
-        reasoning: what an assistant thought before; the template says where it goes.
-        tool_calls: of an assistant, in OpenAI's form.
-        tool_call_id: of the call that a tool answers.
-    """
-
-    role: str
-    pieces: tuple[Piece, ...]
-    is_target: bool = False
-    name: str | None = None
-    reasoning: str = ""
-    tool_calls: tuple[Tool, ...] = ()
-    tool_call_id: str | None = None
+    role: str  # system, user, assistant ...
+    pieces: tuple[Piece, ...]  # text from the data, text of a template, places for images
+    is_target: bool = False  # it is in the loss
+    name: str | None = None  # the message's own field
+    reasoning: str = ""  # thoughts of an assistant; the template decides where they go
+    tool_calls: tuple[Tool, ...] = ()  # of an assistant, in OpenAI's form
+    tool_call_id: str | None = None  # of the call that a tool answers
 
 
 @dataclass(frozen=True)
 class Conversation(Rendered):
-    """Turns that no template has written: for a model elsewhere, which has a template of its own.
-
-    Attributes:
-        turns: in order; `pieces` are theirs, one after the other.
-        tools: descriptions of the tools that may be called.
-    """
+    """Turns and tools for a remote model, which has a chat template of its own."""
 
     turns: tuple[Turn, ...] = ()
     tools: tuple[Tool, ...] = ()
@@ -64,7 +77,7 @@ class Conversation(Rendered):
     def of(
         cls, turns: Sequence[Turn], *, for_generation: bool, tools: Sequence[Tool] = ()
     ) -> "Conversation":
-        """The conversation of some turns."""
+        """Return the conversation of some turns; its pieces are theirs."""
         pieces = tuple(piece for turn in turns for piece in turn.pieces)
         return cls(
             pieces,
@@ -78,33 +91,27 @@ class Conversation(Rendered):
 def turns_of(
     sample: Mapping[str, Any], prompt: str, *, system: str | None, for_generation: bool
 ) -> list[Turn]:
-    """The turns of a sample: its `messages`, or the template as question and answer.
-
-    Args:
-        system: a system message for samples that bring none.
-        for_generation: leave out the last answer.
-    """
+    """Return the turns of a sample: its `messages`, or the template as question and answer."""
     has_messages = sample.get("messages") is not None
-    turns = _from_messages(sample) if has_messages else _from_template(sample, prompt)
     own_system = sample.get("system")
-    if not isinstance(own_system, str | None):
-        raise _bad(sample, f"`system` is {own_system!r}", "text, the system message")
-    text = system if own_system is None else own_system
-    if text and turns[0].role not in SYSTEM_ROLES:
-        turns.insert(0, Turn("system", (Piece(text, is_user=text is own_system),)))
-    elif own_system and own_system != "".join(piece.text for piece in turns[0].pieces):
-        came = f"`system` is {own_system!r}, and the first message is another system message"
-        raise _bad(sample, came, "one of them")
+    turns = [] if has_messages else _from_template(sample, prompt)
+    with _row_named(sample):
+        turns = turns or _from_messages(sample)
+        if not isinstance(own_system, str | None):
+            raise bad_row(f"`system` is {shown(own_system)}", "text, the system message")
+        text = system if own_system is None else own_system
+        if text and turns[0].role not in SYSTEM_ROLES:
+            turns.insert(0, Turn("system", (Piece(text, is_user=text is own_system),)))
+        elif own_system and own_system != "".join(piece.text for piece in turns[0].pieces):
+            also = f"`system` is {shown(own_system)}, and the first message is another system's"
+            raise bad_row(also, "one of them")
     if for_generation and turns[-1].role == "assistant":
         turns.pop()
     return turns
 
 
 def only_last_answer(turns: Sequence[Turn]) -> list[Turn]:
-    """The turns, of which the last answer that is learnt stays the only one.
-
-    The others are answers still: where room is short it is shared with them.
-    """
+    """Take all but the last answer in the loss out of it; they share short room as answers."""
     last = max((number for number, turn in enumerate(turns) if turn.is_target), default=-1)
     return [
         turn if not turn.is_target or number == last else _not_learnt(turn)
@@ -115,13 +122,13 @@ def only_last_answer(turns: Sequence[Turn]) -> list[Turn]:
 def with_examples(
     turns: Sequence[Turn], examples: Sequence[Mapping[str, Any]], prompt: str
 ) -> list[Turn]:
-    """The turns with solved samples before them, behind the system message; nothing is learnt."""
-    shown: list[Turn] = []
+    """Put solved samples before the turns, behind the system message and out of the loss."""
+    solved: list[Turn] = []
     for example in examples:
         own = turns_of({**example, "num_images": 0}, prompt, system=None, for_generation=False)
-        shown += [_not_learnt(turn) for turn in own if turn.role not in SYSTEM_ROLES]
+        solved += [_not_learnt(turn) for turn in own if turn.role not in SYSTEM_ROLES]
     num_first = int(bool(turns) and turns[0].role in SYSTEM_ROLES)
-    return [*turns[:num_first], *shown, *turns[num_first:]]
+    return [*turns[:num_first], *solved, *turns[num_first:]]
 
 
 def _not_learnt(turn: Turn) -> Turn:
@@ -129,7 +136,7 @@ def _not_learnt(turn: Turn) -> Turn:
 
 
 def not_learnt(pieces: Iterable[Piece]) -> list[Piece]:
-    """Pieces of an answer that is shown and not learnt."""
+    """Return the pieces of an answer that is shown and not in the loss."""
     return [
         replace(piece, is_target=False, is_answer=True) if piece.is_target else piece
         for piece in pieces
@@ -142,15 +149,23 @@ def _from_template(sample: Mapping[str, Any], prompt: str) -> list[Turn]:
     behind = "".join(part.text or f"[{part.slot}]" for part in parts[place + 1 :]).strip()
     if behind:
         raise UserError(
-            f"the template {prompt!r} has {behind!r} after the answer, which with `prompt_fn` chat "
-            "is a message of its own. Take that text out, or use `prompt_fn` fill."
+            f"the template {prompt!r} has {behind!r} after the answer, and with `prompt_fn` chat "
+            "an answer ends its message. Take that text out, or use `prompt_fn` fill."
         )
     if place == 0:
         raise UserError(
             f"the template {prompt!r} begins with what is learnt, and with `prompt_fn` chat an "
             "answer is a turn. Use `prompt_fn` fill for plain text, or give rows with messages."
         )
-    question = _trimmed(list(fill_parts(parts, sample, for_generation=True)))
+    # without the template's line breaks next to images and at the end: chat templates have own
+    question: list[Piece] = []
+    for piece in fill_parts(parts, sample, for_generation=True):
+        if question and question[-1].is_image and not piece.is_user:
+            piece = replace(piece, text=piece.text.lstrip("\n"))
+        question.append(piece)
+    if question and not question[-1].is_user and not question[-1].is_image:
+        question[-1] = replace(question[-1], text=question[-1].text.rstrip())
+    question = [piece for piece in question if piece.text or piece.is_image]
     answer = slot_value(sample, parts[place].slot)
     return [
         Turn("user", tuple(question)),
@@ -158,169 +173,214 @@ def _from_template(sample: Mapping[str, Any], prompt: str) -> list[Turn]:
     ]
 
 
-def _trimmed(pieces: list[Piece]) -> list[Piece]:
-    """Without the template's line breaks beside images and at the end: chat templates have own."""
-    trimmed: list[Piece] = []
-    for piece in pieces:
-        if trimmed and trimmed[-1].is_image and not piece.is_user:
-            piece = replace(piece, text=piece.text.lstrip("\n"))
-        trimmed.append(piece)
-    if trimmed and not trimmed[-1].is_user and not trimmed[-1].is_image:
-        trimmed[-1] = replace(trimmed[-1], text=trimmed[-1].text.rstrip())
-    return [piece for piece in trimmed if piece.text or piece.is_image]
-
-
 def _from_messages(sample: Mapping[str, Any]) -> list[Turn]:
-    with _source_before(sample):
-        messages = with_row_weights(sample, sample["messages"])
+    messages = with_row_weights(sample, sample["messages"])
     if not isinstance(messages, list) or not messages:
-        raise _bad(sample, f"`messages` is {messages!r}", "a list of messages")
-    turns = [_turn(sample, number, message) for number, message in enumerate(messages)]
+        raise bad_row(f"`messages` is {shown(messages)}", "a list of messages")
+    turns = [_turn(f"message {number}", message) for number, message in enumerate(messages)]
     num_places = sum(piece.is_image for turn in turns for piece in turn.pieces)
     if num_places == 0 and sample.get("num_images"):
         first = next((i for i, turn in enumerate(turns) if turn.role == "user"), None)
         if first is None:
-            raise _bad(sample, "no message is of the user", "one that has the images")
+            raise bad_row("no message is of the user", "one that has the images")
         places = (Piece("", is_image=True),) * sample["num_images"]
         turns[first] = replace(turns[first], pieces=places + turns[first].pieces)
     return turns
 
 
-def _turn(sample: Mapping[str, Any], number: int, message: Any) -> Turn:
-    place = f"message {number}"
+def _turn(place: str, message: Any) -> Turn:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise _bad(sample, f"{place} is {message!r}", "an object with role and content")
+        raise bad_row(f"{place} is {shown(message)}", "an object with role and content")
     role = message["role"]
-    if not role.replace("_", "").isalnum():
-        raise _bad(sample, f"{place} has the role {role!r}", "a word such as user")
+    if not role.replace("_", "").isalnum():  # it might hold a special token
+        raise bad_row(f"{place} has the role {shown(role)}", "a word such as user")
     is_answer = role == "assistant"
     if message.keys() == _PLAIN and isinstance(message["content"], str):  # nothing to check further
         return Turn(role, (Piece(message["content"], True, is_answer),), is_answer)
-    unknown = sorted(
-        key for key, value in message.items() if value is not None and key not in _KNOWN_FIELDS
-    )
-    if unknown:
-        raise _bad(
-            sample, f"{place} has the fields {', '.join(unknown)}", "those of a chat message"
-        )
-    for field in ("name", "tool_call_id"):
-        if message.get(field) is not None and not isinstance(message[field], str):
-            raise _bad(sample, f"{place} has the {field} {message[field]!r}", "text")
-    with _source_before(sample):
-        is_target = is_learnt(message, place, is_answer=is_answer)
-    calls = calls_of(sample, place, message)
-    reasoning = message.get("reasoning_content") or ""
-    if not isinstance(reasoning, str) or (reasoning and role != "assistant"):
-        what = f"{place} of {role} has the reasoning_content {reasoning!r}"
-        raise _bad(sample, what, "text, with an assistant")
-    content = message.get("content")
-    if content is None and (calls or reasoning):
-        content = ""
+    filled = {key: value for key, value in message.items() if value is not None}
+    if unknown := sorted(filled.keys() - _KNOWN_FIELDS):
+        raise bad_row(f"{place} has the fields {', '.join(unknown)}", "those of a chat message")
+    for field in ("name", "tool_call_id", "reasoning_content"):
+        if not isinstance(filled.get(field, ""), str):
+            raise bad_row(f"{place} has the {field} {shown(filled[field])}", "text")
+    if not is_answer and (alien := [key for key in _OF_ANSWERS if filled.get(key)]):
+        raise bad_row(f"{place} of {role} has {alien[0]}", "it only with an assistant's message")
+    is_target = is_learnt(message, place, is_answer=is_answer)
+    calls = filled.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise bad_row(f"{place} has the tool_calls {shown(calls)}", "a list")
+    calls = tuple(_read_call(place, call) for call in calls)
+    reasoning = filled.get("reasoning_content", "")
+    content = filled.get("content", "" if calls or reasoning else None)
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list):
-        raise _bad(sample, f"{place} has the content {content!r}", "text, or a list")
+        raise bad_row(f"{place} has the content {shown(content)}", "text, or a list of parts")
+    pieces = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in _IMAGE_TYPES:
+            pieces.append(Piece("", is_image=True))
+        elif kind == "text" and isinstance(part.get("text"), str):
+            pieces.append(Piece(part["text"], is_user=True, is_target=is_target))
+        else:
+            wanted = 'an image or {"type": "text", "text": ...}'
+            raise bad_row(f"{place} has the part {shown(part)}", wanted)
     return Turn(
         role,
-        tuple(_piece(sample, place, part, is_target) for part in parts),
+        tuple(pieces),
         is_target=is_target,
-        name=message.get("name"),
+        name=filled.get("name"),
         reasoning=reasoning,
         tool_calls=calls,
-        tool_call_id=message.get("tool_call_id"),
+        tool_call_id=filled.get("tool_call_id"),
     )
 
 
-def _piece(sample: Mapping[str, Any], place: str, part: Any, is_target: bool) -> Piece:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind in _IMAGE_TYPES:
-        return Piece("", is_image=True)
-    if kind == "text" and isinstance(part.get("text"), str):
-        return Piece(part["text"], is_user=True, is_target=is_target)
-    raise _bad(
-        sample, f"{place} has the part {part!r}", '{"type": "text", "text": ...} or an image'
-    )
+def _read_call(place: str, call: Any) -> Tool:
+    """Return a tool call, in which arguments that are the JSON text of an object become one.
+
+    Chat templates write the object themselves; given text, most would write JSON in JSON.
+    """
+    function = call.get("function", call) if isinstance(call, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    arguments = function.get("arguments", {}) if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict | str | None):
+        wanted = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
+        raise bad_row(f"{place} has the tool call {shown(call)}", wanted)
+    if isinstance(arguments, str):
+        read = parsed(arguments) if arguments.strip() else {}
+        arguments = read if isinstance(read, dict) else arguments
+    made: Tool = {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
+    if isinstance(call.get("id"), str) and call["id"]:
+        made["id"] = call["id"]
+    return made
 
 
 def tools_of(sample: Mapping[str, Any]) -> list[Tool]:
-    """The tool descriptions of a sample: a list of objects, or that list as JSON text.
-
-    Raises:
-        DataError: it is neither.
-    """
+    """Return the tool descriptions of a sample: a list of objects, or that list as JSON text."""
     tools = sample.get("tools")
-    if isinstance(tools, str):
-        tools = _parsed(sample, tools, tools)
+    if isinstance(tools, str) and (read := parsed(tools)) is not None:
+        tools = read
     if not tools:
         return []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise _bad(sample, f"`tools` is {tools!r}", "a list of JSON-schema objects")
+        with _row_named(sample):
+            raise bad_row(f"`tools` is {shown(tools)}", "a list of JSON-schema objects")
     return tools
 
 
-def calls_of(sample: Mapping[str, Any], place: str, message: Mapping[str, Any]) -> tuple[Tool, ...]:
-    """The tool calls of a message; arguments that are the JSON text of an object become one.
-
-    Chat templates write the object themselves; given text, most would write JSON in JSON.
-
-    Raises:
-        DataError: a call has no function with a name and arguments.
-    """
-    calls = message.get("tool_calls")
-    if not calls:
-        return ()
-    if message["role"] != "assistant":
-        raise _bad(sample, f"{place} of {message['role']} has tool_calls", "them with assistant")
-    if not isinstance(calls, list):
-        raise _bad(sample, f"{place} has the tool_calls {calls!r}", "a list")
-    found = []
-    for call in calls:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        name = function.get("name") if isinstance(function, dict) else None
-        arguments = function.get("arguments", {}) if isinstance(function, dict) else None
-        if not isinstance(name, str) or not name or not isinstance(arguments, dict | str | None):
-            raise _bad(
-                sample,
-                f"{place} has the tool call {call!r}",
-                '{"type": "function", "function": {"name": ..., "arguments": {...}}}',
-            )
-        if isinstance(arguments, str):
-            read = _parsed(sample, arguments, None) if arguments.strip() else {}
-            arguments = read if isinstance(read, dict) else arguments
-        made: Tool = {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
-        if isinstance(call.get("id"), str) and call["id"]:
-            made["id"] = call["id"]
-        found.append(made)
-    return tuple(found)
-
-
-def _parsed(sample: Mapping[str, Any], text: str, otherwise: Any) -> Any:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return otherwise
-    try:
-        check_value(found)
-    except ValueError as error:
-        raise _bad(sample, f"JSON in a text with {error}", "a text without it") from error
-    return found
-
-
 @contextmanager
-def _source_before(sample: Mapping[str, Any]) -> Iterator[None]:
-    """Puts the row before errors that do not name it."""
+def _row_named(sample: Mapping[str, Any]) -> Iterator[None]:
+    """Put the row before errors, which do not name it."""
     try:
         yield
     except DataError as error:
-        raise DataError(f"{_name_of(sample)}: {error}") from None
+        name = sample.get("source") or f"sample {sample.get('id', '?')}"
+        raise DataError(f"{name}: {error}") from None
 
 
-def _name_of(sample: Mapping[str, Any]) -> str:
-    return sample.get("source") or f"sample {sample.get('id', '?')}"
+# -- tools for templates that do not take them as they are ----------------------------------------
 
 
-def _bad(sample: Mapping[str, Any], what: str, expected: str) -> DataError:
-    return DataError(
-        f"{_name_of(sample)}: {what[:400]}. Expected is {expected}. Correct the row, or convert it "
-        "with the dataset part: a chat template reads role, content, reasoning_content, "
-        "tool_calls, tool_call_id and name, and the tools."
-    )
+def forms_of(
+    turns: Sequence[Turn], tools: Sequence[Tool], *, knows_tools: bool
+) -> Iterator[tuple[list[Turn], Sequence[Tool], str]]:
+    """Yield turns and tools as they are, then as other templates want them, with a warning."""
+    has_any = any(turn.tool_calls or turn.role == "tool" for turn in turns)
+    if not (tools or has_any):
+        yield list(turns), tools, ""
+        return
+    has_calls = any(turn.tool_calls for turn in turns)
+    ways = [list(turns)]
+    if knows_tools and has_any and (named := with_ids(turns)) != ways[0]:
+        ways.append(named)
+    if knows_tools or not tools:
+        for way in list(ways) if has_calls else []:
+            ways.append([])  # with arguments as text
+            for turn in way:
+                calls = []
+                for call in turn.tool_calls:
+                    arguments = call["function"]["arguments"]
+                    text = arguments if isinstance(arguments, str) else _dumps(arguments)
+                    calls.append({**call, "function": {**call["function"], "arguments": text}})
+                ways[-1].append(replace(turn, tool_calls=tuple(calls)))
+        for way in ways:
+            yield way, tools, ""
+    if not knows_tools and (tools or has_any):
+        told = _TOOLS_TEXT.format("\n".join(map(_dumps, tools))) if tools else ""
+        written = list(_as_text(turns))
+        for role in ("system", "user"):  # some templates know no system message either
+            yield _with_text(written, told, role), (), AS_TEXT
+
+
+def with_ids(turns: Sequence[Turn]) -> list[Turn]:
+    """Give ids of nine letters to calls and results without; the same row gets the same ones.
+
+    A result gets the id of the call that it names, else of the first one that has no result.
+    """
+    made, num_calls = [], 0
+    known: dict[str, str] = {}
+    waiting: list[str] = []
+    for turn in turns:
+        if turn.tool_calls:
+            calls, waiting = [], []
+            for call in turn.tool_calls:
+                num_calls += 1
+                old = call.get("id", "")
+                text = f"{num_calls} {_dumps(call['function'])}"
+                new = old if _ID.fullmatch(old) else hashlib.sha256(text.encode()).hexdigest()[:9]
+                known[old] = new
+                waiting.append(new)
+                calls.append({**call, "id": new})
+            turn = replace(turn, tool_calls=tuple(calls))
+        elif turn.role == "tool":
+            named = known.get(turn.tool_call_id or " ")
+            new = named if named in waiting else next(iter(waiting), turn.tool_call_id)
+            waiting = [one for one in waiting if one != new]
+            turn = replace(turn, tool_call_id=new)
+        made.append(turn)
+    return made
+
+
+def _as_text(turns: Sequence[Turn]) -> Iterator[Turn]:
+    """Write calls into their answer's text; results, with what follows, become the user's turn."""
+    pieces: list[Piece] = []  # of the user's turn
+    for place, turn in enumerate(turns):
+        if turn.role in ("tool", "user"):
+            own = list(turn.pieces)
+            if turn.role == "tool":
+                own = [_text("<tool_response>\n"), *own, _text("\n</tool_response>")]
+            pieces += [_text("\n"), *own] if pieces else own
+            if place + 1 == len(turns) or turns[place + 1].role not in ("tool", "user"):
+                yield Turn("user", tuple(pieces))
+                pieces = []
+            continue
+        if turn.tool_calls:
+            lines = [f"\n{_dumps(call['function'])}\n".join(CALL_MARKS) for call in turn.tool_calls]
+            lead = "\n" if any(piece.text for piece in turn.pieces) else ""
+            is_shown = any(piece.is_answer for piece in turn.pieces)
+            calls = Piece(lead + "\n".join(lines), True, turn.is_target, is_answer=is_shown)
+            turn = replace(turn, pieces=(*turn.pieces, calls), tool_calls=())
+        yield turn
+
+
+def _with_text(turns: Sequence[Turn], text: str, role: str) -> list[Turn]:
+    """Put a text behind the system message, or before the first one of the user."""
+    if not text:
+        return list(turns)
+    if role == "user":
+        first = next((place for place, turn in enumerate(turns) if turn.role == role), 0)
+        own = (_text(text + "\n\n"), *turns[first].pieces)
+        return [*turns[:first], replace(turns[first], pieces=own), *turns[first + 1 :]]
+    if turns[0].role not in SYSTEM_ROLES:
+        return [Turn("system", (_text(text),)), *turns]
+    own = (*turns[0].pieces, _text("\n\n" + text))
+    return [replace(turns[0], pieces=own), *turns[1:]]
+
+
+def _text(text: str) -> Piece:
+    return Piece(text, is_user=True)
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stageline.errors import CheckpointError, UserError
+from stageline.errors import UserError
 from stageline.model_folder import check_bulky, check_folder, read_json
 
 # model_type -> processor class, for folders that do not name it
@@ -72,7 +72,7 @@ def compose_processor(
     video_config: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """A processor of the library's class `class_name`, without a video processor.
+    """Return a processor of transformers' class `class_name`, without a video processor.
 
     Args:
         video_config: settings of the video processor, to be kept when saving.
@@ -81,8 +81,11 @@ def compose_processor(
     import transformers
 
     base = getattr(transformers, class_name)
-    if class_name == "SmolVLMProcessor":
-        _allow_missing_num2words()
+    if class_name == "SmolVLMProcessor":  # wants num2words, for the prompts of videos only
+        from transformers.models.smolvlm import processing_smolvlm
+
+        if getattr(processing_smolvlm, "num2words", None) is None:
+            processing_smolvlm.num2words = str
     processor_class = type(class_name, (_WithoutVideo, base), {})
     parts = {"image_processor": image_processor, "tokenizer": tokenizer}
     if "video_processor" in base.get_attributes():
@@ -93,10 +96,10 @@ def compose_processor(
 
 
 def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """The processor of a vision-language model, or the tokenizer of a text model.
+    """Return the processor of a vision-language model, or the tokenizer of a text model.
 
     Args:
-        path: a folder that `save_pretrained` of the library or `save_processor` wrote.
+        path: a folder that `save_pretrained` of transformers or `save_processor` wrote.
 
     Raises:
         UserError: the folder holds neither, or what it holds cannot be loaded, or it would run
@@ -120,13 +123,13 @@ def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def save_processor(processor: Any, path: str | Path) -> None:
-    """Saves a processor or tokenizer so that `load_processor` and the library can load it."""
+    """Save a processor or tokenizer for `load_processor` and transformers."""
     Path(path).mkdir(parents=True, exist_ok=True)
     processor.save_pretrained(str(path))
 
 
 def get_tokenizer(processor: Any) -> Any:
-    """The tokenizer of a processor; a tokenizer is its own."""
+    """Return the tokenizer of a processor; a tokenizer is its own."""
     return getattr(processor, "tokenizer", processor)
 
 
@@ -136,15 +139,12 @@ def num_token_ids(processor: Any) -> int:
 
 
 def get_image_processor(processor: Any) -> Any | None:
-    """The image processor, or None for a text model."""
+    """Return the image processor, or None for a text model."""
     return getattr(processor, "image_processor", None)
 
 
 def get_pad_token_id(processor: Any) -> int:
-    """The id that fills up rows: of the padding token, else the end-of-sequence token, else 0.
-
-    Padding is masked by position, so the id only has to exist.
-    """
+    """Return the id of padding, which is masked by position: of PAD, else of EOS, else 0."""
     tokenizer = get_tokenizer(processor)
     for name in ("pad_token_id", "eos_token_id"):
         value = getattr(tokenizer, name, None)
@@ -154,23 +154,40 @@ def get_pad_token_id(processor: Any) -> int:
 
 
 def get_image_token(processor: Any) -> str | None:
-    """The text that stands for one image in a prompt of this processor; None for a text model."""
+    """Return the text for one image in a prompt of this processor; None for a text model."""
     if get_image_processor(processor) is None:
         return None
     return getattr(processor, "image_token", None)
 
 
 def _load_without_video(path: Path, error: Exception, **options: bool) -> Any:
-    """Composes the processor where the library refused to, or raises `UserError`."""
+    """Compose the processor where transformers refused to, or raise `UserError`."""
     import transformers
 
-    settings = _read_settings(path)
-    class_name = settings.pop("processor_class", None) or _processor_of_model(path)
+    settings: dict[str, Any] = {}
+    for name in _CONFIG_FILES:  # any of them may name the class
+        file = path / name
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if name == _CONFIG_FILES[0]:
+            settings = found
+        elif found.get("processor_class"):
+            settings.setdefault("processor_class", found["processor_class"])
+    class_name = settings.pop("processor_class", None)
+    if class_name is None and (path / "config.json").is_file():
+        model_type = read_json(path / "config.json").get("model_type", "")
+        class_name = _PROCESSOR_OF_MODEL.get(model_type)
     base = getattr(transformers, class_name or "", None)
     if class_name is None or base is None or "video_processor" not in base.get_attributes():
         raise _cannot_load(path, error) from error
     try:
-        image_processor = _load_image_processor(path, settings, **options)
+        try:
+            image_processor = transformers.AutoImageProcessor.from_pretrained(str(path), **options)
+        except ImportError:  # the choice itself needs torchvision: take the one of Pillow
+            own = settings.get("image_processor")
+            if own is None:
+                own = json.loads((path / "preprocessor_config.json").read_text(encoding="utf-8"))
+            name = own["image_processor_type"].removesuffix("Fast").removesuffix("Pil")
+            image_processor = getattr(transformers, f"{name}Pil").from_dict(own)
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(path), **options)
         template_file = path / "chat_template.jinja"
         template = template_file.read_text(encoding="utf-8") if template_file.is_file() else None
@@ -190,57 +207,12 @@ def _load_without_video(path: Path, error: Exception, **options: bool) -> Any:
         raise _cannot_load(path, second) from second
 
 
-def _load_image_processor(path: Path, settings: dict[str, Any], **options: bool) -> Any:
-    """The image processor of a folder, the Pillow one where torchvision is missing."""
-    import transformers
-
-    try:
-        return transformers.AutoImageProcessor.from_pretrained(str(path), **options)
-    except ImportError:  # in transformers 5.17 the choice itself needs torchvision
-        own = settings.get("image_processor")
-        if own is None:
-            own = json.loads((path / "preprocessor_config.json").read_text(encoding="utf-8"))
-        name = own["image_processor_type"].removesuffix("Fast").removesuffix("Pil")
-        return getattr(transformers, f"{name}Pil").from_dict(own)
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    """Settings of the processor; its class may be named in any of the files."""
-    settings: dict[str, Any] = {}
-    for name in _CONFIG_FILES:
-        file = path / name
-        if not file.is_file():
-            continue
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if name == _CONFIG_FILES[0]:
-            settings = found
-        elif found.get("processor_class"):
-            settings.setdefault("processor_class", found["processor_class"])
-    return settings
-
-
-def _processor_of_model(path: Path) -> str | None:
-    try:
-        return _PROCESSOR_OF_MODEL.get(read_json(path / "config.json").get("model_type", ""))
-    except CheckpointError:
-        return None
-
-
-def _allow_missing_num2words() -> None:
-    """SmolVLM wants the package num2words, for the prompts of videos alone."""
-    from transformers.models.smolvlm import processing_smolvlm
-
-    if getattr(processing_smolvlm, "num2words", None) is None:
-        processing_smolvlm.num2words = str
-
-
 def _cannot_load(path: Path, error: Exception) -> UserError:
     check_bulky(path)
     files = sorted(item.name for item in path.glob("*")) if path.is_dir() else []
     return UserError(
         f"no tokenizer or processor could be loaded from {path} "
-        f"({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}). "
-        f"A folder with tokenizer.json (and processor_config.json for images) was expected, it "
-        f"holds: {', '.join(files) or 'nothing'}. Token ids can't be made without it: point "
-        "`processor_path` to such a folder."
+        f"({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}); it "
+        f"holds {', '.join(files) or 'nothing'}. Point `processor_path` to a folder with "
+        "tokenizer.json (and processor_config.json for images)."
     )

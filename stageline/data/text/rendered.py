@@ -14,23 +14,14 @@ from stageline.errors import UserError
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of text of one origin.
-
-    Attributes:
-        text: the characters; may be empty.
-        is_user: it came from the data and stays plain text: special tokens in it are not parsed.
-        is_target: it is supervised.
-        is_image: it stands for one image; image_token parts put the model's own text here.
-        is_marked: its tokens are of special interest to a loss.
-        is_answer: it is an answer that is not supervised.
-    """
+    """A stretch of text of one origin."""
 
     text: str
-    is_user: bool = False
-    is_target: bool = False
-    is_image: bool = False
-    is_marked: bool = False
-    is_answer: bool = False
+    is_user: bool = False  # it is from the data: special tokens in it are not parsed
+    is_target: bool = False  # it is supervised
+    is_image: bool = False  # it stands for one image, whose text an image_token part puts here
+    is_marked: bool = False  # its tokens are of special interest to a loss
+    is_answer: bool = False  # it is an answer that is not supervised
 
 
 @dataclass(frozen=True)
@@ -38,12 +29,11 @@ class Rendered:
     """One sample as a sequence of pieces.
 
     Attributes:
-        pieces: in reading order.
         is_chat: made by a chat template, which holds its own first and last tokens. If False, the
             tokenizer adds its first tokens, and in training an end-of-sequence token is learnt
             after the text.
         for_generation: the answer and all after it are left out.
-        name: what errors call the sample.
+        name: of the sample, for errors.
     """
 
     pieces: tuple[Piece, ...]
@@ -58,7 +48,7 @@ class Rendered:
 
     @property
     def num_images(self) -> int:
-        """How many image pieces there are."""
+        """The number of image pieces."""
         return sum([piece.is_image for piece in self.pieces])
 
     def __iter__(self) -> Iterator[Piece]:
@@ -68,22 +58,22 @@ class Rendered:
         return len(self.pieces)
 
     def spans(self) -> Iterator[tuple[int, int, Piece]]:
-        """(start, end, piece) in characters of `text`."""
+        """Yield (start, end, piece) in characters of `text`."""
         start = 0
         for piece in self.pieces:
             yield start, start + len(piece.text), piece
             start += len(piece.text)
 
     def target_spans(self) -> list[tuple[int, int]]:
-        """Character spans that are supervised."""
+        """Return the character spans that are supervised."""
         return [(start, end) for start, end, piece in self.spans() if piece.is_target]
 
     def with_pieces(self, pieces: Iterable[Piece]) -> "Rendered":
-        """The same kind of text with other pieces."""
+        """Return the same kind of text with other pieces."""
         return replace(self, pieces=tuple(pieces))
 
     def with_image_texts(self, texts: Iterable[str]) -> "Rendered":
-        """Replaces the text of each image piece, in order; there must be one text for each."""
+        """Replace the text of each image piece, in order; there must be one text for each."""
         remaining = iter(texts)
         return self.with_pieces(
             replace(piece, text=next(remaining)) if piece.is_image else piece
@@ -92,12 +82,7 @@ class Rendered:
 
 
 def place_image_text(rendered: Rendered, text: str) -> Rendered:
-    """Puts `text` into each image piece that is still empty.
-
-    A chat template has put its own image text there already; that stays.
-    """
-    if not rendered.num_images:
-        return rendered
+    """Put `text` into each image piece that is empty; a chat template has filled its own."""
     return rendered.with_pieces(
         replace(piece, text=text) if piece.is_image and not piece.text else piece
         for piece in rendered
@@ -105,17 +90,13 @@ def place_image_text(rendered: Rendered, text: str) -> Rendered:
 
 
 def plain_image_text(processor: Any) -> str:
-    """What a plain template writes for one image of this processor's model.
-
-    Raises:
-        UserError: the processor is of a text model.
-    """
+    """Return the text of a plain template for one image of this processor's model."""
     token = get_image_token(processor)
     if token is None:
         raise UserError(
-            f"the samples have images, but {type(processor).__name__} has no image token. A "
-            "processor of a vision-language model was expected: point `processor_path` to one, "
-            "or use a dataset without images (`image_token` none leaves them out of the text)."
+            f"the samples have images, but {type(processor).__name__} has no image token. Point "
+            "`processor_path` to the processor of a vision-language model, or use `image_token` "
+            "none, which leaves images out of the text."
         )
     vocabulary = processor.tokenizer.get_vocab()
     before, after = "<|vision_start|>", "<|vision_end|>"

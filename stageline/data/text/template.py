@@ -22,21 +22,15 @@ IMAGE = "IMAGE"
 
 @dataclass(frozen=True)
 class TemplatePart:
-    """Literal text of a template, or a slot to fill.
+    """Literal text of a template, or a slot to fill."""
 
-    Attributes:
-        text: the literal text; "" for a slot.
-        slot: the placeholder's name; "" for text.
-        is_target: what fills the slot is learnt.
-    """
-
-    text: str = ""
-    slot: str = ""
-    is_target: bool = False
+    text: str = ""  # "" for a slot
+    slot: str = ""  # the placeholder's name; "" for text
+    is_target: bool = False  # the slot is filled with the answer
 
 
 def parse_template(prompt: str) -> list[TemplatePart]:
-    """Cuts a template into text and slots.
+    """Cut a template into text and slots.
 
     Raises:
         UserError: it has no slot to learn, or [ANSWER] twice.
@@ -44,18 +38,16 @@ def parse_template(prompt: str) -> list[TemplatePart]:
     parts: list[TemplatePart] = []
     end = 0
     for match in _PATTERN.finditer(prompt):
+        literal = f"[{match[1]}]" if match[1] else ""
         parts.append(TemplatePart(text=prompt[end : match.start()]))
+        parts.append(TemplatePart(text=literal, slot=match[2] or ""))
         end = match.end()
-        parts.append(
-            TemplatePart(text=f"[{match[1]}]") if match[1] else TemplatePart(slot=match[2])
-        )
     parts.append(TemplatePart(text=prompt[end:]))
     slots = [part.slot for part in parts if part.slot]
     filled = [slot for slot in slots if slot != IMAGE]
     if slots.count("ANSWER") > 1:
         raise UserError(
-            f"the template {prompt!r} has [ANSWER] {slots.count('ANSWER')} times. It is what the "
-            "model learns to write: leave one."
+            f"the template {prompt!r} has [ANSWER] {slots.count('ANSWER')} times. Leave one."
         )
     target = "ANSWER" if "ANSWER" in filled else filled[-1] if filled else ""
     if target not in _TARGETS or filled.count(target) > 1:
@@ -71,7 +63,7 @@ def parse_template(prompt: str) -> list[TemplatePart]:
 def fill_parts(
     parts: list[TemplatePart], sample: Mapping[str, Any], *, for_generation: bool = False
 ) -> Iterator[Piece]:
-    """The pieces of one sample.
+    """Yield the pieces of one sample.
 
     An image place without an image goes, together with one line break after it. Text of the
     template after the answer is learnt too, so that the model gets through it to the end.
@@ -106,11 +98,7 @@ def fill_parts(
 
 
 def slot_value(sample: Mapping[str, Any], slot: str) -> str:
-    """The sample's text for a slot; choices become lines "A. ...".
-
-    Raises:
-        DataError: the sample has no such field, or it is empty of text.
-    """
+    """Return the sample's text for a slot; choices become lines "A. ..."."""
     value = sample.get(slot.lower())
     if isinstance(value, list | tuple) and slot == "CHOICES":
         return "\n".join(f"{chr(ord('A') + i)}. {choice}" for i, choice in enumerate(value))
@@ -119,9 +107,8 @@ def slot_value(sample: Mapping[str, Any], slot: str) -> str:
     raise DataError(
         f"sample {sample.get('source') or sample.get('id', '?')}: the template's [{slot}] needs "
         f"text in the field {slot.lower()!r}, which "
-        f"{'is missing' if value is None else f'is a {type(value).__name__}'}; the fields are: "
-        f"{', '.join(sorted(sample)) or 'none'}. Correct the row or the template; [[{slot}]] is "
-        f"the literal text [{slot}]."
+        f"{'is missing' if value is None else f'is a {type(value).__name__}'}; the fields are "
+        f"{', '.join(sorted(sample)) or 'none'}. Correct the row, or write [[{slot}]] for the text."
     )
 
 
@@ -169,9 +156,6 @@ class MarkedWords:
 
     Args:
         words: a name of `BUILT_IN`, or words; names among them stand for their lists.
-
-    Raises:
-        UserError: a word holds no letter or digit.
     """
 
     def __init__(self, words: BuiltIn | Sequence[str]) -> None:
@@ -187,11 +171,11 @@ class MarkedWords:
         self._pattern = re.compile("|".join(map(_pattern, longest_first)) or "(?!)", re.IGNORECASE)
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
-        """Character spans of all matches, from left to right; none overlaps another."""
+        """Yield the character spans of all matches, from left to right; none overlaps another."""
         return (match.span() for match in self._pattern.finditer(text))
 
     def mark(self, rendered: Rendered) -> Rendered:
-        """The same text; matches inside what is learnt are pieces of their own, and marked.
+        """Return the same text; matches in the answer are pieces of their own, and marked.
 
         Neighbouring learnt pieces are read as one text, so a match may cross from one to the next,
         never from the prompt into the answer.
@@ -215,7 +199,7 @@ class MarkedWords:
 
 
 def _pattern(word: str) -> str:
-    """One word as a pattern; boundaries are asked for where its own edge has them."""
+    """Return one word as a pattern, with boundaries where its own edge has them."""
     words = [part for part in re.split(r"[\s\-\u2010-\u2013]+", word) if part]
     escaped = [
         "".join(f"[{_APOSTROPHES}]" if c in _APOSTROPHES else re.escape(c) for c in part)
@@ -231,7 +215,7 @@ def _pattern(word: str) -> str:
 
 
 def _cut(piece: Piece, start: int, matches: Sequence[tuple[int, int]]) -> Iterator[Piece]:
-    """The piece in parts, those inside a match marked."""
+    """Yield the piece in parts, those inside a match marked."""
     end, place = start + len(piece.text), start
     for first, last in matches:
         first, last = max(first, start), min(last, end)

@@ -1,9 +1,8 @@
 """A copy of a fast tokenizer to which special tokens are plain text; and tokens that are added.
 
 The copy is for text from the data: "<|im_end|>" in it becomes the characters < | i m ..., never
-the token. Tokens are added as ordinary ones, which text from the data may hold: not special and
-not normalised. A text is cut at them before anything else, and they stay in decoded text. Their
-rows in the model are not made here (`stageline/modules/new_rows.py`).
+the token. Tokens are added as ordinary ones, which text from the data may hold and which stay in
+decoded text. Their rows in the model are made in `stageline/modules/new_rows.py`.
 """
 
 import json
@@ -22,21 +21,15 @@ ANCHOR = "\ue0f0anchor\ue0f1"
 
 
 class PlainTokenizer:
-    """Encodes runs of text between special tokens as the tokenizer would, less special tokens.
-
-    Args:
-        tokenizer: a fast tokenizer of the library.
-        reserved: text -> id of the tokens that must not be made from text.
-    """
+    """Encodes runs of text between special tokens as the tokenizer would, less special tokens."""
 
     def __init__(self, tokenizer: Any, reserved: dict[str, int]) -> None:
-        self._reserved = reserved
+        self._reserved = reserved  # text -> id of tokens that must not be made from text
         flags = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
         choices = []  # a reserved token with the space that it swallows; the longest wins
         for text in sorted(reserved, key=len, reverse=True):
-            token = flags.get(text)
-            before = r"\s*" if token is not None and token.lstrip else ""
-            after = r"\s*" if token is not None and token.rstrip else ""
+            before = r"\s*" if getattr(flags.get(text), "lstrip", False) else ""
+            after = r"\s*" if getattr(flags.get(text), "rstrip", False) else ""
             choices.append(before + re.escape(text) + after)
         self._pattern = re.compile("(" + "|".join(choices) + ")") if choices else re.compile("(?!)")
         state = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -46,7 +39,7 @@ class PlainTokenizer:
         self._backend.add_special_tokens([AddedToken(ANCHOR, normalized=False, special=True)])
 
     def encode(self, run: str, *, is_first: bool) -> list[tuple[int, int, int]]:
-        """(id, start, end) of each token of a run of text.
+        """Return (id, start, end) of each token of a run of text.
 
         Args:
             is_first: the run begins the text. Tokenizers that mark the beginnings of words
@@ -61,11 +54,11 @@ class PlainTokenizer:
         ]
 
     def split_reserved(self, text: str) -> list[str]:
-        """Cuts the template's text at its reserved tokens; the parts join to the text."""
+        """Cut the template's text at its reserved tokens."""
         return [part for part in self._pattern.split(text) if part] if self._reserved else [text]
 
     def reserved_id(self, part: str) -> int | None:
-        """The id, if a part of `split_reserved` is a reserved token."""
+        """Return the id, if a part of `split_reserved` is a reserved token."""
         exact = self._reserved.get(part)
         if exact is not None or not self._pattern.fullmatch(part):
             return exact
@@ -73,13 +66,13 @@ class PlainTokenizer:
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Matches one of the texts; the longest wins."""
+    """Return a pattern of the texts; the longest wins."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("(?:" + "|".join(map(re.escape, longest_first)) + ")")
 
 
 def _hide_reserved(state: dict[str, Any], reserved: dict[str, int]) -> None:
-    """Renames reserved tokens to what no text holds; every other token keeps its id.
+    """Rename reserved tokens to what no text holds; every other token keeps its id.
 
     In the list of added tokens, and in the model's vocabulary as well: Unigram and word tables
     match any entry of theirs.
@@ -109,24 +102,18 @@ def _hide_reserved(state: dict[str, Any], reserved: dict[str, int]) -> None:
 
 @dataclass(frozen=True)
 class NewTokens:
-    """New tokens, and what they were before.
-
-    Attributes:
-        pieces: for each the ids that its text was split into without it.
-        fresh: ids of those that the weights' own tokenizer lacks.
-        rowless: ids of those that the tokenizer had, and the weights have no row for, or a spare.
-    """
+    """New tokens, and what they were before."""
 
     ids: tuple[int, ...]
-    pieces: tuple[tuple[int, ...], ...]
-    fresh: frozenset[int]
-    rowless: frozenset[int] = frozenset()
+    pieces: tuple[tuple[int, ...], ...]  # of each, the ids that its text was split into without it
+    fresh: frozenset[int]  # ids that the weights' own tokenizer lacks
+    rowless: frozenset[int] = frozenset()  # ids in the tokenizer without a row, or a spare one
 
 
 def add_new_tokens(
     processor: Any, texts: Sequence[str], *, weights_processor: Any | None = None
 ) -> NewTokens:
-    """Adds tokens to a processor, in place; one that is there already stays what it is.
+    """Add tokens to a processor, in place; one that is there already stays.
 
     Args:
         weights_processor: of the folder with the weights, if it is another one.
@@ -139,13 +126,17 @@ def add_new_tokens(
     trained = known
     if weights_processor is not None:
         trained = _known(get_tokenizer(weights_processor), texts)
-    pieces = tuple(_pieces(tokenizer, text, known) for text in texts)
+    pieces = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    if known:  # as if it knew none of them
+        plain = PlainTokenizer(tokenizer, known)
+        runs = [plain.encode(text, is_first=True) for text in texts]
+        pieces = [tuple(token for token, _, _ in run) for run in runs]
     tokenizer.add_tokens(
         [AddedToken(text, special=False, normalized=False) for text in texts if text not in known]
     )
     ids = tuple(tokenizer.convert_tokens_to_ids(list(texts)))
     fresh = {token for token, text in zip(ids, texts, strict=True) if trained.get(text) != token}
-    return NewTokens(ids, pieces, frozenset(fresh))
+    return NewTokens(ids, tuple(pieces), frozenset(fresh))
 
 
 def with_rowless(
@@ -155,9 +146,7 @@ def with_rowless(
     *,
     weights_processor: Any | None = None,
 ) -> NewTokens | None:
-    """The tokens and all others of the tokenizer that have no row of their own among `num_rows`.
-
-    What these were before is not known: nothing is split into pieces for them.
+    """Return the tokens and all others of the tokenizer without a row of their own in `num_rows`.
 
     Args:
         weights_processor: of the folder with the weights, if it is another one: rows without a
@@ -181,7 +170,7 @@ def with_rowless(
 
 
 def processor_of_weights(folder: str | None, *, trust_remote_code: bool = False) -> Any | None:
-    """The processor in a folder with weights; None: it has none."""
+    """Return the processor in a folder with weights; None: it has none."""
     if folder is None:
         return None
     try:
@@ -191,7 +180,7 @@ def processor_of_weights(folder: str | None, *, trust_remote_code: bool = False)
 
 
 def _known(tokenizer: Any, texts: Sequence[str]) -> dict[str, int]:
-    """Text -> id of those that are added tokens already."""
+    """Return text -> id of those that are added tokens already."""
     added = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
     vocabulary = tokenizer.get_vocab()
     for text in texts:
@@ -203,11 +192,3 @@ def _known(tokenizer: Any, texts: Sequence[str]) -> dict[str, int]:
                 f"{vocabulary[text]}). Choose another text, such as one in angle brackets."
             )
     return {text: vocabulary[text] for text in texts if text in added}
-
-
-def _pieces(tokenizer: Any, text: str, known: dict[str, int]) -> tuple[int, ...]:
-    """The ids that a text is split into where none of the new tokens is known."""
-    if known:
-        plain = PlainTokenizer(tokenizer, known)
-        return tuple(token for token, _, _ in plain.encode(text, is_first=True))
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
