@@ -4,8 +4,6 @@
 `--help` lists the options, `--list` the components. Each rank goes on in train_engines.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +37,7 @@ def main() -> int:
     return run_training(plan)
 
 
-def start_ranks(plan: RunPlan) -> None:
+def start_ranks(plan: "RunPlan") -> None:
     """Start the processes of the run, if it needs several; return in each of them."""
     from stageline.distributed.failure_record import tell_run_folder
     from stageline.distributed.launch import launch_if_needed
@@ -71,7 +69,7 @@ def auto(*, config_path: str, **kwargs: Any) -> tuple[Any, Any, int]:
 
 
 @engine_register("pipeline")
-def pipeline(plan: RunPlan, data: Data) -> int:
+def pipeline(plan: "RunPlan", data: "Data") -> int:
     """Stages on a schedule, forward and backward in turn; one process and device per rank."""
     from commands.train_engines import run_pipeline
 
@@ -79,7 +77,7 @@ def pipeline(plan: RunPlan, data: Data) -> int:
 
 
 @engine_register("torch")
-def torch(plan: RunPlan, data: Data) -> int:
+def torch(plan: "RunPlan", data: "Data") -> int:
     """The same by torch's own schedule classes: their order and their transfers."""
     from commands.train_engines import run_pipeline
     from stageline.pipeline.runner import TorchPipelineRunner
@@ -95,7 +93,7 @@ def streaming_topology(arguments: TrainArguments) -> Topology:
 
 
 @engine_register("streaming", topology=streaming_topology)
-def streaming(plan: RunPlan, data: Data) -> int:
+def streaming(plan: "RunPlan", data: "Data") -> int:
     """Stages in host memory, streamed through the devices of this machine by one process."""
     from commands.train_engines import run_streaming
 
