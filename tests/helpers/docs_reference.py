@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 
-import commands.train_engines  # noqa: F401 - registers the engines
+import commands.train  # noqa: F401 - registers the engines
 from commands.export import make_parser
 from options.answer import ChatConfig, EvaluateConfig, InferConfig, LmEvalConfig
 from options.corpus import ACTIONS
