@@ -244,3 +244,26 @@ def test_the_commands_that_an_example_needs_first_exist(path, known, folder):
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("# First: "):
             check_command(shlex.split(line.removeprefix("# First: ")), known, folder)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "stageline trian examples/digits.yaml",
+        "stageline train examples/digits.yaml --loss-fm sft",
+        "stageline train examples/digits.yaml --loss-fn stf",
+        "stageline train examples/digits.yaml --batch-size many",
+        "stageline train examples/nowhere.yaml",
+        "stageline serve --model-path my_model --http.ssl_cert chain.pem",
+        "stageline corpus wriet --file-path rows.jsonl",
+        "bash scripts/train_qq.sh",
+        "bash scripts/train_pp.sh --num-stagez 4",
+        "bash scripts/setup.sh quantisation",
+        "python tools/tiny_model.py qwen3 my_tiny --weights",
+        "pip install something",
+    ],
+)
+def test_a_wrong_command_is_found(command, known, folder):
+    (words,) = commands_of(f"```bash\n{command}\n```")
+    with pytest.raises((Exception, SystemExit)):
+        check_command(words, known, folder)
