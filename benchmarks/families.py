@@ -74,7 +74,7 @@ NO_DECODER: dict[str, str] = {
     **dict.fromkeys(("fast_vlm", "perception_lm"), "its tower is made by timm, not installed here"),
     **dict.fromkeys(
         ("blip", "git", "idefics", "kosmos-2", "kosmos-2.5"),
-        "pictures have no tokens in the text: each row has one, before it or beside it",
+        "images have no tokens in the text: each row has one, before or next to it",
     ),
     **dict.fromkeys(
         ("blip-2", "instructblip", "instructblipvideo"), "takes no row without a picture"

@@ -20,30 +20,36 @@ WORDS = {
     "refused": "refused",
     "no model": "not tried",
 }
-HEAD = """# Models: which families are split exactly
+HEAD = """# Supported models
+
+After this page you know whether your model family is split exactly. Check yours, without weights
+or a GPU:
+
+```bash
+python tools/tiny_model.py qwen3 my_tiny
+stageline check --num-stages 2 --train-model causal_lm --config-path my_tiny
+```
 
 Every name that transformers {transformers} lists for causal language models and for
-image-text-to-text models, tried on {date} with PyTorch {torch} on a CPU.
+image-text-to-text models was tried on {date} with PyTorch {torch} on a CPU.
 
-How a name is tried: its configuration is cut down to 4 to 8 layers, with every kind of layer
-among them. Weights, norms and biases are random; multipliers are set to something other than 1.
-The stages are filled from a saved folder, each with the parameters of its own, and run one after
-the other in one process, on 2 and on 3 stages, with and without a tied head. Only detached
-tensors cross a border, as between processes. Losses, logits and **every gradient** are compared
-with those of the library's whole model, on a padded and on a full micro-batch; for
-vision-language models on rows with several images, one image and none. A family that is not in
-this table, or that another version of the library changed, is compared in the same way when a run
-begins (`prove_split`).
+A configuration is scaled down to 4 to 8 layers with every kind of layer among them. Weights, norms
+and biases are random, and multipliers are not 1. The stages are filled from a saved folder and run
+one after the other in one process, on 2 and on 3 stages, with and without a tied head. Only
+detached tensors pass a stage boundary. Losses, logits and **every gradient** are compared with the
+unsplit model of transformers, on a padded and on a full micro-batch; for vision-language models on
+rows with several images, one image and none. A family that is not in this table, or that another
+version of transformers changed, is compared in the same way when a run begins (`--prove-split`).
 
 - **equal to the bit**: all bits of losses, logits and gradients are the same, on each split.
-- **equal, sums in another order**: the difference is at most 1e-13 of the largest number in float64
-  (1e-5 in float32). The gradients of a weight that two stages hold are added up in another order.
+- **equal, sums in another order**: the difference is at most 1e-13 of the largest number in
+  float64 (1e-5 in float32). Gradients of a weight on two stages are added in another order.
 - **close**: the difference is larger than that, and at most 1e-9 (1e-4 in float32).
 - **refused**: the run ends before it begins, with one sentence that names the family.
-- **not tried**: there is no cut-down model, for the reason given.
+- **not tried**: there is no scaled-down model, for the reason given.
 
-`float32` stands where a family has operators that do not support float64. The table is made by
-`python benchmarks/families.py --all --markdown docs/models.md`.
+`float32` marks families whose operators do not support float64. The table is made by `python
+benchmarks/families.py --all --markdown docs/models.md`.
 
 {counts}
 """

@@ -270,31 +270,35 @@ def tables(folder, names):
     return lines, summary
 
 
-HEAD = """# Which model trains on which cards
+HEAD = """# Which model trains on which GPUs
+
+After this page you know how many GPUs of 24, 48 or 80 GB twelve well-known models need. For your
+model, data and GPUs:
+
+```bash
+stageline plan examples/sft_lora_qwen2_5_7b.yaml --device-memory 24
+```
 
 Made on {date} by `python benchmarks/plan_table.py` from the `config.json` files in `data/configs`.
-**Nothing here was measured on a card.** Bytes are counted by the planner of `stageline plan` on
-passes without numbers. Seconds are those of the data sheet
-({cards}; dense bf16 products). No real step is as
-fast; a third to a half of that speed is usual. They tell apart schedules, splits and cards.
-`stageline plan` with your data on your card measures both.
+**Computed, not measured on a GPU.** Bytes are counted by the planner of `stageline plan` on meta
+tensors. Seconds are those of the data sheet ({cards}; dense bf16 products). Real steps usually
+reach a third to a half of that speed; use them to compare schedules, splits and GPUs.
 
-Assumed is a step of {samples} rows of {tokens} tokens, a row a micro-batch, `--bf16
---gradient-checkpointing`, and AdamW with float32 moments and masters (18 bytes a trained parameter,
-gradients included). LoRA has rank 16 on every linear layer of the language model; QLoRA adds
-`--quantization nf4 --double-quantization`, which leaves embeddings, head and experts in bf16.
-Vision towers are frozen and see one image of 448 x 448 pixels; their activations are not counted.
-Every card is a rank of one pipeline, and is full at 95 % of the memory that its driver shows.
+A step has {samples} sequences of {tokens} tokens, one per micro-batch, with `--bf16
+--gradient-checkpointing`, and AdamW with float32 moments and master weights (18 bytes per trained
+parameter with its gradient). LoRA has rank 16 on every linear layer of the language model; QLoRA
+adds `--quantization nf4 --double-quantization`, which leaves embeddings, LM head and experts in
+bf16. Vision towers are frozen and see one image of 448 x 448 pixels; their activations are not
+counted. Every GPU is a rank of one pipeline, and is full at 95 % of the memory that its driver
+shows.
 
-Where a cell says no, shorter rows, `--logits-chunk`, `--optimizer adamw_8bit` or streaming from
-host memory may help. Where a few cards are enough, more are better used as replicas
-(`--dp-degree`), which have no bubble.
+A cell has the peak of the fullest GPU, the seconds of a step's forward and backward passes, the
+schedule, and the layers of each stage: with two stages per GPU, `interleaved_1f1b` deals them out
+in turn and `zbv` folds them. "no" has the peak that would be needed; shorter sequences,
+`--logits-chunk`, `--optimizer adamw_8bit` or [streaming](streaming.md) may help. Where a few GPUs
+are enough, more are better used as [replicas](choosing.md).
 
-A cell has the peak of the fullest card, the seconds of a step's forward and backward passes, the
-schedule, and the layers of each stage: with two stages a card, `interleaved_1f1b` deals them out in
-turn and `zbv` folds them. "no" gives the peak that would be needed.
-
-The fewest cards of each size (number x GB; more than eight of a size that is missing):
+The fewest GPUs of each size (number x GB; more than eight of a size that is missing):
 
 | model | full | LoRA | QLoRA |
 |---|---|---|---|"""

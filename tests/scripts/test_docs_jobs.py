@@ -22,17 +22,13 @@ from tools.tiny_model import make
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = (
-    *("finetune_vlm_vsr", "finetune_32b_qlora", "from_llamafactory", "from_trl"),
-    "from_first_scripts",
-)
+PAGES = ("finetune_vlm_vsr", "finetune_32b_qlora", "from_llamafactory", "from_trl")
 # a name of the pages -> the family of the model in its place
 MODELS = {
     "Qwen/Qwen2.5-VL-7B-Instruct": "qwen2_5_vl",
     "OpenGVLab/InternVL3-8B-hf": "internvl",
     "Qwen/Qwen2.5-32B-Instruct": "qwen3",
     "Qwen/Qwen2.5-7B-Instruct": "qwen3",
-    "tiny_internvl": "internvl",
 }
 RUN = {
     **{"--total-steps": 2, "--warmup-steps": 0, "--eval-steps": 0, "--eval-samples": 2},

@@ -58,9 +58,10 @@ def parts(folder):
 
 
 def run(command, folder):
-    program, *options = shlex.split(command.replace("\\\n", " "))[1:]
+    words = shlex.split(command.replace("\\\n", " "))
+    assert words[0] == "stageline"
     return run_entry(
-        [str(ROOT / program), *options, "--device", "cpu"],
+        ["-m", *words, "--device", "cpu"],
         cwd=folder,
         timeout=240,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

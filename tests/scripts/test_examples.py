@@ -72,6 +72,7 @@ def models(tmp_path_factory):
     return {
         ".cache/digits-model": folder / "digits-model",
         ".cache/smollm2": folder / "smollm2",
+        "Qwen/Qwen2.5-7B-Instruct": folder / "smollm2",
         "Qwen/Qwen2.5-32B-Instruct": folder / "smollm2",
         ".cache/corpus-model": folder / "smollm2",
         ".cache/corpus/guides": corpus,

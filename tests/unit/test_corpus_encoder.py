@@ -84,7 +84,7 @@ def _other(name):
         backend = Tokenizer(models.Unigram())
         backend.normalizer = normalizers.NFKC()
         trainer = trainers.UnigramTrainer(
-            vocab_size=400,
+            vocab_size=800,
             special_tokens=["<unk>", *CONTROL],
             unk_token="<unk>",
             show_progress=False,

@@ -336,7 +336,7 @@ def key_table():
     """The rows of the table as the page shows them."""
     lines = []
     for section, rows in TABLE.items():
-        lines += [f"### {section}", "", "| theirs | ours | |", "|---|---|---|"]
+        lines += [f"### {section}", "", "| LLaMA-Factory | Stageline | |", "|---|---|---|"]
         for keys, row in rows.items():
             words = {str(one).lower(): ours for one, ours in row.get("words", {}).items()}
             told = [f"{one}: {shown(ours)}" for one, ours in words.items() if shown(ours) != one]
