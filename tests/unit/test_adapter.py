@@ -1,4 +1,4 @@
-"""Adapter folders: `peft` loads ours and computes the same, we load those of `peft`."""
+"""Adapter folders: `peft` loads Stageline's and computes the same, and Stageline loads `peft`'s."""
 
 import json
 

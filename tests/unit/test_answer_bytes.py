@@ -110,7 +110,7 @@ def test_real_answers_take_what_is_stated(model, lengths):
 
 
 def test_stages_are_the_sum_of_their_items(model):
-    """As the planner makes them, and as their decoders really hold; pictures are looked at."""
+    """Compare the planner's costs with what decoders hold, also for prompts with images."""
     make = maker(model)
     outline = outline_of(make)
     prompts = decoded_models.text_prompts([40, 40, 9], vocab_size=64)

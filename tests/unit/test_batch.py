@@ -20,7 +20,7 @@ PAD = 77
 
 
 def sample(ids, targets):
-    """Token ids, and which of them are learnt: `.` not, `x` so."""
+    """Return a sample of token ids; `x` marks one that is trained on, `.` one that is not."""
     marks = [mark == "x" for mark in targets]
     return Encoded(list(ids), marks, [False] * len(marks))
 

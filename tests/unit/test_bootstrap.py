@@ -311,7 +311,7 @@ def test_predictions_of_other_data_are_refused(records, error, words, tmp_path):
 
 
 def test_scores_that_are_no_zeros_and_ones_have_an_interval():
-    # of a metric that does not say that it grades, and whose score is another figure
+    # the metric does not declare that it grades, and its own score is another number
     figures = {"per_sample": [0.3, 0.6, 1.0], "score": 0.5}
     report = make_report(figures, settings={}, bootstrap=Bootstrap(10))
     assert (report["score"], report["own_score"]) == (pytest.approx(1.9 / 3), 0.5)

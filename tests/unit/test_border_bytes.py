@@ -1,4 +1,4 @@
-"""What crosses a border: hidden states in the compute type, no mask and no float32 copy."""
+"""Tensors across a stage boundary: hidden states in the compute dtype, no mask, no float32."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The contrastive loss and its gradient against plain loops in float64; the similarities alone."""
+"""The contrastive loss, its gradient and the similarities against plain loops in float64."""
 
 import math
 

@@ -77,7 +77,7 @@ def names(prefix):
 
 @pytest.fixture(scope="module")
 def whole(inputs, tmp_path_factory):
-    """(prefix, report) of a build that nobody disturbed."""
+    """Return (prefix, report) of a build without faults."""
     prefix = tmp_path_factory.mktemp("whole") / "corpus"
     return prefix, build(inputs, prefix)
 
@@ -213,7 +213,7 @@ def test_a_killed_worker_is_told_and_the_build_goes_on(inputs, whole, tmp_path):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_ctrl_c_keeps_what_is_built(num_workers, inputs, whole, tmp_path):
     prefix = tmp_path / "corpus"
-    # what was started in the background of a shell ignores the signal
+    # a process started in the background of a shell ignores the signal
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt), faults.armed("at=corpus_chunk,do=sigint,count=12"):

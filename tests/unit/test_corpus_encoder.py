@@ -75,7 +75,7 @@ def _byte_level(name):
         vocab_size=1500, initial_alphabet=alphabet, special_tokens=CONTROL, show_progress=False
     )
     backend.train_from_iterator(_training_texts() + (check_texts(None)[:17]), trainer)
-    if name == "qwen":  # as <think> there: a token of its own, yet no control token
+    if name == "qwen":  # Qwen has <think> like this: one token, but not a control token
         backend.add_tokens([AddedToken("<think>", normalized=False, special=False)])
     return backend
 
@@ -183,7 +183,7 @@ def test_byte_ends_of_tokens_that_mark_spaces(folders):
     texts = [*_training_texts(), " a\n  b", "x", "中文 😀!"]
     found = encoder.encode(texts)
     by_bytes = [encoder.byte_ends(text, ids) for text, ids in zip(texts, found, strict=True)]
-    encoder.token_bytes = None  # as for tokenizers that change the text: by offsets
+    encoder.token_bytes = None  # tokenizers that change the text are read by offsets
     for text, ids, ends in zip(texts, found, by_bytes, strict=True):
         offsets = encoder.byte_ends(text, ids)
         borders = set(numpy.cumsum([len(char.encode()) for char in text]).tolist())
@@ -196,7 +196,7 @@ def test_byte_ends_of_tokens_that_mark_spaces(folders):
 def test_long_runs_take_neither_forever_nor_the_process(folders):
     encoder = load_encoder(folders("gpt2"))
     slow = load_encoder(folders("gpt2"), kind="tokenizers")
-    blank = " " * 1_000_000 + "x"  # of so much white space tiktoken's expressions die
+    blank = " " * 1_000_000 + "x"  # tiktoken's expressions fail on this much white space
     assert encoder.decode(encoder.encode([blank])[0]) == blank
     texts = ["a" * 50_000, "\n" * 70_000, "ok"]
     for fast, other in zip(encoder.encode(texts), slow.encode(texts), strict=True):

@@ -276,7 +276,7 @@ def test_counts_are_of_a_batch_that_steps_consist_of():
     options = {"batch_size": 4, "dp_degree": 2, "seed": 0}
     with pytest.raises(UserError, match=r"5,2 adds up to 7 rows.*global batch has 8.*step 16"):
         run_sampler([9, 9], step_samples=8, counts=[5, 2], **options)
-    # as a run that began with half the replicas, or accumulated half as often, gave them
+    # a run that began with half the replicas, or half the accumulation, gave these counts
     assert run_sampler([9, 9], step_samples=8, counts=[2, 2], **options).num_batches == 4
     position = {"epoch": 2, "batch": 1, "batch_rows": 8}
     half = run_sampler([9, 9], step_samples=8, counts=[2, 2], **options, position=position)

@@ -16,7 +16,7 @@ SIZES = [130, 61, 17]
 
 
 def _sampler(mixture, *, dp_degree=1, accumulate_steps=1, **options):
-    """What a run draws with whose global batch is shared by so many replicas."""
+    """Return the sampler of a run whose global batch is shared by `dp_degree` replicas."""
     batch_size = mixture.batch_rows // dp_degree
     return run_sampler(
         mixture.sizes,

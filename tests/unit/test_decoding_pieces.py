@@ -1,6 +1,6 @@
-"""Prompts that are read in pieces while others are answered, with faults, and the models that may.
+"""Prompts that are read in pieces while others are answered; faults; models that support it.
 
-Expected are the library's answers. All families: tests/distributed/test_decoding.py.
+Expected are transformers' answers. All families: tests/distributed/test_decoding.py.
 """
 
 import contextlib

@@ -18,7 +18,7 @@ from tests.helpers.tiny_models import VISION_LANGUAGE, tiny_config, tiny_mllama_
 FAMILIES = ("llama", *VISION_LANGUAGE, "mllama")
 # their towers read sizes of images from tensors, and fake ones have no values
 READS_SIZES = ("llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-SAME_CODE = ("qwen2_vl", "smolvlm")  # as a neighbour's
+SAME_CODE = ("qwen2_vl", "smolvlm")  # both share their code with a family that is tested
 LENGTH = 14
 
 

@@ -90,7 +90,7 @@ def test_a_sample_of_an_epoch_is_encoded_once(kind, order, monkeypatch):
 
 
 def test_packed_replicas_that_can_ask_encode_their_own_rows_alone(monkeypatch):
-    """Through the store, as data workers do; the micro-batches are those of replicas alone."""
+    """Encode through the store, as data workers do; micro-batches equal those without the store."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setitem(os.environ, "MASTER_ADDR", "127.0.0.1")
     monkeypatch.setitem(os.environ, "MASTER_PORT", str(store.port))

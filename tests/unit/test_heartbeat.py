@@ -1,4 +1,4 @@
-"""Where a process is, where its device is behind the main thread."""
+"""The places of a process and of its device, which may lag behind the main thread."""
 
 import torch
 
@@ -8,7 +8,7 @@ from stageline.training import step as step_module
 
 
 class FakeEvent:
-    """As torch's: recorded in the stream at once, reached when the device is there."""
+    """A stand-in of torch's event: recorded at once, reached when the device is there."""
 
     def __init__(self):
         self.is_reached = False

@@ -313,10 +313,11 @@ def test_without_a_network(here, monkeypatch):
         lambda: fetch_missing(folder / "model.safetensors"),
     ):
         refused(call, "HF_HUB_OFFLINE is set", "hf download org/")
-    assert pinned_set("org/rows@v1") == "hub:org/rows@v1"  # the library may have kept it
+    assert pinned_set("org/rows@v1") == "hub:org/rows@v1"  # it may be in the cache of `datasets`
     assert here.requests == []
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens
+    # no server listens on this port
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert local_folder("org/model") == folder
     refused(lambda: local_folder("org/other"), "Look at the network", "HF_ENDPOINT")
 

@@ -34,7 +34,7 @@ def rendered(text, **options):
 
 
 def lines(found):
-    """As the runner writes them."""
+    """Return lines as the runner writes them."""
     return [{**found[place], "prediction": found[place]["text"]} for place in sorted(found)]
 
 
@@ -112,7 +112,7 @@ def test_choices_have_the_likelihoods_that_each_has_alone_in_float64():
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma3", "mistral"])
 def test_rows_of_one_forward_leave_each_other_alone(family):
-    """Positions that are learnt, and windows of attention."""
+    """Cover learned positions and windows of attention."""
     tokenizer, model = TOKENIZERS["bytes"], tiny_model(family)
     samples = [{"id": "0", "choices": ["a", "of the dog and the cat, yes"]}]
     prompt = rendered("Which digit is this? What digit")

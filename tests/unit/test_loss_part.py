@@ -1,4 +1,4 @@
-"""What a loss_fn part may ask for and return: counts of a whole batch, the step, figures."""
+"""Arguments and results of a loss_fn: counts of a whole batch, the step, metrics."""
 
 import functools
 
@@ -221,7 +221,7 @@ def test_marked_words_are_a_list_or_a_name(parts):
 
 
 def test_perplexity_is_of_cross_entropy_alone():
-    """A focal loss is a sum over tokens, too; exp of it is no perplexity."""
+    """Give no perplexity for a focal loss: it is a sum over tokens, but exp of it means nothing."""
     losses = {
         key for key in loss_fn_register if loss_fn_register.entry(key).facts["is_cross_entropy"]
     }

@@ -51,7 +51,7 @@ def loss_of(logits, batch):
 
 
 def reference(family, folder, *, dtype=DTYPE):
-    """The library's model with rows for the new tokens, set here by hand."""
+    """Return transformers' model with rows for the new tokens, set here by hand."""
     model = auto_class(family).from_pretrained(folder, dtype=dtype)
     model.resize_token_embeddings(NUM_ROWS, mean_resizing=False)
     matrices = {id(m.weight): m.weight for m in vocabulary(model)}

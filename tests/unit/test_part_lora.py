@@ -47,7 +47,7 @@ def part_ranks(stages):
 
 
 FAMILIES = ("internvl", "llava", "llava_next", "qwen2_5_vl", "qwen3_vl", "idefics3", "gemma3_vl")
-NO_PROJECTOR = ("gemma3_vl",)  # it multiplies by a matrix that is no layer
+NO_PROJECTOR = ("gemma3_vl",)  # its projector multiplies by a matrix outside of a layer
 
 
 @pytest.mark.parametrize("family", FAMILIES)

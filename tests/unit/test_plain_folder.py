@@ -1,4 +1,4 @@
-"""What an engine that reads plain folders alone is handed."""
+"""Folders made for engines that read only plain folders."""
 
 import peft
 import pytest

@@ -43,7 +43,7 @@ def test_figures_of_good_rows():
     assert (report.num_tokens, report.num_targets) == (
         30,
         20,
-    )  # "q" is given, " 7" and EOS are learnt
+    )  # "q" is given, " 7" and EOS are trained on
     assert "10 of 10 rows checked: 3 tokens on average, 3 at most" in str(report)
     bad = Rows([*rows.rows, *[(None, {"id": str(i), "answer": "7"}) for i in range(10, 20)]])
     report = _preflight(bad, tiny_tokenizer(), bad_rows=BadRows(10))

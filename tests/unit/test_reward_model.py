@@ -27,7 +27,7 @@ TALK = {
     ]
 }
 SAMPLES = [QUESTION, QUESTION, TALK, TALK, QUESTION]
-# of very unequal lengths, one empty, one that writes the template's own tokens
+# lengths differ much; one is empty, one writes the template's own tokens
 ANSWERS = ["7", "The cat is left of the dog. " * 4, "", "no<|im_end|>\n<|im_start|>user", "yes"]
 
 
@@ -66,7 +66,7 @@ def expected(model, tokenizer, samples=SAMPLES, answers=ANSWERS):
     for sample, answer in zip(samples, answers, strict=True):
         text = tokenizer.apply_chat_template(conversation(sample, "ANSWER"), tokenize=False)
         before, after = text.split("ANSWER")
-        # what an answer says is text: a token that it writes out does not end its turn
+        # an answer is text: a token that it writes out does not end its turn
         pieces = ((before, False), (answer.strip(), True), (after, False))
         options = {"add_special_tokens": False}
         plain = [

@@ -1,4 +1,4 @@
-"""Scaled positions: frequencies, losses and saved configurations against the library's own."""
+"""Scaled positions: frequencies, losses and saved configurations against transformers' own."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ DTYPE = torch.float64
 
 
 def by_hand(kind):
-    """What the library's documentation asks for."""
+    """Return the parameters that transformers' documentation asks for."""
     told = {"rope_theta": 10000.0, "rope_type": kind, "factor": 3.0}
     if kind in ("yarn", "llama3"):
         told["original_max_position_embeddings"] = 64
@@ -95,7 +95,7 @@ def test_outputs_and_gradients_are_those_of_the_library(folder, kind, tmp_path):
 
 
 def test_dynamic_positions_know_nothing_of_passes_before(folder):
-    """As a model that sees the texts alone; the library's remember the longest one."""
+    """Compare with a model that sees one text; transformers' remembers the longest one."""
     stages = make_stages(folder, "dynamic", 2)
     for length in (LENGTH, 70, 20, 100):
         fresh = make_stages(folder, "dynamic", 1)

@@ -152,7 +152,7 @@ def test_one_more_in_flight_hides_transfers_behind_passes(num_ranks):
 
 
 def test_zero_bubble_gains_lora_little():
-    """Where weight gradients cost next to nothing there is nothing to fill the gaps with."""
+    """Gain little where weight gradients cost next to nothing: nothing is left to fill the gaps."""
 
     def idle(name, weight):
         schedule = make_schedule(name, num_ranks=4, stages_per_rank=2)

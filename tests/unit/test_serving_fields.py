@@ -1,4 +1,4 @@
-"""Fields beside OpenAI's: what a chat template is given, answers that go on with a message."""
+"""Fields outside OpenAI's API: arguments of a chat template, answers that continue a message."""
 
 import contextlib
 
@@ -44,7 +44,7 @@ def effort_tokenizer():
 
 def asked_ids(client, engine, messages, **body):
     answer = client.chat.completions.create(model="tiny", messages=messages, extra_body=body)
-    assert answer.choices[0].message.content == "Yes, it is."  # new text alone
+    assert answer.choices[0].message.content == "Yes, it is."  # the answer has only the new text
     return engine.asked[-1].prompt["input_ids"][0].tolist()
 
 
@@ -141,7 +141,7 @@ def test_variables_of_the_chat_template():
         assert both == library_ids(
             tokenizer, HELLO, add_generation_prompt=True, reasoning_effort="low", **options
         )
-        assert asked_ids(client, engine, HELLO) == plain  # of one request alone
+        assert asked_ids(client, engine, HELLO) == plain  # the option was for one request only
         assert len({tuple(plain), tuple(found), tuple(both)}) == 3
 
 

@@ -1,4 +1,4 @@
-"""What must not bring the server down: clients that leave, limits, bad bodies, keys, a stop."""
+"""Requests that must not stop the server: clients that leave, limits, bad bodies, keys, a stop."""
 
 import asyncio
 import concurrent.futures

@@ -25,7 +25,7 @@ def make_model(family, *, tied=False, attention=None, **fields):
     torch.manual_seed(5)
     config = tiny_config(family, tied=tied, **fields)
     attention = attention or ("eager" if family == "gemma2" else "sdpa")
-    # the library's eager attention makes no number of rows that are all padding in float64
+    # transformers' eager attention gives NaN in float64 for rows that are all padding
     dtype = torch.float32 if attention == "eager" else torch.float64
     return transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation=attention, experts_implementation="eager", dtype=dtype
@@ -38,7 +38,7 @@ def make_batch(family):
 
 
 def parts_of(batch):
-    """As the engine cuts it."""
+    """Split a batch as the engine does."""
     return [
         {name: value.tensor_split(PARTS)[part] for name, value in batch.items()}
         for part in range(PARTS)

@@ -84,7 +84,7 @@ def make_optimizer(parameters):
 
 
 def train(runner, family, num_steps=3):
-    """What is told of each step and of an evaluation, and all weights."""
+    """Train; return the records of each step and of an evaluation, and all weights."""
     train_step = TrainStep(
         runner,
         make_optimizer=make_optimizer,
@@ -278,7 +278,7 @@ def test_the_passes_settle_what_an_update_draws(kind, llama):
         loss = runner.step(batches, loss_fn=loss_fn)
         drawn.append(torch.rand(2).tolist())
         assert loss.item() == pytest.approx(sum(losses).item(), rel=1e-6)
-    seed_host(derive_seed(5, "update", 7))  # by seed and step alone
+    seed_host(derive_seed(5, "update", 7))  # the host draws by seed and step only
     assert drawn == [torch.rand(2).tolist()] * 2
 
 

@@ -61,7 +61,7 @@ def wrap(model, *, num_lanes=1, is_late=False, **kwargs):
 
 
 def parts(model):
-    """What stands in each place: the layers of a RoundPipe, or the kind of a module."""
+    """Return, by name, the number of layers of a RoundPipe, or the class name of a module."""
     return {
         name: len(child._layers) if isinstance(child, RoundPipe) else type(child).__name__
         for name, child in model._modules.items()
