@@ -14,7 +14,7 @@ REFUSED = "REFUSED"
 
 @dataclass(frozen=True)
 class ByteEncoder:
-    """What a cutter tells of its tokenizer."""
+    """The tokenizer of a cutter: one token per byte."""
 
     info: TokenizerInfo = TokenizerInfo("bytes", "f", 256, None, None)
     kind: str = "bytes"

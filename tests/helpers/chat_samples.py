@@ -30,7 +30,7 @@ def call(content: str = "", **arguments: Any) -> dict[str, Any]:
 
 
 def answer_of(tool_text: str) -> dict[str, Any]:
-    """What the tool says to that call."""
+    """Return the tool's message in reply to that call."""
     return say("tool", tool_text, name="get_weather", tool_call_id="abcdefghi")
 
 

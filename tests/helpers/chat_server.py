@@ -93,7 +93,7 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
             self._send(200, {"object": "list", "data": server.models})
 
         def _send(self, status: int, content: Any) -> None:
-            if status == 0:  # hang up without a word
+            if status == 0:  # 0: hang up without an answer
                 self.connection.close()
                 return
             data = content if isinstance(content, bytes) else json.dumps(content).encode()

@@ -1,6 +1,6 @@
 """Chat templates of the formats that models use, written here for tests.
 
-They write what the formats say, with the special tokens of each; they are no copies of the
+They write what the formats require, with the special tokens of each; they are not copies of the
 templates that the models come with.
 """
 

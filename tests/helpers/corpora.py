@@ -30,7 +30,7 @@ def tokenizer(vocab_size: int = 1000, **changes) -> TokenizerInfo:
 def documents_of(
     sizes: Sequence[int], *, seed: int = 0, vocab_size: int = 1000, limit: int = 8
 ) -> list[Document]:
-    """Documents of so many random ids (BOS and EOS not counted), cut every `limit` tokens."""
+    """Return documents of `sizes` random ids (without BOS and EOS), cut every `limit` tokens."""
     random = numpy.random.default_rng(seed)
     whole = [[1, *random.integers(3, vocab_size, size).tolist(), 2] for size in sizes]
     return [[doc[i : i + limit] for i in range(0, len(doc), limit)] for doc in whole]

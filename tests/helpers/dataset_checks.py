@@ -1,4 +1,4 @@
-"""What holds for every dataset part: rows, splits, right answers, micro-batches."""
+"""Checks that every dataset component passes: rows, splits, right answers, micro-batches."""
 
 from collections.abc import Callable
 from typing import Any

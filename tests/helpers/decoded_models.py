@@ -1,6 +1,6 @@
-"""Tiny checkpoints with prompts and the answers that the library's `generate` gives, in float32.
+"""Tiny checkpoints with prompts and the answers of transformers' `generate`, in float32.
 
-The weights are large, so that answers vary and lie far from ties: no rounding can turn a token.
+The weights are large, so that answers vary and are far from ties: no rounding can turn a token.
 Shapes: [1, T] for the T tokens of one prompt.
 """
 
@@ -35,11 +35,11 @@ PROMPT_LENGTHS = (1, 40, 7, 23, 2, 12, 31, 5, 17, 3, 28, 9, 36, 4, 14, 20)
 
 @dataclass(frozen=True)
 class DecodedModel:
-    """A saved model and what it answers.
+    """A saved model and its answers.
 
     Attributes:
         prompts: tensors of one prompt each.
-        answers: token ids of each answer, which goes on past any end token.
+        answers: token ids of each answer, which continues past any end token.
     """
 
     family: str
@@ -91,7 +91,7 @@ def text_prompts(lengths: Sequence[int], *, vocab_size: int, seed: int = 0) -> t
 
 
 def load_whole(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The library's model, with answers that no end token cuts short."""
+    """Load transformers' model, with answers that no end token cuts short."""
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     auto = transformers.AutoModelForCausalLM
     if hasattr(config, "vision_config"):

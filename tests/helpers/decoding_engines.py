@@ -82,7 +82,7 @@ def request_of(model: DecodedModel, place: int, key: str | None = None, **sampli
 
 
 def answer_all(engine: DecodingEngine, model: DecodedModel) -> dict[str, Exception]:
-    """What each request failed with; all others must be right, and nothing be left over."""
+    """Return the error of each request that failed; check the others, and that nothing is left."""
     places = range(len(model.prompts))
     found = {one.key: one for one in engine.answer(request_of(model, place) for place in places)}
     assert sorted(found) == list(map(str, places))
@@ -115,7 +115,7 @@ def noted_orders(engine: DecodingEngine) -> list[PassOrder]:
 
 
 def pieces_read(orders: Sequence[PassOrder]) -> list[list[tuple[int, int]]]:
-    """Of each prompt in turn: (first, end) of its pieces; () where it was read in one pass."""
+    """Return (first, end) of the pieces of each prompt in turn; () if it was read in one pass."""
     found: dict[int, list] = {}
     for order in orders:
         for row in order.rows if order.kind == "prefill" else ():

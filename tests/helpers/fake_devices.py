@@ -23,7 +23,7 @@ KIND = "lazy"
 def fake_accelerators(
     patch: pytest.MonkeyPatch, kind: str, count: int, **module: Callable[..., object]
 ) -> list[torch.device]:
-    """Makes torch tell of so many accelerators; no tensor can lie there.
+    """Make torch report `count` accelerators; no tensor can be on them.
 
     Args:
         module: what the module of the kind, such as torch.cuda, answers instead.

@@ -48,7 +48,7 @@ def load(
 
 
 def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes a manifest and signs it anew."""
+    """Change a manifest and sign it again."""
 
     def both(manifest: dict[str, Any]) -> None:
         change(manifest)

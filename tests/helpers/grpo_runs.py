@@ -89,7 +89,7 @@ def run(job, name, *options, **more):
 
 
 def trained(job, name, *options, **more):
-    """As `run`, and it must not fail."""
+    """Call `run`; it must not fail."""
     return job.train(name, "--import", job.folder / "parts.py", *GRPO, *options, **more)
 
 
@@ -113,7 +113,7 @@ def weights(job, name):
 
 
 def assert_same_figures(job, name, figures, **within):
-    """Those of the run on one rank, step by step."""
+    """Check that the figures are those of the run on one rank, step by step."""
     ours = records(job, name)
     for step, record in records(job, "one").items():
         for figure in figures:

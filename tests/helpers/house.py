@@ -15,9 +15,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 _HERE = f"{ROOT}/"
-# what train_pp.py is made of; the second one it imports when it has read its options
+# train_pp.py is made of these; it imports the second one when it has read its options
 ENTRY_PARTS = ("commands.train", "commands.train_engines")
-LATE = (  # what a run imports only when it is on its way
+LATE = (  # a run imports these only after its start
     "torch.utils.tensorboard",
     "torch.profiler._cupti_monitor",
     "docstring_parser",
@@ -48,7 +48,7 @@ def prepare_house() -> None:
 
 @functools.cache
 def untouched_house() -> dict[str, ModuleType]:
-    """Modules by name, with registers of their own; this process goes on with those it had."""
+    """Modules by name, with registers of their own; this process keeps those it had."""
     before = _take_out()
     sys.path.insert(0, str(ROOT))
     try:

@@ -1,7 +1,8 @@
 """Kills ranks of a small run at random moments, as the system's memory killer would.
 
 A moment is drawn from all that a run goes through: its start, steps, the copying of a checkpoint,
-its writing in the background, its publishing. What goes on is seen from outside, by the files.
+its writing in the background, its publishing. The current phase is seen from outside, by the
+files.
 """
 
 import hashlib
@@ -27,7 +28,7 @@ _SECONDS_TO_LEARN = 0.3
 
 
 class Running(Protocol):
-    """A run whose ranks can be killed: forked, or below a torchrun that starts them anew."""
+    """A run whose ranks can be killed: forked, or below a torchrun that restarts them."""
 
     pids: dict[int, int]
 
@@ -35,7 +36,7 @@ class Running(Protocol):
 
 
 class RunFolder:
-    """What can be seen of a run from outside, in its --output-dir."""
+    """The state of a run as seen from outside, in its --output-dir."""
 
     def __init__(self, folder: Path) -> None:
         self.log = folder / "log.jsonl"
@@ -59,7 +60,7 @@ class RunFolder:
         return None
 
     def phase(self, lines_at_start: int) -> str:
-        """What the run was at: start, write, publish or step."""
+        """Return the current phase of the run: start, write, publish or step."""
         if self.num_lines() == lines_at_start:
             return "start"
         draft = self.draft()
@@ -77,8 +78,8 @@ class RunFolder:
 class Kill:
     """One kill."""
 
-    moment: str  # what was waited for
-    phase: str  # what the run was at, as its folder showed
+    moment: str  # the moment that was waited for
+    phase: str  # the phase of the run, as its folder showed it
     rank: int
     at: float  # on the clock of `time.monotonic`
     seconds_down: float = 0.0  # until all ranks were gone
@@ -169,7 +170,7 @@ def _look_until(is_true: Callable[[], bool], run: Running) -> None:
 
 
 class LaunchedRun:
-    """A run below a torchrun that starts it anew; its ranks are found in the table of processes."""
+    """A run below a torchrun that restarts it; its ranks are found in the table of processes."""
 
     def __init__(self, words: list[str], output: Path, *, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -189,7 +190,7 @@ class LaunchedRun:
                 if _parent(path) == self.process.pid:
                     found[int(_environment(path)["RANK"])] = int(path.name)
             except (OSError, KeyError, ValueError, IndexError):
-                continue  # it ends, or is none of ours
+                continue  # it is ending, or belongs to another run
         return found
 
     def is_running(self) -> bool:

@@ -1,7 +1,7 @@
 """Queues that work as late as their marks allow: a wait that is missing shows as wrong numbers.
 
 On a CPU work that is done at once hides every missing wait. These keep what they are given until
-somebody waits for a mark; then they do what the mark needs and no more.
+a caller waits for a mark; then they do what the mark needs and no more.
 """
 
 import threading

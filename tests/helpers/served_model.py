@@ -51,7 +51,7 @@ class ServedModel:
 
 
 def wait_for_url(run: ForkedRun) -> str:
-    """Where a server is, once it says so: without `/v1`.
+    """Return the URL of a server, without `/v1`, as soon as the server prints it.
 
     Raises:
         AssertionError: it ended, or is not up in time.

@@ -1,4 +1,4 @@
-"""A loss_fn part of the shelf as the engine gets it: with its options and its facts."""
+"""A built-in loss_fn as the engine gets it: with its options and its facts."""
 
 from typing import Any
 

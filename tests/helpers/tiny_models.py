@@ -78,10 +78,10 @@ _GEMMA3: Fields = {**_GEMMA, "layer_types": ["sliding_attention", "full_attentio
 
 @dataclass(frozen=True)
 class _TinyFamily:
-    """What a family's configuration has beyond the sizes that all share.
+    """The fields of a family's configuration beyond the sizes that all share.
 
     Attributes:
-        vision: of the tower; None: the family reads text alone.
+        vision: of the tower; None: the family reads only text.
         text: of the language model.
         own: of the whole model of a vision-language family.
     """
@@ -173,7 +173,8 @@ _FAMILIES = {
             **_QWEN_TOWER,
             "depth": 3,
             "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [0, 1, 2],  # of 4 layers: features cross 2 borders
+            # the first 3 of 4 text layers add these features, which cross 2 boundaries
+            "deepstack_visual_indexes": [0, 1, 2],
         },
         own=_QWEN_TOKENS,
     ),
@@ -231,7 +232,7 @@ def tiny_mllama_config(*, tied: bool = False, **overrides: object) -> Pretrained
     """A tiny configuration; the image token has a row of the embeddings and no place in the head.
 
     Args:
-        tied: refused by the library's class, which has no tied weights.
+        tied: refused by transformers' class, which has no tied weights.
         overrides: fields of the text configuration.
     """
     assert not tied, "Mllama has no tied weights"
@@ -335,7 +336,7 @@ class _TinyProcessor:
     """The parts of a family's processor.
 
     Attributes:
-        images: the library's class of the image processor, and its arguments for a tile's size.
+        images: transformers' class of the image processor, and its arguments for a tile's size.
         image_text: what the chat template writes for an image.
         tokens: of images, special tokens from id 5 on.
         names: those tokens that the tokenizer knows by a name.

@@ -37,7 +37,7 @@ def vision_micro_batches(
     """One micro-batch for each entry of `shapes`, as stage 0 gets it.
 
     Args:
-        prompt_fn, image_token: parts of the shelf; the engine has none of its own.
+        prompt_fn, image_token: built-in components; the engine has none of its own.
         dtype: of the pixels.
         change: (number of the image, picture) -> the picture to take.
     """

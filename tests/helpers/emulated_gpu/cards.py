@@ -69,7 +69,7 @@ def _complete_cpu() -> torch.library.Library:
 
 
 class Wait(NamedTuple):
-    """A place where the host waited: of the project, and of the library that it called."""
+    """A place where the host waited: of the project, and of the other package that it called."""
 
     place: str
     library: str
@@ -175,13 +175,13 @@ class Cards:
             warnings.warn(text, stacklevel=2)
 
     def record_stream(self, tensor: CardTensor, stream: "torch_cuda.Stream") -> None:
-        """As `Tensor.record_stream`."""
+        """Act like `Tensor.record_stream`."""
         key = self.memory.key(tensor)
         assert key is not None
         self.order.record_stream(key, stream.actor)
 
     def _heard(self, kind: int, event: int, device: int, stream: int) -> None:
-        """What autograd records and waits for by itself."""
+        """Follow what autograd records and waits for by itself."""
         key = ("autograd", event)
         if kind == 0:
             self.order.record(key, (device, stream))
@@ -226,7 +226,7 @@ class Cards:
         return return_and_correct_aliasing(func, args, kwargs, out) if returns_alias(func) else out
 
     def on_host(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """An operation of the host alone: followed where its memory is page-locked."""
+        """Run an operation on the host, and follow it if its memory is page-locked."""
         if is_collective(func):
             self._note_collective(func, "cpu")
         pins = bool(kwargs.get("pin_memory"))
@@ -269,10 +269,10 @@ class Cards:
         ours: list[CardTensor],
         wanted: torch.device | None,
     ) -> torch.device:
-        """The card that an operation runs on.
+        """Return the card that an operation runs on.
 
         Raises:
-            MixedDevices: its tensors lie on two.
+            MixedDevices: its tensors are on two.
         """
         devices = {x.device for x in ours}
         hosts = [x for x in tensors if not isinstance(x, CardTensor)]
@@ -385,7 +385,7 @@ class Cards:
             )
 
     def await_network(self) -> None:
-        """What the current streams do from now on comes behind all that was sent so far."""
+        """Order later work of the current streams after all that was sent so far."""
         for index in self._sent:
             self.order.join(self.stream_of(torch.device(KIND, index)), (index, NETWORK))
 
@@ -427,6 +427,6 @@ def _in_every_thread(cards: Cards):
 
 
 def _told(func: Any):
-    """Says what is done where, but only if somebody asks."""
+    """Return a function that formats the operation and its place, for when they are needed."""
     place = Place()
     return lambda: f"{func if isinstance(func, str) else name_of(func)} at {place}"

@@ -36,7 +36,7 @@ class Memory:
         self._next = itertools.count()
 
     def key(self, tensor: torch.Tensor) -> int | None:
-        """Of a storage that is followed: a card's, or one of the host that was used with a card."""
+        """Return the key of a followed storage: a card's, or one of the host used with a card."""
         return self._keys.get(tensor.untyped_storage())
 
     def part(self, tensor: torch.Tensor) -> Part | None:
@@ -45,7 +45,7 @@ class Memory:
         return None if key is None else _part(key, tensor)
 
     def host_part(self, tensor: torch.Tensor) -> Part:
-        """Of a storage on the host, followed from now on."""
+        """Return the bytes of a storage on the host, which is followed from here."""
         return _part(self._follow(tensor.untyped_storage(), owner=None), tensor)
 
     def place(self, values: torch.Tensor, device: torch.device, owner: Actor) -> CardTensor:
@@ -64,7 +64,7 @@ class Memory:
         return CardTensor(values, device)
 
     def refuse(self, size: int, card: int) -> None:
-        """Raises what torch raises if a card has no room for so many bytes."""
+        """Raise torch's error if a card has no room for `size` bytes."""
         free = self.size - self.allocated[card]
         if size > free:
             raise torch.OutOfMemoryError(

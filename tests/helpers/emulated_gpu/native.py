@@ -1,6 +1,6 @@
 """Compiles cards.cpp once and loads it. It must be loaded before torch is: torch asks only once.
 
-The library is kept in `.cache/`, under a name that changes with the source and with torch.
+The compiled file is in `.cache/`, under a name that changes with the source and with torch.
 """
 
 import ctypes
@@ -16,8 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = Path(__file__).with_name("cards.cpp")
 CACHE = ROOT / ".cache" / "emulated_gpu"
-MOST_CARDS = 4  # as kMost in cards.cpp
-KIND = os.environ.get("EMULATED_KIND", "cuda")  # or any word that is no kind of torch's
+MOST_CARDS = 4  # kMost in cards.cpp has the same value
+KIND = os.environ.get("EMULATED_KIND", "cuda")  # or any word but a kind of torch's
 
 
 class Unavailable(RuntimeError):

@@ -1,4 +1,4 @@
-"""What happens before what on streams and on the host: vector clocks, and the races they show.
+"""The order of events on streams and on the host: vector clocks, and the races they show.
 
 A race is a use of memory that nothing orders behind another use of which one writes, or behind
 its allocation. Values are right here in any case, because the emulator computes at once; on a
@@ -102,12 +102,12 @@ class Order:
             self._events[event] = dict(clock)
 
     def wait(self, actor: Actor, event: Hashable) -> None:
-        """What the actor does from now on comes behind an event."""
+        """Order later work of the actor after an event."""
         with self._lock:
             _join(self._clock(actor), self._events.get(event, {}))
 
     def join(self, actor: Actor, other: Actor | None = None) -> None:
-        """What the actor does from now on comes behind all that another one did, or all others."""
+        """Order later work of the actor after all work so far of another one, or of all others."""
         with self._lock:
             clock = self._clock(actor)
             for each in list(self._clocks) if other is None else [other]:
@@ -126,7 +126,7 @@ class Order:
                     self._check(use, earlier, clock, does, did)
 
         def still(uses: list[tuple[Part, Use]]) -> list[tuple[Part, Use]]:
-            """Those that a later use must come behind, beside this one."""
+            """Return the uses that a later use must still follow, in addition to this one."""
             return [
                 (other, earlier)
                 for other, earlier in uses

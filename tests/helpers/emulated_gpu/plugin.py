@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.emulated_gpu.native import Unavailable, load
 
-os.environ["OMP_NUM_THREADS"] = "1"  # as tests/conftest.py, which comes after torch then
+os.environ["OMP_NUM_THREADS"] = "1"  # tests/conftest.py sets this, too, but comes after torch then
 os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # its threads would ask for cards that they don't see
 _native, _why = None, ""
 try:

@@ -22,7 +22,7 @@ ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 
 
 class Stream:
-    """As `torch.cuda.Stream`; each one is another, where torch hands out the same few."""
+    """A `torch.cuda.Stream`; each one is new, where torch hands out the same few."""
 
     def __init__(
         self, device: Any = None, priority: int = 0, *, stream_id: int | None = None, **_: object
@@ -34,7 +34,7 @@ class Stream:
 
     @property
     def actor(self) -> Actor:
-        """What `order` calls it."""
+        """The key of this stream in `order`."""
         return self.device.index, self.stream_id
 
     def __eq__(self, other: object) -> bool:
@@ -71,7 +71,7 @@ class Stream:
 
 
 class Event:
-    """As `torch.cuda.Event`; times are those of the host."""
+    """A `torch.cuda.Event`; times are those of the host."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.key = ("event", entered().native.cards_new_id())
@@ -105,14 +105,14 @@ def index_of(device: Any = None) -> int:
 
 
 def current_stream(device: Any = None) -> Stream:
-    """As in torch.cuda."""
+    """Act like `torch.cuda.current_stream`."""
     index = index_of(device)
     return Stream(index, stream_id=entered().native.cards_stream(index))
 
 
 @contextlib.contextmanager
 def on_stream(stream: Stream | None) -> Iterator[None]:
-    """As `torch.cuda.stream`."""
+    """Act like `torch.cuda.stream`."""
     if stream is None:
         yield
         return
@@ -128,7 +128,7 @@ def on_stream(stream: Stream | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_card(device: Any) -> Iterator[None]:
-    """As `torch.cuda.device`."""
+    """Act like `torch.cuda.device`."""
     native = entered().native
     before = native.cards_device()
     native.cards_set_device(index_of(device))
@@ -139,7 +139,7 @@ def on_card(device: Any) -> Iterator[None]:
 
 
 def module() -> Any:
-    """What torch asks of this kind of card: torch.cuda, or one that is made as a package would."""
+    """Return the module of this kind of card: torch.cuda, or one made as a package would."""
     if not hasattr(torch, KIND):
         torch.utils.rename_privateuse1_backend(KIND)
         torch._register_device_module(KIND, ModuleType(f"torch.{KIND}"))
