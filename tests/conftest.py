@@ -69,7 +69,7 @@ class _HungTests:
     @pytest.hookimpl(optionalhook=True, tryfirst=True)
     def pytest_timeout_set_timer(self, settings):
         if "PYTEST_XDIST_WORKER" not in os.environ:
-            return None  # a single process goes on
+            return None  # a single process continues
         self._until = time.monotonic() + settings.timeout
         self._set()
         return True

@@ -1,6 +1,6 @@
-"""Imports what the entry file needs, once: forked runs start from there and take a second.
+"""Import what the entry file needs, once: forked runs start from there and take a second.
 
-Beside it the model folders that tests of broken files begin with.
+It also has the model folders that tests of broken files begin with.
 """
 
 import shutil

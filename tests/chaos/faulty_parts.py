@@ -32,7 +32,7 @@ class _Calls:
 
 @collate_fn_register("faulty")
 def faulty(samples, **kwargs):
-    """As sft, until the step of the fault."""
+    """Collate like sft, until the step of the fault."""
     batch = sft(samples, **kwargs)
     here = place()
     if here.operation != "data":  # some ranks look at rows before the loop
@@ -46,7 +46,7 @@ def faulty(samples, **kwargs):
 
 @collate_fn_register("silent")
 def silent(samples, **kwargs):
-    """As sft, and nothing is learnt of rows with an answer of more than 20 characters."""
+    """Collate like sft, with no token in the loss if an answer has more than 20 characters."""
     batch = sft(samples, **kwargs)
     is_long = torch.tensor([len(sample["answer"]) > 20 for _, sample in samples])
     return {**batch, "labels": batch["labels"].masked_fill(is_long[:, None], -100)}
@@ -73,7 +73,7 @@ def fail(batch):
 
 
 def fail_later(batch):
-    first = Path(os.environ["FIRST"])  # what the other rank writes before anything else
+    first = Path(os.environ["FIRST"])  # the other rank writes this before anything else
     while not first.exists() or not first.stat().st_size:
         time.sleep(0.01)
     raise KeyError("the second cause")

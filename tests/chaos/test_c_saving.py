@@ -304,7 +304,7 @@ def test_c14_the_end_waits_for_a_save(job):
 
 
 def test_c15_a_second_run_in_the_same_folder(job):
-    """Refused with process and machine of the first, which goes on."""
+    """Refuse it with process and machine of the first, which continues."""
     first = job.start_forked("shared", ranks=1, chaos="at=step,step=3,do=sleep,value=4")
     lock = job.folder / "shared" / "run.lock"
     while not (lock.exists() and lock.stat().st_size):

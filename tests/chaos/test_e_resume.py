@@ -91,7 +91,7 @@ def test_resumed_with_options(case, job):
 
 
 def test_e08_other_intervals_change_nothing(job, straight):
-    """Evaluation, log and checkpoint intervals are no part of the course."""
+    """Allow other intervals of evaluation, log and checkpoints: they do not change the training."""
     done = job.fork(
         "intervals",
         *("--eval-samples", 4, "--eval-steps", 3, "--save-steps", 5, "--log-steps", 2),

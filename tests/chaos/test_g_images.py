@@ -143,7 +143,7 @@ def test_unusual_image(case, tmp_path):
 
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_g22_32_bit(mode):
-    """Pixels of 32 bits, of which nobody knows what is white: refused by name."""
+    """Refuse pixels of 32 bits by name, because their white is undefined."""
     for function in (check_image, decode_image):
         with pytest.raises(DataError, match=rf"row 5: .*32 bits \(mode {mode}\)"):
             function(Image.new(mode, (4, 4)), name="row 5")

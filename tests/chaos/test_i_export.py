@@ -28,7 +28,7 @@ KINDS = {"adapter": (1, {}), "over_another": (0, {"overwrites": True, "max_shard
 
 
 def save_run(folder, *, num_loras=0):
-    """What a run of two stages saves, in the folder of a run."""
+    """Save what a run of two stages saves, in the folder of a run."""
     base = folder / "base"
     tiny_whole("llama", base)
     (base / "tokenizer_config.json").write_text("{}")
@@ -107,14 +107,14 @@ def test_i08_export_killed_at_every_file_operation(job, tmp_path):
         if target.exists():
             verify(target)
             assert digests(target) in ([expected] if old is None else [expected, digests(old)])
-        elif old is not None:  # for a moment the old one is beside it, whole
+        elif old is not None:  # for a moment the old one is stored next to it, whole
             (aside,) = folder.glob("out.old-*")
             assert digests(aside) == digests(old)
         if code == 0:
             break
         assert code == KILLED
         if old is not None or not target.exists():
-            export_folder(run, target, **options)  # again, beside what was left
+            export_folder(run, target, **options)  # export again, next to what was left
         assert digests(target) == expected
     assert code == 0, "it never came to its end"
     assert digests(target) == expected

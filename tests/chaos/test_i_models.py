@@ -42,7 +42,7 @@ def folder(original, tmp_path):
 
 @pytest.fixture
 def no_questions(monkeypatch):
-    """Fails where somebody is asked on the terminal."""
+    """Fail if the terminal asks a question."""
 
     def asked(prompt=""):
         raise AssertionError(f"asked on the terminal: {prompt}")

@@ -60,7 +60,7 @@ def wrapped_on_1(context: DistributedContext, folder: Path) -> None:
 
 
 def raise_on_0(context: DistributedContext, folder: Path) -> None:
-    raise KeyError("boom alone")
+    raise KeyError("boom once")
 
 
 def user_error(context: DistributedContext, folder: Path) -> None:
@@ -69,7 +69,7 @@ def user_error(context: DistributedContext, folder: Path) -> None:
 
 def data_error_on_1(context: DistributedContext, folder: Path) -> None:
     if context.rank == 1:
-        raise DataError("rows.jsonl:17 is no JSON")
+        raise DataError("rows.jsonl:17 is not JSON")
     raise_on_1(context, folder)
 
 

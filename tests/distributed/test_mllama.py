@@ -1,4 +1,4 @@
-"""Mllama split into stages against the library's whole model, in float64.
+"""Mllama split into stages against transformers' whole model, in float64.
 
 Most combinations are chained in one process, with the tensors cut off at each border as a pipeline
 does; a real pipeline runs two schedules.
@@ -29,7 +29,7 @@ TOLERANCE = 1e-9
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A saved whole model; gates start at zero in the library, which would hide all images."""
+    """Save a whole model with open gates: transformers' start at zero, which hides all images."""
     torch.manual_seed(3)
     whole = transformers.AutoModelForImageTextToText.from_config(
         tiny_mllama_config(), dtype=torch.float64
@@ -80,7 +80,7 @@ def count_targets(batches):
 
 
 def loss_of(logits, batch):
-    """The library's own loss works in float32."""
+    """Return the loss in the dtype of the logits: transformers' own works in float32."""
     return torch.nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
     )
@@ -167,7 +167,7 @@ LINEAR = r".*\.(fc1|fc2|multi_modal_projector|\w+_proj)"
 
 
 def our_name(name):
-    """Of a parameter of peft."""
+    """Return our name of a parameter of peft."""
     return (
         name.removeprefix("base_model.model.")
         .replace("lora_A.default", "lora.lora_A")

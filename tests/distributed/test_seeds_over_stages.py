@@ -69,7 +69,7 @@ def build_whole(kind, folder):
 
 
 def our_name(name):
-    """Of a parameter of peft."""
+    """Return our name of a parameter of peft."""
     name = name.removeprefix("base_model.model.").replace("base_layer", "lora_module")
     return name.replace("lora_A.default", "lora.lora_A").replace("lora_B.default", "lora.lora_B")
 
@@ -206,7 +206,7 @@ def test_every_split_draws_the_masks_of_the_whole_model(kind, num_ranks, tmp_pat
         (make_schedule(name, num_ranks=num_ranks), recomputed, {})
         for name, recomputed in SPLITS[num_ranks]
     ]
-    if num_ranks == 2:  # a last stage that has the head alone
+    if num_ranks == 2:  # this last stage has only the head
         alone = {"partition": [NUM_LAYERS, 0], "is_piece": True}
         cases.append((make_schedule("1f1b", num_ranks=2), False, alone))
     results = run_ranks(split_runs, num_ranks, kind, tmp_path, reference["start"], cases)

@@ -1,4 +1,4 @@
-"""Runs by torch's own schedule classes: killed, gone on with by our plan and back, and failing."""
+"""Runs by torch's own schedule classes: killed, resumed by our plan and back, and failing."""
 
 import os
 import signal

@@ -15,7 +15,7 @@ from tests.helpers.forked_entry import run_entry
 from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 from tests.helpers.warm_start import WarmLauncher
 
-# a file beside this one; tests are no package
+# a file of the same folder; tests do not form a package
 sys.path.insert(0, str(Path(__file__).parent))
 from two_hosts import MASTER_ADDR, ROOT, enter, torchrun, two_hosts, why_not  # noqa: E402
 
@@ -122,7 +122,7 @@ def wait_for(is_true, processes):
 
 
 def said(log):
-    """What a host printed, but for the words of set-up and plan."""
+    """Return what a host printed, without the words of set-up and plan."""
     plain = ("[setup]", "2 machines", "model configuration")
     lines = log.read_text().splitlines()
     return [line for line in lines if line.strip() and not line.startswith(plain)]
@@ -137,7 +137,7 @@ def assert_lost(process, log, rank):
 
 @pytest.mark.skipif(not (ROOT / ".venv").is_dir(), reason="the scripts' environment is not there")
 def test_a_run_on_two_hosts_has_the_losses_of_one(hosts, job, tmp_path):
-    steps = ("--total-steps", "3", "--num-workers", "1")  # as many as the script's own
+    steps = ("--total-steps", "3", "--num-workers", "1")  # the script has the same number of steps
     processes, logs = start_recipe(hosts, job, tmp_path, *steps)
     codes = [process.wait(SECONDS_TO_START) for process in processes]
     assert codes == [0, 0], logs[0].read_text() + logs[1].read_text()

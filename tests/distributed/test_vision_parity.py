@@ -33,7 +33,7 @@ RANK, ALPHA = 2, 4.0
 
 @pytest.fixture(scope="module", autouse=True)
 def true_float64():
-    """Takes the float32 islands (norms, softmax) out of the library, for reference and stages."""
+    """Remove the float32 islands (norms, softmax) of transformers, for reference and stages."""
     to_float, softmax = torch.Tensor.float, torch.nn.functional.softmax
 
     def keep_double(tensor):
@@ -62,12 +62,12 @@ def is_of_tower(family, name):
 def processor_of(family):
     try:
         return tiny_processor(family)
-    except ImportError as error:  # older releases of the library want torchvision for some
+    except ImportError as error:  # older releases of transformers need torchvision for some
         pytest.skip(str(error))
 
 
 def families_here():
-    """All that can be tested with this release of the library."""
+    """Return the families that this release of transformers can build."""
     found = []
     for family in VISION_LANGUAGE:
         with contextlib.suppress(pytest.skip.Exception):
@@ -94,7 +94,7 @@ def whole_of(family):
     vocab_size = len(processor_of(family).tokenizer)
     config = tiny_config(family, vocab_size=vocab_size, max_position_embeddings=256)
     whole = transformers.AutoModelForImageTextToText.from_config(config, dtype=FLOAT64)
-    with torch.no_grad():  # the library starts biases and norms at 0 and 1, which hides mistakes
+    with torch.no_grad():  # transformers starts biases and norms at 0 and 1, which hides mistakes
         for parameter in whole.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return whole.train()
@@ -133,7 +133,7 @@ def our_name(name):
 
 @functools.cache
 def reference_of(family, mode, device="cpu"):
-    """What the library's model gives, back on the CPU; `device` is where it runs."""
+    """Return the results of transformers' model, on the CPU; it runs on `device`."""
     model = adapted_of(family) if mode == "lora" else whole_of(family)
     if device != "cpu":
         model = copy.deepcopy(model).to(device)
@@ -253,7 +253,7 @@ def test_stages_equal_the_unsplit_model(family, mode, num_stages):
 
 @pytest.mark.parametrize("family", VISION_LANGUAGE)
 def test_every_image_and_every_kind_of_row_is_there(family):
-    """What the comparison stands on: no image is dropped without a word, none is missing."""
+    """Check the basis of the comparison: no image is dropped silently, none is missing."""
     batches = micro_batches_of(family)
     assert ["pixel_values" in batch for batch in batches] == [True, False, True]
     image_id = processor_of(family).tokenizer.convert_tokens_to_ids(

@@ -169,7 +169,7 @@ def test_a_wrong_part_fails_and_the_report_says_what(part, row, said, llama, tmp
     assert said in failed(report)[row], report
 
 
-# -- parts of a user, without a model of the library ----------------------------------------------
+# -- components of a user, without a model of transformers ---------------------------------------
 
 
 @pytest.fixture

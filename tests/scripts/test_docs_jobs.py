@@ -94,7 +94,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def folder(tmp_path, models):
-    """What the pages say lies in the working folder."""
+    """Make the files that the pages expect in the working folder."""
     shutil.copytree(ROOT / "tests/samples/vsr", tmp_path / "vsr")
     shutil.copytree(tmp_path / "vsr/splits/random", tmp_path / "vsr/splits/zeroshot")
     shutil.copytree(tmp_path / "vsr/images", tmp_path / "images")
@@ -137,7 +137,7 @@ def test_the_commands_of_a_page_run(page, folder, models):
 
 
 def check_runs_of_vsr(runs):
-    """Adapters of the language model alone, all weights but the tower's, and a comparison."""
+    """Find adapters of only the language model, weights without the tower's, and a comparison."""
     adapter = next(runs.glob("vsr-lora/checkpoints/step-*/adapter_config.json")).parent
     names = [name for file in adapter.glob("*.safetensors") for name in load_file(file)]
     assert names and all("lora_" in name and "visual" not in name for name in names)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def start(folder, codes, *, cards=0, broken="", **told):
-    """Begins a run whose starts end with these codes, on a machine with so many cards."""
+    """Start a run whose starts end with these codes, on a machine with `cards` GPUs."""
     (folder / "recipe.sh").write_text(RECIPE)
     (folder / "codes").write_text("\n".join(map(str, codes)) + "\n")
     (folder / "nvidia-smi").write_text(f"#!/bin/sh\nseq {cards}\n[ {cards} -gt 0 ]\n")

@@ -1,4 +1,4 @@
-"""What scripts rely on: option names, keys of parts, and exit code and a word of bad commands.
+"""Interfaces of scripts: option names, keys, and exit code and a word of bad commands.
 
 `STAGELINE_BLESS=1 bash scripts/test.sh tests/scripts/test_golden.py` updates names.txt.
 """

@@ -1,4 +1,4 @@
-"""What needs no torch does not import it: help, lists, and what is wrong with a command line."""
+"""Commands that need no torch do not import it: help, lists, and errors of a command line."""
 
 import json
 import os

@@ -49,7 +49,7 @@ def stand_ins(folder):
     """`scontrol` that names this machine, and `srun` that starts two tasks on it."""
     folder.mkdir()
     texts = {
-        # the pause: whoever reads the first line only has closed the pipe by then
+        # the pause: a reader that takes only the first line has closed the pipe by then
         "scontrol": (
             '[ "$*" = "show hostnames node[1-2]" ] || exit 1\n'
             "set -e; echo localhost; sleep 0.5; echo other"

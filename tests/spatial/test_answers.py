@@ -35,7 +35,7 @@ READERS = {
 }
 
 ROWS = [
-    # what is read at all
+    # answers that are read at all
     (1, "direction", "**Left**", "left"),
     (1, "direction", "It isn\u2019t on the left.", ""),
     (1, "places", "\uff08\uff22\uff09", 1),

@@ -30,7 +30,7 @@ def middle_of(image, *colors):
 
 
 def measured_heading(image):
-    """Where the car's windscreen lies from the middle of the whole car; in degrees from the top."""
+    """Return the car's heading, from its middle to the windscreen, in degrees from the top."""
     (front_x, front_y), _ = middle_of(image, PALE)
     (x, y), _ = middle_of(image, DARK)
     return math.degrees(math.atan2(front_x - x, y - front_y)) % 360
