@@ -127,7 +127,7 @@ def make_processor(tokenizer: transformers.PreTrainedTokenizerFast, size: Size) 
 def make_model(
     config: transformers.InternVLConfig, seed: int
 ) -> transformers.InternVLForConditionalGeneration:
-    """Random weights. The library's positions start at 0, where patches look all the same."""
+    """Make random weights, and positions: with those of transformers, 0, patches look the same."""
     torch.manual_seed(seed)
     model = transformers.InternVLForConditionalGeneration(config)
     torch.nn.init.normal_(model.model.vision_tower.embeddings.position_embeddings, std=0.3)

@@ -26,9 +26,8 @@ def vsr(predictions: Predictions, samples: Samples) -> dict[str, Any]:
         truth = parse_truth(str(told).removesuffix(".0"))
         if truth is None:
             raise DataError(
-                f"sample {sample.get('source') or sample.get('id')}: the label is {told!r}. 1 or "
-                "0, true or false were expected, because answers are compared with it: correct "
-                "the row."
+                f"sample {sample.get('source') or sample.get('id')}: the label is {told!r}. "
+                "Use 1 or 0, or true or false."
             )
         said = parse_truth(text, statement=sample.get("caption"), question=sample.get("question"))
         return None if said is None else said == truth
@@ -44,7 +43,7 @@ def spatial_mm(predictions: Predictions, samples: Samples) -> dict[str, Any]:
 def whats_up(predictions: Predictions, samples: Samples) -> dict[str, Any]:
     """The right caption, by its letter or its text; per preposition.
 
-    Of the controlled subsets also the share of pairs (left and right of the same two objects) and
+    The controlled subsets also have the share of pairs (left and right of the same two objects) and
     of sets (all four pictures of them) that are right as a whole.
     """
     figures = figures_of(predictions, samples, _judge_choice)

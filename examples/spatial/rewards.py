@@ -16,7 +16,7 @@ def spatial_consistency(
     *,
     view_of: str = "contrast_group",
 ) -> list[float | None]:
-    """1 where the answers to all views of a scene are right: mirrored, rotated or asked anew.
+    """Return 1 if the answers to all views of a scene (mirrored, rotated or repeated) are right.
 
     Nothing for a sample without another view in the same step: keep the views of a scene together
     by a dataset with groups (arXiv 2506.01371).
@@ -30,7 +30,7 @@ def spatial_consistency(
 def spatial_choice(
     prompts: Sequence[str], completions: Sequence[str], samples: Sequence[dict[str, Any]]
 ) -> list[float | None]:
-    """As choice; "upper left", "no, it is not" or "at three" name an option by what they mean."""
+    """Call choice, with "upper left", "no, it is not" or "at three" as names of options."""
     pairs = zip(completions, samples, strict=True)
     return [float(is_choice(text, sample, read=parse_choice)) for text, sample in pairs]
 

@@ -21,7 +21,7 @@ WAYS = (
     *("up", "upper right", "right", "lower right"),
     *("down", "lower left", "left", "upper left"),
 )
-# how far from the middle of a sector a thing may lie; beyond it, people would disagree
+# the most degrees from the middle of a sector; beyond it, people would disagree
 DIRECTION_REACH = 30.0  # of 45
 WAY_REACH = 15.0  # of 22.5
 CLOCK_REACH = 7.5  # of 15
@@ -49,7 +49,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Thing:
-    """An object beside the reference; its distance is in half widths of the picture."""
+    """An object around the reference; its distance is in half widths of the picture."""
 
     shape: str
     color: str
@@ -63,16 +63,17 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """What is to be drawn."""
+    """A scene to draw."""
 
-    reference: str  # what faces somewhere, "car"
+    reference: str  # the thing that faces somewhere, "car"
     heading: int  # where it faces in the picture, seen from above
     things: tuple[Thing, ...]
-    offset: tuple[float, float] = (0.0, 0.0)  # of the reference from the middle; y grows downwards
+    # the reference's offset from the middle; y grows downwards
+    offset: tuple[float, float] = (0.0, 0.0)
     is_oblique: bool = False  # the camera looks down at a slant, so that depth is shorter
 
     def relative(self, index: int) -> float:
-        """Where a thing lies as the reference sees it, 0 to 360."""
+        """Return the bearing of a thing as the reference sees it, 0 to 360."""
         return (self.things[index].bearing - self.heading) % 360
 
     def rotated(self, angle: int) -> "Scene":
@@ -83,8 +84,7 @@ class Scene:
         return replace(self, heading=(self.heading + angle) % 360, things=things)
 
     def mirrored(self) -> "Scene":
-        """As in a mirror beside it: left and right change places, in the picture and for the
-        reference."""
+        """Return the mirror image: left and right change places, also for the reference."""
         things = tuple(replace(thing, bearing=-thing.bearing % 360) for thing in self.things)
         heading, (x, y) = -self.heading % 360, self.offset
         return replace(self, heading=heading, things=things, offset=(-x, y))
@@ -99,7 +99,7 @@ class Scene:
         return replace(self, things=tuple(things))
 
     def is_crowded(self) -> bool:
-        """Whether two things lie in nearly the same direction, or hide each other."""
+        """Whether two things are in nearly the same direction, or hide each other."""
         places = [self.place(self.position(index)) for index in range(len(self.things))]
         return any(
             angle_between(self.things[i].bearing, self.things[j].bearing) < LEAST_ANGLE
@@ -109,12 +109,12 @@ class Scene:
         )
 
     def place(self, point: tuple[float, float]) -> tuple[float, float]:
-        """Where a point of the ground lies in the picture, both in half widths."""
+        """Return where a point of the ground is in the picture, both in half widths."""
         x, y = point
         return x, y * (OBLIQUE if self.is_oblique else 1.0)
 
     def position(self, index: int) -> tuple[float, float]:
-        """Where a thing stands on the ground."""
+        """Return where a thing stands on the ground."""
         thing = self.things[index]
         angle = math.radians(thing.bearing)
         x = self.offset[0] + thing.distance * math.sin(angle)
@@ -152,13 +152,13 @@ def side_of(bearing: float) -> str | None:
 
 
 def way_of(heading: float) -> str | None:
-    """Where something faces in the picture; None near the border of two."""
+    """Return the way that something faces in the picture; None near the limit of two ways."""
     return _sector_of(heading, WAYS, WAY_REACH)
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked about one thing of a scene."""
+    """A question about one thing of a scene."""
 
     scene: Scene
     task: Task
@@ -181,7 +181,7 @@ class Question:
 
     @property
     def answer(self) -> str | None:
-        """Computed from the places alone; None where people would disagree."""
+        """The right answer by the places; None where people would disagree."""
         if self.task == "picture":
             return side_of(self.scene.things[self.asked].bearing)
         if self.task == "facing":
@@ -202,7 +202,7 @@ def pick(random: Random, items: Sequence[Item]) -> Item:
 
 @dataclass(frozen=True)
 class SceneRules:
-    """What scenes may hold."""
+    """The rules that scenes follow."""
 
     references: tuple[str, ...]
     shapes: tuple[str, ...]
@@ -214,7 +214,7 @@ class SceneRules:
     holds_new: bool = False  # whether the asked thing is of a combination that was held out
 
     def answers(self, task: Task) -> tuple[str, ...]:
-        """Those that can be asked for: few headings or things leave out some ways to face."""
+        """Return possible answers: with few headings or things, some ways to face are missing."""
         if task != "facing":
             return ANSWERS[task]
         headings = [360 * step // self.headings for step in range(self.headings)]
@@ -258,9 +258,9 @@ def draw_anchor(random: Random, rules: SceneRules, task: Task) -> Question:
 def _none_found(rules: SceneRules) -> UserError:
     return UserError(
         f"no scene was found with {rules.num_things} things of {len(rules.shapes)} shapes and "
-        f"{len(rules.colors)} colours and {rules.headings} headings. Some were expected that hold "
-        "no held-out combination of the three, because those are for the test: give more shapes, "
-        "colours or headings, or fewer things (`dataset.num_shapes` ...)."
+        f"{len(rules.colors)} colours and {rules.headings} headings; one in five combinations of "
+        "the three is held out for the test. Give more shapes, colours or headings, or fewer "
+        "things (`dataset.num_shapes` ...)."
     )
 
 
@@ -294,8 +294,8 @@ def draw_mirrored(random: Random, rules: SceneRules, task: Task) -> list[Questio
 def draw_positive(random: Random, rules: SceneRules, anchor: Question) -> Question | None:
     """The same question and answer in another picture: the whole scene is turned.
 
-    Left and right in the picture would change with it: there the reference turns alone, and where
-    it is asked which way this faces, the thing moves.
+    Left and right in the picture would change with it: for that task only the reference turns, and
+    for the task about the way this faces, the thing moves.
     """
     scene = anchor.scene
     for _ in range(_TRIES):

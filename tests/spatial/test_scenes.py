@@ -243,6 +243,6 @@ def test_the_fingerprint_follows_what_is_drawn():
     ids=str,
 )  # fmt: skip
 def test_what_cannot_be_drawn_is_refused(options):
-    with pytest.raises(UserError, match=f"--dataset.{next(iter(options))} .*expected") as caught:
+    with pytest.raises(UserError, match=f"--dataset.{next(iter(options))} .*Choose") as caught:
         Scenes(**options)
     assert caught.value.exit_code == 2
