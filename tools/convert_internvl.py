@@ -79,7 +79,7 @@ _NO_SETTINGS = {"architectures", "transformers_version", "dtype", "id2label", "l
 
 
 def new_name(name: str) -> str:
-    """The native name, as on disk, of a tensor; fused ones keep `qkv` and `wqkv` in it.
+    """Return the native name, as on disk, of a tensor; fused ones keep `qkv` and `wqkv` in it.
 
     Raises:
         CheckpointError: the class has no such tensor.
@@ -139,7 +139,7 @@ def _split_wqkv(
 def new_config(
     settings: Mapping[str, Any], *, image_token_id: int, has_head: bool
 ) -> InternVLConfig:
-    """The native configuration, of the old config.json; without a head it is the embedding.
+    """Return the native configuration of the old config.json; without a head, weights are tied.
 
     Raises:
         UserError: a variant that the native class does not compute.

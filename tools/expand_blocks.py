@@ -80,7 +80,7 @@ def places_of(total: int, num_expand: int) -> Places:
 
 
 def find_list(names: list[str], total: int) -> str:
-    """The path of the decoder's layers in the names of a checkpoint."""
+    """Return the path of the decoder's layers in the names of a checkpoint."""
     indices: dict[str, set[int]] = {}
     for name in names:
         match = _LAYER.match(name)

@@ -185,12 +185,12 @@ def _ftx(value: float, theirs: Theirs, row: Row) -> Ours | str:
 
 
 def _for(*stages: str) -> Callable[[Any, Theirs, Row], Ours]:
-    """An option of the losses of some stages."""
+    """Return an option of the losses of some stages."""
     return lambda value, theirs, row: {row["to"]: value} if theirs.get("stage") in stages else {}
 
 
 def _if(said: Callable[[Any, Theirs], Any]) -> Callable[[Any, Theirs, Row], Ours]:
-    """An option with the value that is returned; None: it is not to be given."""
+    """Return an option with the given value; None: leave it out."""
 
     def make(value: Any, theirs: Theirs, row: Row) -> Ours:
         got = said(value, theirs)
@@ -284,7 +284,7 @@ ROWS = {
 
 
 def row_of(key: str) -> tuple[str, Row]:
-    """(the first name of a key, its row of the table)."""
+    """Return (the first name of a key, its row of the table)."""
     patterns = (one for one in ROWS if "*" in one and fnmatch.fnmatchcase(key, one))
     found = key if key in ROWS else next(patterns, None)
     if found is None:
@@ -310,7 +310,7 @@ def what_becomes(key: str, value: Any, theirs: Theirs) -> Ours | str:
 
 
 def flat(theirs: Theirs, before: str = "") -> Iterator[tuple[str, Any]]:
-    """(key, value) of a file; of mappings in it `outer.inner`."""
+    """Yield (key, value) of a file; keys of nested mappings are `outer.inner`."""
     for key, value in theirs.items():
         if isinstance(value, dict):
             yield from flat(value, f"{before}{key}.")
@@ -410,7 +410,7 @@ def _add_parts(made: Imported, theirs: Theirs, info: Path | None) -> None:
 
 
 def _entry(made: Imported, name: str, entry: Theirs, info: Path) -> Ours:
-    """An entry of our register of data sets; what it has no place for is left."""
+    """Return an entry of Stageline's register of data sets; the rest of it is reported."""
     same = ("formatting", "ranking", "columns", "tags", "num_samples", "split")
     ours = {key: entry[key] for key in same if entry.get(key) is not None}
     file, hub = entry.get("file_name"), entry.get("hf_hub_url")

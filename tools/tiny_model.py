@@ -44,7 +44,7 @@ def write(family: str, folder: Path) -> None:
 
 
 def make(family: str) -> tuple[Any, Any]:
-    """(configuration, tokenizer or processor) of a family."""
+    """Return (configuration, tokenizer or processor) of a family."""
     from tests.helpers.tiny_models import (
         DECODERS,
         PROCESSOR_FAMILIES,

@@ -67,7 +67,7 @@ _FILLERS = frozenset(
 
 
 def parse_directions(text: str, *, question: str | None = None) -> frozenset[str]:
-    """The directions that a text names, under one name each; empty where it names none.
+    """Return the directions that a text names, under one name each; empty where it names none.
 
     "Not left" names none, "left or right" neither, and opposites of one answer cancel it.
     """

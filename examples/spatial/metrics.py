@@ -36,12 +36,12 @@ def vsr(predictions: Predictions, samples: Samples) -> dict[str, Any]:
 
 
 def spatial_mm(predictions: Predictions, samples: Samples) -> dict[str, Any]:
-    """The option's letter or text; without options the answer's words; per perspective."""
+    """Score the option's letter or text, without options the answer's words; per perspective."""
     return figures_of(predictions, samples, _judge_choice)
 
 
 def whats_up(predictions: Predictions, samples: Samples) -> dict[str, Any]:
-    """The right caption, by its letter or its text; per preposition.
+    """Score the right caption, by its letter or its text; per preposition.
 
     The controlled subsets also have the share of pairs (left and right of the same two objects) and
     of sets (all four pictures of them) that are right as a whole.
@@ -88,7 +88,7 @@ def _judge_choice(text: str, sample: dict[str, Any]) -> bool | None:
 
 
 def _judge_words(text: str, answers: Sequence[str]) -> bool | None:
-    """The answer's words somewhere in the text, where nothing denies them, or its directions."""
+    """Look for the answer's words, not negated, or its directions anywhere in the text."""
     said = without_negated(normalize(text))
     directions = parse_directions(text)
     for answer in answers:

@@ -77,7 +77,7 @@ class Scene:
         return (self.things[index].bearing - self.heading) % 360
 
     def rotated(self, angle: int) -> "Scene":
-        """The reference and all around it turned together: it sees the same as before."""
+        """Turn the reference and all around it together: it sees the same as before."""
         things = tuple(
             replace(thing, bearing=(thing.bearing + angle) % 360) for thing in self.things
         )
@@ -93,7 +93,7 @@ class Scene:
         return replace(self, heading=heading % 360)
 
     def moved(self, index: int, bearing: float) -> "Scene":
-        """One thing goes around the reference, at the same distance."""
+        """Move one thing around the reference, at the same distance."""
         things = list(self.things)
         things[index] = replace(things[index], bearing=bearing % 360)
         return replace(self, things=tuple(things))
@@ -122,12 +122,12 @@ class Scene:
 
 
 def angle_between(first: float, second: float) -> float:
-    """The smaller angle between two directions, 0 to 180."""
+    """Return the smaller angle between two directions, 0 to 180."""
     return abs((first - second + 180) % 360 - 180)
 
 
 def _sector_of(angle: float, names: Sequence[str], reach: float) -> str | None:
-    """The name of the sector of a circle; None further than `reach` from its middle."""
+    """Return the name of the sector of a circle; None further than `reach` from its middle."""
     step = 360 / len(names)
     sector = round(angle / step) % len(names)
     return names[sector] if angle_between(angle, step * sector) <= reach else None
@@ -139,7 +139,7 @@ def direction_of(relative: float) -> str | None:
 
 
 def clock_of(relative: float) -> str | None:
-    """The clock position, 12 is straight ahead; None near the border of two."""
+    """Return the clock position, 12 is straight ahead; None near the border of two."""
     return _sector_of(relative, CLOCK, CLOCK_REACH)
 
 
@@ -196,7 +196,7 @@ class Question:
 
 
 def pick(random: Random, items: Sequence[Item]) -> Item:
-    """One of the items; `random.choice` may differ between versions of Python."""
+    """Return one of the items; `random.choice` may differ between versions of Python."""
     return items[int(random.random() * len(items))]
 
 
@@ -242,7 +242,7 @@ class SceneRules:
 
 
 def draw_anchor(random: Random, rules: SceneRules, task: Task) -> Question:
-    """A question whose answer is drawn first, so that all answers of a task are as frequent."""
+    """Draw an answer first, so that all are equally frequent, and then its question."""
     answer = pick(random, rules.answers(task))
     stated = pick(random, DIRECTIONS) if task == "statement" else ""
     for _ in range(_MOST_TRIES):
@@ -279,7 +279,7 @@ def draw_group(random: Random, rules: SceneRules, task: Task, num_negatives: int
 
 
 def draw_mirrored(random: Random, rules: SceneRules, task: Task) -> list[Question]:
-    """A question and the same one of the scene's mirror image, which has another answer.
+    """Draw a question and the same one of the scene's mirror image, which has another answer.
 
     Front is front in a mirror too: who always said so would be right about both images.
     """
@@ -292,7 +292,7 @@ def draw_mirrored(random: Random, rules: SceneRules, task: Task) -> list[Questio
 
 
 def draw_positive(random: Random, rules: SceneRules, anchor: Question) -> Question | None:
-    """The same question and answer in another picture: the whole scene is turned.
+    """Draw the same question and answer in another picture: the whole scene is turned.
 
     Left and right in the picture would change with it: for that task only the reference turns, and
     for the task about the way this faces, the thing moves.
@@ -321,7 +321,7 @@ def draw_negative(
     *,
     taken: Sequence[Question] = (),
 ) -> Question | None:
-    """The least change that makes the answer another one.
+    """Make the smallest change that gives another answer.
 
     Args:
         kind: 0, 1, 2 ... take turns: the asked thing moves, the reference turns, another thing
@@ -382,7 +382,7 @@ def _draw_scene(random: Random, rules: SceneRules) -> Scene:
 
 
 def _draw_bearing(random: Random, question: Question, answer: str) -> float:
-    """A bearing of the asked thing that gives this answer, or nearly so."""
+    """Draw a bearing of the asked thing that gives this answer, or nearly so."""
     if question.task == "facing":
         return 360 * random.random()
     if question.task == "picture":

@@ -71,7 +71,7 @@ _STAR = tuple(
 
 
 def draw_scene(scene: Scene, size: int) -> Image.Image:
-    """A square picture of `size` pixels: flat colours, smooth edges, the same on each machine."""
+    """Draw a square picture of `size` pixels, with smooth edges, the same on each machine."""
     image = Image.new("RGB", (size * _SMOOTH, size * _SMOOTH), GROUND)
     pen = _Pen(ImageDraw.Draw(image), scene, size * _SMOOTH / 2)
     pen.reference()

@@ -121,7 +121,7 @@ def _bad(what: str, *, more: str = "") -> DataError:
 
 
 def _text(row: Row, field: str) -> str:
-    """The text of a field that may not be empty."""
+    """Return the text of a field that may not be empty."""
     value = row.data.get(field)
     if isinstance(value, str) and value.strip():
         return value
@@ -133,7 +133,7 @@ def _text(row: Row, field: str) -> str:
 
 
 def _known(value: Any, names: Collection[str], *, what: str, others: Others) -> str:
-    """A relation or task in lower case, one of `names` unless others are allowed."""
+    """Return a relation or task in lower case, one of `names` unless others are allowed."""
     if not isinstance(value, str) or not value.strip():
         came = "missing" if value is None else repr(value)[:60]
         raise _bad(f"the {what} is {came}, but it must be text")
@@ -435,7 +435,7 @@ class WhatsUp(SpatialRows):
 
 
 def _objects(image: str) -> str:
-    """The objects in the picture: a, b name them in the file; else the picture itself."""
+    """Return the objects in the picture: a, b name them in the file; else the picture itself."""
     words = Path(image).stem.split("_")
     return f"{words[0]} {words[-1]}"
 

@@ -172,7 +172,7 @@ def _interval(values: numpy.ndarray) -> tuple[float, float]:
 
 
 def study_figures(study: Study, *, chance: Mapping[str, float]) -> dict[str, Any]:
-    """All figures as plain data, for report.json.
+    """Return all figures as plain data, for report.json.
 
     Args:
         chance: group -> accuracy of who guesses.
@@ -205,7 +205,7 @@ def chance_of(study: Study, chance: Mapping[str, float], group: str) -> float:
 
 
 def plain(figure: Figure) -> dict[str, Any]:
-    """A figure as data."""
+    """Return a figure as plain data."""
     return {
         "mean": figure.mean,
         "by_seed": list(figure.by_seed),
@@ -217,7 +217,7 @@ def plain(figure: Figure) -> dict[str, Any]:
 
 
 def study_markdown(figures: Mapping[str, Any], *, title: str, settings: Mapping[str, Any]) -> str:
-    """The whole report, from what `study_figures` gave.
+    """Write the whole report from the output of `study_figures`.
 
     Args:
         settings: name -> value, listed on top.
@@ -431,7 +431,7 @@ def by_scene(values: Sequence[float], samples: Sequence[Mapping[str, Any]]) -> d
 
 
 def read_predictions(folder: Path) -> list[dict[str, Any]]:
-    """A record a held-out sample, of the newest evaluation."""
+    """Read one record for each held-out sample, from the newest evaluation."""
     return list(newest_records(folder / "evaluation" / "predictions.jsonl").values())
 
 
@@ -448,7 +448,7 @@ def chance_by_group(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def read_run(folder: Path) -> Run:
-    """Scores of one run, from its predictions: the metric is computed again."""
+    """Read the predictions of one run and compute its scores again."""
     records = read_predictions(folder)
     samples = [record["sample"] for record in records]
     scores = rotate_qa(records, samples)["per_sample"]

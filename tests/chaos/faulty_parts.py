@@ -22,7 +22,7 @@ WORDS = ("input_ids", "labels", "attention_mask", "position_ids")
 
 @train_model_register("two_dtypes")
 def two_dtypes(*, stage, dtype, **kwargs):
-    """A llama whose second stage computes in another type than the first."""
+    """Return a llama whose second stage computes in another type than the first."""
     return CausalLMStage.build(stage=stage, dtype=torch.bfloat16 if stage else dtype, **kwargs)
 
 

@@ -39,7 +39,7 @@ def undisturbed(job):
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """The tensors of a checkpoint as they are on disk."""
+    """Return the tensors of a checkpoint as they are on disk."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*.safetensors")}
 
 
@@ -206,7 +206,7 @@ def test_c11_a_step_that_exists_is_kept_aside(job, undisturbed):
 
 
 def make_writer(folder: Path, **options):
-    """A writer over a tiny model and its optimizer after one step."""
+    """Return a writer over a tiny model and its optimizer after one step."""
     if not (folder / "base").exists():
         tiny_whole("llama", folder / "base")
     config = AutoModelForCausalLM.from_pretrained(folder / "base").config

@@ -22,7 +22,7 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """A run of four steps, with checkpoints after two and four."""
+    """Return a run of four steps, with checkpoints after two and four."""
     made = Job(tmp_path_factory.mktemp("job"))
     assert made.fork("first", "--total-steps", 4, ranks=1).code == 0
     return made

@@ -24,7 +24,7 @@ PARTS = Path(__file__).with_name("faulty_parts.py")
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """A job whose run `whole` nothing has disturbed."""
+    """Return a job with an undisturbed run `whole`."""
     job = Job(tmp_path_factory.mktemp("job"), num_layers=4)
     assert (
         job.fork("whole", "--total-steps", 6, "--save-steps", 1, "--lr-scheduler", "cosine").code

@@ -45,7 +45,7 @@ def _no_bars():
 
 @pytest.fixture(scope="module", params=list(KINDS))
 def job(request, tmp_path_factory):
-    """A saved run, the options of its export, and the files of an export without faults."""
+    """Return a saved run, the options of its export, and the files of an export without faults."""
     num_loras, options = KINDS[request.param]
     folder = tmp_path_factory.mktemp("export")
     run = save_run(folder, num_loras=num_loras)
@@ -90,7 +90,7 @@ def fork_export(run, target, fault, **options):
 
 
 def prepare(folder, old):
-    """The place of the export, with an old one in it or without."""
+    """Return the place of the export, with an old one in it or without."""
     folder.mkdir()
     target = folder / "out"
     if old is not None:

@@ -35,7 +35,7 @@ def dangers(text):
 
 
 def _values(node):
-    """(name, value) of keywords, of keys, and of defaults, where the value is a constant."""
+    """Return (name, value) of keywords, of keys, and of defaults, where the value is a constant."""
     pairs = []
     if isinstance(node, ast.Call):
         pairs = [(keyword.arg, keyword.value) for keyword in node.keywords]

@@ -403,7 +403,7 @@ def evaluate_and_save(rank, folder, target, is_sharded, options):
 
 
 def evaluate_plainly(whole):
-    """The same figures by hand, rows in the order of the dataset."""
+    """Return the same figures by hand, rows in the order of the dataset."""
     loss, hits, count, predicted = 0.0, 0, 0, []
     for step, replica in [(1, 0), (1, 1), (2, 0), (2, 1)]:
         for batch in batches_of("llama", step, replica)[:2]:

@@ -66,7 +66,7 @@ def model_of(tmp_path_factory):
 
 
 def stage_of(model, stage, num_stages, **options):
-    """A stage by the part that serves every model of its kind."""
+    """Return a stage by the part that serves every model of its kind."""
     generic = "vision_language" if model.family in VISION_LANGUAGE else "causal_lm"
     key = "mllama" if model.family == "mllama" else generic
     with quiet():

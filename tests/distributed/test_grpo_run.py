@@ -418,7 +418,7 @@ def test_replicas_with_shares_ask_about_pictures(tmp_path):
 
 
 def pictured_row(job, line):
-    """The row that a line of samples is about, and the line."""
+    """Return the row that a line of samples belongs to, and the line."""
     record = json.loads(line)
     rows = map(json.loads, job.rows.read_text().splitlines())
     return next(row for row in rows if row["id"] == record["id"]), record

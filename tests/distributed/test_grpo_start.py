@@ -47,7 +47,7 @@ def job(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def frozen(job):
-    """The name of a run on one rank with a copy of the start weights, of each kind."""
+    """Return the name of a run on one rank with a copy of the start weights, of each kind."""
 
     @functools.cache
     def made(kind):

@@ -87,7 +87,7 @@ def loss_of(logits, batch):
 
 
 def library_run(whole, batches):
-    """Losses and the gradients of what trains, summed over micro-batches."""
+    """Return losses and the gradients of what trains, summed over micro-batches."""
     count = count_targets(batches)
     losses = []
     for batch in batches:

@@ -206,7 +206,7 @@ def test_statistics_travel_where_nothing_trains(tmp_path):
 
 
 def accumulate(rank, folder, num_stages):
-    """The same micro-batches once, and three times in one step."""
+    """Run the same micro-batches once, and three times in one step."""
     once = batches_of_step(0)
     stage = CausalLMStage(AutoConfig.from_pretrained(folder), stage=rank, num_stages=num_stages)
     load_split_model(stage, folder, device="cpu", dtype=torch.float32)

@@ -149,7 +149,7 @@ def replicated(rank, base, folder, shards):
 
 
 def whole_gradients(ranks):
-    """The clipped gradients of each step, by (stage, name), from those of four ranks."""
+    """Return the clipped gradients of each step, by (stage, name), from those of four ranks."""
     steps = []
     for of_ranks in zip(*(grads for _, grads, _ in ranks), strict=True):
         whole = {}

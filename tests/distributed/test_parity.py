@@ -138,7 +138,7 @@ def schedules_of(tied):
 
 
 def split_runs(rank, family, folders, num_stages):
-    """All variants and schedules of one family and stage count on the same ranks."""
+    """Run all variants and schedules of one family and stage count on the same ranks."""
     results = {}
     for tied, folder in folders.items():
         model = build_stage(family, folder, stage=rank, num_stages=num_stages)

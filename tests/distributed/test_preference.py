@@ -80,7 +80,7 @@ def make_batches(part, dataset):
 
 
 def build(stage=0, num_stages=1, *, moved=0.0, **options):
-    """A stage; `moved` says how far the policy has gone from the start."""
+    """Build a stage; `moved` is the distance of the policy from the start."""
     model = CausalLMStage(CONFIG, stage=stage, num_stages=num_stages, dtype=F64, **options)
     init_split_model(model, seed=1, device="cpu", dtype=F64)
     model.frozen()
@@ -97,7 +97,7 @@ def move(model, by):
 
 
 def library_model(stage, merged=None):
-    """The whole model of transformers with the weights of a stage that is everything."""
+    """Return transformers' whole model with the weights of a stage that has all layers."""
     model = AutoModelForCausalLM.from_config(CONFIG).double()
     weights = {n.replace(".lora_module", ""): v for n, v in stage.state_dict().items()}
     for name, delta in (merged or {}).items():

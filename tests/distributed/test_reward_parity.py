@@ -36,7 +36,7 @@ COEFFICIENT = 0.05
 
 
 def make_pairs():
-    """(ids of chosen, ids of rejected, margin), no id twice as the padding's."""
+    """Return (ids of chosen, ids of rejected, margin), no id twice as the padding's."""
     generator = torch.Generator().manual_seed(2)
     return [
         tuple(torch.randint(9, 60, (length,), generator=generator).tolist() for length in lengths)

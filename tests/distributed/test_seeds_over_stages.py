@@ -146,7 +146,7 @@ def build_stage(kind, folder, start, *, stage, num_stages, recomputed=False, **o
 
 
 def train(runner, *, replicas=None, first_step=0):
-    """Losses and weights after the steps; replicas share the micro-batches of each one."""
+    """Return losses and weights after the steps; replicas share the micro-batches of each one."""
     train_step = TrainStep(
         runner,
         make_optimizer=lambda parameters: (

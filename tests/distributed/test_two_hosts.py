@@ -38,7 +38,7 @@ def network():
 
 @pytest.fixture
 def hosts(network):
-    """The two hosts, with nothing running and the cable in."""
+    """Yield the two hosts, with nothing running and the cable in."""
     network.mend()
     yield network
     network.stop_all()
@@ -46,7 +46,7 @@ def hosts(network):
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """Options of a tiny llama on forty rows, which every machine sees."""
+    """Return options of a tiny llama on forty rows, which every machine sees."""
     folder = tmp_path_factory.mktemp("job")
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(folder / "model")
@@ -71,7 +71,7 @@ def losses(folder):
 
 
 def start_recipe(hosts, job, folder, *options):
-    """The shipped recipe on both hosts, a stage on each; and their logs."""
+    """Start the shipped recipe on both hosts, a stage on each; return their logs, too."""
     processes = [
         hosts.start(
             number,
@@ -90,7 +90,7 @@ def start_recipe(hosts, job, folder, *options):
 
 
 def start_warm(hosts, folder, *words, num_ranks=1, **environment):
-    """An entry file on both hosts, below torchruns that are forks of this process."""
+    """Start an entry file on both hosts, below torchruns that are forks of this process."""
     logs = [folder / f"{number}.log" for number in range(2)]
     for number, log in enumerate(logs):
         launcher = torchrun(number, num_ranks=num_ranks)
@@ -99,7 +99,7 @@ def start_warm(hosts, folder, *words, num_ranks=1, **environment):
 
 
 def fork_on(hosts, number, words, environment, **options):
-    """A torchrun that is a fork of this process, on a host."""
+    """Fork a torchrun from this process, on a host."""
     told = {"GLOO_SOCKET_IFNAME": "eth0", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
     enter_host = partial(enter, hosts.names[number], name="ab"[number])
     run = WarmLauncher(words, {**told, **environment}, enter=enter_host, **options)

@@ -102,7 +102,7 @@ def whole_of(family):
 
 @functools.cache
 def adapted_of(family):
-    """The unsplit model with peft's adapters on the linear layers of the tower."""
+    """Return the unsplit model with peft's adapters on the linear layers of the tower."""
     import peft  # which looks for CUDA's own functions: not where cards are emulated
 
     whole = copy.deepcopy(whole_of(family))
@@ -170,7 +170,7 @@ def divisor_of(family):
 
 @functools.cache
 def stage_of(family, stage, num_stages, has_lora=False):
-    """A stage that takes all values from the reference; loading is tested further below."""
+    """Return a stage that takes all values from the reference; loading is tested further below."""
     lora = {"vit_lora_num": 1, "lora_rank": RANK, "lora_alpha": ALPHA} if has_lora else {}
     model = class_of_key(family)(
         whole_of(family).config, stage=stage, num_stages=num_stages, dtype=FLOAT64, **lora
@@ -201,7 +201,7 @@ def stages_of(family, mode, num_stages):
 
 
 def loss_of(family, logits):
-    """The loss_fn part; puts what it was given into `logits`."""
+    """Return the loss of the loss_fn, and store its input in `logits`."""
     divisor = divisor_of(family)
 
     def loss_fn(output, batch):
@@ -271,7 +271,7 @@ def test_every_image_and_every_kind_of_row_is_there(family):
 
 
 def real_pipelines(rank, schedule, families):
-    """All families on the same ranks."""
+    """Run all families on the same ranks."""
     results = {}
     kind = make_schedule(schedule, num_ranks=SCHEDULES[schedule])
     for family in families:

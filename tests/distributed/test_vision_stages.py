@@ -90,7 +90,7 @@ def build_whole(family, mode, folder, *, tied=False):
 
 
 def reference_of(family, whole):
-    """Losses and gradients of the unsplit model, one micro-batch after the other."""
+    """Return losses and gradients of the unsplit model, one micro-batch after the other."""
     losses = []
     for batch in micro_batches_of(family):
         labels = batch["labels"][:, 1:]

@@ -52,7 +52,7 @@ def _on_a_card(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def cards() -> "Cards":
-    """The emulated cards, for tests of what only they can see."""
+    """Return the emulated cards, for tests of what only they can see."""
     emulated = _emulated()
     if emulated is None:
         pytest.skip("looks at what emulated cards have seen, and this card is real")

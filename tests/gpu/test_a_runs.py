@@ -241,7 +241,7 @@ def test_the_planner_measures_on_a_card(jobs, cards, seen):
 
 
 def run_every_schedule(rank):
-    """Two steps of each, with transfers between the cards."""
+    """Run two steps of each schedule, with transfers between the cards."""
     num_ranks, found = dist.get_world_size(), {}
     for name in SCHEDULES:
         schedule = make_schedule(name, num_ranks=num_ranks)

@@ -37,7 +37,7 @@ class ByteCutter:
         self.encoder = ByteEncoder(TokenizerInfo("bytes", fingerprint, 256, None, None))
 
     def __call__(self, texts: Sequence[str]) -> tuple[Segments, CutCounts]:
-        """The segments; a text with the word REFUSED is refused."""
+        """Return the segments; a text with the word REFUSED is refused."""
         pieces, flags = [], []
         for text in texts:
             if REFUSED in text:

@@ -66,7 +66,7 @@ class ChatServer:
 
 
 def question_of(body: Body) -> str:
-    """All texts of the last message."""
+    """Return all texts of the last message."""
     content = body["messages"][-1]["content"]
     if isinstance(content, str):
         return content
@@ -74,7 +74,7 @@ def question_of(body: Body) -> str:
 
 
 def images_of(body: Body) -> list[Image.Image]:
-    """The decoded pictures of the last message."""
+    """Return the decoded pictures of the last message."""
     content = body["messages"][-1]["content"]
     urls = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
     return [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
@@ -112,7 +112,7 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
 
 
 def _events(body: Body, text: str) -> bytes:
-    """A stream of chunks, a word each."""
+    """Return a stream of chunks, a word each."""
     head = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": body["model"]}
     deltas: list[Body] = [{"content": word} for word in re.findall(r"\s*\S+|\s+$", text)]
     reasons = [*[None] * len(deltas), "stop"]

@@ -184,7 +184,7 @@ FORMATS = {
 
 
 def format_tokenizer(name: str) -> Any:
-    """A tiny tokenizer of a chat format, with its template and its special tokens."""
+    """Return a tiny tokenizer of a chat format, with its template and its special tokens."""
     chosen = FORMATS[name]
     make = tiny_metaspace_tokenizer if chosen.is_metaspace else tiny_tokenizer
     tokenizer = make(

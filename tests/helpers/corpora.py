@@ -22,7 +22,7 @@ Document = list[list[int]]
 
 
 def tokenizer(vocab_size: int = 1000, **changes) -> TokenizerInfo:
-    """A tokenizer that never was, with BOS 1 and EOS 2."""
+    """Return the facts of an invented tokenizer, with BOS 1 and EOS 2."""
     values = dict(name="tiny", fingerprint="f" * 64, vocab_size=vocab_size, bos_id=1, eos_id=2)
     return TokenizerInfo(**{**values, **changes})
 
@@ -37,7 +37,7 @@ def documents_of(
 
 
 def segments_of(documents: Sequence[Document]) -> Segments:
-    """Documents as a cutter hands them on."""
+    """Return documents as a cutter hands them on."""
     pieces, flags = [], []
     for document in documents:
         for number, piece in enumerate(document):
@@ -59,7 +59,7 @@ def write(
     batch: int = 3,
     **settings,
 ) -> Corpus:
-    """A corpus of one type, added a few documents at a time."""
+    """Write a corpus of one type, a few documents at a time."""
     base = {"tokenizer": tokenizer(vocab_size), "rules": RULES, "language": "en"}
     writer = CorpusWriter(prefix, **{**base, **settings})
     for start in range(0, len(documents), batch):

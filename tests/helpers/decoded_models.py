@@ -52,7 +52,7 @@ class DecodedModel:
 def decoded_text_model(
     family: str, folder: Path, *, num_prompts: int = 3, num_tokens: int = 30, tied: bool = False
 ) -> DecodedModel:
-    """A decoder with prompts of mixed lengths, 1 to 40 tokens."""
+    """Return a decoder with prompts of mixed lengths, 1 to 40 tokens."""
     tokenizer = tiny_tokenizer()
     positions = {"max_position_embeddings": 128}
     if family == "gpt2":
@@ -65,7 +65,7 @@ def decoded_text_model(
 def decoded_vision_model(
     family: str, folder: Path, *, encode: Callable[[Any], Sequence[Prompt]], num_tokens: int = 16
 ) -> DecodedModel:
-    """A vision-language model.
+    """Return a vision-language model.
 
     Args:
         family: one of `VISION_LANGUAGE`, or "mllama".
@@ -81,7 +81,7 @@ def decoded_vision_model(
 
 
 def text_prompts(lengths: Sequence[int], *, vocab_size: int, seed: int = 0) -> tuple[Prompt, ...]:
-    """Prompts of random tokens."""
+    """Return prompts of random tokens."""
     generator = torch.Generator().manual_seed(seed)
     rows = [
         torch.randint(FIRST_TEXT_ID, vocab_size, (1, length), generator=generator)
@@ -106,7 +106,7 @@ def load_whole(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMo
 def generated(
     model: PreTrainedModel, prompts: Sequence[Prompt], num_tokens: int
 ) -> tuple[list[tuple[int, ...]], float]:
-    """The greedy answer to each prompt alone, and the least margin of all their steps."""
+    """Return the greedy answer to each prompt alone, and the least margin of all their steps."""
     answers, least = [], float("inf")
     for prompt in prompts:
         options = {"max_new_tokens": num_tokens, "do_sample": False, "pad_token_id": 0}

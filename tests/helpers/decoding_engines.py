@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 def built_stages(
     build: Callable[..., Any], folder: Path, num_stages: int, **options: Any
 ) -> list[nn.Module]:
-    """All stages of a model folder, by a train_model part."""
+    """Return all stages of a model folder, by a train_model part."""
     with quiet():
         return [
             build(
@@ -43,7 +43,7 @@ def built_stages(
 
 
 def local_engine(stages: Sequence[nn.Module], processor: Any, **limits: Any) -> DecodingEngine:
-    """All stages in this process, one after the other."""
+    """Return all stages in this process, one after the other."""
     matchers = Matchers(lambda: get_tokenizer(processor))
     chain = LocalChain([StageDecoder(stage, matchers=matchers) for stage in stages])
     first = chain.decoders[0]
@@ -70,13 +70,13 @@ def llama_engine(
     num_groups: int = 1,
     **limits: Any,
 ) -> DecodingEngine:
-    """An engine on the stages of a decoded llama, which are built once."""
+    """Return an engine on the stages of a decoded llama, which are built once."""
     limits |= {"max_rows": max_rows, "num_groups": num_groups}
     return local_engine(_llama_stages(model.folder, num_stages), model.processor, **limits)
 
 
 def request_of(model: DecodedModel, place: int, key: str | None = None, **sampling: Any) -> Request:
-    """A request for one of the model's prompts, with an answer as long as the known one."""
+    """Return a request for one of the model's prompts, with an answer as long as the known one."""
     settings = {"max_new_tokens": len(model.answers[place]), "stop_token_ids": (), **sampling}
     return Request(key or str(place), model.prompts[place], Sampling(**settings))
 
@@ -103,7 +103,7 @@ def check_nothing_is_left(engine: DecodingEngine) -> None:
 
 
 def noted_orders(engine: DecodingEngine) -> list[PassOrder]:
-    """A list to which each order is added that the engine starts from now on."""
+    """Return a list that gets each order that the engine starts later."""
     orders, start = [], engine.chain.start
 
     def noted(order: PassOrder, tensors: dict[str, Tensor]) -> None:
@@ -164,7 +164,7 @@ def on_ranks(
 def answers_of(
     engine: DecodingEngine, prompts: Sequence[Mapping[str, Tensor]], **sampling: Any
 ) -> list[tuple[int, ...]]:
-    """Token ids of each answer, which by default no end token cuts short.
+    """Return token ids of each answer, which by default no end token cuts short.
 
     Raises:
         Exception: what a request failed with.

@@ -46,7 +46,7 @@ class FakeDevices:
         return torch.device(KIND, index)
 
     def move(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
-        """A fake copy of a true tensor."""
+        """Return a fake copy of a true tensor."""
         return self.mode.from_tensor(tensor).to(self.device(index))
 
     def dispatch(self, model: nn.Module, device_map: dict[str, int]) -> None:

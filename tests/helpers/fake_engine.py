@@ -114,7 +114,7 @@ class FakeEngine:
             self._change.notify_all()
 
     def stats(self) -> EngineStats:
-        """Numbers of this moment."""
+        """Return numbers of this moment."""
         with self._change:
             waiting, running = len(self._queue), len(self._running)
         return EngineStats(waiting, running, self.max_running, 0, 0, 1, 0, 1000, self.is_healthy)
@@ -206,7 +206,7 @@ class FakeEngine:
 
 
 def _safe(text: str, stops: tuple[str, ...]) -> str:
-    """The text without an unfinished character and without what may begin a stop string."""
+    """Return the text without an unfinished character and without what may begin a stop string."""
     text = text.rstrip("\ufffd")
     sizes = [
         size

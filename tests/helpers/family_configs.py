@@ -88,7 +88,7 @@ FLAGS = {"scale_embedding": True, "mup_enabled": True, "is_decoder": True, "caus
 
 
 def family_config(name: str) -> PretrainedConfig:
-    """The configuration of model type `name` at its full size."""
+    """Return the configuration of model type `name` at its full size."""
     config = CONFIG_MAPPING[name]()
     _complete(config)
     return config

@@ -18,7 +18,7 @@ from stageline.errors import UserError
 
 
 def refused(call: Callable[[], object], *words: object, code: int = 4) -> str:
-    """The message of the error that `call` raises; asserts its exit code and what it says."""
+    """Return the message of the error of `call`, and check its exit code and words."""
     try:
         call()
     except UserError as error:
@@ -39,7 +39,7 @@ def load(
     dtype: torch.dtype = torch.float32,
     **kwargs: Any,
 ) -> StageModel:
-    """One stage of a model folder, filled from it or from `path`."""
+    """Return one stage of a model folder, filled from it or from `path`."""
     config = AutoConfig.from_pretrained(folder)
     stage_class = VisionLanguageStage if hasattr(config, "vision_config") else CausalLMStage
     model = stage_class(config, stage=stage, num_stages=num_stages, dtype=dtype, **kwargs)

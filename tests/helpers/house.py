@@ -76,7 +76,7 @@ def enter_house() -> None:
 
 
 def newer_modules() -> list[str]:
-    """Names of what a forked process has imported, the last first."""
+    """Return names of what a forked process has imported, the last first."""
     return list(itertools.takewhile(lambda name: name != _SEEN[-1], reversed(sys.modules)))
 
 

@@ -80,7 +80,7 @@ class Hub:
         return [one.path for one in self.requests if "agent" not in one.path]
 
     def downloads(self, pattern: str = ".*") -> list[str]:
-        """Names of the files that were downloaded, in order, each as often as it was."""
+        """Return names of the files that were downloaded, in order, each as often as it was."""
         found = [_FILE.fullmatch(one.path) for one in self.requests if one.method == "GET"]
         return [match[4] for match in found if match and re.fullmatch(pattern, match[4])]
 

@@ -43,11 +43,11 @@ class RunFolder:
         self.checkpoints = folder / "checkpoints"
 
     def num_lines(self) -> int:
-        """Lines of the log, of all starts together."""
+        """Return lines of the log, of all starts together."""
         return self.log.read_bytes().count(b"\n") if self.log.exists() else 0
 
     def newest(self) -> int:
-        """The step of the newest folder that is called a checkpoint; 0: there is none."""
+        """Return the step of the newest folder that is called a checkpoint; 0: there is none."""
         return next((step for step, _ in step_folders(self.checkpoints)), 0)
 
     def draft(self) -> Path | None:

@@ -13,7 +13,7 @@ TASKS = Path(__file__).resolve().parents[1] / "samples" / "lm_eval_tasks"
 
 
 def save_task_model(folder: Path, family: str = "llama", **fields: int) -> Path:
-    """A tiny model with the tokenizer of the tasks' words."""
+    """Save a tiny model with the tokenizer of the tasks' words."""
     tokenizer = tiny_tokenizer((TASKS / "commands.jsonl").read_text(encoding="utf-8").splitlines())
     tiny_whole(family, folder, vocab_size=len(tokenizer), noise=0.3, **fields)
     save_processor(tokenizer, folder)

@@ -33,7 +33,7 @@ class ServedModel:
         return cls(parent / "tiny", whole, tokenizer)
 
     def answer(self, question: str) -> str:
-        """The likeliest answer of at most `NUM_TOKENS`, by `generate`."""
+        """Return the likeliest answer of at most `NUM_TOKENS`, by `generate`."""
         ids = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": question}],
             add_generation_prompt=True,

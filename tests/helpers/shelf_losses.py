@@ -11,5 +11,5 @@ import_shelf("loss_fn")
 
 
 def shelf_loss(key: str, **options: Any) -> LossPart:
-    """The part of a key that is registered."""
+    """Return the registered loss of a key."""
     return make_loss_part(chosen_part("loss_fn", key, options))

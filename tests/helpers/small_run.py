@@ -95,7 +95,7 @@ class Job:
     def command(
         self, name: str, *options: str | Path | int, torchrun: tuple[str | int, ...] = ()
     ) -> list[str]:
-        """The command line of a run into folder `name`.
+        """Return the command line of a run into folder `name`.
 
         Args:
             torchrun: number of processes and further options of torchrun; by default our launcher
@@ -150,7 +150,7 @@ class Job:
         return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
     def checkpoints(self, name: str) -> list[str]:
-        """Names of what is called a checkpoint, in order."""
+        """Return names of what is called a checkpoint, in order."""
         return sorted(p.name for p in (self.folder / name / "checkpoints").glob("step-????????"))
 
 

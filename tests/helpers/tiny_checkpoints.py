@@ -50,7 +50,7 @@ def tiny_whole(
     noise: float = 0.05,
     **overrides: object,
 ) -> PreTrainedModel:
-    """A whole model in evaluation mode, saved to `folder` by plain `save_pretrained`.
+    """Make a whole model in evaluation mode, saved to `folder` by plain `save_pretrained`.
 
     transformers starts biases and norms at 0 and 1, which hides weights that were swapped or left
     out: here they are moved.

@@ -17,7 +17,7 @@ def mllama_micro_batch(
     seed: int = 7,
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, torch.Tensor]:
-    """One micro-batch with pixels; the last row is padded.
+    """Return one micro-batch with pixels; the last row is padded.
 
     Args:
         num_images: of each row; images of one to four tiles.

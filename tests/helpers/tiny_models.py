@@ -204,7 +204,7 @@ VISION_LANGUAGE = tuple(name for name, family in _FAMILIES.items() if family.vis
 
 
 def tiny_config(family: str, *, tied: bool = False, **overrides: object) -> PretrainedConfig:
-    """A tiny configuration of `family` (one of `DECODERS` or `VISION_LANGUAGE`).
+    """Return a tiny configuration of `family` (one of `DECODERS` or `VISION_LANGUAGE`).
 
     Args:
         tied: whether the head shares the weight of the embeddings.
@@ -470,7 +470,7 @@ _MEAN_STD: Fields = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
 
 def tiny_processor(family: str, *, image_size: int = 16) -> Any:
-    """A processor of one of `PROCESSOR_FAMILIES`.
+    """Return a processor of one of `PROCESSOR_FAMILIES`.
 
     Args:
         image_size: width and height of a tile; of what the vision tower takes.
@@ -493,7 +493,7 @@ def tiny_processor(family: str, *, image_size: int = 16) -> Any:
 
 
 def tiny_mllama_processor(image_size: int = 16) -> Any:
-    """A processor that cuts an image into at most four tiles.
+    """Return a processor that cuts an image into at most four tiles.
 
     Args:
         image_size: width and height of a tile.

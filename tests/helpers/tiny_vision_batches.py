@@ -34,7 +34,7 @@ def vision_micro_batches(
     dtype: torch.dtype = torch.float32,
     change: Callable[[int, Image.Image], Image.Image] = lambda _, image: image,
 ) -> list[MicroBatch]:
-    """One micro-batch for each entry of `shapes`, as stage 0 gets it.
+    """Return one micro-batch for each entry of `shapes`, as stage 0 gets it.
 
     Args:
         prompt_fn, image_token: built-in components; the engine has none of its own.

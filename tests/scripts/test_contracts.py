@@ -51,7 +51,7 @@ def run(job, words, *, ranks=1, name="run"):
 
 
 def assert_refused(done, code, *words):
-    """One error whose first line names a place and all words; nothing was trained."""
+    """Check for one error whose first line names a place and all words, before training."""
     assert done.code == code, done.out + done.err
     lines = [line for line in done.err.splitlines() if line.startswith("error[")]
     assert len(set(lines)) == 1, done.err
@@ -62,7 +62,7 @@ def assert_refused(done, code, *words):
 
 
 def line_of(name, file):
-    """The line on which a part is written: what its name stands behind, or its decorator."""
+    """Return the line of a component: where its name or its decorator is."""
     lines = file.read_text().splitlines()
     (index,) = (i for i, line in enumerate(lines) if re.match(rf"(def|class) {name}\b", line))
     return index if lines[index - 1].startswith("@") else index + 1

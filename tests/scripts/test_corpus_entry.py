@@ -44,7 +44,7 @@ WRITE = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A text of lines, JSON lines, a tokenizer T, and a corpus of each text."""
+    """Return a text of lines, JSON lines, a tokenizer T, and a corpus of each text."""
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "data").mkdir()
     tiny_tokenizer([*LINES, *DOCUMENTS]).save_pretrained(folder / "T")

@@ -50,7 +50,7 @@ SMALLER = {
 
 
 def commands(page):
-    """(verb, words) of the commands of a page; a program of tools/ is a verb, too."""
+    """Return (verb, words) of the commands of a page; a program of tools/ is a verb, too."""
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
     lines = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
     found = [shlex.split(line) for line in lines.splitlines() if line.strip()]

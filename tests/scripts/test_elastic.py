@@ -47,7 +47,7 @@ def start(folder, codes, *, cards=0, broken="", **told):
 
 
 def starts(folder):
-    """(cards, stages) of each start."""
+    """Return (cards, stages) of each start."""
     lines = (folder / "starts").read_text().splitlines()
     end = f" --output-dir {folder / 'run'} --resume auto"
     found = [line.removesuffix(end).split(" --save-steps 5 --num-stages ") for line in lines]

@@ -91,7 +91,7 @@ def path_here(value, models, folder):
 
 
 def words_of(path, models, folder):
-    """The words after `stageline COMMAND`, made smaller."""
+    """Return the words after `stageline COMMAND`, with smaller values."""
     words = [
         str(path.relative_to(ROOT)),
         "--device",

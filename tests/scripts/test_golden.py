@@ -53,7 +53,7 @@ def test_there_are_at_most_160_options():
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """The files that the bad command lines name."""
+    """Return the files that the bad command lines name."""
     folder = tmp_path_factory.mktemp("inputs") / "files"
     shutil.copytree(GOLDEN / "inputs", folder)
     rows = [json.dumps({"id": str(i), "question": f"{i}?", "answer": f"{i}!"}) for i in range(40)]

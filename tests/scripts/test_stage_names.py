@@ -37,7 +37,7 @@ def guide():
 
 @pytest.fixture
 def folder(tmp_path):
-    """The part of docs/add_a_model.md, its tokenizer and config."""
+    """Return a folder with the model of docs/add_a_model.md, its tokenizer and config."""
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path / "my_model")
     config = {"model_type": "gru_lm", "vocab_size": len(tokenizer)}

@@ -47,7 +47,7 @@ ROWS = [
 
 
 def made(key, folder, change, **options):
-    """The dataset after a change of the third row."""
+    """Return the dataset after a change of the third row."""
     make, name, _ = SETS[key]
     make(folder)
     file = folder / name

@@ -109,7 +109,7 @@ TURNS = ("right", "wrong", "right", "I can't tell.", "right", "")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A tiny llava with random weights."""
+    """Return a tiny llava with random weights."""
     return make_llava(tmp_path_factory.mktemp("vlm"))
 
 

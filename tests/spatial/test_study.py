@@ -164,7 +164,7 @@ elif name != "study_spatial_report.py":
 
 
 def commands_of(tmp_path, *options, script="study_spatial.sh", **environment):
-    """The commands that the script gives, without running any."""
+    """Return the commands that the script gives, without running any."""
     venv, notes = tmp_path / "venv", tmp_path / "notes.jsonl"
     (venv / "bin").mkdir(parents=True, exist_ok=True)
     python = venv / "bin" / "python"

@@ -29,7 +29,7 @@ FAMILIES = ("llama", "gpt2", "gpt_neox", "phi3", "mixtral", *VISION_LANGUAGE)
 
 
 def save_lora(family, tmp_path, *, tied=False, **kwargs):
-    """A model folder and an adapter that two stages saved on it."""
+    """Return a model folder and an adapter that two stages saved on it."""
     tiny_whole(family, tmp_path / "base", tied=tied)
     lora = {"llm_lora_num": 1, "lora_rank": 3, "lora_alpha": 6.0, **kwargs}
     stages = shake(load_stages(tmp_path / "base", tmp_path / "base", **lora))

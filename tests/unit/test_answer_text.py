@@ -107,7 +107,7 @@ def _answers(draw, kind: str) -> list[int]:
 
 
 def _told(kind: str, ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[AnswerText, list[str]]:
-    """The answer, and the pieces: one a token, then the rest."""
+    """Return the answer, and the pieces: one a token, then the rest."""
     answer = AnswerText(_tokenizer(kind), tuple(stop), ())
     pieces = []
     for token_id in ids:

@@ -97,7 +97,7 @@ def _name(path: Path) -> str:
 
 
 def _imports(tree: ast.AST, path: Path) -> list[tuple[str, int]]:
-    """(dotted module, line) of every import, also inside functions and for type checkers."""
+    """Return (dotted module, line) of every import, also inside functions and for type checkers."""
     found = []
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     for node in ast.walk(tree):

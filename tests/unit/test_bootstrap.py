@@ -28,7 +28,7 @@ from stageline.plotting.pictures import groups_figure, plot_groups
 
 
 def all_means(clusters):
-    """The mean of each of the n^n resamples of n clusters of scores."""
+    """Return the mean of each of the n^n resamples of n clusters of scores."""
     means = []
     for drawn in itertools.product(clusters, repeat=len(clusters)):
         scores = [score for cluster in drawn for score in cluster]

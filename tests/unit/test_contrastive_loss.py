@@ -57,7 +57,7 @@ PLAIN = {"js": plain_js, "cos": plain_cos}
 
 
 def plain_terms(logits, batch, sim, temperature, *, size):
-    """Sums and counts: tokens, marked tokens, groups."""
+    """Return sums and counts: tokens, marked tokens, groups."""
     token = marked = compared = torch.zeros((), dtype=torch.float64)
     counts = [0, 0, 0]
     what_they_say = []

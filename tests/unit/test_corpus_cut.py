@@ -55,7 +55,7 @@ def _full(cut, num_first, num_last):
 
 
 def _sentence_lengths(text, splitter, num_first, num_last):
-    """Tokens of each sentence, by looking for each token's place in turn."""
+    """Return tokens of each sentence, by looking for each token's place in turn."""
     data, token_ends = text.encode(), _tokens(text)[1].tolist()
     is_place = [end == len(data) or data[end] & 0xC0 != 0x80 for end in token_ends]
     counts = []
@@ -71,7 +71,7 @@ def _sentence_lengths(text, splitter, num_first, num_last):
 
 
 def _table(lengths, limit):
-    """The number of segments, by the plain O(n^2) recurrence."""
+    """Return the number of segments, by the plain O(n^2) recurrence."""
     best = [0]
     for end in range(1, len(lengths) + 1):
         ways, total = [], 0
@@ -85,7 +85,7 @@ def _table(lengths, limit):
 
 
 def _all_cuttings(lengths, limit):
-    """Every list of ends whose segments fit, by number of segments."""
+    """Return every list of ends whose segments fit, by number of segments."""
     places = range(1, len(lengths))
     for num_cuts in range(len(lengths)):
         found = [
@@ -129,7 +129,7 @@ def test_no_units_give_no_segments():
 
 
 def _manual_pages():
-    """Texts of some thousand letters, from the answers that the repository has."""
+    """Return texts of some thousand letters, from the answers that the repository has."""
     lines = (ROOT / "data/manpages_instruct.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     return [

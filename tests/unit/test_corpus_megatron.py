@@ -23,7 +23,7 @@ def _small_steps(monkeypatch):
 
 
 def oracle(documents, *, code, letter):
-    """(.bin, .idx) of a pair, written out by hand from indexed_dataset.py."""
+    """Return (.bin, .idx) of a pair, written out by hand from indexed_dataset.py."""
     sequences = [piece for document in documents for piece in document]
     size = struct.calcsize(letter)
     tokens = b"".join(struct.pack(f"<{letter}", token) for piece in sequences for token in piece)

@@ -13,7 +13,7 @@ _MASK = 2**64 - 1
 
 
 def _order(size, seed):
-    """An order of 0 .. size - 1: places -> numbers."""
+    """Return an order of 0 .. size - 1: places -> numbers."""
     return lambda places: permute(places, numpy.array([size]), numpy.array([seed]))
 
 

@@ -178,7 +178,7 @@ def loader(dataset, **options):
 
 
 def drawn(dataset, num_steps, **options):
-    """The rows of steps, of all replicas: as texts of their tokens, sorted."""
+    """Return the rows of steps, of all replicas: as texts of their tokens, sorted."""
     steps = [[] for _ in range(num_steps)]
     for rank in range(options["dp_degree"]):
         batches = iter(loader(dataset, dp_rank=rank, **options))

@@ -48,7 +48,7 @@ def log_probs(whole, ids_T, num_targets, **pictures):
 
 
 def noisy(whole, folder):
-    """The model with weights that hide no mistake, saved."""
+    """Give the model weights that hide no mistake, and save it."""
     with torch.no_grad():
         for parameter in whole.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -57,14 +57,14 @@ def noisy(whole, folder):
 
 
 def seeing(family, folder):
-    """A cut-down model that sees pictures."""
+    """Return a scaled-down model that reads images."""
     torch.manual_seed(0)
     config = shrink_config(family_config(family), num_layers=4)
     return noisy(transformers.AutoModelForImageTextToText.from_config(config), folder)
 
 
 def compared(whole, folder, prompts, *, key="causal_lm"):
-    """The answers of an engine to all prompts at once, after each number was compared."""
+    """Return the answers of an engine to all prompts, after a check of each number."""
     with quiet():
         stages = built_stages(train_model_register[key], folder, 2, is_piece=True)
     engine = local_engine(stages, tiny_tokenizer(), max_rows=len(prompts), num_groups=1)

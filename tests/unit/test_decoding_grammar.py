@@ -59,7 +59,7 @@ AS_REGEX = (
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    """The whole model, its folder, and stages by their number."""
+    """Return the whole model, its folder, and stages by their number."""
     folder = tmp_path_factory.mktemp("llama")
     with quiet():
         sizes = {"vocab_size": NUM_COLUMNS, "max_position_embeddings": 512}

@@ -40,7 +40,7 @@ def engine_of(model):
 
 
 def _requests(model, **sampling):
-    """A request for each prompt, with the seed of its number."""
+    """Return a request for each prompt, with the seed of its number."""
     sampling = {"max_new_tokens": NUM_TOKENS, "stop_token_ids": (), **sampling}
     return [
         Request(str(place), prompt, Sampling(seed=place, **sampling))

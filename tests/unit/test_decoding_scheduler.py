@@ -213,7 +213,7 @@ def test_every_sequence_ends_within_the_limits(
 
 
 def reading_run(num_stages, **limits):
-    """One answer runs, and a prompt of 30 tokens waits that is read in six pieces."""
+    """Return a run with one answer, and a prompt of 30 tokens that is read in six pieces."""
     run = Simulated(Limits(**{"max_rows": 4, "prefill_tokens": 5, **limits}), lambda rows: 1,
                     num_stages)  # fmt: skip
     run.submit(0, 5, 20, False)

@@ -23,7 +23,7 @@ GIB = 2**30
 
 @pytest.fixture
 def cards(monkeypatch):
-    """Two cards of 8 GiB, the first of them with 6 GiB left."""
+    """Return two cards of 8 GiB, the first of them with 6 GiB left."""
     return fake_accelerators(
         monkeypatch,
         "xpu",

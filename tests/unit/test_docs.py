@@ -100,7 +100,7 @@ def test_the_glossaries_explain_the_same_words():
 
 
 def defined(path):
-    """Names of functions, classes and `Class.method` of a file."""
+    """Return names of functions, classes and `Class.method` of a file."""
     names = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

@@ -45,7 +45,7 @@ class Groups(Rows):
 
 
 def counting(part, counts):
-    """The part, bound; counts how often each sample is encoded."""
+    """Bind the component, and count how often each sample is encoded."""
     options = collate_options(tiny_tokenizer(), prompt="[QUESTION] [ANSWER]", max_token_num=96)
     bound = as_collate_part(part).bind(**options)
 

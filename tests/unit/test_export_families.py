@@ -111,7 +111,7 @@ def check(report, tolerance=1e-5):
 
 
 def some(kind, *families):
-    """One kind of training for some families."""
+    """Return one kind of training for some families."""
     return [(kind, family) for family in families]
 
 

@@ -33,7 +33,7 @@ QUESTIONS = (
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request, tmp_path_factory):
-    """A saved model whose answers depend on its images."""
+    """Return a saved model whose answers depend on its images."""
     try:
         processor, config = tiny_parts(request.param)
     except ImportError as error:  # older releases of transformers need torchvision for some

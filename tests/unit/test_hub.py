@@ -56,7 +56,7 @@ def hub():
 
 @pytest.fixture
 def here(hub, tmp_path, monkeypatch):
-    """A hub that this process asks, with an empty cache."""
+    """Return a hub that this process asks, with an empty cache."""
     monkeypatch.chdir(tmp_path)
     hub.answers_here(tmp_path / "home", monkeypatch)
     return hub

@@ -333,7 +333,7 @@ def test_nothing_is_written_over_and_what_is_no_yaml_is_refused(tmp_path):
 
 
 def key_table():
-    """The rows of the table as the page shows them."""
+    """Return the rows of the table as the page shows them."""
     lines = []
     for section, rows in TABLE.items():
         lines += [f"### {section}", "", "| theirs | ours | |", "|---|---|---|"]

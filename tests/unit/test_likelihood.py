@@ -44,7 +44,7 @@ def tiny_model(family="llama", **options):
 
 
 def logprobs(model, ids, num_targets):
-    """One row, alone, in float64."""
+    """Return log-probabilities of one row, by itself, in float64."""
     with torch.no_grad():
         logits = model.double()(torch.tensor([ids])).logits[0]
     found = torch.log_softmax(logits, -1)[range(len(ids) - 1), ids[1:]]

@@ -137,7 +137,7 @@ def test_recomputed_layers_give_equal_gradients(stage):
 
 
 def save_whole(folder):
-    """A model whose gates are open, with its processor."""
+    """Save a model with open gates, and its processor."""
     processor = tiny_mllama_processor()
     torch.manual_seed(3)
     config = tiny_mllama_config(vocab_size=len(processor.tokenizer))

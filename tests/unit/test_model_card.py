@@ -58,7 +58,7 @@ LOG = [
 
 
 def make_run(folder, *, step=3, best=False, curve=True):
-    """A run folder with a checkpoint that is a plain model."""
+    """Return a run folder with a checkpoint that is a plain model."""
     run = folder / "runs" / "x"
     checkpoint = run / "checkpoints" / f"step-{step:08d}"
     tiny_whole("llama", checkpoint)

@@ -169,7 +169,7 @@ def test_a_trained_checkpoint_brings_its_template(tmp_path):
 
 
 def ends_of(folder, tokenizer):
-    """The tokens at which plain transformers stops, if the model writes them."""
+    """Return the tokens at which plain transformers stops, if the model writes them."""
     assert set(tokenizer.all_special_ids) < set(range(6))
     model = AutoModelForCausalLM.from_pretrained(folder)
     found = set()

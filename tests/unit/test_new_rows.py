@@ -36,7 +36,7 @@ def make_stages(base, num_stages, *, checkpoint=None, rows=None, dtype=DTYPE, **
 
 
 def batch_of(family, dtype=DTYPE):
-    """A micro-batch with each new token in the prompt and among the targets."""
+    """Return a micro-batch with each new token in the prompt and among the targets."""
     batch = tiny_micro_batches(family, dtype=dtype)[2]
     for place, token in zip((-9, -7, -4), IDS, strict=True):
         batch["input_ids"][0, place] = token

@@ -22,7 +22,7 @@ SHAPE = (7, 3)
 
 
 def trained():
-    """Two parameters and an optimizer with moments that differ in each row."""
+    """Return two parameters and an optimizer with moments that differ in each row."""
     torch.manual_seed(0)
     parameters = {"w": nn.Parameter(torch.randn(SHAPE)), "v": nn.Parameter(torch.randn(5))}
     optimizer = torch.optim.AdamW(parameters.values(), lr=0.1)
@@ -38,7 +38,7 @@ def step(parameters, optimizer):
 
 
 def rows_of(parameters, optimizer, first, end):
-    """The same as one replica of several has it: some rows of `w`, all of `v`."""
+    """Return the share of one of several replicas: some rows of `w`, all of `v`."""
     whole = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     share = {"w": nn.Parameter(whole["w"][first:end].clone()), "v": nn.Parameter(whole["v"])}
     own = torch.optim.AdamW(share.values(), lr=0.1)

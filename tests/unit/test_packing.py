@@ -72,7 +72,7 @@ def samples_of(family, dtype=torch.float32):
 
 
 def packed_of(rows):
-    """The same samples as one packed micro-batch, by `pack_rows`."""
+    """Return the same samples as one packed micro-batch, by `pack_rows`."""
     encoded = [
         [
             Encoded(ids := sample["input_ids"][0].tolist(), is_target, [False] * len(ids))
@@ -117,7 +117,7 @@ def build_stages(family, folder, dtype, attention=None, num_stages=2):
 
 
 def chain(stages, batch):
-    """Logits of the stages behind each other, as the runner feeds them."""
+    """Return the logits of the stages, chained as the runner feeds them."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     output = batch["input_ids"]
     for stage in stages:

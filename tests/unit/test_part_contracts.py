@@ -75,7 +75,7 @@ def write_rows(job):
 
 
 def shipped(job, *words):
-    """The arguments of a training run, and its data, in this process."""
+    """Return the arguments of a training run, and its data, in this process."""
     command = job.command("run", "--num-stages", 2, *words)
     arguments = parse_train_args(command[command.index("--train-model") :])
     return arguments, check_data(arguments)

@@ -36,7 +36,7 @@ def logits_of(stages, batch):
 
 
 def cast_by_hand(whole, family):
-    """Each norm by its own formula in float32, written out here."""
+    """Compute each norm by its own formula in float32, written out here."""
     for name, module in whole.named_modules():
         if name.rpartition(".")[2] not in NORMS[family]:
             continue

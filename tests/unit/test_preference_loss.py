@@ -37,7 +37,7 @@ def make_logits(batch):
 
 
 def plain_log_probs(logits, labels):
-    """(sum, tokens) of each row, token by token."""
+    """Return (sum, tokens) of each row, token by token."""
     found = []
     for row in range(len(labels)):
         places = [t for t in range(1, labels.shape[1]) if labels[row, t] != -100]

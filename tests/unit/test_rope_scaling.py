@@ -157,7 +157,7 @@ def test_what_has_no_plain_positions_is_refused(folder):
 
 
 def built(folder, kind, **options):
-    """Two stages as a run with scaled positions builds them."""
+    """Return two stages as a run with scaled positions builds them."""
     paths = {"config_path": str(folder), "processor_path": None, "checkpoint_path": str(folder)}
     methods = {"rope_scaling": {"kind": kind, "max_token_num": LENGTH}}
     options = {**paths, "num_stages": 2, "is_piece": True, "methods": methods, **options}

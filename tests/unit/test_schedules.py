@@ -77,7 +77,7 @@ def test_idle_share_and_memory_are_the_published_ones(num_ranks, count):
 
 
 def ideal_bubble(*, num_stages, num_micro_batches):
-    """The idle share of GPipe and 1F1B at equal stages."""
+    """Return the idle share of GPipe and 1F1B at equal stages."""
     return (num_stages - 1) / (num_micro_batches + num_stages - 1)
 
 

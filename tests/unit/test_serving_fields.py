@@ -27,7 +27,7 @@ HELLO = [{"role": "user", "content": "Is it so?"}]
 
 @contextlib.contextmanager
 def asking(processor, *, render=chat, **settings):
-    """(client, engine that keeps what it is asked)."""
+    """Yield (client, engine that keeps what it is asked)."""
     with (
         FakeEngine(processor) as engine,
         served(engine, render=render, image_token=auto, **settings) as running,
@@ -174,7 +174,7 @@ def test_effort_is_refused_where_the_template_has_none():
 
 
 def post(client, path, status=200, **body):
-    """A route that OpenAI's client has no method for."""
+    """Post to a route that OpenAI's client has no method for."""
     url = str(client.base_url).removesuffix("v1/") + path
     response = httpx.post(url, json=body, headers={"Authorization": f"Bearer {client.api_key}"})
     assert response.status_code == status, response.text

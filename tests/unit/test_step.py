@@ -44,7 +44,7 @@ def alone():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny model with untied weights."""
+    """Return a tiny model with untied weights."""
     path = tmp_path_factory.mktemp("llama")
     tiny_whole("llama", path)
     return path
@@ -56,7 +56,7 @@ def batches_of(step):
 
 
 def reference(folder, steps, max_norm):
-    """(loss, norm) of each step, and the weights in the end."""
+    """Return (loss, norm) of each step, and the final weights."""
     whole = transformers.AutoModelForCausalLM.from_pretrained(folder).train()
     parts = [[p for p in whole.parameters() if (p.ndim >= 2) is decays] for decays in (True, False)]
     groups = [{"params": part, "weight_decay": 0.1 * place} for part, place in zip(parts, (1, 0))]

@@ -32,7 +32,7 @@ class Model(nn.Module):
 
 
 def make(kind):
-    """(wrapper, models that attributes belong to)."""
+    """Return (wrapper, models that attributes belong to)."""
     model = Model()
     lanes = [Lane.cpu()]
     if kind == "auto":

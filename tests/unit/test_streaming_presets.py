@@ -58,7 +58,7 @@ def engine_of(model, lanes=None, **config):
 
 
 def through(row, **inputs):
-    """The output of a row that runs layer by layer."""
+    """Return the output of a row that runs layer by layer."""
     value = row[0](**inputs)
     for layer in row[1:]:
         value = layer(value)
@@ -66,7 +66,7 @@ def through(row, **inputs):
 
 
 def plain_loop(model, batch, **more):
-    """The sum of the micro-batches' losses; gradients are added up in the model."""
+    """Return the sum of the micro-batches' losses; gradients are added up in the model."""
     total = 0
     for part in parts_of(batch):
         loss = model(**part, **more).loss

@@ -141,7 +141,7 @@ def test_equals_the_pipeline_to_the_bit(case, tmp_path):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A folder with weights, and what the pipeline makes of them."""
+    """Return a folder with weights, and what the pipeline makes of them."""
     folder = tmp_path_factory.mktemp("llama")
     save_whole("llama", folder)
     return folder

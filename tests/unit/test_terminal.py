@@ -92,7 +92,7 @@ def written_by(run, folder, *, is_terminal):
 
 
 def screen(text):
-    """The rows that a terminal shows at the end."""
+    """Return the rows that a terminal shows at the end."""
     rows, column = [""], 0
     for part in re.findall(r"\x1b\[[0-9;]*[A-Za-z]|.|\n|\r", text):
         if part == "\n":

@@ -122,7 +122,7 @@ def test_the_description_blames_nobody_where_stages_are_even():
 
 
 def parts_of(events):
-    """(rank, stage, micro-batch) of a wait -> its parts."""
+    """Return (rank, stage, micro-batch) of a wait -> its parts."""
     found = {}
     for event in split_waits(events):
         if event.kind in WAITS:

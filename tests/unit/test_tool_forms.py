@@ -23,7 +23,7 @@ STRICT = MISTRAL.replace(
 
 
 def two_calls(*ids):
-    """Two calls of one answer, whose results come in the other order where ids tell so."""
+    """Return two calls of one answer, whose results come in the other order where ids tell so."""
     first, second = call(city="Bern")["tool_calls"] + call(city="Köln")["tool_calls"]
     messages = [say("user", "Both?"), say("assistant", "", tool_calls=[first, second])]
     results = [say("tool", "21"), say("tool", "9")]

@@ -156,7 +156,7 @@ class Cards:
     # -- what torch.cuda asks --
 
     def stream_of(self, device: torch.device) -> Actor:
-        """The current stream of a card in this thread."""
+        """Return the current stream of a card in this thread."""
         return device.index, self.native.cards_stream(device.index)
 
     def wait_for_card(self, kind: str, device: torch.device) -> None:
@@ -191,7 +191,7 @@ class Cards:
     # -- operations --
 
     def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """An operation on tensors of a card, or one that makes some."""
+        """Run an operation on tensors of a card, or one that makes some."""
         wanted = self._wanted(kwargs)
         if is_collective(func):
             return self._collective(func, args, kwargs)
@@ -287,7 +287,7 @@ class Cards:
         return devices.pop() if devices else wanted
 
     def _compute(self, func: Any, args: tuple, kwargs: dict, device: torch.device) -> Any:
-        """The values; random ones from the card's generator."""
+        """Compute the values, random ones with the card's generator."""
         if name_of(func) in ON_A_CPU:
             return ON_A_CPU[name_of(func)](func, *args, **kwargs)
         if not is_random(func) or device.type != KIND or kwargs.get("generator") is not None:

@@ -25,7 +25,7 @@ class Unavailable(RuntimeError):
 
 
 def load() -> ctypes.CDLL:
-    """The compiled guard and hooks, in this process from now on; about 15 s of g++ the first time.
+    """Load the compiled guard and hooks into this process; the first time takes 15 s of g++.
 
     Raises:
         Unavailable: torch is imported already, a real card is here, or nothing compiles C++.

@@ -104,7 +104,7 @@ def replaced(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def tensors_in(*values: Any) -> list[torch.Tensor]:
-    """All tensors in nested lists, tuples and dicts, in order."""
+    """Return all tensors in nested lists, tuples and dicts, in order."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -123,7 +123,7 @@ def _written_places(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def written(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments that an operation writes into."""
+    """Yield the tensors among the arguments that an operation writes into."""
     for index, name in _written_places(func):
         value = args[index] if index < len(args) else kwargs.get(name)
         yield from tensors_in(value)

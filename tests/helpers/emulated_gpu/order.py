@@ -146,7 +146,7 @@ class Order:
 
 
 def told_actor(actor: Actor) -> str:
-    """An actor in words."""
+    """Return the name of an actor in words."""
     return actor if isinstance(actor, str) else f"stream {actor[1]} of card {actor[0]}"
 
 

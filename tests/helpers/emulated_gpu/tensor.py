@@ -107,5 +107,5 @@ def entered() -> "Cards":
 
 
 def values_of(value: Any) -> Any:
-    """The host's tensor of a card's one; anything else as it is."""
+    """Return the host's tensor of a card's one; anything else as it is."""
     return value.values if isinstance(value, CardTensor) else value

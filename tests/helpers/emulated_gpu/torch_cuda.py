@@ -96,7 +96,7 @@ class Event:
 
 
 def index_of(device: Any = None) -> int:
-    """The number of a card: of an int, a name or a device; by default the current one."""
+    """Return the number of a card: of an int, a name or a device; by default the current one."""
     if isinstance(device, Stream):
         device = device.device
     if device is not None and not isinstance(device, int):
@@ -147,7 +147,7 @@ def module() -> Any:
 
 
 def replacements(cards: "Cards") -> Iterator[tuple[Any, str, Any]]:
-    """(owner, name, new): what the cards put in the place of torch's own."""
+    """Yield (owner, name, new): what the cards put in the place of torch's own."""
     tables = (_devices(cards), _streams(cards), _memory(cards), _generators(cards))
     yield from ((module(), name, new) for table in tables for name, new in table.items())
     tensor_of = torch.tensor
