@@ -205,7 +205,7 @@ def _text_config(old: Mapping[str, Any]) -> PretrainedConfig:
 def _known_fields(
     config_class: type[PretrainedConfig], fields: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Old files hold every setting of generation that their library had."""
+    """Keep fields that the class has: old files hold every setting of generation of their time."""
     known = set(config_class.__dataclass_fields__) - _NO_SETTINGS
     return {name: value for name, value in fields.items() if name in known and value is not None}
 
@@ -365,7 +365,7 @@ def _image_tokens(tokenizer: Any, settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _check_ids(tokenizer: Any, own: dict[str, Any], folder: Path) -> None:
-    """Added tokens must keep their ids: the embedding has a row for each."""
+    """Check that added tokens keep their ids: each has its row in the embedding."""
     for number, entry in (own.get("added_tokens_decoder") or {}).items():
         found = tokenizer.convert_tokens_to_ids(entry["content"])
         if found != int(number):
@@ -389,7 +389,7 @@ def _id_of(tokenizer: Any, token: str, folder: Path) -> int:
 def _write_processor(
     tokenizer: Any, config: InternVLConfig, settings: dict[str, Any], draft: Path
 ) -> None:
-    """Processor with the old tiling, and what ends an answer."""
+    """Make a processor with the old tiling, and the settings that end an answer."""
     template, end_of_turn = _TEMPLATES.get(str(settings.get("template")), _CHATML)
     size = cast(PretrainedConfig, config.vision_config).image_size
     is_tiled = bool(settings.get("dynamic_image_size", True))

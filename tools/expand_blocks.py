@@ -97,7 +97,7 @@ def find_list(names: list[str], total: int) -> str:
 
 
 def expand_config(config: PretrainedConfig, places: Places) -> None:
-    """Tells a configuration of the new layers, in place."""
+    """Write the new layers into a configuration, in place."""
     text: Any = config.get_text_config(decoder=True)
     total = text.num_hidden_layers
     for name in ("decoder_sparse_step", "interleave_moe_layer_step"):

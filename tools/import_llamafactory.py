@@ -67,7 +67,7 @@ class Imported:
     sets: dict[str, Any] = field(default_factory=dict)
 
     def add(self, key: str, got: Ours | str) -> None:
-        """Takes what became of a key, as far as the command has such options."""
+        """Add the options of a key, as far as the command has them."""
         if isinstance(got, dict):
             got = _taken(got, self.command)
         self.keys.append((key, got))

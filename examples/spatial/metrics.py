@@ -98,7 +98,7 @@ def _judge_words(text: str, answers: Sequence[str]) -> bool | None:
 
 
 def _says_the_same(text: str, answer: str, sample: dict[str, Any]) -> bool | None:
-    """Compares as the sample's task says, or else as what the answer is."""
+    """Compare as the sample's task requires, or else by the kind of its answer."""
     task, question = sample.get("task"), sample.get("question")
     read = _READERS.get(task or "") or next(
         (read for kind, read in _READERS.items() if _is(kind, answer)), None

@@ -1,4 +1,4 @@
-"""The rewards of the study: all views of a scene, and options by the meaning of what is said."""
+"""The rewards of the study: all views of a scene, and options by the meaning of an answer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

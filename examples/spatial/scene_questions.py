@@ -233,7 +233,7 @@ class SceneRules:
         return place % 5 == 0
 
     def allow(self, question: Question) -> bool:
-        """Whether the answer is clear, nothing is hidden, and combinations are those wanted."""
+        """Whether the answer is clear, nothing is hidden, and the combinations fit the split."""
         scene = question.scene
         if question.answer is None or scene.is_crowded():
             return False

@@ -262,7 +262,9 @@ class Scenes:
         return [draw_anchor(random, rules, task)]
 
     def _is_new(self, group: int) -> bool:
-        """Held-out samples take turns, whatever the number of tasks is."""
+        """Whether a held-out group has a new combination: every second one, for any number of
+        tasks.
+        """
         return self._split != "train" and group // len(self._tasks) % 2 == 1
 
 

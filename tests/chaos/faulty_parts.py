@@ -1,4 +1,4 @@
-"""Parts that fail on some rank at some step, as the variable FAULTS says. For chaos tests.
+"""Components that fail on some rank at some step, as the variable FAULTS sets. For chaos tests.
 
 FAULTS='{"1": {"step": 2, "do": "longer"}}': what rank 1 does when it collates step 2, from 0 on.
 """

@@ -1,4 +1,4 @@
-"""Numbers that go wrong: weights take no harm, all ranks agree, the message says where it was."""
+"""NaN and infinity: weights stay unharmed, all ranks agree, and the message names the place."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""An entry file that fails, or is stopped, in the way its first argument names. Run by tests."""
+"""An entry file for tests that fails, or is stopped, in the way its first argument names."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from stageline.errors import DataError, UserError
 
 
 def exchange(context: DistributedContext) -> None:
-    """Waits for the neighbour before, as a stage does."""
+    """Wait for the previous neighbour, as a stage does."""
     dist.recv(torch.empty(4), group=context.pp_group, group_src=(context.pp_rank - 1))
 
 

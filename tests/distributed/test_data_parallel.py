@@ -66,7 +66,7 @@ def add_peft(whole, rank):
 
 
 def our_name(name):
-    """peft's name of a parameter as Stageline has it."""
+    """Return Stageline's name of a parameter of peft."""
     name = name.removeprefix("base_model.model.").replace(".default", "")
     return name.replace(".lora_A", ".lora.lora_A").replace(".lora_B", ".lora.lora_B")
 

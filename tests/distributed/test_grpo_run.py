@@ -142,7 +142,7 @@ def test_a_killed_run_goes_on_with_the_same_answers(job, point):
 
 
 def test_compiled_layers_answer_as_they_were_written(job, monkeypatch):
-    """A backend that runs graphs as they are, and looks which passes they are made for."""
+    """Compile with a backend that runs graphs as they are, and checks the passes they are for."""
 
     def backend(graph, inputs):
         passes = {frame.filename.rpartition("/")[2] for frame in traceback.extract_stack()}

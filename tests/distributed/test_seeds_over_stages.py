@@ -1,4 +1,4 @@
-"""Dropout masks follow from seed, step, micro-batch and layer: not from the cut, nor from a rank.
+"""Dropout masks depend on seed, step, micro-batch and layer, and not on the split or the rank.
 
 The reference is plain transformers (and peft) in one process, with hooks of its own that set the
 seeds which the rule gives; every split must equal it to the last bit. With replicas sums are made

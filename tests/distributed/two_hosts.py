@@ -124,7 +124,7 @@ def why_not() -> str | None:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[TwoHosts]:
-    """Makes the hosts, and takes them away with all that runs on them."""
+    """Make the hosts, and remove them with all that runs on them."""
     hosts = TwoHosts()
     try:
         hosts.build()

@@ -1,4 +1,4 @@
-"""Answers on emulated cards: evaluate.py by both engines, the server, and what their ranks say.
+"""Answers on emulated cards: evaluate.py by both engines, the server, and reports of their ranks.
 
 Ranks are forked, a card each, with gloo for NCCL.
 """

@@ -1,4 +1,4 @@
-"""The emulated cards: they tell the faults that are put in here, and nothing that is none."""
+"""The emulated cards report each fault that these tests cause, and nothing else."""
 
 import threading
 

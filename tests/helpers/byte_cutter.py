@@ -1,4 +1,4 @@
-"""A cutter of text whose tokens are its bytes: quick, and a document is easily had back."""
+"""A cutter of text whose tokens are its bytes: quick, and documents are easy to restore."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class ByteEncoder:
     note: str = ""
 
     def check(self, texts: Sequence[str]) -> bool:
-        """There is no other way to encode."""
+        """Accept any text: there is no other way to encode."""
         return True
 
 

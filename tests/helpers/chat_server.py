@@ -1,4 +1,4 @@
-"""A small OpenAI-style server on this machine that behaves as told, for tests of remote models."""
+"""A small OpenAI-style server on this machine with set responses, for tests of remote models."""
 
 import base64
 import io
@@ -51,7 +51,7 @@ class ChatServer:
         self._server.server_close()
 
     def answer(self, body: Body, key: str | None) -> Reply:
-        """Notes a request and says what to send."""
+        """Record a request and return the response to send."""
         with self._lock:
             seen = self.bodies.count(body)
             self.bodies.append(body)

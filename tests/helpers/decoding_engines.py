@@ -94,7 +94,7 @@ def answer_all(engine: DecodingEngine, model: DecodedModel) -> dict[str, Excepti
 
 
 def check_nothing_is_left(engine: DecodingEngine) -> None:
-    """The stages hold no row, and the engine counts none."""
+    """Check that the stages hold no row, and that the engine counts none."""
     for decoder in engine.chain.decoders:
         assert not decoder.groups and not decoder.sampled and not decoder.unfinished
     stats = engine.stats()
@@ -132,7 +132,7 @@ def on_ranks(
     decoder_class: type[StageDecoder] = StageDecoder,
     **limits: Any,
 ) -> Any:
-    """Has each rank run its stage; the first one does `work` with the engine.
+    """Run the stage of each rank; rank 0 does `work` with the engine.
 
     Args:
         decoder_class: a stage that does something else in a test.

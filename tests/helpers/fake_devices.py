@@ -1,4 +1,4 @@
-"""Runs a model over devices that are not there: tensors without values that know their device.
+"""Run a model over emulated devices: tensors without values that know their device.
 
 An operation on tensors of two devices raises, as it does on GPUs, and so do tensors that no hook
 moves. No value is computed, so nothing that depends on values can be run: no tokens, and no tower

@@ -1,4 +1,4 @@
-"""A configuration of any family of transformers to try a split on: the default one, made whole.
+"""A configuration of any family of transformers to try a split on: the default one, completed.
 
 Some classes leave fields unset without which their model cannot be built, or have only one kind
 of layer by default. Multipliers, which most defaults leave at one, are set off it: a multiplier

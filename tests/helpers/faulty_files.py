@@ -1,4 +1,4 @@
-"""Makes files of a model folder faulty, and looks at how they are refused. For fault tests."""
+"""Faults in the files of a model folder, and checks of how they are refused. For fault tests."""
 
 import json
 import os
@@ -58,14 +58,14 @@ def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> N
 
 
 def flip(path: Path, position: int, bit: int = 0) -> None:
-    """Turns one bit of a file; once more turns it back."""
+    """Flip one bit of a file; a second call restores it."""
     content = bytearray(path.read_bytes())
     content[position] ^= 1 << bit
     path.write_bytes(content)
 
 
 def spoil(folder: Path, kind: str) -> None:
-    """Does to a checkpoint what `kind` says."""
+    """Apply the fault `kind` to a checkpoint."""
     file = max(folder.glob("*.safetensors"))
     if kind == "cut":
         os.truncate(file, 100)

@@ -40,7 +40,7 @@ _OURS: list[str] = []  # those of this repository among them
 
 
 def prepare_house() -> None:
-    """Called before each fork, which would copy the pages of thousands of modules by a look."""
+    """Prepare a fork, which would else copy the pages of thousands of modules."""
     untouched_house()
     if _SEEN != (names := list(sys.modules)):
         _SEEN[:], _OURS[:] = names, filter(_is_ours, names)

@@ -1,4 +1,4 @@
-"""A small hub on this machine, which speaks what huggingface_hub asks of one.
+"""A small hub on this machine that answers the requests of huggingface_hub.
 
 It keeps models and data sets by commit, notes every request, and can cut a download, change a
 file on its way, or keep a name from those without a token.

@@ -69,7 +69,7 @@ class RunFolder:
         return "publish" if (draft / MANIFEST).exists() else "write"
 
     def check(self) -> None:
-        """Every folder that is called a checkpoint is whole."""
+        """Check that every folder with the name of a checkpoint is whole."""
         for _, path in step_folders(self.checkpoints):
             verify(path)
 
@@ -89,7 +89,7 @@ class Kill:
 
 
 class Killer:
-    """Draws who is killed and when.
+    """A random choice of the rank to kill and the moment.
 
     Args:
         total_steps: of the run; towards the end only moments are drawn that come before a save,
@@ -121,7 +121,7 @@ class Killer:
         return phase
 
     def check(self) -> None:
-        """All ranks are gone: what was saved before is there, and whole."""
+        """Check, when all ranks are gone, that what was saved before is there, and whole."""
         seconds = time.monotonic() - self.done[-1].at
         self.folder.check()
         newest = self.folder.newest()
@@ -218,7 +218,7 @@ def _environment(process: Path) -> Mapping[str, str]:
 
 
 def _end_start(run: ForkedRun) -> None:
-    """Does what a launcher does: ranks that have not met cannot learn that one is gone."""
+    """Kill all ranks, as a launcher does: those that have not met cannot learn that one is gone."""
     end = time.monotonic() + _SECONDS_TO_LEARN
     _look_until(lambda: time.monotonic() > end, run)
     for pid in run.pids.values():
@@ -228,7 +228,7 @@ def _end_start(run: ForkedRun) -> None:
 def kill_by_hand(
     start: Callable[[int], ForkedRun], killer: Killer, *, kills: int, limit: float = 30.0
 ) -> None:
-    """Starts a run again and again, and kills one of its ranks each time; then lets it end.
+    """Start a run again and again, and kill one of its ranks each time; then let it end.
 
     Args:
         start: begins or resumes the run, given how often it was killed.
@@ -246,7 +246,7 @@ def kill_by_hand(
 
 
 def kill_below_launcher(run: LaunchedRun, killer: Killer, *, kills: int) -> None:
-    """Kills one rank after another, each of another start; then lets the run end."""
+    """Kill one rank after another, each in another start; then let the run end."""
     run.wait_for_new_ranks()
     for _ in range(kills):
         killer.kill(run)

@@ -49,7 +49,7 @@ class LateQueue:
         pass
 
     def work_to(self, count: int) -> None:
-        """Does what was given up to there."""
+        """Do the work that was queued before this point."""
         while self._done < count:
             work = self._kept.popleft()
             self._done += 1

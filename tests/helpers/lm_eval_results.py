@@ -1,4 +1,4 @@
-"""Tasks of lm_eval in files, a model of their words, and what two models gave for them."""
+"""Tasks of lm_eval in files, a model of their words, and the results of two models."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A folder of a decoder that comes with code of its own, as models on the hub do (`auto_map`)."""
+"""A folder of a decoder with its own code, like those of models on the hub (`auto_map`)."""
 
 import itertools
 import json

@@ -178,14 +178,14 @@ def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_tensors(ours: Path, theirs: Path) -> None:
-    """Two checkpoints hold the same, to the bit."""
+    """Check that two checkpoints hold the same, to the bit."""
     made, expected = saved_tensors(ours), saved_tensors(theirs)
     assert made.keys() == expected.keys()
     assert [name for name in made if not torch.equal(made[name], expected[name])] == []
 
 
 class ForkedRanks:
-    """Does for forked ranks what torch's agent does: when one fails it ends the others.
+    """A stand-in of torch's agent for forked ranks: when one fails it ends the others.
 
     Args:
         folder: takes the error files of the ranks.

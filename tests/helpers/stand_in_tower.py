@@ -1,4 +1,4 @@
-"""A small tower in the place of one that another library makes: timm, which may be missing.
+"""A small tower in the place of one that timm makes, which may be missing.
 
 Splits of a model around such a tower can be tried then; the tower itself cannot.
 """

@@ -1,4 +1,4 @@
-"""Small models for tests of the streaming engine, and what plain PyTorch makes of them."""
+"""Small models for tests of the streaming engine, and their results in plain PyTorch."""
 
 from typing import Any
 

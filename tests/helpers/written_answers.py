@@ -1,4 +1,4 @@
-"""Answers in Markdown for the chat page, good and hostile, and how the page shows them."""
+"""Answers in Markdown for the chat page, good and hostile, and how the page displays them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""--save-best through the real entry: what is kept computes the best figure of the log."""
+"""--save-best through the real entry: the kept checkpoint has the best score of the log."""
 
 import json
 

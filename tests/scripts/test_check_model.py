@@ -1,4 +1,4 @@
-"""check_model.py: right splits pass; each kind of wrong one fails, and the report says what."""
+"""check_model.py: right splits pass; each kind of wrong one fails, and the report says why."""
 
 import json
 import re

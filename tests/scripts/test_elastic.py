@@ -1,4 +1,4 @@
-"""scripts/train_elastic.sh, with a recipe that writes its command down and ends as it is told."""
+"""scripts/train_elastic.sh, with a recipe that records its command and ends as it is told."""
 
 import os
 import signal

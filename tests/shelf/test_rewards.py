@@ -1,4 +1,4 @@
-"""The reward parts: what each gives for answers written out, and what a broken one gets."""
+"""The built-in rewards: their values for written answers, and the result of a broken one."""
 
 import http.server
 import json

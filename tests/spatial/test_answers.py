@@ -1,4 +1,4 @@
-"""The rules of docs/metrics.md, one table: rule, kind, text -> what a careful reader hears."""
+"""The rules of docs/metrics.md in one table: rule, kind, text -> how a careful reader reads it."""
 
 import re
 from pathlib import Path

@@ -212,7 +212,7 @@ def test_fields_at_their_defaults_are_read(tmp_path, monkeypatch):
 
 
 def test_the_page_of_fields_is_that_of_the_installed_peft():
-    """A peft with another field needs a line about it, in HARMLESS_FIELDS or as refused."""
+    """A peft with another field needs an entry for it, in HARMLESS_FIELDS or as refused."""
     assert adapter_fields.PAGE.read_text(encoding="utf-8") == adapter_fields.make_page()
 
 

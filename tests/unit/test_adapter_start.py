@@ -1,4 +1,4 @@
-"""Adapters that a run begins with, or that are merged: `peft`'s own merges one by one judge."""
+"""Adapters that a run starts with, or that are merged, against `peft`'s own merges one by one."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The stated cache of answering is the real one, to the byte; the stated peak bounds it."""
+"""The estimated cache of generation equals the real one; the estimated peak bounds the real one."""
 
 import functools
 
@@ -38,7 +38,7 @@ LENGTHS = {"even": [40] * 8, "mixed": [40, 9, 17, 23, 40, 8], "rest": [12, 31, 4
 
 
 class Watched(StageDecoder):
-    """Notes the most bytes that the caches of all groups have behind an order."""
+    """A decoder that records the most bytes that the caches of all groups have after an order."""
 
     most = 0
 

@@ -1,4 +1,4 @@
-"""Groups of answers for training: which are drawn, what they are worth, stages left as found."""
+"""Groups of answers for training: which are drawn, their advantages, stages left as found."""
 
 import functools
 import threading

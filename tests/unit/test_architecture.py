@@ -1,4 +1,4 @@
-"""Check who may import whom (ARCHITECTURE section 4) and that the code does not grow."""
+"""Check which module imports which (ARCHITECTURE section 4), and that the code does not grow."""
 
 import ast
 import dataclasses

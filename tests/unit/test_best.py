@@ -1,4 +1,4 @@
-"""The best checkpoint: which evaluation it is, and that a kill at any moment leaves a whole one."""
+"""The best checkpoint: its evaluation, and that a kill at any moment leaves a whole one."""
 
 import json
 import math

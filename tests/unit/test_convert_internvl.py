@@ -109,7 +109,7 @@ class OldTower(nn.Module):
 
 
 class OldInternLM2(nn.Module):
-    """Rows of wqkv by key-value head: queries, key, value."""
+    """The old text model, with the rows of wqkv by key-value head: queries, key, value."""
 
     def __init__(self, vocab_size):
         super().__init__()

@@ -53,7 +53,7 @@ def build(files, prefix, *, seq_length=32, fingerprint="f", **kwargs):
 
 
 def in_child(fault, files, prefix, **kwargs):
-    """Builds in a forked process with a fault, a journal a chunk; returns how it ended."""
+    """Build in a forked process with a fault and a journal per chunk; return how it ended."""
 
     def run():
         os.environ[faults.VARIABLE] = fault

@@ -233,7 +233,7 @@ def test_the_state_is_small_and_steps_go_over_the_end_of_an_epoch():
 
 
 class Huge:
-    """A corpus of a billion segments, of which each says its number."""
+    """A corpus of a billion segments, each of which holds its own number."""
 
     sizes = (9 * 10**8, 10**8)
     type_starts = (0, sizes[0], sum(sizes))

@@ -1,4 +1,4 @@
-"""Steps of a corpus: the sequence of batches does not depend on who shares and loads them."""
+"""Steps of a corpus: the sequence of batches does not depend on replicas and workers."""
 
 import itertools
 import random

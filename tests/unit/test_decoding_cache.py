@@ -1,4 +1,4 @@
-"""The cache of a group against a dictionary of rows, over drawn sequences of what can happen.
+"""The cache of a group against a dictionary of rows, over random sequences of operations.
 
 Every token gets keys and values that no other token of any row has, so that a column of another
 row, or of one that left, is seen. Rows that leave may have held NaN.

@@ -29,7 +29,7 @@ def model(tmp_path_factory):
 
 @contextlib.contextmanager
 def failing(target, name, error, *, at):
-    """Has a method raise in its call number `at`."""
+    """Make a method raise in its call number `at`."""
     method, calls = getattr(target, name), iter(range(10**6))
 
     def called(*args, **kwargs):
@@ -105,7 +105,7 @@ def test_a_row_without_numbers_fails_alone(model, stage, monkeypatch):
 
 
 class Ears:
-    """Runs an engine in a thread and hears what it tells."""
+    """Runs an engine in a thread and records its events."""
 
     def __init__(self, engine):
         self.engine = engine

@@ -1,4 +1,4 @@
-"""Each sample of a step is rendered and tokenized once, whatever part, order and packing."""
+"""Each sample of a step is rendered and tokenized once, with any component, order and packing."""
 
 import itertools
 import os

@@ -132,7 +132,7 @@ def test_an_adapter_without_peft(tmp_path, monkeypatch):
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (None, 5e-2), (torch.float16, 1e-2)]
 )
 def test_an_adapter_is_merged_as_exactly_as_the_type_allows(dtype, tolerance, tmp_path):
-    """Into a base in bfloat16, which the adapter, in float32, must not be rounded to."""
+    """Merge in float32, like the adapter, into a base in bfloat16, without rounding to it."""
     tiny_whole("llama", tmp_path / "base", dtype=torch.bfloat16)
     base = auto_class("llama").from_pretrained(tmp_path / "base", dtype=torch.float32)
     config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)

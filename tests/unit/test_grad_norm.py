@@ -11,7 +11,7 @@ from tests.helpers.ranks import run_ranks
 
 @pytest.fixture
 def alone():
-    """A process group of this process."""
+    """Open a process group of this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 

@@ -74,7 +74,7 @@ class CountsPasses(Recorder):
 
 @pytest.fixture(autouse=True)
 def alone():
-    """A process group of this process."""
+    """Open a process group of this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 

@@ -1,4 +1,4 @@
-"""Names on a hub: what is one, what is fetched for it, and what is said where it cannot be."""
+"""Names on a hub: which names are valid, what is fetched for them, and the errors."""
 
 import json
 import os

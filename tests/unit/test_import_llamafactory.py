@@ -1,4 +1,4 @@
-"""`tools/import_llamafactory.py`: every key of their example files has an option or a reason.
+"""`tools/import_llamafactory.py`: every key of the example files has an option or a reason.
 
 tests/samples/llamafactory_keys.json holds each key of the YAMLs in their examples/ folder (commit
 of November 2026) with the values that it has there.
@@ -355,7 +355,7 @@ def shown(ours):
 
 
 def test_the_page_has_the_table():
-    """STAGELINE_BLESS=1 writes it."""
+    """Compare the page with the table; STAGELINE_BLESS=1 writes it."""
     text = PAGE.read_text(encoding="utf-8")
     start, _, rest = text.partition("<!-- keys -->\n")
     end = rest.partition("<!-- end of keys -->")[2]

@@ -174,7 +174,7 @@ def test_perplexity_of_texts_longer_than_the_model_reads(stride):
 
 
 class FakeEngine:
-    """Answers score() as a decoding engine does, with a model; in reversed order."""
+    """An engine that answers score() like a decoding engine, with a model; in reversed order."""
 
     def __init__(self, model, max_length=64):
         self.model, self.max_length = model, max_length
@@ -204,7 +204,7 @@ def test_an_engine_gives_what_the_model_gives_and_failures_are_told():
 
 
 class EncodingEngine:
-    """Answers as vLLM does, which wants prompts in its own form; the last first."""
+    """An engine that answers as vLLM does, with prompts in its own form; the last one first."""
 
     def encode(self, rendered, images):
         return {"text": rendered.text, "images": images}

@@ -1,4 +1,4 @@
-"""LoRA against `peft`, and the names that files and other rooms rely on."""
+"""LoRA against `peft`, and the names that files and other subpackages rely on."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""The model card says what is known of a run, and leaves out what is not."""
+"""The model card states what is known of a run, and leaves out the rest."""
 
 import hashlib
 import json

@@ -89,7 +89,7 @@ def load(model_path, *, visual_gpu_ratio=0.0, dtype, num_devices, compile_it: bo
 
 @pytest.fixture(autouse=True)
 def _parts():
-    """A shelf of one part a register."""
+    """Register a few components in place of all others."""
     for register in ALL_REGISTERS.values():
         register.is_frozen = False
         register.data = {}

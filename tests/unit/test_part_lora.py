@@ -1,4 +1,4 @@
-"""LoRA of another rank, alpha and target on each part; `peft` on the unsplit model is the judge."""
+"""LoRA with a rank, alpha and targets for each part, against `peft` on the unsplit model."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Plans: no transfer waits in a circle; nothing dead is done; no rank runs away."""
+"""Plans: no transfer waits in a circle, no action is useless, no rank runs too far ahead."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""--plan of entry files that answer; the devices are told, faked, or asked for in vain."""
+"""--plan of entry files that generate; devices are given, faked, or missing."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The look through the data: it finds what a run would stumble over, before a model is loaded."""
+"""The check of the data: it finds what would stop a run, before a model is loaded."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.helpers.tiny_models import tiny_tokenizer
 
 
 class Rows:
-    """A dataset over a list; counts what was asked for."""
+    """A dataset over a list that counts the rows that are read."""
 
     def __init__(self, rows):
         self.rows = rows

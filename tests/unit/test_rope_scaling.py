@@ -178,7 +178,7 @@ def test_training_keeps_no_cache_and_a_saved_model_does(folder, tmp_path):
 
 
 def test_an_adapter_brings_its_scaled_configuration(folder, tmp_path):
-    """Trained with LoRA, the base's folder knows nothing of the scaling: the adapter's does."""
+    """After training with LoRA the adapter's folder has the scaling, which the base's has not."""
     adapter, batch = tmp_path / "adapter", batch_of(LENGTH)
     options = {"dtype": torch.float32, "llm_lora_num": 1, "frozen_lm_head": True}
     made = shake(built(folder, "yarn", **options))

@@ -1,4 +1,4 @@
-"""The choice of tokens: against transformers' processors, by its distribution, alone and among."""
+"""The choice of tokens, against transformers' processors and by distribution, single and mixed."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Every schedule: complete, free of circles, as idle as published and as documented."""
+"""Every schedule: complete, without circles, and as idle as published and documented."""
 
 import re
 from collections import Counter

@@ -38,7 +38,7 @@ RATES = (1e-3, 2e-3, 5e-4)
 
 @pytest.fixture(autouse=True)
 def alone():
-    """A process group of this process."""
+    """Open a process group of this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
@@ -227,7 +227,7 @@ def test_a_model_gets_neither_labels_nor_what_is_for_the_loss():
 
 
 class Loop(Trainer):
-    """A trainer that only notes what its loop asks for: a letter and how many steps were done."""
+    """A trainer that only records what its loop asks for: a letter and how many steps were done."""
 
     def __init__(
         self, *, start_step=0, is_evaluated=False, stop_at=None, ends_at=None, total_steps=7

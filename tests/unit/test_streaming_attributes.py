@@ -13,7 +13,7 @@ KINDS = ("row", "with an original", "auto")
 
 
 class Model(nn.Module):
-    """Has settings, a buffer and a method of its own."""
+    """A module with settings, a buffer and a method of its own."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Memory of the streaming engine: budgets of devices, and what it takes of the host."""
+"""Memory of the streaming engine: budgets of devices, and what it needs on the host."""
 
 import os
 from pathlib import Path

@@ -40,7 +40,7 @@ LORA = {"llm_lora_num": 1, "lora_rank": 2, "lora_dropout": 0.3, "frozen_lm_head"
 
 @pytest.fixture(autouse=True)
 def alone():
-    """A process group of this process."""
+    """Open a process group of this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 

@@ -25,7 +25,7 @@ LINEAR = 4 * (8 * 8 + 8)  # bytes of a Linear(8, 8)
 
 
 class Model(nn.Module):
-    """Has children and a forward that calls them in turn."""
+    """A module with children and a forward that calls them in turn."""
 
     def __init__(self, **children):
         super().__init__()
@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 
 class Whole(Model):
-    """Computes without children."""
+    """A module that computes without children."""
 
     def __init__(self, size=8):
         super().__init__()

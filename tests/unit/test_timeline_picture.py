@@ -1,4 +1,4 @@
-"""The picture, the trace and the words of a timeline say what the events say."""
+"""The picture, the trace and the words of a timeline agree with its events."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Rows with tools for templates that want ids, and for those that know no tools."""
+"""Rows with tools for templates that require ids, and for those without tools."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""The private names of torch that are used here: another torch that changes them fails this test.
+"""The private names of torch in use: a version of torch that changes them fails this test.
 
 They are the runtime that carries out a list of actions, with these, and the split of a backward
 pass into its two halves. Neither has a public name in torch 2.11 to 2.15.

@@ -1,4 +1,4 @@
-"""One to four CUDA cards that are not there, for tests on a machine without one.
+"""One to four emulated CUDA cards, for tests on a machine without one.
 
 Inside `with Cards(count=2) as cards:` tensors on "cuda:1" hold true values on the host, so all
 that a card runs runs here, with true results, and
@@ -146,7 +146,7 @@ class Cards:
         Cards.entered = CardTensor.cards = None
 
     def clear(self) -> None:
-        """Forgets what was seen; what is on its way stays."""
+        """Forget what was seen; pending work stays."""
         self.waits.clear()
         self.works.clear()
         self.collectives.clear()
@@ -160,12 +160,12 @@ class Cards:
         return device.index, self.native.cards_stream(device.index)
 
     def wait_for_card(self, kind: str, device: torch.device) -> None:
-        """The host waits for the current stream of a card."""
+        """Let the host wait for the current stream of a card."""
         self.note_wait(kind)
         self.order.join(HOST, self.stream_of(device))
 
     def note_wait(self, kind: str) -> None:
-        """Counts a wait of the host, and says so if torch was told to."""
+        """Count a wait of the host, and warn if torch was told to."""
         place = Place()
         self.waits[Wait(place.own(), place.library(), kind)] += 1
         if self.warns_of_waits not in ("default", 0) and not kind.endswith("synchronize"):
@@ -350,7 +350,7 @@ class Cards:
         self.order.join(after, before)
 
     def _collective(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """On the host's values, by gloo; for the order of streams as NCCL does, on its own one."""
+        """Run it on the host's values by gloo, and order it like NCCL, on a stream of its own."""
         self._note_collective(func, KIND)
         tensors = tensors_in(args, kwargs)
         ours = {id(x.values): x for x in tensors if isinstance(x, CardTensor)}
@@ -370,7 +370,7 @@ class Cards:
             self.collectives.append(f"{name_of(func)} on {kind} at {Place()}")
 
     def note_group(self, ranks: list[int], world_size: int, backend: str | None) -> None:
-        """A group of this run is made.
+        """Record that a group of this run is made.
 
         Raises:
             RuntimeError: some ranks would split the NCCL group of all, the others not.
@@ -394,7 +394,7 @@ aten_copy_ = torch.ops.aten.copy_.default
 
 
 class _Watch(TorchDispatchMode):
-    """Sees what makes tensors on a card out of none, and what the host does."""
+    """A mode that sees what makes tensors on a card out of none, and what the host does."""
 
     def __init__(self, cards: Cards) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The storages of emulated cards and the page-locked ones of the host: who is who, and how much.
+"""The storages of emulated cards and the page-locked ones of the host: their keys and sizes.
 
 A card's figures are those of torch's allocator without fragmentation: blocks of 512 bytes.
 """
@@ -15,7 +15,7 @@ BLOCK = 512
 
 
 class Memory:
-    """Gives each storage a key, and tells `order` when it comes and goes.
+    """A record that gives each storage a key, and tells `order` when it comes and goes.
 
     Attributes:
         allocated: bytes that a card's tensors have now.
@@ -74,7 +74,7 @@ class Memory:
             )
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Takes a storage on the host for page-locked from now on."""
+        """Treat a storage on the host as page-locked."""
         self._pinned.add(tensor.untyped_storage())
         return tensor
 

@@ -1,4 +1,4 @@
-"""Compiles cards.cpp once and loads it. It must be loaded before torch is: torch asks only once.
+"""Compile cards.cpp once and load it, before torch, which asks for it only once.
 
 The compiled file is in `.cache/`, under a name that changes with the source and with torch.
 """

@@ -46,7 +46,7 @@ class Memory:
 
 
 class Order:
-    """Follows works, events and waits; `races` counts what is out of order, by its sentence."""
+    """A record of works, events and waits; `races` counts what is out of order, by its sentence."""
 
     def __init__(self) -> None:
         self.races: Counter[str] = Counter()
@@ -56,7 +56,7 @@ class Order:
         self._lock = threading.RLock()
 
     def work(self, actor: Actor, reads: Iterable[Part], writes: Iterable[Part], told: Told) -> None:
-        """An actor uses memory; a stream's work comes behind all that the host knows."""
+        """Record a use of memory; a stream's work follows all that the host knows."""
         with self._lock:
             clock = self._clock(actor)
             if actor != HOST:
@@ -69,18 +69,18 @@ class Order:
                     self._touch(part, use, clock, is_write=part in writes)
 
     def allocate(self, key: int, owner: Actor | None) -> None:
-        """Memory from now on followed under `key`."""
+        """Follow memory under `key`."""
         with self._lock:
             self._memory[key] = Memory(owner)
 
     def record_stream(self, key: int, actor: Actor) -> None:
-        """The allocator will wait for what the stream does with this memory."""
+        """Record that the allocator will wait for what the stream does with this memory."""
         with self._lock:
             if key in self._memory:
                 self._memory[key].recorded.add(actor)
 
     def free(self, key: int) -> None:
-        """The owner's next allocation may be at the same place, so all uses must be behind it."""
+        """Check that all uses come before the owner's next allocation, maybe at the same place."""
         with self._lock:
             memory = self._memory.pop(key, None)
             if memory is None or memory.owner is None:
@@ -95,7 +95,7 @@ class Order:
                     ] += 1
 
     def record(self, event: Hashable, actor: Actor) -> None:
-        """An event behind all that the stream was given so far."""
+        """Record an event after all that the stream was given so far."""
         with self._lock:
             clock = self._clock(actor)
             _join(clock, self._clock(HOST))

@@ -30,13 +30,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Takes them away again."""
+    """Remove the cards."""
     if Cards.entered is not None:
         Cards.entered.__exit__(None, None, None)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says what tests for cards ran on."""
+    """Report the cards that tests ran on."""
     terminalreporter.write_line(f"cards: {_told()}")
 
 

@@ -1,4 +1,4 @@
-"""The face of `torch.cuda` over emulated cards: streams, events, memory figures, generators."""
+"""The interface of `torch.cuda` over emulated cards: streams, events, memory, generators."""
 
 import contextlib
 import time
