@@ -22,13 +22,13 @@ WAYS = (
     *("down", "lower left", "left", "upper left"),
 )
 # the most degrees from the middle of a sector; beyond it, people would disagree
-DIRECTION_REACH = 30.0  # of 45
-WAY_REACH = 15.0  # of 22.5
-CLOCK_REACH = 7.5  # of 15
+DIRECTION_REACH = 30.0  # a sector reaches 45 degrees to each side
+WAY_REACH = 15.0  # a sector reaches 22.5 degrees to each side
+CLOCK_REACH = 7.5  # a sector reaches 15 degrees to each side
 SIDE_LEAST = 0.35  # sine of the bearing: 20 degrees from straight above or below
 LEAST_ANGLE = 40.0  # between two things
 LEAST_DISTANCE = 0.33  # in the picture, in half widths; twice the radius of a thing
-OBLIQUE = 0.6  # what is left of the depth when the camera looks down at a slant
+OBLIQUE = 0.6  # the share of the depth that is left when the camera looks down at a slant
 Task = Literal["direction", "clock", "statement", "picture", "facing"]
 TASKS: tuple[Task, ...] = ("direction", "clock", "statement", "picture", "facing")
 CLOCK = tuple(f"{hour} o'clock" for hour in (12, *range(1, 12)))
@@ -163,7 +163,7 @@ class Question:
     scene: Scene
     task: Task
     asked: int = 0  # index of the thing
-    stated: str = ""  # of a statement: the direction that it claims
+    stated: str = ""  # the direction that a statement claims
 
     @property
     def text(self) -> str:

@@ -40,7 +40,8 @@ from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE
 
 NUM_TOKENS, PIECE = 30, 9
 SEEING = (*VISION_LANGUAGE, "mllama")
-CUT = tuple(name for name in VISION_LANGUAGE if name != "gemma3_vl")  # where a prompt is text
+# their text prompts are read in pieces
+CUT = tuple(name for name in VISION_LANGUAGE if name != "gemma3_vl")
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from tests.helpers.grpo_runs import (
 from tests.helpers.small_run import Job
 
 FROZEN = (*TWICE, "--rollouts.kl_beta", 0.1)
-MIXED = ("--llm-lora-num", 1)  # and the head
+MIXED = ("--llm-lora-num", 1)  # the head trains, too
 BESIDE = {
     "full": FROZEN,
     "mixed": (*FROZEN, *MIXED),

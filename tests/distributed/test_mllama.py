@@ -178,7 +178,7 @@ def our_name(name):
 
 @pytest.mark.parametrize("num_stages", [1, 3, 4])
 def test_lora_in_tower_and_decoder_equals_peft(folder, num_stages):
-    import peft  # which looks for CUDA's own functions: not where cards are emulated
+    import peft  # peft looks for CUDA's own functions, which emulated cards lack
 
     whole = peft.get_peft_model(
         load_whole(folder), peft.LoraConfig(r=2, lora_alpha=4.0, target_modules=LINEAR)

@@ -168,7 +168,7 @@ def test_no_stage_keeps_a_cache(stage_class, family):
         configs = [model.config, model.text_config, model.whole.config]
         configs += [module.config for module in model.modules() if hasattr(module, "config")]
         assert not any(getattr(config, "use_cache", False) for config in configs)
-        assert model.cached_configs  # and what is saved has it again
+        assert model.cached_configs  # saved configurations have use_cache again
 
 
 def test_packing_is_tried_with_the_chosen_kernel():

@@ -160,7 +160,7 @@ def train(runner, *, replicas=None, first_step=0):
     rank, size = (replicas.rank, replicas.size) if replicas else (0, 1)
     losses = []
     for step in range(first_step, NUM_STEPS):
-        torch.rand(step + 7 * runner.pp_rank + rank)  # whatever the past was
+        torch.rand(step + 7 * runner.pp_rank + rank)  # earlier draws must not matter
         share = len(LENGTHS) // size
         batches = batches_of(step)[rank * share : (rank + 1) * share]
         losses.append(train_step(batches, step=step).loss)

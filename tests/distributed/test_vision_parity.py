@@ -103,7 +103,7 @@ def whole_of(family):
 @functools.cache
 def adapted_of(family):
     """Return the unsplit model with peft's adapters on the linear layers of the tower."""
-    import peft  # which looks for CUDA's own functions: not where cards are emulated
+    import peft  # peft looks for CUDA's own functions, which emulated cards lack
 
     whole = copy.deepcopy(whole_of(family))
     linear = [

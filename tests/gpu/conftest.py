@@ -87,7 +87,8 @@ class Seen:
         found = [json.loads(file.read_text()) for file in files]
         assert [int(file.stem) for file in files] == list(range(ranks))
         for one in found:
-            # else one waits in gloo, the other in NCCL; in any order, as saving has a thread
+            # otherwise one waits in gloo, the other in NCCL; the order may differ, as saving has a
+            # thread
             assert sorted(one["collectives"]) == sorted(found[0]["collectives"])
             assert one["groups"] == found[0]["groups"]
             assert one["works"] > 100 and not one["races"], "\n".join(one["races"])

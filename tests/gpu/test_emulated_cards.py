@@ -76,7 +76,7 @@ def test_a_stream_that_waits_for_nothing(cards):
     on(side, lambda: value * 2)
     assert not told(cards)
     value.add_(1)
-    assert "writes what stream" in told(cards)  # which the side stream still reads
+    assert "writes what stream" in told(cards)  # the side stream still reads the value
     torch.cuda.current_stream().wait_stream(side)
     value.add_(1)
     assert not told(cards)

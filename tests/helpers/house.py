@@ -34,9 +34,9 @@ LATE = (  # a run imports these only after its start
     "stageline.stages.vision_language",
 )
 
-_LEFT: list[ModuleType | None] = []  # to free what a fork does not use would copy its pages
+_LEFT: list[ModuleType | None] = []  # freeing what a fork does not use would copy its pages
 _SEEN: list[str] = []  # all modules, when this process last was about to fork
-_OURS: list[str] = []  # those of this repository among them
+_OURS: list[str] = []  # the modules of this repository among them
 
 
 def prepare_house() -> None:

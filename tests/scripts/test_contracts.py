@@ -153,7 +153,7 @@ def test_a_stage_that_breaks_its_contract(job, key, name, rank, came):
     done = run(job, f"--train-model {key}", ranks=2)
     place = f"the stage model {name} (tests/scripts/{RUN.name}:{line_of(name, RUN)})"
     told = assert_refused(done, 2, "error[contract] rank=", place, came, "Contract: ")
-    if rank is not None:  # else each of them has it
+    if rank is not None:  # None: each of them has the fault
         assert f"rank={rank} stage={rank}" in told
 
 

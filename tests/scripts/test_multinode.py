@@ -86,7 +86,7 @@ def spooled(folder):
 @pytest.mark.timeout(300)
 def test_a_slurm_job_of_two_machines_trains(tmp_path):
     words = Job(tmp_path).command("run", "--total-steps", 1, "--warmup-steps", 0)
-    words[words.index("--model-path")] = "--config-path"  # which the recipe gives, too
+    words[words.index("--model-path")] = "--config-path"  # the recipe gives --model-path, too
     command = [*spooled(tmp_path), *words[2:]]
     done = run(command, **{**slurm(tmp_path), "MASTER_PORT": str(free_port())})
     assert done.returncode == 0, done.stdout + done.stderr

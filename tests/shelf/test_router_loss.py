@@ -96,7 +96,7 @@ def chain(stages, batch, loss_of):
         borders.append((output, received))
     loss_of(*output).backward()
     for sent, received in reversed(borders):
-        # where nothing comes back, a process sends zeros
+        # a process sends zeros if no gradient comes back
         grads = [torch.zeros_like(r) if r.grad is None else r.grad for r in received]
         pairs = [(t, g) for t, g in zip(sent, grads, strict=True) if t.requires_grad]
         torch.autograd.backward(*zip(*pairs, strict=True))

@@ -221,7 +221,7 @@ def test_a_mask_may_stand_in_messages_or_in_a_list(tokenizer, name):
             "training True and is no answer",
         ),
         ({"messages": [{**TURNS[2], "weight": 1, "train": 0}]}, "weight 1 and train 0"),
-        # whatever the value of a field that is not known
+        # an unknown field is refused with any value
         *(
             ({"messages": [{**TURNS[2], "masked": value}]}, "the fields masked")
             for value in (0, False, "", [])

@@ -25,7 +25,7 @@ from tests.helpers.peak_memory import peak_rise
 
 ROOT = Path(__file__).resolve().parents[2]
 SUFFIXES = (".bin", ".idx", ".dis", ".tmp", ".bad.jsonl")
-# one line in 20 is empty, one in 50 no UTF-8
+# one line in 20 is empty, one in 50 is not UTF-8
 LINES = [
     b"" if i % 20 == 7 else b"\xff" if i % 50 == 3 else f"document {i} \u4e2d ".encode() * (i % 13)
     for i in range(2_000)

@@ -208,7 +208,7 @@ def test_a_run_goes_on_row_for_row_with_other_replicas_and_accumulation(prefix, 
         options["accumulate_steps"] = 8 // (dp_degree * batch_size)
         again = drawn(dataset, 9 - step, **options, start_step=step, position=position)
         assert again == whole[step:], (step, options)
-        # and once more from there, as that run saved it
+        # resumes once more from the state that this run saved
         resumed = loader(dataset, **options, start_step=step, position=position)
         assert resumed.state_after(9) == loader(dataset, **first).state_after(9)
 

@@ -136,8 +136,8 @@ def texts_of(tokenizer):
     return {i: tokenizer.decode([i]) for i in range(len(tokenizer)) if i not in special}
 
 
-# where a piece of text is forced, it comes in the tokens that the tokenizer writes it with:
-# so names of fields are tried with tokens of which there is but one choice
+# forced text comes in the tokens that the tokenizer writes it with, so names of fields are tried
+# with tokens that leave one choice
 @pytest.mark.parametrize(
     ("tokenizer", "grammar", "pattern"),
     [

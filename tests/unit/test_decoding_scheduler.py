@@ -30,7 +30,7 @@ class Simulated:
     num_steps: int = 0
     unfinished: dict = field(default_factory=dict)  # row -> tokens of its prompt that were read
     failing: set = field(default_factory=set)  # rows with pieces that come back with an error
-    told: list = field(default_factory=list)  # what was started, in turn
+    told: list = field(default_factory=list)  # everything that was started, in order
 
     def __post_init__(self):
         self.scheduler = Scheduler(

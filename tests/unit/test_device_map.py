@@ -59,7 +59,7 @@ def test_no_operation_mixes_devices(family):
         inputs = {name: devices.move(value, 0) for name, value in batch.items()}
         output = answer_of(model, inputs)
         assert output.logits.device == devices.device(0)
-        # one more token, as generation does it
+        # the pass takes one more token, as generation does
         more = {
             "input_ids": inputs["input_ids"][:, :1],
             "attention_mask": torch.ones(2, LENGTH + 1, dtype=torch.long, device=devices.device(0)),

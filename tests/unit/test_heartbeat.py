@@ -53,7 +53,7 @@ def test_a_main_thread_that_stopped_for_a_transfer_waits():
     told.mark = lambda: next(marks)
     with told.wait(parse_action("1B2")):
         pass
-    before.is_reached = True  # and the device never comes through
+    before.is_reached = True  # the device never reaches the second mark
     with progress.doing("optimizer"):
         place = progress.where()
     progress.begin()

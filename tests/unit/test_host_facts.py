@@ -65,7 +65,7 @@ class Kernel:
 def test_the_loss_and_all_gradients_are_those_of_the_model_with_its_mask(family, monkeypatch):
     torch.manual_seed(0)
     config = shrink_config(family_config(family), num_layers=4)
-    config.tie_word_embeddings = False  # else a weight's gradient is the sum of two stages
+    config.tie_word_embeddings = False  # a tied weight's gradient would be the sum of two stages
     whole = AutoModelForCausalLM.from_config(config, dtype=torch.float64).train()
     batch = draw_text(config, 11, 4, generator=torch.Generator().manual_seed(1))
     batch["labels"] = torch.where(batch["attention_mask"].bool(), batch["input_ids"], -100)

@@ -207,7 +207,7 @@ def test_a_stage_fetches_the_files_of_its_tensors(here, tmp_path, stage, family)
     for name, value in model.state_dict().items():
         assert torch.equal(value, whole.state_dict()[name])
     assert weights_fingerprint(folder) == str(name_of(folder))
-    # who wants all of it gets the rest
+    # a caller that needs all of it gets the rest
     weight_files(folder)
     assert sorted(here.downloads(".*safetensors")) == sorted({*index.values()})
 

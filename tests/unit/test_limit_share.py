@@ -82,7 +82,8 @@ def test_several_turns_share_as_there(backwards):
             and any(end - target - source <= place < end - target for place in theirs)
             for end, (source, target) in zip(ends, lengths, strict=True)
         )
-        if has_bare_prompt:  # they keep a prompt whose answer has got nothing; we do not
+        # LLaMA-Factory keeps a prompt whose answer got no tokens; Stageline does not
+        if has_bare_prompt:
             continue
         assert kept == theirs, (lengths, budget)
         num_compared += 1

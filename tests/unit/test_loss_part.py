@@ -83,7 +83,8 @@ def test_counts_step_and_options_reach_the_part():
 def test_a_part_that_asks_for_nothing_gets_nothing_else():
     part = LossPart(plain)
     assert part.count(BATCHES) == {"num_targets": 3}
-    first = {"labels": torch.tensor([[3, 4, -100], [5, -100, 6]])}  # which nothing predicts
+    # no token predicts the first one
+    first = {"labels": torch.tensor([[3, 4, -100], [5, -100, 6]])}
     assert part.count([first]) == {"num_targets": 2}
     loss, figures = part(LOGITS[0], BATCHES[0], totals={"num_targets": torch.tensor(2.0)}, step=9)
     assert (loss.item(), figures) == (3.5, {})

@@ -43,7 +43,7 @@ def save(folder, family="llama", model_class=AutoModelForSequenceClassification,
     tokenizer.save_pretrained(folder)
     torch.manual_seed(1)
     fields = {"vocab_size": len(tokenizer), "max_position_embeddings": 512} | fields
-    if family in ("olmo2", "bert"):  # that the code does not name
+    if family in ("olmo2", "bert"):  # the code does not name these families
         small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
         small |= {"initializer_range": 0.3}
         config = AutoConfig.for_model(family, **small, num_attention_heads=4, **fields)

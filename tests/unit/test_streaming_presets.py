@@ -269,7 +269,7 @@ def test_layers_that_are_left_out_by_chance_are_refused():
     fields = {**SMALL, "ffn_dim": 24, "word_embed_proj_dim": 16, "max_position_embeddings": 32}
     model = transformers.OPTForCausalLM(transformers.OPTConfig(**fields, layerdrop=1.0))
     row = sequential_of(model.eval())
-    model.train()  # that of the model, not of the row: it follows
+    model.train()  # the mode is that of the model, and the row follows it
     row.train()
     with pytest.raises(UserError, match="layerdrop"):
         row[0](torch.tensor([[5, 9]]))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 Actor = tuple[int, int] | str  # (card, stream), or the host
-Part = tuple[int, int, int]  # of a storage: its key, the first byte, the one behind the last
+Part = tuple[int, int, int]  # the key of a storage, its first byte and the one after the last
 Clock = dict[Actor, int]  # actor -> the last of its works that is known to be done
 HOST = "the host"
 Told = Callable[[], str]
