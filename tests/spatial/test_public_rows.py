@@ -69,7 +69,7 @@ def place_of(key):
 def test_bad_rows_are_named_when_the_dataset_is_made(key, change, reason, tmp_path):
     with pytest.raises(DataError, match=f"{place_of(key)}.*{reason}") as caught:
         made(key, tmp_path, change)
-    assert caught.value.exit_code == 3 and "Correct the row" in str(caught.value)
+    assert caught.value.exit_code == 3 and "correct the row" in str(caught.value).lower()
     whole = len(made(key, tmp_path, {}))
     with leaving_out(BadRows(1)) as bad_rows:
         assert len(made(key, tmp_path, change)) == whole - 1
