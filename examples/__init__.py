@@ -1,1 +1,1 @@
-"""Jobs as YAML files, and studies whose parts come by --import."""
+"""Jobs as YAML files, and studies whose components are loaded with --import."""

@@ -17,7 +17,7 @@ from stageline.pipeline import StagelineStage, step_micro_batches
 
 
 def micro_batches(step):
-    """Two rows each, of their own length; every rank makes the same."""
+    """Yield two rows each, of their own length; every rank makes the same."""
     generator = torch.Generator().manual_seed(step)
     for length in torch.randint(4, 12, (4,), generator=generator).tolist():
         ids = torch.randint(3, 50, (2, length), generator=generator)

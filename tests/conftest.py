@@ -1,4 +1,4 @@
-"""One thread, no network, registers and defaults restored: what every test stands on."""
+"""The base of every test: one thread, no network, registers and defaults restored."""
 
 import faulthandler
 import gc
@@ -39,14 +39,14 @@ if any(importlib.util.find_spec(name) is None for name in SERVER_PACKAGES):
 
 
 def pytest_collection_finish():
-    """Leaves what the libraries hold out of garbage collection: a second each time."""
+    """Exclude the objects of imported packages from garbage collection: a second each time."""
     gc.collect()
     gc.freeze()
     gc.enable()
 
 
 def pytest_runtest_logreport(report):
-    """Tells of a failure when it comes: a run that is cut off prints no summary."""
+    """Report a failure at once: a run that is cut off prints no summary."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         why = "\n".join(report.longreprtext.splitlines()[-4:])
         print(f"\n{report.nodeid} failed after {report.duration:.0f} s:\n{why}", flush=True)
@@ -69,7 +69,7 @@ class _HungTests:
     @pytest.hookimpl(optionalhook=True, tryfirst=True)
     def pytest_timeout_set_timer(self, settings):
         if "PYTEST_XDIST_WORKER" not in os.environ:
-            return None  # a single process goes on
+            return None  # a single process continues
         self._until = time.monotonic() + settings.timeout
         self._set()
         return True

@@ -2,7 +2,7 @@
 
 `python tools/convert_internvl.py InternVL2-8B InternVL2-8B-native`.
 Names, configuration and the two fused matrices of InternVLChatModel (`model_type` "internvl_chat"),
-with which InternVL2, 2.5 and 3 were first published, become those of the library's class. Source:
+with which InternVL2, 2.5 and 3 were first published, become those of transformers' class. Source:
 the class's own code (github.com/OpenGVLab/InternVL). No code of the old folder runs.
 """
 
@@ -69,7 +69,7 @@ _INTERNLM2 = {
     r"\.ffn_norm\.": ".post_attention_layernorm.",
 }
 _TABLES = {"vision_model": _TOWER, "mlp1": _PROJECTOR, "language_model": _INTERNLM2}
-# of the old configuration of the tower -> of the new one; others have the same name
+# the tower's old fields -> its new ones; others have the same name
 _TOWER_FIELDS = {
     "qkv_bias": "attention_bias",
     "qk_normalization": "use_qk_norm",
@@ -79,7 +79,7 @@ _NO_SETTINGS = {"architectures", "transformers_version", "dtype", "id2label", "l
 
 
 def new_name(name: str) -> str:
-    """The native name, as on disk, of a tensor; fused ones keep `qkv` and `wqkv` in it.
+    """Return the native name, as on disk, of a tensor; fused ones keep `qkv` and `wqkv` in it.
 
     Raises:
         CheckpointError: the class has no such tensor.
@@ -90,15 +90,15 @@ def new_name(name: str) -> str:
         new = re.sub(pattern, replacement, new)
     if beginning not in _TABLES or (beginning == "mlp1" and new == name):
         raise CheckpointError(
-            f"the tensor {name} is none of InternVLChatModel's. Names that begin with "
-            "vision_model, mlp1 or language_model were expected, because these are its parts: "
-            "is it another model's checkpoint, or one with LoRA that was not merged?"
+            f"the tensor {name} does not belong to InternVLChatModel, whose names begin with "
+            "vision_model, mlp1 or language_model. Give a checkpoint of that class, with LoRA "
+            "merged."
         )
     return new
 
 
 def new_tensors(name: str, tensor: torch.Tensor, config: InternVLConfig) -> dict[str, torch.Tensor]:
-    """What a tensor of the old checkpoint becomes: itself by another name, or three of it."""
+    """Return the new tensors that an old one becomes: itself by another name, or three of it."""
     new = new_name(name)
     if ".attention.qkv." in new:
         pieces = tensor.chunk(3)
@@ -115,7 +115,7 @@ def new_tensors(name: str, tensor: torch.Tensor, config: InternVLConfig) -> dict
 def _split_wqkv(
     fused: torch.Tensor, text: PretrainedConfig, *, name: str
 ) -> tuple[torch.Tensor, ...]:
-    """InternLM2's rows lie by key-value head: its queries, then its key, then its value.
+    """Split InternLM2's rows, ordered by key-value head: its queries, then its key, then its value.
 
     `fused` is [kv_heads * (queries a kv_head + 2) * head_dim, ...].
     """
@@ -124,9 +124,9 @@ def _split_wqkv(
     head_dim = text.hidden_size // heads
     if fused.shape[0] != kv_heads * group * head_dim:
         raise CheckpointError(
-            f"{name} has {fused.shape[0]} rows, {kv_heads * group * head_dim} were expected: "
-            f"config.json says {heads} heads, {kv_heads} of them with keys, of {head_dim}. Take "
-            "the config.json that belongs to these weights."
+            f"{name} has {fused.shape[0]} rows, but config.json requires "
+            f"{kv_heads * group * head_dim} ({heads} heads, {kv_heads} of them with keys, of "
+            f"{head_dim}). Take the config.json that belongs to these weights."
         )
     by_head = fused.unflatten(0, (kv_heads, group, head_dim))
     return (
@@ -139,7 +139,7 @@ def _split_wqkv(
 def new_config(
     settings: Mapping[str, Any], *, image_token_id: int, has_head: bool
 ) -> InternVLConfig:
-    """The native configuration, of the old config.json; without a head it is the embedding.
+    """Return the native configuration of the old config.json; without a head, weights are tied.
 
     Raises:
         UserError: a variant that the native class does not compute.
@@ -166,21 +166,22 @@ def new_config(
 def _refuse_variants(settings: Mapping[str, Any]) -> None:
     if settings.get("ps_version", "v2") != "v2":
         raise UserError(
-            f"config.json has ps_version {settings['ps_version']!r}, v2 was expected: older "
-            "checkpoints have their image tokens in a transposed order, which the library's class "
-            "does not know. Use InternVL2 or later."
+            f"config.json has ps_version {settings['ps_version']!r}, not v2: older checkpoints "
+            "transpose the order of image tokens, which transformers' class does not support. Use "
+            "InternVL2 or later."
         )
     for name in ("use_backbone_lora", "use_llm_lora"):
         if settings.get(name):
             raise UserError(
-                f"config.json has {name} {settings[name]}, 0 was expected: the weights hold LoRA "
-                "beside the layers. Merge it first, with the program that trained it."
+                f"config.json has {name} {settings[name]}: its LoRA is not merged. "
+                "Merge it first, with the program that trained it."
             )
     kind = settings["llm_config"].get("model_type")
     if kind != "internlm2" and kind not in CONFIG_MAPPING:
         raise UserError(
-            f"config.json has a language model of type {kind!r}, internlm2 or a type that the "
-            "library has was expected: its layers are the library's after the conversion."
+            f"config.json has a language model of type {kind!r}, which transformers "
+            f"{transformers.__version__} does not have. Use a checkpoint with internlm2 or a type "
+            "of transformers, or a later transformers."
         )
 
 
@@ -194,7 +195,7 @@ def _text_config(old: Mapping[str, Any]) -> PretrainedConfig:
     kind = str(old["model_type"])
     own = CONFIG_MAPPING["llama" if kind == "internlm2" else kind]
     fields = _known_fields(own, old)
-    # the library moves these into rope_parameters
+    # transformers moves these into rope_parameters
     fields |= {name: old[name] for name in ("rope_theta", "rope_scaling") if old.get(name)}
     if kind == "internlm2":
         fields["attention_bias"] = bool(old.get("bias", False))
@@ -204,7 +205,7 @@ def _text_config(old: Mapping[str, Any]) -> PretrainedConfig:
 def _known_fields(
     config_class: type[PretrainedConfig], fields: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Old files hold every setting of generation that their library had."""
+    """Keep fields that the class has: old files hold every setting of generation of their time."""
     known = set(config_class.__dataclass_fields__) - _NO_SETTINGS
     return {name: value for name, value in fields.items() if name in known and value is not None}
 
@@ -216,7 +217,8 @@ _IMAGE_TOKENS = {
     "video_token": "<video>",
 }
 _PROBE = "The cat, 2 dogs (left of it): 猫在左边"
-_MEAN, _STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # of ImageNet, as the old code has
+# the old code has these values of ImageNet
+_MEAN, _STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 _CONTENT = (
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
@@ -272,20 +274,20 @@ def _old_settings(folder: Path) -> dict[str, Any]:
     kind = settings.get("model_type")
     if kind != OLD_TYPE:
         raise UserError(
-            f"{folder} holds a model of type {kind!r}, {OLD_TYPE!r} was expected: only checkpoints "
-            "of that class have names that are converted here. Other folders load as they are."
+            f"{folder} holds a model of type {kind!r}, and only {OLD_TYPE!r} is converted here. "
+            "Load other folders as they are."
         )
     missing = [name for name in ("vision_config", "llm_config") if name not in settings]
     if missing:
         raise CheckpointError(
-            f"{folder / 'config.json'} has no {' and no '.join(missing)}, both were expected: they "
-            "say how large the parts of the model are. Copy the file again."
+            f"{folder / 'config.json'} has no {' and no '.join(missing)}, which has sizes of "
+            "the model. Copy the file again."
         )
     return settings
 
 
 def _check_names(written: dict[str, tuple[int, ...]], config: InternVLConfig, folder: Path) -> None:
-    """Compares with what the library would save of the native model."""
+    """Compare with the names that transformers would save of the native model."""
     with torch.device("meta"):
         model = transformers.InternVLForConditionalGeneration(config)
     state = dict(model.state_dict())
@@ -302,13 +304,13 @@ def _check_names(written: dict[str, tuple[int, ...]], config: InternVLConfig, fo
     why = misfits(expected.keys() - written.keys(), written.keys() - expected.keys(), wrong)
     if why:
         raise CheckpointError(
-            f"{folder}, after the conversion: {why}. The weights of the model that config.json "
-            "describes were expected: is the config.json that of these weights?"
+            f"{folder} does not fit its config.json after the conversion: {why}. Take the "
+            "config.json that belongs to these weights."
         )
 
 
 def _tokenizer(folder: Path, settings: dict[str, Any]) -> Any:
-    """The library's fast tokenizer, of the old folder's files without their code."""
+    """Load transformers' fast tokenizer, from the old folder's files without their code."""
     own = read_json(folder / "tokenizer_config.json")
     own.pop("auto_map", None)
     if not hasattr(transformers, str(own.get("tokenizer_class"))):
@@ -330,16 +332,16 @@ def _tokenizer(folder: Path, settings: dict[str, Any]) -> Any:
         except Exception as error:
             raise UserError(
                 f"the tokenizer in {folder} cannot be loaded without its own code "
-                f"({type(error).__name__}: {str(error)[:300]}). tokenizer.json, vocab.json with "
-                "merges.txt, or tokenizer.model (with the package sentencepiece) was expected: "
-                "put a tokenizer.json of this model there."
+                f"({type(error).__name__}: {str(error)[:300]}). Put a tokenizer.json of this model "
+                "there, or vocab.json with merges.txt, or tokenizer.model (with the package "
+                "sentencepiece)."
             ) from error
     _check_ids(tokenizer, own, folder)
     return tokenizer
 
 
 def _space_option(tokenizer: Any, folder: Path) -> dict[str, bool]:
-    """What keeps the library from putting a space before texts where sentencepiece puts none."""
+    """Return options that keep transformers from adding a space where sentencepiece adds none."""
     model = folder / "tokenizer.model"
     if (folder / "tokenizer.json").exists() or not model.exists():
         return {}
@@ -354,7 +356,7 @@ def _space_option(tokenizer: Any, folder: Path) -> dict[str, bool]:
 
 
 def _image_tokens(tokenizer: Any, settings: dict[str, Any]) -> dict[str, str]:
-    """What the processor asks of its tokenizer, without a token that has no row in the model."""
+    """Return the image tokens of the processor, except for one that has no row in the model."""
     tokens, known = dict(_IMAGE_TOKENS), tokenizer.get_vocab()
     has_room = settings["llm_config"].get("vocab_size", 0) > len(tokenizer)
     if tokens["video_token"] not in known and not has_room:
@@ -363,14 +365,14 @@ def _image_tokens(tokenizer: Any, settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _check_ids(tokenizer: Any, own: dict[str, Any], folder: Path) -> None:
-    """Added tokens must keep their ids: the embedding has a row for each."""
+    """Check that added tokens keep their ids: each has its row in the embedding."""
     for number, entry in (own.get("added_tokens_decoder") or {}).items():
         found = tokenizer.convert_tokens_to_ids(entry["content"])
         if found != int(number):
             raise CheckpointError(
                 f"{folder}: the converted tokenizer gives {entry['content']!r} the id {found}, "
-                f"{number} was expected, as tokenizer_config.json says: with other ids the model "
-                "reads other words. Put a tokenizer.json of this model into the folder."
+                f"but tokenizer_config.json has {number}. Put a tokenizer.json of this model into "
+                "the folder."
             )
 
 
@@ -378,8 +380,8 @@ def _id_of(tokenizer: Any, token: str, folder: Path) -> int:
     number = tokenizer.get_vocab().get(token)
     if number is None:
         raise CheckpointError(
-            f"{folder}: the tokenizer has no {token}, it was expected: it stands for the images in "
-            "a prompt. Copy the tokenizer's files again."
+            f"{folder}: the tokenizer has no {token}, the placeholder of images in a prompt. Copy "
+            "the tokenizer's files again."
         )
     return int(number)
 
@@ -387,7 +389,7 @@ def _id_of(tokenizer: Any, token: str, folder: Path) -> int:
 def _write_processor(
     tokenizer: Any, config: InternVLConfig, settings: dict[str, Any], draft: Path
 ) -> None:
-    """Processor with the old tiling, and what ends an answer."""
+    """Make a processor with the old tiling, and the settings that end an answer."""
     template, end_of_turn = _TEMPLATES.get(str(settings.get("template")), _CHATML)
     size = cast(PretrainedConfig, config.vision_config).image_size
     is_tiled = bool(settings.get("dynamic_image_size", True))

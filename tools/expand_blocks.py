@@ -1,10 +1,9 @@
 """Add layers to a checkpoint that change nothing yet: LLaMA-Pro (Wu et al., arXiv 2401.02415).
 
 `python tools/expand_blocks.py SmolLM2-135M SmolLM2-135M-pro --num-expand 6`.
-Behind each group of layers comes a copy of its last one, whose output matrices are zero: what it
-adds to the hidden states is zero, and the model computes what it did. Trained alone
-(`--freeze.llama_pro`), the copies learn while all that was there stays. File by file, without a
-model.
+After each group of layers comes a copy of its last one, whose output matrices are zero: it adds
+zero to the hidden states, and the model computes what it did. If only the copies train
+(`--freeze.llama_pro`), all that was there stays. File by file, without a model.
 """
 
 import argparse
@@ -46,8 +45,8 @@ def expand_blocks(source: str | Path, target: str | Path, *, num_expand: int) ->
     folder, target = find_checkpoint(source), Path(target).expanduser().absolute()
     if (folder / ADAPTER_CONFIG).exists():
         raise UserError(
-            f"{folder} is an adapter, a model folder was expected: layers are copied. Merge it "
-            "first (export.sh --merge)."
+            f"{folder} is an adapter, which has no layers to copy. Merge it first (export.sh "
+            "--merge)."
         )
     config = load_config(folder)
     total = config.get_text_config(decoder=True).num_hidden_layers
@@ -59,17 +58,17 @@ def expand_blocks(source: str | Path, target: str | Path, *, num_expand: int) ->
         _write_weights(files, path, places, draft)
         copy_side_files(folder, draft, with_code=False)
         config.save_pretrained(draft)
-        if (folder / GENERATION_CONFIG_NAME).is_file():  # what ends an answer
+        if (folder / GENERATION_CONFIG_NAME).is_file():  # it has the tokens that end an answer
             shutil.copyfile(folder / GENERATION_CONFIG_NAME, draft / GENERATION_CONFIG_NAME)
     return target
 
 
 def places_of(total: int, num_expand: int) -> Places:
-    """What each layer of the new model is made of."""
+    """Return the old layer of each new one, and whether it is a copy."""
     if num_expand < 1 or total % num_expand:
         raise UserError(
-            f"--num-expand {num_expand} came for a model of {total} layers; a number that divides "
-            f"{total} was expected: one layer is added behind each group of equal size. Choose one."
+            f"--num-expand {num_expand} does not divide the {total} layers of the model into equal "
+            f"groups, after each of which a layer is added. Choose a number that divides {total}."
         )
     stride = total // num_expand
     places = []
@@ -81,7 +80,7 @@ def places_of(total: int, num_expand: int) -> Places:
 
 
 def find_list(names: list[str], total: int) -> str:
-    """The path of the decoder's layers in the names of a checkpoint."""
+    """Return the path of the decoder's layers in the names of a checkpoint."""
     indices: dict[str, set[int]] = {}
     for name in names:
         match = _LAYER.match(name)
@@ -91,21 +90,21 @@ def find_list(names: list[str], total: int) -> str:
     if len(found) != 1:
         raise UserError(
             f"the checkpoint has {len(found)} lists of {total} layers in the names of its weights "
-            f"({', '.join(found) or 'none'}), one was expected: its layers are copied. This "
+            f"({', '.join(found) or 'none'}), so it is unclear which layers to copy. This "
             "architecture cannot be expanded here."
         )
     return found[0]
 
 
 def expand_config(config: PretrainedConfig, places: Places) -> None:
-    """Tells a configuration of the new layers, in place."""
+    """Write the new layers into a configuration, in place."""
     text: Any = config.get_text_config(decoder=True)
     total = text.num_hidden_layers
     for name in ("decoder_sparse_step", "interleave_moe_layer_step"):
         if getattr(text, name, 1) not in (None, 1):
             raise UserError(
-                f"config.json has {name} {getattr(text, name)}: every so manieth layer has "
-                "experts, 1 was expected: copies would change which. This model cannot be expanded."
+                f"config.json has {name} {getattr(text, name)}, not 1: only some layers have "
+                "experts, and copies would change which. This model cannot be expanded."
             )
     changed: dict[str, object] = {}
     for name, value in list(vars(text).items()):
@@ -138,10 +137,9 @@ def _write_weights(files: dict[str, Path], path: str, places: Places, draft: Pat
     poor = [new for new, parents in zeroed.items() if len(parents) < 2]
     if poor:
         raise UserError(
-            f"layer {poor[0]} has outputs with a known name in {sorted(zeroed[poor[0]])} alone "
-            f"({', '.join(OUTPUTS)}), those of attention and of the feed-forward part were "
-            "expected: a copy changes nothing only if both are zero. This architecture cannot be "
-            "expanded here."
+            f"layer {poor[0]} has outputs with a known name ({', '.join(OUTPUTS)}) only in "
+            f"{sorted(zeroed[poor[0]])}, but a copy changes nothing only if the outputs of "
+            "attention and of the feed-forward part are zero. This architecture cannot be expanded."
         )
 
 
@@ -176,7 +174,7 @@ def main() -> None:
     old = local_folder(options.old, option="OLD")
     made = expand_blocks(old, options.new, num_expand=options.num_expand)
     print(
-        f"expanded {options.old} to {made}; train its new layers alone with "
+        f"expanded {options.old} to {made}; train only its new layers with "
         f"--freeze.llama_pro --freeze.layers {options.num_expand}"
     )
 

@@ -1,7 +1,7 @@
-"""Write the config file of ours that does what a LLaMA-Factory YAML does, and list what is left.
+"""Convert a LLaMA-Factory YAML to a config file of Stageline, and list what is left.
 
-`python tools/import_llamafactory.py FILE.yaml`. The table options/llamafactory_keys.yaml, which
-docs/from_llamafactory.md shows, says what becomes of each of their keys. Nothing is downloaded.
+`python tools/import_llamafactory.py FILE.yaml`. The table options/llamafactory_keys.yaml, shown in
+docs/from_llamafactory.md, has the mapping of each key. Nothing is downloaded.
 """
 
 import argparse
@@ -41,24 +41,24 @@ TAKEN_BY = {
     "chat": {field.name for field in dataclasses.fields(ChatConfig)} | {*CHAT_KEYS},
     "export": {field.name for field in dataclasses.fields(ExportConfig)},
 }
-# what a name of a model or a template has that takes pictures
+# the names of models and templates that accept images contain one of these
 PICTURED = re.compile(
     r"vl|llava|vision|pixtral|gemma-?[34]|mllama|smolvlm|idefics|glm-?4\S*v|minicpm|qwen3[._]5"
 )
 
-# of models that others quantised
+# models that others have quantized
 READY_MADE = re.compile(r"(?i)-(awq|gptq|aqlm|bnb)\b")
 
 
 @dataclass
 class Imported:
-    """A file of theirs, read.
+    """A LLaMA-Factory file, converted.
 
     Attributes:
         command: of `stageline`, that takes the options.
-        options: of ours, as a config file names them.
-        keys: (their key with its value, options that came of it or why none did).
-        sets: entries of a register of data sets, where theirs needs a change.
+        options: Stageline's, as a config file names them.
+        keys: (LLaMA-Factory's key with its value, options that came of it or why none did).
+        sets: entries of a register of data sets, where LLaMA-Factory's needs a change.
     """
 
     command: str
@@ -67,7 +67,7 @@ class Imported:
     sets: dict[str, Any] = field(default_factory=dict)
 
     def add(self, key: str, got: Ours | str) -> None:
-        """Takes what became of a key, as far as the command has such options."""
+        """Add the options of a key, as far as the command has them."""
         if isinstance(got, dict):
             got = _taken(got, self.command)
         self.keys.append((key, got))
@@ -75,13 +75,13 @@ class Imported:
             self.options |= got
 
     def left(self) -> list[str]:
-        """What could not be mapped, each with its reason and what to do."""
+        """Return the keys that could not be mapped, each with its reason and what to do."""
         reasons = dict.fromkeys(why for _, why in self.keys if isinstance(why, str))
         keys = {why: [key for key, got in self.keys if got == why] for why in reasons}
         return [f"{', '.join(keys[why])}\n    {why}" for why in reasons]
 
 
-# -- what `by` of the table names: (value, all of their keys, row) -> options, or why not ----------
+# -- functions that `by` in the table names: (value, all keys, row) -> options, or why not ---------
 
 
 def _names(value: Any) -> list[str]:
@@ -185,12 +185,12 @@ def _ftx(value: float, theirs: Theirs, row: Row) -> Ours | str:
 
 
 def _for(*stages: str) -> Callable[[Any, Theirs, Row], Ours]:
-    """An option of the losses of some stages."""
+    """Return an option of the losses of some stages."""
     return lambda value, theirs, row: {row["to"]: value} if theirs.get("stage") in stages else {}
 
 
 def _if(said: Callable[[Any, Theirs], Any]) -> Callable[[Any, Theirs, Row], Ours]:
-    """An option with the value that is returned; None: it is not to be given."""
+    """Return an option with the given value; None: leave it out."""
 
     def make(value: Any, theirs: Theirs, row: Row) -> Ours:
         got = said(value, theirs)
@@ -284,7 +284,7 @@ ROWS = {
 
 
 def row_of(key: str) -> tuple[str, Row]:
-    """(the first name of a key, its row of the table)."""
+    """Return (the first name of a key, its row of the table)."""
     patterns = (one for one in ROWS if "*" in one and fnmatch.fnmatchcase(key, one))
     found = key if key in ROWS else next(patterns, None)
     if found is None:
@@ -294,7 +294,7 @@ def row_of(key: str) -> tuple[str, Row]:
 
 
 def what_becomes(key: str, value: Any, theirs: Theirs) -> Ours | str:
-    """Options of ours, or why there are none and what to do."""
+    """Return Stageline's options, or why there are none and what to do."""
     row = row_of(key)[1]
     if "by" in row and (value is not None or "default" in row):
         return BY[row["by"]](value, theirs, row)
@@ -310,7 +310,7 @@ def what_becomes(key: str, value: Any, theirs: Theirs) -> Ours | str:
 
 
 def flat(theirs: Theirs, before: str = "") -> Iterator[tuple[str, Any]]:
-    """(key, value) of a file; of mappings in it `outer.inner`."""
+    """Yield (key, value) of a file; keys of nested mappings are `outer.inner`."""
     for key, value in theirs.items():
         if isinstance(value, dict):
             yield from flat(value, f"{before}{key}.")
@@ -319,11 +319,11 @@ def flat(theirs: Theirs, before: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def convert(given: Theirs, *, cards: int = 1, info: Path | None = None) -> Imported:
-    """What a file of theirs is here.
+    """Convert the keys of a LLaMA-Factory file.
 
     Args:
-        cards: that their run used, and that the stages get.
-        info: their dataset_info.json, or the file that `train_dataset` names; None: not there.
+        cards: that LLaMA-Factory's run used, and that the stages get.
+        info: its dataset_info.json, or the file that `train_dataset` names; None: not there.
     """
     keys = dict(flat(given))
     theirs = {row_of(key)[0]: value for key, value in keys.items()} | {"cards": cards}
@@ -338,7 +338,7 @@ def convert(given: Theirs, *, cards: int = 1, info: Path | None = None) -> Impor
         made.add(f"{key}: {_written(value)}", what_becomes(key, value, rest | theirs))
     for key, value in rest.items():
         got = what_becomes(key, value, rest | theirs)
-        assert isinstance(got, dict), got  # a default of theirs is here, too
+        assert isinstance(got, dict), got  # a default of LLaMA-Factory's is here, too
         taken = _taken(got, made.command)
         new = {} if isinstance(taken, str) else taken
         new = {name: one for name, one in new.items() if name not in made.options}
@@ -373,7 +373,7 @@ def _taken(got: Ours, command: str) -> Ours | str:
 
 
 def _add_parts(made: Imported, theirs: Theirs, info: Path | None) -> None:
-    """What their program finds out by itself: the kind of model, stages, data sets."""
+    """Add what LLaMA-Factory finds out by itself: the kind of model, stages, data sets."""
     parts: Ours = {"builder": "auto", "model": "generate", "metric": "text"}
     if made.command == "train":
         kind = "vision_language" if _has_pictures(theirs) else "causal_lm"
@@ -410,7 +410,7 @@ def _add_parts(made: Imported, theirs: Theirs, info: Path | None) -> None:
 
 
 def _entry(made: Imported, name: str, entry: Theirs, info: Path) -> Ours:
-    """An entry of our register of data sets; what it has no place for is left."""
+    """Return an entry of Stageline's register of data sets; the rest of it is reported."""
     same = ("formatting", "ranking", "columns", "tags", "num_samples", "split")
     ours = {key: entry[key] for key in same if entry.get(key) is not None}
     file, hub = entry.get("file_name"), entry.get("hf_hub_url")
@@ -447,7 +447,7 @@ def _written(value: Any) -> str:
 
 
 def config_text(made: Imported, *, source: str, output: str) -> str:
-    """The file of ours: each key of theirs as a comment, and below it what came of it."""
+    """Return the config file: each key of LLaMA-Factory as a comment, and below it its options."""
     first = f"stageline {made.command} {output}"
     if made.command == "export":
         words = [word for name, value in made.options.items() for word in _option(name, value)]
@@ -483,8 +483,7 @@ def main() -> None:
     output = given.output or Path(f"stageline_{given.file.stem}.yaml")
     if output.exists():
         raise UserError(
-            f"{output} is there already. A new file was expected, because nothing is written "
-            "over: give another --output."
+            f"{output} is there already, and nothing is overwritten. Give another --output."
         )
     theirs = _read(given.file)
     made = convert(
@@ -505,13 +504,12 @@ def _read(file: Path) -> dict[str, Any]:
         theirs = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(
-            f"{file} cannot be read ({error}). A YAML of LLaMA-Factory was expected, because its "
-            "keys are looked up: check the path."
+            f"{file} cannot be read ({error}). Give the path of a YAML of LLaMA-Factory."
         ) from error
     if not isinstance(theirs, dict):
         raise UserError(
-            f"{file} holds {type(theirs).__name__}. Keys and values, `stage: sft`, were expected, "
-            "because each key is looked up: give a YAML of LLaMA-Factory."
+            f"{file} holds {type(theirs).__name__}, not keys and values such as `stage: sft`. Give "
+            "a YAML of LLaMA-Factory."
         )
     return {str(key): value for key, value in theirs.items()}
 

@@ -26,8 +26,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.folder.exists() and (not given.folder.is_dir() or any(given.folder.iterdir())):
         raise UserError(
-            f"{given.folder} is there already. A new or an empty folder was expected, because "
-            "nothing is written over: name another one."
+            f"{given.folder} is there already, and nothing is overwritten. Give a new or an empty "
+            "folder."
         )
     write(given.family, given.folder)
     print(f"{given.folder}: a tiny {given.family}; train it with --config-path {given.folder}")
@@ -44,7 +44,7 @@ def write(family: str, folder: Path) -> None:
 
 
 def make(family: str) -> tuple[Any, Any]:
-    """(configuration, tokenizer or processor) of a family."""
+    """Return (configuration, tokenizer or processor) of a family."""
     from tests.helpers.tiny_models import (
         DECODERS,
         PROCESSOR_FAMILIES,
@@ -79,9 +79,9 @@ def _shrunk(family: str, tokenizer: Any, *, pictured: list[str]) -> Any:
     known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if family not in known:
         raise UserError(
-            f"{family!r} came. A model type that transformers {transformers.__version__} has a "
-            f"decoder for was expected (llama, granite, ...), or one of {', '.join(pictured)}, "
-            "because configuration and processor are made to fit: see docs/models.md for names."
+            f"transformers {transformers.__version__} has no decoder of model type {family!r}. "
+            "Give a type that it has (llama, granite, ...; see docs/models.md), or one of "
+            f"{', '.join(pictured)}."
         )
     config = family_config(family)
     config = shrink_config(config, num_layers=max(NUM_LAYERS, layer_period(config)))

@@ -1,4 +1,4 @@
-"""Write a model folder of another one's weights, file by file; shared by the tools beside it."""
+"""Write a model folder of another one's weights, file by file; shared by the tools here."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,13 +1,13 @@
 # Sourced after _env.sh by the studies with drawn scenes: random weights, training, evaluation, report.
 #
-# STUDY_DIR   where the runs lie, ARM/seed-N
+# STUDY_DIR   the folder of the runs, ARM/seed-N
 # SIZE        of the model: small or large
-# SCENES      options of --dataset scenes, of training and evaluation alike
+# SCENES      options of --dataset scenes, for training and evaluation
 
 SPLIT="${SPLIT:-test}" # choose settings on validation
 NUM_TEST="${NUM_TEST:-1200}"
 
-scenes_model() { # folder, seed: random weights, written whole or not at all
+scenes_model() { # folder, seed: random weights; the folder is complete or absent
     if [ ! -d "$1" ]; then
         rm -rf "$1.tmp"
         "$PYTHON" "$ROOT/examples/spatial/make_scenes_model.py" "$1.tmp" "$SIZE" "$2"

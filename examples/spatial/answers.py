@@ -43,7 +43,7 @@ _OPPOSITES = (
     *(("left", "right"), ("up", "down"), ("front", "back"), ("north", "south"), ("east", "west")),
     *(("clockwise", "counterclockwise"), ("upright", "upside down")),
 )
-# what the words of a direction mean elsewhere; rewritten before words are looked up
+# these words mean a direction too, and are rewritten before words are looked up
 _OTHER_MEANINGS = tuple(
     (re.compile(pattern), word)
     for pattern, word in (
@@ -66,7 +66,7 @@ _FILLERS = frozenset(
 
 
 def parse_directions(text: str, *, question: str | None = None) -> frozenset[str]:
-    """The directions that a text names, under one name each; empty where it names none.
+    """Return the directions that a text names, under one name each; empty where it names none.
 
     "Not left" names none, "left or right" neither, and opposites of one answer cancel it.
     """
@@ -135,7 +135,7 @@ _COUNTER = re.compile(r"\b(?:counter|anti)[\s-]*clockwise\b")
 
 
 def parse_clock(text: str, *, question: str | None = None) -> int | None:
-    """A clock position, 1 to 12; None where two are named, or a time that is no full hour."""
+    """Return a clock position, 1 to 12; None if two are named, or a time between full hours."""
     return read_answer(without_question(text, question), _read_clock)
 
 
@@ -163,10 +163,10 @@ def _hour(word: str | None, of_24: str | None) -> int:
 
 
 def parse_angle(text: str, *, question: str | None = None) -> int | None:
-    """An angle in degrees clockwise, 0 to 359, where just one is named; -90 is 270.
+    """Return the only angle that is named, in degrees clockwise, 0 to 359; -90 is 270.
 
     Args:
-        question: an angle without a word for its turn has the one that was asked for.
+        question: its turn is used for an angle that names none.
     """
     asked: Turn = "counterclockwise" if _turn(question or "") == "counterclockwise" else "clockwise"
     return read_answer(without_question(text, question), lambda place: _read_angle(place, asked))
@@ -209,7 +209,7 @@ _VERDICT = re.compile(
     r"(?P<denied>\s+not\b)?"
 )
 _NOT_THE_CASE = re.compile(r"\b(?:is|'s)(?P<negation> not|n't) the case\b|\bis the case\b")
-# words that are verdicts only when they stand at the beginning, or alone
+# words that are verdicts only at the beginning, or by themselves
 _LEADING = re.compile(
     r"no|right|wrong|negative|indeed|certainly|absolutely|definitely|of course|the opposite"
 )
@@ -235,7 +235,7 @@ _NOT_ONLY = re.compile(r"not(?: at all| really| quite| exactly)?")
 def parse_truth(
     text: str, *, statement: str | None = None, question: str | None = None
 ) -> bool | None:
-    """What an answer says about a statement: true or false.
+    """Return whether an answer calls a statement true or false; None if neither.
 
     A verdict at the beginning counts, else the last one: "It looks true, but it is false".
     "Not" turns a verdict round. Without a verdict, the statement said again counts as true, and
@@ -309,7 +309,7 @@ def _compare_statement(answer: str, statement: str) -> bool | None:
 
 
 def parse_choice(text: str, choices: Sequence[str], *, question: str | None = None) -> int | None:
-    """As `answer_text.parse_choice`; verdicts, clocks, angles and directions by their meaning."""
+    """Call `answer_text.parse_choice`, with verdicts, clocks, angles and directions by meaning."""
     return answer_text.parse_choice(text, choices, question=question, read=_by_meaning)
 
 

@@ -48,7 +48,7 @@ SIZES = {
 
 
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """A tokenizer that knows the words of questions and answers, and other text by its bytes."""
+    """Return a tokenizer of the words of questions and answers, and of bytes for other text."""
     scenes = Scenes(num_train=4000)
     texts = [f"\n{scenes.question(index).text}\n" for index in range(len(scenes))]
     texts += [answer for answers in ANSWERS.values() for answer in answers] * 9
@@ -64,7 +64,7 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
 def make_config(
     tokenizer: transformers.PreTrainedTokenizerFast, size: Size
 ) -> transformers.InternVLConfig:
-    """A vision encoder and a language model of one width."""
+    """Return the configuration of a vision encoder and a language model of one width."""
     common = {
         "hidden_size": size.width,
         "intermediate_size": 2 * size.width,
@@ -127,7 +127,7 @@ def make_processor(tokenizer: transformers.PreTrainedTokenizerFast, size: Size) 
 def make_model(
     config: transformers.InternVLConfig, seed: int
 ) -> transformers.InternVLForConditionalGeneration:
-    """Random weights. The library's positions start at 0, where patches look all the same."""
+    """Make random weights, and positions: with those of transformers, 0, patches look the same."""
     torch.manual_seed(seed)
     model = transformers.InternVLForConditionalGeneration(config)
     torch.nn.init.normal_(model.model.vision_tower.embeddings.position_embeddings, std=0.3)

@@ -27,9 +27,8 @@ def vsr(predictions: Predictions, samples: Samples) -> dict[str, Any]:
         truth = parse_truth(str(told).removesuffix(".0"))
         if truth is None:
             raise DataError(
-                f"sample {sample.get('source') or sample.get('id')}: the label is {told!r}. 1 or "
-                "0, true or false were expected, because answers are compared with it: correct "
-                "the row."
+                f"sample {sample.get('source') or sample.get('id')}: the label is {told!r}. "
+                "Use 1 or 0, or true or false."
             )
         said = parse_truth(text, statement=sample.get("caption"), question=sample.get("question"))
         return None if said is None else said == truth
@@ -38,14 +37,14 @@ def vsr(predictions: Predictions, samples: Samples) -> dict[str, Any]:
 
 
 def spatial_mm(predictions: Predictions, samples: Samples) -> dict[str, Any]:
-    """The option's letter or text; without options the answer's words; per perspective."""
+    """Score the option's letter or text, without options the answer's words; per perspective."""
     return figures_of(predictions, samples, _judge_choice)
 
 
 def whats_up(predictions: Predictions, samples: Samples) -> dict[str, Any]:
-    """The right caption, by its letter or its text; per preposition.
+    """Score the right caption, by its letter or its text; per preposition.
 
-    Of the controlled subsets also the share of pairs (left and right of the same two objects) and
+    The controlled subsets also have the share of pairs (left and right of the same two objects) and
     of sets (all four pictures of them) that are right as a whole.
     """
     figures = figures_of(predictions, samples, _judge_choice)
@@ -90,7 +89,7 @@ def _judge_choice(text: str, sample: dict[str, Any]) -> bool | None:
 
 
 def _judge_words(text: str, answers: Sequence[str]) -> bool | None:
-    """The answer's words somewhere in the text, where nothing denies them, or its directions."""
+    """Look for the answer's words, not negated, or its directions anywhere in the text."""
     said = without_negated(normalize(text))
     directions = parse_directions(text)
     for answer in answers:
@@ -100,7 +99,7 @@ def _judge_words(text: str, answers: Sequence[str]) -> bool | None:
 
 
 def _says_the_same(text: str, answer: str, sample: dict[str, Any]) -> bool | None:
-    """Compares as the sample's task says, or else as what the answer is."""
+    """Compare as the sample's task requires, or else by the kind of its answer."""
     task, question = sample.get("task"), sample.get("question")
     read = _READERS.get(task or "") or next(
         (read for kind, read in _READERS.items() if _is(kind, answer)), None

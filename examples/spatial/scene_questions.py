@@ -21,14 +21,14 @@ WAYS = (
     *("up", "upper right", "right", "lower right"),
     *("down", "lower left", "left", "upper left"),
 )
-# how far from the middle of a sector a thing may lie; beyond it, people would disagree
-DIRECTION_REACH = 30.0  # of 45
-WAY_REACH = 15.0  # of 22.5
-CLOCK_REACH = 7.5  # of 15
+# the most degrees from the middle of a sector; beyond it, people would disagree
+DIRECTION_REACH = 30.0  # a sector reaches 45 degrees to each side
+WAY_REACH = 15.0  # a sector reaches 22.5 degrees to each side
+CLOCK_REACH = 7.5  # a sector reaches 15 degrees to each side
 SIDE_LEAST = 0.35  # sine of the bearing: 20 degrees from straight above or below
 LEAST_ANGLE = 40.0  # between two things
 LEAST_DISTANCE = 0.33  # in the picture, in half widths; twice the radius of a thing
-OBLIQUE = 0.6  # what is left of the depth when the camera looks down at a slant
+OBLIQUE = 0.6  # the share of the depth that is left when the camera looks down at a slant
 Task = Literal["direction", "clock", "statement", "picture", "facing"]
 TASKS: tuple[Task, ...] = ("direction", "clock", "statement", "picture", "facing")
 CLOCK = tuple(f"{hour} o'clock" for hour in (12, *range(1, 12)))
@@ -49,7 +49,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Thing:
-    """An object beside the reference; its distance is in half widths of the picture."""
+    """An object around the reference; its distance is in half widths of the picture."""
 
     shape: str
     color: str
@@ -63,28 +63,28 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """What is to be drawn."""
+    """A scene to draw."""
 
-    reference: str  # what faces somewhere, "car"
+    reference: str  # the thing that faces somewhere, "car"
     heading: int  # where it faces in the picture, seen from above
     things: tuple[Thing, ...]
-    offset: tuple[float, float] = (0.0, 0.0)  # of the reference from the middle; y grows downwards
+    # the reference's offset from the middle; y grows downwards
+    offset: tuple[float, float] = (0.0, 0.0)
     is_oblique: bool = False  # the camera looks down at a slant, so that depth is shorter
 
     def relative(self, index: int) -> float:
-        """Where a thing lies as the reference sees it, 0 to 360."""
+        """Return the bearing of a thing as the reference sees it, 0 to 360."""
         return (self.things[index].bearing - self.heading) % 360
 
     def rotated(self, angle: int) -> "Scene":
-        """The reference and all around it turned together: it sees the same as before."""
+        """Turn the reference and all around it together: it sees the same as before."""
         things = tuple(
             replace(thing, bearing=(thing.bearing + angle) % 360) for thing in self.things
         )
         return replace(self, heading=(self.heading + angle) % 360, things=things)
 
     def mirrored(self) -> "Scene":
-        """As in a mirror beside it: left and right change places, in the picture and for the
-        reference."""
+        """Return the mirror image: left and right change places, also for the reference."""
         things = tuple(replace(thing, bearing=-thing.bearing % 360) for thing in self.things)
         heading, (x, y) = -self.heading % 360, self.offset
         return replace(self, heading=heading, things=things, offset=(-x, y))
@@ -93,13 +93,13 @@ class Scene:
         return replace(self, heading=heading % 360)
 
     def moved(self, index: int, bearing: float) -> "Scene":
-        """One thing goes around the reference, at the same distance."""
+        """Move one thing around the reference, at the same distance."""
         things = list(self.things)
         things[index] = replace(things[index], bearing=bearing % 360)
         return replace(self, things=tuple(things))
 
     def is_crowded(self) -> bool:
-        """Whether two things lie in nearly the same direction, or hide each other."""
+        """Whether two things are in nearly the same direction, or hide each other."""
         places = [self.place(self.position(index)) for index in range(len(self.things))]
         return any(
             angle_between(self.things[i].bearing, self.things[j].bearing) < LEAST_ANGLE
@@ -109,12 +109,12 @@ class Scene:
         )
 
     def place(self, point: tuple[float, float]) -> tuple[float, float]:
-        """Where a point of the ground lies in the picture, both in half widths."""
+        """Return where a point of the ground is in the picture, both in half widths."""
         x, y = point
         return x, y * (OBLIQUE if self.is_oblique else 1.0)
 
     def position(self, index: int) -> tuple[float, float]:
-        """Where a thing stands on the ground."""
+        """Return where a thing stands on the ground."""
         thing = self.things[index]
         angle = math.radians(thing.bearing)
         x = self.offset[0] + thing.distance * math.sin(angle)
@@ -122,12 +122,12 @@ class Scene:
 
 
 def angle_between(first: float, second: float) -> float:
-    """The smaller angle between two directions, 0 to 180."""
+    """Return the smaller angle between two directions, 0 to 180."""
     return abs((first - second + 180) % 360 - 180)
 
 
 def _sector_of(angle: float, names: Sequence[str], reach: float) -> str | None:
-    """The name of the sector of a circle; None further than `reach` from its middle."""
+    """Return the name of the sector of a circle; None further than `reach` from its middle."""
     step = 360 / len(names)
     sector = round(angle / step) % len(names)
     return names[sector] if angle_between(angle, step * sector) <= reach else None
@@ -139,7 +139,7 @@ def direction_of(relative: float) -> str | None:
 
 
 def clock_of(relative: float) -> str | None:
-    """The clock position, 12 is straight ahead; None near the border of two."""
+    """Return the clock position, 12 is straight ahead; None near the border of two."""
     return _sector_of(relative, CLOCK, CLOCK_REACH)
 
 
@@ -152,18 +152,18 @@ def side_of(bearing: float) -> str | None:
 
 
 def way_of(heading: float) -> str | None:
-    """Where something faces in the picture; None near the border of two."""
+    """Return the way that something faces in the picture; None near the limit of two ways."""
     return _sector_of(heading, WAYS, WAY_REACH)
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked about one thing of a scene."""
+    """A question about one thing of a scene."""
 
     scene: Scene
     task: Task
     asked: int = 0  # index of the thing
-    stated: str = ""  # of a statement: the direction that it claims
+    stated: str = ""  # the direction that a statement claims
 
     @property
     def text(self) -> str:
@@ -181,7 +181,7 @@ class Question:
 
     @property
     def answer(self) -> str | None:
-        """Computed from the places alone; None where people would disagree."""
+        """The right answer by the places; None where people would disagree."""
         if self.task == "picture":
             return side_of(self.scene.things[self.asked].bearing)
         if self.task == "facing":
@@ -196,13 +196,13 @@ class Question:
 
 
 def pick(random: Random, items: Sequence[Item]) -> Item:
-    """One of the items; `random.choice` may differ between versions of Python."""
+    """Return one of the items; `random.choice` may differ between versions of Python."""
     return items[int(random.random() * len(items))]
 
 
 @dataclass(frozen=True)
 class SceneRules:
-    """What scenes may hold."""
+    """The rules that scenes follow."""
 
     references: tuple[str, ...]
     shapes: tuple[str, ...]
@@ -214,7 +214,7 @@ class SceneRules:
     holds_new: bool = False  # whether the asked thing is of a combination that was held out
 
     def answers(self, task: Task) -> tuple[str, ...]:
-        """Those that can be asked for: few headings or things leave out some ways to face."""
+        """Return possible answers: with few headings or things, some ways to face are missing."""
         if task != "facing":
             return ANSWERS[task]
         headings = [360 * step // self.headings for step in range(self.headings)]
@@ -233,7 +233,7 @@ class SceneRules:
         return place % 5 == 0
 
     def allow(self, question: Question) -> bool:
-        """Whether the answer is clear, nothing is hidden, and combinations are those wanted."""
+        """Whether the answer is clear, nothing is hidden, and the combinations fit the split."""
         scene = question.scene
         if question.answer is None or scene.is_crowded():
             return False
@@ -242,7 +242,7 @@ class SceneRules:
 
 
 def draw_anchor(random: Random, rules: SceneRules, task: Task) -> Question:
-    """A question whose answer is drawn first, so that all answers of a task are as frequent."""
+    """Draw an answer first, so that all are equally frequent, and then its question."""
     answer = pick(random, rules.answers(task))
     stated = pick(random, DIRECTIONS) if task == "statement" else ""
     for _ in range(_MOST_TRIES):
@@ -258,9 +258,9 @@ def draw_anchor(random: Random, rules: SceneRules, task: Task) -> Question:
 def _none_found(rules: SceneRules) -> UserError:
     return UserError(
         f"no scene was found with {rules.num_things} things of {len(rules.shapes)} shapes and "
-        f"{len(rules.colors)} colours and {rules.headings} headings. Some were expected that hold "
-        "no held-out combination of the three, because those are for the test: give more shapes, "
-        "colours or headings, or fewer things (`dataset.num_shapes` ...)."
+        f"{len(rules.colors)} colours and {rules.headings} headings; one in five combinations of "
+        "the three is held out for the test. Give more shapes, colours or headings, or fewer "
+        "things (`dataset.num_shapes` ...)."
     )
 
 
@@ -279,7 +279,7 @@ def draw_group(random: Random, rules: SceneRules, task: Task, num_negatives: int
 
 
 def draw_mirrored(random: Random, rules: SceneRules, task: Task) -> list[Question]:
-    """A question and the same one of the scene's mirror image, which has another answer.
+    """Draw a question and the same one of the scene's mirror image, which has another answer.
 
     Front is front in a mirror too: who always said so would be right about both images.
     """
@@ -292,10 +292,10 @@ def draw_mirrored(random: Random, rules: SceneRules, task: Task) -> list[Questio
 
 
 def draw_positive(random: Random, rules: SceneRules, anchor: Question) -> Question | None:
-    """The same question and answer in another picture: the whole scene is turned.
+    """Draw the same question and answer in another picture: the whole scene is turned.
 
-    Left and right in the picture would change with it: there the reference turns alone, and where
-    it is asked which way this faces, the thing moves.
+    Left and right in the picture would change with it: for that task only the reference turns, and
+    for the task about the way this faces, the thing moves.
     """
     scene = anchor.scene
     for _ in range(_TRIES):
@@ -321,7 +321,7 @@ def draw_negative(
     *,
     taken: Sequence[Question] = (),
 ) -> Question | None:
-    """The least change that makes the answer another one.
+    """Make the smallest change that gives another answer.
 
     Args:
         kind: 0, 1, 2 ... take turns: the asked thing moves, the reference turns, another thing
@@ -382,7 +382,7 @@ def _draw_scene(random: Random, rules: SceneRules) -> Scene:
 
 
 def _draw_bearing(random: Random, question: Question, answer: str) -> float:
-    """A bearing of the asked thing that gives this answer, or nearly so."""
+    """Draw a bearing of the asked thing that gives this answer, or nearly so."""
     if question.task == "facing":
         return 360 * random.random()
     if question.task == "picture":

@@ -39,7 +39,7 @@ REFERENCE_RADIUS = 0.26
 _SMOOTH = 4  # drawn larger by this, then averaged
 
 Point = tuple[float, float]
-_VERSION = 1  # of what is drawn for a seed; figures of other versions do not compare
+_VERSION = 1  # the version of the drawing for a seed; scores of other versions do not compare
 # how the metric rotate_qa reads answers of a task
 _READ_AS = {"clock": "clock", "statement": "yes_no"}
 SPLITS = ("train", "validation", "test")
@@ -71,11 +71,11 @@ _STAR = tuple(
 
 
 def draw_scene(scene: Scene, size: int) -> Image.Image:
-    """A square picture of `size` pixels: flat colours, smooth edges, the same on each machine."""
+    """Draw a square picture of `size` pixels, with smooth edges, the same on each machine."""
     image = Image.new("RGB", (size * _SMOOTH, size * _SMOOTH), GROUND)
     pen = _Pen(ImageDraw.Draw(image), scene, size * _SMOOTH / 2)
     pen.reference()
-    # what is nearer to the camera covers what is behind it
+    # nearer things cover those that are behind them
     for index in sorted(range(len(scene.things)), key=lambda index: scene.position(index)[1]):
         pen.thing(index)
     return image.reduce(_SMOOTH)
@@ -143,12 +143,12 @@ class _Pen:
 
 
 class Scenes:
-    """Where is the red ball from the car's point of view? Pictures drawn by the project itself.
+    """Questions about left, right, front and back in drawn scenes, seen by a car or person.
 
     Something with a front (car, person, arrow) stands among coloured things. Tasks: `direction`
     (left, right, front, back), `clock` (12 o'clock is straight ahead), `picture` (left or right
-    in the picture) and `statement` (yes or no). All answers of a task are as frequent. A sample
-    follows from seed, split and index alone. Of validation and test, every other sample asks
+    in the picture) and `statement` (yes or no). All answers of a task are equally frequent. A
+    sample depends only on seed, split and index. Every other sample of validation and test asks
     about a shape in a colour at a heading that training never has.
 
     Args:
@@ -156,7 +156,7 @@ class Scenes:
         seed: of all scenes.
         num_train: samples to train; groups count once.
         num_test: held-out samples, of validation and test each.
-        negatives: gives groups of 2 + so many neighbouring samples: an anchor, a positive (other
+        negatives: gives groups of 2 + n neighbouring samples: an anchor, a positive (other
             picture, same answer) and negatives (a small change, other answer).
         mirrored: gives pairs of neighbouring samples: a scene and its mirror image, where left and
             right change places and so another answer is right. Without `negatives`.
@@ -236,7 +236,7 @@ class Scenes:
         return [draw_scene(question.scene, self._image_size)], sample
 
     def question(self, index: int) -> Question:
-        """What a sample asks, without its picture."""
+        """Return the question of a sample, without its picture."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         group, place = divmod(index, self.group_size)
@@ -248,7 +248,7 @@ class Scenes:
         return f"scenes {self._split} {index} (seed {self._seed})"
 
     def fingerprint(self) -> str:
-        """Of all that pictures and questions follow from."""
+        """Return a digest of everything that pictures and questions depend on."""
         facts = (_VERSION, self._split, self._seed, self._tasks, self.group_size, self._image_size)
         return sha256(repr((*facts, self._rules)).encode()).hexdigest()
 
@@ -262,7 +262,9 @@ class Scenes:
         return [draw_anchor(random, rules, task)]
 
     def _is_new(self, group: int) -> bool:
-        """Held-out samples take turns, whatever the number of tasks is."""
+        """Whether a held-out group has a new combination: every second one, for any number of
+        tasks.
+        """
         return self._split != "train" and group // len(self._tasks) % 2 == 1
 
 
@@ -281,17 +283,17 @@ def _check_options(options: dict[str, Any]) -> None:
     if options["negatives"] is not None:
         limits["negatives"] = (1, 100)
         if options["mirrored"]:
-            why = "a group is a scene with its mirror image, or an anchor with what differs"
-            raise _refusal("negatives", options, "none beside `mirrored`", why)
+            why = "a group has a mirror image or negatives, not both"
+            raise _refusal("negatives", options, "none with `mirrored`", why)
     for name, (least, most) in limits.items():
         if not least <= options[name] <= most:
-            raise _refusal(name, options, f"{least} to {most}", "no scene is drawn otherwise")
+            raise _refusal(name, options, f"{least} to {most}", "it is out of range")
     for name, known in {"tasks": TASKS, "references": REFERENCES}.items():
         if not options[name] or not set(options[name]) <= set(known):
             wanted = f"some of {', '.join(known)}"
-            raise _refusal(name, options, wanted, "there are no others")
+            raise _refusal(name, options, wanted, "it is empty or has an unknown name")
     if options["split"] not in SPLITS:
-        raise _refusal("split", options, ", ".join(SPLITS), "there are no others")
+        raise _refusal("split", options, ", ".join(SPLITS), "it is not known")
     if 360 % options["headings"]:
         why = "all headings are equal steps of whole degrees"
         raise _refusal("headings", options, "a divisor of 360", why)
@@ -301,5 +303,5 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _refusal(name: str, options: dict[str, Any], expected: str, why: str) -> UserError:
-    came = f"`dataset`.{name} {options[name]} of the scenes"
-    return UserError(f"{came}: {expected} was expected, because {why}: choose another.")
+    given = f"`dataset`.{name} {options[name]}"
+    return UserError(f"{given} cannot be drawn: {why}. Choose {expected}.")

@@ -36,7 +36,7 @@ from stageline.errors import DataError
 from stageline.tasks.answer_text import normalize
 
 Found = TypeVar("Found")
-Others = Literal["error", "allow"]  # what becomes of a relation or task that is not known
+Others = Literal["error", "allow"]  # the handling of a relation or task that is not known
 _OPTION = re.compile(r"^\s*\(?([A-Z])[.):]\s*(.*?)\s*$", re.MULTILINE)
 
 # VSR: `analysis_scripts/rel_meta_category_dict.txt` of the authors' repository
@@ -98,7 +98,7 @@ class SpatialRows(RowsDataset):
         raise NotImplementedError
 
     def _read_named(self, row: Row, read: Callable[[Row], Found]) -> Found:
-        """What is read of a row; file, line and sample are put before an error."""
+        """Read a row; an error gets file, line and sample."""
         try:
             return read(row)
         except DataError as error:
@@ -108,7 +108,7 @@ class SpatialRows(RowsDataset):
     def _split(
         self, rows: list[Row], split: str, test_size: int | float, key: Callable[[Row], str]
     ) -> list[Row]:
-        """As `split_rows`; errors of the key name the sample."""
+        """Call `split_rows`; errors of the key name the sample."""
 
         def named_key(row: Row) -> str:
             return self._read_named(row, key)
@@ -117,27 +117,26 @@ class SpatialRows(RowsDataset):
 
 
 def _bad(what: str, *, more: str = "") -> DataError:
-    return DataError(f"{what}: correct the row{more}.")
+    return DataError(f"{what}. Correct the row{more}.")
 
 
 def _text(row: Row, field: str) -> str:
-    """The text of a field that may not be empty."""
+    """Return the text of a field that may not be empty."""
     value = row.data.get(field)
     if isinstance(value, str) and value.strip():
         return value
     what = "is missing" if value is None else f"is {repr(value)[:60]}"
     raise _bad(
-        f"the field {field!r} {what}. Text was expected, because the prompt is made from it; "
-        f"the row has the fields {', '.join(sorted(map(str, row.data))) or 'none'}"
+        f"the field {field!r} {what}, but the prompt needs its text. The row has the fields "
+        f"{', '.join(sorted(map(str, row.data))) or 'none'}"
     )
 
 
 def _known(value: Any, names: Collection[str], *, what: str, others: Others) -> str:
-    """A relation or task in lower case, one of `names` unless others are allowed."""
+    """Return a relation or task in lower case, one of `names` unless others are allowed."""
     if not isinstance(value, str) or not value.strip():
         came = "missing" if value is None else repr(value)[:60]
-        why = f"because figures are given for each {what}"
-        raise _bad(f"the {what} is {came}. Text was expected, {why}")
+        raise _bad(f"the {what} is {came}, but it must be text")
     name = " ".join(value.lower().split())
     if others == "allow" or name in names:
         return name
@@ -145,14 +144,13 @@ def _known(value: Any, names: Collection[str], *, what: str, others: Others) -> 
     listed = ", ".join(sorted(names)) if len(names) <= 12 else f"{len(names)} are known"
     hint = f" (nearest: {', '.join(near)})" if near else f" ({listed})"
     raise _bad(
-        f"the {what} {value[:60]!r} is not known{hint}. A known one was expected, because a "
-        "misspelt one would make a group of its own",
+        f"the {what} {value[:60]!r} is not known{hint}",
         more=f", or allow others with `dataset.other_`{what}s allow",
     )
 
 
 def _image_roots(folder: Path, image_path: str | None, *names: str) -> list[Path]:
-    """Where images are looked for: the given folder alone, or the usual ones."""
+    """Return the folders to look for images in: only the given one, or the usual ones."""
     if image_path:
         return [Path(image_path)]
     folder = folder if folder.is_dir() else folder.parent
@@ -164,15 +162,9 @@ def _check_options(options: Sequence[str]) -> None:
     texts = [" ".join(option.lower().split()) for option in options]
     double = next((text for i, text in enumerate(texts) if text in texts[:i]), None)
     if double is not None:
-        raise _bad(
-            f"the option {double!r} stands twice among {list(options)!r}. Options that differ were "
-            "expected, because only one is right"
-        )
+        raise _bad(f"the option {double!r} stands twice among {list(options)!r}")
     if len(options) < 2 or "" in texts:
-        raise _bad(
-            f"the options are {list(options)!r}. At least two texts were expected, because the "
-            "model chooses among them"
-        )
+        raise _bad(f"the options are {list(options)!r}, but they must be at least two texts")
 
 
 class VSR(SpatialRows):
@@ -180,7 +172,7 @@ class VSR(SpatialRows):
 
     Files `{split_type}/train.jsonl`, `dev.jsonl`, `test.jsonl` in dataset_path or in `splits` or
     `data/splits` below it, with lines such as {"image": "000000372029.jpg", "caption": "The dog is
-    on the surfboard.", "label": 1, "relation": "on"}. Pictures lie in `images`, `trainval2017`,
+    on the surfboard.", "label": 1, "relation": "on"}. Pictures are in `images`, `trainval2017`,
     `train2017` or `val2017`.
 
     Args:
@@ -220,10 +212,7 @@ class VSR(SpatialRows):
     def read(self, row: Row) -> tuple[list[str], dict[str, Any]]:
         label = row.data.get("label")
         if type(label) is not int or label not in (0, 1):
-            raise _bad(
-                f"the label is {label!r}. The number 0 or 1 was expected, because a statement is "
-                "false or true"
-            )
+            raise _bad(f"the label is {label!r}, but it must be the number 0 (false) or 1 (true)")
         caption, given = _text(row, "caption"), row.data.get("relation")
         relation = _known(given, VSR_RELATIONS, what="relation", others=self._others)
         return [_text(row, "image")], {
@@ -297,8 +286,7 @@ class SpatialMM(SpatialRows):
             expected = [chr(ord("A") + index) for index in range(len(letters))]
             if letters != expected:
                 raise _bad(
-                    f"the options have the letters {', '.join(letters)}. {', '.join(expected)} was "
-                    "expected, because an answer is told by its letter"
+                    f"the options have the letters {', '.join(letters)}, not {', '.join(expected)}"
                 )
             _check_options(choices)
             index = _right_option(answer, choices)
@@ -310,7 +298,7 @@ class SpatialMM(SpatialRows):
 
 
 def _perspective(question: str) -> str:
-    """Whose left and right are meant: the harder case is a person's in the picture."""
+    """Return whose left and right are meant; those of a person in the picture are harder."""
     if "camera's perspective" in question.lower():
         return "camera"
     return "in the picture" if "perspective" in question.lower() else "not said"
@@ -322,15 +310,14 @@ def _right_option(answer: str, choices: list[str]) -> int:
     if found is None or not 0 <= index < len(choices):
         raise _bad(
             f"the answer {answer[:60]!r} names none of the {len(choices)} options of the question. "
-            "It was expected to begin with an option's letter ('B. right'), because that is the "
-            "right one"
+            "It must begin with the letter of the right option ('B. right')"
         )
     texts = [normalize(choice) for choice in choices]
     text = normalize(found[2])
     if text and text != texts[index] and text in texts:
         raise _bad(
             f"the answer {answer[:60]!r} has the letter of the option {choices[index]!r} and the "
-            "text of another one. Both of one option were expected, because only one is right"
+            "text of another one"
         )
     return index
 
@@ -418,8 +405,8 @@ class WhatsUp(SpatialRows):
             width = 12 if self._subset.startswith("coco") else 0
             if type(number) not in (int, str):
                 raise _bad(
-                    f"the image is {number!r}. A number or a text was expected, because the "
-                    "picture's file has that name"
+                    f"the image is {number!r}, but it must be the number or text that "
+                    "names the picture's file"
                 )
             image = f"{str(number).zfill(width)}.jpg"
         else:
@@ -429,8 +416,8 @@ class WhatsUp(SpatialRows):
         if isinstance(captions, list) and all(isinstance(caption, str) for caption in captions):
             return image, captions
         raise _bad(
-            f"the captions are {repr(captions)[:60]}. A list of texts was expected, the right one "
-            "first, because the model chooses among them"
+            f"the captions are {repr(captions)[:60]}, but they must be a list of texts, the "
+            "right one first"
         )
 
     def _preposition(self, caption: str) -> str:
@@ -442,14 +429,13 @@ class WhatsUp(SpatialRows):
             return "other"
         raise _bad(
             f"the relation of the caption {caption[:60]!r} is not known: it has none of the words "
-            f"{', '.join(PREPOSITIONS)}. One of them was expected, because figures are given for "
-            "each",
+            f"{', '.join(PREPOSITIONS)}",
             more=", or allow others with `dataset.other_relations` allow",
         )
 
 
 def _objects(image: str) -> str:
-    """The objects in the picture: a, b name them in the file; else the picture itself."""
+    """Return the objects in the picture: a, b name them in the file; else the picture itself."""
     words = Path(image).stem.split("_")
     return f"{words[0]} {words[-1]}"
 
@@ -468,7 +454,7 @@ class RotateQA(SpatialRows):
         test_size: held-out rows where there is one file; a picture is on one side only.
         rotate_images: the files are upright: rotate the pictures when they are opened. This
             decodes them on every rank; better store them rotated.
-        image_path: folder of the pictures; by default `images` beside the file, or its folder.
+        image_path: folder of the pictures; by default `images` next to the file, or its folder.
         other_tasks: whether tasks of other names are taken.
     """
 
@@ -510,8 +496,8 @@ class RotateQA(SpatialRows):
             sample |= _choices(answer, options)
         elif (task := facts["task"]) in _TASKS and not _TASKS[task][0](answer):
             raise _bad(
-                f"the answer {answer[:60]!r} is none of the task {task!r}. One such as "
-                f"{_TASKS[task][1]} was expected, because predictions are read and compared as such"
+                f"the answer {answer[:60]!r} does not fit the task {task!r}. It must be like "
+                f"{_TASKS[task][1]}"
             )
         return [_text(row, "image")], {**sample, **facts}
 
@@ -554,17 +540,14 @@ class RotateCaption(RotateQA):
 
 def _choices(answer: str, options: Any) -> dict[str, Any]:
     if not isinstance(options, list) or not all(type(o) in (str, int, float) for o in options):
-        raise _bad(
-            f"the options are {repr(options)[:60]}. A list of texts was expected, because the "
-            "model chooses among them"
-        )
+        raise _bad(f"the options are {repr(options)[:60]}, but they must be a list of texts")
     choices = [str(option) for option in options]
     _check_options(choices)
     index = parse_choice(answer, choices)
     if index is None:
         raise _bad(
-            f"the answer {answer[:60]!r} is none of the options {choices!r}. A letter of them or "
-            "the text of one was expected, because that is the right one"
+            f"the answer {answer[:60]!r} is not one of the options {choices!r}. It must be "
+            "the letter or the text of the right one"
         )
     return {"choices": choices, "answer_index": index}
 
@@ -573,7 +556,4 @@ def _rotation(row: Row) -> int | float:
     rotation = row.data.get("rotation", 0)
     if type(rotation) in (int, float) and math.isfinite(rotation):
         return int(rotation) if rotation == int(rotation) else rotation  # 90.0 is the group of 90
-    raise _bad(
-        f"the rotation is {rotation!r}. Degrees clockwise were expected, as a number, because "
-        "figures are given by it"
-    )
+    raise _bad(f"the rotation is {rotation!r}, but it must be a number of degrees clockwise")

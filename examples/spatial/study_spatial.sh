@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Does a contrastive loss help a small VLM to tell left from right? Scenes drawn on the fly, `sft`
 # against `contrastive` over 3 seeds, held-out accuracy with intervals; see docs/study_spatial.md.
-# About 12 minutes on 2 CPU cores. Stop it at any time: started again it goes on where it was.
-# Change a key below, or append options of training: bash examples/spatial/study_spatial.sh --sim-fn cos
+# About 12 minutes on 2 CPU cores. Stop it at any time: it continues when it is started again.
+# Change a value below, or append options of training: bash examples/spatial/study_spatial.sh --sim-fn cos
 source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/_env.sh"
 source "$ROOT/examples/spatial/_scenes.sh"
 
@@ -37,7 +37,7 @@ case "$SIZE" in
         TRAIN=(--batch-size 256 --micro-batch-size 64 --learning-rate 5e-4 --total-steps 20000
             --dataset.num_train 200000 --bf16)
         ;;
-    *) stageline_fail "--size $SIZE: small or large was expected." ;;
+    *) stageline_fail "--size $SIZE: choose small or large." ;;
 esac
 STUDY_DIR="${STUDY_DIR:-$ROOT/runs/study_spatial/$SIZE}"
 

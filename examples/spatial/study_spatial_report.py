@@ -1,11 +1,11 @@
-"""Writes the report of a study with drawn scenes: report.md, report.json, accuracy.png, loss.png.
+"""Write the report of a study with drawn scenes: report.md, report.json, accuracy.png, loss.png.
 
-Usage: study_spatial_report.py FOLDER, whose runs lie in FOLDER/ARM/seed-N.
+Usage: study_spatial_report.py FOLDER, with the runs in FOLDER/ARM/seed-N.
 
 It compares ways of training over several seeds on one held-out set. Two questions are kept apart:
 how sure the figures of the runs that were made are (the held-out samples are drawn again), and how
 sure they would be of runs with other seeds (the seeds are drawn again too; rough, where there are
-few). Views of one scene are no independent samples: where there are several, scenes are drawn.
+few). Views of one scene are not independent samples: where there are several, scenes are drawn.
 """
 
 import datetime
@@ -44,7 +44,7 @@ CONSISTENT = "all views right"
 
 @dataclass(frozen=True)
 class Run:
-    """What one run scored.
+    """The scores of one run.
 
     Attributes:
         scores: id of a held-out sample -> 0 or 1; of views of scenes, scene -> share of them.
@@ -93,8 +93,8 @@ class Study:
     def __init__(self, runs: Sequence[Run]) -> None:
         if not runs:
             raise UserError(
-                "the study has no finished run. At least one was expected, because runs are what "
-                "is compared: start scripts/study_spatial.sh again, it goes on where it was."
+                "the study has no finished run. Start the script of the study "
+                "again: it continues where it stopped."
             )
         self.runs = list(runs)
         self.arms = list(dict.fromkeys(run.arm for run in runs))
@@ -115,17 +115,17 @@ class Study:
             if sorted(run.scores) != self.ids:
                 raise UserError(
                     f"{run.arm} with seed {run.seed} was evaluated on other samples than "
-                    f"{self.runs[0].arm} with seed {self.runs[0].seed}. The same ones were "
-                    "expected, because runs are compared sample by sample: evaluate it again."
+                    f"{self.runs[0].arm} with seed {self.runs[0].seed}. Evaluate it "
+                    "again: runs are compared sample by sample."
                 )
         made = sorted((run.arm, run.seed) for run in self.runs)
         wanted = sorted((arm, seed) for arm in self.arms for seed in self.seeds)
         if made != wanted:
             missing = [f"{arm} {seed}" for arm, seed in wanted if (arm, seed) not in made]
             raise UserError(
-                f"runs are missing or doubled: {', '.join(missing) or made}. One of each arm and "
-                "seed was expected, because arms are compared seed by seed: start "
-                "scripts/study_spatial.sh again, it goes on where it was."
+                f"runs are missing or doubled: {', '.join(missing) or made}. Start the "
+                "script of the study again: it makes one run for each arm and seed, and continues "
+                "where it stopped."
             )
 
     def scores(self, arm: str, group: str = ALL) -> numpy.ndarray:
@@ -137,7 +137,7 @@ class Study:
         return scores[:, self._rows[ALL if is_whole else group]]
 
     def accuracy(self, arm: str, group: str = ALL) -> Figure:
-        """Of one arm."""
+        """Return the accuracy of one arm."""
         return bootstrap(self.scores(arm, group))
 
     def difference(self, arm: str, other: str, group: str = ALL) -> Figure:
@@ -172,7 +172,7 @@ def _interval(values: numpy.ndarray) -> tuple[float, float]:
 
 
 def study_figures(study: Study, *, chance: Mapping[str, float]) -> dict[str, Any]:
-    """All figures as plain data, for report.json.
+    """Return all figures as plain data, for report.json.
 
     Args:
         chance: group -> accuracy of who guesses.
@@ -197,7 +197,7 @@ def study_figures(study: Study, *, chance: Mapping[str, float]) -> dict[str, Any
 
 
 def chance_of(study: Study, chance: Mapping[str, float], group: str) -> float:
-    """Of a group; of all, the mean over samples."""
+    """Return the chance of a group; for all groups, the mean over samples."""
     if group != ALL:
         return chance[group]
     groups = study.runs[0].groups
@@ -205,7 +205,7 @@ def chance_of(study: Study, chance: Mapping[str, float], group: str) -> float:
 
 
 def plain(figure: Figure) -> dict[str, Any]:
-    """A figure as data."""
+    """Return a figure as plain data."""
     return {
         "mean": figure.mean,
         "by_seed": list(figure.by_seed),
@@ -217,7 +217,7 @@ def plain(figure: Figure) -> dict[str, Any]:
 
 
 def study_markdown(figures: Mapping[str, Any], *, title: str, settings: Mapping[str, Any]) -> str:
-    """The whole report, from what `study_figures` gave.
+    """Write the whole report from the output of `study_figures`.
 
     Args:
         settings: name -> value, listed on top.
@@ -384,7 +384,7 @@ def _draw_differences(
 
 
 def _places(number: int, count: int, num_groups: int) -> list[float]:
-    """Where number `number` of `count` stands in each group."""
+    """Return the places of bar `number` of `count` on the axis, one in each group."""
     return [index + (number - (count - 1) / 2) * 0.8 / count for index in range(num_groups)]
 
 
@@ -431,12 +431,12 @@ def by_scene(values: Sequence[float], samples: Sequence[Mapping[str, Any]]) -> d
 
 
 def read_predictions(folder: Path) -> list[dict[str, Any]]:
-    """A record a held-out sample, of the newest evaluation."""
+    """Read one record for each held-out sample, from the newest evaluation."""
     return list(newest_records(folder / "evaluation" / "predictions.jsonl").values())
 
 
 def chance_by_group(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """What who guesses gets right of each group, whose answers are equally frequent."""
+    """Return the accuracy of guessing in each group, whose answers are equally frequent."""
     answers: dict[str, set[str]] = {}
     for sample in samples:
         answers.setdefault(sample["group"], set()).add(sample["answer"])
@@ -448,7 +448,7 @@ def chance_by_group(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def read_run(folder: Path) -> Run:
-    """Scores of one run, from its predictions: the metric is computed again."""
+    """Read the predictions of one run and compute its scores again."""
     records = read_predictions(folder)
     samples = [record["sample"] for record in records]
     scores = rotate_qa(records, samples)["per_sample"]

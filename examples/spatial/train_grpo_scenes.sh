@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Left and right by answers or by rewards? A small InternVL sees drawn scenes, each with its mirror
-# image, and goes on from one start in three ways: `sft` learns the answers; `grpo` answers, and is
-# rewarded where it is right, and again where both images are; `both` is `grpo` after the first half
-# of `sft`. The same scenes in the same order, held-out accuracy over three seeds; docs/grpo.md.
-# Stop it at any time: started again it goes on where it was. Change a key below, or append options
-# of the rewarded runs: bash examples/spatial/train_grpo_scenes.sh --loss-fn.entropy_coef 0
+# Does a small InternVL learn left and right better from answers or from rewards? It is trained on
+# drawn scenes, each with its mirror image, from one start in three ways: `sft` on the answers; `grpo`
+# with a reward for a right answer, and one for right answers to both images; `both` is `grpo` after
+# the first half of `sft`. All see the same scenes in the same order; docs/grpo.md.
+# Stop it at any time: it continues when it is started again. Change a value below, or append options
+# of the GRPO runs: bash examples/spatial/train_grpo_scenes.sh --loss-fn.entropy_coef 0
 NUM_TEST="${NUM_TEST:-600}" # scenes, with their mirror images
 source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/_env.sh"
 source "$ROOT/examples/spatial/_scenes.sh"
 
 SEEDS="${SEEDS:-0 1 2}"
 SIZE=small
-START_STEPS="${START_STEPS:-200}" # on random weights: rewards alone would teach them nothing
+START_STEPS="${START_STEPS:-200}" # from random weights, which learn nothing from rewards only
 STEPS="${STEPS:-60}"
-ROWS=32 # a step: 16 scenes and their mirror images
+ROWS=32 # rows of a step: 16 scenes and their mirror images
 GROUP_SIZE=8
 REWARD=exact_answer,spatial_consistency
 SCENES=(--dataset.num_things 1 --dataset.references car --dataset.image_size 48
@@ -27,7 +27,7 @@ learn() { # run folder, weights to start from, seed, options: the answers of the
     scenes_train "${@:1:3}" "${COMMON[@]}" --collate-fn sft --loss-fn sft --eval-samples 0 "${@:4}"
 }
 
-earn() { # run folder, weights to start from, seed, options: rewards for answers of its own
+earn() { # run folder, weights to start from, seed, options: rewards for its own answers
     scenes_train "${@:1:3}" "${COMMON[@]}" \
         --collate-fn grpo \
         --loss-fn grpo \

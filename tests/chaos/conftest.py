@@ -1,6 +1,6 @@
-"""Imports what the entry file needs, once: forked runs start from there and take a second.
+"""Import what the entry file needs, once: forked runs start from there and take a second.
 
-Beside it the model folders that tests of broken files begin with.
+It also has the model folders that tests of broken files begin with.
 """
 
 import shutil
@@ -15,7 +15,7 @@ from tests.helpers.tiny_checkpoints import tiny_whole
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
-    """A model folder as a run saves it: two shards, and the weights of a whole llama."""
+    """Return a model folder as a run saves it: two shards, and the weights of a whole llama."""
     folder = tmp_path_factory.mktemp("originals")
     tiny_whole("llama", folder / "whole", max_shard_size="1GB")
     stages = [load(folder / "whole", stage=stage) for stage in range(2)]
@@ -30,5 +30,5 @@ def saved(originals, tmp_path):
 
 @pytest.fixture
 def whole(originals, tmp_path):
-    """A folder of another program: one file, no manifest."""
+    """Return a folder of another program: one file, no manifest."""
     return shutil.copytree(originals / "whole", tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""Parts that fail on some rank at some step, as the variable FAULTS says. For chaos tests.
+"""Components that fail on some rank at some step, as the variable FAULTS sets. For chaos tests.
 
 FAULTS='{"1": {"step": 2, "do": "longer"}}': what rank 1 does when it collates step 2, from 0 on.
 """
@@ -22,7 +22,7 @@ WORDS = ("input_ids", "labels", "attention_mask", "position_ids")
 
 @train_model_register("two_dtypes")
 def two_dtypes(*, stage, dtype, **kwargs):
-    """A llama whose second stage computes in another type than the first."""
+    """Return a llama whose second stage computes in another type than the first."""
     return CausalLMStage.build(stage=stage, dtype=torch.bfloat16 if stage else dtype, **kwargs)
 
 
@@ -32,7 +32,7 @@ class _Calls:
 
 @collate_fn_register("faulty")
 def faulty(samples, **kwargs):
-    """As sft, until the step of the fault."""
+    """Collate like sft, until the step of the fault."""
     batch = sft(samples, **kwargs)
     here = place()
     if here.operation != "data":  # some ranks look at rows before the loop
@@ -46,7 +46,7 @@ def faulty(samples, **kwargs):
 
 @collate_fn_register("silent")
 def silent(samples, **kwargs):
-    """As sft, and nothing is learnt of rows with an answer of more than 20 characters."""
+    """Collate like sft, with no token in the loss if an answer has more than 20 characters."""
     batch = sft(samples, **kwargs)
     is_long = torch.tensor([len(sample["answer"]) > 20 for _, sample in samples])
     return {**batch, "labels": batch["labels"].masked_fill(is_long[:, None], -100)}
@@ -73,7 +73,7 @@ def fail(batch):
 
 
 def fail_later(batch):
-    first = Path(os.environ["FIRST"])  # what the other rank writes before anything else
+    first = Path(os.environ["FIRST"])  # the other rank writes this before anything else
     while not first.exists() or not first.stat().st_size:
         time.sleep(0.01)
     raise KeyError("the second cause")

@@ -73,7 +73,7 @@ def test_a10_a_lone_process_is_looked_after_too(job):
 
 
 def test_a10_the_start_has_no_limit(job, monkeypatch):
-    # what this process has run before is not what its forks do
+    # forks must not inherit the place that this process reached before
     monkeypatch.setattr(progress, "_place", progress.Progress(step=3, since=0.0))
     chaos = "at=start,rank=1,do=sleep,value=4"
     done = job.fork("a10_start", "--hang-timeout", 3, "--total-steps", 2, chaos=chaos)

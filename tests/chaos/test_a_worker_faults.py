@@ -22,7 +22,7 @@ def job(tmp_path_factory):
 
 @pytest.fixture
 def name(request):
-    """Of the run folder of this test."""
+    """Return the name of the run folder of this test."""
     return "".join(letter if letter.isalnum() else "_" for letter in request.node.name)
 
 
@@ -31,7 +31,7 @@ def told(job: Job, name: str) -> dict:
 
 
 def assert_reported(done: Finished, line: str, *words: str, code: int = 9) -> None:
-    """One line, first and last on stderr; no traceback of any rank beside it."""
+    """Check that stderr begins and ends with one line, without a traceback of any rank."""
     assert done.code == code, done.err
     lines = done.err.splitlines()
     assert lines[0].startswith(line), done.err

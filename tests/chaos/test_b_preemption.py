@@ -35,7 +35,7 @@ def assert_kept(job, name, *steps):
 
 
 def assert_goes_on_bitwise(job, name):
-    """Resumed, the run ends with the weights and losses of one that nobody disturbed."""
+    """Check that the resumed run ends with the weights and losses of an undisturbed one."""
     if not CAN_RESUME:
         return
     done = job.fork(name, "--resume", "auto")
@@ -101,7 +101,7 @@ def test_b04_sigterm_during_a_save_lets_it_end(job):
 
 
 def test_b05_a_second_sigterm_ends_at_once(job):
-    # the second comes while the step still goes on: rank 0 waits inside gloo
+    # the second comes during the step: rank 0 waits inside gloo
     faults = ("count=1,do=sigterm", "count=2,do=sleep,value=2", "count=3,do=sigterm")
     chaos = ";".join(f"at=forward,rank=1,step=3,{fault}" for fault in faults)
     done = job.fork("b05", chaos=chaos + ";at=forward,rank=1,step=3,count=4,do=hang")

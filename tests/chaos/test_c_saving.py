@@ -39,7 +39,7 @@ def undisturbed(job):
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """The tensors of a checkpoint as they are on disk."""
+    """Return the tensors of a checkpoint as they are on disk."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*.safetensors")}
 
 
@@ -206,7 +206,7 @@ def test_c11_a_step_that_exists_is_kept_aside(job, undisturbed):
 
 
 def make_writer(folder: Path, **options):
-    """A writer over a tiny model and its optimizer after one step."""
+    """Return a writer over a tiny model and its optimizer after one step."""
     if not (folder / "base").exists():
         tiny_whole("llama", folder / "base")
     config = AutoModelForCausalLM.from_pretrained(folder / "base").config
@@ -304,7 +304,7 @@ def test_c14_the_end_waits_for_a_save(job):
 
 
 def test_c15_a_second_run_in_the_same_folder(job):
-    """Refused with process and machine of the first, which goes on."""
+    """Refuse it with process and machine of the first, which continues."""
     first = job.start_forked("shared", ranks=1, chaos="at=step,step=3,do=sleep,value=4")
     lock = job.folder / "shared" / "run.lock"
     while not (lock.exists() and lock.stat().st_size):

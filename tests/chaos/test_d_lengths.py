@@ -1,4 +1,4 @@
-"""Runs by epochs, and runs that are made longer: to the bit those that were so long at once."""
+"""Runs by epochs, and runs that are made longer: bit-identical to those that had this length."""
 
 import json
 

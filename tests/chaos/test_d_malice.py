@@ -64,7 +64,7 @@ def test_d17_false_headers_are_refused_before_anything_is_allocated(case, tmp_pa
 
 
 def test_d18_a_file_that_is_cut_while_it_is_read_ends_with_a_message(whole, monkeypatch):
-    """Mapped, it would end the process by a bus error, without a word."""
+    """Read without a mapping, which would end the process silently by a bus error."""
     file = whole / "model.safetensors"
     read, size = checkpoint_files.read_tensor, file.stat().st_size
 

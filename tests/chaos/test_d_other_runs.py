@@ -22,7 +22,7 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """A run of four steps, with checkpoints after two and four."""
+    """Return a run of four steps, with checkpoints after two and four."""
     made = Job(tmp_path_factory.mktemp("job"))
     assert made.fork("first", "--total-steps", 4, ranks=1).code == 0
     return made
@@ -41,7 +41,7 @@ def assert_refused(done, code, *words) -> None:
 
 @pytest.mark.parametrize("case", CHANGES)
 def test_d13_other_settings_are_listed(case, job):
-    """Refused with each difference and code 4; the checkpoints stay, --allow-changes goes on."""
+    """Refuse with each difference and code 4; checkpoints stay, --allow-changes continues."""
     options, words = CHANGES[case]
     name = copy(job, f"changed-{case}")
     options = ("--total-steps", 6, *options)
@@ -103,7 +103,7 @@ def test_d09_state_of_another_optimizer_or_of_other_weights(job):
 
 
 def test_a_best_checkpoint_is_no_place_to_resume_from(job):
-    """Weights alone: refused, with what they are good for."""
+    """Refuse a folder with only weights, and say what it is good for."""
     name = copy(job, "weights")
     folder = job.folder / name / "checkpoints" / "step-00000004"
     shutil.rmtree(folder / "training_state")

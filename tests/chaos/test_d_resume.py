@@ -21,7 +21,7 @@ def job(tmp_path_factory):
 
 
 def damaged(job, name, *faults):
-    """A copy of the run, of whose checkpoints the newest are spoilt."""
+    """Return a copy of the run whose newest checkpoints are damaged."""
     shutil.copytree(job.folder / "whole", job.folder / name)
     folders = [job.folder / name / "checkpoints" / one for one in job.checkpoints(name)]
     for folder, fault in zip(reversed(folders), faults, strict=False):

@@ -46,7 +46,7 @@ def test_tied_weights_stay_equal_to_the_bit_on_the_same_stages(tmp_path):
 
 
 def test_an_adapter_over_a_base_that_started_at_random(tmp_path):
-    """The base is saved once, beside the checkpoints, and comes from there."""
+    """Save the base once, next to the checkpoints, and load it from there."""
     job = Job(tmp_path, num_layers=4)
     start = ("--model-path", "", "--config-path", job.model, "--llm-lora-num", 1)
     assert job.fork("whole", *start, ranks=2).code == 0

@@ -21,7 +21,7 @@ def job(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def straight(job):
-    """A run without a stop, on one stage, with a checkpoint after each step."""
+    """Return a run without a stop, on one stage, with a checkpoint after each step."""
     done = job.fork("straight", "--save-steps", 1, ranks=1)
     assert done.code == 0, done.err
     return job.folder / "straight" / "checkpoints"
@@ -94,7 +94,7 @@ def test_resumed_with_options(case, job):
 
 
 def test_e08_other_intervals_change_nothing(job, straight):
-    """Evaluation, log and checkpoint intervals are no part of the course."""
+    """Allow other intervals of evaluation, log and checkpoints: they do not change the training."""
     done = job.fork(
         "intervals",
         *("--eval-samples", 4, "--eval-steps", 3, "--save-steps", 5, "--log-steps", 2),
@@ -234,7 +234,7 @@ def test_d12_sharded_masters(precision, job):
 
 
 def tensors_joined(folder: Path) -> dict[str, torch.Tensor]:
-    """The training state with rows of several ranks put together, read by hand."""
+    """Read the training state by hand, and join the rows of several ranks."""
     index = json.loads((folder / "training_state" / "state.json").read_text())["parameters"]
     found = {}
     for name, entry in index.items():

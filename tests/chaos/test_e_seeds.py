@@ -20,7 +20,7 @@ from tests.helpers.small_run import Job
 from tests.helpers.tiny_batches import tiny_micro_batches
 from tests.helpers.tiny_models import tiny_config
 
-NUM_STEPS = 6  # of two epochs
+NUM_STEPS = 6  # this makes two epochs
 
 
 class Crops:
@@ -164,7 +164,7 @@ def resumed(rank):
                 for index, one in train_step.optimizer.state_dict()["state"].items()
             }
         losses.append(train_step(tiny_micro_batches("gpt2", seed=step), step=step).loss)
-    torch.manual_seed(99)  # what the process drew before does not matter
+    torch.manual_seed(99)  # earlier draws of the process do not matter
     model, train_step = build(state)
     whole = train_step.optimizer.state_dict()
     train_step.optimizer.load_state_dict({**whole, "state": moments})

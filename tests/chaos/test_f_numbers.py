@@ -1,4 +1,4 @@
-"""Numbers that go wrong: weights take no harm, all ranks agree, the message says where it was."""
+"""NaN and infinity: weights stay unharmed, all ranks agree, and the message names the place."""
 
 import json
 import math
@@ -24,7 +24,7 @@ PARTS = Path(__file__).with_name("faulty_parts.py")
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """A job whose run `whole` nothing has disturbed."""
+    """Return a job with an undisturbed run `whole`."""
     job = Job(tmp_path_factory.mktemp("job"), num_layers=4)
     assert (
         job.fork("whole", "--total-steps", 6, "--save-steps", 1, "--lr-scheduler", "cosine").code
@@ -125,7 +125,8 @@ def test_f03_too_many_in_a_row(job):
 
 def test_f04_a_micro_batch_without_targets_weighs_nothing(job, tmp_path):
     rows = job.rows.read_text().splitlines()[:7]
-    silent = json.dumps({"id": "7", "question": "?", "answer": "!" * 30})  # of which none is learnt
+    # none of its tokens is in the loss
+    silent = json.dumps({"id": "7", "question": "?", "answer": "!" * 30})
     for name, lines in (("with", [*rows, silent]), ("without", rows)):
         (tmp_path / name).write_text("\n".join(lines) + "\n")
         size = ("--batch-size", len(lines), "--micro-batch-size", 1, "--total-steps", 3)
@@ -256,7 +257,7 @@ def test_f02_f03_all_stages_skip_together_and_know_the_micro_batch(kind, num_ran
 
 
 def bad_module(rank, num_ranks, name, place):
-    """What is told of a step in which one module of stage 1, or two in turn, return nan."""
+    """Return the report of a step in which one module of stage 1, or two in turn, return nan."""
     step = build(rank, num_ranks, loss_fn=sft)
     model = step.runner.local.models[0]
     spoilt = {

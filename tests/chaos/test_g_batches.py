@@ -23,7 +23,7 @@ def rows_of(number):
 
 
 def options(tokenizer, **more):
-    """What a collate function gets besides the rows."""
+    """Return the arguments of a collate function besides the rows."""
     texts = {"prompt": "[QUESTION] [ANSWER]", "prompt_fn": fill, "image_token": auto}
     fixed = {"processor": tokenizer, "pad_token_id": 0, "max_token_num": 60, "stage": 0}
     return {**texts, **fixed, **more}
@@ -100,7 +100,7 @@ def test_g26_overlong_samples_are_counted(tmp_path):
 
 
 def test_g26_with_bad_rows_all_rows_are_looked_at(tmp_path):
-    """Where rows may be left out, neither a number nor a time limits the look at them."""
+    """Check all rows, without a limit by number or time, where rows may be left out."""
     rows = dataset(tmp_path, rows_of(30) + [{"question": "q " * 80, "answer": "a"}])
     given = options(tiny_tokenizer())
     del given["pad_token_id"], given["stage"]

@@ -120,7 +120,7 @@ def touched(file):
 
 
 def test_g18_fingerprint_of_data(tmp_path):
-    """The fingerprint follows from the rows alone: not from their folder, but from each byte."""
+    """The fingerprint depends only on the rows: not on their folder, but on each byte."""
     for name in "abc":
         (tmp_path / name).mkdir()
     same = [dataset(tmp_path / name, rows_of(40)) for name in "ab"]

@@ -22,7 +22,7 @@ import_shelf("dataset")
 
 
 def png(width, height, *, bits=1):
-    """A whole gray PNG of zeros; it packs to a thousandth of its pixels."""
+    """Return a whole gray PNG of zeros; it packs to a thousandth of its pixels."""
 
     def chunk(kind, data):
         return (
@@ -49,7 +49,7 @@ def noise(size=(60, 50), mode="RGB"):
 
 
 def dataset(folder, name, content=None, **options):
-    """One row with that image name; the file is written where there is content."""
+    """Return a dataset of one row with that image; the file is written if there is content."""
     if content is not None:
         (folder / name).write_bytes(content)
     file = folder / "rows.jsonl"
@@ -58,7 +58,7 @@ def dataset(folder, name, content=None, **options):
 
 
 def look(rows, **options):
-    """The look through the data before a model is loaded."""
+    """Check the data as a run does before it loads a model."""
     return preflight(
         rows,
         prompt="[IMAGE][QUESTION] [ANSWER]",
@@ -143,7 +143,7 @@ def test_unusual_image(case, tmp_path):
 
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_g22_32_bit(mode):
-    """Pixels of 32 bits, of which nobody knows what is white: refused by name."""
+    """Refuse pixels of 32 bits by name, because their white is undefined."""
     for function in (check_image, decode_image):
         with pytest.raises(DataError, match=rf"row 5: .*32 bits \(mode {mode}\)"):
             function(Image.new(mode, (4, 4)), name="row 5")
@@ -154,7 +154,7 @@ def test_g22_32_bit(mode):
 
 @pytest.fixture
 def house(tmp_path):
-    """A data folder, and a picture outside of it that no row may reach."""
+    """Return a data folder, and a picture outside of it that no row may reach."""
     (tmp_path / "data").mkdir()
     (tmp_path / "outside").mkdir()
     noise().save(tmp_path / "outside" / "secret.png")

@@ -35,7 +35,7 @@ def parts():
 
 
 def error_of(*words):
-    """The message of a command line."""
+    """Return the message of a command line."""
     with pytest.raises(Exception) as caught:
         parse_train_args([*TRAIN, *map(str, words)])
     assert caught.value.exit_code == 2, caught.value

@@ -28,7 +28,7 @@ KINDS = {"adapter": (1, {}), "over_another": (0, {"overwrites": True, "max_shard
 
 
 def save_run(folder, *, num_loras=0):
-    """What a run of two stages saves, in the folder of a run."""
+    """Save what a run of two stages saves, in the folder of a run."""
     base = folder / "base"
     tiny_whole("llama", base)
     (base / "tokenizer_config.json").write_text("{}")
@@ -45,7 +45,7 @@ def _no_bars():
 
 @pytest.fixture(scope="module", params=list(KINDS))
 def job(request, tmp_path_factory):
-    """A saved run, the options of its export, and the files of an export without faults."""
+    """Return a saved run, the options of its export, and the files of an export without faults."""
     num_loras, options = KINDS[request.param]
     folder = tmp_path_factory.mktemp("export")
     run = save_run(folder, num_loras=num_loras)
@@ -90,7 +90,7 @@ def fork_export(run, target, fault, **options):
 
 
 def prepare(folder, old):
-    """The place of the export, with an old one in it or without."""
+    """Return the place of the export, with an old one in it or without."""
     folder.mkdir()
     target = folder / "out"
     if old is not None:
@@ -107,14 +107,14 @@ def test_i08_export_killed_at_every_file_operation(job, tmp_path):
         if target.exists():
             verify(target)
             assert digests(target) in ([expected] if old is None else [expected, digests(old)])
-        elif old is not None:  # for a moment the old one is beside it, whole
+        elif old is not None:  # for a moment the old one is stored next to it, whole
             (aside,) = folder.glob("out.old-*")
             assert digests(aside) == digests(old)
         if code == 0:
             break
         assert code == KILLED
         if old is not None or not target.exists():
-            export_folder(run, target, **options)  # again, beside what was left
+            export_folder(run, target, **options)  # export again, next to what was left
         assert digests(target) == expected
     assert code == 0, "it never came to its end"
     assert digests(target) == expected

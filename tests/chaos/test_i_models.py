@@ -42,7 +42,7 @@ def folder(original, tmp_path):
 
 @pytest.fixture
 def no_questions(monkeypatch):
-    """Fails where somebody is asked on the terminal."""
+    """Fail if the terminal asks a question."""
 
     def asked(prompt=""):
         raise AssertionError(f"asked on the terminal: {prompt}")
@@ -52,7 +52,7 @@ def no_questions(monkeypatch):
 
 @pytest.fixture
 def canary(folder, monkeypatch, tmp_path):
-    """A folder that is there once the code of the model folder has run."""
+    """Return a path that exists once the code of the model folder has run."""
     monkeypatch.setattr(
         "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
     )
@@ -65,7 +65,7 @@ def canary(folder, monkeypatch, tmp_path):
 
 
 def everything(folder):
-    """All ways by which a model folder is read."""
+    """Return all ways by which a model folder is read."""
     config = AutoConfig.for_model("llama")
     paths = {"config_path": str(folder), "processor_path": None, "checkpoint_path": str(folder)}
     return {

@@ -35,7 +35,7 @@ def dangers(text):
 
 
 def _values(node):
-    """(name, value) of keywords, of keys, and of defaults, where the value is a constant."""
+    """Return (name, value) of keywords, of keys, and of defaults, where the value is a constant."""
     pairs = []
     if isinstance(node, ast.Call):
         pairs = [(keyword.arg, keyword.value) for keyword in node.keywords]
@@ -57,7 +57,8 @@ def _unsafe_load(node):
         yield f"line {node.lineno}: from_pretrained may look on the network"
 
 
-MAY_FETCH = {"scripts/prepare_smollm2.py"}  # its purpose; benchmarks read what they are given
+# this is its purpose; benchmarks read what they are given
+MAY_FETCH = {"scripts/prepare_smollm2.py"}
 
 
 def test_i03_nothing_runs_what_others_wrote():

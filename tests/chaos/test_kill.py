@@ -1,4 +1,4 @@
-"""Ranks that are killed at random moments: the run goes on as if nothing had happened.
+"""Ranks that are killed at random moments: the run continues as if nothing had happened.
 
 Some kills for each day; benchmarks/kill_test.py does fifty, by hand or below torchrun.
 """
@@ -49,7 +49,7 @@ def assert_same_run(job: Job, name: str) -> None:
 
 
 def test_a_killed_fork_keeps_no_lock_of_progress_bars():
-    """The lock of tqdm itself is one for all forks: whoever draws a bar then waits for ever."""
+    """Give each fork its own lock: with tqdm's shared one, later bars would wait for ever."""
     pid = os.fork()
     if pid == 0:
         tqdm.tqdm.get_lock().acquire()
@@ -94,7 +94,7 @@ def test_kills_below_torchrun_leave_the_same_run(job):
 
 
 def test_kills_between_answers_and_updates_leave_the_same_run(tmp_path, monkeypatch):
-    """Of a run whose model answers before each step: the same answers, byte by byte."""
+    """Get the same answers, byte by byte, in a run whose model answers before each step."""
     monkeypatch.setattr(failure, "SECONDS_FOR_THE_CAUSE", 0.2)
     job = Job(tmp_path)
     words = (

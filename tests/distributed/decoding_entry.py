@@ -30,7 +30,7 @@ class Mortal(StageDecoder):
 
 
 def serve(engine: DecodingEngine) -> None:
-    """As a server does, for ever."""
+    """Serve requests like a server, without end."""
     ids = torch.arange(9, 20)[None]
     for key in "abc":
         prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

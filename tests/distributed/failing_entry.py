@@ -1,4 +1,4 @@
-"""An entry file that fails, or is stopped, in the way its first argument names. Run by tests."""
+"""An entry file for tests that fails, or is stopped, in the way its first argument names."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from stageline.errors import DataError, UserError
 
 
 def exchange(context: DistributedContext) -> None:
-    """Waits for the neighbour before, as a stage does."""
+    """Wait for the previous neighbour, as a stage does."""
     dist.recv(torch.empty(4), group=context.pp_group, group_src=(context.pp_rank - 1))
 
 
@@ -60,7 +60,7 @@ def wrapped_on_1(context: DistributedContext, folder: Path) -> None:
 
 
 def raise_on_0(context: DistributedContext, folder: Path) -> None:
-    raise KeyError("boom alone")
+    raise KeyError("boom once")
 
 
 def user_error(context: DistributedContext, folder: Path) -> None:
@@ -69,7 +69,7 @@ def user_error(context: DistributedContext, folder: Path) -> None:
 
 def data_error_on_1(context: DistributedContext, folder: Path) -> None:
     if context.rank == 1:
-        raise DataError("rows.jsonl:17 is no JSON")
+        raise DataError("rows.jsonl:17 is not JSON")
     raise_on_1(context, folder)
 
 

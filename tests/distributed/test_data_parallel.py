@@ -51,7 +51,7 @@ def build_whole(folder, *, family="llama", tied=False):
     is_vision = family in VISION_LANGUAGE
     auto = "AutoModelForImageTextToText" if is_vision else "AutoModelForCausalLM"
     whole = getattr(transformers, auto).from_config(tiny_config(family, tied=tied))
-    with torch.no_grad():  # the library starts biases and norms at 0 and 1, which hides mistakes
+    with torch.no_grad():  # transformers starts biases and norms at 0 and 1, which hides mistakes
         for parameter in whole.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     whole.save_pretrained(folder)
@@ -66,7 +66,7 @@ def add_peft(whole, rank):
 
 
 def our_name(name):
-    """peft's name of a parameter as Stageline has it."""
+    """Return Stageline's name of a parameter of peft."""
     name = name.removeprefix("base_model.model.").replace(".default", "")
     return name.replace(".lora_A", ".lora.lora_A").replace(".lora_B", ".lora.lora_B")
 
@@ -209,7 +209,7 @@ def join(named, shares):
 
 
 def join_ranks(results):
-    """What all four ranks returned, as the reference returns it."""
+    """Join the results of all four ranks, in the form of the reference."""
     shares = [result["shares"] for result in results[:2]]
     steps = []
     for of_ranks in zip(*(result["steps"] for result in results), strict=True):
@@ -311,7 +311,8 @@ def held_in_a_step(rank, folder, dtype):
         shared = [one for group in filter(None, groups) for one in group.fsdp_params]
         whole = [one.unsharded_param for one in shared]
         found["shares"] = sum(one._sharded_param_data.nbytes for one in shared)
-        sums = [one.unsharded_accumulated_grad for one in shared]  # of half types
+        # half types are summed in float32 here
+        sums = [one.unsharded_accumulated_grad for one in shared]
         grads = [w.grad if own is None else own for w, own in zip(whole, sums, strict=True)]
         found["whole"], found["gradients"] = tensor_bytes(whole), tensor_bytes(grads)
         then(weights)
@@ -391,8 +392,8 @@ def evaluate_and_save(rank, folder, target, is_sharded, options):
     held_out = [run.batches(1)[:2], run.batches(2)[:2]]
     result = evaluate(run.runner, held_out, loss_fn=sft, keep=5, replicas=run.replicas)
     save_split_model(run.models, None, target, **run.groups)
-    assert target.exists()  # on every rank, when it returns
-    run.step(run.batches(1), step=1)  # training goes on
+    assert target.exists()  # it is there on every rank when the save returns
+    run.step(run.batches(1), step=1)  # training continues
     return {
         "figures": [result.loss, result.token_accuracy, result.num_targets, result.predicted],
         "steps": [],
@@ -402,7 +403,7 @@ def evaluate_and_save(rank, folder, target, is_sharded, options):
 
 
 def evaluate_plainly(whole):
-    """The same figures by hand, rows in the order of the dataset."""
+    """Return the same figures by hand, rows in the order of the dataset."""
     loss, hits, count, predicted = 0.0, 0, 0, []
     for step, replica in [(1, 0), (1, 1), (2, 0), (2, 1)]:
         for batch in batches_of("llama", step, replica)[:2]:

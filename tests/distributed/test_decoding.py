@@ -1,4 +1,4 @@
-"""Pipelined decoding against the library's generate, token by token, in float32.
+"""Pipelined decoding against transformers' generate, token by token, in float32.
 
 Answers of `decoded_models.py` vary and are far from ties, so that tokens must be equal. Prompts
 have 1 to 40 tokens; a window of 8 tokens (Mistral, Gemma) is left behind during the answer. Pieces
@@ -40,12 +40,13 @@ from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE
 
 NUM_TOKENS, PIECE = 30, 9
 SEEING = (*VISION_LANGUAGE, "mllama")
-CUT = tuple(name for name in VISION_LANGUAGE if name != "gemma3_vl")  # where a prompt is text
+# their text prompts are read in pieces
+CUT = tuple(name for name in VISION_LANGUAGE if name != "gemma3_vl")
 
 
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory):
-    """Family -> a saved model with prompts and the library's answers, made once."""
+    """Family -> a saved model with prompts and transformers' answers, made once."""
 
     @functools.cache
     def make(family, tied=False):
@@ -66,7 +67,7 @@ def model_of(tmp_path_factory):
 
 
 def stage_of(model, stage, num_stages, **options):
-    """A stage by the part that serves every model of its kind."""
+    """Return a stage by the part that serves every model of its kind."""
     generic = "vision_language" if model.family in VISION_LANGUAGE else "causal_lm"
     key = "mllama" if model.family == "mllama" else generic
     with quiet():
@@ -86,7 +87,7 @@ def engine_of(model, num_stages, *, max_rows, num_groups=1, **options):
 
 
 def in_pieces(engine):
-    """An engine with the same stages that reads at most so many tokens of prompts in a pass."""
+    """Return an engine with the same stages that reads at most `PIECE` prompt tokens in a pass."""
     stages = [decoder.stage for decoder in engine.chain.decoders]
     limits = {"max_rows": engine.limits.max_rows, "num_groups": 1, "prefill_tokens": PIECE}
     return local_engine(stages, engine.processor, **limits)
@@ -275,9 +276,9 @@ def test_lora_unmerged_and_merged(model_of, tmp_path):
 
 
 def test_bfloat16(model_of, record_property):
-    """One row at a time, all is computed as the library does; batches round otherwise.
+    """Compute one row at a time as transformers does; batches may round in another way.
 
-    Where a batch first chooses another token, the library's own logits of the two lie close: each
+    Where a batch first chooses another token, transformers' own logits of the two are close: each
     value is rounded at the 9th bit, to 0.4 %, and logits are up to about 4 deviations large.
     """
     model = model_of("llama")
@@ -294,7 +295,7 @@ def test_bfloat16(model_of, record_property):
 
 
 def distance_at_parting(whole, prompt, ours, theirs):
-    """How far our first other token lies behind the library's, in deviations of the logits."""
+    """Return how far our first other token is behind transformers', in deviations of the logits."""
     parted = [place for place in range(len(theirs)) if ours[place] != theirs[place]]
     if not parted:
         return 0.0

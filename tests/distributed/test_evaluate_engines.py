@@ -1,4 +1,4 @@
-"""evaluate.py writes the same predictions whatever runs the model, and goes on with another."""
+"""evaluate.py writes the same predictions with any engine, and continues with another one."""
 
 import json
 

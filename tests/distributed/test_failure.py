@@ -1,7 +1,7 @@
 """Real processes that fail, are killed, or are interrupted. The group's timeout is 600 s and that
 of a test far below: a rank that waits for a dead neighbour would be noticed.
 
-Of each kind one run starts new Pythons, below our launcher and below torchrun; the launcher and
+One run of each kind starts new Pythons, below our launcher and below torchrun; the launcher and
 the workers of the others are forks.
 """
 
@@ -42,7 +42,7 @@ def _run(mode: str, folder: Path, *, num_ranks: int = 2, prefix: list[str] | Non
 
 
 def _run_warm(mode: str, folder: Path, *, num_ranks: int = 2) -> Finished:
-    """As `_run`, from forks."""
+    """Run like `_run`, from forks."""
     return _warm_launcher(mode, folder, num_ranks=num_ranks).finish(SECONDS)
 
 
@@ -110,14 +110,14 @@ def test_an_error_that_all_ranks_hit_is_printed_once(tmp_path):
 def test_an_error_of_the_data_ends_with_3(tmp_path):
     done = _run_warm("data_error_on_1", tmp_path)
     assert done.code == 3
-    assert done.err == "error[data] rank=1 stage=1: rows.jsonl:17 is no JSON\n"
+    assert done.err == "error[data] rank=1 stage=1: rows.jsonl:17 is not JSON\n"
 
 
 @pytest.mark.parametrize(("mode", "code"), [("raise_on_0", 9), ("user_error", 2)])
 def test_a_single_process_reports_the_same_way(tmp_path, mode, code):
     done = _run_warm(mode, tmp_path, num_ranks=1)
     assert done.code == code
-    wanted = "error[crash]: KeyError: 'boom alone'" if code == 9 else "error[usage]: --batch-size 7"
+    wanted = "error[crash]: KeyError: 'boom once'" if code == 9 else "error[usage]: --batch-size 7"
     assert _first_line(done.err).startswith(wanted)
 
 
@@ -139,7 +139,7 @@ def _start(
 
 
 def _start_new(mode: str, folder: Path) -> subprocess.Popen:
-    """As `_start`, with new Pythons."""
+    """Start like `_start`, with new Pythons."""
     process = subprocess.Popen(
         [sys.executable, str(ENTRY), mode, str(folder), "2"],
         env=_environment(),

@@ -1,4 +1,4 @@
-"""Peak memory of every rank is known on every rank."""
+"""Every rank gets the peak memory of all ranks."""
 
 import torch
 

@@ -121,7 +121,7 @@ def test_replicas_draw_the_same_answers(job):
 
 
 def packs_several(made):
-    """As it is, and looks whether rows hold more than one answer each."""
+    """Return the method, with a check that some rows hold more than one answer."""
 
     def noted(self, *given):
         batches = made(self, *given)
@@ -142,7 +142,7 @@ def test_a_killed_run_goes_on_with_the_same_answers(job, point):
 
 
 def test_compiled_layers_answer_as_they_were_written(job, monkeypatch):
-    """A backend that runs graphs as they are, and looks which passes they are made for."""
+    """Compile with a backend that runs graphs as they are, and checks the passes they are for."""
 
     def backend(graph, inputs):
         passes = {frame.filename.rpartition("/")[2] for frame in traceback.extract_stack()}
@@ -214,7 +214,7 @@ def test_answers_in_flight_outlive_a_kill(job, ahead, point, when, how):
 
 
 def test_several_steps_on_answers_drawn_ahead(job):
-    """Replicas, evaluations between, answers for two steps each; killed, and gone on with."""
+    """Use replicas, evaluations in between, and answers for two steps each; kill and resume."""
     options = (*AHEAD, *TWICE, "--eval-samples", 4)
     assert run(job, "ahead twice", *options, "--eval-steps", 4, ranks=1).code == 0
     options += ("--eval-steps", 2)
@@ -231,7 +231,7 @@ def test_several_steps_on_answers_drawn_ahead(job):
 
 
 def test_a_stale_update_is_the_one_written_out(job, tmp_path, monkeypatch):
-    """Plain torch: drawn by the weights before, ratios to these, clipped; no rewards beside."""
+    """Compare with plain torch: drawn by the old weights, ratios to these, clipped."""
     made = Rollouts._make
 
     def noted(self, drawn, step):
@@ -363,7 +363,7 @@ def test_what_cannot_be_done_is_told(job, options, wanted):
 
 @pytest.mark.parametrize("family", ["internvl", "qwen2_vl"])
 def test_pictures_are_asked_about(family, tmp_path, monkeypatch):
-    """A random model also says tokens that stand for images: what comes behind is not learnt."""
+    """Leave tokens after an image token that a random model writes out of the loss."""
     (tmp_path / "parts.py").write_text(PARTS)
     pictured = VisionJob(tmp_path, family=family)
     image_ids = ImageExpander.of(tiny_processor(family)).own_ids()
@@ -418,7 +418,7 @@ def test_replicas_with_shares_ask_about_pictures(tmp_path):
 
 
 def pictured_row(job, line):
-    """The row that a line of samples is about, and the line."""
+    """Return the row that a line of samples belongs to, and the line."""
     record = json.loads(line)
     rows = map(json.loads, job.rows.read_text().splitlines())
     return next(row for row in rows if row["id"] == record["id"]), record

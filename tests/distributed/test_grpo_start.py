@@ -27,7 +27,7 @@ from tests.helpers.grpo_runs import (
 from tests.helpers.small_run import Job
 
 FROZEN = (*TWICE, "--rollouts.kl_beta", 0.1)
-MIXED = ("--llm-lora-num", 1)  # and the head
+MIXED = ("--llm-lora-num", 1)  # the head trains, too
 BESIDE = {
     "full": FROZEN,
     "mixed": (*FROZEN, *MIXED),
@@ -47,7 +47,7 @@ def job(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def frozen(job):
-    """The name of a run on one rank with a copy of the start weights, of each kind."""
+    """Return the name of a run on one rank with a copy of the start weights, of each kind."""
 
     @functools.cache
     def made(kind):
@@ -61,7 +61,7 @@ def frozen(job):
 
 
 def against_plain_model(folder, made=Rollouts._with_log_probs):
-    """As it is; looks whether log-probabilities are those of the start model in transformers."""
+    """Return the method, with a check of log-probabilities against the plain start model."""
 
     def noted(self, batches):
         named = [pair for model in self.runner.local for pair in model.named_parameters()]
@@ -134,7 +134,7 @@ ODD = {
 
 @pytest.mark.parametrize("kind", ODD)
 def test_odd_starts_are_found_again(job, kind, tmp_path):
-    """Killed and gone on with: the same bytes."""
+    """Get the same bytes after a kill and a resume."""
     made = Job(tmp_path, num_layers=4, tied=kind == "tied")
     (tmp_path / "parts.py").write_text(PARTS)
     options = (*FROZEN, *ODD[kind])
@@ -160,7 +160,7 @@ def test_odd_starts_are_found_again(job, kind, tmp_path):
 
 
 def weight_files(job, name):
-    """Of weights and of the optimizer's state, of which replicas with shares save pieces."""
+    """Return the bytes of each file of weights and optimizer state (replicas save pieces)."""
     folder = job.folder / name / "checkpoints" / "step-00000004"
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.safetensors")}
 

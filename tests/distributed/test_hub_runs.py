@@ -13,7 +13,7 @@ from tests.helpers.small_run import GENERATE, Job, evaluated
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """A tiny Llama of four layers in several files."""
+    """Return a tiny Llama of four layers in several files."""
     job = Job(tmp_path_factory.mktemp("job"), num_layers=4)
     whole = AutoModelForCausalLM.from_pretrained(job.model)
     (job.model / "model.safetensors").unlink()

@@ -1,4 +1,4 @@
-"""DoRA, PiSSA, modules trained whole, adapters as a start and noise: through train_pp, resumed."""
+"""DoRA, PiSSA, modules trained whole, initial adapters and noise: through train_pp, resumed."""
 
 import json
 

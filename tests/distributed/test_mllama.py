@@ -1,4 +1,4 @@
-"""Mllama split into stages against the library's whole model, in float64.
+"""Mllama split into stages against transformers' whole model, in float64.
 
 Most combinations are chained in one process, with the tensors cut off at each border as a pipeline
 does; a real pipeline runs two schedules.
@@ -29,7 +29,7 @@ TOLERANCE = 1e-9
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A saved whole model; gates start at zero in the library, which would hide all images."""
+    """Save a whole model with open gates: transformers' start at zero, which hides all images."""
     torch.manual_seed(3)
     whole = transformers.AutoModelForImageTextToText.from_config(
         tiny_mllama_config(), dtype=torch.float64
@@ -80,14 +80,14 @@ def count_targets(batches):
 
 
 def loss_of(logits, batch):
-    """The library's own loss works in float32."""
+    """Return the loss in the dtype of the logits: transformers' own works in float32."""
     return torch.nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
     )
 
 
 def library_run(whole, batches):
-    """Losses and the gradients of what trains, summed over micro-batches."""
+    """Return losses and the gradients of what trains, summed over micro-batches."""
     count = count_targets(batches)
     losses = []
     for batch in batches:
@@ -167,7 +167,7 @@ LINEAR = r".*\.(fc1|fc2|multi_modal_projector|\w+_proj)"
 
 
 def our_name(name):
-    """Of a parameter of peft."""
+    """Return our name of a parameter of peft."""
     return (
         name.removeprefix("base_model.model.")
         .replace("lora_A.default", "lora.lora_A")
@@ -178,7 +178,7 @@ def our_name(name):
 
 @pytest.mark.parametrize("num_stages", [1, 3, 4])
 def test_lora_in_tower_and_decoder_equals_peft(folder, num_stages):
-    import peft  # which looks for CUDA's own functions: not where cards are emulated
+    import peft  # peft looks for CUDA's own functions, which emulated cards lack
 
     whole = peft.get_peft_model(
         load_whole(folder), peft.LoraConfig(r=2, lora_alpha=4.0, target_modules=LINEAR)

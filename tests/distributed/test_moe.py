@@ -128,7 +128,7 @@ def split_run(rank, folder, num_ranks, name, options=None, *, runner_class=Pipel
 
 
 def schedules_of(num_ranks):
-    """Those that the 4 layers are enough for; looped_bfs adds up in another order."""
+    """Return schedules for which 4 layers suffice; looped_bfs adds up in another order."""
     return [
         name
         for name, kind in SCHEDULES.items()
@@ -137,7 +137,7 @@ def schedules_of(num_ranks):
 
 
 def split_runs(rank, folder, num_ranks):
-    """By our plan, and on two ranks by torch's own class, too."""
+    """Run our plan, and on two ranks torch's own class, too."""
     classes = {"": PipelineRunner} | ({"torch's ": TorchPipelineRunner} if num_ranks == 2 else {})
     return {
         prefix + name: split_run(rank, folder, num_ranks, name, runner_class=runner_class)
@@ -182,13 +182,13 @@ def test_stages_without_experts(tmp_path):
 
 
 def test_a_wrong_weight_is_noticed(tmp_path):
-    """A coefficient that is 0.1 % off: in the figure, and in the gradients alone."""
+    """Notice a coefficient that is 0.1 % off: in the metric, and in the gradients."""
     reference = reference_run(build_whole("mixtral", tmp_path))
     options = {"router_aux_loss_coef": COEFFICIENT * 1.001}
     results = run_ranks(split_run, 2, tmp_path, 2, "1f1b", options)
     with pytest.raises(AssertionError, match="router_loss"):
         compare(results, reference)
-    for result in results:  # as if the figure were right and the gradient wrong
+    for result in results:  # now the metric is right and the gradient is wrong
         for ours, expected in zip(result["steps"], reference["steps"], strict=True):
             ours["router_loss"], ours["norm"] = expected["router_loss"], expected["norm"]
     with pytest.raises(AssertionError, match="step 0, model"):
@@ -206,7 +206,7 @@ def test_statistics_travel_where_nothing_trains(tmp_path):
 
 
 def accumulate(rank, folder, num_stages):
-    """The same micro-batches once, and three times in one step."""
+    """Run the same micro-batches once, and three times in one step."""
     once = batches_of_step(0)
     stage = CausalLMStage(AutoConfig.from_pretrained(folder), stage=rank, num_stages=num_stages)
     load_split_model(stage, folder, device="cpu", dtype=torch.float32)

@@ -116,7 +116,8 @@ def test_every_split_equals_one_stage(tied, dtype, tmp_path):
                     assert torch.equal(value, before[name]), name
                     continue
                 assert torch.equal(value[old], before[name][old])
-                assert not torch.equal(value[40], before[name][12])  # where it started
+                # the new row has left its start
+                assert not torch.equal(value[40], before[name][12])
 
 
 def read_base(tmp_path, dtype):
@@ -149,7 +150,7 @@ def replicated(rank, base, folder, shards):
 
 
 def whole_gradients(ranks):
-    """The clipped gradients of each step, by (stage, name), from those of four ranks."""
+    """Return the clipped gradients of each step, by (stage, name), from those of four ranks."""
     steps = []
     for of_ranks in zip(*(grads for _, grads, _ in ranks), strict=True):
         whole = {}

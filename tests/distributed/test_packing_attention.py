@@ -1,7 +1,7 @@
-"""Packed rows under each attention kernel: the losses of the samples alone, and no sight across.
+"""Packed rows under each attention kernel: the losses of single samples, no attention across.
 
 Two chained stages; flash attention needs a GPU and is tried in tests/gpu. flex attention has no
-backward pass on a CPU: there, its forward pass alone is tried, and not compiled, which takes long.
+backward pass on a CPU: only its forward pass is tried there, not compiled, which takes long.
 """
 
 import pytest
@@ -21,7 +21,7 @@ from stageline.stages.packing import check_packing
 from tests.helpers.tiny_batches import FIRST_TEXT_ID
 from tests.helpers.tiny_models import VOCAB_SIZE, tiny_config
 
-# above and below the sliding window of 8, one token alone, padding behind the second row
+# above and below the sliding window of 8, a sample of one token, padding after the second row
 ROWS = ((11, 5, 9), (13, 1, 4))
 FAMILIES = {
     "plain": ("llama", {}),
@@ -32,7 +32,7 @@ KINDS = [
     (kernel, kind)
     for kernel in ("sdpa", "eager", "flex")
     for kind in FAMILIES
-    if (kernel, kind) != ("sdpa", "capped scores")  # the library refuses it: it cannot cap
+    if (kernel, kind) != ("sdpa", "capped scores")  # transformers refuses it: sdpa cannot cap
 ]
 
 
@@ -86,13 +86,13 @@ def losses(stages, batch):
 
 
 def losses_alone(stages, rows):
-    """As `losses` of the packed rows, of each sample as a row of its own."""
+    """Compute the same as `losses` of the packed rows, with each sample in a row of its own."""
     found = []
     for row in rows:
         found.append([])
         for ids in row:
             batch = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids[None])}
-            # the token behind a sample is not learnt
+            # the token after a sample is not in the loss
             found[-1] += [*losses(stages, {**batch, "labels": ids[None]})[0].tolist(), 0.0]
     width = max(map(len, found))
     return torch.tensor([row + [0.0] * (width - len(row)) for row in found])[:, :-1].double()
@@ -168,7 +168,7 @@ def test_no_stage_keeps_a_cache(stage_class, family):
         configs = [model.config, model.text_config, model.whole.config]
         configs += [module.config for module in model.modules() if hasattr(module, "config")]
         assert not any(getattr(config, "use_cache", False) for config in configs)
-        assert model.cached_configs  # and what is saved has it again
+        assert model.cached_configs  # saved configurations have use_cache again
 
 
 def test_packing_is_tried_with_the_chosen_kernel():

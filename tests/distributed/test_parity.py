@@ -1,6 +1,6 @@
 """The split model against plain transformers: equal to the last bit, for every family and split.
 
-The reference is one process that runs the same micro-batches through the library's own forward
+The reference is one process that runs the same micro-batches through transformers' own forward
 and loss. Where a weight is tied across stages its gradient is a sum in another order: 1e-6.
 """
 
@@ -28,7 +28,7 @@ from tests.helpers.tiny_batches import (
 from tests.helpers.tiny_models import DECODERS, VISION_LANGUAGE, tiny_config
 
 NUM_STEPS = 3
-# padding beyond the sliding window of 8 makes NaN in the library's own full batch
+# padding beyond the sliding window of 8 makes NaN in transformers' own full batch
 SIMILAR_LENGTHS = (14, 12, 16, 13)
 MAX_NORM = 0.05  # well below the norm of these models, so that clipping acts
 RATES = (1e-3, 2e-3, 5e-4)
@@ -56,7 +56,7 @@ def build_whole(family, *, tied, dtype=torch.float32, folder=None):
     config = tiny_config(family, tied=tied)
     use_plain_experts(config, dtype)
     whole = auto.from_config(config, dtype=dtype)
-    with torch.no_grad():  # the library starts biases and norms at 0 and 1, which hides mistakes
+    with torch.no_grad():  # transformers starts biases and norms at 0 and 1, which hides mistakes
         for parameter in whole.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     if folder is not None:
@@ -83,7 +83,7 @@ def batches_of_step(family, step, dtype=torch.float32):
 
 
 def reference_run(family, whole):
-    """Plain PyTorch and transformers: the micro-batches one by one, the library's loss."""
+    """Train with plain PyTorch and transformers: micro-batches one by one, transformers' loss."""
     decayed = [p for p in whole.parameters() if p.ndim >= 2]
     others = [p for p in whole.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
@@ -138,7 +138,7 @@ def schedules_of(tied):
 
 
 def split_runs(rank, family, folders, num_stages):
-    """All variants and schedules of one family and stage count on the same ranks."""
+    """Run all variants and schedules of one family and stage count on the same ranks."""
     results = {}
     for tied, folder in folders.items():
         model = build_stage(family, folder, stage=rank, num_stages=num_stages)
@@ -220,7 +220,7 @@ def test_split_equals_whole(family, num_stages, whole_runs):
 
 @pytest.fixture
 def true_float64(monkeypatch):
-    """Takes the float32 islands (norms, softmax) out of the library, for reference and stages."""
+    """Remove the float32 islands (norms, softmax) of transformers, for reference and stages."""
     to_float, softmax = torch.Tensor.float, torch.nn.functional.softmax
 
     def keep_double(tensor):

@@ -76,11 +76,11 @@ def make_batches(part, dataset):
     ]
 
 
-# -- stages and the library's whole model, with the same weights ------------------------------
+# -- stages and transformers' whole model, with the same weights ------------------------------
 
 
 def build(stage=0, num_stages=1, *, moved=0.0, **options):
-    """A stage; `moved` says how far the policy has gone from the start."""
+    """Build a stage; `moved` is the distance of the policy from the start."""
     model = CausalLMStage(CONFIG, stage=stage, num_stages=num_stages, dtype=F64, **options)
     init_split_model(model, seed=1, device="cpu", dtype=F64)
     model.frozen()
@@ -97,7 +97,7 @@ def move(model, by):
 
 
 def library_model(stage, merged=None):
-    """The whole model of transformers with the weights of a stage that is everything."""
+    """Return transformers' whole model with the weights of a stage that has all layers."""
     model = AutoModelForCausalLM.from_config(CONFIG).double()
     weights = {n.replace(".lora_module", ""): v for n, v in stage.state_dict().items()}
     for name, delta in (merged or {}).items():
@@ -107,7 +107,7 @@ def library_model(stage, merged=None):
 
 
 def deltas(stage):
-    """What the adapters add to each weight."""
+    """Return the change of each weight by the adapters."""
     return {
         f"{name}.weight": module.lora.scale
         * (module.lora.lora_B.weight @ module.lora.lora_A.weight)
@@ -148,7 +148,7 @@ def plain(batch):
 
 
 def trl_inputs(batches):
-    """The ids of all micro-batches as trl's collators lay them out."""
+    """Return the ids of all micro-batches in the layout of trl's collators."""
     joined = join_micro_batches([plain(batch) for batch in batches])
     if "loss_pairs" in batches[0]:  # all chosen rows, then all rejected ones
         joined = {n: torch.cat([v[::2], v[1::2]]) for n, v in joined.items()}
@@ -172,11 +172,11 @@ def trl_step(trainer, batches):
     return loss.item(), figures, {n: p.grad.clone() for n, p in model.named_parameters()}
 
 
-# -- ours, all stages in one process ----------------------------------------------------------
+# -- Stageline, all stages in one process -----------------------------------------------------
 
 
 def with_reference(stages, references, batches):
-    """What `Reference` does, over a chain of stages."""
+    """Do the same as `Reference`, over a chain of stages."""
     log_probs = functools.partial(
         evaluate_chain, loss_fn=lambda output, batch: row_log_probs(output, batch["labels"])
     )
@@ -223,7 +223,7 @@ def check_same(ours, theirs, *, gradients):
 
 
 def lora_gradients(stage, whole):
-    """Of the adapters, from those of the weights that they are added to."""
+    """Return the adapters' gradients, from those of the weights that they are added to."""
     found = {}
     for name, module in stage.named_modules():
         if isinstance(module, LoRAWrapper):

@@ -1,4 +1,4 @@
-"""What replicas add up, gather and refuse, on plain modules."""
+"""Sums, gathered values and refusals of replicas, on plain modules."""
 
 import pytest
 import torch

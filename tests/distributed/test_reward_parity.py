@@ -1,6 +1,6 @@
 """Reward models: loss and gradient of trl's trainer on any number of stages; runs, saves, exports.
 
-The reference is `RewardTrainer.compute_loss` with trl's own collator, on the library's whole model.
+The reference is `RewardTrainer.compute_loss` with trl's own collator, on transformers' whole model.
 """
 
 import collections
@@ -36,7 +36,7 @@ COEFFICIENT = 0.05
 
 
 def make_pairs():
-    """(ids of chosen, ids of rejected, margin), no id twice as the padding's."""
+    """Return (ids of chosen, ids of rejected, margin), no id twice as the padding's."""
     generator = torch.Generator().manual_seed(2)
     return [
         tuple(torch.randint(9, 60, (length,), generator=generator).tolist() for length in lengths)
@@ -79,7 +79,7 @@ def trl_loss(model, pairs):
     "family", ["llama", "gemma2", pytest.param("qwen3_moe", id="mixture of experts")]
 )
 def test_loss_and_gradient_are_trls_on_1_to_4_stages(family, tmp_path):
-    # in float64 the library's eager attention makes NaN of a window with nothing but padding
+    # in float64 transformers' eager attention gives NaN for a window that is all padding
     wide = {"sliding_window": 32} if family == "gemma2" else {}
     config = tiny_config(family, num_labels=1, pad_token_id=0, **wide)
     config._experts_implementation = "eager"  # grouped products of experts know no float64
@@ -198,7 +198,7 @@ def test_two_ranks_train_resume_and_give_a_classifier(job):
     assert report.verdict.reference == "its 2 stages" and report.verdict.difference == 0
     exported = AutoModelForSequenceClassification.from_pretrained(report.folder)
     assert torch.equal(scores_of(exported, tokenizer), scores_of(model, tokenizer))
-    # as a reward it gives what the run itself said of its held-out answers in the end
+    # used as a reward, it gives what the run logged for its held-out answers at the end
     held_out = dataset_register["jsonl"](dataset_path=str(job.rows), split="test", test_size=5)
     samples = [sample for _, sample in held_out]
     for figure, field in (("chosen_reward", "chosen"), ("rejected_reward", "rejected")):

@@ -1,4 +1,4 @@
-"""The runner itself: what it calls and how often, what it keeps, what it refuses and records."""
+"""The runner itself: its calls and their number, what it keeps, refuses and records."""
 
 import random
 from datetime import timedelta

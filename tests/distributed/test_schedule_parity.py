@@ -42,7 +42,7 @@ def family_of(variant):
 
 
 def is_trained(variant, name):
-    """Of the variants without LoRA."""
+    """Whether a variant without LoRA trains this parameter."""
     if variant == "frozen_tower":
         return "vision_tower" not in name
     if variant == "frozen_but_head":
@@ -53,7 +53,7 @@ def is_trained(variant, name):
 
 
 def num_micro_batches(num_ranks):
-    """So many that each schedule leaves its warm-up: two rounds, and one for each stage of zbv."""
+    """Return enough for each schedule to leave its warm-up: two rounds, one per stage of zbv."""
     return max(4, 2 * num_ranks)
 
 
@@ -96,7 +96,7 @@ def build_whole(variant, folder):
         else transformers.AutoModelForCausalLM
     )
     whole = auto.from_config(config, dtype=torch.float32)
-    with torch.no_grad():  # the library starts biases and norms at 0 and 1, which hides mistakes
+    with torch.no_grad():  # transformers starts biases and norms at 0 and 1, which hides mistakes
         for parameter in whole.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     whole.save_pretrained(folder)
@@ -114,7 +114,7 @@ def build_whole(variant, folder):
 
 
 def our_name(name):
-    """Of a parameter of peft."""
+    """Return our name of a parameter of peft."""
     return (
         name.removeprefix("base_model.model.")
         .replace("lora_A.default", "lora.lora_A")
@@ -191,7 +191,7 @@ class Variant:
 
     @torch.no_grad()
     def stages_of(self, rank, schedule):
-        """What the schedule before has trained begins again."""
+        """Reset what an earlier schedule has trained."""
         models = []
         for stage in schedule.stages_of(rank):
             model, start = self._stages[schedule.num_stages, stage]

@@ -1,4 +1,4 @@
-"""Dropout masks follow from seed, step, micro-batch and layer: not from the cut, nor from a rank.
+"""Dropout masks depend on seed, step, micro-batch and layer, and not on the split or the rank.
 
 The reference is plain transformers (and peft) in one process, with hooks of its own that set the
 seeds which the rule gives; every split must equal it to the last bit. With replicas sums are made
@@ -69,7 +69,7 @@ def build_whole(kind, folder):
 
 
 def our_name(name):
-    """Of a parameter of peft."""
+    """Return our name of a parameter of peft."""
     name = name.removeprefix("base_model.model.").replace("base_layer", "lora_module")
     return name.replace("lora_A.default", "lora.lora_A").replace("lora_B.default", "lora.lora_B")
 
@@ -146,7 +146,7 @@ def build_stage(kind, folder, start, *, stage, num_stages, recomputed=False, **o
 
 
 def train(runner, *, replicas=None, first_step=0):
-    """Losses and weights after the steps; replicas share the micro-batches of each one."""
+    """Return losses and weights after the steps; replicas share the micro-batches of each one."""
     train_step = TrainStep(
         runner,
         make_optimizer=lambda parameters: (
@@ -160,7 +160,7 @@ def train(runner, *, replicas=None, first_step=0):
     rank, size = (replicas.rank, replicas.size) if replicas else (0, 1)
     losses = []
     for step in range(first_step, NUM_STEPS):
-        torch.rand(step + 7 * runner.pp_rank + rank)  # whatever the past was
+        torch.rand(step + 7 * runner.pp_rank + rank)  # earlier draws must not matter
         share = len(LENGTHS) // size
         batches = batches_of(step)[rank * share : (rank + 1) * share]
         losses.append(train_step(batches, step=step).loss)
@@ -206,7 +206,7 @@ def test_every_split_draws_the_masks_of_the_whole_model(kind, num_ranks, tmp_pat
         (make_schedule(name, num_ranks=num_ranks), recomputed, {})
         for name, recomputed in SPLITS[num_ranks]
     ]
-    if num_ranks == 2:  # a last stage that has the head alone
+    if num_ranks == 2:  # this last stage has only the head
         alone = {"partition": [NUM_LAYERS, 0], "is_piece": True}
         cases.append((make_schedule("1f1b", num_ranks=2), False, alone))
     results = run_ranks(split_runs, num_ranks, kind, tmp_path, reference["start"], cases)

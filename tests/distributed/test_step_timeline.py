@@ -1,4 +1,4 @@
-"""One step of a run is timed on every rank, and set beside what its schedule could be at best."""
+"""One step of a run is timed on every rank, and compared with its schedule at best."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_all_ranks_have_the_same_events(name, frozen):
     passes = sorted(event[:4] for event in plain(measured) if event[2] not in WAITS)
     assert passes == sorted(event[:4] for event in plain(ideal))
     assert {event.rank for event in measured} == {0, 1}
-    # what a rank waits for ended when the transfer began
+    # the pass that a rank waits for ended when the transfer began
     ends = {event[1:4]: event[5] for event in map(tuple, plain(measured)) if event[2] not in WAITS}
     for event in measured:
         if event.kind == "wait":

@@ -1,4 +1,4 @@
-"""Runs by torch's own schedule classes: killed, gone on with by our plan and back, and failing."""
+"""Runs by torch's own schedule classes: killed, resumed by our plan and back, and failing."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from tests.helpers.small_run import Job
 TOTAL_STEPS = 30
 OPTIONS = ("--total-steps", TOTAL_STEPS, "--save-steps", 2, "--keep-last", 2)
 
-# it does its harm behind the trial at the start
+# it fails only after the trial at the start
 LOSS = """import time
 from register import loss_fn_register
 from loss_fn import sft

@@ -15,7 +15,7 @@ from tests.helpers.forked_entry import run_entry
 from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 from tests.helpers.warm_start import WarmLauncher
 
-# a file beside this one; tests are no package
+# a file of the same folder; tests do not form a package
 sys.path.insert(0, str(Path(__file__).parent))
 from two_hosts import MASTER_ADDR, ROOT, enter, torchrun, two_hosts, why_not  # noqa: E402
 
@@ -38,7 +38,7 @@ def network():
 
 @pytest.fixture
 def hosts(network):
-    """The two hosts, with nothing running and the cable in."""
+    """Yield the two hosts, with nothing running and the cable in."""
     network.mend()
     yield network
     network.stop_all()
@@ -46,7 +46,7 @@ def hosts(network):
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """Options of a tiny llama on forty rows, which every machine sees."""
+    """Return options of a tiny llama on forty rows, which every machine sees."""
     folder = tmp_path_factory.mktemp("job")
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(folder / "model")
@@ -71,7 +71,7 @@ def losses(folder):
 
 
 def start_recipe(hosts, job, folder, *options):
-    """The shipped recipe on both hosts, a stage on each; and their logs."""
+    """Start the shipped recipe on both hosts, a stage on each; return their logs, too."""
     processes = [
         hosts.start(
             number,
@@ -90,7 +90,7 @@ def start_recipe(hosts, job, folder, *options):
 
 
 def start_warm(hosts, folder, *words, num_ranks=1, **environment):
-    """An entry file on both hosts, below torchruns that are forks of this process."""
+    """Start an entry file on both hosts, below torchruns that are forks of this process."""
     logs = [folder / f"{number}.log" for number in range(2)]
     for number, log in enumerate(logs):
         launcher = torchrun(number, num_ranks=num_ranks)
@@ -99,7 +99,7 @@ def start_warm(hosts, folder, *words, num_ranks=1, **environment):
 
 
 def fork_on(hosts, number, words, environment, **options):
-    """A torchrun that is a fork of this process, on a host."""
+    """Fork a torchrun from this process, on a host."""
     told = {"GLOO_SOCKET_IFNAME": "eth0", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
     enter_host = partial(enter, hosts.names[number], name="ab"[number])
     run = WarmLauncher(words, {**told, **environment}, enter=enter_host, **options)
@@ -122,7 +122,7 @@ def wait_for(is_true, processes):
 
 
 def said(log):
-    """What a host printed, but for the words of set-up and plan."""
+    """Return what a host printed, without the words of set-up and plan."""
     plain = ("[setup]", "2 machines", "model configuration")
     lines = log.read_text().splitlines()
     return [line for line in lines if line.strip() and not line.startswith(plain)]
@@ -137,7 +137,7 @@ def assert_lost(process, log, rank):
 
 @pytest.mark.skipif(not (ROOT / ".venv").is_dir(), reason="the scripts' environment is not there")
 def test_a_run_on_two_hosts_has_the_losses_of_one(hosts, job, tmp_path):
-    steps = ("--total-steps", "3", "--num-workers", "1")  # as many as the script's own
+    steps = ("--total-steps", "3", "--num-workers", "1")  # the script has the same number of steps
     processes, logs = start_recipe(hosts, job, tmp_path, *steps)
     codes = [process.wait(SECONDS_TO_START) for process in processes]
     assert codes == [0, 0], logs[0].read_text() + logs[1].read_text()

@@ -33,7 +33,7 @@ RANK, ALPHA = 2, 4.0
 
 @pytest.fixture(scope="module", autouse=True)
 def true_float64():
-    """Takes the float32 islands (norms, softmax) out of the library, for reference and stages."""
+    """Remove the float32 islands (norms, softmax) of transformers, for reference and stages."""
     to_float, softmax = torch.Tensor.float, torch.nn.functional.softmax
 
     def keep_double(tensor):
@@ -62,12 +62,12 @@ def is_of_tower(family, name):
 def processor_of(family):
     try:
         return tiny_processor(family)
-    except ImportError as error:  # older releases of the library want torchvision for some
+    except ImportError as error:  # older releases of transformers need torchvision for some
         pytest.skip(str(error))
 
 
 def families_here():
-    """All that can be tested with this release of the library."""
+    """Return the families that this release of transformers can build."""
     found = []
     for family in VISION_LANGUAGE:
         with contextlib.suppress(pytest.skip.Exception):
@@ -94,7 +94,7 @@ def whole_of(family):
     vocab_size = len(processor_of(family).tokenizer)
     config = tiny_config(family, vocab_size=vocab_size, max_position_embeddings=256)
     whole = transformers.AutoModelForImageTextToText.from_config(config, dtype=FLOAT64)
-    with torch.no_grad():  # the library starts biases and norms at 0 and 1, which hides mistakes
+    with torch.no_grad():  # transformers starts biases and norms at 0 and 1, which hides mistakes
         for parameter in whole.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return whole.train()
@@ -102,8 +102,8 @@ def whole_of(family):
 
 @functools.cache
 def adapted_of(family):
-    """The unsplit model with peft's adapters on the linear layers of the tower."""
-    import peft  # which looks for CUDA's own functions: not where cards are emulated
+    """Return the unsplit model with peft's adapters on the linear layers of the tower."""
+    import peft  # peft looks for CUDA's own functions, which emulated cards lack
 
     whole = copy.deepcopy(whole_of(family))
     linear = [
@@ -133,7 +133,7 @@ def our_name(name):
 
 @functools.cache
 def reference_of(family, mode, device="cpu"):
-    """What the library's model gives, back on the CPU; `device` is where it runs."""
+    """Return the results of transformers' model, on the CPU; it runs on `device`."""
     model = adapted_of(family) if mode == "lora" else whole_of(family)
     if device != "cpu":
         model = copy.deepcopy(model).to(device)
@@ -170,7 +170,7 @@ def divisor_of(family):
 
 @functools.cache
 def stage_of(family, stage, num_stages, has_lora=False):
-    """A stage that takes all values from the reference; loading is tested further below."""
+    """Return a stage that takes all values from the reference; loading is tested further below."""
     lora = {"vit_lora_num": 1, "lora_rank": RANK, "lora_alpha": ALPHA} if has_lora else {}
     model = class_of_key(family)(
         whole_of(family).config, stage=stage, num_stages=num_stages, dtype=FLOAT64, **lora
@@ -201,7 +201,7 @@ def stages_of(family, mode, num_stages):
 
 
 def loss_of(family, logits):
-    """The loss_fn part; puts what it was given into `logits`."""
+    """Return the loss of the loss_fn, and store its input in `logits`."""
     divisor = divisor_of(family)
 
     def loss_fn(output, batch):
@@ -253,7 +253,7 @@ def test_stages_equal_the_unsplit_model(family, mode, num_stages):
 
 @pytest.mark.parametrize("family", VISION_LANGUAGE)
 def test_every_image_and_every_kind_of_row_is_there(family):
-    """What the comparison stands on: no image is dropped without a word, none is missing."""
+    """Check the basis of the comparison: no image is dropped silently, none is missing."""
     batches = micro_batches_of(family)
     assert ["pixel_values" in batch for batch in batches] == [True, False, True]
     image_id = processor_of(family).tokenizer.convert_tokens_to_ids(
@@ -271,7 +271,7 @@ def test_every_image_and_every_kind_of_row_is_there(family):
 
 
 def real_pipelines(rank, schedule, families):
-    """All families on the same ranks."""
+    """Run all families on the same ranks."""
     results = {}
     kind = make_schedule(schedule, num_ranks=SCHEDULES[schedule])
     for family in families:

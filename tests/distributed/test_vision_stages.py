@@ -1,4 +1,4 @@
-"""A vision tower on stages of its own: equal to the unsplit model of the library, every family.
+"""A vision tower on stages of its own: equal to transformers' unsplit model, for every family.
 
 Micro-batches come from real processors and the collate part; one of them has no image. Most cases
 chain all stages in this process; real pipelines and whole runs come behind.
@@ -33,7 +33,7 @@ from tests.helpers.tiny_models import VISION_LANGUAGE, tiny_config
 
 FLOAT64 = torch.float64
 NUM_BLOCKS = 3
-# what is trained -> (stages of the tower, stages)
+# trained parameters -> (stages of the tower, stages)
 SPLITS = {"full": ((1, 2), (3, 4)), "frozen": ((2, 4),), "lora": ((2, 3),)}
 OPTIONS = {
     "full": {},
@@ -47,7 +47,7 @@ TOWERS = ("model.vision_tower.", "model.visual.", "model.vision_model.")
 
 
 class Adapter(nn.Module):
-    """The reference's own LoRA, with the names of ours."""
+    """The reference's own LoRA, with Stageline's parameter names."""
 
     def __init__(self, linear):
         super().__init__()
@@ -65,7 +65,7 @@ class Adapter(nn.Module):
 
 
 def is_of_tower(name):
-    """Written down here; the projectors of Qwen lie in its tower."""
+    """Tell by names, independently of the code; the projectors of Qwen are in its tower."""
     return name.startswith(TOWERS) and "merger" not in name
 
 
@@ -75,7 +75,7 @@ def build_whole(family, mode, folder, *, tied=False):
     config = tiny_config(family, tied=tied, vocab_size=vocab_size, max_position_embeddings=256)
     config = with_blocks(config, NUM_BLOCKS)
     whole = transformers.AutoModelForImageTextToText.from_config(config, dtype=FLOAT64)
-    with torch.no_grad():  # the library starts biases and norms at 0 and 1, which hides mistakes
+    with torch.no_grad():  # transformers starts biases and norms at 0 and 1, which hides mistakes
         for parameter in whole.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     whole.save_pretrained(folder)
@@ -90,7 +90,7 @@ def build_whole(family, mode, folder, *, tied=False):
 
 
 def reference_of(family, whole):
-    """Losses and gradients of the unsplit model, one micro-batch after the other."""
+    """Return losses and gradients of the unsplit model, one micro-batch after the other."""
     losses = []
     for batch in micro_batches_of(family):
         labels = batch["labels"][:, 1:]
@@ -145,7 +145,7 @@ def compare(losses, grads, reference):
 
 
 def grads_of(stages):
-    """Of all stages; those of a tied weight added up."""
+    """Return the gradients of all stages; those of a tied weight are added up."""
     grads = {}
     for model in stages:
         for name, parameter in model.named_parameters():
@@ -209,7 +209,7 @@ def test_without_an_image_the_tower_runs_and_has_no_say(tmp_path):
         block.register_forward_hook(lambda *_: calls.append(1))
     run_chain(stages, [batch], loss_fn=loss_fn_of("llava"))
     assert len(calls) == len(stages[0].tower_list()) == 2
-    for model in stages[:2]:  # as in plain transformers: no zeros, which AdamW would decay by
+    for model in stages[:2]:  # zeros would let AdamW decay; plain transformers leaves None, too
         assert all(parameter.grad is None for parameter in model.parameters())
 
 

@@ -105,7 +105,7 @@ def _ip(*arguments: str) -> str:
 
 
 def why_not() -> str | None:
-    """Why hosts can't be made here; None where they can."""
+    """Return why hosts can't be made here; None if they can."""
     missing = [tool for tool in ("ip", "unshare", "bash") if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} not found (package iproute2 or util-linux)"
@@ -124,7 +124,7 @@ def why_not() -> str | None:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[TwoHosts]:
-    """Makes the hosts, and takes them away with all that runs on them."""
+    """Make the hosts, and remove them with all that runs on them."""
     hosts = TwoHosts()
     try:
         hosts.build()
@@ -135,7 +135,7 @@ def two_hosts() -> Iterator[TwoHosts]:
 
 
 def torchrun(number: int, *, num_ranks: int = 1) -> list[str]:
-    """What stands between `python` and an entry file on one of the hosts."""
+    """Return the words between `python` and an entry file on one of the hosts."""
     return [
         *("-m", "torch.distributed.run", "--nnodes", "2"),
         *("--node-rank", str(number), "--nproc-per-node", str(num_ranks)),

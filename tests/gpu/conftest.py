@@ -1,4 +1,4 @@
-"""What tests in here run on: a real card, an emulated one, or none, and then they skip."""
+"""Cards for the tests in this folder: a real one, an emulated one, or none, and then they skip."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def _on_a_card(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def cards() -> "Cards":
-    """The emulated cards, for tests of what only they can see."""
+    """Return the emulated cards, for tests of what only they can see."""
     emulated = _emulated()
     if emulated is None:
         pytest.skip("looks at what emulated cards have seen, and this card is real")
@@ -60,11 +60,11 @@ def cards() -> "Cards":
 
 
 class Seen:
-    """What the cards of forked ranks saw, which each writes down when it ends."""
+    """The record of the cards of forked ranks, which each rank writes when it ends."""
 
     def __init__(self, cards: "Cards", folder: Path) -> None:
         self.cards, self.folder = cards, folder
-        self.waits: Counter[str] = Counter()  # of the last step
+        self.waits: Counter[str] = Counter()  # they are counted in the last step
 
     def write(self) -> None:
         found = {
@@ -78,16 +78,17 @@ class Seen:
         (self.folder / f"{os.environ.get('RANK', 0)}.json").write_text(json.dumps(found))
 
     def assert_clean(self, ranks: int) -> list[dict[str, int]]:
-        """No race, and all ranks made the same groups, in one order, and the same exchanges.
+        """Check that no race was seen, and that all ranks made the same groups and exchanges.
 
         Returns:
-            Of each rank how and where the host waited in its last step -> how often.
+            How and where the host waited in the last step of each rank -> how often.
         """
         files = sorted(self.folder.glob("*.json"))
         found = [json.loads(file.read_text()) for file in files]
         assert [int(file.stem) for file in files] == list(range(ranks))
         for one in found:
-            # else one waits in gloo, the other in NCCL; in any order, as saving has a thread
+            # otherwise one waits in gloo, the other in NCCL; the order may differ, as saving has a
+            # thread
             assert sorted(one["collectives"]) == sorted(found[0]["collectives"])
             assert one["groups"] == found[0]["groups"]
             assert one["works"] > 100 and not one["races"], "\n".join(one["races"])
@@ -96,7 +97,7 @@ class Seen:
 
 @pytest.fixture
 def seen(cards: "Cards", tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """Of the ranks that a test forks."""
+    """Return the records of the ranks that a test forks."""
     found, leave = Seen(cards, tmp_path), os._exit
 
     def tell_and_leave(code: int) -> None:

@@ -1,4 +1,4 @@
-"""Answers on emulated cards: evaluate.py by both engines, the server, and what their ranks say.
+"""Answers on emulated cards: evaluate.py by both engines, the server, and reports of their ranks.
 
 Ranks are forked, a card each, with gloo for NCCL.
 """
@@ -53,7 +53,7 @@ def test_answers_are_those_of_a_cpu(job, name, expected, cards, seen):
 
 def make_group_of_gloo_alone(rank):
     Cards.entered.is_bound = True
-    dist.new_group([0, 1], backend="gloo")  # of all ranks: nobody is outside
+    dist.new_group([0, 1], backend="gloo")  # a group of all ranks leaves no rank outside
     with pytest.raises(RuntimeError, match=r"test_a_answers.py:\d+: where a device is bound"):
         dist.new_group([0], backend="gloo")
     return Cards.entered.groups

@@ -30,7 +30,7 @@ TWO_STEPS = ("--total-steps", 2, "--save-steps", 0, "--batch-size", 4)
 LORA = "--llm-lora-num 1 --lora.rank 4 --parts.lm_head.frozen"
 DROPOUT = f"{LORA} --lora.dropout 0.5 --neftune-alpha 5"
 STREAMING = "--engine streaming --num-stages 4"
-REGISTER = "--pin-model register" if KIND == "cuda" else ""  # it is CUDA's alone
+REGISTER = "--pin-model register" if KIND == "cuda" else ""  # only CUDA has it
 ZBV = "--schedule zbv --num-stages 2"
 # sdpa has other kernels there, and in half types other bits
 BF16 = "--bf16 --attention eager"
@@ -59,7 +59,7 @@ class Case(NamedTuple):
 
 # the optimizer's thread, for gradients to arrive
 ARRIVALS = "event synchronize: stageline/streaming/lanes.py"
-# what a reference says comes from a table; of KTO's baseline the host must know the sum
+# a reference's values come from a table; the host must know the sum of KTO's baseline
 TABLE = "pageable copy to the card: stageline/pipeline/torch_stage.py"
 BASELINE = f"{TABLE}|.*(training/reference|modules/losses|masking_utils).py"
 CASES = {
@@ -123,7 +123,7 @@ CASES = {
     "streaming stale": Case(BF16, f"{STREAMING} --stale-step", cards=2, waits=ARRIVALS),
 }
 
-if KIND != "cuda":  # what differs by kind is in these
+if KIND != "cuda":  # these cases differ by kind
     names = ("zbv recompute chunk", "offload operators", "stages", "shares", "lora dropout")
     names += ("packing eager fp16", "pissa", "dpo", "streaming", "streaming stale")
     CASES = {name: CASES[name] for name in names}
@@ -241,7 +241,7 @@ def test_the_planner_measures_on_a_card(jobs, cards, seen):
 
 
 def run_every_schedule(rank):
-    """Two steps of each, with transfers between the cards."""
+    """Run two steps of each schedule, with transfers between the cards."""
     num_ranks, found = dist.get_world_size(), {}
     for name in SCHEDULES:
         schedule = make_schedule(name, num_ranks=num_ranks)

@@ -1,6 +1,6 @@
-"""Pipelined decoding on GPUs: the library's tokens, memory for the cache, and NCCL with two.
+"""Pipelined decoding on GPUs: transformers' tokens, memory for the cache, and NCCL with two.
 
-Expected are the library's answers on the same GPU, which may be an emulated one.
+Expected are transformers' answers on the same GPU, which may be an emulated one.
 """
 
 import functools
@@ -69,7 +69,7 @@ def engine_of(model, num_stages=1, *, dtype=torch.float32, **limits):
 
 @pytest.fixture(scope="module")
 def library(model):
-    """The library's answers by type."""
+    """Return transformers' answers by type."""
 
     @functools.cache
     def answers(dtype):
@@ -98,7 +98,7 @@ def test_most_tokens_agree_in_bfloat16(model, library):
 
 
 def test_a_step_of_all_rows_waits_once(model, cards):
-    """Where the likeliest tokens are read; a pass over prompts a few times more."""
+    """Wait once, when the likeliest tokens are read; a pass over prompts waits a few times more."""
     engine = engine_of(model)
     (decoder,) = engine.chain.decoders
     run, kinds = decoder.run, []
@@ -142,7 +142,7 @@ def test_the_cache_takes_no_more_than_its_cells(model):
 
 
 def test_a_request_too_large_for_memory_fails_alone(model, library, monkeypatch):
-    """What else runs on this GPU leaves room for all prompts but one."""
+    """Leave room for all prompts but one, next to other work on this GPU."""
     engine = engine_of(model)
     (decoder,) = engine.chain.decoders
     forward = decoder.stage.forward

@@ -1,4 +1,4 @@
-"""The emulated cards: they tell the faults that are put in here, and nothing that is none."""
+"""The emulated cards report each fault that these tests cause, and nothing else."""
 
 import threading
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("cards")
 
 
 def told(cards):
-    """What the cards told so far, which is then forgotten."""
+    """Return the races that the cards have reported, and clear them."""
     found = "\n".join(cards.races)
     cards.clear()
     return found
@@ -76,7 +76,7 @@ def test_a_stream_that_waits_for_nothing(cards):
     on(side, lambda: value * 2)
     assert not told(cards)
     value.add_(1)
-    assert "writes what stream" in told(cards)  # which the side stream still reads
+    assert "writes what stream" in told(cards)  # the side stream still reads the value
     torch.cuda.current_stream().wait_stream(side)
     value.add_(1)
     assert not told(cards)
@@ -137,7 +137,7 @@ def test_waits_of_the_host(cards):
     value = torch.ones(3, device="cuda")
     cards.clear()
     value[0].item(), value.cpu(), value[value > 0]
-    value.to("cpu", non_blocking=True)  # page-locked, so nobody waits
+    value.to("cpu", non_blocking=True)  # the target is page-locked, so the host does not wait
     torch.zeros(3).pin_memory().to("cuda", non_blocking=True)
     found = sorted((wait.kind, count) for wait, count in cards.waits.items())
     expected = ["_local_scalar_dense", "blocking copy to the host", "index"]

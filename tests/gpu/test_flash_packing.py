@@ -1,4 +1,4 @@
-"""Packed rows under flash and flex attention, which train on GPUs alone."""
+"""Packed rows under flash and flex attention, which train only on GPUs."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def build(kernel, family, dtype, num_stages=2):
 
 
 def loss_and_grads(stages, batches):
-    """Of several micro-batches; tokens are learnt that have one before them in their sample."""
+    """Run micro-batches; the loss has the tokens that have one before them in their sample."""
     count = torch.tensor(float(count_targets(batches)), device="cuda")
     total = 0.0
     for batch in batches:

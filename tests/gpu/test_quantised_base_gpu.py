@@ -1,4 +1,4 @@
-"""A base of few bits on a GPU: the library's numbers, the same bits in every split, fewer bytes."""
+"""A quantized base on a GPU: transformers' numbers, the same bits in every split, fewer bytes."""
 
 import pytest
 import torch

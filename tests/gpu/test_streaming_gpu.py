@@ -30,7 +30,7 @@ SLOW_QUEUES = [
     pytest.param(name, marks=pytest.mark.real) for name in ("compute", "inward", "outward")
 ]
 SLOW_COPIES = [SLOW_QUEUES[1], SLOW_QUEUES[2]]
-CLOSE = {"rtol": 1e-9, "atol": 1e-10}  # of float64: the order of sums is all that differs
+CLOSE = {"rtol": 1e-9, "atol": 1e-10}  # in float64 only the order of sums differs
 
 
 def lanes_of(count, *, slow=None, budget=None):
@@ -292,7 +292,7 @@ def test_ways_of_pinning_give_the_same_numbers(pin_model):
     theirs, expected = make_model(), None
     batch, label = make_batch()
     expected = plain_loop(theirs, batch, label, 2)
-    for _ in range(2):  # the second one's memory may lie where the first one's was
+    for _ in range(2):  # the second one's memory may be where the first one's was
         ours = make_model()
         places = [each.data_ptr() for each in ours.parameters()]
         engine = RoundPipe(ours, pin_model=pin_model, lanes=lanes_of(1))

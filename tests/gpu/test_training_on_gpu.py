@@ -61,7 +61,7 @@ def train(context, name, dtype):
 
 @pytest.fixture(scope="module")
 def of_one_stage():
-    """By type; made in the first test that asks, in which a process group is there."""
+    """Return a cache by type, filled in the first test that needs it, with a process group."""
     return {}
 
 
@@ -96,7 +96,7 @@ def test_several_stages_on_one_gpu_equal_one(context, of_one_stage, name, dtype)
 
 
 def test_the_planned_memory_is_what_a_card_holds(cards):
-    """As benchmarks/plan_memory.py compares them; NCCL and fragments apart."""
+    """Compare as benchmarks/plan_memory.py does; NCCL and fragments are not counted."""
     (figures,) = plan_memory.compare(
         tiny_config("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2),
         "full",

@@ -1,4 +1,4 @@
-"""A cutter of text whose tokens are its bytes: quick, and a document is easily had back."""
+"""A cutter of text whose tokens are its bytes: quick, and documents are easy to restore."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ REFUSED = "REFUSED"
 
 @dataclass(frozen=True)
 class ByteEncoder:
-    """What a cutter tells of its tokenizer."""
+    """The tokenizer of a cutter: one token per byte."""
 
     info: TokenizerInfo = TokenizerInfo("bytes", "f", 256, None, None)
     kind: str = "bytes"
     note: str = ""
 
     def check(self, texts: Sequence[str]) -> bool:
-        """There is no other way to encode."""
+        """Accept any text: there is no other way to encode."""
         return True
 
 
@@ -37,7 +37,7 @@ class ByteCutter:
         self.encoder = ByteEncoder(TokenizerInfo("bytes", fingerprint, 256, None, None))
 
     def __call__(self, texts: Sequence[str]) -> tuple[Segments, CutCounts]:
-        """The segments; a text with the word REFUSED is refused."""
+        """Return the segments; a text with the word REFUSED is refused."""
         pieces, flags = [], []
         for text in texts:
             if REFUSED in text:

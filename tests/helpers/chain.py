@@ -9,7 +9,7 @@ evaluate_chain = torch.no_grad()(run_chain)
 
 
 def chained_logits(stages, batch):
-    """What the last of some stages in this process gives for a batch."""
+    """Return the output for a batch of the last of several stages in this process."""
     batch = {name: value for name, value in batch.items() if name != "labels"}
     values = (batch["input_ids"],)
     for stage in stages:

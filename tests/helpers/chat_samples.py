@@ -18,19 +18,19 @@ WEATHER = {
 
 
 def say(role: str, content: str, **fields: Any) -> dict[str, Any]:
-    """A message."""
+    """Return a message."""
     return {"role": role, "content": content, **fields}
 
 
 def call(content: str = "", **arguments: Any) -> dict[str, Any]:
-    """An assistant's message that calls get_weather."""
+    """Return an assistant's message that calls get_weather."""
     function = {"name": "get_weather", "arguments": arguments}
     made = {"id": "abcdefghi", "type": "function", "function": function}
     return say("assistant", content, tool_calls=[made])
 
 
 def answer_of(tool_text: str) -> dict[str, Any]:
-    """What the tool says to that call."""
+    """Return the tool's message in reply to that call."""
     return say("tool", tool_text, name="get_weather", tool_call_id="abcdefghi")
 
 
@@ -81,6 +81,6 @@ TOOLS = {"tools": [WEATHER], "reasoning tools": [WEATHER], "special tools": [BAD
 
 
 def row(sample: str) -> dict[str, Any]:
-    """A row of a dataset by the name of its sample."""
+    """Return a row of a dataset by the name of its sample."""
     tools = TOOLS.get(sample)
     return {"messages": SAMPLES[sample], **({"tools": tools} if tools else {})}

@@ -1,4 +1,4 @@
-"""A small OpenAI-style server on this machine that behaves as told, for tests of remote models."""
+"""A small OpenAI-style server on this machine with set responses, for tests of remote models."""
 
 import base64
 import io
@@ -51,7 +51,7 @@ class ChatServer:
         self._server.server_close()
 
     def answer(self, body: Body, key: str | None) -> Reply:
-        """Notes a request and says what to send."""
+        """Record a request and return the response to send."""
         with self._lock:
             seen = self.bodies.count(body)
             self.bodies.append(body)
@@ -66,7 +66,7 @@ class ChatServer:
 
 
 def question_of(body: Body) -> str:
-    """All texts of the last message."""
+    """Return all texts of the last message."""
     content = body["messages"][-1]["content"]
     if isinstance(content, str):
         return content
@@ -74,7 +74,7 @@ def question_of(body: Body) -> str:
 
 
 def images_of(body: Body) -> list[Image.Image]:
-    """The decoded pictures of the last message."""
+    """Return the decoded pictures of the last message."""
     content = body["messages"][-1]["content"]
     urls = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
     return [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
@@ -93,7 +93,7 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
             self._send(200, {"object": "list", "data": server.models})
 
         def _send(self, status: int, content: Any) -> None:
-            if status == 0:  # hang up without a word
+            if status == 0:  # 0: hang up without an answer
                 self.connection.close()
                 return
             data = content if isinstance(content, bytes) else json.dumps(content).encode()
@@ -112,7 +112,7 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
 
 
 def _events(body: Body, text: str) -> bytes:
-    """A stream of chunks, a word each."""
+    """Return a stream of chunks, a word each."""
     head = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": body["model"]}
     deltas: list[Body] = [{"content": word} for word in re.findall(r"\s*\S+|\s+$", text)]
     reasons = [*[None] * len(deltas), "stop"]

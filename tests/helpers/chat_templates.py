@@ -1,6 +1,6 @@
 """Chat templates of the formats that models use, written here for tests.
 
-They write what the formats say, with the special tokens of each; they are no copies of the
+They write what the formats require, with the special tokens of each; they are not copies of the
 templates that the models come with.
 """
 
@@ -184,7 +184,7 @@ FORMATS = {
 
 
 def format_tokenizer(name: str) -> Any:
-    """A tiny tokenizer of a chat format, with its template and its special tokens."""
+    """Return a tiny tokenizer of a chat format, with its template and its special tokens."""
     chosen = FORMATS[name]
     make = tiny_metaspace_tokenizer if chosen.is_metaspace else tiny_tokenizer
     tokenizer = make(

@@ -22,7 +22,7 @@ Document = list[list[int]]
 
 
 def tokenizer(vocab_size: int = 1000, **changes) -> TokenizerInfo:
-    """A tokenizer that never was, with BOS 1 and EOS 2."""
+    """Return the facts of an invented tokenizer, with BOS 1 and EOS 2."""
     values = dict(name="tiny", fingerprint="f" * 64, vocab_size=vocab_size, bos_id=1, eos_id=2)
     return TokenizerInfo(**{**values, **changes})
 
@@ -30,14 +30,14 @@ def tokenizer(vocab_size: int = 1000, **changes) -> TokenizerInfo:
 def documents_of(
     sizes: Sequence[int], *, seed: int = 0, vocab_size: int = 1000, limit: int = 8
 ) -> list[Document]:
-    """Documents of so many random ids (BOS and EOS not counted), cut every `limit` tokens."""
+    """Return documents of `sizes` random ids (without BOS and EOS), cut every `limit` tokens."""
     random = numpy.random.default_rng(seed)
     whole = [[1, *random.integers(3, vocab_size, size).tolist(), 2] for size in sizes]
     return [[doc[i : i + limit] for i in range(0, len(doc), limit)] for doc in whole]
 
 
 def segments_of(documents: Sequence[Document]) -> Segments:
-    """Documents as a cutter hands them on."""
+    """Return documents as a cutter hands them on."""
     pieces, flags = [], []
     for document in documents:
         for number, piece in enumerate(document):
@@ -59,7 +59,7 @@ def write(
     batch: int = 3,
     **settings,
 ) -> Corpus:
-    """A corpus of one type, added a few documents at a time."""
+    """Write a corpus of one type, a few documents at a time."""
     base = {"tokenizer": tokenizer(vocab_size), "rules": RULES, "language": "en"}
     writer = CorpusWriter(prefix, **{**base, **settings})
     for start in range(0, len(documents), batch):

@@ -1,4 +1,4 @@
-"""What holds for every dataset part: rows, splits, right answers, micro-batches."""
+"""Checks that every dataset component passes: rows, splits, right answers, micro-batches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ Make = Callable[..., Any]  # split=... -> the dataset
 
 
 def check_rows(make: Make) -> None:
-    """Rows are pictures and samples with texts and ids of their own."""
+    """Check that rows are pictures and samples with texts and ids of their own."""
     for split in ("train", "test"):
         dataset = make(split=split)
         assert len(dataset) > 0
@@ -25,7 +25,7 @@ def check_rows(make: Make) -> None:
 
 
 def check_splits(make: Make, *, by_files: bool = False) -> None:
-    """Train and test share nothing, unless the files say what is what; test stays the same."""
+    """Check that train and test share nothing, unless the files set it, and that test is stable."""
     sides = []
     for split in ("train", "test"):
         dataset = make(split=split)
@@ -37,7 +37,7 @@ def check_splits(make: Make, *, by_files: bool = False) -> None:
 
 
 def check_right_answers(make: Make, metric: Callable[..., dict[str, Any]]) -> None:
-    """The metric takes every answer of the dataset for right."""
+    """Check that the metric accepts every answer of the dataset."""
     dataset = make(split="train")
     samples = [dataset[row][1] for row in range(min(len(dataset), 40))]
     predictions = [{"prediction": sample["answer"]} for sample in samples]
@@ -48,7 +48,7 @@ def check_right_answers(make: Make, metric: Callable[..., dict[str, Any]]) -> No
 
 
 def check_micro_batch(make: Make, *, prompt: str, prompt_fn: str) -> None:
-    """Two rows become a micro-batch whose labels are their answers."""
+    """Check that two rows become a micro-batch whose labels are their answers."""
     dataset = make(split="train")
     processor = tiny_processor("internvl")
     batch = collate_fn_register["sft"](

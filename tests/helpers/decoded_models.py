@@ -1,6 +1,6 @@
-"""Tiny checkpoints with prompts and the answers that the library's `generate` gives, in float32.
+"""Tiny checkpoints with prompts and the answers of transformers' `generate`, in float32.
 
-The weights are large, so that answers vary and lie far from ties: no rounding can turn a token.
+The weights are large, so that answers vary and are far from ties: no rounding can turn a token.
 Shapes: [1, T] for the T tokens of one prompt.
 """
 
@@ -35,11 +35,11 @@ PROMPT_LENGTHS = (1, 40, 7, 23, 2, 12, 31, 5, 17, 3, 28, 9, 36, 4, 14, 20)
 
 @dataclass(frozen=True)
 class DecodedModel:
-    """A saved model and what it answers.
+    """A saved model and its answers.
 
     Attributes:
         prompts: tensors of one prompt each.
-        answers: token ids of each answer, which goes on past any end token.
+        answers: token ids of each answer, which continues past any end token.
     """
 
     family: str
@@ -52,7 +52,7 @@ class DecodedModel:
 def decoded_text_model(
     family: str, folder: Path, *, num_prompts: int = 3, num_tokens: int = 30, tied: bool = False
 ) -> DecodedModel:
-    """A decoder with prompts of mixed lengths, 1 to 40 tokens."""
+    """Return a decoder with prompts of mixed lengths, 1 to 40 tokens."""
     tokenizer = tiny_tokenizer()
     positions = {"max_position_embeddings": 128}
     if family == "gpt2":
@@ -65,7 +65,7 @@ def decoded_text_model(
 def decoded_vision_model(
     family: str, folder: Path, *, encode: Callable[[Any], Sequence[Prompt]], num_tokens: int = 16
 ) -> DecodedModel:
-    """A vision-language model.
+    """Return a vision-language model.
 
     Args:
         family: one of `VISION_LANGUAGE`, or "mllama".
@@ -81,7 +81,7 @@ def decoded_vision_model(
 
 
 def text_prompts(lengths: Sequence[int], *, vocab_size: int, seed: int = 0) -> tuple[Prompt, ...]:
-    """Prompts of random tokens."""
+    """Return prompts of random tokens."""
     generator = torch.Generator().manual_seed(seed)
     rows = [
         torch.randint(FIRST_TEXT_ID, vocab_size, (1, length), generator=generator)
@@ -91,7 +91,7 @@ def text_prompts(lengths: Sequence[int], *, vocab_size: int, seed: int = 0) -> t
 
 
 def load_whole(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The library's model, with answers that no end token cuts short."""
+    """Load transformers' model, with answers that no end token cuts short."""
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     auto = transformers.AutoModelForCausalLM
     if hasattr(config, "vision_config"):
@@ -106,7 +106,7 @@ def load_whole(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMo
 def generated(
     model: PreTrainedModel, prompts: Sequence[Prompt], num_tokens: int
 ) -> tuple[list[tuple[int, ...]], float]:
-    """The greedy answer to each prompt alone, and the least margin of all their steps."""
+    """Return the greedy answer to each prompt alone, and the least margin of all their steps."""
     answers, least = [], float("inf")
     for prompt in prompts:
         options = {"max_new_tokens": num_tokens, "do_sample": False, "pad_token_id": 0}

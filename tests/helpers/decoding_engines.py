@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 def built_stages(
     build: Callable[..., Any], folder: Path, num_stages: int, **options: Any
 ) -> list[nn.Module]:
-    """All stages of a model folder, by a train_model part."""
+    """Return all stages of a model folder, by a train_model part."""
     with quiet():
         return [
             build(
@@ -43,7 +43,7 @@ def built_stages(
 
 
 def local_engine(stages: Sequence[nn.Module], processor: Any, **limits: Any) -> DecodingEngine:
-    """All stages in this process, one after the other."""
+    """Return all stages in this process, one after the other."""
     matchers = Matchers(lambda: get_tokenizer(processor))
     chain = LocalChain([StageDecoder(stage, matchers=matchers) for stage in stages])
     first = chain.decoders[0]
@@ -70,19 +70,19 @@ def llama_engine(
     num_groups: int = 1,
     **limits: Any,
 ) -> DecodingEngine:
-    """An engine on the stages of a decoded llama, which are built once."""
+    """Return an engine on the stages of a decoded llama, which are built once."""
     limits |= {"max_rows": max_rows, "num_groups": num_groups}
     return local_engine(_llama_stages(model.folder, num_stages), model.processor, **limits)
 
 
 def request_of(model: DecodedModel, place: int, key: str | None = None, **sampling: Any) -> Request:
-    """A request for one of the model's prompts, with an answer as long as the known one."""
+    """Return a request for one of the model's prompts, with an answer as long as the known one."""
     settings = {"max_new_tokens": len(model.answers[place]), "stop_token_ids": (), **sampling}
     return Request(key or str(place), model.prompts[place], Sampling(**settings))
 
 
 def answer_all(engine: DecodingEngine, model: DecodedModel) -> dict[str, Exception]:
-    """What each request failed with; all others must be right, and nothing be left over."""
+    """Return the error of each request that failed; check the others, and that nothing is left."""
     places = range(len(model.prompts))
     found = {one.key: one for one in engine.answer(request_of(model, place) for place in places)}
     assert sorted(found) == list(map(str, places))
@@ -94,7 +94,7 @@ def answer_all(engine: DecodingEngine, model: DecodedModel) -> dict[str, Excepti
 
 
 def check_nothing_is_left(engine: DecodingEngine) -> None:
-    """The stages hold no row, and the engine counts none."""
+    """Check that the stages hold no row, and that the engine counts none."""
     for decoder in engine.chain.decoders:
         assert not decoder.groups and not decoder.sampled and not decoder.unfinished
     stats = engine.stats()
@@ -103,7 +103,7 @@ def check_nothing_is_left(engine: DecodingEngine) -> None:
 
 
 def noted_orders(engine: DecodingEngine) -> list[PassOrder]:
-    """A list to which each order is added that the engine starts from now on."""
+    """Return a list that gets each order that the engine starts later."""
     orders, start = [], engine.chain.start
 
     def noted(order: PassOrder, tensors: dict[str, Tensor]) -> None:
@@ -115,7 +115,7 @@ def noted_orders(engine: DecodingEngine) -> list[PassOrder]:
 
 
 def pieces_read(orders: Sequence[PassOrder]) -> list[list[tuple[int, int]]]:
-    """Of each prompt in turn: (first, end) of its pieces; () where it was read in one pass."""
+    """Return (first, end) of the pieces of each prompt in turn; () if it was read in one pass."""
     found: dict[int, list] = {}
     for order in orders:
         for row in order.rows if order.kind == "prefill" else ():
@@ -132,7 +132,7 @@ def on_ranks(
     decoder_class: type[StageDecoder] = StageDecoder,
     **limits: Any,
 ) -> Any:
-    """Has each rank run its stage; the first one does `work` with the engine.
+    """Run the stage of each rank; rank 0 does `work` with the engine.
 
     Args:
         decoder_class: a stage that does something else in a test.
@@ -164,7 +164,7 @@ def on_ranks(
 def answers_of(
     engine: DecodingEngine, prompts: Sequence[Mapping[str, Tensor]], **sampling: Any
 ) -> list[tuple[int, ...]]:
-    """Token ids of each answer, which by default no end token cuts short.
+    """Return token ids of each answer, which by default no end token cuts short.
 
     Raises:
         Exception: what a request failed with.

@@ -8,7 +8,7 @@ from stageline.verify.export import check_export
 
 
 def export_folder(source, target, *, make_stages=None, **options):
-    """The report of `stageline export` with the verdict of `stageline check --exported`."""
+    """Return the report of `stageline export` with the verdict of `stageline check --exported`."""
     report = export_alone(source, target, **options)
     both = ("adapter_paths", "adapter_weights", "trust_remote_code")
     kept = {name: options[name] for name in both if name in options}

@@ -1,4 +1,4 @@
-"""Runs a model over devices that are not there: tensors without values that know their device.
+"""Run a model over emulated devices: tensors without values that know their device.
 
 An operation on tensors of two devices raises, as it does on GPUs, and so do tensors that no hook
 moves. No value is computed, so nothing that depends on values can be run: no tokens, and no tower
@@ -23,7 +23,7 @@ KIND = "lazy"
 def fake_accelerators(
     patch: pytest.MonkeyPatch, kind: str, count: int, **module: Callable[..., object]
 ) -> list[torch.device]:
-    """Makes torch tell of so many accelerators; no tensor can lie there.
+    """Make torch report `count` accelerators; no tensor can be on them.
 
     Args:
         module: what the module of the kind, such as torch.cuda, answers instead.
@@ -46,7 +46,7 @@ class FakeDevices:
         return torch.device(KIND, index)
 
     def move(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
-        """A fake copy of a true tensor."""
+        """Return a fake copy of a true tensor."""
         return self.mode.from_tensor(tensor).to(self.device(index))
 
     def dispatch(self, model: nn.Module, device_map: dict[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""A decoding engine without a model: says what it is told, slowly; fails and is cancelled as told.
+"""A decoding engine without a model: it gives set answers, slowly, fails, and can be cancelled.
 
 It keeps to the interface and the order of events of the true one.
 """
@@ -90,7 +90,7 @@ class FakeEngine:
         self._thread.join(10)
 
     def submit(self, request: Request | ScoreRequest, listener: Listener) -> None:
-        """Takes a request; a score is told at once."""
+        """Take a request; a score is reported at once."""
         if isinstance(request, ScoreRequest):
             values = (-0.5,) * request.num_targets
             tops = [tuple((n, -0.1 - n) for n in range(request.num_top))] * request.num_targets
@@ -102,7 +102,7 @@ class FakeEngine:
             self._change.notify_all()
 
     def cancel(self, key: str) -> None:
-        """Ends a request, if it is there still."""
+        """Cancel a request that has not ended."""
         with self._change:
             self._cancel.add(key)
             self._change.notify_all()
@@ -114,7 +114,7 @@ class FakeEngine:
             self._change.notify_all()
 
     def stats(self) -> EngineStats:
-        """Numbers of this moment."""
+        """Return numbers of this moment."""
         with self._change:
             waiting, running = len(self._queue), len(self._running)
         return EngineStats(waiting, running, self.max_running, 0, 0, 1, 0, 1000, self.is_healthy)
@@ -206,7 +206,7 @@ class FakeEngine:
 
 
 def _safe(text: str, stops: tuple[str, ...]) -> str:
-    """The text without an unfinished character and without what may begin a stop string."""
+    """Return the text without an unfinished character and without what may begin a stop string."""
     text = text.rstrip("\ufffd")
     sizes = [
         size

@@ -100,7 +100,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[Any]:
-        """An output for each prompt, in their order."""
+        """Return an output for each prompt, in their order."""
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
         LLM.calls.append({"prompts": prompts, "params": sampling_params})
@@ -152,7 +152,7 @@ class LLM:
 
 
 def make_module() -> types.ModuleType:
-    """The module to put at `sys.modules["vllm"]`."""
+    """Return the module to put at `sys.modules["vllm"]`."""
     module = types.ModuleType("vllm")
     LLM.calls.clear()
     for one in (LLM, SamplingParams, TokensPrompt):

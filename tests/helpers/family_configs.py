@@ -1,9 +1,8 @@
-"""A configuration of any family of transformers to try a split on: the default one, made whole.
+"""A configuration of any family of transformers to try a split on: the default one, completed.
 
-Some classes leave fields unset without which their model cannot be built, or have one kind of layer
-alone by default. Multipliers, which most defaults leave at one, are set off it: a multiplier that
-runs twice, or not at all, then shows. `stageline/shrink.py` cuts such a
-configuration down.
+Some classes leave fields unset without which their model cannot be built, or have only one kind
+of layer by default. Multipliers, which most defaults leave at one, are set off it: a multiplier
+that runs twice, or not at all, then shows. `stageline/shrink.py` cuts such a configuration down.
 """
 
 import re
@@ -89,7 +88,7 @@ FLAGS = {"scale_embedding": True, "mup_enabled": True, "is_decoder": True, "caus
 
 
 def family_config(name: str) -> PretrainedConfig:
-    """The configuration of model type `name` at its full size."""
+    """Return the configuration of model type `name` at its full size."""
     config = CONFIG_MAPPING[name]()
     _complete(config)
     return config

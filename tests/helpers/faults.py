@@ -63,7 +63,7 @@ def _hang(value: int) -> None:
 def _hold_gil(value: int) -> None:
     import ctypes
 
-    mutex = ctypes.create_string_buffer(128)  # of zeros: it is free
+    mutex = ctypes.create_string_buffer(128)  # zeros mean that it is free
     for _ in range(2):  # the second time waits for ever, in C
         ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
@@ -282,7 +282,7 @@ WRAPS: dict[str, Callable[[ModuleType], None]] = {
 
 
 class _WrapWhenImported(importlib.abc.MetaPathFinder):
-    """Wraps the functions of a module as soon as it is imported, before anybody takes them."""
+    """Wraps the functions of a module as soon as it is imported, before anyone takes them."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name not in WRAPS:
@@ -328,7 +328,7 @@ def armed(faults: str) -> Iterator[None]:
 
 
 def environment(faults: str) -> dict[str, str]:
-    """What a new Python has to find in its environment for these faults; none: no faults."""
+    """Return the environment variables that a new Python needs for these faults."""
     if not faults:
         return {VARIABLE: ""}
     path = os.environ.get("PYTHONPATH")

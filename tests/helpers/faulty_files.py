@@ -1,4 +1,4 @@
-"""Makes files of a model folder faulty, and looks at how they are refused. For fault tests."""
+"""Faults in the files of a model folder, and checks of how they are refused. For fault tests."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from stageline.errors import UserError
 
 
 def refused(call: Callable[[], object], *words: object, code: int = 4) -> str:
-    """The message of the error that `call` raises; asserts its exit code and what it says."""
+    """Return the message of the error of `call`, and check its exit code and words."""
     try:
         call()
     except UserError as error:
@@ -39,7 +39,7 @@ def load(
     dtype: torch.dtype = torch.float32,
     **kwargs: Any,
 ) -> StageModel:
-    """One stage of a model folder, filled from it or from `path`."""
+    """Return one stage of a model folder, filled from it or from `path`."""
     config = AutoConfig.from_pretrained(folder)
     stage_class = VisionLanguageStage if hasattr(config, "vision_config") else CausalLMStage
     model = stage_class(config, stage=stage, num_stages=num_stages, dtype=dtype, **kwargs)
@@ -48,7 +48,7 @@ def load(
 
 
 def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes a manifest and signs it anew."""
+    """Change a manifest and sign it again."""
 
     def both(manifest: dict[str, Any]) -> None:
         change(manifest)
@@ -58,14 +58,14 @@ def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> N
 
 
 def flip(path: Path, position: int, bit: int = 0) -> None:
-    """Turns one bit of a file; once more turns it back."""
+    """Flip one bit of a file; a second call restores it."""
     content = bytearray(path.read_bytes())
     content[position] ^= 1 << bit
     path.write_bytes(content)
 
 
 def spoil(folder: Path, kind: str) -> None:
-    """Does to a checkpoint what `kind` says."""
+    """Apply the fault `kind` to a checkpoint."""
     file = max(folder.glob("*.safetensors"))
     if kind == "cut":
         os.truncate(file, 100)

@@ -24,7 +24,7 @@ from tests.helpers.plans import learn_plans
 from tests.helpers.ranks import keep_to_a_core
 from tests.helpers.small_run import ForkedRanks, run_and_exit
 
-HEAVY = (  # what entry files import; whatever else they need they import as always
+HEAVY = (  # entry files import these; they import whatever else they need as always
     "transformers",
     "stageline.checkpoint.plain_folder",
     "stageline.evaluation.report",

@@ -1,4 +1,4 @@
-"""Small runs whose model answers before each step, and what two of them have alike."""
+"""Small runs whose model answers before each step, and comparisons of two of them."""
 
 import pytest
 import torch
@@ -89,7 +89,7 @@ def run(job, name, *options, **more):
 
 
 def trained(job, name, *options, **more):
-    """As `run`, and it must not fail."""
+    """Call `run`; it must not fail."""
     return job.train(name, "--import", job.folder / "parts.py", *GRPO, *options, **more)
 
 
@@ -113,7 +113,7 @@ def weights(job, name):
 
 
 def assert_same_figures(job, name, figures, **within):
-    """Those of the run on one rank, step by step."""
+    """Check that the figures are those of the run on one rank, step by step."""
     ours = records(job, name)
     for step, record in records(job, "one").items():
         for figure in figures:
@@ -121,7 +121,7 @@ def assert_same_figures(job, name, figures, **within):
 
 
 def assert_same_bytes(job, name, wanted):
-    """The same answers and weights, to the bit."""
+    """Check for the same answers and weights, to the bit."""
     assert samples(job, name) == samples(job, wanted)
     tensors, theirs = last_tensors(job, name), last_tensors(job, wanted)
     assert tensors.keys() == theirs.keys()
@@ -130,7 +130,7 @@ def assert_same_bytes(job, name, wanted):
 
 
 def assert_same_but_for_sums(job, name, wanted):
-    """The same answers, and weights within the rounding of another order of sums."""
+    """Check for the same answers, and for weights within the rounding of another order of sums."""
     assert samples(job, name) == samples(job, wanted)
     ours, theirs = (weights(job, one) for one in (name, wanted))
     assert ours.keys() == theirs.keys() and ours

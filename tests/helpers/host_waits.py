@@ -1,7 +1,7 @@
-"""Counts where the host waits for a card: each is a gap in what the card is given to do.
+"""Count where the host waits for a card: each wait is a gap in the card's work.
 
-On an emulated card every wait is seen, with the line of ours and that of the library it called.
-On a true one torch warns of its own operations, with the innermost line of Python alone.
+On an emulated card every wait is seen, with the line of the project and that of the package it
+called. On a true one torch warns of its own operations, with only the innermost line of Python.
 """
 
 import contextlib
@@ -22,8 +22,7 @@ def host_waits() -> Iterator[Counter[str]]:
     """`with host_waits() as waits:` place -> how often the host waited there, filled at the end.
 
     A place is `stageline/training/step.py:12`, or `masking_utils.py:307 < stageline/...:12` where
-    a library waits. What asks for it in so many words (`synchronize`) counts on emulated cards
-    alone.
+    another package waits. Explicit waits (`synchronize`) count only on emulated cards.
     """
     waits: Counter[str] = Counter()
     cards = CardTensor.cards

@@ -15,9 +15,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 _HERE = f"{ROOT}/"
-# what train_pp.py is made of; the second one it imports when it has read its options
+# train_pp.py is made of these; it imports the second one when it has read its options
 ENTRY_PARTS = ("commands.train", "commands.train_engines")
-LATE = (  # what a run imports only when it is on its way
+LATE = (  # a run imports these only after its start
     "torch.utils.tensorboard",
     "torch.profiler._cupti_monitor",
     "docstring_parser",
@@ -34,13 +34,13 @@ LATE = (  # what a run imports only when it is on its way
     "stageline.stages.vision_language",
 )
 
-_LEFT: list[ModuleType | None] = []  # to free what a fork does not use would copy its pages
+_LEFT: list[ModuleType | None] = []  # freeing what a fork does not use would copy its pages
 _SEEN: list[str] = []  # all modules, when this process last was about to fork
-_OURS: list[str] = []  # those of this repository among them
+_OURS: list[str] = []  # the modules of this repository among them
 
 
 def prepare_house() -> None:
-    """Called before each fork, which would copy the pages of thousands of modules by a look."""
+    """Prepare a fork, which would else copy the pages of thousands of modules."""
     untouched_house()
     if _SEEN != (names := list(sys.modules)):
         _SEEN[:], _OURS[:] = names, filter(_is_ours, names)
@@ -48,7 +48,7 @@ def prepare_house() -> None:
 
 @functools.cache
 def untouched_house() -> dict[str, ModuleType]:
-    """Modules by name, with registers of their own; this process goes on with those it had."""
+    """Modules by name, with registers of their own; this process keeps those it had."""
     before = _take_out()
     sys.path.insert(0, str(ROOT))
     try:
@@ -76,7 +76,7 @@ def enter_house() -> None:
 
 
 def newer_modules() -> list[str]:
-    """Names of what a forked process has imported, the last first."""
+    """Return names of what a forked process has imported, the last first."""
     return list(itertools.takewhile(lambda name: name != _SEEN[-1], reversed(sys.modules)))
 
 

@@ -1,4 +1,4 @@
-"""A small hub on this machine, which speaks what huggingface_hub asks of one.
+"""A small hub on this machine that answers the requests of huggingface_hub.
 
 It keeps models and data sets by commit, notes every request, and can cut a download, change a
 file on its way, or keep a name from those without a token.
@@ -36,7 +36,7 @@ class Request:
 
 @dataclass
 class Repo:
-    """What the hub has under a name."""
+    """The content of the hub under a name."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
@@ -76,11 +76,11 @@ class Hub:
         return commit
 
     def asked(self) -> list[str]:
-        """The paths that were asked for, but for that by which the library counts its users."""
+        """Return the paths that were requested, except for huggingface_hub's count of its users."""
         return [one.path for one in self.requests if "agent" not in one.path]
 
     def downloads(self, pattern: str = ".*") -> list[str]:
-        """Names of the files that were downloaded, in order, each as often as it was."""
+        """Return names of the files that were downloaded, in order, each as often as it was."""
         found = [_FILE.fullmatch(one.path) for one in self.requests if one.method == "GET"]
         return [match[4] for match in found if match and re.fullmatch(pattern, match[4])]
 
@@ -88,7 +88,7 @@ class Hub:
         """Lets this process, and those it forks, find this hub, with a cache of its own."""
         from huggingface_hub import close_session, constants
 
-        close_session()  # it would go on with what it was told when it was opened
+        close_session()  # an open session would keep its old settings
         patch.setattr(constants, "ENDPOINT", self.url)
         template = f"{self.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -220,6 +220,6 @@ class _Handler(BaseHTTPRequestHandler):
 def _paths(body: bytes) -> list[str]:
     try:
         found = json.loads(body)["paths"]
-    except ValueError:  # as a form
+    except ValueError:  # the body is a form
         found = re.findall(r"paths=([^&]+)", body.decode())
     return [unquote(found)] if isinstance(found, str) else list(map(unquote, found))

@@ -1,7 +1,8 @@
 """Kills ranks of a small run at random moments, as the system's memory killer would.
 
 A moment is drawn from all that a run goes through: its start, steps, the copying of a checkpoint,
-its writing in the background, its publishing. What goes on is seen from outside, by the files.
+its writing in the background, its publishing. The current phase is seen from outside, by the
+files.
 """
 
 import hashlib
@@ -27,7 +28,7 @@ _SECONDS_TO_LEARN = 0.3
 
 
 class Running(Protocol):
-    """A run whose ranks can be killed: forked, or below a torchrun that starts them anew."""
+    """A run whose ranks can be killed: forked, or below a torchrun that restarts them."""
 
     pids: dict[int, int]
 
@@ -35,18 +36,18 @@ class Running(Protocol):
 
 
 class RunFolder:
-    """What can be seen of a run from outside, in its --output-dir."""
+    """The state of a run as seen from outside, in its --output-dir."""
 
     def __init__(self, folder: Path) -> None:
         self.log = folder / "log.jsonl"
         self.checkpoints = folder / "checkpoints"
 
     def num_lines(self) -> int:
-        """Lines of the log, of all starts together."""
+        """Return lines of the log, of all starts together."""
         return self.log.read_bytes().count(b"\n") if self.log.exists() else 0
 
     def newest(self) -> int:
-        """The step of the newest folder that is called a checkpoint; 0: there is none."""
+        """Return the step of the newest folder that is called a checkpoint; 0: there is none."""
         return next((step for step, _ in step_folders(self.checkpoints)), 0)
 
     def draft(self) -> Path | None:
@@ -59,7 +60,7 @@ class RunFolder:
         return None
 
     def phase(self, lines_at_start: int) -> str:
-        """What the run was at: start, write, publish or step."""
+        """Return the current phase of the run: start, write, publish or step."""
         if self.num_lines() == lines_at_start:
             return "start"
         draft = self.draft()
@@ -68,7 +69,7 @@ class RunFolder:
         return "publish" if (draft / MANIFEST).exists() else "write"
 
     def check(self) -> None:
-        """Every folder that is called a checkpoint is whole."""
+        """Check that every folder with the name of a checkpoint is whole."""
         for _, path in step_folders(self.checkpoints):
             verify(path)
 
@@ -77,8 +78,8 @@ class RunFolder:
 class Kill:
     """One kill."""
 
-    moment: str  # what was waited for
-    phase: str  # what the run was at, as its folder showed
+    moment: str  # the moment that was waited for
+    phase: str  # the phase of the run, as its folder showed it
     rank: int
     at: float  # on the clock of `time.monotonic`
     seconds_down: float = 0.0  # until all ranks were gone
@@ -88,7 +89,7 @@ class Kill:
 
 
 class Killer:
-    """Draws who is killed and when.
+    """A random choice of the rank to kill and the moment.
 
     Args:
         total_steps: of the run; towards the end only moments are drawn that come before a save,
@@ -120,7 +121,7 @@ class Killer:
         return phase
 
     def check(self) -> None:
-        """All ranks are gone: what was saved before is there, and whole."""
+        """Check, when all ranks are gone, that what was saved before is there, and whole."""
         seconds = time.monotonic() - self.done[-1].at
         self.folder.check()
         newest = self.folder.newest()
@@ -169,7 +170,7 @@ def _look_until(is_true: Callable[[], bool], run: Running) -> None:
 
 
 class LaunchedRun:
-    """A run below a torchrun that starts it anew; its ranks are found in the table of processes."""
+    """A run below a torchrun that restarts it; its ranks are found in the table of processes."""
 
     def __init__(self, words: list[str], output: Path, *, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -189,7 +190,7 @@ class LaunchedRun:
                 if _parent(path) == self.process.pid:
                     found[int(_environment(path)["RANK"])] = int(path.name)
             except (OSError, KeyError, ValueError, IndexError):
-                continue  # it ends, or is none of ours
+                continue  # it is ending, or belongs to another run
         return found
 
     def is_running(self) -> bool:
@@ -217,7 +218,7 @@ def _environment(process: Path) -> Mapping[str, str]:
 
 
 def _end_start(run: ForkedRun) -> None:
-    """Does what a launcher does: ranks that have not met cannot learn that one is gone."""
+    """Kill all ranks, as a launcher does: those that have not met cannot learn that one is gone."""
     end = time.monotonic() + _SECONDS_TO_LEARN
     _look_until(lambda: time.monotonic() > end, run)
     for pid in run.pids.values():
@@ -227,7 +228,7 @@ def _end_start(run: ForkedRun) -> None:
 def kill_by_hand(
     start: Callable[[int], ForkedRun], killer: Killer, *, kills: int, limit: float = 30.0
 ) -> None:
-    """Starts a run again and again, and kills one of its ranks each time; then lets it end.
+    """Start a run again and again, and kill one of its ranks each time; then let it end.
 
     Args:
         start: begins or resumes the run, given how often it was killed.
@@ -245,7 +246,7 @@ def kill_by_hand(
 
 
 def kill_below_launcher(run: LaunchedRun, killer: Killer, *, kills: int) -> None:
-    """Kills one rank after another, each of another start; then lets the run end."""
+    """Kill one rank after another, each in another start; then let the run end."""
     run.wait_for_new_ranks()
     for _ in range(kills):
         killer.kill(run)

@@ -1,7 +1,7 @@
 """Queues that work as late as their marks allow: a wait that is missing shows as wrong numbers.
 
 On a CPU work that is done at once hides every missing wait. These keep what they are given until
-somebody waits for a mark; then they do what the mark needs and no more.
+a caller waits for a mark; then they do what the mark needs and no more.
 """
 
 import threading
@@ -49,7 +49,7 @@ class LateQueue:
         pass
 
     def work_to(self, count: int) -> None:
-        """Does what was given up to there."""
+        """Do the work that was queued before this point."""
         while self._done < count:
             work = self._kept.popleft()
             self._done += 1

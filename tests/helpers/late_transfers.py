@@ -1,4 +1,4 @@
-"""Transfers that take their time, on gloo as on a device: streams that do one after the other."""
+"""Slow transfers on gloo, in the order of a device: streams that do one after the other."""
 
 import queue
 import threading

@@ -1,4 +1,4 @@
-"""Tasks of lm_eval in files, a model of their words, and what two models gave for them."""
+"""Tasks of lm_eval in files, a model of their words, and the results of two models."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ TASKS = Path(__file__).resolve().parents[1] / "samples" / "lm_eval_tasks"
 
 
 def save_task_model(folder: Path, family: str = "llama", **fields: int) -> Path:
-    """A tiny model with the tokenizer of the tasks' words."""
+    """Save a tiny model with the tokenizer of the tasks' words."""
     tokenizer = tiny_tokenizer((TASKS / "commands.jsonl").read_text(encoding="utf-8").splitlines())
     tiny_whole(family, folder, vocab_size=len(tokenizer), noise=0.3, **fields)
     save_processor(tokenizer, folder)

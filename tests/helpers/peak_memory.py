@@ -1,4 +1,4 @@
-"""How much memory a piece of work takes at most, measured in a process of its own."""
+"""The peak memory of a piece of work, measured in a process of its own."""
 
 import os
 import resource

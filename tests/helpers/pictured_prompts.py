@@ -32,7 +32,7 @@ QUESTIONS = ("Which digit?", "Is the cat left of the dog, yes or no?", "What is 
 def pictured_prompts(
     processor: Any, *, prompt_fn: Callable[..., Rendered], image_token: Callable[..., Rendered]
 ) -> list[dict[str, torch.Tensor]]:
-    """One prompt for each entry of `SIZES`; prompt_fn and image_token are parts of the shelf."""
+    """Return one prompt for each entry of `SIZES`; both functions are built-in components."""
     prompts = []
     for place, (sizes, question) in enumerate(zip(SIZES, QUESTIONS, strict=True)):
         pictures = [picture(size) for size in sizes]

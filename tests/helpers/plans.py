@@ -1,7 +1,7 @@
 """Split plans that forked processes found, for those that are forked later.
 
-A plan follows from a model's configuration alone, and to find it is half the start of a small
-model: so the first ranks of a test process that build a model rehearse it, and later ones know.
+A plan follows only from a model's configuration, and to find it is half the start of a small
+model: the first ranks of a test process that build a model find it, and later ones reuse it.
 """
 
 import atexit

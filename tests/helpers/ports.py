@@ -9,7 +9,7 @@ _DRAWS = random.SystemRandom()  # tests seed the other one, each of them alike
 
 
 def free_port() -> int:
-    """A port of this machine that no program listens at.
+    """Return a port of this machine on which no program listens.
 
     It is below those that the system gives away by itself. One of those could go to any
     connection of another test between this call and the ranks that are to listen there.

@@ -1,4 +1,4 @@
-"""A folder of a decoder that comes with code of its own, as models on the hub do (`auto_map`)."""
+"""A folder of a decoder with its own code, like those of models on the hub (`auto_map`)."""
 
 import itertools
 import json
@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers.tiny_models import tiny_tokenizer
 
-_NUMBERS = itertools.count()  # the library keeps modules of code by the name of their folder
+_NUMBERS = itertools.count()  # transformers caches modules of code by the name of their folder
 
 CONFIGURATION = """
 from transformers import PretrainedConfig
@@ -122,7 +122,7 @@ INITS = {
     ".data": "module.weight.data.normal_(0.0, 0.3)",
 }
 TIED = {
-    "a list": '["lm_head.weight"]',  # as code written for transformers 4 has it
+    "a list": '["lm_head.weight"]',  # code written for transformers 4 has a list
     "a map": '{"lm_head.weight": "model.embed_tokens.weight"}',
 }
 

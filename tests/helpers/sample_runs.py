@@ -62,13 +62,13 @@ def scripted(
 
 
 def sample_rows(file: str) -> list[Any]:
-    """The rows of a sample file, read plainly."""
+    """Return the rows of a sample file, read plainly."""
     text = (SAMPLES / file).read_text(encoding="utf-8")
     return json.loads(text) if file.endswith(".json") else [*map(json.loads, text.splitlines())]
 
 
 def changed_copy(name: str, folder: Path, file: str, change: Callable[[list[Any]], object]) -> Path:
-    """A copy of a sample folder in which the rows of a file are changed."""
+    """Copy a sample folder and change the rows of a file."""
     shutil.copytree(SAMPLES / name, folder / name)
     rows = sample_rows(f"{name}/{file}")
     change(rows)
@@ -88,7 +88,7 @@ def make_llava(folder: Path) -> Path:
 
 
 def train(model: Path, name: str, folder: Path, *words: object, ranks: int = 2) -> Finished:
-    """One optimizer step over a sample set, a stage a rank."""
+    """Run one optimizer step over a sample set, with one stage on each rank."""
     return _run(
         *("train_pp.py", "--train-model", "llava", "--model-path", model, *_data_words(name)),
         *("--collate-fn", "sft", "--num-stages", ranks, "--batch-size", 4),
@@ -109,7 +109,7 @@ def evaluate(model: Path, name: str, folder: Path, *words: object) -> Finished:
 
 
 def scripted(folder: Path, texts: dict[str, str]) -> tuple[object, ...]:
-    """The words of a command that answers each id with its text; "*" stands for all ids."""
+    """Return the words of a command that answers each id with its text; "*" stands for all ids."""
     (folder / "scripted_part.py").write_text(_SCRIPTED)
     (folder / "texts.json").write_text(json.dumps(texts))
     part = ("--import", folder / "scripted_part.py", "--model", "scripted")

@@ -33,7 +33,7 @@ class ServedModel:
         return cls(parent / "tiny", whole, tokenizer)
 
     def answer(self, question: str) -> str:
-        """The likeliest answer of at most `NUM_TOKENS`, by `generate`."""
+        """Return the likeliest answer of at most `NUM_TOKENS`, by `generate`."""
         ids = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": question}],
             add_generation_prompt=True,
@@ -51,7 +51,7 @@ class ServedModel:
 
 
 def wait_for_url(run: ForkedRun) -> str:
-    """Where a server is, once it says so: without `/v1`.
+    """Return the URL of a server, without `/v1`, as soon as the server prints it.
 
     Raises:
         AssertionError: it ended, or is not up in time.

@@ -1,4 +1,4 @@
-"""A loss_fn part of the shelf as the engine gets it: with its options and its facts."""
+"""A built-in loss_fn as the engine gets it: with its options and its facts."""
 
 from typing import Any
 
@@ -11,5 +11,5 @@ import_shelf("loss_fn")
 
 
 def shelf_loss(key: str, **options: Any) -> LossPart:
-    """The part of a key that is registered."""
+    """Return the registered loss of a key."""
     return make_loss_part(chosen_part("loss_fn", key, options))

@@ -45,7 +45,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 @dataclass(frozen=True)
 class Finished:
-    """How a process ended.
+    """The result of a process that ended.
 
     Attributes:
         seconds: from its start to its end.
@@ -95,7 +95,7 @@ class Job:
     def command(
         self, name: str, *options: str | Path | int, torchrun: tuple[str | int, ...] = ()
     ) -> list[str]:
-        """The command line of a run into folder `name`.
+        """Return the command line of a run into folder `name`.
 
         Args:
             torchrun: number of processes and further options of torchrun; by default our launcher
@@ -128,7 +128,7 @@ class Job:
         return run.wait(timeout)
 
     def train(self, name: str, *options: str | Path | int, **more: Any) -> Finished:
-        """As `fork`, and it must not fail."""
+        """Call `fork`; the run must not fail."""
         done = self.fork(name, *options, **more)
         assert done.code == 0, done.out[-2000:] + done.err[-4000:]
         return done
@@ -136,7 +136,7 @@ class Job:
     def start_forked(
         self, name: str, *options: str | Path | int, ranks: int = 2, chaos: str = ""
     ) -> "ForkedRun":
-        """As `fork`, without waiting."""
+        """Start a run like `fork`, without waiting."""
         words = self.command(name, "--num-stages", ranks, *options)[1:]
         return ForkedRun(words, ranks=ranks, chaos=chaos)
 
@@ -145,12 +145,12 @@ class Job:
         return {record["step"]: record["loss"] for record in self.records(name)}
 
     def records(self, name: str, kind: str = "train") -> list[dict[str, Any]]:
-        """What the log says of steps (`train`) or of evaluations (`eval`)."""
+        """Return the log's records of steps (`train`) or of evaluations (`eval`)."""
         lines = (self.folder / name / "log.jsonl").read_text().splitlines()
         return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
     def checkpoints(self, name: str) -> list[str]:
-        """Names of what is called a checkpoint, in order."""
+        """Return names of what is called a checkpoint, in order."""
         return sorted(p.name for p in (self.folder / name / "checkpoints").glob("step-????????"))
 
 
@@ -178,14 +178,14 @@ def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_tensors(ours: Path, theirs: Path) -> None:
-    """Two checkpoints hold the same, to the bit."""
+    """Check that two checkpoints hold the same, to the bit."""
     made, expected = saved_tensors(ours), saved_tensors(theirs)
     assert made.keys() == expected.keys()
     assert [name for name in made if not torch.equal(made[name], expected[name])] == []
 
 
 class ForkedRanks:
-    """Does for forked ranks what torch's agent does: when one fails it ends the others.
+    """A stand-in of torch's agent for forked ranks: when one fails it ends the others.
 
     Args:
         folder: takes the error files of the ranks.
@@ -205,7 +205,7 @@ class ForkedRanks:
             (folder / str(rank)).mkdir(parents=True)
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What the agent tells a rank; called by the rank itself."""
+        """Return the variables that the agent sets for a rank; called by the rank itself."""
         count = str(self.num_ranks)
         told = {
             **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -237,7 +237,7 @@ class ForkedRanks:
             os.kill(pid, signum)
 
     def first_failure(self) -> failure_record.FailureRecord | None:
-        """What the launcher tells."""
+        """Return the failure that the launcher reports."""
         codes = {rank: code for rank, code in self.ended.items() if code}
         return first_failure(self.folder, codes, num_ranks=self.num_ranks)
 
@@ -262,7 +262,7 @@ class ForkedRun:
         self._run_folder = None
         if "--output-dir" in words:
             self._run_folder = Path(words[words.index("--output-dir") + 1])
-            failure_record.tell_run_folder(self._run_folder)  # as the launcher, at its start
+            failure_record.tell_run_folder(self._run_folder)  # the launcher does this at its start
             failure_record._Run.folder = None
         self._ranks = ForkedRanks(folder / "agent", ranks)
         self.pids = self._ranks.pids
@@ -306,7 +306,7 @@ class ForkedRun:
         return Finished(code, out, err, seconds)
 
     def text(self, kind: str) -> str:
-        """What the ranks have written so far, in their order; of kind "out" or "err"."""
+        """Return what the ranks have written so far, in their order; of kind "out" or "err"."""
         files = [Path(self._files.name, f"{rank}.{kind}") for rank in range(self.num_ranks)]
         return "".join(file.read_text() for file in files if file.exists())
 
@@ -364,7 +364,7 @@ def run_and_exit(words: list[str], files: Sequence[Path], prepare: Callable[[], 
         try:
             sys.stdout.flush()
             sys.stderr.flush()
-            if not os.environ.get(faults.VARIABLE):  # a fault may lie in what writes files
+            if not os.environ.get(faults.VARIABLE):  # a fault may be in what writes files
                 leave_plans()
         finally:
             os._exit(code)

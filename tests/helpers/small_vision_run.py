@@ -17,7 +17,7 @@ VISION_OPTIONS = ("--image-token", "auto", "--prompt", "vqa", "--max-token-num",
 
 
 def with_blocks(config: PretrainedConfig, num_blocks: int) -> PretrainedConfig:
-    """The configuration with a tower of so many blocks."""
+    """Return the configuration with a tower of `num_blocks` blocks."""
     vision = config.vision_config
     setattr(vision, "depth" if hasattr(vision, "depth") else "num_hidden_layers", num_blocks)
     return config
@@ -52,5 +52,5 @@ class VisionJob(Job):
     def command(
         self, name: str, *options: str | Path | int, torchrun: tuple[str | int, ...] = ()
     ) -> list[str]:
-        """As for text, with image tokens; `options` win."""
+        """Return the command as for text, with image tokens; `options` win."""
         return super().command(name, *VISION_OPTIONS, *options, torchrun=torchrun)

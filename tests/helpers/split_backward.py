@@ -25,7 +25,7 @@ def split_backward(
     model: nn.Module,
     between: Callable[[], None] = lambda: None,
 ) -> Gradients:
-    """The same by torch's two functions.
+    """Return the same gradients by torch's two functions.
 
     Args:
         between: called after the gradient of the input is there, before those of weights are.

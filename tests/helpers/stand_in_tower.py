@@ -1,4 +1,4 @@
-"""A small tower in the place of one that another library makes: timm, which may be missing.
+"""A small tower in the place of one that timm makes, which may be missing.
 
 Splits of a model around such a tower can be tried then; the tower itself cannot.
 """
@@ -32,6 +32,6 @@ class StandInTower(PreTrainedModel):
 
 
 def stand_in_for_timm() -> None:
-    """From now on Gemma 3n is built around this tower, where timm is missing."""
+    """Build later Gemma 3n models around this tower, where timm is missing."""
     if not is_timm_available():
         AutoModel.register(Gemma3nVisionConfig, StandInTower, exist_ok=True)

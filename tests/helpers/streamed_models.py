@@ -1,4 +1,4 @@
-"""Small models for tests of the streaming engine, and what plain PyTorch makes of them."""
+"""Small models for tests of the streaming engine, and their results in plain PyTorch."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ BATCH = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 
 
 def each_layer(count: int) -> Plan:
-    """A plan of one layer a stage."""
+    """Return a plan with one layer in each stage."""
     ranges = [range(at, at + 1) for at in range(count)]
     return Plan(tuple(ranges[:-1]), tuple(ranges[::-1]))
 
@@ -24,7 +24,7 @@ def square(output: torch.Tensor, label: Any) -> torch.Tensor:
 
 
 def loop(model: nn.Module, batch: torch.Tensor, num_parts: int) -> torch.Tensor:
-    """The sum of losses of plain PyTorch, micro-batch by micro-batch; gradients stay."""
+    """Return the sum of losses in plain PyTorch, micro-batch by micro-batch; gradients stay."""
     total = torch.zeros(())
     for part in batch.tensor_split(num_parts):
         loss = square(model(part), None)
@@ -36,7 +36,7 @@ def loop(model: nn.Module, batch: torch.Tensor, num_parts: int) -> torch.Tensor:
 def run(
     engine: RoundPipe, batch: torch.Tensor, count: int, num_parts: int = 2, **config: Any
 ) -> torch.Tensor:
-    """The same by an engine of `count` layers, a stage each."""
+    """Return the same by an engine with `count` layers, one in each stage."""
     settings = RoundPipeRunConfig(
         num_microbatch=num_parts, execute_plan=each_layer(count), **config
     )
@@ -44,6 +44,6 @@ def run(
 
 
 def linears(count: int, seed: int = 3) -> nn.Sequential:
-    """A row of linear layers."""
+    """Return a row of linear layers."""
     torch.manual_seed(seed)
     return nn.Sequential(*(nn.Linear(6, 6) for _ in range(count)))

@@ -17,7 +17,7 @@ def tiny_micro_batches(
     seed: int = 7,
     dtype: torch.dtype = torch.float32,
 ) -> list[MicroBatch]:
-    """One micro-batch per length; the last row is padded, target counts differ widely.
+    """Return one micro-batch per length; the last row is padded, target counts differ widely.
 
     Pixels are in every micro-batch; `drop_pixels` takes them out for later stages.
     """
@@ -34,7 +34,7 @@ def count_targets(micro_batches: list[MicroBatch]) -> int:
 
 
 def join_micro_batches(micro_batches: list[MicroBatch]) -> MicroBatch:
-    """All rows as one batch, padded to the longest."""
+    """Return all rows as one batch, padded to the longest."""
     width = max(batch["input_ids"].shape[1] for batch in micro_batches)
     fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
     fill |= {"mm_token_type_ids": 0, "token_type_ids": 0}

@@ -1,4 +1,4 @@
-"""Tiny whole models with weights that hide no mistake, saved by the library itself."""
+"""Tiny whole models with weights that hide no mistake, saved by transformers itself."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ class OwnStage(StageModel):
 
 
 def auto_class(family: str) -> type:
-    """The library's class that builds a whole model of a tiny family."""
+    """Return transformers' class that builds a whole model of a tiny family."""
     if family in VISION_LANGUAGE:
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM
@@ -50,9 +50,9 @@ def tiny_whole(
     noise: float = 0.05,
     **overrides: object,
 ) -> PreTrainedModel:
-    """A whole model in evaluation mode, saved to `folder` by plain `save_pretrained`.
+    """Make a whole model in evaluation mode, saved to `folder` by plain `save_pretrained`.
 
-    The library starts biases and norms at 0 and 1, which hides weights that were swapped or left
+    transformers starts biases and norms at 0 and 1, which hides weights that were swapped or left
     out: here they are moved.
 
     Args:

@@ -15,7 +15,7 @@ BOS, EOS, FIRST_ID = 1, 2, 5
 def documents(
     lengths: Sequence[Sequence[int]], *, vocab_size: int = 64, seed: int = 0
 ) -> list[Document]:
-    """Documents of segments of these lengths, the first with BOS and the last with EOS."""
+    """Return documents of segments of these lengths, the first with BOS and the last with EOS."""
     draw = numpy.random.default_rng(seed)
     made = []
     for of_document in lengths:

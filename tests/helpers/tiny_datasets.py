@@ -116,7 +116,7 @@ def make_jsonl(folder: Path) -> None:
 
 
 def group_row(index: int, *, num_negatives: int = 2) -> dict[str, Any]:
-    """One group of `--dataset groups`: anchor and positive say the same direction."""
+    """Return one group of `--dataset groups`: anchor and positive say the same direction."""
     words = ("left", "right", "front", "behind")
     right, wrong = words[index % 4], [words[(index + 1 + i) % 4] for i in range(num_negatives)]
     return {

@@ -17,7 +17,7 @@ def mllama_micro_batch(
     seed: int = 7,
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, torch.Tensor]:
-    """One micro-batch with pixels; the last row is padded.
+    """Return one micro-batch with pixels; the last row is padded.
 
     Args:
         num_images: of each row; images of one to four tiles.
@@ -46,7 +46,7 @@ def mllama_micro_batch(
 def _images(
     num_images: tuple[int, ...], length: int, generator: torch.Generator, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """What the processor gives for images of drawn shapes, written down by hand."""
+    """Return the processor's output for images of drawn shapes, written down by hand."""
     shape = (len(num_images), max(num_images))
     tiles_of_id = (0, 1, 2, 3, 4, 2, 4, 3, 4)
     ids_BM = torch.zeros(shape, dtype=torch.long)

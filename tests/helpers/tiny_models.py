@@ -78,10 +78,10 @@ _GEMMA3: Fields = {**_GEMMA, "layer_types": ["sliding_attention", "full_attentio
 
 @dataclass(frozen=True)
 class _TinyFamily:
-    """What a family's configuration has beyond the sizes that all share.
+    """The fields of a family's configuration beyond the sizes that all share.
 
     Attributes:
-        vision: of the tower; None: the family reads text alone.
+        vision: of the tower; None: the family reads only text.
         text: of the language model.
         own: of the whole model of a vision-language family.
     """
@@ -173,7 +173,8 @@ _FAMILIES = {
             **_QWEN_TOWER,
             "depth": 3,
             "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [0, 1, 2],  # of 4 layers: features cross 2 borders
+            # the first 3 of 4 text layers add these features, which cross 2 boundaries
+            "deepstack_visual_indexes": [0, 1, 2],
         },
         own=_QWEN_TOKENS,
     ),
@@ -203,7 +204,7 @@ VISION_LANGUAGE = tuple(name for name, family in _FAMILIES.items() if family.vis
 
 
 def tiny_config(family: str, *, tied: bool = False, **overrides: object) -> PretrainedConfig:
-    """A tiny configuration of `family` (one of `DECODERS` or `VISION_LANGUAGE`).
+    """Return a tiny configuration of `family` (one of `DECODERS` or `VISION_LANGUAGE`).
 
     Args:
         tied: whether the head shares the weight of the embeddings.
@@ -231,7 +232,7 @@ def tiny_mllama_config(*, tied: bool = False, **overrides: object) -> Pretrained
     """A tiny configuration; the image token has a row of the embeddings and no place in the head.
 
     Args:
-        tied: refused by the library's class, which has no tied weights.
+        tied: refused by transformers' class, which has no tied weights.
         overrides: fields of the text configuration.
     """
     assert not tied, "Mllama has no tied weights"
@@ -335,7 +336,7 @@ class _TinyProcessor:
     """The parts of a family's processor.
 
     Attributes:
-        images: the library's class of the image processor, and its arguments for a tile's size.
+        images: transformers' class of the image processor, and its arguments for a tile's size.
         image_text: what the chat template writes for an image.
         tokens: of images, special tokens from id 5 on.
         names: those tokens that the tokenizer knows by a name.
@@ -469,7 +470,7 @@ _MEAN_STD: Fields = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
 
 def tiny_processor(family: str, *, image_size: int = 16) -> Any:
-    """A processor of one of `PROCESSOR_FAMILIES`.
+    """Return a processor of one of `PROCESSOR_FAMILIES`.
 
     Args:
         image_size: width and height of a tile; of what the vision tower takes.
@@ -492,7 +493,7 @@ def tiny_processor(family: str, *, image_size: int = 16) -> Any:
 
 
 def tiny_mllama_processor(image_size: int = 16) -> Any:
-    """A processor that cuts an image into at most four tiles.
+    """Return a processor that cuts an image into at most four tiles.
 
     Args:
         image_size: width and height of a tile.

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def chat_row(question: str, answer: str = "yes") -> dict[str, Any]:
-    """A row of messages."""
+    """Return a row of messages."""
     return {
         "messages": [
             {"role": "user", "content": question},
@@ -17,7 +17,7 @@ def chat_row(question: str, answer: str = "yes") -> dict[str, Any]:
 
 
 def write_chat(path: Path, questions: Sequence[str]) -> Path:
-    """A file of JSON lines, a conversation for each question."""
+    """Write a file of JSON lines, with one conversation for each question."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(chat_row(question, f"{question}!")) + "\n" for question in questions]
     path.write_text("".join(lines), encoding="utf-8")
@@ -25,6 +25,6 @@ def write_chat(path: Path, questions: Sequence[str]) -> Path:
 
 
 def asked(dataset: Any, count: int | None = None) -> list[str]:
-    """The question of each row, or of the first `count`."""
+    """Return the question of each row, or of the first `count`."""
     rows = range(len(dataset) if count is None else count)
     return [dataset[row][1]["messages"][0]["content"] for row in rows]

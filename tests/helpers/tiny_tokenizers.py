@@ -19,7 +19,7 @@ def tiny_metaspace_tokenizer(
     chat_template: str | None = CHATML,
     **options: Any,
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer that writes spaces as a low line, as Llama 2, Mistral and Gemma have.
+    """Return a tokenizer that writes spaces as a low line, as Llama 2, Mistral and Gemma have.
 
     Args:
         prepend_scheme: which sections of the text begin with a low line.

@@ -34,10 +34,10 @@ def vision_micro_batches(
     dtype: torch.dtype = torch.float32,
     change: Callable[[int, Image.Image], Image.Image] = lambda _, image: image,
 ) -> list[MicroBatch]:
-    """One micro-batch for each entry of `shapes`, as stage 0 gets it.
+    """Return one micro-batch for each entry of `shapes`, as stage 0 gets it.
 
     Args:
-        prompt_fn, image_token: parts of the shelf; the engine has none of its own.
+        prompt_fn, image_token: built-in components; the engine has none of its own.
         dtype: of the pixels.
         change: (number of the image, picture) -> the picture to take.
     """

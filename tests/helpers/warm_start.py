@@ -79,7 +79,7 @@ class WarmLauncher:
         return self.code
 
     def finish(self, timeout: float = 120) -> Finished:
-        """As `wait`, with what it and its workers have printed."""
+        """Wait as `wait` does; return the exit code and all output, also of its workers."""
         code = self.wait(timeout)
         finished = Finished(code, *self._told(), time.monotonic() - self._started_at)
         self._files.cleanup()
@@ -115,7 +115,7 @@ def live_processes() -> dict[int, int]:
 
 
 class _Worker(subprocess.Popen):
-    """What torch's launcher takes for a process that it has started: a fork of this one."""
+    """A fork of this process that torch's launcher takes for a process that it has started."""
 
     def __init__(self, words: list[str], environment: Mapping[str, str]) -> None:
         sys.stdout.flush()

@@ -1,7 +1,7 @@
 """Answers and scores as the decoding engine does, one prompt at a time, with a whole model.
 
-Slow and plain: the library's own forward and `generate`. Tests compare with it, or use it where
-what is tested is not the engine.
+Slow and plain: transformers' own forward and `generate`. Tests compare with it, or use it where
+they do not test the engine.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

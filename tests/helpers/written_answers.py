@@ -1,4 +1,4 @@
-"""Answers in Markdown for the chat page, good and hostile, and how the page shows them."""
+"""Answers in Markdown for the chat page, good and hostile, and how the page displays them."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ HOSTILE = {
 
 
 def shown(page: Any, text: str, *, pieces: int = 1) -> dict[str, Any]:
-    """A text as the page formats it, in pieces and then whole."""
+    """Return a text as the page formats it, in pieces and then whole."""
     return page.evaluate(
         """async ([text, pieces]) => {
             const { Formatted } = await import("./web/render.js");

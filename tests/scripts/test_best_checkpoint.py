@@ -1,4 +1,4 @@
-"""--save-best through the real entry: what is kept computes the best figure of the log."""
+"""--save-best through the real entry: the kept checkpoint has the best score of the log."""
 
 import json
 
@@ -15,7 +15,7 @@ NUM_HELD_OUT = 11  # neither whole batches nor whole micro-batches
 
 @pytest.fixture
 def job(tmp_path):
-    """Rows that a tiny llama learns by heart, and others that are held out."""
+    """Return a job with rows that a tiny llama learns by heart, and held-out ones."""
     for name, start, count in (("train", 0, 16), ("test", 30, NUM_HELD_OUT)):
         rows = range(start, start + count)
         lines = [{"id": str(i), "question": f"{i}?", "answer": f"{i % 7}!"} for i in rows]

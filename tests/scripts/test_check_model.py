@@ -1,4 +1,4 @@
-"""check_model.py: right splits pass; each kind of wrong one fails, and the report says what."""
+"""check_model.py: right splits pass; each kind of wrong one fails, and the report says why."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def on_rank(rank, words, num_ranks):
 
 
 def check(folder, words, *, model=None):
-    """(exit code, report) of a check with these options, on forked ranks."""
+    """Return (exit code, report) of a check with these options, on forked ranks."""
     options = [*words.split(), "--output-dir", str(folder / "out")]
     if model is not None:
         options += ["--model-path", str(model)]
@@ -169,12 +169,12 @@ def test_a_wrong_part_fails_and_the_report_says_what(part, row, said, llama, tmp
     assert said in failed(report)[row], report
 
 
-# -- parts of a user, without a model of the library ----------------------------------------------
+# -- components of a user, without a model of transformers ---------------------------------------
 
 
 @pytest.fixture
 def guide(tmp_path):
-    """The model folder of docs/add_a_model.md, and its file's text."""
+    """Return the model folder of docs/add_a_model.md, and its file's text."""
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path / "my_model")
     config = {"model_type": "gru_lm", "vocab_size": len(tokenizer)}

@@ -44,7 +44,7 @@ WRITE = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A text of lines, JSON lines, a tokenizer T, and a corpus of each text."""
+    """Return a text of lines, JSON lines, a tokenizer T, and a corpus of each text."""
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "data").mkdir()
     tiny_tokenizer([*LINES, *DOCUMENTS]).save_pretrained(folder / "T")
@@ -105,7 +105,7 @@ def test_documents_come_back_to_the_byte(inside, tmp_path, prefix, options, want
     words = f"read --read-path-prefix data/{prefix} --text --tokenizer-path T {options}"
     do(words)
     assert capsys.readouterr().out == wanted
-    do(words.replace("--tokenizer-path T", ""))  # it is found where it lay
+    do(words.replace("--tokenizer-path T", ""))  # it is found where it was
     assert capsys.readouterr().out == wanted
     do(f"{words} --output-path {tmp_path}/out")
     assert (tmp_path / "out").read_text() == wanted
@@ -170,7 +170,7 @@ def test_pack_and_verify(inside, capsys):
 
 @pytest.mark.parametrize("rows", ["segments", "packed"])
 def test_what_a_run_has_seen_is_found_and_removed(inside, tmp_path, rows, capsys):
-    """By the sampler that a run draws with, after steps of two replicas, then of one."""
+    """Use the sampler that a run draws with, after steps of two replicas, then of one."""
     for name, count in (("many", 40), ("more", 30)):
         lines = [f"{'a b ' * (number % 9)}{number}\n" for number in range(count)]
         Path(f"data/{name}.txt").write_text("".join(lines))

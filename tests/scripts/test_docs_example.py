@@ -100,7 +100,7 @@ def answers_of(folder, stages):
 
 
 def greedy(folder, text):
-    """The same in plain PyTorch: the whole row through the whole model for each token."""
+    """Return the same in plain PyTorch: the whole row through the whole model for each token."""
     weights = {
         name: tensor
         for file in (folder / "run1").glob("checkpoints/*3/*.safetensors")

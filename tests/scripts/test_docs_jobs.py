@@ -46,7 +46,7 @@ SMALLER = {
 
 
 def commands(page):
-    """(verb, words) of the commands of a page; a program of tools/ is a verb, too."""
+    """Return (verb, words) of the commands of a page; a program of tools/ is a verb, too."""
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
     lines = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
     found = [shlex.split(line) for line in lines.splitlines() if line.strip()]
@@ -90,7 +90,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def folder(tmp_path, models):
-    """What the pages say lies in the working folder."""
+    """Make the files that the pages expect in the working folder."""
     shutil.copytree(ROOT / "tests/samples/vsr", tmp_path / "vsr")
     shutil.copytree(tmp_path / "vsr/splits/random", tmp_path / "vsr/splits/zeroshot")
     shutil.copytree(tmp_path / "vsr/images", tmp_path / "images")
@@ -133,7 +133,7 @@ def test_the_commands_of_a_page_run(page, folder, models):
 
 
 def check_runs_of_vsr(runs):
-    """Adapters of the language model alone, all weights but the tower's, and a comparison."""
+    """Find adapters of only the language model, weights without the tower's, and a comparison."""
     adapter = next(runs.glob("vsr-lora/checkpoints/step-*/adapter_config.json")).parent
     names = [name for file in adapter.glob("*.safetensors") for name in load_file(file)]
     assert names and all("lora_" in name and "visual" not in name for name in names)

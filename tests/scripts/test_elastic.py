@@ -1,4 +1,4 @@
-"""scripts/train_elastic.sh, with a recipe that writes its command down and ends as it is told."""
+"""scripts/train_elastic.sh, with a recipe that records its command and ends as it is told."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def start(folder, codes, *, cards=0, broken="", **told):
-    """Begins a run whose starts end with these codes, on a machine with so many cards."""
+    """Start a run whose starts end with these codes, on a machine with `cards` GPUs."""
     (folder / "recipe.sh").write_text(RECIPE)
     (folder / "codes").write_text("\n".join(map(str, codes)) + "\n")
     (folder / "nvidia-smi").write_text(f"#!/bin/sh\nseq {cards}\n[ {cards} -gt 0 ]\n")
@@ -47,7 +47,7 @@ def start(folder, codes, *, cards=0, broken="", **told):
 
 
 def starts(folder):
-    """(cards, stages) of each start."""
+    """Return (cards, stages) of each start."""
     lines = (folder / "starts").read_text().splitlines()
     end = f" --output-dir {folder / 'run'} --resume auto"
     found = [line.removesuffix(end).split(" --save-steps 5 --num-stages ") for line in lines]

@@ -44,7 +44,7 @@ _done: dict[str, Path] = {}  # example -> the folder of its run
 
 
 def command_of(path):
-    """What its first line says."""
+    """Return the command that the first line names."""
     first = path.read_text(encoding="utf-8").splitlines()[0]
     match = re.fullmatch(rf"# stageline (\w+) examples/{re.escape(path.name)}", first)
     assert match and match[1] in PARSERS, f"the first line of {path.name} is {first!r}"
@@ -80,7 +80,7 @@ def models(tmp_path_factory):
 
 
 def path_here(value, models, folder):
-    """What is to be read in place of a path that an example names."""
+    """Return the path to read instead of one that an example names."""
     if value in models:
         return models[value]
     for other in EXAMPLES:
@@ -92,7 +92,7 @@ def path_here(value, models, folder):
 
 
 def words_of(path, models, folder):
-    """The words after `stageline COMMAND`, made smaller."""
+    """Return the words after `stageline COMMAND`, with smaller values."""
     words = [
         str(path.relative_to(ROOT)),
         "--device",

@@ -1,4 +1,4 @@
-"""What scripts rely on: option names, keys of parts, and exit code and a word of bad commands.
+"""Interfaces of scripts: option names, keys, and exit code and a word of bad commands.
 
 `STAGELINE_BLESS=1 bash scripts/test.sh tests/scripts/test_golden.py` updates names.txt.
 """
@@ -51,7 +51,7 @@ def test_there_are_at_most_160_options():
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """The files that the bad command lines name."""
+    """Return the files that the bad command lines name."""
     folder = tmp_path_factory.mktemp("inputs") / "files"
     shutil.copytree(GOLDEN / "inputs", folder)
     rows = [json.dumps({"id": str(i), "question": f"{i}?", "answer": f"{i}!"}) for i in range(40)]

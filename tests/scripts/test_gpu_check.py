@@ -36,7 +36,7 @@ def breaks(machine):
 
 
 def is_killed(machine):
-    os.kill(os.getpid(), signal.SIGKILL)  # as the system does where memory runs out
+    os.kill(os.getpid(), signal.SIGKILL)  # the system does this when memory runs out
     yield
 
 
@@ -148,7 +148,7 @@ def call(folder, *words):
 
 @pytest.mark.timeout(1200)
 def test_the_checks_on_two_emulated_cards(tmp_path):
-    """Of checks that run tests, default jobs or families, which other tests show, a few."""
+    """Run only a few of the checks that run tests, default jobs or families."""
     names = [check.name for check in gpu_check.choose_checks(gpu_checks.CHECKS, CHOSEN)]
     done = call(tmp_path, "--only", CHOSEN)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -49,7 +49,7 @@ def stand_ins(folder):
     """`scontrol` that names this machine, and `srun` that starts two tasks on it."""
     folder.mkdir()
     texts = {
-        # the pause: whoever reads the first line only has closed the pipe by then
+        # the pause: a reader that takes only the first line has closed the pipe by then
         "scontrol": (
             '[ "$*" = "show hostnames node[1-2]" ] || exit 1\n'
             "set -e; echo localhost; sleep 0.5; echo other"
@@ -86,7 +86,7 @@ def spooled(folder):
 @pytest.mark.timeout(300)
 def test_a_slurm_job_of_two_machines_trains(tmp_path):
     words = Job(tmp_path).command("run", "--total-steps", 1, "--warmup-steps", 0)
-    words[words.index("--model-path")] = "--config-path"  # which the recipe gives, too
+    words[words.index("--model-path")] = "--config-path"  # the recipe gives --model-path, too
     command = [*spooled(tmp_path), *words[2:]]
     done = run(command, **{**slurm(tmp_path), "MASTER_PORT": str(free_port())})
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""The proof at the start: a split that computes something else is refused by every entry file."""
+"""The split check at the start: every entry file refuses a split that computes something else."""
 
 import importlib.util
 import json

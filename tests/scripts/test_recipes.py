@@ -52,7 +52,7 @@ def known_options(program):
 
 
 def commands(text):
-    """(program, options) of each call of an entry file in a script or a README."""
+    """Yield (program, options) of each call of an entry file in a script or a README."""
     joined = text.replace("\\\n", " ")
     for line in joined.splitlines():
         for program in PROGRAMS:

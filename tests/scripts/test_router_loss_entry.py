@@ -15,5 +15,5 @@ def test_the_option_shows_in_the_log(tmp_path):
     routed = job.records("routed")
     # two of four experts per token: about 2, times the weight
     assert all(0.4 < record["router_loss"] < 0.8 for record in routed)
-    assert routed[0]["loss"] == plain[0]["loss"]  # the token loss alone
+    assert routed[0]["loss"] == plain[0]["loss"]  # it is only the token loss
     assert routed[2]["loss"] != plain[2]["loss"]  # and yet it is trained on

@@ -62,7 +62,7 @@ class Machine:
         )  # fmt: skip
 
     def set_up(self, *purposes, code=0, **environment):
-        """The calls of pip, uv and venv in one set-up, and what it said."""
+        """Return the calls of pip, uv and venv in one set-up, and what it said."""
         self.log.write_text("")
         running = self.start(*purposes, **environment)
         out, err = running.communicate(timeout=60)

@@ -37,7 +37,7 @@ def guide():
 
 @pytest.fixture
 def folder(tmp_path):
-    """The part of docs/add_a_model.md, its tokenizer and config."""
+    """Return a folder with the model of docs/add_a_model.md, its tokenizer and config."""
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path / "my_model")
     config = {"model_type": "gru_lm", "vocab_size": len(tokenizer)}
@@ -61,7 +61,7 @@ def train(folder, *options):
 
 
 def refused(folder, done, *words, code=2):
-    """What was said by a run that was refused before step 1."""
+    """Return the output of a run that was refused before step 1."""
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     for word in words:
@@ -182,7 +182,7 @@ def test_a_library_model_without_a_layer_is_not_exported(job, monkeypatch):
 
 
 def test_stages_that_do_not_add_up_are_not_saved(tmp_path):
-    """By whatever way they came here: of what two stages hold, a folder has room for one."""
+    """Refuse in the save itself: two stages hold the same names, and a folder has each once."""
     stages = [Own(None, stage=stage, num_stages=2) for stage in range(2)]
     for model in stages:
         model.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))

@@ -29,7 +29,7 @@ KILL = "at=step,step={},do=sigkill"
 
 
 def guides(folder):
-    """Texts of the guides, as JSON lines of each language."""
+    """Return texts of the guides, as JSON lines of each language."""
     paths = sorted((ROOT / "docs").glob("*.md"))
     made = {}
     for language, is_chinese in (("english", False), ("chinese", True)):
@@ -47,7 +47,7 @@ def make_cutter(model, language):
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """A small model with random weights, its tokenizer, and the guides as a corpus of it."""
+    """Return a small model with random weights, its tokenizer, and the guides as a corpus of it."""
     folder = tmp_path_factory.mktemp("job")
     job = Job(folder, num_layers=4, make_model=False)
     files, texts = guides(folder)

@@ -34,7 +34,7 @@ from tests.helpers.served import served  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 TASK = "commands_name"
-SCORED = ["commands_choice", "descriptions"]  # of choices, and of whole texts
+SCORED = ["commands_choice", "descriptions"]  # the first scores choices, the second whole texts
 POSITIONS = 512
 
 
@@ -75,7 +75,7 @@ def evaluated(model, manager, monkeypatch, tasks, **options):
 
 
 def answers(model, manager, monkeypatch, **options):
-    """Of each question, the prompt's hash and the answer."""
+    """Return the prompt's hash and the answer of each question."""
     results = evaluated(model, manager, monkeypatch, [TASK], **options)
     return {sample["doc_id"]: sample["resps"][0][0] for sample in results["samples"][TASK]}
 
@@ -109,7 +109,7 @@ def test_lm_eval_takes_the_commands_of_the_guide():
             def __init__(self, **given):
                 assert given["base_url"].startswith("http://127.0.0.1:8000/v1/")
 
-        # as simple_evaluate does; a name on both sides is a TypeError
+        # simple_evaluate calls it like this; a name on both sides is a TypeError
         Client.create_from_arg_obj(
             named, {"batch_size": getattr(told, "batch_size", 1), "device": None}
         )
@@ -128,7 +128,7 @@ def test_the_answers_of_the_server_are_those_of_hf(url, folder, manager, monkeyp
     reference = HFLM(str(folder), device="cpu", dtype="float32")
     expected = answers(reference, manager, monkeypatch, **options)
     assert found == expected
-    assert len(set(expected.values())) > 3  # else equal texts would show little
+    assert len(set(expected.values())) > 3  # few different texts would show little
 
 
 def test_the_scores_of_the_server_are_those_of_hf(url, folder, manager, monkeypatch):

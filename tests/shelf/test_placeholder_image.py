@@ -38,7 +38,7 @@ def image_batch(family):
 
 
 def run(model, batch):
-    """The output's value, and the gradients of tower and projector by name."""
+    """Return the output's value, and the gradients of tower and projector by name."""
     model.zero_grad()
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     output = model(batch["input_ids"], **inputs)
@@ -50,7 +50,7 @@ def run(model, batch):
 
 
 def count_towers(model):
-    """A list that grows by one with each run of the tower."""
+    """Return a list that grows by one with each run of the tower."""
     runs = []
     tower = model.get_submodule(model.paths.vision_tower)
     tower.register_forward_hook(lambda *_: runs.append(1))

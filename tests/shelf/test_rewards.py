@@ -1,4 +1,4 @@
-"""The reward parts: what each gives for answers written out, and what a broken one gets."""
+"""The built-in rewards: their values for written answers, and the result of a broken one."""
 
 import http.server
 import json
@@ -107,7 +107,7 @@ def test_a_pattern_that_searches_for_ever_says_nothing():
 
 
 def test_what_is_late_does_not_depend_on_how_long_answers_take(monkeypatch):
-    """Only calls count; a part is never called twice at a time, whoever waits for what."""
+    """Count only calls; a component is never called twice at a time, whatever waits for it."""
     at_work, most, asked, now = [], [], [], [0.0]
     clock = types.SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr("stageline.training.rewards.time", clock)

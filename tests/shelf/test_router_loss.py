@@ -1,7 +1,7 @@
 """The router loss of mixtures of experts over stages in one process, against the unsplit model.
 
-The reference is plain transformers. Equal means to the last bit: sums and casts are the library's,
-in the library's order.
+The reference is plain transformers. Equal means to the last bit: sums and casts are those of
+transformers, in the same order.
 """
 
 import copy
@@ -96,7 +96,7 @@ def chain(stages, batch, loss_of):
         borders.append((output, received))
     loss_of(*output).backward()
     for sent, received in reversed(borders):
-        # where nothing comes back, a process sends zeros
+        # a process sends zeros if no gradient comes back
         grads = [torch.zeros_like(r) if r.grad is None else r.grad for r in received]
         pairs = [(t, g) for t, g in zip(sent, grads, strict=True) if t.requires_grad]
         torch.autograd.backward(*zip(*pairs, strict=True))
@@ -273,7 +273,8 @@ def test_the_option_goes_before_the_config(in_config, option, is_on):
     assert len(stages[0].get_example_output(2, 5)) == 1 + is_on
     output = stages[1](*(sent if is_on else (sent,)), **batch)
     assert isinstance(output, tuple) == is_on
-    assert stages[0].config.output_router_logits == in_config  # as it was, for the checkpoint
+    # the checkpoint needs the original value
+    assert stages[0].config.output_router_logits == in_config
 
 
 def test_the_coefficient_can_be_set():

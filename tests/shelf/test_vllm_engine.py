@@ -1,4 +1,4 @@
-"""The engine vllm against a stand-in of the package: what is handed over and what comes back."""
+"""The engine vllm against a stand-in of the package: what it passes and what it gets."""
 
 import sys
 

@@ -21,7 +21,7 @@ TEXTS = ("Which digit is this?", "Is the statement true?")
 
 @pytest.fixture
 def adapter(tmp_path):
-    """An adapter, which vLLM gets merged."""
+    """Return an adapter, which vLLM gets merged."""
     tokenizer = tiny_tokenizer()
     tiny_whole("llama", tmp_path / "base", vocab_size=len(tokenizer), noise=0.3)
     save_processor(tokenizer, tmp_path / "base")

@@ -1,4 +1,4 @@
-"""The rules of docs/metrics.md, one table: rule, kind, text -> what a careful reader hears."""
+"""The rules of docs/metrics.md in one table: rule, kind, text -> how a careful reader reads it."""
 
 import re
 from pathlib import Path
@@ -35,7 +35,7 @@ READERS = {
 }
 
 ROWS = [
-    # what is read at all
+    # answers that are read at all
     (1, "direction", "**Left**", "left"),
     (1, "direction", "It isn\u2019t on the left.", ""),
     (1, "places", "\uff08\uff22\uff09", 1),

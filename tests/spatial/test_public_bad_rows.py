@@ -10,7 +10,7 @@ from tests.helpers.sample_runs import assert_refused, changed_copy, evaluate, ma
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A tiny llava with random weights."""
+    """Return a tiny llava with random weights."""
     return make_llava(tmp_path_factory.mktemp("vlm"))
 
 

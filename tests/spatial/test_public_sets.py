@@ -1,8 +1,8 @@
 """Each public format through the real entries: a training step, an evaluation, its figures.
 
-The model is tiny and knows nothing. It generates all the same; then its words are replaced by
-written ones, so that some are right, some wrong and some say nothing, and the figures of the report
-are counted again here, from the rows of the sample files alone.
+The model is tiny and untrained. It generates all the same; then its words are replaced by written
+ones, so that some are right, some wrong and some say nothing, and the figures of the report are
+counted again here, only from the rows of the sample files.
 """
 
 import json
@@ -109,7 +109,7 @@ TURNS = ("right", "wrong", "right", "I can't tell.", "right", "")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A tiny llava with random weights."""
+    """Return a tiny llava with random weights."""
     return make_llava(tmp_path_factory.mktemp("vlm"))
 
 
@@ -183,7 +183,7 @@ def check_pairs(name, report, ids, kinds):
 
 
 def test_continued_limited_and_compared(model, tmp_path):
-    """What an evaluation answers, keeps, answers anew and refuses, on VSR's format."""
+    """Answer, keep, repeat and refuse samples in evaluations of VSR's format."""
     ids = held_out("vsr")
     texts = {sample_id: vsr(sample_id)[0] for sample_id in ids}
     path = tmp_path / "eval/predictions.jsonl"

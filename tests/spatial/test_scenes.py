@@ -30,7 +30,7 @@ def middle_of(image, *colors):
 
 
 def measured_heading(image):
-    """Where the car's windscreen lies from the middle of the whole car; in degrees from the top."""
+    """Return the car's heading, from its middle to the windscreen, in degrees from the top."""
     (front_x, front_y), _ = middle_of(image, PALE)
     (x, y), _ = middle_of(image, DARK)
     return math.degrees(math.atan2(front_x - x, y - front_y)) % 360
@@ -243,6 +243,6 @@ def test_the_fingerprint_follows_what_is_drawn():
     ids=str,
 )  # fmt: skip
 def test_what_cannot_be_drawn_is_refused(options):
-    with pytest.raises(UserError, match=f"--dataset.{next(iter(options))} .*expected") as caught:
+    with pytest.raises(UserError, match=f"--dataset.{next(iter(options))} .*Choose") as caught:
         Scenes(**options)
     assert caught.value.exit_code == 2

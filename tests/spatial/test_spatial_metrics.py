@@ -47,7 +47,7 @@ def test_rotate_qa_with_options():
 
 
 def test_the_right_choice_is_one_of_them():
-    """A place as `answer` was no option, so each answer was wrong; so were places from 1 on."""
+    """Accept `answer` as a place, from 0 on; it was not an option, so each answer was wrong."""
     sample = {"id": 3, "choices": ["left", "right"]}
     assert _is_right(spatial_mm, "right", **sample, answer=1)
     assert _is_right(spatial_mm, "right", **sample, answer_index=1.0)

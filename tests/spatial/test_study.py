@@ -79,7 +79,7 @@ def test_means_and_differences_equal_a_loop():
 
 
 def test_intervals_are_those_of_theory():
-    """Of independent samples the bootstrap's interval is the normal one; it narrows by 1/sqrt."""
+    """Check that the bootstrap's interval is the normal one, and narrows by 1/sqrt."""
     generator = numpy.random.default_rng(0)
     scores = (generator.random((1, 2000)) < 0.3).astype(float)
     low, high = bootstrap(scores).over_samples
@@ -109,7 +109,7 @@ def test_views_of_a_scene_are_judged_alone_and_together(tmp_path):
             for scene in said
             for view in (0, 1)
         ]
-        # what an evaluation with other settings left, and a line break that ends no line
+        # an evaluation with other settings left these, and a line break does not end a line
         lines = [{"settings": "new", **line, "prompt": "a\u2028b"} for line in lines]
         left = [{**line, "settings": "old", "prediction": "behind"} for line in lines]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in left + lines)
@@ -164,7 +164,7 @@ elif name != "study_spatial_report.py":
 
 
 def commands_of(tmp_path, *options, script="study_spatial.sh", **environment):
-    """The commands that the script gives, without running any."""
+    """Return the commands that the script gives, without running any."""
     venv, notes = tmp_path / "venv", tmp_path / "notes.jsonl"
     (venv / "bin").mkdir(parents=True, exist_ok=True)
     python = venv / "bin" / "python"
@@ -188,7 +188,7 @@ def test_the_commands_of_the_script_run_and_are_reported(tmp_path, monkeypatch):
     more = ("--dataset.num_train", "40", "--batch-size", "16", "--micro-batch-size", "8")
     _, commands = commands_of(tmp_path, "--seeds", "0", *few, *more, NUM_TEST="20")
     folder = tmp_path / "study"
-    shutil.rmtree(folder)  # what the stand-in made
+    shutil.rmtree(folder)  # the stand-in made this folder
     run_all(commands)
     text = (folder / "report.md").read_text()
     assert "| sft | 0 | 3 |" in text and "| contrastive | 0 | 3 |" in text
@@ -201,7 +201,7 @@ def test_the_commands_of_the_script_run_and_are_reported(tmp_path, monkeypatch):
         for arm in ("sft", "contrastive")
     ]
     first = [next(row for row in log if row["kind"] == "train") for log in logs]
-    # same weights, same pictures, same order: the same next-token loss before anything is learnt
+    # same weights, same pictures, same order: the same next-token loss before training
     assert first[0]["loss"] == pytest.approx(first[1]["token_loss"], rel=1e-6)
     assert first[0]["num_tokens"] == first[1]["num_tokens"]
     for name in ("accuracy.png", "loss.png"):
@@ -225,7 +225,7 @@ def test_the_rewarded_commands_run_and_are_reported(tmp_path):
     short = ("--dataset.num_test", "4", "--timeline-step", "0")
     _, commands = commands_of(tmp_path, *short, script="train_grpo_scenes.sh", **few)
     folder = tmp_path / "study"
-    shutil.rmtree(folder)  # what the stand-in made
+    shutil.rmtree(folder)  # the stand-in made this folder
     model, _, _, _, _, grpo, evaluated, _, _, report = commands
     grpo[grpo.index("--model-path") + 1] = str(folder / "random/seed-0")
     checkpoint = folder / "grpo/seed-0/checkpoints/step-00000002"

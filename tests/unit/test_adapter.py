@@ -1,4 +1,4 @@
-"""Adapter folders: `peft` loads ours and computes the same, we load those of `peft`."""
+"""Adapter folders: `peft` loads Stageline's and computes the same, and Stageline loads `peft`'s."""
 
 import json
 
@@ -29,7 +29,7 @@ FAMILIES = ("llama", "gpt2", "gpt_neox", "phi3", "mixtral", *VISION_LANGUAGE)
 
 
 def save_lora(family, tmp_path, *, tied=False, **kwargs):
-    """A model folder and an adapter that two stages saved on it."""
+    """Return a model folder and an adapter that two stages saved on it."""
     tiny_whole(family, tmp_path / "base", tied=tied)
     lora = {"llm_lora_num": 1, "lora_rank": 3, "lora_alpha": 6.0, **kwargs}
     stages = shake(load_stages(tmp_path / "base", tmp_path / "base", **lora))
@@ -212,7 +212,7 @@ def test_fields_at_their_defaults_are_read(tmp_path, monkeypatch):
 
 
 def test_the_page_of_fields_is_that_of_the_installed_peft():
-    """A peft with another field needs a line about it, in HARMLESS_FIELDS or as refused."""
+    """A peft with another field needs an entry for it, in HARMLESS_FIELDS or as refused."""
     assert adapter_fields.PAGE.read_text(encoding="utf-8") == adapter_fields.make_page()
 
 

@@ -1,4 +1,4 @@
-"""Adapters that a run begins with, or that are merged: `peft`'s own merges one by one judge."""
+"""Adapters that a run starts with, or that are merged, against `peft`'s own merges one by one."""
 
 import json
 
@@ -113,7 +113,8 @@ def test_all_but_the_last_are_merged_and_that_goes_on(folder, tmp_path):
         "q_proj",
         "v_proj",
     }
-    assert "lm_head.weight" in trained  # as in the file, whatever --parts.lm_head.frozen says
+    # it trains as the file says, whatever --parts.lm_head.frozen says
+    assert "lm_head.weight" in trained
     saved = save_split_model(stages, None, tmp_path / "saved")
     config = json.loads((saved / "adapter_config.json").read_text())
     assert (config["use_rslora"], config["r"], config["lora_alpha"]) == (True, 4, 9.0)

@@ -1,4 +1,4 @@
-"""The stated cache of answering is the real one, to the byte; the stated peak bounds it."""
+"""The estimated cache of generation equals the real one; the estimated peak bounds the real one."""
 
 import functools
 
@@ -38,7 +38,7 @@ LENGTHS = {"even": [40] * 8, "mixed": [40, 9, 17, 23, 40, 8]}
 
 
 class Watched(StageDecoder):
-    """Notes the most bytes that the caches of all groups have behind an order."""
+    """A decoder that records the most bytes that the caches of all groups have after an order."""
 
     most = 0
 
@@ -110,7 +110,7 @@ def test_real_answers_take_what_is_stated(model, lengths):
 
 
 def test_stages_are_the_sum_of_their_items(model):
-    """As the planner makes them, and as their decoders really hold; pictures are looked at."""
+    """Compare the planner's costs with what decoders hold, also for prompts with images."""
     make = maker(model)
     outline = outline_of(make)
     prompts = decoded_models.text_prompts([40, 40, 9], vocab_size=64)

@@ -1,4 +1,4 @@
-"""Groups of answers for training: which are drawn, what they are worth, stages left as found."""
+"""Groups of answers for training: which are drawn, their advantages, stages left as found."""
 
 import functools
 import threading
@@ -165,7 +165,7 @@ def test_stages_train_on_as_they_were_found(llama):
     stages = stages_of(
         llama, 2, llm_lora_num=1, gradient_checkpointing=True, logits_chunk=4, lora_dropout=0.0
     )
-    assert all(stage.can_decode for stage in stages)  # what a stage finds once, it keeps
+    assert all(stage.can_decode for stage in stages)  # the call caches what a stage finds
     ids = llama.prompts[1]["input_ids"]
     before, states = gradients(stages, ids), [dict(vars(stage)) for stage in stages]
     modes = [[module.training for module in stage.modules()] for stage in stages]

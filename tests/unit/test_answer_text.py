@@ -26,7 +26,7 @@ PAIRS = [
 
 
 def _byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """As Llama 2: pieces of text, bytes for the rest; its decoder strips a space."""
+    """Return a tokenizer like Llama 2's: pieces, else bytes; its decoder strips a space."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "▁The", "▁It", "a", "b", "n", "'", "t", "s", ".", ",", "▁is", ":", "▁we", "caf"]
     backend = Tokenizer(
@@ -107,7 +107,7 @@ def _answers(draw, kind: str) -> list[int]:
 
 
 def _told(kind: str, ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[AnswerText, list[str]]:
-    """The answer, and the pieces: one a token, then the rest."""
+    """Return the answer, and the pieces: one a token, then the rest."""
     answer = AnswerText(_tokenizer(kind), tuple(stop), ())
     pieces = []
     for token_id in ids:
@@ -186,7 +186,7 @@ def test_stop_strings_end_the_text_at_the_first_token_that_completes_one(kind, d
             assert answer.stopped_by == expected[1] and answer.text == certain[: expected[0]]
             assert answer.token_ids == ids[:number] and number == len(pieces) - 1
             return
-        # what is held back is what may begin a stop string, and no more
+        # only text that may begin a stop string is held back
         begun = [n for n in range(len(certain)) if any(s.startswith(certain[n:]) for s in stop)]
         assert shown == certain[: min(begun, default=len(certain))]
     assert not answer.is_stopped and answer.text == whole

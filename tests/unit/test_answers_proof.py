@@ -1,4 +1,4 @@
-"""The check that answers of stages are the whole model's: what it says, finds, cannot know."""
+"""The check that answers of stages are the whole model's: its report, its finds, its limits."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Check who may import whom (ARCHITECTURE section 4) and that the code does not grow."""
+"""Check which module imports which (ARCHITECTURE section 4), and that the code does not grow."""
 
 import ast
 import dataclasses
@@ -18,10 +18,10 @@ from register import ALL_REGISTERS, import_shelf
 
 import_shelf()  # here: what a test registers is taken back behind it
 ROOT = Path(__file__).resolve().parents[2]
-# what the engine may write with two dashes: options of other programs
+# options of other programs, which the engine may write with two dashes
 FOREIGN_OPTIONS = {"--editable", "--nproc-per-node", "--long-option", "--local-dir", "--all"}
 FOREIGN_OPTIONS |= {"--markdown", "--name"}
-# what may stand behind the name of a register without being a key
+# words that may follow the name of a register without being a key
 PLAIN_WORDS = set("a and can came did does given gives has is it needs of or part returned".split())
 PLAIN_WORDS |= set("serves takes that the to was with".split())
 
@@ -49,11 +49,12 @@ ROOT_ARROWS = {
     "commands": {"commands", "register", "stageline", *OPTIONS},
     "stageline": {"stageline"},
 }
-# the installed command: the only file of the package that knows of what lies beside it
+# the installed command: the only file of the package that knows of the files next to it
 COMMAND_DOOR = "stageline/__main__.py"
 LOW = {"modules", "data"}
 MIDDLE = {"pipeline", "checkpoint", "distributed"}
-# room of stageline -> rooms it may import; the files beside the rooms (errors.py) are open to all
+# subpackage of stageline -> subpackages it may import; files in stageline/ itself (errors.py) are
+# open to all
 ROOM_ARROWS = {
     "serving": {"inference", *LOW},
     "evaluation": {"inference", *LOW},
@@ -97,7 +98,7 @@ def _name(path: Path) -> str:
 
 
 def _imports(tree: ast.AST, path: Path) -> list[tuple[str, int]]:
-    """(dotted module, line) of every import, also inside functions and for type checkers."""
+    """Return (dotted module, line) of every import, also inside functions and for type checkers."""
     found = []
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     for node in ast.walk(tree):
@@ -106,7 +107,7 @@ def _imports(tree: ast.AST, path: Path) -> list[tuple[str, int]]:
         elif isinstance(node, ast.ImportFrom):
             base = list(package[: len(package) - node.level + 1]) if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            # `from stageline import pipeline` names the room only in its second half
+            # `from stageline import pipeline` names the subpackage only in its second half
             found += [(f"{module}.{alias.name}", node.lineno) for alias in node.names]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             if node.args and isinstance(node.args[0], ast.Constant):
@@ -133,7 +134,8 @@ def _broken_arrows(path: Path, text: str) -> list[str]:
 
 def _broken_room_arrow(path: Path, room: str, *, place: str) -> list[str]:
     parts = path.relative_to(ROOT / "stageline").parts
-    if len(parts) == 1:  # a file beside the rooms is the ground they all stand on
+    # all subpackages may import a file of stageline/ itself, which imports none
+    if len(parts) == 1:
         return [place] if room in ROOM_ARROWS else []
     own = parts[0]
     if room == own or not (ROOT / "stageline" / room).is_dir():
@@ -222,7 +224,8 @@ def test_every_key_that_the_engine_names_exists():
     """Cures such as "use `collate_fn` dpo" stay true when a key is renamed."""
     unknown = []
     for path in (ROOT / "stageline").rglob("*.py"):
-        text = re.sub(r'"\n\s+f?"', "", path.read_text(encoding="utf-8"))  # strings that go on
+        # joins strings that continue on the next line
+        text = re.sub(r'"\n\s+f?"', "", path.read_text(encoding="utf-8"))
         for name, key in re.findall(r"`(\w+)` ([a-z_0-9]+)", text):
             if name in ALL_REGISTERS and key not in ALL_REGISTERS[name] and key not in PLAIN_WORDS:
                 unknown.append(f"{_name(path)}: `{name}` {key}")

@@ -20,7 +20,7 @@ PAD = 77
 
 
 def sample(ids, targets):
-    """Token ids, and which of them are learnt: `.` not, `x` so."""
+    """Return a sample of token ids; `x` marks one that is trained on, `.` one that is not."""
     marks = [mark == "x" for mark in targets]
     return Encoded(list(ids), marks, [False] * len(marks))
 
@@ -37,7 +37,7 @@ ROWS = [sample([5, 6, 7], ".xx"), sample([8], "x"), sample([1, 2, 3, 4, 9], "..x
         (9, 8, None, 16),
         (5, 8, 6, 6),  # not beyond the longest legal row
         (5, 8, 8, 8),
-        (9, 8, 6, 9),  # which is not cut here
+        (9, 8, 6, 9),  # the row is not cut here
     ],
 )
 def test_widths(longest, multiple_of, max_width, wanted):

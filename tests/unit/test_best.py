@@ -1,4 +1,4 @@
-"""The best checkpoint: which evaluation it is, and that a kill at any moment leaves a whole one."""
+"""The best checkpoint: its evaluation, and that a kill at any moment leaves a whole one."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def checkpoints(folder):
 
 
 def kept_step(folder):
-    """What the link leads to, checked in full."""
+    """Return the step of the checkpoint that the link leads to, checked in full."""
     manifest = verify(folder / "best")
     for name in ("a.safetensors", "b.safetensors"):
         assert (folder / "best" / name).read_text() == f"weights of step {manifest['step']}"

@@ -28,7 +28,7 @@ from stageline.plotting.pictures import groups_figure, plot_groups
 
 
 def all_means(clusters):
-    """The mean of each of the n^n resamples of n clusters of scores."""
+    """Return the mean of each of the n^n resamples of n clusters of scores."""
     means = []
     for drawn in itertools.product(clusters, repeat=len(clusters)):
         scores = [score for cluster in drawn for score in cluster]
@@ -311,7 +311,7 @@ def test_predictions_of_other_data_are_refused(records, error, words, tmp_path):
 
 
 def test_scores_that_are_no_zeros_and_ones_have_an_interval():
-    # of a metric that does not say that it grades, and whose score is another figure
+    # the metric does not declare that it grades, and its own score is another number
     figures = {"per_sample": [0.3, 0.6, 1.0], "score": 0.5}
     report = make_report(figures, settings={}, bootstrap=Bootstrap(10))
     assert (report["score"], report["own_score"]) == (pytest.approx(1.9 / 3), 0.5)

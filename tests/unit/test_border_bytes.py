@@ -1,4 +1,4 @@
-"""What crosses a border: hidden states in the compute type, no mask and no float32 copy."""
+"""Tensors across a stage boundary: hidden states in the compute dtype, no mask, no float32."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ SHAPES = [(2, 14), (1, 64), (3, 7)]
 
 
 def border_bytes(model, shapes):
-    """Bytes that a stage says it sends on, for each micro-batch of (rows, tokens)."""
+    """Return the bytes that a stage reports to send, for each micro-batch of (rows, tokens)."""
     return [tensor_bytes(model.get_example_output(*shape)) for shape in shapes]
 
 

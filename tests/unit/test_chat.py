@@ -1,4 +1,4 @@
-"""Chat prompts: the library's own text, with known origin of each character."""
+"""Chat prompts: the text that transformers renders, with the known origin of each character."""
 
 import pytest
 

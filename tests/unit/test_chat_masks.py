@@ -1,4 +1,4 @@
-"""What of a conversation is learnt: masks, weights, marks of the template; and what it costs."""
+"""Tokens of a conversation that are trained on: masks, weights, generation marks; and the cost."""
 
 import functools
 
@@ -37,11 +37,11 @@ def learnt(rendered):
 def test_history_may_be_masked(tokenizer):
     assert learnt(chat(ROW, "", processor=tokenizer)) == "Seven<|im_end|>Yes<|im_end|>"
     assert learnt(chat(ROW, "", processor=tokenizer, mask_history=True)) == "Yes<|im_end|>"
-    # the last one that is learnt, not the last one
+    # mask_history keeps the last turn that is trained on, which is not the last turn here
     turns = [*TURNS[:-1], {**TURNS[-1], "weight": 0}]
     rendered = chat({"messages": turns}, "", processor=tokenizer, mask_history=True)
     assert learnt(rendered) == "Seven<|im_end|>"
-    turns = [{**turn, "weight": None} for turn in TURNS]  # as Arrow fills columns
+    turns = [{**turn, "weight": None} for turn in TURNS]  # Arrow fills missing columns with None
     assert chat({"messages": turns}, "", processor=tokenizer) == chat(ROW, "", processor=tokenizer)
 
 
@@ -207,7 +207,7 @@ def test_a_mask_may_stand_in_messages_or_in_a_list(tokenizer, name):
             "training True and is no answer",
         ),
         ({"messages": [{**TURNS[2], "weight": 1, "train": 0}]}, "weight 1 and train 0"),
-        # whatever the value of a field that is not known
+        # an unknown field is refused with any value
         *(
             ({"messages": [{**TURNS[2], "masked": value}]}, "the fields masked")
             for value in (0, False, "", [])

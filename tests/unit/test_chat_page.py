@@ -255,7 +255,7 @@ def test_a_reload_brings_the_conversation_back(page, engine):
     )
     assert "A picture of a seven." in text_of(engine.asked[-1])
     assert engine.asked[-1].prompt["pixel_values"].shape[0] == 1
-    page.reload()  # amid an answer
+    page.reload()  # the page reloads during an answer
     wait_for_answers(page, 3)
     text = last_answer(page).inner_text()
     assert LONG.startswith(text) and 20 < len(text) < len(LONG)

@@ -1,4 +1,4 @@
-"""The conversation of chat.py: equal to plain transformers, and user text stays text."""
+"""The conversation of chat.py: equal to plain transformers, and a user's text stays text."""
 
 import functools
 import sys

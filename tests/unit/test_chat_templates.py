@@ -1,7 +1,7 @@
-"""Chat formats: ids are the library's, and learnt is the assistant's to the character.
+"""Chat formats: ids are those of transformers; exactly the assistant's characters are trained on.
 
-What is expected is written here, format by format, as pieces of text that are learnt or not; the
-code under test has no part in it.
+The expected pieces of text, trained on or not, are written here for each format. The code under
+test has no part in it.
 """
 
 import json
@@ -208,7 +208,7 @@ def test_generation_begins_where_the_last_answer_does(tokenizers, name, sample):
     ["cohere2", "diffusion_gemma", "gemma3", "llama3", "phi3", "phi3_5", "qwen3_instruct_2507"],
 )
 def test_learnt_is_what_trl_marks(name):
-    """Ends in two special tokens, and marks of their own for ends, are learnt whole."""
+    """Ends of two special tokens, and end marks of their own, are trained on as a whole."""
     tokenizer = chat_masks.tokenizer_of(name)
     messages = [message for message in SAMPLES["multi"] if message["role"] != "system"]
     texts, of_trl = chat_masks.marked(name, messages, [], tokenizer)
@@ -246,7 +246,7 @@ def test_answers_without_an_end_are_told():
         assert learnt_of(chat(row("multi"), "", processor=tokenizer)).endswith("Eight</s>")
 
 
-# -- templates that cannot be learnt from ------------------------------------------------------
+# -- templates that cannot be trained on ----------------------------------------------------------
 
 
 def test_a_template_that_asks_otherwise_than_it_answers(tokenizers):
@@ -343,7 +343,7 @@ CONTENTS = (
 
 @pytest.mark.parametrize("name", sorted(FORMATS.keys() - {"unstable"}))  # which is refused
 def test_further_rows_of_the_same_roles_are_rendered_as_the_first(name):
-    """A tokenizer that has seen such rows, against one that has seen none and the library."""
+    """Compare a tokenizer that has seen such rows with a fresh one and with transformers."""
     used = format_tokenizer(name)
     for number in range(len(CONTENTS) * 2):
         texts = [CONTENTS[(number + turn) % len(CONTENTS)] for turn in range(4)]

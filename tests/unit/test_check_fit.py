@@ -1,4 +1,4 @@
-"""Weights beside the configuration of another model are told without a run."""
+"""Weights that do not fit the configuration in their folder are found without a run."""
 
 import json
 

@@ -71,7 +71,7 @@ def assert_equal(ours, theirs):
 
 
 def count_runs(model):
-    """How often the attention of each layer runs, by index."""
+    """Return a counter of the runs of each layer's attention, by index."""
     counts = {}
     for index, layer in model.layer_list():
         for name, module in layer.named_children():
@@ -199,7 +199,7 @@ def test_a_layer_that_changes_between_runs_is_refused():
 
 
 class Moves:
-    """Takes every float tensor, as if it lay on a GPU, and counts."""
+    """Hooks that take every float tensor, as if it were on a GPU, and count them."""
 
     def __init__(self):
         self.tensors = []
@@ -240,7 +240,7 @@ def test_with_checkpointing_the_inputs_of_layers_move():
 
 
 def test_an_activation_really_leaves_the_graph():
-    """What the graph held before is overwritten; the copy is what comes back."""
+    """Overwrite what the graph held before: backward uses the copy."""
     linear = torch.nn.Linear(3, 3)
     offload_activations(linear, moves=Moves())
     x = torch.ones(2, 3)
@@ -300,7 +300,7 @@ def test_weights_that_are_put_together_on_the_way_are_not_offloaded():
 def test_products_that_are_changed_in_place_are_refused_by_name():
     layer = torch.nn.Linear(4, 4, bias=False)
     plain = layer.forward
-    layer.forward = lambda x: plain(x).add_(1).square()  # as experts add their biases
+    layer.forward = lambda x: plain(x).add_(1).square()  # experts add their biases in place, too
     checkpoint_layers([(0, layer)], mode="operators")
     loss = layer(torch.randn(3, 4, requires_grad=True)).sum()
     with pytest.raises(UserError, match="Choose --recompute.mode full"):

@@ -1,4 +1,4 @@
-"""The loss in chunks of tokens: loss and gradients of the library's own forward over all tokens.
+"""The loss in chunks of tokens against loss and gradients of transformers' forward over all tokens.
 
 The reference is plain transformers and torch.
 """
@@ -31,7 +31,7 @@ LENGTH = 14
 
 
 def make_pair(family, *, dtype=torch.float64, tied=False, num_stages=1, **overrides):
-    """The whole model of the library and the last stage of ours, with the same weights."""
+    """Return transformers' whole model and Stageline's last stage, with the same weights."""
     auto = (
         transformers.AutoModelForImageTextToText
         if family in VISION_LANGUAGE
@@ -50,7 +50,8 @@ def make_pair(family, *, dtype=torch.float64, tied=False, num_stages=1, **overri
     missing = set(stage.state_dict()) - set(whole.state_dict())
     assert not missing
     stage.load_state_dict({name: whole.state_dict()[name] for name in stage.state_dict()})
-    buffers = dict(whole.named_buffers())  # those outside a state dict: rotary frequencies
+    # rotary frequencies are buffers outside of the state dict
+    buffers = dict(whole.named_buffers())
     for name, buffer in stage.named_buffers():
         buffer.copy_(buffers[name])
     stage.whole.tie_weights()
@@ -63,7 +64,7 @@ def batch_of(family, dtype):
 
 
 def library_loss(whole, inputs, labels):
-    """The library's logits and torch's cross-entropy; the library's own would round to float32."""
+    """Return torch's cross-entropy of transformers' logits: its own loss rounds to float32."""
     logits = whole(**inputs, use_cache=False).logits
     logits = logits.float() if logits.dtype == torch.bfloat16 else logits
     return torch.nn.functional.cross_entropy(
@@ -285,7 +286,7 @@ def test_log_probabilities_before_a_step_are_those_of_the_step():
 
 
 def test_half_gradients_are_summed_in_float32():
-    """Sixty-four chunks: each alone is lost in bfloat16 beside the sum, together they are not."""
+    """Sum sixty-four chunks: one is lost in bfloat16 next to the sum, all together are not."""
     whole, stage = make_pair("llama", dtype=torch.bfloat16, max_position_embeddings=512)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(9, VOCAB_SIZE, (1, 257), generator=generator)

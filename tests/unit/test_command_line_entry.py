@@ -1,4 +1,4 @@
-"""The `stageline` command: what it lists, how it rewrites words, that a run is as by the file."""
+"""The `stageline` command: its list, its rewriting of words, and runs equal to those by file."""
 
 import importlib
 import os
@@ -156,7 +156,7 @@ def test_a_run_of_two_processes_and_ctrl_c_that_leaves_none(tmp_path, monkeypatc
 
 
 def children_of(parent):
-    """Processes that it started."""
+    """Return the processes that it started."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -1,4 +1,4 @@
-"""The contrastive loss and its gradient against plain loops in float64; the similarities alone."""
+"""The contrastive loss, its gradient and the similarities against plain loops in float64."""
 
 import math
 
@@ -57,7 +57,7 @@ PLAIN = {"js": plain_js, "cos": plain_cos}
 
 
 def plain_terms(logits, batch, sim, temperature, *, size):
-    """Sums and counts: tokens, marked tokens, groups."""
+    """Return sums and counts: tokens, marked tokens, groups."""
     token = marked = compared = torch.zeros((), dtype=torch.float64)
     counts = [0, 0, 0]
     what_they_say = []

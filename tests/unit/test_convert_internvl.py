@@ -109,7 +109,7 @@ class OldTower(nn.Module):
 
 
 class OldInternLM2(nn.Module):
-    """Rows of wqkv by key-value head: queries, key, value."""
+    """The old text model, with the rows of wqkv by key-value head: queries, key, value."""
 
     def __init__(self, vocab_size):
         super().__init__()
@@ -182,7 +182,7 @@ def old_tokenizer():
 
 
 def make_old(folder, kind, *, tied=False, rms=False, num_files=2, changes=()):
-    """An old folder and the model whose weights lie in it."""
+    """Write a folder in the old format; return the model with the same weights."""
     torch.manual_seed(1)
     folder.mkdir()
     tokenizer = old_tokenizer()
@@ -275,7 +275,8 @@ def test_processor_and_end_of_answer(tmp_path):
     processor = load_processor(folder)
     assert processor.image_processor.max_patches == 3
     assert processor.image_seq_length == 4
-    assert len(processor.tokenizer) == len(old_tokenizer())  # as many as the embedding has rows
+    # the tokenizer has as many tokens as the embedding has rows
+    assert len(processor.tokenizer) == len(old_tokenizer())
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
     text = processor.apply_chat_template(messages, add_generation_prompt=True)
     assert "<IMG_CONTEXT>\nWhat?<|im_end|>\n<|im_start|>assistant\n" in text

@@ -267,7 +267,7 @@ def test_fields_that_are_not_read_are_listed_once():
     with pytest.warns(UserWarning, match="have the fields masked, which are left out") as found:
         for number in range(2):
             assert convert(row, f"f:{number}") == {"messages": [_user("a"), _bot("b")]}
-    assert len(found) == 2  # those of the user, and those of the assistant
+    assert len(found) == 2  # there are two: the user's and the assistant's
 
 
 # name -> (options, row, what the message says)

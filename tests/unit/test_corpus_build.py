@@ -25,7 +25,7 @@ from tests.helpers.peak_memory import peak_rise
 
 ROOT = Path(__file__).resolve().parents[2]
 SUFFIXES = (".bin", ".idx", ".dis", ".tmp", ".bad.jsonl")
-# one line in 20 is empty, one in 50 no UTF-8
+# one line in 20 is empty, one in 50 is not UTF-8
 LINES = [
     b"" if i % 20 == 7 else b"\xff" if i % 50 == 3 else f"document {i} \u4e2d ".encode() * (i % 13)
     for i in range(2_000)
@@ -53,7 +53,7 @@ def build(files, prefix, *, seq_length=32, fingerprint="f", **kwargs):
 
 
 def in_child(fault, files, prefix, **kwargs):
-    """Builds in a forked process with a fault, a journal a chunk; returns how it ended."""
+    """Build in a forked process with a fault and a journal per chunk; return how it ended."""
 
     def run():
         os.environ[faults.VARIABLE] = fault
@@ -77,7 +77,7 @@ def names(prefix):
 
 @pytest.fixture(scope="module")
 def whole(inputs, tmp_path_factory):
-    """(prefix, report) of a build that nobody disturbed."""
+    """Return (prefix, report) of a build without faults."""
     prefix = tmp_path_factory.mktemp("whole") / "corpus"
     return prefix, build(inputs, prefix)
 
@@ -213,7 +213,7 @@ def test_a_killed_worker_is_told_and_the_build_goes_on(inputs, whole, tmp_path):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_ctrl_c_keeps_what_is_built(num_workers, inputs, whole, tmp_path):
     prefix = tmp_path / "corpus"
-    # what was started in the background of a shell ignores the signal
+    # a process started in the background of a shell ignores the signal
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt), faults.armed("at=corpus_chunk,do=sigint,count=12"):

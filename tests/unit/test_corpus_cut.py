@@ -41,7 +41,7 @@ def _cut(text, *, splitter=sentences.auto, limit, num_first=1, num_last=1):
 
 
 def _texts(text, cut):
-    """What each piece decodes to; fails on half a character."""
+    """Decode each piece; fail on half a character."""
     ends = _tokens(text)[1][numpy.cumsum(cut.lengths) - 1].tolist()
     data = text.encode()
     return [data[a:b].decode() for a, b in zip([0, *ends], ends, strict=False)]
@@ -55,7 +55,7 @@ def _full(cut, num_first, num_last):
 
 
 def _sentence_lengths(text, splitter, num_first, num_last):
-    """Tokens of each sentence, by looking for each token's place in turn."""
+    """Return tokens of each sentence, by looking for each token's place in turn."""
     data, token_ends = text.encode(), _tokens(text)[1].tolist()
     is_place = [end == len(data) or data[end] & 0xC0 != 0x80 for end in token_ends]
     counts = []
@@ -71,7 +71,7 @@ def _sentence_lengths(text, splitter, num_first, num_last):
 
 
 def _table(lengths, limit):
-    """The number of segments, by the plain O(n^2) recurrence."""
+    """Return the number of segments, by the plain O(n^2) recurrence."""
     best = [0]
     for end in range(1, len(lengths) + 1):
         ways, total = [], 0
@@ -85,7 +85,7 @@ def _table(lengths, limit):
 
 
 def _all_cuttings(lengths, limit):
-    """Every list of ends whose segments fit, by number of segments."""
+    """Return every list of ends whose segments fit, by number of segments."""
     places = range(1, len(lengths))
     for num_cuts in range(len(lengths)):
         found = [
@@ -103,7 +103,7 @@ def _pieces(lengths, ends):
 
 
 def test_the_fewest_and_the_longest_of_all_cuttings():
-    """Of those with the fewest segments: the longest first one, then the longest second one ..."""
+    """Among cuttings with the fewest segments, choose the longest first one, then the second."""
     for limit in (3, 4, 5, 7):
         for num_units in range(1, 7):
             for lengths in product((1, 2, 3), repeat=num_units):
@@ -129,7 +129,7 @@ def test_no_units_give_no_segments():
 
 
 def _manual_pages():
-    """Texts of some thousand letters, from the answers that the repository has."""
+    """Return texts of some thousand letters, from the answers that the repository has."""
     lines = (ROOT / "data/manpages_instruct.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     return [
@@ -150,7 +150,7 @@ def test_real_documents_get_the_fewest_pieces_of_whole_sentences(splitter):
         place = 0
         for piece in _texts(text, cut):
             place += len(piece)
-            assert place in ends  # no token of this text lies across an end of a sentence
+            assert place in ends  # no token of this text crosses the end of a sentence
 
 
 _LETTERS = 'ab. ,\n!?"é。，”😀中'
@@ -210,7 +210,7 @@ def test_a_character_longer_than_a_segment_is_told():
 
 
 def test_tokens_that_end_at_one_place_stay_together():
-    """As where a tokenizer falls back to bytes: all bytes of a letter end where it ends."""
+    """Cut after a whole letter, where a tokenizer falls back to bytes that all end at its end."""
     ends = numpy.array([1, 4, 4, 4, 5, 6])
     cut = cut_document(
         "a中bc",

@@ -54,7 +54,7 @@ def encoder(folders):
 
 
 def _by_document(segments):
-    """(flags, token lists) of each document, read off the flags alone."""
+    """Return (flags, token lists) of each document, read off the flags."""
     behind = numpy.cumsum(segments.lengths)
     assert behind[-1] == len(segments.tokens) and (segments.lengths > 0).all()
     found = []

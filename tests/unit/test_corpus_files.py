@@ -49,7 +49,7 @@ def test_documents_come_back_without_bos_and_eos(tmp_path):
     texts = [[token for piece in doc for token in piece][1:-1] for doc in documents]
     ranges = list(corpus.documents())
     assert [corpus.document_tokens(*one).tolist() for one in ranges] == texts
-    for start in range(len(corpus)):  # those that begin in a range, whole
+    for start in range(len(corpus)):  # documents that begin in a range come whole
         for stop in range(start, len(corpus) + 1):
             inside = [one for one in ranges if start <= one[0] < stop]
             assert list(corpus.documents(start, stop)) == inside
@@ -62,7 +62,7 @@ def resumed(prefix, state, **settings):
 
 
 def test_killed_between_two_renames_goes_on(tmp_path, monkeypatch):
-    write(tmp_path / "a", documents_of([30]))  # its index must not lie beside the new tokens
+    write(tmp_path / "a", documents_of([30]))  # its index must not be left next to the new tokens
     writer = CorpusWriter(
         tmp_path / "a", tokenizer=tokenizer(), rules=RULES, language="en", overwrite=True
     )

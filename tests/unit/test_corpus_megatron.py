@@ -23,7 +23,7 @@ def _small_steps(monkeypatch):
 
 
 def oracle(documents, *, code, letter):
-    """(.bin, .idx) of a pair, written out by hand from indexed_dataset.py."""
+    """Return (.bin, .idx) of a pair, written out by hand from indexed_dataset.py."""
     sequences = [piece for document in documents for piece in document]
     size = struct.calcsize(letter)
     tokens = b"".join(struct.pack(f"<{letter}", token) for piece in sequences for token in piece)
@@ -83,7 +83,8 @@ def test_a_pair_is_read_like_a_corpus(tmp_path, code, letter):
         assert theirs.flags(0, start).tolist() == (ours.flags(0, start) & 3).tolist()
     assert list(theirs.documents()) == list(ours.documents())
     assert theirs.type_starts.tolist() == [0, len(ours)]
-    assert stats(tmp_path / "m").whole.num_cut_documents == 3  # of 22, 16 and 42 tokens
+    # the documents have 16, 22 and 42 tokens
+    assert stats(tmp_path / "m").whole.num_cut_documents == 3
     with pytest.raises(DataError, match="an index of Megatron-core; convert it first"):
         Corpus(tmp_path / "m")
 

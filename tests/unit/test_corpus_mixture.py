@@ -23,7 +23,7 @@ def _epoch(mixture, epoch=0):
 
 
 def _per_epoch(mixture):
-    """What an epoch takes of each type."""
+    """Return what an epoch takes of each type."""
     return [
         SimpleNamespace(
             drawn=drawn,
@@ -45,7 +45,7 @@ def _per_type(mixture, rows):
 
 
 def _batches_by_hand(sizes, counts, mode):
-    """How long an epoch is by the words of the modes, a batch after the other."""
+    """Count the batches of an epoch by the words of the modes, one batch after another."""
     for num in itertools.count():
         left = [size - num * count for size, count in zip(sizes, counts, strict=True) if count]
         shares = [count for count in counts if count]
@@ -175,7 +175,7 @@ def test_weights_are_kept_in_every_batch_and_over_all(weights, batch, random):
 
 
 def test_decimal_weights_are_exact():
-    """0.7 and 0.3 of 10 are 7 and 3 in every batch, though 0.7 is no binary number."""
+    """Draw exactly 7 and 3 of 10 in every batch, although 0.7 has no exact binary form."""
     mixture = Mixture([10**6, 10**6], weights=[0.7, 0.3], batch=10, drop_mode="first_ends_drop")
     places = (0, 1, 77_777, len(mixture) - 1)
     assert all(_per_type(mixture, mixture.batch(0, index)) == [7, 3] for index in places)

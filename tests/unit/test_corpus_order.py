@@ -13,7 +13,7 @@ _MASK = 2**64 - 1
 
 
 def _order(size, seed):
-    """An order of 0 .. size - 1: places -> numbers."""
+    """Return an order of 0 .. size - 1: places -> numbers."""
     return lambda places: permute(places, numpy.array([size]), numpy.array([seed]))
 
 
@@ -56,7 +56,7 @@ def test_numbers_are_those_of_plain_integers(size):
 
 
 def test_the_orders_stay_what_they_are():
-    """A run that goes on under a later version has to find the same rows."""
+    """Keep the orders: a run that resumes under a later version must find the same rows."""
     places = numpy.arange(10)
     assert _order(10, 0)(places).tolist() == [7, 2, 1, 9, 0, 4, 6, 5, 3, 8]
     assert _order(10**9, 42)(places[:4]).tolist() == [

@@ -53,7 +53,7 @@ def test_rows_are_those_of_best_fit_decreasing(case):
 
 
 def _write(prefix, lengths_by_type, *, seed=0):
-    """A corpus of segments of these lengths; each a document."""
+    """Write a corpus of segments of these lengths; each is a document."""
     dice = numpy.random.default_rng(seed)
     names = [f"type {kind}" for kind in range(len(lengths_by_type))]
     writer = CorpusWriter(

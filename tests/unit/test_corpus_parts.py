@@ -31,7 +31,7 @@ ROW = {"title": "A", "body": "b [BODY]", "n": 7, "meta": {"by": "me"}, "list": [
         (' {"text": "t"}', {"template": "<[TEXT]>"}, "<t>"),
         ('{"text": "t"}', {}, '{"text": "t"}'),
         (ROW, {"fields": ["n", "meta.by"], "separator": "\\t"}, "7\tme"),
-        # what comes from the row is not looked at again; double brackets are text
+        # text that comes from the row is not substituted again; double brackets are text
         (ROW, {"template": "[TITLE]: [BODY]\\n[[BODY]]"}, "A: b [BODY]\n[BODY]"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Worker processes of a corpus build: their end is the end of what waits for them."""
+"""Worker processes of a corpus build: when they end, so does all that waits for them."""
 
 import multiprocessing
 import threading

@@ -1,4 +1,4 @@
-"""Files become documents: where lines end, what is refused, and that the division is no matter."""
+"""Files become documents: line ends, refusals, and that the division into parts does not matter."""
 
 import bz2
 import gzip

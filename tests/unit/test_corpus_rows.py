@@ -178,7 +178,7 @@ def loader(dataset, **options):
 
 
 def drawn(dataset, num_steps, **options):
-    """The rows of steps, of all replicas: as texts of their tokens, sorted."""
+    """Return the rows of steps, of all replicas: as texts of their tokens, sorted."""
     steps = [[] for _ in range(num_steps)]
     for rank in range(options["dp_degree"]):
         batches = iter(loader(dataset, dp_rank=rank, **options))
@@ -208,7 +208,7 @@ def test_a_run_goes_on_row_for_row_with_other_replicas_and_accumulation(prefix, 
         options["accumulate_steps"] = 8 // (dp_degree * batch_size)
         again = drawn(dataset, 9 - step, **options, start_step=step, position=position)
         assert again == whole[step:], (step, options)
-        # and once more from there, as that run saved it
+        # resumes once more from the state that this run saved
         resumed = loader(dataset, **options, start_step=step, position=position)
         assert resumed.state_after(9) == loader(dataset, **first).state_after(9)
 
@@ -233,7 +233,7 @@ def test_the_state_is_small_and_steps_go_over_the_end_of_an_epoch():
 
 
 class Huge:
-    """A corpus of a billion segments, of which each says its number."""
+    """A corpus of a billion segments, each of which holds its own number."""
 
     sizes = (9 * 10**8, 10**8)
     type_starts = (0, sizes[0], sum(sizes))
@@ -276,7 +276,7 @@ def test_counts_are_of_a_batch_that_steps_consist_of():
     options = {"batch_size": 4, "dp_degree": 2, "seed": 0}
     with pytest.raises(UserError, match=r"5,2 adds up to 7 rows.*global batch has 8.*step 16"):
         run_sampler([9, 9], step_samples=8, counts=[5, 2], **options)
-    # as a run that began with half the replicas, or accumulated half as often, gave them
+    # a run that began with half the replicas, or half the accumulation, gave these counts
     assert run_sampler([9, 9], step_samples=8, counts=[2, 2], **options).num_batches == 4
     position = {"epoch": 2, "batch": 1, "batch_rows": 8}
     half = run_sampler([9, 9], step_samples=8, counts=[2, 2], **options, position=position)

@@ -1,4 +1,4 @@
-"""Steps of a corpus: the sequence of batches does not depend on who shares and loads them."""
+"""Steps of a corpus: the sequence of batches does not depend on replicas and workers."""
 
 import itertools
 import random
@@ -16,7 +16,7 @@ SIZES = [130, 61, 17]
 
 
 def _sampler(mixture, *, dp_degree=1, accumulate_steps=1, **options):
-    """What a run draws with whose global batch is shared by so many replicas."""
+    """Return the sampler of a run whose global batch is shared by `dp_degree` replicas."""
     batch_size = mixture.batch_rows // dp_degree
     return run_sampler(
         mixture.sizes,
@@ -53,7 +53,7 @@ def _collate(samples):
 
 
 def _loaded(mixture, num_steps, *, accumulate_steps, **options):
-    """Rows of each step that a loader makes."""
+    """Return rows of each step that a loader makes."""
     loader = MicroBatchLoader(
         _Numbers(mixture),
         collate=_collate,
@@ -68,7 +68,7 @@ def _loaded(mixture, num_steps, *, accumulate_steps, **options):
 
 
 def _part(mixture, num_steps, *, start_step=0, **options):
-    """The batches of some steps, and the state behind them; replica r of n has rows r::n."""
+    """Return the batches of some steps, and the state behind them; replica r of n has rows r::n."""
     sampler = _sampler(mixture, start_step=start_step, **options)
     shares = list(itertools.islice(sampler.shares(start_step), num_steps))
     rows = [row for step in shares for row in itertools.chain(*zip(*step, strict=True))]
@@ -77,7 +77,7 @@ def _part(mixture, num_steps, *, start_step=0, **options):
 
 
 def _whole(mixture, num_batches):
-    """The batches of a run that nothing interrupts."""
+    """Return the batches of a run that nothing interrupts."""
     numbers = range(num_batches)
     return [mixture.batch(*divmod(number, len(mixture))).tolist() for number in numbers]
 

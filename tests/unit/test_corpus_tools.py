@@ -108,7 +108,7 @@ def test_remove_leaves_exactly_the_rest(tmp_path, three):
         ]
         counts = numpy.searchsorted(stay, corpus.type_starts)
         assert left.type_starts.tolist() == counts.tolist()
-        # a document of the rest: neighbours that lay beside each other in one document
+        # a document of the rest holds tokens that were neighbours in one document
         owner = {i: d for d, one in enumerate(corpus.documents()) for i in range(*one)}
         breaks = [
             n

@@ -1,4 +1,4 @@
-"""What a run has seen, against the run's own steps; and that removing it leaves the rest."""
+"""Rows that a run has seen, against the run's own steps; removing them leaves the rest."""
 
 import itertools
 import random

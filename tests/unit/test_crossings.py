@@ -1,4 +1,4 @@
-"""Which borders of a pipeline lie between machines, against a count by hand."""
+"""Stage boundaries of a pipeline that cross machines, against a count by hand."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def test_the_numbers_of_machines_need_no_order():
         ((4, 4), 2, ["no pipeline crosses machines"]),
         ((4, 4), 8, ["1 border (of ranks 3|4)"]),
         ((4, 4, 4), 3, ["warning: pipelines 1, 2 cross", "--nproc-per-node 3, or 1 or 2 or 4"]),
-        # replica 1 holds ranks 5 to 9 on three machines, the others lie on two
+        # replica 1 has ranks 5 to 9 on three machines, the others are on two
         ((3, 3, 3, 3, 3), 5, ["warning: pipeline 1 cross", "3 or 6 ranks a pipeline"]),
     ],
 )

@@ -1,7 +1,7 @@
-"""The cache of a group against a dictionary of rows, over drawn sequences of what can happen.
+"""The cache of a group against a dictionary of rows, over random sequences of operations.
 
 Every token gets keys and values that no other token of any row has, so that a column of another
-row, or of one that left, is seen. Rows that leave may have held what is no number.
+row, or of one that left, is seen. Rows that leave may have held NaN.
 """
 
 import itertools
@@ -21,7 +21,7 @@ POISON = math.nan
 
 
 class Rows:
-    """What the cache should hold: numbers of each row's tokens and of its images, by row."""
+    """The expected content of the cache: numbers of each row's tokens and of its images, by row."""
 
     def __init__(self):
         self.rows = []  # (numbers of tokens, numbers of image columns), in the cache's order
@@ -39,7 +39,7 @@ def states(numbers, layer, part):
 
 
 def write(cache, numbers_BT, images):
-    """As the layers of a model do: padding gets numbers of its own."""
+    """Write as the layers of a model do: padding gets numbers of its own."""
     for layer in range(LAYERS):
         if layer == ABSENT:
             continue
@@ -53,7 +53,7 @@ def write(cache, numbers_BT, images):
 
 
 class Machine:
-    """Caches of several groups beside their models, and numbers that never come again."""
+    """Caches of several groups, their models, and numbers that never repeat."""
 
     def __init__(self):
         self.groups = []

@@ -41,14 +41,14 @@ LONGROPE = {
 
 @torch.no_grad()
 def log_probs(whole, ids_T, num_targets, **pictures):
-    """Of the last tokens of a row, by one pass without a cache over all but the last."""
+    """Return log-probabilities of a row's last tokens, by one pass without a cache."""
     inputs = {"input_ids": ids_T[None, :-1], "attention_mask": torch.ones_like(ids_T[None, :-1])}
     logits = whole(**inputs, use_cache=False, **pictures).logits[0, -num_targets:]
     return logits.log_softmax(-1).gather(1, ids_T[-num_targets:, None])[:, 0]
 
 
 def noisy(whole, folder):
-    """The model with weights that hide no mistake, saved."""
+    """Give the model weights that hide no mistake, and save it."""
     with torch.no_grad():
         for parameter in whole.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -57,14 +57,14 @@ def noisy(whole, folder):
 
 
 def seeing(family, folder):
-    """A cut-down model that sees pictures."""
+    """Return a scaled-down model that reads images."""
     torch.manual_seed(0)
     config = shrink_config(family_config(family), num_layers=4)
     return noisy(transformers.AutoModelForImageTextToText.from_config(config), folder)
 
 
 def compared(whole, folder, prompts, *, key="causal_lm"):
-    """The answers of an engine to all prompts at once, after each number was compared."""
+    """Return the answers of an engine to all prompts, after a check of each number."""
     with quiet():
         stages = built_stages(train_model_register[key], folder, 2, is_piece=True)
     engine = local_engine(stages, tiny_tokenizer(), max_rows=len(prompts), num_groups=1)
@@ -113,7 +113,7 @@ def test_a_batch_of_unequal_rows(family, has_cache, tmp_path):
     prompts = text_prompts((2, 17, 9), vocab_size=len(tokenizer))
     engine, _ = compared(whole, tmp_path, prompts)
     assert engine.has_cache == has_cache
-    if has_cache:  # what is said before a run takes places as the engine's cache has them
+    if has_cache:  # the estimate before a run counts as many places as the engine's cache has
         load = AnswerLoad(
             3, copies=1, lot_size=3, lots_at_once=1, prompt_tokens=17, answer_tokens=6
         )
@@ -129,7 +129,7 @@ KEEPING += ("mpt", "qwen2_vl", "internvl", "mllama")
 
 
 def test_families_that_answer_on_a_cache_in_every_version_of_the_library():
-    """The library renames what it takes a cache by: with no name each token reads its row anew."""
+    """Find families whose cache argument transformers renamed: each token would reread its row."""
     lacking = []
     for family in KEEPING:
         config = shrink_config(family_config(family), num_layers=4)
@@ -177,7 +177,7 @@ def test_positions_of_a_model_that_asks_for_no_kinds_of_tokens(tmp_path):
 
 
 def test_a_prompt_that_is_read_in_both_directions_is_refused(tmp_path):
-    """PaliGemma: which tokens those are no prompt says; without padding all of them would be."""
+    """Refuse PaliGemma: without padding, all tokens would be read in both directions."""
     seeing("paligemma", tmp_path)
     [stage] = built_stages(train_model_register["vision_language"], tmp_path, 1, is_piece=True)
     with pytest.raises(UserError, match="both directions"):

@@ -1,7 +1,6 @@
-"""What goes wrong for one request must not touch another: failing passes, numbers that are none,
-cancelled and wrong requests, listeners that raise, and the engine's end.
+"""Faults of one request must not touch another: failing passes, NaN, wrong requests, the end.
 
-Expected are the library's answers, for all requests that are not concerned.
+The expected answers of all other requests are those of transformers.
 """
 
 import contextlib
@@ -30,7 +29,7 @@ def model(tmp_path_factory):
 
 @contextlib.contextmanager
 def failing(target, name, error, *, at):
-    """Has a method raise in its call number `at`."""
+    """Make a method raise in its call number `at`."""
     method, calls = getattr(target, name), iter(range(10**6))
 
     def called(*args, **kwargs):
@@ -106,7 +105,7 @@ def test_a_row_without_numbers_fails_alone(model, stage, monkeypatch):
 
 
 class Ears:
-    """Runs an engine in a thread and hears what it tells."""
+    """Runs an engine in a thread and records its events."""
 
     def __init__(self, engine):
         self.engine = engine
@@ -157,7 +156,7 @@ class Ears:
 
 
 def test_cancelled_requests_end_and_others_go_on(model):
-    """While it waits, while a pass has it, twice, when it is over, and keys that nobody knows."""
+    """Cancel while it waits, during a pass, twice, after its end, and with unknown keys."""
     engine = llama_engine(model, max_rows=2)
     ears = Ears(engine)
     ears.then["0", 1] = lambda: [engine.cancel(key) for key in ("0", "5", "5", "nobody")]

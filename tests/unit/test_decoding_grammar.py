@@ -35,7 +35,7 @@ TOKENIZERS = {
     "metaspace": lambda: tiny_metaspace_tokenizer([*TEXTS, *[LETTERS] * 20]),
 }
 SINGLE_BYTES = tiny_tokenizer(vocab_size=261)
-NUM_COLUMNS = 420  # of the logits: more than any of the tokenizers has tokens
+NUM_COLUMNS = 420  # the logits have more columns than any of the tokenizers has tokens
 END, OTHER_END = "</s>", "<|im_end|>"
 DIGITS = "[0-9]{2,4}(-[a-f ]{1,3})?"
 SCHEMA = {
@@ -50,7 +50,7 @@ SCHEMA = {
 }
 S = r"[ \t\n]{0,40}"
 N = r"(1|2|33)"
-# what the schema allows, written by hand
+# the language that the schema allows, written by hand
 AS_REGEX = (
     rf'\{{{S}"answer"{S}:{S}"(yes|no)"{S}(,{S}"sure"{S}:{S}(true|false){S})?'
     rf',{S}"n"{S}:{S}\[{S}({N}{S}(,{S}{N}{S}){{0,2}})?\]{S}\}}'
@@ -59,7 +59,7 @@ AS_REGEX = (
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    """The whole model, its folder, and stages by their number."""
+    """Return the whole model, its folder, and stages by their number."""
     folder = tmp_path_factory.mktemp("llama")
     with quiet():
         sizes = {"vocab_size": NUM_COLUMNS, "max_position_embeddings": 512}
@@ -98,7 +98,7 @@ def answers(engine, requests):
 
 @torch.inference_mode()
 def by_trying(whole, tokenizer, prompt, pattern, stop_ids):
-    """The likeliest token whose text the pattern can go on with, again and again.
+    """Append the likeliest token that still fits the pattern, again and again.
 
     Returns:
         The text, and the stop token that came where more text might have.
@@ -136,8 +136,8 @@ def texts_of(tokenizer):
     return {i: tokenizer.decode([i]) for i in range(len(tokenizer)) if i not in special}
 
 
-# where a piece of text is forced, it comes in the tokens that the tokenizer writes it with:
-# so names of fields are tried with tokens of which there is but one choice
+# forced text comes in the tokens that the tokenizer writes it with, so names of fields are tried
+# with tokens that leave one choice
 @pytest.mark.parametrize(
     ("tokenizer", "grammar", "pattern"),
     [
@@ -169,7 +169,7 @@ def test_greedy_answers_are_those_of_trying_each_token(parts, tokenizer, grammar
 def test_sampled_answers_keep_to_it_and_others_stay_as_they_are(engine, tokenizer):
     free = requests_of(tokenizer, 2, temperature=2.0, max_new_tokens=12)
     alone = answers(engine, free)
-    assert not engine.matchers._vocabulary.cache_info().currsize  # nobody asked for it yet
+    assert not engine.matchers._vocabulary.cache_info().currsize  # it is built at the first use
     special = set(tokenizer.all_special_ids) - set(ids_of(tokenizer, END))
     drawn = {"temperature": 3.0, "top_k": 30, "top_p": 0.99, "repetition_penalty": 1.1}
     drawn["logit_bias"] = tuple((token_id, 100.0) for token_id in special)
@@ -200,7 +200,7 @@ def test_stop_tokens_come_just_where_the_grammar_may_end(engine, tokenizer):
         assert answer.reason == ("stop" if is_short else "length")
         assert answer.stopped_by == (other if is_short else None)
         assert re.fullmatch("[a-c]+", answer.text) and len(answer.text) >= length
-        if is_short:  # as many letters as the token that made it whole brought
+        if is_short:  # the text has at most as many letters as the token that completed it brought
             assert len(answer.text) < 3 + max(map(len, tokenizer.get_vocab()))
 
 

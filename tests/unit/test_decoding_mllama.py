@@ -1,4 +1,4 @@
-"""Mllama in pipelined decoding against the library's generate, one sample at a time.
+"""Mllama in pipelined decoding against transformers' generate, one sample at a time.
 
 Layers 1 and 3 of 5 look at images, so a cut at 2 has one on each of two stages, and the last of
 four stages has none.
@@ -92,7 +92,7 @@ def test_images_count_in_the_cache(model):
     stages = stages_of(model.folder, (2, 3))
     decoders = [StageDecoder(stage) for stage in stages]
     need = [stages[0].fixed_cells(prompt) for prompt in model.prompts]
-    tiles, patches = 4, 5  # of 16 pixels a side, 8 a patch; one state more for the whole
+    tiles, patches = 4, 5  # a side has 16 pixels, a patch 8; one state more is for the whole image
     # on the first stage one layer of each kind: an image's column takes as much as a token
     assert need == [count * tiles * patches for count in NUM_IMAGES]
     token = 2 * 2 * 1 * 8 * 4  # layers, keys and values, heads, size, float32

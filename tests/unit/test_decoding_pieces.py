@@ -1,6 +1,6 @@
-"""Prompts that are read in pieces while others are answered, with faults, and the models that may.
+"""Prompts that are read in pieces while others are answered; faults; models that support it.
 
-Expected are the library's answers. All families: tests/distributed/test_decoding.py.
+Expected are transformers' answers. All families: tests/distributed/test_decoding.py.
 """
 
 import contextlib
@@ -81,7 +81,7 @@ def test_a_repetition_is_one_of_all_pieces(model):
 
 @contextlib.contextmanager
 def failing_piece(decoder, error, first):
-    """Has the model raise where a piece begins with that token of its prompt."""
+    """Make the model raise where a piece begins with that token of its prompt."""
     read, forward, failed = decoder._passes["prefill"], decoder._forward, []
 
     def reads(order, tensors):

@@ -25,7 +25,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def exact(model):
-    """The library's model in float64."""
+    """Return transformers' model in float64."""
     with quiet():
         return load_whole(model.folder).double()
 
@@ -40,7 +40,7 @@ def engine_of(model):
 
 
 def _requests(model, **sampling):
-    """A request for each prompt, with the seed of its number."""
+    """Return a request for each prompt, with the seed of its number."""
     sampling = {"max_new_tokens": NUM_TOKENS, "stop_token_ids": (), **sampling}
     return [
         Request(str(place), prompt, Sampling(seed=place, **sampling))
@@ -56,14 +56,14 @@ def _answers(engine, requests):
 
 @torch.inference_mode()
 def _logits(exact, request, token_ids):
-    """Of each token of an answer: read at once, with what came before it."""
+    """Return the logits of each token of an answer, read at once after its prompt."""
     prompt = request.prompt["input_ids"]
     ids = torch.cat([prompt, torch.tensor([list(token_ids)])], dim=1)
     return exact(ids).logits[0, prompt.shape[1] - 1 : -1], ids
 
 
 def test_no_stop_comes_before_the_least_number_of_tokens(model, engine_of):
-    """As transformers' min_new_tokens: an id that ends the answer early does not come at all."""
+    """Draw no id that would end the answer early, like transformers' min_new_tokens."""
     whole, engine = load_whole(model.folder), engine_of(2)
     for prompt in model.prompts:
         ids = prompt["input_ids"]

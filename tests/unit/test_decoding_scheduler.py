@@ -30,7 +30,7 @@ class Simulated:
     num_steps: int = 0
     unfinished: dict = field(default_factory=dict)  # row -> tokens of its prompt that were read
     failing: set = field(default_factory=set)  # rows with pieces that come back with an error
-    told: list = field(default_factory=list)  # what was started, in turn
+    told: list = field(default_factory=list)  # everything that was started, in order
 
     def __post_init__(self):
         self.scheduler = Scheduler(
@@ -213,7 +213,7 @@ def test_every_sequence_ends_within_the_limits(
 
 
 def reading_run(num_stages, **limits):
-    """One answer runs, and a prompt of 30 tokens waits that is read in six pieces."""
+    """Return a run with one answer, and a prompt of 30 tokens that is read in six pieces."""
     run = Simulated(Limits(**{"max_rows": 4, "prefill_tokens": 5, **limits}), lambda rows: 1,
                     num_stages)  # fmt: skip
     run.submit(0, 5, 20, False)

@@ -32,7 +32,7 @@ def tensors():
 
 
 def size_of(order):
-    """Bytes of its message, if no tensors go with it."""
+    """Return bytes of its message, if no tensors go with it."""
     return len(pickle.dumps((order, [])))
 
 

@@ -1,4 +1,4 @@
-"""Every kind of accelerator goes one way; here torch tells of an XPU, which no other test names.
+"""Every kind of accelerator takes one path; here torch reports an XPU, which no other test names.
 
 Whole runs on cards of a kind that torch does not know are in tests/gpu/test_a_runs.py.
 """
@@ -23,7 +23,7 @@ GIB = 2**30
 
 @pytest.fixture
 def cards(monkeypatch):
-    """Two cards of 8 GiB, the first of them with 6 GiB left."""
+    """Return two cards of 8 GiB, the first of them with 6 GiB left."""
     return fake_accelerators(
         monkeypatch,
         "xpu",

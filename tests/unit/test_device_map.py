@@ -18,7 +18,7 @@ from tests.helpers.tiny_models import VISION_LANGUAGE, tiny_config, tiny_mllama_
 FAMILIES = ("llama", *VISION_LANGUAGE, "mllama")
 # their towers read sizes of images from tensors, and fake ones have no values
 READS_SIZES = ("llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-SAME_CODE = ("qwen2_vl", "smolvlm")  # as a neighbour's
+SAME_CODE = ("qwen2_vl", "smolvlm")  # both share their code with a family that is tested
 LENGTH = 14
 
 
@@ -59,7 +59,7 @@ def test_no_operation_mixes_devices(family):
         inputs = {name: devices.move(value, 0) for name, value in batch.items()}
         output = answer_of(model, inputs)
         assert output.logits.device == devices.device(0)
-        # one more token, as generation does it
+        # the pass takes one more token, as generation does
         more = {
             "input_ids": inputs["input_ids"][:, :1],
             "attention_mask": torch.ones(2, LENGTH + 1, dtype=torch.long, device=devices.device(0)),

@@ -1,4 +1,4 @@
-"""What the guides name exists: files, links, commands, functions; both languages say the same."""
+"""The guides name only existing files, links, commands and functions; both languages agree."""
 
 import ast
 import re
@@ -43,7 +43,7 @@ def test_files_of_a_command_exist(page):
     text = page.read_text(encoding="utf-8")
     files = re.findall(r"\b(?:python|bash|sbatch) ((?:[\w/-]+/)?\w+\.(?:py|sh|slurm))\b", text)
     for path in files:
-        # somebody else's program, which a page compares with ours
+        # a program of another project, which a page compares with Stageline's
         assert (ROOT / path).is_file() or path == "preprocess.py", path
     bash = "\n".join(block for kind, block in FENCE.findall(text) if kind == "bash")
     for word in re.findall(r"^stageline ([a-z][a-z-]*)", bash, re.MULTILINE):
@@ -100,7 +100,7 @@ def test_the_glossaries_explain_the_same_words():
 
 
 def defined(path):
-    """Names of functions, classes and `Class.method` of a file."""
+    """Return names of functions, classes and `Class.method` of a file."""
     names = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -123,7 +123,7 @@ def test_the_walks_name_files_and_functions_that_exist(page, least):
         assert functions, file
         for function in functions:
             assert function in defined(ROOT / file), f"{file} has no {function}"
-    # what sentences name with brackets is a function of one of the files of the page
+    # every function that a sentence names with brackets is in one of the files of the page
     files = set(re.findall(r"`([\w/]+\.py)`", text))
     everything = set().union(*(defined(ROOT / file) for file in files))
     for function in re.findall(r"`([\w.]+)\(\)`", text):

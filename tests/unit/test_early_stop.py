@@ -1,4 +1,4 @@
-"""Early stopping: patience, direction, improvement, and going on from a log."""
+"""Early stopping: patience, direction, improvement, and resuming from a log."""
 
 import json
 import math
@@ -22,7 +22,7 @@ def fed(values, **options):
 @pytest.mark.parametrize(
     ("values", "options", "first_end"),
     [
-        ([3, 2, 2, 2, 1], {"patience": 2}, 3),  # equal is no improvement
+        ([3, 2, 2, 2, 1], {"patience": 2}, 3),  # an equal value does not improve
         ([3, 2, 2.5, 1, 2, 2], {"patience": 2}, 5),
         ([3, 2, 1.95, 1.92], {"patience": 2, "delta": 0.1}, 3),
         ([0.1, 0.2, 0.2, 0.1], {"patience": 2, "metric": "token_accuracy"}, 3),

@@ -1,4 +1,4 @@
-"""Tokens and labels: as the library tokenizes, and never a special token out of the data."""
+"""Tokens and labels: as transformers tokenizes, and never a special token out of the data."""
 
 import random
 
@@ -95,7 +95,7 @@ def test_text_from_the_data_is_never_a_special_token(tokenizer, text):
 
 
 def test_runs_are_tokenized_as_between_special_tokens(tokenizer):
-    """The way by runs gives the ids of the library, where the library reads no special token."""
+    """Encoding by runs gives the ids of transformers, where transformers reads no special token."""
     pieces = (
         Piece("Which digit"),
         Piece("<|im_start|>"),
@@ -121,7 +121,7 @@ def test_the_short_way_to_tokens_is_the_librarys(tokenizer, text):
     encoder = TextEncoder.of(tokenizer)
     assert encoder._is_direct
     direct = encoder.tokenize(text)
-    # a padding that stayed behind from another call has to be undone, which only the library does
+    # padding left over from another call must be undone, which only transformers does
     tokenizer(["a", "a b c"], padding="max_length", max_length=64, truncation=True)
     assert tokenizer.backend_tokenizer.padding is not None
     assert encoder.tokenize(text) == direct

@@ -1,4 +1,4 @@
-"""Each sample of a step is rendered and tokenized once, whatever part, order and packing."""
+"""Each sample of a step is rendered and tokenized once, with any component, order and packing."""
 
 import itertools
 import os
@@ -45,7 +45,7 @@ class Groups(Rows):
 
 
 def counting(part, counts):
-    """The part, bound; counts how often each sample is encoded."""
+    """Bind the component, and count how often each sample is encoded."""
     options = collate_options(tiny_tokenizer(), prompt="[QUESTION] [ANSWER]", max_token_num=96)
     bound = as_collate_part(part).bind(**options)
 
@@ -90,7 +90,7 @@ def test_a_sample_of_an_epoch_is_encoded_once(kind, order, monkeypatch):
 
 
 def test_packed_replicas_that_can_ask_encode_their_own_rows_alone(monkeypatch):
-    """Through the store, as data workers do; the micro-batches are those of replicas alone."""
+    """Encode through the store, as data workers do; micro-batches equal those without the store."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setitem(os.environ, "MASTER_ADDR", "127.0.0.1")
     monkeypatch.setitem(os.environ, "MASTER_PORT", str(store.port))

@@ -7,7 +7,7 @@ from tests.helpers.tiny_models import tiny_tokenizer
 
 
 class Recorder:
-    """Answers nothing, and remembers how it was asked."""
+    """An engine that answers nothing, and records how it was called."""
 
     def __init__(self):
         self.seeds = {}

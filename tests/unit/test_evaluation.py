@@ -19,7 +19,7 @@ TEXTS = {
 
 
 class Answerer:
-    """Answers with the prompt; stops working after so many prompts."""
+    """A model that answers with the prompt and fails after `fails_after` prompts."""
 
     def __init__(self, fails_after=None):
         self.asked = []

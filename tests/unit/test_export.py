@@ -21,7 +21,7 @@ from tests.helpers.tiny_checkpoints import auto_class, tiny_whole
 
 
 def saved_run(tmp_path, *, num_loras=0, tied=False, family="llama"):
-    """What a run of two stages saves."""
+    """Save a run of two stages."""
     tiny_whole(family, tmp_path / "base", tied=tied)
     (tmp_path / "base" / "tokenizer.json").write_text('{"of": "base"}')
     stages = []
@@ -64,7 +64,7 @@ def test_merge_gives_a_model_without_adapter(tmp_path):
     with torch.no_grad():
         expected = adapted(input_ids=ids).logits
         torch.testing.assert_close(whole(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
-    # what the adapter's folder lacks comes from the base
+    # files that the adapter's folder lacks come from the base
     assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"of": "base"}'
 
 

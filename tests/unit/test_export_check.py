@@ -1,4 +1,4 @@
-"""What an export is compared with, and that the comparison can fail."""
+"""The comparison of an export with its stages, and that it can fail."""
 
 import sys
 
@@ -66,7 +66,7 @@ def test_an_image_is_tried_too(family, tmp_path):
     assert report.verdict.probes == ("text", "image")
     assert report.notes == ()
 
-    def change(stages):  # of what only an image passes through
+    def change(stages):  # it changes the projector, which only an image passes through
         for name, parameter in stages[0].named_parameters():
             if stages[0].part_of(name) == "mlp":
                 parameter.data.add_(torch.randn_like(parameter))
@@ -95,7 +95,7 @@ def test_stages_that_cannot_be_built_matter_for_checkpoints_of_a_run(tmp_path, m
     monkeypatch.setattr(CausalLMStage, "__init__", refuse)
     report = export_folder(tmp_path / "base", tmp_path / "out", make_stages=make_stages)
     assert "not with stages: does not fit" in report.notes[0]
-    assert (tmp_path / "out" / MANIFEST).exists()  # as a run's checkpoint has one
+    assert (tmp_path / "out" / MANIFEST).exists()  # a checkpoint of a run has a manifest
     with pytest.raises(CheckpointError, match="does not fit"):
         export_folder(tmp_path / "out", tmp_path / "again", make_stages=make_stages)
 
@@ -125,7 +125,7 @@ def test_an_adapter_without_peft(tmp_path, monkeypatch):
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (None, 5e-2), (torch.float16, 1e-2)]
 )
 def test_an_adapter_is_merged_as_exactly_as_the_type_allows(dtype, tolerance, tmp_path):
-    """Into a base in bfloat16, which the adapter, in float32, must not be rounded to."""
+    """Merge in float32, like the adapter, into a base in bfloat16, without rounding to it."""
     tiny_whole("llama", tmp_path / "base", dtype=torch.bfloat16)
     base = auto_class("llama").from_pretrained(tmp_path / "base", dtype=torch.float32)
     config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
@@ -181,7 +181,7 @@ def test_files_of_tokenizers_come_along_and_those_of_training_do_not(tmp_path):
 
 
 def test_generation_settings_stay_as_they_are(tmp_path):
-    """Also such as the library reads and refuses to write."""
+    """Keep also settings that transformers reads and refuses to write."""
     tiny_whole("llama", tmp_path / "base")
     text = '{"do_sample": false, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.3}'
     (tmp_path / "base" / "generation_config.json").write_text(text)

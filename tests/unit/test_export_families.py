@@ -80,7 +80,7 @@ def load_quietly(family, folder, caplog):
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            # of itself transformers 5.17 takes a kernel for Gemma 2 that ignores the cap of scores
+            # transformers 5.17 takes a kernel for Gemma 2 by default that ignores the cap of scores
             own = {"attn_implementation": "eager"} if family == "gemma2" else {}
             auto = auto_class(family)
             model, info = auto.from_pretrained(folder, output_loading_info=True, **own)
@@ -111,7 +111,7 @@ def check(report, tolerance=1e-5):
 
 
 def some(kind, *families):
-    """One kind of training for some families."""
+    """Return one kind of training for some families."""
     return [(kind, family) for family in families]
 
 

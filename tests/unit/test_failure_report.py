@@ -1,4 +1,4 @@
-"""What a rank says about an exception, and which exceptions are only the echo of another."""
+"""Reports of exceptions, and exceptions that are only the echo of another rank's."""
 
 import dataclasses
 import errno
@@ -94,7 +94,8 @@ LATER = dataclasses.replace(CAUSE, message="later", time_ns=CAUSE.time_ns + 1)
         ([None, None], {1: -11, 0: -12}, " rank=1 stage=1: killed by signal 11 (SIGSE"),
         ([ECHO, None], {1: 3, 0: 9}, " rank=1 stage=1: ended with exit status 3 in the"),
         ([ECHO, None], {0: 9}, " rank=1 stage=1: ended with exit status 0 in the middle"),
-        ([ECHO, ECHO], {0: 9, 1: 9}, ": lost a neighbour"),  # of another machine
+        # the rank that failed is on another machine
+        ([ECHO, ECHO], {0: 9, 1: 9}, ": lost a neighbour"),
     ],
 )
 def test_the_launcher_tells_who_failed_first(tmp_path, monkeypatch, records, codes, words):

@@ -1,4 +1,4 @@
-"""The page of models says the worst that was found about each name."""
+"""The page of models shows the worst result that was found for each name."""
 
 from pathlib import Path
 

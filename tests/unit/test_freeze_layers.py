@@ -1,4 +1,4 @@
-"""Layers that train alone, against plain transformers with the same requires_grad set by hand."""
+"""Single layers that train, against plain transformers with requires_grad set by hand."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def make_stages(folder, num_stages, **options):
 
 
 def gradients(stages):
-    """By name; a tied weight's is the sum over the stages that hold it."""
+    """Return gradients by name; a tied weight's is the sum over the stages that hold it."""
     found = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
@@ -46,7 +46,7 @@ def run_stages(stages, batches):
 
 
 def run_whole(whole, batches):
-    """The library's model; the loss is torch's own, as the library's is in float32 alone."""
+    """Run transformers' model with torch's loss, because transformers' own is always float32."""
     count, losses = count_targets(batches), []
     for batch in batches:
         inputs = {name: value for name, value in batch.items() if name != "labels"}

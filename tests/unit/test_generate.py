@@ -1,4 +1,4 @@
-"""Batched generation against the library's generate, one prompt at a time."""
+"""Batched generation against transformers' generate, one prompt at a time."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def prompts():
 
 
 def model_of(family, vocab_size, **fields):
-    """Of random weights."""
+    """Return a model with random weights."""
     torch.manual_seed(5)
     if family != "opt":  # OPT's positions begin at 2, and are counted from the attention mask
         config = tiny_config(family, vocab_size=vocab_size, **fields)

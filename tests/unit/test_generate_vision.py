@@ -1,7 +1,7 @@
-"""Generation with images: the parts of an evaluation against the library alone, sample by sample.
+"""Generation with images: an evaluation's components against transformers, sample by sample.
 
-The library's way is its processor on the text of its chat template, and `model.generate`; ours is a
-saved folder, the builder part, rendered prompts and one batch padded on the left.
+The reference is transformers' processor on the text of its chat template, and `model.generate`.
+Stageline's path is a saved folder, the builder, rendered prompts and one batch padded on the left.
 """
 
 import pytest
@@ -33,10 +33,10 @@ QUESTIONS = (
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request, tmp_path_factory):
-    """A saved model whose answers depend on its images."""
+    """Return a saved model whose answers depend on its images."""
     try:
         processor, config = tiny_parts(request.param)
-    except ImportError as error:  # older releases of the library want torchvision for some
+    except ImportError as error:  # older releases of transformers need torchvision for some
         pytest.skip(str(error))
     torch.manual_seed(5)
     model = transformers.AutoModelForImageTextToText.from_config(config)
@@ -77,7 +77,7 @@ def our_answers(model, processor, rows):
 
 
 def library_answer(model, processor, images, sample, *, stop_ids):
-    """One sample by the library alone."""
+    """Answer one sample with transformers only."""
     content = [{"type": "image"}] * len(images)
     content.append({"type": "text", "text": sample["question"]})
     if not images:

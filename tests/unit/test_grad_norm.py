@@ -11,7 +11,7 @@ from tests.helpers.ranks import run_ranks
 
 @pytest.fixture
 def alone():
-    """A process group of this process."""
+    """Open a process group of this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
@@ -61,7 +61,7 @@ def norms_over_ranks(rank):
 def test_norms_of_all_stages_are_in_the_models_order_and_a_tied_weight_counts_once():
     results = run_ranks(norms_over_ranks, 3)
     for norms, total, owners, tied in results:
-        # of four equal numbers the norm is twice the number; -1 where there is no gradient
+        # four equal numbers have twice the number as their norm; -1: there is no gradient
         assert norms == [24.0, 4.0, 6.0, 10.0, -1.0, 14.0]
         assert total == pytest.approx((24**2 + 4**2 + 6**2 + 10**2 + 14**2) ** 0.5)
         assert [name for name, _, _ in owners] == ORDER

@@ -61,7 +61,7 @@ def loader_of(num_groups, *, collate=collate, **options):
 
 
 def groups_in(batch):
-    """Numbers of the groups of a micro-batch; they are whole and in order."""
+    """Return numbers of the groups of a micro-batch; they are whole and in order."""
     rows = batch["input_ids"][:, 0].tolist()
     assert len(rows) % SIZE == 0
     for start in range(0, len(rows), SIZE):

@@ -1,4 +1,4 @@
-"""Where a process is, where its device is behind the main thread."""
+"""The places of a process and of its device, which may lag behind the main thread."""
 
 import torch
 
@@ -8,7 +8,7 @@ from stageline.training import step as step_module
 
 
 class FakeEvent:
-    """As torch's: recorded in the stream at once, reached when the device is there."""
+    """A stand-in of torch's event: recorded at once, reached when the device is there."""
 
     def __init__(self):
         self.is_reached = False
@@ -53,7 +53,7 @@ def test_a_main_thread_that_stopped_for_a_transfer_waits():
     told.mark = lambda: next(marks)
     with told.wait(parse_action("1B2")):
         pass
-    before.is_reached = True  # and the device never comes through
+    before.is_reached = True  # the device never reaches the second mark
     with progress.doing("optimizer"):
         place = progress.where()
     progress.begin()

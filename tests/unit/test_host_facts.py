@@ -1,6 +1,6 @@
-"""What stages read of a micro-batch on the host: masks that are left out, positions, no waits.
+"""Facts of a micro-batch that stages read on the host: masks left out, positions, no waits.
 
-The reference is the library's whole model with its mask, in float64.
+The reference is transformers' whole model with its mask, in float64.
 """
 
 from types import SimpleNamespace
@@ -32,17 +32,17 @@ def rows_of(*masks, labels=None):
 def test_only_rows_that_are_padded_on_the_right_have_lengths():
     found = row_lengths(rows_of([1, 1, 1], [1, 0, 0]))
     assert found["row_lengths"].tolist() == [3, 1]
-    assert row_lengths(rows_of([0, 1, 1], [1, 1, 1])) == {}  # on the left
+    assert row_lengths(rows_of([0, 1, 1], [1, 1, 1])) == {}  # it is padded on the left side
     assert row_lengths(rows_of([1, 0, 1], [1, 1, 1])) == {}  # a hole
     assert row_lengths(rows_of([1, 1, 1], [0, 0, 0])) == {}  # nothing to see at all
     assert row_lengths(rows_of([1, 2, 0])) == {}  # no mask of zeros and ones
-    assert row_lengths(rows_of([1, 1, 0], labels=[[5, 6, 7]])) == {}  # padding is learnt
+    assert row_lengths(rows_of([1, 1, 0], labels=[[5, 6, 7]])) == {}  # padding has labels
     packed = {**rows_of([1, 1, 1]), "sample_ids": torch.tensor([[0, 0, 1]])}
     assert row_lengths(packed) == {}
 
 
 class Kernel:
-    """Stands before torch's attention and the library's look at a mask, and counts."""
+    """A counter in front of torch's attention and of transformers' look at a mask."""
 
     def __init__(self, monkeypatch):
         self.masks, self.looks = [], 0
@@ -60,12 +60,12 @@ class Kernel:
         monkeypatch.setattr(masking_utils, "fast_all", looked)
 
 
-# alibi and positions that are made of the mask; windows; states beside attention; a plain one
+# alibi, and positions made from the mask; windows; linear attention states; a plain one
 @pytest.mark.parametrize("family", ["llama", "bloom", "opt", "mistral", "olmo_hybrid", "cohere2"])
 def test_the_loss_and_all_gradients_are_those_of_the_model_with_its_mask(family, monkeypatch):
     torch.manual_seed(0)
     config = shrink_config(family_config(family), num_layers=4)
-    config.tie_word_embeddings = False  # else a weight's gradient is the sum of two stages
+    config.tie_word_embeddings = False  # a tied weight's gradient would be the sum of two stages
     whole = AutoModelForCausalLM.from_config(config, dtype=torch.float64).train()
     batch = draw_text(config, 11, 4, generator=torch.Generator().manual_seed(1))
     batch["labels"] = torch.where(batch["attention_mask"].bool(), batch["input_ids"], -100)
@@ -98,7 +98,7 @@ def test_the_loss_and_all_gradients_are_those_of_the_model_with_its_mask(family,
 
 
 def mask_of(batch, mask, **changes):
-    """What the library makes for sdpa, in a pass with `batch`."""
+    """Return the mask that transformers makes for sdpa, in a pass with `batch`."""
     config = tiny_config("gemma3")
     config._attn_implementation = "sdpa"
     make = changes.pop("make", masking_utils.create_causal_mask)
@@ -112,7 +112,7 @@ def test_a_mask_stays_where_it_says_more_than_the_future():
     told = {**batch, **row_lengths(batch)}
     mask = batch["attention_mask"]
     assert mask_of(told, mask) is None
-    assert mask_of(batch, mask) is not None  # nobody said how the rows are padded
+    assert mask_of(batch, mask) is not None  # the batch does not tell how its rows are padded
     window = mask_of(told, mask, make=masking_utils.create_sliding_window_causal_mask)
     assert torch.equal(window[0], window[1])  # a window, and no padding
     for changes in (

@@ -1,7 +1,7 @@
 """Inside a micro-batch nothing asks the device for a number: waits are counted by place.
 
-On a CPU: while a pass runs, everything it reads lies on the device, so each of these operators
-would be a wait of the host on a GPU. Waits of the library's vision towers are named below.
+On a CPU: while a pass runs, all its inputs count as on the device, so each of these operators
+would be a wait of the host on a GPU. Waits of transformers' vision towers are named below.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ def place():
 
 
 class CountsPasses(Recorder):
-    """Counts inside of passes alone: between them are what is loaded and sent."""
+    """A recorder that counts only inside passes; loads and sends come between them."""
 
     def __init__(self):
         super().__init__(torch.device("cpu"), rank=0)
@@ -74,7 +74,7 @@ class CountsPasses(Recorder):
 
 @pytest.fixture(autouse=True)
 def alone():
-    """A process group of this process."""
+    """Open a process group of this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
@@ -133,8 +133,8 @@ def test_without_what_the_host_knows_each_pass_would_wait():
     assert found["_local_scalar_dense", "transformers/masking_utils.py"] >= 4  # micro-batches
 
 
-# what is left on the first stage: the library's tower reads the sizes of pictures on their device,
-# and counts the tokens of pictures
+# transformers' towers on the first stage read the sizes of images on their device, and count the
+# tokens of images
 TOWER = ("modeling_qwen2_vl.py", "vision_utils.py", "import_utils.py", "modeling_internvl.py")
 
 

@@ -1,4 +1,4 @@
-"""Names on a hub: what is one, what is fetched for it, and what is said where it cannot be."""
+"""Names on a hub: which names are valid, what is fetched for them, and the errors."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def hub():
 
 @pytest.fixture
 def here(hub, tmp_path, monkeypatch):
-    """A hub that this process asks, with an empty cache."""
+    """Return a hub that this process asks, with an empty cache."""
     monkeypatch.chdir(tmp_path)
     hub.answers_here(tmp_path / "home", monkeypatch)
     return hub
@@ -207,7 +207,7 @@ def test_a_stage_fetches_the_files_of_its_tensors(here, tmp_path, stage, family)
     for name, value in model.state_dict().items():
         assert torch.equal(value, whole.state_dict()[name])
     assert weights_fingerprint(folder) == str(name_of(folder))
-    # who wants all of it gets the rest
+    # a caller that needs all of it gets the rest
     weight_files(folder)
     assert sorted(here.downloads(".*safetensors")) == sorted({*index.values()})
 
@@ -313,10 +313,11 @@ def test_without_a_network(here, monkeypatch):
         lambda: fetch_missing(folder / "model.safetensors"),
     ):
         refused(call, "HF_HUB_OFFLINE is set", "hf download org/")
-    assert pinned_set("org/rows@v1") == "hub:org/rows@v1"  # the library may have kept it
+    assert pinned_set("org/rows@v1") == "hub:org/rows@v1"  # it may be in the cache of `datasets`
     assert here.requests == []
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens
+    # no server listens on this port
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert local_folder("org/model") == folder
     refused(lambda: local_folder("org/other"), "Look at the network", "HF_ENDPOINT")
 

@@ -34,12 +34,12 @@ SIZES = ((16, 16), (5, 7), (64, 33), (33, 64), (300, 200), (400, 3), (3, 400), (
 def processor_of(family: str):
     try:
         return tiny_processor(family)
-    except ImportError as error:  # older releases of the library want torchvision for some
+    except ImportError as error:  # older releases of transformers need torchvision for some
         pytest.skip(str(error))
 
 
 def plain(processor, size, text=None):
-    """The library alone, on one image."""
+    """Process one image with transformers only."""
     text = text or processor.image_token
     return processor(text=[text], images=[[Image.new("RGB", size)]], return_tensors="pt")
 
@@ -133,7 +133,7 @@ def test_what_a_processor_cannot_do_is_refused(family, options, words):
 
 
 def test_mllama_refuses_and_so_does_a_tokenizer():
-    """The ids of its aspect ratios are numbered by the most tiles: the model has learnt them."""
+    """Refuse another number of tiles: the ids of aspect ratios are trained for one number."""
     images = transformers.MllamaImageProcessorPil()
 
     class Processor:

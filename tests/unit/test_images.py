@@ -1,4 +1,4 @@
-"""Ids and image tensors equal the library's processor, and need no pixels on later stages."""
+"""Ids and image tensors equal those of transformers' processor; later stages need no pixels."""
 
 import warnings
 
@@ -24,7 +24,7 @@ SIZES = (((20, 30),), (), ((64, 33), (16, 16)), ((40, 90),))
 def processor(request):
     try:
         return tiny_processor(request.param)
-    except ImportError as error:  # older releases of the library want torchvision for some
+    except ImportError as error:  # older releases of transformers need torchvision for some
         pytest.skip(str(error))
 
 
@@ -58,7 +58,7 @@ def _collate(processor, samples, *, stage, prompt_fn=fill, **options):
 
 
 def _reference(processor, texts, rows):
-    """The library alone, on text and images."""
+    """Process text and images with transformers only."""
     return processor(
         text=texts,
         images=[list(row) for row in rows],

@@ -1,4 +1,4 @@
-"""`tools/import_llamafactory.py`: every key of their example files has an option or a reason.
+"""`tools/import_llamafactory.py`: every key of the example files has an option or a reason.
 
 tests/samples/llamafactory_keys.json holds each key of the YAMLs in their examples/ folder (commit
 of November 2026) with the values that it has there.
@@ -30,7 +30,7 @@ THEIRS = json.loads((ROOT / "tests/samples/llamafactory_keys.json").read_text())
 PARSERS = {"train": parse_train_args, "eval": parse_evaluate_args, "chat": parse_chat_args}
 JOB = {"model_name_or_path": "Qwen/Qwen3-4B", "stage": "sft", "dataset": "identity"}
 V1 = {"model": "Qwen/Qwen3-4B", "train_dataset": "data/v1_sft_demo.yaml"}
-# keys that make sense with others alone
+# keys that make sense only with others
 BESIDE = {
     "use_llama_pro": {"finetuning_type": "freeze"},
     "freeze_trainable_modules": {"finetuning_type": "freeze"},
@@ -45,7 +45,7 @@ BESIDE = {
     "pref_": {"stage": "dpo"},
     "adam_beta": {"optim": "adamw_torch"},
 }
-# as soon as a run may be counted in epochs, these are parsed, too
+# a future version that counts a run in epochs parses these, too
 PENDING = {"num-train-epochs", "warmup-ratio"} - {one.replace("_", "-") for one in option_names()}
 
 
@@ -73,7 +73,7 @@ def job_with(key, value):
 
 
 def parsed(made, folder):
-    """What our options make of it; a folder stands for models and adapters."""
+    """Return the options as Stageline parses them; a folder stands for models and adapters."""
     options = {name: value for name, value in made.options.items() if name not in PENDING}
     options |= {name: str(folder) for name in ("model-path",) if name in options}
     options |= {name: [str(folder)] for name in ("adapter-path",) if name in options}
@@ -252,7 +252,7 @@ def test_keys_that_change_what_is_learnt_or_said_are_not_passed_over(tmp_path):
     judged = {**JOB, "do_predict": True, "do_sample": False, "temperature": 0.9}
     for keys in (judged, dict(reversed(judged.items()))):
         assert convert(keys).options["temperature"] == 0
-    # theirs: max_new_tokens, 1024 where it is not given, overrides max_length unless it is 0
+    # in LLaMA-Factory max_new_tokens, by default 1024, overrides max_length unless it is 0
     assert convert({**judged, "max_length": 9}).options["max-new-tokens"] == 1024
     counted = convert({**judged, "max_length": 9, "max_new_tokens": 0})
     assert any("max-new-tokens" in text for text in counted.left())
@@ -333,7 +333,7 @@ def test_nothing_is_written_over_and_what_is_no_yaml_is_refused(tmp_path):
 
 
 def key_table():
-    """The rows of the table as the page shows them."""
+    """Return the rows of the table as the page shows them."""
     lines = []
     for section, rows in TABLE.items():
         lines += [f"### {section}", "", "| LLaMA-Factory | Stageline | |", "|---|---|---|"]
@@ -355,7 +355,7 @@ def shown(ours):
 
 
 def test_the_page_has_the_table():
-    """STAGELINE_BLESS=1 writes it."""
+    """Compare the page with the table; STAGELINE_BLESS=1 writes it."""
     text = PAGE.read_text(encoding="utf-8")
     start, _, rest = text.partition("<!-- keys -->\n")
     end = rest.partition("<!-- end of keys -->")[2]

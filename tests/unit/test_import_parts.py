@@ -1,4 +1,4 @@
-"""`--import`: parts that lie outside the repository."""
+"""`--import`: components outside of the repository."""
 
 import importlib.metadata
 import pickle
@@ -36,7 +36,7 @@ def test_a_file_is_imported_by_its_stem(tmp_path):
     (module,) = import_parts([str(file)])
     assert sys.modules["stem_of_mine"] is module
     assert metric_register.home("outside") == f"{file}:4"
-    # what a worker process does: look the class up under its module's name
+    # a worker process looks the class up under its module's name
     assert isinstance(pickle.loads(pickle.dumps(module.Row())), module.Row)
 
 

@@ -1,5 +1,4 @@
-"""`import_shelf()`: only modules beside register.py. Each test has a process of its own, because
-what is imported stays imported."""
+"""`import_shelf()` imports only modules next to register.py. Each test has its own process."""
 
 import os
 import shutil
@@ -11,7 +10,7 @@ from register import ROOT
 
 
 def _run(folder: Path, *, entry: str, **environment: str) -> subprocess.CompletedProcess:
-    """Runs an entry file that lies beside a copy of register.py."""
+    """Run an entry file in a folder with a copy of register.py."""
     folder.mkdir(exist_ok=True)
     shutil.copy(ROOT / "register.py", folder)
     (folder / "entry.py").write_text(entry)

@@ -1,4 +1,4 @@
-"""What is drawn in, between and behind layers, by a model that writes its draws down."""
+"""Random draws in, between and after layers, by a model that records its draws."""
 
 import random
 
@@ -119,7 +119,7 @@ def test_behind_a_step_nothing_is_seeded():
     expected = [torch.rand(()).item() for _ in range(2)]
     torch.manual_seed(0)
     seeds.start_loss()
-    stage(torch.zeros(()))  # as somebody calls it who knows nothing of seeds
+    stage(torch.zeros(()))  # a caller that knows nothing of seeds runs the stage like this
     assert [stage.drawn["before", 0], stage.inside[0][0]] == expected
 
 
@@ -141,7 +141,7 @@ def test_loss_and_update_draw_the_same_whatever_was_drawn_before():
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
 def test_every_device_draws_alike(monkeypatch, kind):
-    """What one GPU drew in a forward pass, another one may recompute."""
+    """One GPU may recompute what another drew in a forward pass."""
     cards = tuple(torch.Generator() for _ in range(3))
     devices = fake_accelerators(monkeypatch, kind, 2, init=lambda: None, default_generators=cards)
     stage = Stage(range(NUM_LAYERS))

@@ -34,7 +34,7 @@ def rendered(text, **options):
 
 
 def lines(found):
-    """As the runner writes them."""
+    """Return lines as the runner writes them."""
     return [{**found[place], "prediction": found[place]["text"]} for place in sorted(found)]
 
 
@@ -44,7 +44,7 @@ def tiny_model(family="llama", **options):
 
 
 def logprobs(model, ids, num_targets):
-    """One row, alone, in float64."""
+    """Return log-probabilities of one row, by itself, in float64."""
     with torch.no_grad():
         logits = model.double()(torch.tensor([ids])).logits[0]
     found = torch.log_softmax(logits, -1)[range(len(ids) - 1), ids[1:]]
@@ -112,7 +112,7 @@ def test_choices_have_the_likelihoods_that_each_has_alone_in_float64():
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma3", "mistral"])
 def test_rows_of_one_forward_leave_each_other_alone(family):
-    """Positions that are learnt, and windows of attention."""
+    """Cover learned positions and windows of attention."""
     tokenizer, model = TOKENIZERS["bytes"], tiny_model(family)
     samples = [{"id": "0", "choices": ["a", "of the dog and the cat, yes"]}]
     prompt = rendered("Which digit is this? What digit")
@@ -174,7 +174,7 @@ def test_perplexity_of_texts_longer_than_the_model_reads(stride):
 
 
 class FakeEngine:
-    """Answers score() as a decoding engine does, with a model; in reversed order."""
+    """An engine that answers score() like a decoding engine, with a model; in reversed order."""
 
     def __init__(self, model, max_length=64):
         self.model, self.max_length = model, max_length
@@ -204,7 +204,7 @@ def test_an_engine_gives_what_the_model_gives_and_failures_are_told():
 
 
 class EncodingEngine:
-    """Answers as vLLM does, which wants prompts in its own form; the last first."""
+    """An engine that answers as vLLM does, with prompts in its own form; the last one first."""
 
     def encode(self, rendered, images):
         return {"text": rendered.text, "images": images}

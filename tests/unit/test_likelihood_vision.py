@@ -1,4 +1,4 @@
-"""Likelihoods of answers about pictures, against the library's processor and model, row by row."""
+"""Likelihoods of answers about images, against transformers' processor and model, row by row."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ CHOICES = ["yes", "not the cat, the dog"]
 def test_choices_about_pictures(family):
     try:
         processor, config = tiny_parts(family)
-    except ImportError as error:  # older releases of the library want torchvision for some
+    except ImportError as error:  # older releases of transformers need torchvision for some
         pytest.skip(str(error))
     torch.manual_seed(5)
     model = transformers.AutoModelForImageTextToText.from_config(config).eval()

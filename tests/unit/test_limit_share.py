@@ -16,7 +16,7 @@ from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError
 from tests.helpers.tiny_models import tiny_tokenizer
 
-# of LLaMA-Factory's infer_seqlen, (prompt, answer, room) -> (prompt, answer)
+# results of LLaMA-Factory's infer_seqlen, (prompt, answer, room) -> (prompt, answer)
 GOLDENS = {
     (3000, 2000, 1000): (600, 400),
     (2000, 3000, 1000): (400, 600),
@@ -25,7 +25,7 @@ GOLDENS = {
     (100, 500, 1000): (100, 500),
     (500, 100, 1000): (500, 100),
     (30, 26, 50): (27, 23),
-    (30, 10, 20): (15, 5),  # twice the answer is all the room: both are cut
+    (30, 10, 20): (15, 5),  # twice the answer fills the limit: both are cut
     (10, 30, 20): (5, 15),
     (10, 10, 1000): (10, 10),
     (1000, 1, 1): (1, 0),
@@ -82,7 +82,8 @@ def test_several_turns_share_as_there(backwards):
             and any(end - target - source <= place < end - target for place in theirs)
             for end, (source, target) in zip(ends, lengths, strict=True)
         )
-        if has_bare_prompt:  # they keep a prompt whose answer has got nothing; we do not
+        # LLaMA-Factory keeps a prompt whose answer got no tokens; Stageline does not
+        if has_bare_prompt:
             continue
         assert kept == theirs, (lengths, budget)
         num_compared += 1

@@ -1,4 +1,4 @@
-"""Blocks that are added change nothing at first, and train alone."""
+"""Blocks that are added change nothing at first, and only they train."""
 
 from pathlib import Path
 

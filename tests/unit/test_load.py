@@ -184,7 +184,7 @@ def test_nan_is_refused(tmp_path):
 
 
 def test_weights_without_the_models_prefix(tmp_path):
-    """A checkpoint of the base model alone, as older tools write it: the head is missing."""
+    """Load a checkpoint of the base model without a head, as older tools write it."""
     whole = tiny_whole("gpt2", tmp_path, tied=True, max_shard_size="1GB")
     whole.transformer.save_pretrained(tmp_path / "base")
     for stage in range(2):

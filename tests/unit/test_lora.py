@@ -1,4 +1,4 @@
-"""LoRA against `peft`, and the names that files and other rooms rely on."""
+"""LoRA against `peft`, and the names that files and other subpackages rely on."""
 
 import copy
 
@@ -137,7 +137,7 @@ def test_merge_keeps_the_outputs(num_wraps):
 
 
 def test_a_merge_into_half_precision_is_rounded_once():
-    """An adapter that is small beside the weight would get lost in a sum of bfloat16."""
+    """Merge an adapter so small that a sum in bfloat16 would lose it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64)).to(torch.bfloat16)
     base = model[0].weight.detach().float()

@@ -1,4 +1,4 @@
-"""rsLoRA, DoRA, PiSSA, exclusions and modules trained whole: `peft` on the unsplit model judges."""
+"""rsLoRA, DoRA, PiSSA, exclusions and fully trained modules, against `peft` on the whole model."""
 
 import copy
 import json
@@ -68,7 +68,7 @@ def loss_of(logits):
 
 @torch.no_grad()
 def shake(named):
-    """Moves what trains; by names and shapes of `peft`, the same on both sides."""
+    """Change the trained weights, by names and shapes of `peft`, in the same way on both sides."""
     for name, parameter in named.items():
         if parameter.requires_grad:
             generator = torch.Generator().manual_seed(len(name) + parameter.numel())
@@ -77,7 +77,7 @@ def shake(named):
 
 
 def by_peft_name(stages):
-    """Our parameters under the names that `peft` gives them."""
+    """Return our parameters under the names that `peft` gives them."""
     named = {}
     for model in stages:
         for name, parameter in model.named_parameters(remove_duplicate=False):

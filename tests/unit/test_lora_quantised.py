@@ -1,4 +1,4 @@
-"""LoRA and DoRA beside weights that are no plain floats; what would change these is refused."""
+"""LoRA and DoRA on quantized weights; what would change these weights is refused."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from stageline.modules.lora_layer import dense_weight
 
 
 class Packed(nn.Module):
-    """A linear layer of whole numbers, whose `weight` makes floats anew at each call."""
+    """A linear layer of integers whose `weight` is converted to floats at each call."""
 
     is_quantised = is_linear_layer = True
 

@@ -1,4 +1,4 @@
-"""Which words of an answer are marked, and which tokens they become, on tricky texts."""
+"""Marked words of an answer, and the tokens they become, on tricky texts."""
 
 import pytest
 from PIL import Image
@@ -101,7 +101,7 @@ G, H = group("a", "b", "c", name="g"), group("d", "e", "f", name="h")
 
 
 def marked_text(batch, tokenizer):
-    """What the marked tokens of each row spell, and what those of the row's labels do."""
+    """Return the text of the marked tokens of each row, and that of its labels."""
     return [
         tokenizer.decode(labels[marks]).strip()
         for labels, marks in zip(batch["labels"], batch["loss_marks"], strict=True)

@@ -1,4 +1,4 @@
-"""Mllama beside the pipeline: what its processor gives, random starts, export, recomputation."""
+"""Mllama without a pipeline: its processor's output, random starts, export, recomputation."""
 
 import numpy
 import pytest
@@ -64,7 +64,8 @@ def test_everything_equals_the_librarys_processor(side, tmp_path):
             return_tensors="pt",
             **options,
         )
-    except ValueError as error:  # older releases refuse rows without images beside others
+    # older releases refuse a batch that mixes rows with and without images
+    except ValueError as error:
         pytest.skip(str(error))
     batch = our_batch(processor, rows(), side=side)
     assert set(batch) == set(expected)
@@ -136,7 +137,7 @@ def test_recomputed_layers_give_equal_gradients(stage):
 
 
 def save_whole(folder):
-    """A model whose gates are open, with its processor."""
+    """Save a model with open gates, and its processor."""
     processor = tiny_mllama_processor()
     torch.manual_seed(3)
     config = tiny_mllama_config(vocab_size=len(processor.tokenizer))

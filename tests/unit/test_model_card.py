@@ -1,4 +1,4 @@
-"""The model card says what is known of a run, and leaves out what is not."""
+"""The model card states what is known of a run, and leaves out the rest."""
 
 import hashlib
 import json
@@ -58,7 +58,7 @@ LOG = [
 
 
 def make_run(folder, *, step=3, best=False, curve=True):
-    """A run folder with a checkpoint that is a plain model."""
+    """Return a run folder with a checkpoint that is a plain model."""
     run = folder / "runs" / "x"
     checkpoint = run / "checkpoints" / f"step-{step:08d}"
     tiny_whole("llama", checkpoint)
@@ -114,7 +114,7 @@ def test_the_card_of_a_run(tmp_path):
     assert "![Loss of the run](loss.png)" in text
     assert (tmp_path / "mine" / "loss.png").read_bytes() == b"a picture"
     assert "torch 2.13.0" in text
-    assert "0.125" not in text  # of a step after this checkpoint
+    assert "0.125" not in text  # this loss is from a step after the checkpoint
 
 
 def test_no_path_tells_more_than_its_last_two_parts(tmp_path):
@@ -132,7 +132,7 @@ def test_the_command_is_that_of_the_run(tmp_path, monkeypatch):
     """Parsed again it gives the options that were written down."""
     import_shelf()
     monkeypatch.chdir(tmp_path)
-    for path in ("models/tiny-llama", "data/rows.jsonl"):  # what is left of longer ones
+    for path in ("models/tiny-llama", "data/rows.jsonl"):  # the card shortens longer paths to these
         (tmp_path / path).mkdir(parents=True)
     command = read_run_facts(make_run(tmp_path)).command()
     assert command.startswith("python train_pp.py --train-model llama")

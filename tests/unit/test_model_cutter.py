@@ -53,7 +53,7 @@ def test_every_tensor_has_one_device(family, num_devices):
         cutter = ModelCutter(model, num_devices=num_devices, visual_gpu_ratio=ratio)
         placed = cutter.device_map()
         assert set(placed.values()) == set(range(num_devices))
-        # the library's own reading of a device_map: the longest matching name
+        # transformers reads a device_map like this: the longest matching name wins
         for name, _ in [*model.named_parameters(), *model.named_buffers()]:
             assert sum(name == key or name.startswith(key + ".") for key in placed) == 1, name
         tensors = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}

@@ -1,4 +1,4 @@
-"""The list of mutants keeps up with the code; what becomes of a mutant is told right."""
+"""The list of mutants keeps up with the code, and the verdict on a mutant is right."""
 
 import ast
 import functools

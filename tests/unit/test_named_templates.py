@@ -71,7 +71,7 @@ WRITTEN = {
         "<|assistant|>\n",
     ),
 }
-# ours -> the published text in the package trl, and whether it asks for an answer in the same way
+# Stageline's name -> the name of the published text in the package trl
 PUBLISHED = {"qwen": "qwen2_5", "llama3": "llama3", "gemma": "gemma3", "phi3": "phi3_5",
              "deepseek": "deepseekv3"}  # fmt: skip
 
@@ -172,7 +172,7 @@ def test_a_trained_checkpoint_brings_its_template(tmp_path):
 
 
 def ends_of(folder, tokenizer):
-    """The tokens at which plain transformers stops, if the model writes them."""
+    """Return the tokens at which plain transformers stops, if the model writes them."""
     assert set(tokenizer.all_special_ids) < set(range(6))
     model = AutoModelForCausalLM.from_pretrained(folder)
     found = set()
@@ -193,7 +193,7 @@ ENDS = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_ends_a_turn_ends_an_answer(name):
-    """Whoever asks: a model in this process, a folder's engine, one that was opened before."""
+    """Stop at it for each caller: a model in this process, a folder's engine, an open engine."""
     tokenizer = tokenizer_for(name)
     engine = SimpleNamespace(stop_ids=(2,))
     part = chosen_part("prompt_fn", "chat", {"template": name})
@@ -204,7 +204,7 @@ def test_what_ends_a_turn_ends_an_answer(name):
     assert set(stop_ids_of(Path("nowhere"), config, tokenizer)) == ids
     model = SimpleNamespace(generation_config=GenerationConfig(eos_token_id=2))
     assert set(stop_token_ids(model, tokenizer)) == ids
-    # what the tokenizer calls its end is the template's
+    # the tokenizer's end token is the template's
     assert (tokenizer.eos_token == "</s>") == (name not in ENDS or name == "phi3")
 
 

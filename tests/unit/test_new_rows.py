@@ -36,7 +36,7 @@ def make_stages(base, num_stages, *, checkpoint=None, rows=None, dtype=DTYPE, **
 
 
 def batch_of(family, dtype=DTYPE):
-    """A micro-batch with each new token in the prompt and among the targets."""
+    """Return a micro-batch with each new token in the prompt and among the targets."""
     batch = tiny_micro_batches(family, dtype=dtype)[2]
     for place, token in zip((-9, -7, -4), IDS, strict=True):
         batch["input_ids"][0, place] = token
@@ -51,7 +51,7 @@ def loss_of(logits, batch):
 
 
 def reference(family, folder, *, dtype=DTYPE):
-    """The library's model with rows for the new tokens, set here by hand."""
+    """Return transformers' model with rows for the new tokens, set here by hand."""
     model = auto_class(family).from_pretrained(folder, dtype=dtype)
     model.resize_token_embeddings(NUM_ROWS, mean_resizing=False)
     matrices = {id(m.weight): m.weight for m in vocabulary(model)}

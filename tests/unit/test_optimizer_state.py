@@ -1,4 +1,4 @@
-"""An optimizer's state on disk, shared out over ranks and cut anew, against the optimizer."""
+"""The saved state of an optimizer, shared over ranks and split again, against the optimizer."""
 
 import copy
 import json
@@ -22,7 +22,7 @@ SHAPE = (7, 3)
 
 
 def trained():
-    """Two parameters and an optimizer with moments that differ in each row."""
+    """Return two parameters and an optimizer with moments that differ in each row."""
     torch.manual_seed(0)
     parameters = {"w": nn.Parameter(torch.randn(SHAPE)), "v": nn.Parameter(torch.randn(5))}
     optimizer = torch.optim.AdamW(parameters.values(), lr=0.1)
@@ -38,7 +38,7 @@ def step(parameters, optimizer):
 
 
 def rows_of(parameters, optimizer, first, end):
-    """The same as one replica of several has it: some rows of `w`, all of `v`."""
+    """Return the share of one of several replicas: some rows of `w`, all of `v`."""
     whole = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     share = {"w": nn.Parameter(whole["w"][first:end].clone()), "v": nn.Parameter(whole["v"])}
     own = torch.optim.AdamW(share.values(), lr=0.1)
@@ -92,7 +92,8 @@ def test_rows_are_put_together_and_cut_anew(then, now, tmp_path):
         rows = {} if now == "whole" else {"w": RowRange(first, end - first, SHAPE)}
         saved.restore(other, fresh, rows=rows)
         expected, theirs = rows_of(parameters, optimizer, first, end)
-        for _ in range(2):  # as it was, and after a further step
+        # the first pass compares the restored state, the second one further step
+        for _ in range(2):
             for name in expected:
                 assert torch.equal(fresh[name], expected[name]), name
                 found, wanted = other.state[fresh[name]], theirs.state[expected[name]]
@@ -140,7 +141,7 @@ def test_what_training_changed_in_a_group_is_saved_and_settings_are_not():
 
 
 def test_groups_that_differ_are_not_joined(tmp_path):
-    """As those of two stages, of an optimizer that finds its own step size on each."""
+    """Refuse to join the groups of two stages, where each found its own step size."""
     parameters, optimizer = trained()
     save(tmp_path, [(parameters, optimizer, None)])
     saved = SavedState(tmp_path)

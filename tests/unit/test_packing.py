@@ -1,6 +1,6 @@
-"""Packed rows against the samples alone: loss, gradients, and that no token sees another sample.
+"""Packed rows against single samples: loss, gradients, and no token sees another sample.
 
-The reference is the library's whole model on one sample at a time, without padding.
+The reference is transformers' whole model on one sample at a time, without padding.
 """
 
 import pytest
@@ -46,7 +46,7 @@ def config_of(config, dtype, attention=None):
 
 
 def samples_of(family, dtype=torch.float32):
-    """Rows of samples alone, each a micro-batch of one row without padding."""
+    """Return rows of single samples, each a micro-batch of one row without padding."""
     generator = torch.Generator().manual_seed(5)
     rows = []
     for number, lengths in enumerate(ROWS):
@@ -61,7 +61,8 @@ def samples_of(family, dtype=torch.float32):
                 shape = (1, length)
                 ids = torch.randint(FIRST_TEXT_ID, VOCAB_SIZE, shape, generator=generator)
                 labels = torch.where(torch.rand(shape, generator=generator) < 0.6, ids, -100)
-                labels[:, 0] = ids[:, 0]  # never predicted, neither alone nor packed
+                # the first token is never predicted, neither packed nor single
+                labels[:, 0] = ids[:, 0]
                 batch = {"input_ids": ids, "labels": labels}
                 batch["attention_mask"] = torch.ones_like(ids)
                 if family in TYPE_INPUTS:
@@ -71,7 +72,7 @@ def samples_of(family, dtype=torch.float32):
 
 
 def packed_of(rows):
-    """The same samples as one packed micro-batch, by `pack_rows`."""
+    """Return the same samples as one packed micro-batch, by `pack_rows`."""
     encoded = [
         [
             Encoded(ids := sample["input_ids"][0].tolist(), is_target, [False] * len(ids))
@@ -116,7 +117,7 @@ def build_stages(family, folder, dtype, attention=None, num_stages=2):
 
 
 def chain(stages, batch):
-    """Logits of the stages behind each other, as the runner feeds them."""
+    """Return the logits of the stages, chained as the runner feeds them."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     output = batch["input_ids"]
     for stage in stages:

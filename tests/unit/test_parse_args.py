@@ -89,7 +89,7 @@ def load(model_path, *, visual_gpu_ratio=0.0, dtype, num_devices, compile_it: bo
 
 @pytest.fixture(autouse=True)
 def _parts():
-    """A shelf of one part a register."""
+    """Register a few components in place of all others."""
     for register in ALL_REGISTERS.values():
         register.is_frozen = False
         register.data = {}
@@ -143,7 +143,7 @@ def test_options_of_a_part_are_its_signature_less_what_the_run_supplies():
     parts = train().parts
     assert {name: part.kwargs for name, part in parts.items() if part.kwargs} == {
         "train_model": {"depth": 2},
-        # `limit` is of the base class, reached through **more; `engine` is no plain type
+        # `limit` is of the base class, reached through **more; `engine` has another type
         "dataset": {"split_type": "random", "shuffle": False, "names": None, "limit": None},
         "collate_fn": {"packing": True},
         "loss_fn": {"smoothing": 0.0},

@@ -1,4 +1,4 @@
-"""What parts give, looked at in this process: what ships passes, other breaches are named.
+"""Contracts of components, checked in this process: built-in ones pass, breaches are named.
 
 The breaches that users make most go through the entry file, in tests/scripts/test_contracts.py.
 """
@@ -75,7 +75,7 @@ def write_rows(job):
 
 
 def shipped(job, *words):
-    """The arguments of a training run, and its data, in this process."""
+    """Return the arguments of a training run, and its data, in this process."""
     command = job.command("run", "--num-stages", 2, *words)
     arguments = parse_train_args(command[command.index("--train-model") :])
     return arguments, check_data(arguments)
@@ -107,7 +107,7 @@ def test_shipped_optimizers_schedules_and_similarities_pass(job):
         "norm.weight": torch.nn.Parameter(torch.ones(4)),
     }
     for key, part in optimizer_register.items():
-        if key != "adamw_8bit":  # of a package that not everybody has
+        if key != "adamw_8bit":  # its package is optional
             arguments.parts["optimizer"] = ChosenPart("optimizer", key, part)
             make_optimizer(arguments, parameters)
     for key, part in lr_scheduler_register.items():
@@ -156,7 +156,7 @@ OTHERS = [  # options, words of the error
 ]
 
 
-@pytest.mark.filterwarnings("ignore:Converting a tensor")  # what loss_float does
+@pytest.mark.filterwarnings("ignore:Converting a tensor")  # loss_float converts a tensor
 @pytest.mark.parametrize(("words", "came"), OTHERS, ids=[one[0].split()[1] for one in OTHERS])
 def test_other_ways_to_break_a_contract(job, words, came):
     with pytest.raises(UserError) as caught:

@@ -1,4 +1,4 @@
-"""LoRA of another rank, alpha and target on each part; `peft` on the unsplit model is the judge."""
+"""LoRA with a rank, alpha and targets for each part, against `peft` on the unsplit model."""
 
 import json
 
@@ -47,7 +47,7 @@ def part_ranks(stages):
 
 
 FAMILIES = ("internvl", "llava", "llava_next", "qwen2_5_vl", "qwen3_vl", "idefics3", "gemma3_vl")
-NO_PROJECTOR = ("gemma3_vl",)  # it multiplies by a matrix that is no layer
+NO_PROJECTOR = ("gemma3_vl",)  # its projector multiplies by a matrix outside of a layer
 
 
 @pytest.mark.parametrize("family", FAMILIES)

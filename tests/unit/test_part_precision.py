@@ -1,4 +1,4 @@
-"""Norms and logits in float32 in a half model, against the library's modules cast by hand."""
+"""Norms and logits in float32 in a half model, against transformers' modules cast by hand."""
 
 import pytest
 import torch
@@ -29,13 +29,14 @@ def batch_of(family):
 def logits_of(stages, batch):
     hidden = batch["input_ids"]
     for stage in stages:
-        assert hidden.dtype in (torch.long, HALF)  # what crosses a border stays half
+        # hidden states cross a boundary in half precision
+        assert hidden.dtype in (torch.long, HALF)
         hidden = stage(hidden, **batch)
     return hidden
 
 
 def cast_by_hand(whole, family):
-    """Each norm by its own formula in float32, written out here."""
+    """Compute each norm by its own formula in float32, written out here."""
     for name, module in whole.named_modules():
         if name.rpartition(".")[2] not in NORMS[family]:
             continue

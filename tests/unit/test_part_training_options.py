@@ -1,4 +1,4 @@
-"""Options of LoRA, parts and freezing: what would do nothing is refused, the rest goes on."""
+"""Options of LoRA, parts and freezing: those without effect are refused, the others are kept."""
 
 import json
 from dataclasses import replace

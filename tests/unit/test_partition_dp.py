@@ -71,7 +71,7 @@ def test_the_dearest_stage_is_the_smallest_possible(num_stages):
 
 
 def test_among_equal_bests_the_others_are_even():
-    # layer 0 alone is the dearest whatever is done; the rest must not be lumped together
+    # layer 0 costs the most in any split; the others must not be lumped together
     layers = [10, 1, 1, 1, 1, 1, 1]
     found = smallest_maximum(7, 3, lambda stage, start, end: sum(layers[start:end]))
     assert found == [1, 3, 3]

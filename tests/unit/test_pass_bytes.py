@@ -1,4 +1,4 @@
-"""The stated cache is the real one, to the byte, after the library's own generation."""
+"""The estimated cache equals the real one, to the byte, after generation by transformers."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def caches(layers):
 
 
 def generated_cache(model, inputs):
-    """What lies in the cache of the library when the last token was chosen."""
+    """Return the bytes in transformers' cache when the last token was chosen."""
     prompt = inputs["input_ids"].shape[1]
     output = model.generate(
         **inputs,
@@ -70,7 +70,7 @@ def test_the_cache_of_decoders(family, rows):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     mask_BT = torch.ones(rows, PROMPT, dtype=torch.long)
-    mask_BT[-1, : rows - 1] = 0  # of several rows one is shorter
+    mask_BT[-1, : rows - 1] = 0  # one row is shorter if there are several
     ids_BT = torch.randint(9, 64, (rows, PROMPT)) * mask_BT
     found = generated_cache(model, {"input_ids": ids_BT, "attention_mask": mask_BT})
     assert stated == found and sum(found) > 0

@@ -1,4 +1,4 @@
-"""What an engine that reads plain folders alone is handed."""
+"""Folders made for engines that read only plain folders."""
 
 import peft
 import pytest
@@ -19,7 +19,7 @@ def base(tmp_path):
 
 
 def make_adapter(base, path, *, scale):
-    """An adapter by peft itself."""
+    """Return an adapter by peft itself."""
     model = AutoModelForCausalLM.from_pretrained(base)
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
     torch.manual_seed(4)

@@ -1,4 +1,4 @@
-"""Plans: no transfer waits in a circle; nothing dead is done; no rank runs away."""
+"""Plans: no transfer waits in a circle, no action is useless, no rank runs too far ahead."""
 
 import pytest
 
@@ -107,9 +107,9 @@ def forebears_of(plans, num_stages):
 
 
 def check_receives(plans, num_stages):
-    """No receive waits for the pass that its rank does meanwhile.
+    """Check that no receive waits for the pass that its rank runs meanwhile.
 
-    So a device that starts kernels in the order in which they were queued goes on all the same.
+    So a device that starts kernels in the order in which they were queued does not stop.
     """
     forebears, bits = forebears_of(plans, num_stages)
     for plan in plans:

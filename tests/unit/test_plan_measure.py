@@ -1,4 +1,4 @@
-"""What the planner measures, against plain transformers and against a whole stage that runs."""
+"""Measurements of the planner, against plain transformers and against a whole stage that runs."""
 
 from pathlib import Path
 

@@ -53,7 +53,7 @@ def test_stage_0_of_1f1b_holds_p_micro_batches():
     )
     kept = 100 + 1 + 5  # layer, masks, and what is sent on
     assert [rank.activations for rank in memory] == [
-        4 * kept + 30 - 5,  # what is sent on comes after the layer's fullest moment
+        4 * kept + 30 - 5,  # the tensor that is sent comes after the layer's peak
         3 * kept + 30 - 5,
         2 * kept + 30 - 5,
         101 + 30,  # the last stage sends nothing on

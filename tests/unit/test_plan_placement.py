@@ -1,4 +1,4 @@
-"""--plan of entry files that answer; the devices are told, faked, or asked for in vain."""
+"""--plan of entry files that generate; devices are given, faked, or missing."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ GIB = 1024**3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder whose weights cannot be read: a plan does not look at them."""
+    """Return a folder whose weights cannot be read: a plan does not open them."""
     path = tmp_path_factory.mktemp("model")
     tiny_tokenizer().save_pretrained(path)
     tiny_config("internvl").save_pretrained(path)
@@ -114,7 +114,7 @@ def three_gpus(monkeypatch):
 
 
 def cut(ratio=None, placement=None, **fields):
-    """The device of each layer."""
+    """Return the device of each layer."""
     config = tiny_config("llama", num_hidden_layers=12, hidden_size=64, **fields)
     found = make_device_map(
         config, device="auto", num_devices=None, visual_gpu_ratio=ratio, placement=placement,

@@ -62,7 +62,7 @@ def test_rewards_are_drawn_by_part_where_there_are_some(tmp_path):
 
 
 def test_steps_that_are_not_finite_are_marked_and_leave_no_gap_in_the_axis():
-    no_mean = {"reward": "nan"}  # of no reward; the step is as good as others
+    no_mean = {"reward": "nan"}  # the step has no reward, but is as good as others
     steps = [step(1, 2.0), step(2, None, non_finite={"loss": "nan"})]
     steps.append(step(3, 1.5, non_finite=no_mean))
     upper = loss_figure(steps, []).axes[0]

@@ -44,7 +44,7 @@ def make_batch(seed=0):
 
 
 def trl_loss(batch, logits, mask, *, has_old=True, correction=None, **options):
-    """What trl computes of the same numbers; only the model's forward is taken from here."""
+    """Return trl's loss of the same numbers; only the model's forward is taken from here."""
     GRPOTrainer = pytest.importorskip("trl").GRPOTrainer
     trainer = object.__new__(GRPOTrainer)
     values = {

@@ -10,7 +10,8 @@ from stageline.model_folder import num_positions
 from tests.helpers.tiny_models import tiny_config, tiny_tokenizer
 from tools.tiny_model import make
 
-LENGTHS = {"roberta": -2, "opt": 0, "gpt2": 0, "llama": 0}  # beside max_position_embeddings
+# positions of a model minus max_position_embeddings
+LENGTHS = {"roberta": -2, "opt": 0, "gpt2": 0, "llama": 0}
 
 
 @pytest.mark.parametrize("family", LENGTHS)

@@ -189,7 +189,8 @@ def test_the_look_before_a_run_sees_both_answers():
     assert report.longest == int(batch["attention_mask"].sum(1).max())
     assert report.num_targets == int((batch["labels"] != -100).sum())
     assert report.num_tokens == int(batch["attention_mask"].sum())
-    mean = batch["attention_mask"].sum(1).double().mean().item()  # of pairs it was above "at most"
+    # a mean over pairs exceeded "at most"
+    mean = batch["attention_mask"].sum(1).double().mean().item()
     assert f"{mean:.0f} tokens on average, {report.longest} at most" in str(report)
     with pytest.raises(DataError, match="sample 1"):
         preflight(rows, **texts, max_token_num=80, encode=encode(80))

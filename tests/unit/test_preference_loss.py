@@ -37,7 +37,7 @@ def make_logits(batch):
 
 
 def plain_log_probs(logits, labels):
-    """(sum, tokens) of each row, token by token."""
+    """Return (sum, tokens) of each row, token by token."""
     found = []
     for row in range(len(labels)):
         places = [t for t in range(1, labels.shape[1]) if labels[row, t] != -100]
@@ -118,7 +118,7 @@ def test_sums_of_parts_are_the_whole(key):
 
 
 def test_a_mean_over_none_is_no_number():
-    """It was 0: a step of wanted answers alone had a margin, too."""
+    """Return NaN, which was 0: a step with only desirable answers had a margin, too."""
     batch = make_batch() | {"loss_kl": torch.tensor(0.7), "loss_is_wanted": torch.ones(6).bool()}
     loss, figures = value_of(shelf_loss("kto"), batch, make_logits(batch))
     assert loss.isfinite() and figures["rewards_chosen"].isfinite()

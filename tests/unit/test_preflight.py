@@ -1,4 +1,4 @@
-"""The look through the data: it finds what a run would stumble over, before a model is loaded."""
+"""The check of the data: it finds what would stop a run, before a model is loaded."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.helpers.tiny_models import tiny_tokenizer
 
 
 class Rows:
-    """A dataset over a list; counts what was asked for."""
+    """A dataset over a list that counts the rows that are read."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -43,7 +43,7 @@ def test_figures_of_good_rows():
     assert (report.num_tokens, report.num_targets) == (
         30,
         20,
-    )  # "q" is given, " 7" and EOS are learnt
+    )  # "q" is given, " 7" and EOS are trained on
     assert "10 of 10 rows checked: 3 tokens on average, 3 at most" in str(report)
     bad = Rows([*rows.rows, *[(None, {"id": str(i), "answer": "7"}) for i in range(10, 20)]])
     report = _preflight(bad, tiny_tokenizer(), bad_rows=BadRows(10))

@@ -1,4 +1,4 @@
-"""--preview shows what a run trains on: tokens, what of them is learnt, where they come from."""
+"""--preview shows what a run trains on: tokens, which of them are in the loss, their source."""
 
 import functools
 import io

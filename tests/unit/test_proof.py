@@ -1,4 +1,4 @@
-"""The check of a split at the start: what it sees, what it says, and what it leaves alone."""
+"""The split check at the start: what it finds, what it prints, and what it leaves unchanged."""
 
 import json
 
@@ -26,7 +26,7 @@ def _cache(tmp_path, monkeypatch):
 
 
 def prove(tmp_path, stage_class, config, num_stages=2, mode="auto", **more):
-    """What was said."""
+    """Run the split check; return its messages."""
     folder = tmp_path / "model"
     config.save_pretrained(folder)
     said = []

@@ -1,4 +1,4 @@
-"""Plain text for pre-training: every token learnt, EOS behind, packed in full rows."""
+"""Plain text for pre-training: every token is trained on, EOS ends a text, rows are full."""
 
 import functools
 
@@ -95,7 +95,7 @@ def test_loss_is_that_of_the_library_on_each_text():
         total += model(ids, labels=ids).loss * (ids.shape[1] - 1)
         number += ids.shape[1] - 1
     assert number == count
-    # the library takes logits to float32
+    # transformers converts logits to float32
     assert loss.item() == pytest.approx((total / number).item(), rel=1e-6)
 
 
@@ -145,7 +145,7 @@ def test_packed_rows_are_filled_by_best_fit():
     fewest = -(-sum(lengths) // 20)
     assert len(step) == fewest
     assert sum(int((batch["sample_ids"] >= 0).sum()) for batch in step) == sum(lengths)
-    # each text is learnt but for its first token
+    # each text is trained on except for its first token
     assert count_targets(step) == sum(lengths) - len(lengths)
     wanted = pack_rows(
         [encode_text(*texts[0], **options).rows], pad_token_id=tokenizer.pad_token_id

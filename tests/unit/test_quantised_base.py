@@ -1,4 +1,4 @@
-"""A base in few bits for inference: what is stated of it lies in memory, and it answers."""
+"""A quantized base for inference: the estimate equals its bytes in memory, and it answers."""
 
 import sys
 
@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
 
 
 def lying_bytes(module):
-    """What a loaded module holds: of quantised layers the scales as well."""
+    """Return the bytes that a loaded module holds, with the scales of quantized layers."""
     held = {}
     for child in module.modules():
         own = [*_stored(child), *child._buffers.values()]

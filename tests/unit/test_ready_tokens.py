@@ -56,7 +56,7 @@ def test_the_loss_of_packed_rows_is_the_librarys_on_each_segment_alone():
     assert batch["position_ids"][0, :14].tolist() == [*range(5), *range(9)]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config("llama"), dtype=torch.float64)
-    # the library keeps packed samples apart by positions alone
+    # transformers separates packed samples by positions only
     logits = model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
     count = count_targets([batch])
     loss = sft(logits, batch, num_targets=torch.tensor(float(count)))

@@ -1,4 +1,4 @@
-"""Remote model parts against a server on this machine, through evaluate.py and alone."""
+"""Remote model components against a local server, through evaluate.py and by themselves."""
 
 import json
 from types import SimpleNamespace
@@ -130,7 +130,7 @@ def test_images_arrive_bit_by_bit(tmp_path):
 
 def test_pictures_are_sent_upright_and_no_larger_than_asked(tmp_path):
     exif = Image.Exif()
-    exif[0x0112] = 6  # lies on its side
+    exif[0x0112] = 6  # orientation 6 means rotated by 90 degrees
     Image.new("RGB", (40, 10)).save(tmp_path / "a.jpg", exif=exif)
     url = image_url(Image.open(tmp_path / "a.jpg"), name="row")
     (sent,) = images_of({"messages": [{"content": [_part(url)]}]})
@@ -179,7 +179,7 @@ def write_batch(folder, *texts, answers=None, **options):
 
 
 def offline(folder, path):
-    """What a batch API gives back, in another order."""
+    """Return the answers of a batch API, in another order."""
     rows = []
     for file in RequestFiles(folder).paths():
         for line in file.read_text().splitlines():

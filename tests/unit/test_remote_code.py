@@ -121,7 +121,7 @@ def test_a_forward_of_few_arguments_is_called_as_others(forward, tmp_path):
 
 
 def test_a_model_whose_passes_cannot_be_measured_is_cut_by_its_weights(tmp_path, capsys):
-    """Its decoder takes token ids alone."""
+    """Split by weights, because its decoder accepts only token ids."""
     config = load_config(remote_model(tmp_path / "model", seed=None), trust_remote_code=True)
     assert stage_key(config) == "causal_lm"  # before transformers has built one
     model = model_on_meta(config, trust_remote_code=True)

@@ -1,4 +1,4 @@
-"""Templates become pieces: what is the template's, what the data's, what is learnt."""
+"""Templates become pieces: text of the template, text of the data, text that is trained on."""
 
 import pytest
 from tokenizers import Tokenizer, models
@@ -27,7 +27,7 @@ def test_for_generation_ends_before_the_answer_and_its_space():
     prompt = "[QUESTION]\nAnswer: [ANSWER]."
     assert fill(SAMPLE, prompt, for_generation=True).text == "Which [ANSWER]?\nAnswer:"
     trained = fill(SAMPLE, prompt)
-    # the space goes to the answer, as in the tokens; the full stop is learnt on the way to EOS
+    # the space joins the answer, as in the tokens; the full stop before EOS is trained on, too
     targets = [trained.text[start:end] for start, end in trained.target_spans()]
     assert "".join(targets) == " 7 [QUESTION]."
 

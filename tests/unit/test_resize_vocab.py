@@ -51,7 +51,7 @@ def test_new_rows_start_near_the_mean(tied, num_stages, tmp_path):
         noise = (found[list(IDS[1:])] - before.mean(0)) * WIDTH**0.5
         assert 0.5 < noise.std() < 2 and noise.mean().abs() < 1
         assert not torch.equal(noise[0], noise[1])
-        assert not found[IDS[-1] + 1 :].any()  # the tail is no token
+        assert not found[IDS[-1] + 1 :].any()  # no token uses the tail
     assert torch.equal(embedding, head) == tied
     assert stages[0].config.vocab_size == 128
     save_split_model(stages, None, tmp_path / "saved")
@@ -119,6 +119,6 @@ def test_tokens_in_spare_rows_are_new(tmp_path, capsys):
         "lm_head.new_rows.weight",
     }
     assert stage.config.vocab_size == size + 8
-    # a run of its own tokenizer goes on from there: nothing is new
+    # a run with the saved tokenizer continues from there: nothing is new
     tokenizer.save_pretrained(tmp_path / "base")
     assert add_tokens(arguments, tokenizer, "other") is None

@@ -75,7 +75,7 @@ def test_rows_are_the_tokenizers_own_and_pairs_lie_side_by_side():
 
 
 def test_a_row_ends_before_eos_where_that_is_the_padding_token():
-    """The library's classifier reads at the last token that is not padding, by its id."""
+    """Read where transformers' classifier reads: at the last id that is not the padding id."""
     tokenizer = tiny_tokenizer(
         chat_template="{% for m in messages %}{{ m.content }}</s>{% endfor %}"
     )
@@ -181,7 +181,7 @@ def test_loss_and_figures_are_those_of_the_formula():
 
 def test_half_a_pair_counts_for_nothing():
     scores, batch = scored_batch()
-    batch["labels"][4, 3] = 9  # of the third pair the chosen row alone
+    batch["labels"][4, 3] = 9  # only the chosen row of the third pair has a label
     assert count_reward_pairs(batch) == 2
     chosen, rejected, counts = pair_rewards(scores, batch)
     assert counts.tolist() == [1, 1, 0] and chosen[2] == rejected[2] == 0
@@ -228,7 +228,7 @@ def test_a_language_models_head_goes_and_the_score_starts_by_the_seed(tmp_path):
     for stage in stages:
         for name, value in stage.state_dict().items():
             assert name == "score.weight" or torch.equal(value, weights[name]), name
-    # a tied embedding is on the first stage alone: no head needs it
+    # only the first stage has a tied embedding: no head needs it
     assert "model.embed_tokens.weight" not in stages[-1].state_dict()
     assert stages[-1].part_of("score.weight") == "lm_head"
 

@@ -27,7 +27,7 @@ TALK = {
     ]
 }
 SAMPLES = [QUESTION, QUESTION, TALK, TALK, QUESTION]
-# of very unequal lengths, one empty, one that writes the template's own tokens
+# lengths differ much; one is empty, one writes the template's own tokens
 ANSWERS = ["7", "The cat is left of the dog. " * 4, "", "no<|im_end|>\n<|im_start|>user", "yes"]
 
 
@@ -43,7 +43,7 @@ def save(folder, family="llama", model_class=AutoModelForSequenceClassification,
     tokenizer.save_pretrained(folder)
     torch.manual_seed(1)
     fields = {"vocab_size": len(tokenizer), "max_position_embeddings": 512} | fields
-    if family in ("olmo2", "bert"):  # that the code does not name
+    if family in ("olmo2", "bert"):  # the code does not name these families
         small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
         small |= {"initializer_range": 0.3}
         config = AutoConfig.for_model(family, **small, num_attention_heads=4, **fields)
@@ -66,7 +66,7 @@ def expected(model, tokenizer, samples=SAMPLES, answers=ANSWERS):
     for sample, answer in zip(samples, answers, strict=True):
         text = tokenizer.apply_chat_template(conversation(sample, "ANSWER"), tokenize=False)
         before, after = text.split("ANSWER")
-        # what an answer says is text: a token that it writes out does not end its turn
+        # an answer is text: a token that it writes out does not end its turn
         pieces = ((before, False), (answer.strip(), True), (after, False))
         options = {"add_special_tokens": False}
         plain = [

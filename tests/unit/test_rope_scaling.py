@@ -1,4 +1,4 @@
-"""Scaled positions: frequencies, losses and saved configurations against the library's own."""
+"""Scaled positions: frequencies, losses and saved configurations against transformers' own."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ DTYPE = torch.float64
 
 
 def by_hand(kind):
-    """What the library's documentation asks for."""
+    """Return the parameters that transformers' documentation asks for."""
     told = {"rope_theta": 10000.0, "rope_type": kind, "factor": 3.0}
     if kind in ("yarn", "llama3"):
         told["original_max_position_embeddings"] = 64
@@ -95,7 +95,7 @@ def test_outputs_and_gradients_are_those_of_the_library(folder, kind, tmp_path):
 
 
 def test_dynamic_positions_know_nothing_of_passes_before(folder):
-    """As a model that sees the texts alone; the library's remember the longest one."""
+    """Compare with a model that sees one text; transformers' remembers the longest one."""
     stages = make_stages(folder, "dynamic", 2)
     for length in (LENGTH, 70, 20, 100):
         fresh = make_stages(folder, "dynamic", 1)
@@ -157,7 +157,7 @@ def test_what_has_no_plain_positions_is_refused(folder):
 
 
 def built(folder, kind, **options):
-    """Two stages as a run with scaled positions builds them."""
+    """Return two stages as a run with scaled positions builds them."""
     paths = {"config_path": str(folder), "processor_path": None, "checkpoint_path": str(folder)}
     methods = {"rope_scaling": {"kind": kind, "max_token_num": LENGTH}}
     options = {**paths, "num_stages": 2, "is_piece": True, "methods": methods, **options}
@@ -178,7 +178,7 @@ def test_training_keeps_no_cache_and_a_saved_model_does(folder, tmp_path):
 
 
 def test_an_adapter_brings_its_scaled_configuration(folder, tmp_path):
-    """Trained with LoRA, the base's folder knows nothing of the scaling: the adapter's does."""
+    """After training with LoRA the adapter's folder has the scaling, which the base's has not."""
     adapter, batch = tmp_path / "adapter", batch_of(LENGTH)
     options = {"dtype": torch.float32, "llm_lora_num": 1, "frozen_lm_head": True}
     made = shake(built(folder, "yarn", **options))

@@ -1,4 +1,4 @@
-"""The choice of tokens: against transformers' processors, by its distribution, alone and among."""
+"""The choice of tokens, against transformers' processors and by distribution, single and mixed."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def _pick(logits_V: torch.Tensor, **options) -> int:
 
 
 def _warped(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """The library's probabilities, by the classes that its `generate` uses, in its order."""
+    """Return transformers' probabilities, by the classes that its `generate` uses, in its order."""
     warpers = [hf.TemperatureLogitsWarper(sampling.temperature)]
     if sampling.top_k:
         warpers.append(hf.TopKLogitsWarper(sampling.top_k))
@@ -100,7 +100,7 @@ def test_kept_tokens_at_any_setting(size, seed, options):
     scores = _logits(1, size, seed=seed)
     sampling = Sampling(**options)
     found = token_weights(scores, [sampling])[0] > 0
-    # rounding may move a border that lies on a token: both sides of it are right
+    # rounding may move a limit that falls on a token: both results are right
     near = [
         _warped(scores, Sampling(**{**options, "top_p": p, "min_p": m}))[0] > 0
         for p in (max(sampling.top_p - 1e-5, 1e-9), min(sampling.top_p + 1e-5, 1.0))
@@ -108,7 +108,7 @@ def test_kept_tokens_at_any_setting(size, seed, options):
     ]
     assert found.any()
     assert not (found & ~torch.stack(near).any(0)).any()
-    # at the settings themselves what the library surely keeps is here too
+    # tokens that transformers surely keeps at the exact settings are here too
     surely = torch.stack(near).all(0) & (scores[0] - scores.max() > -20 * sampling.temperature)
     assert not (surely & ~found).any()
 
@@ -130,7 +130,7 @@ def test_the_penalties_are_those_of_transformers_over_prompt_and_answer():
         for top in (3, 5, 7, 9):
             raised = scores.clone()
             raised[0, top] = scores.max() * 1.2
-            for lower in (0.0, 0.1, 3.0, 10.0):  # what is negative is multiplied
+            for lower in (0.0, 0.1, 3.0, 10.0):  # the penalty multiplies a negative value
                 logits = raised - (raised.max() + lower if lower else 0.0)
                 expected = hf.RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
                 assert _pick(logits[0], **options) == expected.argmax().item()
@@ -154,7 +154,8 @@ def test_presence_frequency_and_bias_are_those_of_the_formula_of_openai():
     assert _pick(logits, answer=answer, frequency_penalty=0.6) == 0
     assert _pick(logits, answer=answer, presence_penalty=0.8) == 1
     assert _pick(logits, answer=answer, presence_penalty=1.0) == 0
-    assert _pick(logits, prompt=answer, presence_penalty=1.0) == 1  # of the answer only
+    # the penalty counts only tokens of the answer
+    assert _pick(logits, prompt=answer, presence_penalty=1.0) == 1
     assert _pick(logits, logit_bias=((1, -100.0), (3, 1.6))) == 3
     assert _pick(logits, logit_bias=((3, 1.0), (3, 1.0))) == 3
 

@@ -38,7 +38,7 @@ def pictures():
     small = Image.fromarray(random.integers(0, 256, (20, 30, 3), dtype=numpy.uint8))
     large = Image.linear_gradient("L").resize((600, 300))
     exif = Image.Exif()
-    exif[0x0112] = 6  # lies on its side
+    exif[0x0112] = 6  # orientation 6 means rotated by 90 degrees
     content = io.BytesIO()
     large.save(content, "JPEG", exif=exif)
     return small, large, Image.open(content)

@@ -56,7 +56,7 @@ def test_saved_stages_are_a_plain_model(family, tied, tmp_path):
     stages = load_stages(family, tmp_path / "before", 3)
     change(stages)
     folder = save_split_model(stages, None, tmp_path / "after", step=7)
-    # names on disk are those of the library's own writer, each in one file: a tied one too
+    # names on disk are those that transformers writes, each in one file, tied ones included
     names = [name for file in folder.glob("*.safetensors") for name in tensor_names(file)]
     assert sorted(names) == sorted(weight_files(tmp_path / "before"))
     whole, info = auto_class(family).from_pretrained(

@@ -1,4 +1,4 @@
-"""A schedule of the user's own, read from CSV: torch's spelling, and one clear error for a slip."""
+"""A user's schedule, read from CSV: torch's spelling, and one clear error for a typo."""
 
 import csv
 

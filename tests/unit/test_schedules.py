@@ -1,4 +1,4 @@
-"""Every schedule: complete, free of circles, as idle as published and as documented."""
+"""Every schedule: complete, without circles, and as idle as published and documented."""
 
 import re
 from collections import Counter
@@ -77,7 +77,7 @@ def test_idle_share_and_memory_are_the_published_ones(num_ranks, count):
 
 
 def ideal_bubble(*, num_stages, num_micro_batches):
-    """The idle share of GPipe and 1F1B at equal stages."""
+    """Return the idle share of GPipe and 1F1B at equal stages."""
     return (num_stages - 1) / (num_micro_batches + num_stages - 1)
 
 
@@ -152,7 +152,7 @@ def test_one_more_in_flight_hides_transfers_behind_passes(num_ranks):
 
 
 def test_zero_bubble_gains_lora_little():
-    """Where weight gradients cost next to nothing there is nothing to fill the gaps with."""
+    """Gain little where weight gradients cost next to nothing: nothing is left to fill the gaps."""
 
     def idle(name, weight):
         schedule = make_schedule(name, num_ranks=4, stages_per_rank=2)

@@ -36,14 +36,15 @@ def test_derived_seeds_differ_by_purpose_and_not_by_process():
 def test_names_do_not_run_together():
     assert derive_seed(0, "a", "b") != derive_seed(0, "ab")
     assert derive_seed(0, 1, 2) != derive_seed(0, 12)
-    assert derive_seed(0, "a", "b") != derive_seed(0, "astr:b")  # as if it held the next one
+    # a part must not read like two parts
+    assert derive_seed(0, "a", "b") != derive_seed(0, "astr:b")
 
 
 def test_mixed_seeds_differ_also_in_the_bits_that_torch_takes():
     seeds = [mix_seed(base, index) for base in (0, 1, 2**63 - 1) for index in range(2000)]
     assert len(set(seeds)) == len({seed % 2**32 for seed in seeds}) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
-    # of SplitMix64, as its authors give it (https://prng.di.unimi.it/splitmix64.c), halved
+    # SplitMix64 gives this in its authors' version (https://prng.di.unimi.it/splitmix64.c), halved
     assert mix_seed(1234567, 0) == 6457827717110365317 >> 1
 
 

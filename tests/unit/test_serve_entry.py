@@ -1,4 +1,4 @@
-"""serve.py from its options: two stages answer as plain transformers does, and end in order."""
+"""serve.py from its options: two stages answer as plain transformers does, and stop cleanly."""
 
 import dataclasses
 import json

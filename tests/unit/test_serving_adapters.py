@@ -1,4 +1,4 @@
-"""Several adapters beside one base: each answer is that of its adapter alone, as `peft` has it."""
+"""Several adapters on one base: each answer is that of its own adapter, as in `peft`."""
 
 import json
 import os
@@ -235,7 +235,7 @@ def of_pictures(processor):
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "internvl", "qwen2_vl"])
 def test_families_and_pictures(family, tmp_path):
-    """Conv1D, experts beside the adapted layers, vision towers whose passes have no rows."""
+    """Serve Conv1D, experts without adapters, and vision towers whose passes have no rows."""
     has_pictures = family in VISION_LANGUAGE
     if has_pictures:
         model = decoded_vision_model(family, tmp_path / "base", encode=of_pictures)

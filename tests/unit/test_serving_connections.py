@@ -81,7 +81,7 @@ def test_connections_beyond_the_limit_are_refused():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A certificate that is its own authority, its key, and another key."""
+    """Return a certificate that is its own authority, its key, and another key."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl makes the certificates")
     folder = tmp_path_factory.mktemp("tls")

@@ -1,4 +1,4 @@
-"""Prompts in front of their answers, with log-probabilities, against the library's own model."""
+"""Prompts in front of their answers, with log-probabilities, against transformers' model."""
 
 import json
 import threading
@@ -95,7 +95,7 @@ def test_log_probabilities_of_prompts_are_those_of_the_library(model, client, ma
             assert choice["text"].startswith(text)
             found, size = choice["logprobs"], len(row)
             assert all(len(values) == size + max_tokens for values in found.values())
-            # what was answered is judged with the rest
+            # the answer gets log-probabilities, too
             row = row + whole.generate(
                 torch.tensor([row]), max_new_tokens=max(1, max_tokens), do_sample=False,
                 eos_token_id=None,

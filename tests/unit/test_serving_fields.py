@@ -1,4 +1,4 @@
-"""Fields beside OpenAI's: what a chat template is given, answers that go on with a message."""
+"""Fields outside OpenAI's API: arguments of a chat template, answers that continue a message."""
 
 import contextlib
 
@@ -27,7 +27,7 @@ HELLO = [{"role": "user", "content": "Is it so?"}]
 
 @contextlib.contextmanager
 def asking(processor, *, render=chat, **settings):
-    """(client, engine that keeps what it is asked)."""
+    """Yield (client, engine that keeps what it is asked)."""
     with (
         FakeEngine(processor) as engine,
         served(engine, render=render, image_token=auto, **settings) as running,
@@ -44,7 +44,7 @@ def effort_tokenizer():
 
 def asked_ids(client, engine, messages, **body):
     answer = client.chat.completions.create(model="tiny", messages=messages, extra_body=body)
-    assert answer.choices[0].message.content == "Yes, it is."  # new text alone
+    assert answer.choices[0].message.content == "Yes, it is."  # the answer has only the new text
     return engine.asked[-1].prompt["input_ids"][0].tolist()
 
 
@@ -141,7 +141,7 @@ def test_variables_of_the_chat_template():
         assert both == library_ids(
             tokenizer, HELLO, add_generation_prompt=True, reasoning_effort="low", **options
         )
-        assert asked_ids(client, engine, HELLO) == plain  # of one request alone
+        assert asked_ids(client, engine, HELLO) == plain  # the option was for one request only
         assert len({tuple(plain), tuple(found), tuple(both)}) == 3
 
 
@@ -174,7 +174,7 @@ def test_effort_is_refused_where_the_template_has_none():
 
 
 def post(client, path, status=200, **body):
-    """A route that OpenAI's client has no method for."""
+    """Post to a route that OpenAI's client has no method for."""
     url = str(client.base_url).removesuffix("v1/") + path
     response = httpx.post(url, json=body, headers={"Authorization": f"Bearer {client.api_key}"})
     assert response.status_code == status, response.text

@@ -56,7 +56,7 @@ def tokenizer_of(name):
 
 @contextlib.contextmanager
 def client_of(name, folder):
-    """A client of a server of a model that has learnt nothing."""
+    """Return a client of a server of an untrained model."""
     tokenizer = tokenizer_of(name)
     with quiet():
         tiny_whole("llama", folder, noise=0.1, vocab_size=len(tokenizer) + 5,
@@ -166,7 +166,7 @@ def test_a_tool_without_parameters(client):
 def test_strict_tools_leave_text_free_and_bind_calls(client):
     strict = [tool("get_weather", strict=True)]
     [mark, end] = ids_of("<tool_call>", "</s>")
-    # what is no strict tool's is not looked at
+    # calls of tools that are not strict are not checked
     loose = [*strict, tool("pair", parameters={"type": "array"})]
     free = ask(client, tools=loose, n=3, logit_bias={str(mark): -100, str(end): 100})
     assert [c.message.tool_calls for c in free.choices] == [None] * 3

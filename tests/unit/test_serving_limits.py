@@ -1,4 +1,4 @@
-"""What must not bring the server down: clients that leave, limits, bad bodies, keys, a stop."""
+"""Requests that must not stop the server: clients that leave, limits, bad bodies, keys, a stop."""
 
 import asyncio
 import concurrent.futures
@@ -62,7 +62,7 @@ def raw_post(url: str, body: dict) -> socket.socket:
 
 
 def told(response: httpx.Response, status: int) -> dict:
-    """The error of a response in OpenAI's shape."""
+    """Return the error of a response in OpenAI's shape."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     error = response.json()["error"]
@@ -137,7 +137,7 @@ def test_little_is_kept_of_a_body_that_is_too_large(monkeypatch):
 
 
 def called(arguments):
-    """A request with a call of the assistant's in its messages."""
+    """Return a request with a call of the assistant's in its messages."""
     function = {"name": "f", "arguments": arguments}
     call = {"id": "c", "type": "function", "function": function}
     asked, said = {"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}

@@ -29,7 +29,7 @@ def asked_text(request: Request) -> str:
 
 
 def reply(request: Request) -> str | Exception:
-    """An answer that depends on the whole prompt."""
+    """Return an answer that depends on the whole prompt."""
     text = asked_text(request)
     if "fail" in text:
         return RuntimeError("out of luck at /home/someone/model")

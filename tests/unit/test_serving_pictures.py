@@ -47,7 +47,7 @@ def test_pictures_reach_the_engine(server):
     processor = engine.processor
     token_id = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
     assert (prompt["input_ids"] == token_id).sum() > 2
-    # what a user writes is no place for a picture
+    # the image token in a user's text does not become a placeholder
     evil = f"{processor.image_token} here"
     client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": evil}])
     assert token_id not in engine.asked[-1].prompt["input_ids"]

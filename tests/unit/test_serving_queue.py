@@ -1,4 +1,4 @@
-"""The queue of requests by itself: places, events, figures; and what an answer with calls says."""
+"""The queue of requests by itself: places, events, counts; and responses with tool calls."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ class Asked:
 
 
 class Engine:
-    """Says of each request what it is told to; `cancelled`: the keys."""
+    """An engine that reports the events that it is given; `cancelled`: the keys."""
 
     def __init__(self, *told):
         self.told = told

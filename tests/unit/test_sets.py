@@ -19,7 +19,7 @@ from tests.helpers.tiny_sets import asked, chat_row, write_chat
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two sets of 4 and 10 rows with a register of them."""
+    """Return two sets of 4 and 10 rows with a register of them."""
     write_chat(tmp_path / "small.jsonl", [f"s{i}" for i in range(4)])
     for part in range(2):
         write_chat(tmp_path / f"large/{part}.jsonl", [f"l{part}{i}" for i in range(5)])

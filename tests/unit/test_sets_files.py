@@ -10,7 +10,7 @@ from stageline.data.rows.bad_rows import BadRows, current_bad_rows, leaving_out
 from stageline.data.rows.read_rows import find_files, open_tables, stream_rows
 from stageline.errors import DataError, UserError
 
-# what a reader that guesses types would change: a date, a number with zeros, NA, key by key
+# values that a reader that guesses types would change: a date, a number with zeros, NA
 ROWS = [
     {"question": "2020-01-01", "answer": "007"},
     {"question": 'two\nlines, "quoted" and 中文', "answer": "NA"},

@@ -1,4 +1,4 @@
-"""A cut-down copy of a configuration: what stays, what goes, and that its model runs."""
+"""A scaled-down copy of a configuration: what stays, what goes, and that its model runs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which steps are skipped, counted over and refused; and stages without gradients."""
+"""Steps that are skipped, counted and refused; and stages without gradients."""
 
 import json
 import math

@@ -47,7 +47,7 @@ def test_a_line_a_stage_with_all_its_figures_and_totals():
 
 
 def test_totals_are_those_of_the_whole_model():
-    """Its tied weight lies on the first and the last stage, and was counted twice."""
+    """Count the tied weight once, although the first and the last stage hold it."""
     config = transformers.LlamaConfig(
         hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
         vocab_size=64, tie_word_embeddings=True,

@@ -35,13 +35,13 @@ RATES = (1e-3, 2e-3, 5e-4)
 
 @pytest.fixture(autouse=True)
 def alone():
-    """A process group of this process."""
+    """Open a process group of this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny model with untied weights."""
+    """Return a tiny model with untied weights."""
     path = tmp_path_factory.mktemp("llama")
     tiny_whole("llama", path)
     return path
@@ -53,7 +53,7 @@ def batches_of(step):
 
 
 def reference(folder, steps, max_norm):
-    """(loss, norm) of each step, and the weights in the end."""
+    """Return (loss, norm) of each step, and the final weights."""
     whole = transformers.AutoModelForCausalLM.from_pretrained(folder).train()
     parts = [[p for p in whole.parameters() if (p.ndim >= 2) is decays] for decays in (True, False)]
     groups = [{"params": part, "weight_decay": 0.1 * place} for part, place in zip(parts, (1, 0))]
@@ -213,7 +213,7 @@ def test_a_model_gets_neither_labels_nor_what_is_for_the_loss():
 
 
 class Loop(Trainer):
-    """A trainer that only notes what its loop asks for: a letter and how many steps were done."""
+    """A trainer that only records what its loop asks for: a letter and how many steps were done."""
 
     def __init__(
         self, *, start_step=0, is_evaluated=False, stop_at=None, ends_at=None, total_steps=7

@@ -1,4 +1,4 @@
-"""Which rows belong to which step, against the rules written out."""
+"""The rows of each step, against the rules written out."""
 
 import itertools
 from collections import Counter

@@ -13,7 +13,7 @@ KINDS = ("row", "with an original", "auto")
 
 
 class Model(nn.Module):
-    """Has settings, a buffer and a method of its own."""
+    """A module with settings, a buffer and a method of its own."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +32,7 @@ class Model(nn.Module):
 
 
 def make(kind):
-    """(wrapper, models that attributes belong to)."""
+    """Return (wrapper, models that attributes belong to)."""
     model = Model()
     lanes = [Lane.cpu()]
     if kind == "auto":
@@ -86,7 +86,7 @@ def test_what_is_loaded_is_what_the_optimizer_goes_on_from(kind, is_async):
     train_step(wrapper, optimizer, is_async=is_async)  # masters exist, a page may be due
     state = {name: torch.full_like(value, 0.25) for name, value in Model().state_dict().items()}
     assert str(wrapper.load_state_dict(state)) == "<All keys matched successfully>"
-    wrapper.synchronize()  # what a step made of the old weights does not come back
+    wrapper.synchronize()  # the update of a step on the old weights does not return
     assert float(model.last.weight.detach().max()) == 0.25
     wrapper.step(optimizer.step, is_async=False)  # without a gradient: nothing moves
     wrapper.synchronize()

@@ -42,7 +42,7 @@ def loss_fn(output, label):
 
 
 def plain_loop(model, batch, label, num_parts):
-    """The sum of losses over micro-batches, gradients added up in the model."""
+    """Return the sum of losses over micro-batches, gradients added up in the model."""
     total = 0
     for part, its_label in zip(batch.tensor_split(num_parts), label.tensor_split(num_parts)):
         loss = loss_fn(model(part), its_label)

@@ -1,4 +1,4 @@
-"""Memory of the streaming engine: budgets of devices, and what it takes of the host."""
+"""Memory of the streaming engine: budgets of devices, and what it needs on the host."""
 
 import os
 from pathlib import Path
@@ -66,7 +66,7 @@ def test_inputs_that_wait_stay_on_the_device_within_their_budget(limit, num_move
     lane.inputs_budget = limit
     ours, theirs = linears(6), linears(6)
     assert torch.equal(run(RoundPipe(ours, lanes=[lane]), BATCH, 6), loop(theirs, BATCH, 2))
-    assert len(moved) == num_moved  # of five layers that are recomputed, two micro-batches each
+    assert len(moved) == num_moved  # five layers are recomputed, with two micro-batches each
 
 
 def test_a_model_that_the_host_cannot_hold_is_refused_before_memory_is_taken(monkeypatch):
@@ -92,7 +92,7 @@ def test_pinned_blocks_are_counted_as_torch_takes_them(monkeypatch):
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # undone with the test
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
-    settle_allocators()  # for GPUs alone
+    settle_allocators()  # settings change only where there is a GPU
     assert "PYTORCH_ALLOC_CONF" not in os.environ
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     settle_allocators()
@@ -108,13 +108,13 @@ def test_the_host_memory_that_is_stated_counts_rounded_blocks(monkeypatch):
     for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     fake_accelerators(monkeypatch, "xpu", 1)
-    # of each layer a back page and a staged one: 6 x 6 and 6 of two bytes, each from 256 on
+    # each layer has a back page and a staged one: 6 x 6 and 6 of two bytes, each from 256 on
     pages = 2 * 2 * (512 - 2 * 42)
     assert host_bytes(engine._hosted_layers, torch.float32) == plain + pages
 
 
 def test_a_device_gets_the_integers_of_a_micro_batch_once():
-    """Every stage reads them, and its loss; pixels are for the first stage alone."""
+    """Move them once: every stage and its loss read them; pixels are only for the first stage."""
     batch = {"input_ids": torch.zeros(1, 3), "pixel_values": torch.zeros(2)}
     call, device = StreamedCall(NO_SEEDS, [batch, batch]), torch.device("meta")
     first = call.batch(0, device, with_pixels=True)

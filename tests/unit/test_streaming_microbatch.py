@@ -36,7 +36,7 @@ def test_what_is_cut_comes_back(num_parts):
     parts = split_inputs(args, kwargs, None, num_parts)
     assert len(parts) == num_parts
     assert sum(len(part[0]) for part, _ in parts) == 6
-    for _, its_kwargs in parts:  # another size, a scalar and what is no tensor are repeated
+    for _, its_kwargs in parts:  # another size, a scalar and anything but a tensor are repeated
         assert its_kwargs["other"] is kwargs["other"] and its_kwargs["flag"] is True
         assert its_kwargs["scale"] is kwargs["scale"]
     for joined in (None, True):

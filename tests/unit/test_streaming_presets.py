@@ -25,7 +25,7 @@ def make_model(family, *, tied=False, attention=None, **fields):
     torch.manual_seed(5)
     config = tiny_config(family, tied=tied, **fields)
     attention = attention or ("eager" if family == "gemma2" else "sdpa")
-    # the library's eager attention makes no number of rows that are all padding in float64
+    # transformers' eager attention gives NaN in float64 for rows that are all padding
     dtype = torch.float32 if attention == "eager" else torch.float64
     return transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation=attention, experts_implementation="eager", dtype=dtype
@@ -38,7 +38,7 @@ def make_batch(family):
 
 
 def parts_of(batch):
-    """As the engine cuts it."""
+    """Split a batch as the engine does."""
     return [
         {name: value.tensor_split(PARTS)[part] for name, value in batch.items()}
         for part in range(PARTS)
@@ -58,7 +58,7 @@ def engine_of(model, lanes=None, **config):
 
 
 def through(row, **inputs):
-    """The output of a row that runs layer by layer."""
+    """Return the output of a row that runs layer by layer."""
     value = row[0](**inputs)
     for layer in row[1:]:
         value = layer(value)
@@ -66,7 +66,7 @@ def through(row, **inputs):
 
 
 def plain_loop(model, batch, **more):
-    """The sum of the micro-batches' losses; gradients are added up in the model."""
+    """Return the sum of the micro-batches' losses; gradients are added up in the model."""
     total = 0
     for part in parts_of(batch):
         loss = model(**part, **more).loss
@@ -269,7 +269,7 @@ def test_layers_that_are_left_out_by_chance_are_refused():
     fields = {**SMALL, "ffn_dim": 24, "word_embed_proj_dim": 16, "max_position_embeddings": 32}
     model = transformers.OPTForCausalLM(transformers.OPTConfig(**fields, layerdrop=1.0))
     row = sequential_of(model.eval())
-    model.train()  # that of the model, not of the row: it follows
+    model.train()  # the mode is that of the model, and the row follows it
     row.train()
     with pytest.raises(UserError, match="layerdrop"):
         row[0](torch.tensor([[5, 9]]))

@@ -40,7 +40,7 @@ LORA = {"llm_lora_num": 1, "lora_rank": 2, "lora_dropout": 0.3, "frozen_lm_head"
 
 @pytest.fixture(autouse=True)
 def alone():
-    """A process group of this process."""
+    """Open a process group of this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
@@ -84,7 +84,7 @@ def make_optimizer(parameters):
 
 
 def train(runner, family, num_steps=3):
-    """What is told of each step and of an evaluation, and all weights."""
+    """Train; return the records of each step and of an evaluation, and all weights."""
     train_step = TrainStep(
         runner,
         make_optimizer=make_optimizer,
@@ -141,7 +141,7 @@ def test_equals_the_pipeline_to_the_bit(case, tmp_path):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A folder with weights, and what the pipeline makes of them."""
+    """Return a folder with weights, and what the pipeline makes of them."""
     folder = tmp_path_factory.mktemp("llama")
     save_whole("llama", folder)
     return folder
@@ -278,7 +278,7 @@ def test_the_passes_settle_what_an_update_draws(kind, llama):
         loss = runner.step(batches, loss_fn=loss_fn)
         drawn.append(torch.rand(2).tolist())
         assert loss.item() == pytest.approx(sum(losses).item(), rel=1e-6)
-    seed_host(derive_seed(5, "update", 7))  # by seed and step alone
+    seed_host(derive_seed(5, "update", 7))  # the host draws by seed and step only
     assert drawn == [torch.rand(2).tolist()] * 2
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong on the streams of a GPU only, as far as a CPU can show it."""
+"""Faults that occur only on the streams of a GPU, as far as a CPU can show them."""
 
 import weakref
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_buffer_that_changes_leaves_its_neighbours_of_the_stage_alone():
-    """They lie in one run of bytes; autograd must not take one's change for another's."""
+    """Keep them apart in autograd, although they share one storage."""
 
     def make():
         torch.manual_seed(1)

@@ -25,7 +25,7 @@ LINEAR = 4 * (8 * 8 + 8)  # bytes of a Linear(8, 8)
 
 
 class Model(nn.Module):
-    """Has children and a forward that calls them in turn."""
+    """A module with children and a forward that calls them in turn."""
 
     def __init__(self, **children):
         super().__init__()
@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 
 class Whole(Model):
-    """Computes without children."""
+    """A module that computes without children."""
 
     def __init__(self, size=8):
         super().__init__()
@@ -61,7 +61,7 @@ def wrap(model, *, num_lanes=1, is_late=False, **kwargs):
 
 
 def parts(model):
-    """What stands in each place: the layers of a RoundPipe, or the kind of a module."""
+    """Return, by name, the number of layers of a RoundPipe, or the class name of a module."""
     return {
         name: len(child._layers) if isinstance(child, RoundPipe) else type(child).__name__
         for name, child in model._modules.items()

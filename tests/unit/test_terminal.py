@@ -1,4 +1,4 @@
-"""What a run shows: few lines before its first step, a bar that stays whole, lines in a pipe."""
+"""Terminal output of a run: few lines before its first step, a whole bar, lines in a pipe."""
 
 import fcntl
 import logging
@@ -57,7 +57,7 @@ def small_run(folder):
 
 
 def written_by(run, folder, *, is_terminal):
-    """What a forked process writes onto a terminal of 100 columns, or into a pipe."""
+    """Return what a forked process writes to a terminal of 100 columns, or into a pipe."""
     reader, writer = pty.openpty() if is_terminal else os.pipe()
     if is_terminal:
         fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
@@ -92,7 +92,7 @@ def written_by(run, folder, *, is_terminal):
 
 
 def screen(text):
-    """The rows that a terminal shows at the end."""
+    """Return the rows that a terminal shows at the end."""
     rows, column = [""], 0
     for part in re.findall(r"\x1b\[[0-9;]*[A-Za-z]|.|\n|\r", text):
         if part == "\n":

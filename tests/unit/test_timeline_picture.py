@@ -1,4 +1,4 @@
-"""The picture, the trace and the words of a timeline say what the events say."""
+"""The picture, the trace and the words of a timeline agree with its events."""
 
 import json
 import re
@@ -122,7 +122,7 @@ def test_the_description_blames_nobody_where_stages_are_even():
 
 
 def parts_of(events):
-    """(rank, stage, micro-batch) of a wait -> its parts."""
+    """Return (rank, stage, micro-batch) of a wait -> its parts."""
     found = {}
     for event in split_waits(events):
         if event.kind in WAITS:

@@ -1,4 +1,4 @@
-"""Rows with tools for templates that want ids, and for those that know no tools."""
+"""Rows with tools for templates that require ids, and for those without tools."""
 
 import copy
 import re
@@ -13,7 +13,7 @@ from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.tiny_tokenizers import tiny_metaspace_tokenizer
 
 NINE = re.compile('"(?:id|call_id)": "([A-Za-z0-9]{9})"')
-# as Mistral's v0.3 does, it looks at the ids of results too
+# the template checks the ids of results, too, as that of Mistral v0.3 does
 STRICT = MISTRAL.replace(
     "[TOOL_RESULTS] ",
     "{% if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}"
@@ -23,7 +23,7 @@ STRICT = MISTRAL.replace(
 
 
 def two_calls(*ids):
-    """Two calls of one answer, whose results come in the other order where ids tell so."""
+    """Return two calls of one answer, whose results come in the other order where ids tell so."""
     first, second = call(city="Bern")["tool_calls"] + call(city="Köln")["tool_calls"]
     messages = [say("user", "Both?"), say("assistant", "", tool_calls=[first, second])]
     results = [say("tool", "21"), say("tool", "9")]
@@ -49,7 +49,7 @@ def test_ids_are_made_and_agree(strict, ids):
     assert first != second and results == ([second, first] if ids else [first, second])
     assert chat(before, "", processor=tiny_metaspace_tokenizer(chat_template=STRICT)).text == text
     assert sample == before
-    # as the library writes it with those ids
+    # transformers writes the same text with those ids
     for made, old in zip(sample["messages"][1]["tool_calls"], (first, second), strict=True):
         made["id"] = old
     for message, old in zip(sample["messages"][2:4], results, strict=True):

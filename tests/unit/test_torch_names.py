@@ -1,4 +1,4 @@
-"""The private names of torch that are used here: another torch that changes them fails this test.
+"""The private names of torch in use: a version of torch that changes them fails this test.
 
 They are the runtime that carries out a list of actions, with these, and the split of a backward
 pass into its two halves. Neither has a public name in torch 2.11 to 2.15.
@@ -53,7 +53,7 @@ def test_names_and_parameters():
 
 
 def test_the_runtime_has_what_a_plan_uses():
-    """Besides names: where the order lies, what is waited for, and a function for each kind."""
+    """Check the place of the order, what is waited for, and a function for each kind."""
     parameters = inspect.signature(_PipelineScheduleRuntime._step_microbatches).parameters
     assert list(parameters)[:6] == [
         *("self", "arg_mbs", "kwarg_mbs", "target_mbs", "losses", "return_outputs")

@@ -1,4 +1,4 @@
-"""Trackers are told what the log is told; one that fails, or is missing, is said so once."""
+"""Trackers get what the log gets; one that fails, or is missing, is reported once."""
 
 import json
 import math
@@ -18,7 +18,7 @@ RECORD = StepRecord(
 
 
 class Notes:
-    """Notes every call by its dotted name."""
+    """A module that records every call by its dotted name."""
 
     def __init__(self):
         self.calls = []

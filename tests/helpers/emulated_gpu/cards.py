@@ -1,4 +1,4 @@
-"""One to four CUDA cards that are not there, for tests on a machine without one.
+"""One to four emulated CUDA cards, for tests on a machine without one.
 
 Inside `with Cards(count=2) as cards:` tensors on "cuda:1" hold true values on the host, so all
 that a card runs runs here, with true results, and
@@ -69,7 +69,7 @@ def _complete_cpu() -> torch.library.Library:
 
 
 class Wait(NamedTuple):
-    """A place where the host waited: of the project, and of the library that it called."""
+    """A place where the host waited: of the project, and of the other package that it called."""
 
     place: str
     library: str
@@ -146,7 +146,7 @@ class Cards:
         Cards.entered = CardTensor.cards = None
 
     def clear(self) -> None:
-        """Forgets what was seen; what is on its way stays."""
+        """Forget what was seen; pending work stays."""
         self.waits.clear()
         self.works.clear()
         self.collectives.clear()
@@ -156,16 +156,16 @@ class Cards:
     # -- what torch.cuda asks --
 
     def stream_of(self, device: torch.device) -> Actor:
-        """The current stream of a card in this thread."""
+        """Return the current stream of a card in this thread."""
         return device.index, self.native.cards_stream(device.index)
 
     def wait_for_card(self, kind: str, device: torch.device) -> None:
-        """The host waits for the current stream of a card."""
+        """Let the host wait for the current stream of a card."""
         self.note_wait(kind)
         self.order.join(HOST, self.stream_of(device))
 
     def note_wait(self, kind: str) -> None:
-        """Counts a wait of the host, and says so if torch was told to."""
+        """Count a wait of the host, and warn if torch was told to."""
         place = Place()
         self.waits[Wait(place.own(), place.library(), kind)] += 1
         if self.warns_of_waits not in ("default", 0) and not kind.endswith("synchronize"):
@@ -175,13 +175,13 @@ class Cards:
             warnings.warn(text, stacklevel=2)
 
     def record_stream(self, tensor: CardTensor, stream: "torch_cuda.Stream") -> None:
-        """As `Tensor.record_stream`."""
+        """Act like `Tensor.record_stream`."""
         key = self.memory.key(tensor)
         assert key is not None
         self.order.record_stream(key, stream.actor)
 
     def _heard(self, kind: int, event: int, device: int, stream: int) -> None:
-        """What autograd records and waits for by itself."""
+        """Follow what autograd records and waits for by itself."""
         key = ("autograd", event)
         if kind == 0:
             self.order.record(key, (device, stream))
@@ -191,7 +191,7 @@ class Cards:
     # -- operations --
 
     def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """An operation on tensors of a card, or one that makes some."""
+        """Run an operation on tensors of a card, or one that makes some."""
         wanted = self._wanted(kwargs)
         if is_collective(func):
             return self._collective(func, args, kwargs)
@@ -226,7 +226,7 @@ class Cards:
         return return_and_correct_aliasing(func, args, kwargs, out) if returns_alias(func) else out
 
     def on_host(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """An operation of the host alone: followed where its memory is page-locked."""
+        """Run an operation on the host, and follow it if its memory is page-locked."""
         if is_collective(func):
             self._note_collective(func, "cpu")
         pins = bool(kwargs.get("pin_memory"))
@@ -269,10 +269,10 @@ class Cards:
         ours: list[CardTensor],
         wanted: torch.device | None,
     ) -> torch.device:
-        """The card that an operation runs on.
+        """Return the card that an operation runs on.
 
         Raises:
-            MixedDevices: its tensors lie on two.
+            MixedDevices: its tensors are on two.
         """
         devices = {x.device for x in ours}
         hosts = [x for x in tensors if not isinstance(x, CardTensor)]
@@ -287,7 +287,7 @@ class Cards:
         return devices.pop() if devices else wanted
 
     def _compute(self, func: Any, args: tuple, kwargs: dict, device: torch.device) -> Any:
-        """The values; random ones from the card's generator."""
+        """Compute the values, random ones with the card's generator."""
         if name_of(func) in ON_A_CPU:
             return ON_A_CPU[name_of(func)](func, *args, **kwargs)
         if not is_random(func) or device.type != KIND or kwargs.get("generator") is not None:
@@ -350,7 +350,7 @@ class Cards:
         self.order.join(after, before)
 
     def _collective(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """On the host's values, by gloo; for the order of streams as NCCL does, on its own one."""
+        """Run it on the host's values by gloo, and order it like NCCL, on a stream of its own."""
         self._note_collective(func, KIND)
         tensors = tensors_in(args, kwargs)
         ours = {id(x.values): x for x in tensors if isinstance(x, CardTensor)}
@@ -370,7 +370,7 @@ class Cards:
             self.collectives.append(f"{name_of(func)} on {kind} at {Place()}")
 
     def note_group(self, ranks: list[int], world_size: int, backend: str | None) -> None:
-        """A group of this run is made.
+        """Record that a group of this run is made.
 
         Raises:
             RuntimeError: some ranks would split the NCCL group of all, the others not.
@@ -385,7 +385,7 @@ class Cards:
             )
 
     def await_network(self) -> None:
-        """What the current streams do from now on comes behind all that was sent so far."""
+        """Order later work of the current streams after all that was sent so far."""
         for index in self._sent:
             self.order.join(self.stream_of(torch.device(KIND, index)), (index, NETWORK))
 
@@ -394,7 +394,7 @@ aten_copy_ = torch.ops.aten.copy_.default
 
 
 class _Watch(TorchDispatchMode):
-    """Sees what makes tensors on a card out of none, and what the host does."""
+    """A mode that sees what makes tensors on a card out of none, and what the host does."""
 
     def __init__(self, cards: Cards) -> None:
         super().__init__()
@@ -427,6 +427,6 @@ def _in_every_thread(cards: Cards):
 
 
 def _told(func: Any):
-    """Says what is done where, but only if somebody asks."""
+    """Return a function that formats the operation and its place, for when they are needed."""
     place = Place()
     return lambda: f"{func if isinstance(func, str) else name_of(func)} at {place}"

@@ -1,4 +1,4 @@
-"""The storages of emulated cards and the page-locked ones of the host: who is who, and how much.
+"""The storages of emulated cards and the page-locked ones of the host: their keys and sizes.
 
 A card's figures are those of torch's allocator without fragmentation: blocks of 512 bytes.
 """
@@ -15,7 +15,7 @@ BLOCK = 512
 
 
 class Memory:
-    """Gives each storage a key, and tells `order` when it comes and goes.
+    """A record that gives each storage a key, and tells `order` when it comes and goes.
 
     Attributes:
         allocated: bytes that a card's tensors have now.
@@ -36,7 +36,7 @@ class Memory:
         self._next = itertools.count()
 
     def key(self, tensor: torch.Tensor) -> int | None:
-        """Of a storage that is followed: a card's, or one of the host that was used with a card."""
+        """Return the key of a followed storage: a card's, or one of the host used with a card."""
         return self._keys.get(tensor.untyped_storage())
 
     def part(self, tensor: torch.Tensor) -> Part | None:
@@ -45,7 +45,7 @@ class Memory:
         return None if key is None else _part(key, tensor)
 
     def host_part(self, tensor: torch.Tensor) -> Part:
-        """Of a storage on the host, followed from now on."""
+        """Return the bytes of a storage on the host, which is followed from here."""
         return _part(self._follow(tensor.untyped_storage(), owner=None), tensor)
 
     def place(self, values: torch.Tensor, device: torch.device, owner: Actor) -> CardTensor:
@@ -64,7 +64,7 @@ class Memory:
         return CardTensor(values, device)
 
     def refuse(self, size: int, card: int) -> None:
-        """Raises what torch raises if a card has no room for so many bytes."""
+        """Raise torch's error if a card has no room for `size` bytes."""
         free = self.size - self.allocated[card]
         if size > free:
             raise torch.OutOfMemoryError(
@@ -74,7 +74,7 @@ class Memory:
             )
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Takes a storage on the host for page-locked from now on."""
+        """Treat a storage on the host as page-locked."""
         self._pinned.add(tensor.untyped_storage())
         return tensor
 

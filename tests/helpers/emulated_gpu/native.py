@@ -1,6 +1,6 @@
-"""Compiles cards.cpp once and loads it. It must be loaded before torch is: torch asks only once.
+"""Compile cards.cpp once and load it, before torch, which asks for it only once.
 
-The library is kept in `.cache/`, under a name that changes with the source and with torch.
+The compiled file is in `.cache/`, under a name that changes with the source and with torch.
 """
 
 import ctypes
@@ -16,8 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = Path(__file__).with_name("cards.cpp")
 CACHE = ROOT / ".cache" / "emulated_gpu"
-MOST_CARDS = 4  # as kMost in cards.cpp
-KIND = os.environ.get("EMULATED_KIND", "cuda")  # or any word that is no kind of torch's
+MOST_CARDS = 4  # kMost in cards.cpp has the same value
+KIND = os.environ.get("EMULATED_KIND", "cuda")  # or any word but a kind of torch's
 
 
 class Unavailable(RuntimeError):
@@ -25,7 +25,7 @@ class Unavailable(RuntimeError):
 
 
 def load() -> ctypes.CDLL:
-    """The compiled guard and hooks, in this process from now on; about 15 s of g++ the first time.
+    """Load the compiled guard and hooks into this process; the first time takes 15 s of g++.
 
     Raises:
         Unavailable: torch is imported already, a real card is here, or nothing compiles C++.

@@ -1,4 +1,4 @@
-"""What a card does with torch's operations otherwise than a CPU: which wait, copy or touch nothing.
+"""Operations of torch that differ between a card and a CPU: those that wait, copy or touch nothing.
 
 Only facts about operations; no state.
 """
@@ -16,7 +16,7 @@ HERE = str(Path(__file__).parent)
 aten = torch.ops.aten
 
 COPIES = {aten._to_copy.default, aten.copy_.default}
-# they take indices that lie on the host, and bring them over
+# they take indices that are on the host, and copy them over
 INDEXING = {
     *(aten.index.Tensor, aten.index_put.default, aten.index_put_.default),
     *(aten._unsafe_index.Tensor, aten._unsafe_index_put.default, aten._index_put_impl_.default),
@@ -26,7 +26,7 @@ WAITING = frozenset(
     "_local_scalar_dense nonzero equal masked_select _unique _unique2 unique_dim bincount "
     "unique_consecutive is_nonzero linalg_eig _linalg_svd linalg_qr".split()
 )
-# a number on the host is no argument of these kernels, but a tensor on another device
+# these kernels take no number on the host as an argument, only as a tensor on another device
 STRICT = frozenset("mm bmm addmm baddbmm embedding index_select gather scatter cat stack".split())
 # they look at no value: no kernel reads or writes
 VALUELESS = frozenset(
@@ -67,7 +67,7 @@ def name_of(func: Any) -> str:
 
 @functools.cache
 def is_composite(func: Any) -> bool:
-    """Whether it is made of others; autograd takes it apart, but nobody does without gradients."""
+    """Whether it is made of others; only autograd takes it apart, and only for gradients."""
     key = "CompositeImplicitAutograd"
     return func.namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(
         func.name(), key
@@ -104,7 +104,7 @@ def replaced(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def tensors_in(*values: Any) -> list[torch.Tensor]:
-    """All tensors in nested lists, tuples and dicts, in order."""
+    """Return all tensors in nested lists, tuples and dicts, in order."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -123,7 +123,7 @@ def _written_places(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def written(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments that an operation writes into."""
+    """Yield the tensors among the arguments that an operation writes into."""
     for index, name in _written_places(func):
         value = args[index] if index < len(args) else kwargs.get(name)
         yield from tensors_in(value)
@@ -137,14 +137,14 @@ def waits(func: Any, tensors: list[torch.Tensor]) -> bool:
 
 
 def must_match(func: Any, tensor: torch.Tensor) -> bool:
-    """Whether a tensor on the host is refused beside tensors of a card."""
+    """Whether a tensor on the host is refused next to tensors of a card."""
     if tensor.dim() == 0:
         return name_of(func) in STRICT
     return not (func in INDEXING and not tensor.is_floating_point())
 
 
 class Place:
-    """Where in the project, and in which library below it, the host is now."""
+    """The current place of the host: in the project, and in another package that it called."""
 
     def __init__(self) -> None:
         self._frames = []

@@ -1,4 +1,4 @@
-"""What happens before what on streams and on the host: vector clocks, and the races they show.
+"""The order of events on streams and on the host: vector clocks, and the races they show.
 
 A race is a use of memory that nothing orders behind another use of which one writes, or behind
 its allocation. Values are right here in any case, because the emulator computes at once; on a
@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 Actor = tuple[int, int] | str  # (card, stream), or the host
-Part = tuple[int, int, int]  # of a storage: its key, the first byte, the one behind the last
+Part = tuple[int, int, int]  # the key of a storage, its first byte and the one after the last
 Clock = dict[Actor, int]  # actor -> the last of its works that is known to be done
 HOST = "the host"
 Told = Callable[[], str]
@@ -46,7 +46,7 @@ class Memory:
 
 
 class Order:
-    """Follows works, events and waits; `races` counts what is out of order, by its sentence."""
+    """A record of works, events and waits; `races` counts what is out of order, by its sentence."""
 
     def __init__(self) -> None:
         self.races: Counter[str] = Counter()
@@ -56,7 +56,7 @@ class Order:
         self._lock = threading.RLock()
 
     def work(self, actor: Actor, reads: Iterable[Part], writes: Iterable[Part], told: Told) -> None:
-        """An actor uses memory; a stream's work comes behind all that the host knows."""
+        """Record a use of memory; a stream's work follows all that the host knows."""
         with self._lock:
             clock = self._clock(actor)
             if actor != HOST:
@@ -69,18 +69,18 @@ class Order:
                     self._touch(part, use, clock, is_write=part in writes)
 
     def allocate(self, key: int, owner: Actor | None) -> None:
-        """Memory from now on followed under `key`."""
+        """Follow memory under `key`."""
         with self._lock:
             self._memory[key] = Memory(owner)
 
     def record_stream(self, key: int, actor: Actor) -> None:
-        """The allocator will wait for what the stream does with this memory."""
+        """Record that the allocator will wait for what the stream does with this memory."""
         with self._lock:
             if key in self._memory:
                 self._memory[key].recorded.add(actor)
 
     def free(self, key: int) -> None:
-        """The owner's next allocation may be at the same place, so all uses must be behind it."""
+        """Check that all uses come before the owner's next allocation, maybe at the same place."""
         with self._lock:
             memory = self._memory.pop(key, None)
             if memory is None or memory.owner is None:
@@ -95,19 +95,19 @@ class Order:
                     ] += 1
 
     def record(self, event: Hashable, actor: Actor) -> None:
-        """An event behind all that the stream was given so far."""
+        """Record an event after all that the stream was given so far."""
         with self._lock:
             clock = self._clock(actor)
             _join(clock, self._clock(HOST))
             self._events[event] = dict(clock)
 
     def wait(self, actor: Actor, event: Hashable) -> None:
-        """What the actor does from now on comes behind an event."""
+        """Order later work of the actor after an event."""
         with self._lock:
             _join(self._clock(actor), self._events.get(event, {}))
 
     def join(self, actor: Actor, other: Actor | None = None) -> None:
-        """What the actor does from now on comes behind all that another one did, or all others."""
+        """Order later work of the actor after all work so far of another one, or of all others."""
         with self._lock:
             clock = self._clock(actor)
             for each in list(self._clocks) if other is None else [other]:
@@ -126,7 +126,7 @@ class Order:
                     self._check(use, earlier, clock, does, did)
 
         def still(uses: list[tuple[Part, Use]]) -> list[tuple[Part, Use]]:
-            """Those that a later use must come behind, beside this one."""
+            """Return the uses that a later use must still follow, in addition to this one."""
             return [
                 (other, earlier)
                 for other, earlier in uses
@@ -146,7 +146,7 @@ class Order:
 
 
 def told_actor(actor: Actor) -> str:
-    """An actor in words."""
+    """Return the name of an actor in words."""
     return actor if isinstance(actor, str) else f"stream {actor[1]} of card {actor[0]}"
 
 

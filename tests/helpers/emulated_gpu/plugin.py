@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.emulated_gpu.native import Unavailable, load
 
-os.environ["OMP_NUM_THREADS"] = "1"  # as tests/conftest.py, which comes after torch then
+os.environ["OMP_NUM_THREADS"] = "1"  # tests/conftest.py sets this, too, but comes after torch then
 os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # its threads would ask for cards that they don't see
 _native, _why = None, ""
 try:
@@ -30,13 +30,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Takes them away again."""
+    """Remove the cards."""
     if Cards.entered is not None:
         Cards.entered.__exit__(None, None, None)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says what tests for cards ran on."""
+    """Report the cards that tests ran on."""
     terminalreporter.write_line(f"cards: {_told()}")
 
 

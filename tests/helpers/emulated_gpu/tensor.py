@@ -1,4 +1,4 @@
-"""A tensor that says it lies on a card, and holds its values in host memory.
+"""A tensor that claims to be on a card, and holds its values in host memory.
 
 What a kernel would do is `Cards.run` (cards.py). The methods here are those that torch answers
 without a kernel, so that no operation would be seen.
@@ -96,16 +96,16 @@ class CardTensor(torch.Tensor):
 
 
 def entered() -> "Cards":
-    """The emulator that is entered.
+    """Return the emulator that is entered.
 
     Raises:
-        RuntimeError: none is; a tensor outlived the cards that it lay on.
+        RuntimeError: none is entered; a tensor outlived its cards.
     """
     if CardTensor.cards is None:
-        raise RuntimeError("this tensor lies on an emulated card, and none is there any more")
+        raise RuntimeError("this tensor is on an emulated card, and none is entered now")
     return CardTensor.cards
 
 
 def values_of(value: Any) -> Any:
-    """The host's tensor of a card's one; anything else as it is."""
+    """Return the host's tensor of a card's one; anything else as it is."""
     return value.values if isinstance(value, CardTensor) else value

@@ -1,4 +1,4 @@
-"""The face of `torch.cuda` over emulated cards: streams, events, memory figures, generators."""
+"""The interface of `torch.cuda` over emulated cards: streams, events, memory, generators."""
 
 import contextlib
 import time
@@ -22,7 +22,7 @@ ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 
 
 class Stream:
-    """As `torch.cuda.Stream`; each one is another, where torch hands out the same few."""
+    """A `torch.cuda.Stream`; each one is new, where torch hands out the same few."""
 
     def __init__(
         self, device: Any = None, priority: int = 0, *, stream_id: int | None = None, **_: object
@@ -34,7 +34,7 @@ class Stream:
 
     @property
     def actor(self) -> Actor:
-        """What `order` calls it."""
+        """The key of this stream in `order`."""
         return self.device.index, self.stream_id
 
     def __eq__(self, other: object) -> bool:
@@ -71,7 +71,7 @@ class Stream:
 
 
 class Event:
-    """As `torch.cuda.Event`; times are those of the host."""
+    """A `torch.cuda.Event`; times are those of the host."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.key = ("event", entered().native.cards_new_id())
@@ -96,7 +96,7 @@ class Event:
 
 
 def index_of(device: Any = None) -> int:
-    """The number of a card: of an int, a name or a device; by default the current one."""
+    """Return the number of a card: of an int, a name or a device; by default the current one."""
     if isinstance(device, Stream):
         device = device.device
     if device is not None and not isinstance(device, int):
@@ -105,14 +105,14 @@ def index_of(device: Any = None) -> int:
 
 
 def current_stream(device: Any = None) -> Stream:
-    """As in torch.cuda."""
+    """Act like `torch.cuda.current_stream`."""
     index = index_of(device)
     return Stream(index, stream_id=entered().native.cards_stream(index))
 
 
 @contextlib.contextmanager
 def on_stream(stream: Stream | None) -> Iterator[None]:
-    """As `torch.cuda.stream`."""
+    """Act like `torch.cuda.stream`."""
     if stream is None:
         yield
         return
@@ -128,7 +128,7 @@ def on_stream(stream: Stream | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_card(device: Any) -> Iterator[None]:
-    """As `torch.cuda.device`."""
+    """Act like `torch.cuda.device`."""
     native = entered().native
     before = native.cards_device()
     native.cards_set_device(index_of(device))
@@ -139,7 +139,7 @@ def on_card(device: Any) -> Iterator[None]:
 
 
 def module() -> Any:
-    """What torch asks of this kind of card: torch.cuda, or one that is made as a package would."""
+    """Return the module of this kind of card: torch.cuda, or one made as a package would."""
     if not hasattr(torch, KIND):
         torch.utils.rename_privateuse1_backend(KIND)
         torch._register_device_module(KIND, ModuleType(f"torch.{KIND}"))
@@ -147,7 +147,7 @@ def module() -> Any:
 
 
 def replacements(cards: "Cards") -> Iterator[tuple[Any, str, Any]]:
-    """(owner, name, new): what the cards put in the place of torch's own."""
+    """Yield (owner, name, new): what the cards put in the place of torch's own."""
     tables = (_devices(cards), _streams(cards), _memory(cards), _generators(cards))
     yield from ((module(), name, new) for table in tables for name, new in table.items())
     tensor_of = torch.tensor
