@@ -14,9 +14,9 @@ from typing import Any, Literal
 from jsonargparse import ArgumentParser
 
 import commands.train  # noqa: F401 - registers the engines
-from commands.export import make_parser
 from options.answer import ChatConfig, EvaluateConfig, InferConfig, LmEvalConfig
 from options.corpus import ACTIONS
+from options.export import ExportConfig
 from options.fields import option_groups, spelled
 from options.parts import add_part_options
 from options.serve import ServeConfig
@@ -126,18 +126,14 @@ def options_page() -> str:
         if again:
             names = ", ".join(row.split(" | ")[0].removeprefix("| ") for row in again)
             lines.append(f"\nAs above: {names}.")
-    for name, action in ACTIONS.items():
-        lines += [f"\n## corpus {name}\n", *TABLE]
-        for _, items in option_groups(action.config):
+    others = {f"corpus {name}": action for name, action in ACTIONS.items()}
+    for name, config in (*others.items(), ("export", ExportConfig)):
+        lines += [f"\n## {name}\n", *TABLE]
+        for _, items in option_groups(config):
             lines += [
                 option_row(spelled(one.name), default_of(one), one.type, one.metadata["help"])
                 for one in items
             ]
-    lines += ["\n## export\n", *TABLE]
-    for action in make_parser()._actions:
-        if action.option_strings and action.dest != "help":
-            default = None if action.default in ("==SUPPRESS==", False) else action.default
-            lines.append(option_row(action.option_strings[-1], default, None, action.help or ""))
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
 

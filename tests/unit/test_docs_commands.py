@@ -16,8 +16,8 @@ import pytest
 
 from commands import option_names
 from commands.command_line import COMMANDS, rewritten
-from commands.export import make_parser
 from options.corpus import ACTIONS
+from options.export import ExportConfig
 from options.fields import option_fields, spelled
 from parse_args import (
     parse_chat_args,
@@ -28,8 +28,9 @@ from parse_args import (
     parse_serve_args,
     parse_train_args,
 )
-from register import ALL_REGISTERS, import_parts, restored_registers
+from register import ALL_REGISTERS, import_parts
 from tests.helpers.docs_reference import part_options
+from tests.helpers.registers import restored_registers
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("*.md"), *ROOT.glob("examples/*.md")])
@@ -103,8 +104,8 @@ def known():
         for register in ALL_REGISTERS.values():
             for key in register:
                 found |= {name for name, *_ in part_options(register, key)}
-        found |= {spelled(name) for one in ACTIONS.values() for name in option_fields(one.config)}
-        found |= {name for one in make_parser()._actions for name in one.option_strings}
+        found |= {spelled(name) for one in ACTIONS.values() for name in option_fields(one)}
+        found |= {spelled(name) for name in option_fields(ExportConfig)}
         yield found
 
 
