@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from stageline import progress
+from stageline.errors import UserError
 from stageline.modules.layer_seeds import NO_SEEDS, LayerSeeds
 from stageline.pipeline.plan import Action, GradFlow, Kind, grad_flow
 from stageline.pipeline.recorder import NO_RECORDER, Recorder
@@ -344,12 +346,35 @@ class StagelineStage(PipelineStage):
     ) -> list[Self]:
         """Build the stages of this rank; every rank of the pipeline calls this.
 
-        The ranks exchange once which stages train.
+        The ranks exchange once which stages train and what they receive and send.
+
+        Raises:
+            UserError: a stage receives something else than the stage before sends.
         """
-        own = [(model.stage, trains(model)) for model in models]
-        gathered: list[list[tuple[int, bool]]] = [[]] * dist.get_world_size(group)
+
+        def shapes(tensors: Sequence[torch.Tensor]) -> list[str]:
+            return [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors]
+
+        own = [
+            (
+                model.stage,
+                trains(model),
+                shapes(model.get_example_input(*PROBE)),
+                shapes(model.get_example_output(*PROBE)),
+            )
+            for model in models
+        ]
+        gathered: list[list[tuple[int, bool, list[str], list[str]]]]
+        gathered = [[]] * dist.get_world_size(group)
         dist.all_gather_object(gathered, own, group=group)
-        flow = grad_flow([does for _, does in sorted(one for some in gathered for one in some)])
+        stages = sorted(one for some in gathered for one in some)
+        for (before, _, _, sent), (behind, _, received, _) in pairwise(stages):
+            if sent != received:
+                raise UserError(
+                    f"stage {before} sends {sent}, and stage {behind} expects {received} for a "
+                    f"micro-batch of {PROBE}. Correct get_example_input of the stage model."
+                )
+        flow = grad_flow([does for _, does, _, _ in stages])
         return [cls(model, device, group, flow=flow, **kwargs) for model in models]
 
 

@@ -253,7 +253,7 @@ BUDGET = {
         3100,
     ),
     "stages": ("stageline/stages/", 3800, 4004),
-    "pipeline": ("stageline/pipeline/", 2000, 2263),
+    "pipeline": ("stageline/pipeline/", 2000, 2291),
     "modules": ("stageline/modules/", 3200, 3291),
     "streaming": ("stageline/streaming/", 3000, 3155),
     "training": ("stageline/training/", 4600, 5470),
