@@ -55,7 +55,13 @@ class _StrictLoader(yaml.SafeLoader):
         return tag
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        _without_twins([(key.value, None) for key, _ in node.value if key.tag == _STR])
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag == _STR and key.value in seen:
+                raise ValueError(
+                    f"{key.value!r} comes twice, again in line {key.start_mark.line + 1}"
+                )
+            seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
 
 
@@ -75,10 +81,9 @@ def read_options(text: str) -> tuple[Any, dict[str, int]]:
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:
                 lines[str(key.value)] = key.start_mark.line + 1
+                # as typed until its option's type is known: 1.50 may be a name
                 if value.tag in _PLAIN and value.style is None:
-                    value.tag = (
-                        _STR  # as typed until its option's type is known: 1.50 may be a name
-                    )
+                    value.tag = _STR
         return (None if node is None else loader.construct_document(node)), lines
     finally:
         loader.dispose()
