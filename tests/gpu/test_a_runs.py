@@ -61,7 +61,7 @@ class Case(NamedTuple):
 ARRIVALS = "event synchronize: stageline/streaming/lanes.py"
 # a reference's values come from a table; the host must know the sum of KTO's baseline
 TABLE = "pageable copy to the card: stageline/pipeline/torch_stage.py"
-BASELINE = f"{TABLE}|.*(training/reference|modules/losses|masking_utils).py"
+BASELINE = f"{TABLE}|.*(training/reference|loss_fn|masking_utils).py"
 CASES = {
     "zbv recompute chunk": Case(
         words=f"{ZBV} --gradient-checkpointing --logits-chunk 5 --save-steps 1 --eval-samples 4 "
