@@ -54,7 +54,7 @@ def job(tmp_path_factory):
 
 
 def test_rates_and_ranks_are_told(job):
-    assert "(vit 1.00e-03, llm 2.00e-02, lm_head 3.00e-02)" in job.out
+    assert ", vit 1.0e-03, llm 2.0e-02, lm_head 3.0e-02" in job.out
     for record in job.records("first"):
         assert record["learning_rate_vit"] == pytest.approx(0.1 * record["learning_rate"])
         assert record["learning_rate_llm"] == pytest.approx(2 * record["learning_rate"])

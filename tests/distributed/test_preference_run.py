@@ -56,7 +56,7 @@ def test_the_reference_is_that_of_the_start_in_a_resumed_run(job, name, options,
         shutil.copytree(job.folder / parts, job.folder / "lost", symlinks=True)
         shutil.rmtree(job.folder / "lost" / "reference")
         done = run(job, "lost", DPO, *held_out, "--resume", "auto", ranks=1)
-        assert done.code == 2 and "the run compares with the model that it began with" in done.err
+        assert done.code == 2 and "another start model" in done.err
     done = run(job, parts, DPO, *held_out, "--resume", "auto", ranks=2)
     assert done.code == 0 and "3 of 5 steps are done" in done.out, done.err
     assert "computing log-probabilities" not in done.out
@@ -98,7 +98,7 @@ def test_rows_bring_the_reference(job):
         (("--reference", "adapters_off"), "38 more are trained besides adapters"),
         (("--reference", "columns"), "bring no log-probabilities for micro-batch 0"),
         (("--logits-chunk", 8), "--logits-chunk does not go with --loss-fn dpo"),
-        (("--packing",), "--packing was given"),
+        (("--packing",), "--packing needs a --collate-fn"),
         (("--collate-fn", "kto"), "'label' is missing"),
     ],
 )

@@ -183,7 +183,7 @@ def test_two_ranks_train_resume_and_give_a_classifier(job):
                 assert two[figure] == pytest.approx(one[figure], rel=1e-5, abs=1e-7), figure
     first, *_, last = job.records("two", "eval")
     assert last["loss"] < first["loss"] and last["reward_margin"] > first["reward_margin"]
-    assert "token_accuracy" not in last and "reward accuracy" in runs["two"].out
+    assert "token_accuracy" not in last and "reward_accuracy" in runs["two"].out
     saved = job.folder / "two/checkpoints/step-00000006"
     resumed = job.folder / "two/checkpoints/step-00000003"
     assert json.loads((saved / "config.json").read_text())["use_cache"] is True
