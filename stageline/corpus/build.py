@@ -33,23 +33,23 @@ from stageline.errors import DataError, UserError
 
 MAX_DOCUMENT_BYTES = 32 << 20
 MB = 1e6
-_NUM_LISTED = 1000  # of the bad lines
+_NUM_LISTED = 1000  # bad lines that are listed in full
 _HOPELESS = 1000  # bad lines without any document: the input is not what it should be
 
 
 @dataclass
 class Progress:
-    """How far a build is. All of it is JSON.
+    """Progress of a build, as JSON values.
 
     Attributes:
         file, part: the first chunk that is not written.
-        num_lines: of the current file, before that chunk.
-        num_bytes: of all files, as they lie on the disk.
-        seconds: of all starts together.
-        counts: of the cutter, by name: documents, segments, tokens, cut sentences ...
+        num_lines: lines of the current file before that chunk.
+        num_bytes: bytes read of all files, compressed ones as stored.
+        seconds: time of all starts together.
+        counts: counts of the cutter by name: documents, segments, tokens, cut sentences ...
         bad_kinds: lines that gave no document, by kind.
         bad_bytes, num_listed: size and lines of the list of bad lines.
-        is_closing: all is written; only the names of the files are to change.
+        is_closing: all is written; the files are being renamed.
     """
 
     file: int = 0
@@ -72,12 +72,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What was built.
+    """Result of a build.
 
     Attributes:
-        bad_path: where the first bad lines are listed; None: there are none.
-        encoder: which implementation of the tokenizer did it.
-        num_bytes_before: of the input, that an earlier start had done.
+        bad_path: list of the first bad lines; None if there are none.
+        encoder: the implementation of the tokenizer that was used.
+        num_bytes_before: bytes of the input that earlier starts had read.
     """
 
     path_prefix: str
@@ -106,7 +106,7 @@ class BuildReport:
 
 
 def _changes(before: Any, now: Any, name: str = "") -> list[str]:
-    """What differs between two dicts of dicts, a line each."""
+    """Return a line for each difference between two dicts of dicts."""
     if not (isinstance(before, dict) and isinstance(now, dict)):
         return [] if before == now else [f"{name}: was {before!r}, is {now!r}"]
     return [
@@ -119,17 +119,17 @@ def _changes(before: Any, now: Any, name: str = "") -> list[str]:
 class BuildRun:
     """One start of a build: writes what the workers cut, in order, and keeps the journal.
 
-    PREFIX.journal says how far a build is, and what decides over the bytes of the corpus.
+    PREFIX.journal holds the progress of the build and all that decides the bytes of the corpus.
     PREFIX.bad.jsonl lists the first lines that gave no document.
 
     Args:
         given: names of the document, the language and the type.
         is_strict: a bad line ends the build.
-        overwrites: replaces a finished corpus, and what another build left.
+        overwrites: replaces a finished corpus or an unfinished build.
 
     Raises:
-        UserError: another build was left, or is at work.
-        DataError: the journal is no journal; bad lines were passed over before, and now none may.
+        UserError: a different build was left unfinished, or another one is running.
+        DataError: the journal is damaged; or bad lines were skipped before and are refused now.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class BuildRun:
                 ],
                 state=state,
             )
-        # what was listed after the journal was written goes
+        # Drop the lines that were listed after the journal was written: they are read again.
         if self.progress.bad_bytes == 0:
             self._bad_path.unlink(missing_ok=True)
         elif self._bad_path.exists():
@@ -327,7 +327,7 @@ class BuildRun:
         return "\n".join(lines + [f"  and {rest} more"] * (rest > 0))
 
     def _refuse_hopeless(self, least: int = _HOPELESS) -> None:
-        """Refuse input of which so many lines are bad and no document came."""
+        """Refuse input that gave `least` bad lines and no document."""
         progress = self.progress
         num_bad = progress.bad_kinds.total()
         if num_bad - progress.bad_kinds[EMPTY] >= least and not progress.counts["num_tokens"]:
@@ -344,7 +344,7 @@ class BuildRun:
             self._refuse_hopeless(1)
             if not self.progress.counts["num_tokens"]:
                 raise DataError(
-                    f"no document came from {len(sources)} files, the first of them "
+                    f"{len(sources)} files have no document, the first of them "
                     f"{sources[0].path}. Check the files."
                 )
             self._write_journal()
@@ -377,7 +377,7 @@ def build_corpus(
     chunk_bytes: int = CHUNK_BYTES,
     seconds_a_journal: float = 5.0,
 ) -> BuildReport:
-    """Builds the corpus of some files, or goes on with a build that was left.
+    """Build the corpus of some files, or continue an unfinished build.
 
     Args:
         files: names, folders, patterns: .txt, .jsonl .json .ndjson (also .gz .bz2 .zst), .parquet.
@@ -386,15 +386,15 @@ def build_corpus(
         columns: the fields of Parquet that it needs; by default all.
         num_workers: 0 cuts in this process.
         strict: a bad line ends the build.
-        overwrite: replaces a finished corpus; a build that was left goes on if nothing changed.
+        overwrite: replaces a finished corpus; an unfinished build continues if nothing changed.
         max_document_bytes: a longer line is a bad line.
 
     Raises:
-        UserError: wrong options; other ones, or other inputs, than the build that was left; another
-            build writes this prefix.
+        UserError: wrong options; options or inputs differ from those of the unfinished build;
+            another build writes this prefix.
         DataError: a bad line under `strict`, a damaged file, no document at all.
         StorageError: the files cannot be written.
-        WorkerDied: a worker was killed; the same call goes on.
+        WorkerDied: a worker was killed; the same call continues the build.
     """
     sources = find_sources(files)
     task = Task(sources, make_cutter, document, max_document_bytes, columns, chunk_bytes)

@@ -41,11 +41,11 @@ TOKENS = 1 << 22
 class MappedSegments:
     """A corpus that is read in place. Picklable: a worker opens the files again.
 
-    A subclass knows where segment i begins and how long it is; here lies what follows from that.
+    A subclass has `bounds` and `lengths` of segments; this class has what follows from them.
 
     Attributes:
         prefix: the path prefix as it was given.
-        header: what the corpus says of itself.
+        header: the header of the `.idx`.
         type_starts: int64 [types + 1]: segments type_starts[t] to type_starts[t + 1] are type t's.
     """
 
@@ -84,7 +84,7 @@ class MappedSegments:
         return self._ids[start:stop].astype(numpy.int64)
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """Where a segment's tokens begin and end, in tokens from the start of the `.bin`."""
+        """Return the start and stop of a segment, in tokens from the start of the `.bin`."""
         raise NotImplementedError
 
     def lengths(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
@@ -136,7 +136,7 @@ class MappedSegments:
             begins = open_begins + (numpy.flatnonzero(flags & BEGINS) + low).tolist()
             ends = (numpy.flatnonzero(flags & ENDS) + low + 1).tolist()
             if ends and (not begins or ends[0] <= begins[0]):
-                del ends[0]  # of a document that began before `start`
+                del ends[0]  # its document began before `start`
             yield from zip(begins, ends)
             open_begins = begins[len(ends) :]
         for begin in open_begins:
@@ -166,7 +166,7 @@ def map_file(path: Path) -> memoryview:
     except FileNotFoundError:
         if Path(f"{path}.part").exists() or Path(f"{path.with_suffix('')}.bin.part").exists():
             raise DataError(
-                f"{path} is missing, but parts of a corpus lie there: it was left half written. "
+                f"{path} is missing, and next to it are parts of an unfinished corpus. "
                 "Run the same `corpus.py write` command again; it continues where it was."
             ) from None
         raise DataError(
@@ -276,10 +276,10 @@ class MegatronCorpus(MappedSegments):
 
 
 def write_megatron(corpus: MappedSegments, path_prefix: str | Path, start: int, stop: int) -> None:
-    """Write segments start to stop of a corpus of ours as a Megatron-core pair."""
+    """Write segments start to stop of a Stageline corpus as a Megatron-core pair."""
     path = path_of(path_prefix, ".bin")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path_of(path_prefix, ".idx").unlink(missing_ok=True)  # never an old index beside new tokens
+    path_of(path_prefix, ".idx").unlink(missing_ok=True)  # no old index with new tokens
     dtype = numpy.dtype(corpus.header.dtype)
     with open(path, "wb") as file:
         for low, high in corpus.steps(start, stop):
@@ -343,7 +343,7 @@ class Corpus(MappedSegments):
 
     @property
     def tokenizer(self) -> TokenizerInfo:
-        """What wrote it; a corpus of ours always says."""
+        """The tokenizer of the corpus; a Stageline corpus always has one."""
         assert self.header.tokenizer is not None
         return self.header.tokenizer
 
@@ -362,10 +362,10 @@ class Corpus(MappedSegments):
 
 
 def open_corpus(path_prefix: str | Path) -> MappedSegments:
-    """A corpus of ours or a pair of Megatron-core, by what the `.idx` begins with.
+    """Open a Stageline corpus or a Megatron-core pair, as the first bytes of the `.idx` tell.
 
     Raises:
-        DataError: neither, or damaged.
+        DataError: it is neither, or damaged.
     """
     start = map_file(path_of(path_prefix, ".idx"))[: len(MEGATRON_MAGIC)]
     kind = MegatronCorpus if start == MEGATRON_MAGIC else Corpus

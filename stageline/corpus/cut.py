@@ -1,7 +1,7 @@
 """Cuts texts into segments: each document is encoded once as a whole, and cut only if it does not
 fit, between sentences where it can be.
 
-The hot loop of a build. Ends of sentences are mapped to ends of tokens; a cut never lies inside the
+The hot loop of a build. Ends of sentences are mapped to ends of tokens; a cut never splits the
 bytes of a character, so each piece decodes to text.
 """
 
@@ -29,16 +29,16 @@ _LEVELS = (
 
 
 class CutCounts(NamedTuple):
-    """What became of some documents.
+    """Counts of the documents of a call.
 
     Attributes:
-        num_documents: documents that gave segments; with the empty ones all that came.
-        num_segments, num_tokens: of these documents; tokens with BOS and EOS.
-        num_cut_documents: that gave more than one segment.
+        num_documents: documents that gave segments; all documents are these and the empty ones.
+        num_segments, num_tokens: their segments and tokens, with BOS and EOS.
+        num_cut_documents: documents that gave more than one segment.
         num_sentences_cut: sentences longer than a segment, which had to be cut inside.
-        num_empty: without any token; they give no segment.
-        num_changed: whose text does not come back from its ids, for the tokenizer drops or
-            normalises some of it.
+        num_empty: documents without any token; they give no segment.
+        num_changed: documents whose ids do not decode to the same text, because the tokenizer
+            drops or normalises some of it.
     """
 
     num_documents: int = 0
@@ -78,13 +78,13 @@ class DocumentCutter:
         ):
             if wanted and found is None:
                 raise UserError(
-                    f"The tokenizer {info.name} has no {name} token, but documents are to get one: "
-                    f"switch {name} off for this corpus, or give the tokenizer one."
+                    f"The tokenizer {info.name} has no {name} token, which the corpus adds to "
+                    f"documents. Switch {name} off for this corpus, or give the tokenizer one."
                 )
         if rules.seq_length < 1 + rules.adds_bos + rules.adds_eos:
             raise UserError(
-                f"Segments of {rules.seq_length} tokens have no room for text beside BOS and EOS: "
-                "raise `seq_length`."
+                f"Segments of {rules.seq_length} tokens have no room for text with BOS and EOS. "
+                "Raise `seq_length`."
             )
         self.encoder = encoder
         self.splitter = splitter if rules.splits_sentences else None
@@ -173,13 +173,13 @@ def cut_document(
     data = text.encode()
     byte_ends = numpy.asarray(byte_ends, dtype=numpy.int64)
     assert len(ids) == len(byte_ends) > 0 and byte_ends[-1] == len(data), "tokens of another text"
-    is_start = (numpy.frombuffer(data, numpy.uint8) & 0xC0) != 0x80  # of a character
-    # of tokens that end at one place (bytes of one character, say) the last one
+    is_start = (numpy.frombuffer(data, numpy.uint8) & 0xC0) != 0x80  # a character starts here
+    # Several tokens may end at one place (bytes of one character, say): the last of them counts.
     is_place = (numpy.diff(byte_ends, append=len(data) + 1) > 0) & (byte_ends > 0)
     if len(data) != len(text):
         is_place[:-1] &= is_start[byte_ends[:-1] * is_place[:-1]]
     places = numpy.flatnonzero(is_place)
-    # numbers of tokens after which a cut may lie, and bytes of text in so many tokens
+    # numbers of tokens after which a cut is allowed, and the bytes of text in them
     counts, bytes_before = places + 1, byte_ends[places]
 
     def counts_at(byte_places: numpy.ndarray) -> numpy.ndarray:
@@ -249,7 +249,7 @@ def fewest(unit_lengths: numpy.ndarray, limit: int) -> numpy.ndarray:
         limit: tokens of a segment at most.
 
     Returns:
-        int64: how many units lie before each segment's end; rising, the last is all of them.
+        int64: number of units before each segment's end; rising, the last is all of them.
     """
     borders = numpy.concatenate([[0], numpy.cumsum(unit_lengths)]).astype(numpy.int64)
     ends: list[int] = []

@@ -24,7 +24,7 @@ from stageline.errors import UserError
 from stageline.hub import title_of
 
 Kind = Literal["auto", "tiktoken", "tokenizers"]
-Spec = dict[str, Any]  # of a tokenizer.json
+Spec = dict[str, Any]  # content of a tokenizer.json
 
 
 def load_encoder(tokenizer_path: str | Path, *, kind: Kind = "auto") -> "Encoder":
@@ -119,7 +119,7 @@ class Encoder:
         return self.encode_and_doubt(texts)[0]
 
     def encode_and_doubt(self, texts: Sequence[str]) -> tuple[list[numpy.ndarray], list[int]]:
-        """As `encode`, and which texts may not come back from their ids by `decode`.
+        """Encode texts, and return the places of those whose ids `decode` may not turn back.
 
         The tokens of the others are known to be as long as the text.
         """
@@ -129,7 +129,7 @@ class Encoder:
         return [slow[place] if ids is None else ids for place, ids in enumerate(found)], left
 
     def byte_ends(self, text: str, ids: numpy.ndarray) -> numpy.ndarray:
-        """Where each token of `encode([text])` ends, in bytes of the text as UTF-8 (int64).
+        """Return the end of each token of `encode([text])`, in UTF-8 bytes of the text (int64).
 
         A token that ends inside a character ends inside its bytes.
         """
@@ -200,7 +200,7 @@ def _ends_of_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> numpy.nda
     if not offsets:
         return numpy.zeros(0, dtype=numpy.int64)
     ends = numpy.maximum.accumulate(numpy.array([end for _, end in offsets], dtype=numpy.int64))
-    ends[-1] = len(text)  # what a tokenizer drops at the end belongs to the last token
+    ends[-1] = len(text)  # text dropped at the end belongs to the last token
     code = numpy.frombuffer(text.encode("utf-32-le"), dtype=numpy.uint32)
     sizes = 1 + (code >= 0x80).astype(numpy.int64) + (code >= 0x800) + (code >= 0x10000)
     byte_ends = numpy.concatenate([numpy.zeros(1, dtype=numpy.int64), numpy.cumsum(sizes)])[ends]
@@ -297,7 +297,7 @@ def _make_backend(spec: Spec) -> Any:
 
 
 def _fingerprint(spec: Spec) -> str:
-    """Of the parts that matter; what is empty or off is left out, as versions add such fields."""
+    """Hash the parts that decide ids, without empty or disabled fields, which versions add."""
     facts: Spec = {name: spec.get(name) for name in ("normalizer", "pre_tokenizer", "model")}
     facts["model"] = {key: value for key, value in facts["model"].items() if value}
     # both are long: to sort and write them as JSON takes longer than to load the tokenizer
@@ -389,7 +389,7 @@ class FastEncoder:
             raise NotFast(f"tiktoken does not take its expression: {error}") from error
         self._lengths = numpy.array([len(part) for part in token_bytes], dtype=numpy.int64)
         self._needs_nfc = bool(normalizers)
-        self._whole = [one["content"] for one in added if not one["special"]]  # as <think>
+        self._whole = [one["content"] for one in added if not one["special"]]  # <think>, say
 
     def encode(self, text: str) -> numpy.ndarray | None:
         """Return the ids (uint32) of a text; None for one that `tokenizers` has to encode."""

@@ -62,14 +62,14 @@ class Segments:
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """What a corpus remembers of its tokenizer.
+    """Description of the tokenizer of a corpus.
 
     Attributes:
         name: the folder's name, for people.
         fingerprint: sha256 of all that decides which ids a text gets.
         vocab_size: ids are below it.
         bos_id, eos_id: None where the tokenizer has none.
-        folder: where it lay when the corpus was written; "" if nobody says.
+        folder: its folder when the corpus was written; "" if unknown.
     """
 
     name: str
@@ -82,7 +82,7 @@ class TokenizerInfo:
 
 @dataclass(frozen=True)
 class CutRules:
-    """How documents become segments.
+    """Rules by which documents become segments.
 
     Attributes:
         seq_length: tokens of a segment at most, with BOS and EOS.
@@ -227,7 +227,7 @@ def damaged(path: Path, problem: str) -> DataError:
 
 
 def encode_header(header: CorpusHeader) -> bytes:
-    """What the `.idx` begins with."""
+    """Return the first bytes of the `.idx`."""
     text = json.dumps(asdict(header), ensure_ascii=False, indent=1)
     return framed(MAGIC, header.version, text)
 

@@ -25,14 +25,14 @@ TEXT = "text"
 JSON = "json"
 PARQUET = "parquet"
 KINDS = {".txt": TEXT, ".jsonl": JSON, ".json": JSON, ".ndjson": JSON, ".parquet": PARQUET}
-COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # as pyarrow calls them
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # their names in pyarrow
 CHUNK_BYTES = 1 << 20
 EMPTY = "empty document"
 
 Document = Callable[[Any], str]
 # parts of a row group are numbered from a multiple of it: groups before need not be read
 _PARTS_OF_GROUP = 1 << 32
-# what of a chunk's bad lines is kept in full; all are counted
+# bad lines of a chunk that are kept in full; all are counted
 _KEPT = 1000
 _SHOWN = 80
 # a build next to its input lists bad lines there, and must not read them when it resumes
@@ -296,14 +296,14 @@ class BadDocument(Exception):
 
 @dataclass
 class ChunkRows:
-    """What a chunk gave.
+    """Documents and bad lines of a chunk.
 
     Attributes:
         texts: the documents.
         numbers: the line of each, counted from 1 in the chunk.
         num_lines: all lines, also empty and bad ones.
         bad: the first bad lines, counted from 1 in the chunk.
-        bad_kinds: how many of which kind.
+        bad_kinds: number of bad lines by kind.
     """
 
     texts: list[str] = field(default_factory=list)
@@ -394,15 +394,15 @@ def read_chunk(
     body, ends_too_long = chunk.payload, chunk.ends_too_long
     if chunk.part == 0:
         body = body.removeprefix(b"\xef\xbb\xbf")
-    # of a byte that is no UTF-8 half a surrogate pair is made, which UTF-8 has none of
+    # A byte that is not UTF-8 becomes half a surrogate pair, which no UTF-8 text contains.
     lines = body.decode("utf-8", errors="surrogateescape").replace("\r\n", "\n").split("\n")
     if not lines[-1]:
-        lines.pop()  # what comes after the last line's end
+        lines.pop()  # nothing follows the end of the last line
     rows.num_lines = len(lines) + ends_too_long
 
     def make(line: str) -> str:
         if not line.isascii():
-            line.encode("utf-8", "surrogateescape").decode("utf-8")  # raises where it is no UTF-8
+            line.encode("utf-8", "surrogateescape").decode("utf-8")  # raises if it is not UTF-8
         return document(line if chunk.kind == TEXT else json_object(line))
 
     can_be_long = len(body) > max_document_bytes
@@ -437,7 +437,7 @@ def _read_parquet(
         return text
 
     def dicts(batch: Any) -> list[Any]:
-        """The rows; instead of one whose text is no UTF-8 the error."""
+        """Return the rows; a row whose text is not UTF-8 is replaced by its error."""
         try:
             found: list[Any] = batch.to_pylist()
             return found

@@ -1,6 +1,6 @@
-"""Which rows are in which batch: types in fixed proportions, each type in an order of its own.
+"""Mix types of rows into batches in fixed proportions, each type in an order of its own.
 
-Any batch of any epoch is computed from the seed alone, in time and memory of one batch. The
+Any batch of any epoch is computed from the seed only, in time and memory of one batch. The
 sequence depends on sizes, proportions, batch, seed and drop mode; not on how many replicas share a
 batch, how many batches make a step, how many processes load, or how long the run is.
 """
@@ -19,8 +19,8 @@ from stageline.seeds import derive_seed
 
 # Permutations that are computed, not stored: any place of an order of any size, in O(1) memory. A
 # Feistel network over a rectangle of just the size: a place is (left, right), and in turn one
-# half is shifted by a hash of the other, which can be undone, so no two places meet. What falls
-# into the few cells beyond `size` goes through once more until it lies inside (cycle walking).
+# half is shifted by a hash of the other, which can be undone, so no two places meet. A place in
+# the few cells beyond `size` is shuffled again until it is inside (cycle walking).
 # Integers only: the same on every machine and in every version of NumPy.
 
 _ROUNDS = 16  # at fewer, some orders of four to seven things come more often than others
@@ -40,7 +40,7 @@ def permute(places: numpy.ndarray, sizes: numpy.ndarray, seeds: numpy.ndarray) -
     assert ((places >= 0) & (places < sizes)).all()
     sizes, keys = sizes.astype(numpy.uint64), _hash(seeds.astype(numpy.uint64))
     widths = numpy.ceil(numpy.sqrt(sizes)).astype(numpy.uint64)
-    widths += widths % numpy.uint64(2)  # shifts along an odd width make even permutations alone
+    widths += widths % numpy.uint64(2)  # shifts along an odd width make only even permutations
     heights = (sizes + widths - numpy.uint64(1)) // widths
     numbers = _shuffled(places.astype(numpy.uint64), widths, heights, keys)
     outside = numpy.flatnonzero(numbers >= sizes)
@@ -77,10 +77,10 @@ def _hash(values: numpy.ndarray) -> numpy.ndarray:
 class Apportionment:
     """The rows of each type in the first n batches of a mixture; any batch at once.
 
-    Fixed counts are the same in every batch. Of weights, each batch takes the whole part of every
-    type's share; the places that are left go to rows in the order in which they are due: row j of
-    type t is due at (j + phase of t) / (what is left of t's share). So each type comes at an even
-    pace, and what it gave before batch n is a closed form: all rows due by a time, and a few more
+    Fixed counts are the same in every batch. With weights, each batch takes the whole part of every
+    type's share; the remaining places go to rows in the order in which they are due: row j of type
+    t is due at (j + phase of t) / (what is left of t's share). So each type comes at an even pace,
+    and the rows it gave before batch n have a closed form: all rows due by a time, and a few more
     or less, so that the batches are full.
 
     Args:
@@ -132,7 +132,7 @@ class Apportionment:
         return self._last[1]
 
     def _by_due(self, num_rows: int) -> list[int]:
-        """How many rows of each type are among the first `num_rows` that are due."""
+        """Return the number of rows of each type among the first `num_rows` that are due."""
         if num_rows == 0:
             return [0] * len(self.weights)
         taken = [self._due_before(kind, num_rows) for kind in range(len(self.weights))]
@@ -158,7 +158,7 @@ class Apportionment:
     # phases (2t + 1) / 2k lie apart, so that many rare types are not all due at the same time
 
     def _due_before(self, kind: int, num_rows: int) -> int:
-        """Rows of a type that are due before the time at which so many ought to be."""
+        """Return the rows of a type that are due before the time when `num_rows` rows are due."""
         weight, num_kinds = self.weights[kind], len(self.weights)
         reached = 2 * num_kinds * num_rows * weight - (2 * kind + 1) * self._total
         return max(0, -(-reached // (2 * num_kinds * self._total))) if weight else 0
@@ -170,7 +170,7 @@ class Apportionment:
 
 # When an epoch of a mixture ends, where its types do not end together. Each type gives its rows in
 # an order of its own; where they are used up, it begins another order of the same rows (none comes
-# a third time before each came twice). So the number of batches alone decides what is repeated
+# a third time before each came twice). So only the number of batches decides what is repeated
 # and what is left out, other rows in each epoch:
 #
 # - `first_ends_drop` (0): the type whose rows suffice for the fewest batches ends the epoch, before

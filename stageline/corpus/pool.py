@@ -46,11 +46,11 @@ ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 
 @dataclass(frozen=True)
 class Task:
-    """What all workers are given; it can be pickled.
+    """Input and settings of all workers; it can be pickled.
 
     Attributes:
         make_cutter: makes what turns texts into (Segments, counts); called once in each worker.
-        columns: of Parquet files that documents are made of; None: all.
+        columns: columns of Parquet files that documents are made of; None means all.
     """
 
     sources: Sequence[Source]
@@ -85,7 +85,7 @@ class CutterFacts(NamedTuple):
 
 
 class ChunkResult(NamedTuple):
-    """What became of a chunk: counts of the cutter by name, the first bad lines, their kinds."""
+    """Result of a chunk: counts of the cutter by name, the first bad lines, their kinds."""
 
     segments: Segments
     counts: Counter[str]
@@ -120,7 +120,7 @@ class ChunkWorker:
         rows = self._task.rows(chunk)
         try:
             parts = [self._cutter(rows.texts)]
-        except UserError:  # of one document, which is found and left out
+        except UserError:  # one document is at fault: find it and leave it out
             parts = []
             for number, text in zip(rows.numbers, rows.texts, strict=True):
                 try:
@@ -221,7 +221,7 @@ def _start_worker(worker: ChunkWorker, parent: int) -> None:
     _worker = worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    gc.freeze()  # what is there stays: it need not be looked at again and again
+    gc.freeze()  # all objects so far stay, so the collector need not visit them
 
     def end_with_parent() -> None:
         # a killed parent says nothing, and the pipes to it stay open in the other workers
@@ -238,7 +238,7 @@ def _cut(chunk: Chunk) -> ChunkResult:
 
 @contextlib.contextmanager
 def _ray_actors(task: Task, num_workers: int) -> Iterator[Pool]:
-    """Workers on a Ray cluster: the one that RAY_ADDRESS names, or one of this machine alone.
+    """Yield workers on a Ray cluster: the one that RAY_ADDRESS names, or a local one.
 
     The parent reads the files and sends their lines and rows.
     """
@@ -259,7 +259,7 @@ def _ray_actors(task: Task, num_workers: int) -> Iterator[Pool]:
             log_to_driver=False,
             configure_logging=False,
             include_dashboard=False,
-            # workers import from where this program does, also parts beside it
+            # workers import from the same paths as this program, also parts next to it
             runtime_env={"env_vars": {**ONE_THREAD, "PYTHONPATH": python_path}},
         )
     actor = ray.remote(num_cpus=1, max_restarts=0)(ChunkWorker)  # Ray does not start it again

@@ -1,4 +1,4 @@
-"""Splitters: where the sentences of a text end.
+"""Splitters, which find the ends of the sentences of a text.
 
 A splitter takes a text and gives int64 character offsets, rising, the last one the length of the
 text, none for an empty text. An end goes before white space: white space starts the next sentence
@@ -13,8 +13,8 @@ text, none for an empty text. An end goes before white space: white space starts
 
 `chinese` ends one behind `。！？`, `!`, `?`, `……` with what closes there, and at each newline.
 `auto` takes the rules of `english`, and in a text that is not plain ASCII those of `chinese` too;
-a line that ends or goes on with an ideograph is not taken for a wrapped one.
-`icu` asks the International Components for Unicode (PyICU, `pip install 'stageline[icu]'`).
+a line that ends with an ideograph, or whose next line begins with one, is not a wrapped one.
+`icu` uses the International Components for Unicode (PyICU, `pip install 'stageline[icu]'`).
 """
 
 import re
@@ -62,7 +62,7 @@ _FIRST_WORD = re.compile(_NO_WHITE)
 _LAST_WORD = re.compile(rf"{_NO_WHITE}*\Z")
 _NEWLINE = re.compile(rf"[{_NEWLINES}]{_WHITE}*")
 _STOP = re.compile(rf"([{_STOPS}])([{_CLOSERS}]{{0,4}}){_WHITE}+")
-# with what joins words: in `x-ray.` the last letter is no initial
+# A word includes the signs that join words: the last letter of `x-ray.` is not an initial.
 _ABBREVIATION = re.compile(r"[0-9A-Za-z.'_\-@/\\\x80-\U0010ffff]*\Z")
 # `- `, `* `, `1. `, `a) `, `12) `, `(a) `
 _ITEM = re.compile(r"(?:[-*+#>|•·◦–—]|.[.)]|.[0-9][.)]|\(.[.)])(?:[ \t\n\v\f\r]|\Z)", re.DOTALL)
@@ -99,7 +99,7 @@ def icu(text: str) -> numpy.ndarray:
     places, before = set(), 0
     for end in (units.searchsorted(numpy.fromiter(breaks, numpy.int64)) + 1).tolist():
         start = _before_white(text, end, least=before)
-        if start > before:  # else it is white space alone
+        if start > before:  # else it is only white space
             places.add(start)
         before = end
     return _inside(text, places)
@@ -127,7 +127,7 @@ def _inside(text: str, places: Iterable[int]) -> numpy.ndarray:
 
 
 def _before_white(text: str, end: int, *, least: int = 0) -> int:
-    """Where the white space before `end` begins; not before `least`."""
+    """Return the start of the white space before `end`, at least `least`."""
     while end > least and _is_white(text[end - 1]):
         end -= 1
     return end
@@ -160,7 +160,7 @@ def _western(text: str) -> set[int]:
 
 
 def _line_ends(text: str) -> Iterator[tuple[int, int, bool]]:
-    """Of each end of a line: where its white space begins, the next word, whether it is wrapped."""
+    """Yield (start of its white space, next word, whether it is wrapped) of each end of a line."""
     line_start = 0
     for match in _NEWLINE.finditer(text):
         # from the newline backwards: a pattern would look at long white space again and again

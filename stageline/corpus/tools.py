@@ -1,6 +1,6 @@
-"""What is done with finished corpora: merging, removing segments, Megatron-core's files, checking.
+"""Merge, thin out, convert and check finished corpora.
 
-Streams: memory does not grow with the inputs.
+All of it streams, so memory does not grow with the inputs.
 """
 
 import hashlib
@@ -140,8 +140,8 @@ def remove(
     wrong = gone[(gone < 0) | (gone >= len(corpus))]
     if wrong.size:
         raise UserError(
-            f"Segment {wrong[0]} is to be removed ({wrong.size:,} such); {prefix} has segments 0 "
-            f"to {len(corpus) - 1}. Find the segments of this corpus."
+            f"{prefix} has segments 0 to {len(corpus) - 1}, so {wrong.size:,} of the given ones "
+            f"cannot be removed, the first of them {wrong[0]}. Find the segments of this corpus."
         )
     writer = CorpusWriter(
         new_prefix,

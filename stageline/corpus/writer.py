@@ -1,7 +1,7 @@
-"""Writes a corpus segment by segment, and can go on after a kill. Memory does not grow with it.
+"""Write a corpus segment by segment; a writer can resume after a kill.
 
-While it is being written a corpus lies in parts (PREFIX.bin.part, ...); `close` renames them, the
-`.idx` last, so that what has an `.idx` is whole.
+Memory does not grow with the corpus. While it is written, its files are parts (PREFIX.bin.part,
+...); `close` renames them, the `.idx` last, so that a corpus with an `.idx` is complete.
 """
 
 import errno
@@ -37,11 +37,11 @@ _CHUNK = 1 << 22
 
 
 class GrowingFile:
-    """Appends bytes to a part (NAME.part), knows its sha256, and can resume at an earlier length.
+    """A part (NAME.part) that grows, with its sha256; it can resume at an earlier length.
 
     Args:
-        size, sha256: what `sync` gave before: the file is cut to that size and read once, so that
-            what it holds is known to be what was written. None starts anew.
+        size, sha256: what `sync` returned before. The file is cut to that size and read once, to
+            check that it holds what was written. None starts again from the beginning.
 
     Raises:
         UserError: another process is writing it.
@@ -54,12 +54,12 @@ class GrowingFile:
         self.size = size
         self._hash = hashlib.sha256()
         try:
-            # never "wb": that would empty it before it is known to be ours
+            # never "wb": that would empty the file before the lock is held
             self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         except OSError as error:
             raise cannot_write(path, error) from error
         try:
-            # of this process alone: workers that it forks do not keep it after a kill
+            # The lock belongs to this process: forked workers do not keep it after a kill.
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):  # else a file system without locks
@@ -102,7 +102,7 @@ class GrowingFile:
 
     @property
     def sha256(self) -> str:
-        """Of all bytes so far."""
+        """Return the sha256 of all bytes so far."""
         return self._hash.hexdigest()
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ class CorpusWriter:
         self._endings += count_endings(segments.flags)
 
     def state(self) -> dict:
-        """What resumes here, as JSON holds it; what was added so far is on the disk."""
+        """Sync all files to the disk and return the JSON state that resumes here."""
         return {
             "counts": self._counts.tolist(),
             "endings": self._endings.tolist(),
@@ -283,9 +283,9 @@ class CorpusWriter:
 def name_files(path_prefix: str | Path) -> None:
     """Give the parts of a whole corpus their last names, those that do not have them yet."""
     if path_of(path_prefix, ".bin.part").exists():
-        # an old index goes first: it must never lie next to new tokens
+        # Remove an old index first: it must never be next to new tokens.
         path_of(path_prefix, ".idx").unlink(missing_ok=True)
-    for suffix in (".bin", ".dis", ".tmp", ".idx"):  # last: what has an index is whole
+    for suffix in (".bin", ".dis", ".tmp", ".idx"):  # the index last: with it, a corpus is complete
         part = path_of(path_prefix, f"{suffix}.part")
         if part.exists():
             os.replace(part, path_of(path_prefix, suffix))

@@ -343,7 +343,7 @@ def test_nothing_good_is_an_error(tmp_path):
     with pytest.raises(DataError, match="(?s)1,500 lines are bad.*a.jsonl:1: no field 'text'"):
         build(tmp_path / "a.jsonl", tmp_path / "corpus", chunk_bytes=1 << 20)
     (tmp_path / "b.txt").write_text("\n\n")
-    with pytest.raises(DataError, match="no document came from 1 files"):
+    with pytest.raises(DataError, match="1 files have no document"):
         build(tmp_path / "b.txt", tmp_path / "corpus")
     assert [name for name in names(tmp_path / "corpus") if name.startswith("corpus")] == [
         "corpus.bad.jsonl"
