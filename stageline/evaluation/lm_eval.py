@@ -27,10 +27,10 @@ from stageline.errors import UserError
 from stageline.inference.decoding.request import Failed, Request, Sampling, ScoreRequest
 
 NAME = "stageline"
-MAX_GEN_TOKS = 256  # of a task that names none; as `hf`
-# what a task may say, under the names of transformers, that Sampling knows too
+MAX_GEN_TOKS = 256  # default for a task that names none; the same as in lm_eval's `hf`
+# options of a task, with transformers' names, that Sampling has too
 SHARED = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-# what a task may say and what it has to be then: anything else would change the answers
+# options of a task that must have these values: any other would change the answers
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "num_return_sequences": (1,),
@@ -50,19 +50,19 @@ def read_generation(
     stop_token_ids: tuple[int, ...],
     seed: int,
 ) -> Sampling:
-    """Return how an answer is sampled, by a task's until, max_gen_toks, do_sample, top_p ...
+    """Return the sampling of an answer from a task's until, max_gen_toks, do_sample, top_p ...
 
     Args:
-        stop_token_ids: end an answer in any task.
+        stop_token_ids: ids that end an answer in any task.
 
     Raises:
-        UserError: an option that no engine of ours has.
+        UserError: an option that Stageline's engines do not have.
     """
     kwargs = dict(normalize_gen_kwargs(options, MAX_GEN_TOKS))
     is_sampling = kwargs.pop("do_sample")
     temperature = float(kwargs.pop("temperature", 0.0))
     max_new_tokens = kwargs.pop("max_gen_toks")
-    if "max_length" in kwargs:  # of prompt and answer
+    if "max_length" in kwargs:  # it counts prompt and answer
         max_new_tokens = int(kwargs.pop("max_length")) - num_prompt_tokens
     words, token_ids = [], []
     for word in filter(None, kwargs.pop("until")):
@@ -132,7 +132,7 @@ class StagelineLM(TemplateLM):
         if add_bos_token is not None:
             self.tokenizer = copy.deepcopy(self.tokenizer)  # the engine has it too
             self.tokenizer.add_bos_token = add_bos_token
-        # those of the model's generation config are among an engine's own
+        # An engine's own stop ids include those of the model's generation config.
         own = getattr(engine, "stop_ids", ())
         self._stop_token_ids = tuple(sorted({*own, self.eot_token_id} - {None}))
         self._seed = seed
@@ -280,7 +280,7 @@ def _whole(events: Iterable[Any]) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """What `lm_eval.simple_evaluate` is told beside model and tasks, under its own names."""
+    """Arguments of `lm_eval.simple_evaluate` other than model and tasks."""
 
     num_fewshot: int | None = None
     limit: float | None = None

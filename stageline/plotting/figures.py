@@ -134,7 +134,7 @@ def runs_figure(logs: Mapping[str, tuple[Sequence[dict], Sequence[dict]]], metri
 
 
 def reward_figure(steps: Sequence[dict], evaluations: Sequence[dict], *, title: str) -> Figure:
-    """Draw rewards by part and on held-out prompts; below, signs that nothing is learnt."""
+    """Draw rewards by part and on held-out prompts; below, signs of a run that does not learn."""
     figure = Figure(figsize=(8, 7), layout="constrained")
     rewards, shares, lengths = figure.subplots(3, 1, sharex=True, height_ratios=[3, 1.2, 1])
     parts = [
@@ -275,7 +275,7 @@ def timeline_figure(
         for row, rank in enumerate(held):
             place = (row - 0.4, 0.8)
             panel.broken_barh([(0.0, (end - start) * factor)], place, facecolors=IDLE, lw=0)
-            # waits lie below
+            # Draw waits first, so that the other spans cover them.
             own = sorted(
                 (span for span in spans if span.rank == rank),
                 key=lambda span: span.kind not in WAITS,
