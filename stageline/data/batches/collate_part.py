@@ -1,7 +1,7 @@
-"""What a collate_fn part is: `encode` makes token ids of a sample, `collate` a micro-batch of many.
+"""Collate parts: `encode` makes token ids of a sample, `collate` a micro-batch of many samples.
 
-Rendering and tokenizing happen in `encode` alone, once a sample: sorting by length, packing,
-preflight, preview and collating all work on what it gave. Knows neither templates nor tensors.
+Rendering and tokenizing happen only in `encode`, once a sample: sorting by length, packing,
+preflight, preview and collating all use its result. No templates and no tensors here.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from stageline.data.text.encode import Encoded
 
 
-ROLES = ("anchor", "positive", "negative")  # of the samples of a group
+ROLES = ("anchor", "positive", "negative")  # roles of the samples of a group
 
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """A sample and its token ids. It unpacks as (images, sample), like what it was made of.
+    """A sample and its token ids. It unpacks as (images, sample), like a row of a dataset.
 
     Attributes:
-        images: to come: decoded where pixels are needed, when the micro-batch is made.
+        images: decoded only when the micro-batch is made, and only where pixels are needed.
         sample: its fields.
         rows: the rows that it becomes, of legal length; or the segments of its one row.
         length: tokens of its longest row, by which samples are sorted and packed.
         whole: `rows` before they were cut or dropped.
-        others: rows beside `rows`, which a loss asks for.
+        others: additional rows that a loss requires.
     """
 
     images: Images

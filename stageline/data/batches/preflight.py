@@ -43,9 +43,9 @@ _TENSORS = ("input_ids", "attention_mask", "labels")
 
 @dataclass
 class PreflightReport:
-    """What was looked at so far."""
+    """Counts of the rows that were checked so far."""
 
-    num_rows: int | None  # of the dataset; None: a stream
+    num_rows: int | None  # rows of the dataset; None for a stream
     what_if_overlong: str  # what happens to rows that are longer than the limit
     num_checked: int = 0  # fewer than all where the limit of rows or seconds was reached
     num_overlong: int = 0

@@ -1,7 +1,7 @@
 """Image files that rows of data name: below the folders of the dataset only, and opened late.
 
 Rows come from others. A name that leads elsewhere is refused in the same words whether or not
-there is such a file, so that no error tells what lies on this machine. Pixels are decoded late.
+such a file exists, so that no error tells which files this machine has. Pixels are decoded late.
 """
 
 import os
@@ -17,7 +17,7 @@ from stageline.errors import DataError
 
 # others have decoders that few people use and many have broken
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-MAX_ASPECT = 200  # of the longer side to the shorter; what Qwen's processors take
+MAX_ASPECT = 200  # longer side / shorter side; the limit of Qwen's processors
 _ORIENTATION = 0x0112  # EXIF
 
 

@@ -24,7 +24,7 @@ from stageline.errors import DataError, UserError
 
 _IMAGE_TYPES = ("image", "image_url")
 _PROMPT_NAMES = ("question", "prompt", "instruction")
-_MEMBERS = ("anchor", "positive", "negatives")  # of a group
+_MEMBERS = ("anchor", "positive", "negatives")  # members of a group
 # columns that a sample made by a converter has in its own form, or not at all
 _CONVERTED = {
     *("conversations", "messages", "chosen", "rejected", "completion", "history", "kto_tag"),
@@ -188,15 +188,15 @@ def _missing(row: Row, field: str, what: str) -> DataError:
 
 
 class PromptRows(RowsDataset):
-    """What is asked, a sample a prompt; its answer is empty unless the row has one.
+    """Prompts, one a sample; the answer is empty unless the row has one.
 
     A row is {"question": ...} (or prompt, or instruction and input) with "image" if there is one,
     or {"messages": [...]}. Its `id` is its own, or made of its place and its content, so that a
-    prompt that was changed is answered anew.
+    prompt that was changed is answered again.
 
     Args:
         texts: the prompts themselves.
-        path: a file of them: .jsonl or .json with rows; any other has one prompt a line.
+        path: a file of prompts: .jsonl or .json with rows; any other has one prompt a line.
     """
 
     def __init__(self, texts: Sequence[str] = (), *, path: str | Path | None = None) -> None:
@@ -240,12 +240,12 @@ class PromptRows(RowsDataset):
 class Groups(JsonLines):
     """Your own groups: a line is {"anchor": {...}, "positive": {...}, "negatives": [{...}, ...]}.
 
-    Each member is a row as jsonl takes it (question, answer, image ...); fields beside the three
+    Each member is a row as jsonl takes it (question, answer, image ...); other fields of the line
     are shared by all members. A group is rows in the order anchor, positive, negatives.
 
     Args:
-        num_negatives: take the first so many of each group; by default all, which must be the same
-            number in each group.
+        num_negatives: negatives taken of each group, its first; by default all, which must be the
+            same number in each group.
         fields: other names of fields, {"question": "prompt", "answer": "completion"}.
         image_path: folder that image names are relative to; by default that of the file.
         test_size: held-out groups of a single file, as a number, or below 1 as a share; 1.0: all.

@@ -28,8 +28,8 @@ class ChatTemplate:
     """The chat template of a processor; use `ChatTemplate.of`, which keeps one for each.
 
     Attributes:
-        layouts: where texts and answers stand in conversations of one structure (chat.py).
-        turn_ends: the tokens that end its answers; None until somebody asks (chat.py).
+        layouts: places of texts and answers in conversations of one structure (chat.py).
+        turn_ends: the tokens that end its answers; None until they are needed (chat.py).
         num_renders: how often the template ran.
     """
 
@@ -41,7 +41,7 @@ class ChatTemplate:
         self.template = template_of(processor)
         self.image_token = get_image_token(processor)
         self.reserved = TextEncoder.of(processor).reserved
-        self.end_pattern = any_of(self.reserved)  # of a special token
+        self.end_pattern = any_of(self.reserved)  # matches a special token
         edges = {text[0] for text in self.reserved} | {text[-1] for text in self.reserved}
         self._risky = any_of(edges) if edges else re.compile("(?!)")
         added = self.tokenizer.added_tokens_decoder.values()
@@ -71,7 +71,7 @@ class ChatTemplate:
 
     @property
     def name(self) -> str:
-        """Where the tokenizer came from."""
+        """The folder or name that the tokenizer was loaded from, or its class."""
         return getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
 
     def __call__(

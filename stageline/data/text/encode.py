@@ -37,7 +37,7 @@ _IS_TEXT = (_ALL & (_USER | _FIXED) == _USER).tobytes()
 _IS_CUTTABLE = (_ALL & (_USER | _FIXED | _TARGET) == _USER).tobytes()
 _ZERO = numpy.zeros(1, dtype=numpy.int64)
 Offsets = Sequence[tuple[int, int]]
-Kinds = bytes | bytearray  # of each token: the bits of the pieces that it touches
+Kinds = bytes | bytearray  # each byte is a token: the bits of the pieces that it touches
 
 
 @functools.cache
@@ -320,7 +320,7 @@ class TextEncoder:
 
     def tokenize(self, text: str) -> tuple[list[int], Offsets]:
         """Return the ids of a text, and the characters that each covers."""
-        if self._is_direct and self._is_as_loaded():  # what transformers does in the end
+        if self._is_direct and self._is_as_loaded():  # transformers ends in the same call
             backend = self.tokenizer.backend_tokenizer
             encoding = backend.encode(text, add_special_tokens=False)
             return encoding.ids, encoding.offsets
