@@ -80,7 +80,7 @@ def test_null_in_a_register_means_not_given(folder):
         ({"names": ["small"], "split": "test"}, "there are no held-out rows"),
         (
             {"names": ["small"], "val_size": 1, "eval_names": ["large"]},
-            "not work with sets to eval",
+            "work with sets to eval",
         ),
         ({"info": "nowhere.json", "names": ["small"]}, "cannot be read"),
         ({"info": None}, "neither --dataset-path nor"),
