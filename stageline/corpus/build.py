@@ -1,4 +1,4 @@
-"""Builds a corpus of text files: in several processes, in order, and after a kill from the journal.
+"""Build a corpus of text files in several processes, in order; a journal allows it to resume.
 
 Workers cut chunks of the input, the parent writes what comes back in the order of the chunks: so
 the bytes do not depend on the number of workers, nor the memory on the size of the input. Every few
@@ -182,16 +182,16 @@ class BuildRun:
             os.truncate(self._bad_path, self.progress.bad_bytes)
         if is_strict and self.progress.bad_kinds:
             raise DataError(
-                f"{self.progress.bad_kinds.total()} bad lines were passed over before this build "
-                f"was left, and `strict` asks for none:\n{self._listed()}\nCorrect them and begin "
-                "again with `overwrite`, or continue without `strict`."
+                f"the unfinished build skipped {self.progress.bad_kinds.total()} bad lines, which "
+                f"`strict` refuses:\n{self._listed()}\nCorrect them and begin again with "
+                "`overwrite`, or continue without `strict`."
             )
         self._since = self._written = time.monotonic()
-        # whether writer and progress say the same
+        # whether writer and progress are at the same chunk
         self._is_between_chunks = True
 
     def run(self, pool: Pool, *, is_shown: bool) -> BuildReport:
-        """Cut what is left and make the corpus whole."""
+        """Cut the remaining chunks and close the corpus."""
         progress = self.progress
         seconds = 0.1 if sys.stderr.isatty() else 10.0
         bar = tqdm(
@@ -231,7 +231,7 @@ class BuildRun:
         )
 
     def _left(self, overwrites: bool) -> tuple[Progress, dict[str, Any] | None]:
-        """Progress and writer state of the build that was left, where it is resumed."""
+        """Return progress and writer state of the unfinished build, if it is resumed."""
         if not self._journal.exists():
             return Progress(), None
         try:
@@ -251,8 +251,8 @@ class BuildRun:
                 return Progress.of_json(values["progress"]), values["writer"]
             listed = "".join(f"\n  {change}" for change in changes)
             problem = UserError(
-                f"{self._journal} is of a build that was left, and this is another one:{listed}\n"
-                "Set back what changed, give another `save_prefix`, or begin again with "
+                f"{self._journal} is of an unfinished build with other settings:{listed}\n"
+                "Undo these changes, give another `save_prefix`, or begin again with "
                 "`overwrite`."
             )
         if not overwrites:
@@ -317,7 +317,7 @@ class BuildRun:
             self._write_journal()
 
     def _listed(self, most: int = 5) -> str:
-        """The first bad lines, a line each."""
+        """Return the first bad lines, a line each."""
         if not self._bad_path.exists():
             return ""
         with self._bad_path.open(encoding="utf-8") as file:

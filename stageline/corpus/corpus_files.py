@@ -1,4 +1,4 @@
-"""Opens a corpus and reads its segments in place.
+"""Open a corpus and read its segments in place.
 
 Opening reads the `.idx` once (9 bytes a segment), so that no damaged one gives wrong segments, and
 both ends of the `.bin`, which finds a truncated or swapped file. Other damage is found by `verify`.
@@ -123,12 +123,12 @@ class MappedSegments:
             low = high
 
     def ranges(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
-        """Like `steps`, where only lengths and flags are looked at."""
+        """Yield ranges like `steps` for code that reads only lengths and flags."""
         stop = self._len if stop is None else stop
         return ((low, min(low + STEP, stop)) for low in range(start, stop, STEP))
 
     def documents(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
-        """(first, last + 1) segment of each document that begins from `start` and before `stop`."""
+        """Yield (first, last + 1) segment of each document that begins in `start` to `stop`."""
         stop = self._len if stop is None else stop
         open_begins: list[int] = []
         for low, high in self.ranges(start, stop):
@@ -145,7 +145,7 @@ class MappedSegments:
             yield begin, stop
 
     def document_tokens(self, first: int, last: int) -> numpy.ndarray:
-        """int64 tokens of segments first to last (not in it), without our BOS and EOS."""
+        """Return int64 tokens of segments first to last - 1, without the added BOS and EOS."""
         start, stop = self.bounds(first)[0], self.bounds(last - 1)[1]
         start += bool(self.flags(first, first + 1)[0] & HAS_BOS)
         stop -= bool(self.flags(last - 1, last)[0] & HAS_EOS)
@@ -153,7 +153,7 @@ class MappedSegments:
 
 
 def map_file(path: Path) -> memoryview:
-    """The bytes of a file, mapped for reading; the map lives as long as what looks at it.
+    """Map the bytes of a file for reading; the map lives as long as its views.
 
     Raises:
         DataError: there is no such file.
@@ -206,8 +206,8 @@ class MegatronCorpus(MappedSegments):
         _, version, code, self._len, num_borders = _HEAD.unpack_from(index)
         if version != 1 or code not in _DTYPES:
             raise DataError(
-                f"{path} has version {version} and dtype code {code}; read are version 1 and codes "
-                f"{sorted(_DTYPES)} (integers). Write it with megatron-core 0.16."
+                f"{path} has version {version} and dtype code {code}; only version 1 and codes "
+                f"{sorted(_DTYPES)} (integers) can be read. Write it with megatron-core 0.16."
             )
         sizes = (_HEAD.size, 4 * self._len, 8 * self._len, 8 * num_borders)
         ends = list(accumulate(sizes))  # a hostile header counts beyond 64 bits

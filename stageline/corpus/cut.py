@@ -1,8 +1,8 @@
-"""Cuts texts into segments: each document is encoded once as a whole, and cut only if it does not
-fit, between sentences where it can be.
+"""Cut texts into segments, between sentences where possible.
 
-The hot loop of a build. Ends of sentences are mapped to ends of tokens; a cut never splits the
-bytes of a character, so each piece decodes to text.
+Each document is encoded once as a whole, and cut only if it does not fit. This is the hot loop of a
+build. Ends of sentences are mapped to ends of tokens; a cut never splits the bytes of a character,
+so each piece decodes to text.
 """
 
 import re
@@ -156,7 +156,7 @@ def cut_document(
     num_first: int,
     num_last: int,
 ) -> DocumentCut:
-    """The fewest pieces there can be, of whole sentences, each as long as fits.
+    """Return the fewest possible pieces of whole sentences, each as long as fits.
 
     A sentence longer than a segment is taken as its lines, a line too long as its clauses (behind
     a comma or another sign), a clause too long as its words, a word too long as its tokens.

@@ -1,4 +1,4 @@
-"""Texts to token ids and back, exactly as the tokenizer of a folder does it, without BOS and EOS.
+"""Encode texts and decode ids exactly as the tokenizer of a folder does, without BOS and EOS.
 
 The text of a control token ("<|im_end|>" in a manual page) stays text: it gets the ids of its
 characters, as with `split_special_tokens=True` in transformers. tiktoken encodes where it gives the
@@ -69,7 +69,7 @@ def load_encoder(tokenizer_path: str | Path, *, kind: Kind = "auto") -> "Encoder
     if kind == "tiktoken" and encoder.kind != kind:
         raise UserError(
             f"The tokenizer in {path} cannot be run by tiktoken exactly: {encoder.note}. "
-            "Leave the choice to 'auto', or say 'tokenizers'."
+            "Choose 'auto' or 'tokenizers'."
         )
     return encoder
 
@@ -115,7 +115,7 @@ class Encoder:
         self.check(check_texts(self.token_bytes))
 
     def encode(self, texts: Sequence[str]) -> list[numpy.ndarray]:
-        """The ids (uint32) of each text, without special tokens."""
+        """Return the ids (uint32) of each text, without special tokens."""
         return self.encode_and_doubt(texts)[0]
 
     def encode_and_doubt(self, texts: Sequence[str]) -> tuple[list[numpy.ndarray], list[int]]:
@@ -173,7 +173,7 @@ class Encoder:
 
     @cached_property
     def _backend(self) -> Any:
-        """The tokenizers library's; not made where tiktoken takes everything."""
+        """The `tokenizers` object, which is not made where tiktoken encodes everything."""
         return _plain_backend(self._spec)
 
     @cached_property

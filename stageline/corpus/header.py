@@ -1,4 +1,4 @@
-"""The header of a corpus: what its `.idx` says of the tokens, before the offsets.
+"""The header of a corpus, which its `.idx` has before the offsets.
 
 A corpus PREFIX is four files:
     .bin  the tokens, little-endian, uint16 (vocabularies up to 65,536 ids) or uint32
@@ -52,7 +52,7 @@ class Segments:
 
     @classmethod
     def join(cls, parts: Sequence["Segments"]) -> "Segments":
-        """All segments of some, in order; of nothing none."""
+        """Join segments in order; no parts give no segments."""
         empty = cls(*(numpy.empty(0, kind) for kind in ("uint32", "int64", "uint8")))
         names = ("tokens", "lengths", "flags")
         return cls(

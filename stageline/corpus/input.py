@@ -5,7 +5,7 @@ it, so that a build resumes where it was. Files are read here, block by block, a
 rows are handed to the workers.
 
 A line ends at "\n"; a "\r" before it belongs to the end. In text files a line is a document and
-an empty line an empty document; between JSON lines empty lines are passed over.
+an empty line an empty document; between JSON lines empty lines are skipped.
 """
 
 import glob
@@ -91,7 +91,7 @@ def find_sources(files: str | os.PathLike | Iterable[str | os.PathLike]) -> list
             stat, edges = path.stat(), edges_digest(path)
         except OSError as error:
             raise DataError(
-                f"{path} cannot be read ({error.strerror or error}). Check its rights and its disk."
+                f"{path} cannot be read ({error.strerror or error}). Check permissions and disk."
             ) from error
         about = (stat.st_size, stat.st_mtime_ns, edges)
         sources.append(Source(str(path), kind, compression, *about))
@@ -144,7 +144,7 @@ class Chunk:
         kind: how its rows are read: text, json or parquet.
         num_bytes: of the file as it is on the disk, for the progress.
         payload: whole lines, or an Arrow stream of rows.
-        ends_too_long: after the lines came one longer than a document may be; it was passed over.
+        ends_too_long: a line longer than a document may be follows; it was skipped.
     """
 
     file: int
@@ -203,7 +203,7 @@ def _text_chunks(
 
 
 def _line_blocks(blocks: Iterable[bytes], max_document_bytes: int) -> Iterator[tuple[bytes, bool]]:
-    """(whole lines, whether a line that is too long came after them)."""
+    """Yield (whole lines, whether a line that is too long came after them)."""
     rest = b""
     skips = False  # inside a line that is too long
     for block in blocks:

@@ -30,7 +30,7 @@ _FACTORS = tuple(numpy.uint64(factor) for factor in (0xBF58476D1CE4E5B9, 0x94D04
 
 
 def permute(places: numpy.ndarray, sizes: numpy.ndarray, seeds: numpy.ndarray) -> numpy.ndarray:
-    """Each place in the order of its own size and seed: many orders in one call.
+    """Permute places, each by the order of its own size and seed; many orders in one call.
 
     Args:
         places: int64 [N], 0 <= place < its size.
@@ -54,7 +54,7 @@ def permute(places: numpy.ndarray, sizes: numpy.ndarray, seeds: numpy.ndarray) -
 def _shuffled(
     cells: numpy.ndarray, widths: numpy.ndarray, heights: numpy.ndarray, keys: numpy.ndarray
 ) -> numpy.ndarray:
-    """A permutation of all cells of a rectangle of `widths` x `heights`."""
+    """Permute all cells of a rectangle of `widths` x `heights`."""
     left, right = cells // heights, cells % heights
     for turn in range(0, _ROUNDS, 2):
         left = (left + _hash(right + _round_key(keys, turn)) % widths) % widths
@@ -68,7 +68,7 @@ def _round_key(keys: numpy.ndarray, turn: int) -> numpy.ndarray:
 
 
 def _hash(values: numpy.ndarray) -> numpy.ndarray:
-    """SplitMix64's; wraps around at 2**64."""
+    """Hash as SplitMix64 does; arithmetic wraps around at 2**64."""
     values = (values ^ (values >> _SHIFTS[0])) * _FACTORS[0]
     values = (values ^ (values >> _SHIFTS[1])) * _FACTORS[1]
     return values ^ (values >> _SHIFTS[2])
@@ -99,7 +99,7 @@ class Apportionment:
 
     @classmethod
     def of_weights(cls, weights: Sequence[float], batch: int) -> "Apportionment":
-        """In proportion to weights, taken as the decimal numbers they are written as.
+        """Apportion by weights, which are read as the decimal numbers they are written as.
 
         With two types a batch differs by less than one row from its share, and so does the sum of
         all batches so far. With more types a batch differs by less than two, and the sum by a few
@@ -117,12 +117,12 @@ class Apportionment:
         return bool(self.whole[kind] or self.weights[kind])
 
     def share(self, kind: int) -> Fraction:
-        """Rows of this type in a batch, on the average."""
+        """Return the average number of rows of this type in a batch."""
         rest = Fraction(self._rest * self.weights[kind], self._total) if self._rest else 0
         return self.whole[kind] + Fraction(rest)
 
     def before(self, num_batches: int) -> list[int]:
-        """Rows of each type in this many batches from the first on."""
+        """Return the rows of each type in the first `num_batches` batches."""
         if self._last[0] != num_batches:  # batch n + 1 begins where batch n ends
             by_due = self._by_due(num_batches * self._rest)
             rows = [
@@ -186,7 +186,7 @@ DROP_MODES = ("first_ends_drop", "first_ends_fill", "last_ends_drop", "last_ends
 
 
 def as_drop_mode(value: str | int) -> str:
-    """The mode of this name or number.
+    """Return the drop mode of this name or number.
 
     Raises:
         UserError: there is none.
@@ -196,12 +196,12 @@ def as_drop_mode(value: str | int) -> str:
     if mode in DROP_MODES:
         return mode
     raise UserError(
-        f"drop mode {value!r} is none of {', '.join(DROP_MODES)} nor a number 0 to 3. Give one."
+        f"drop mode {value!r} is not known. Give one of {', '.join(DROP_MODES)}, or 0 to 3."
     )
 
 
 def _type_batches(shares: Apportionment, kind: int, size: int, mode: str) -> int:
-    """For how many batches one type suffices, with or without its rest."""
+    """Return the number of batches that one type suffices for, with or without its rest."""
     if mode.startswith("first"):
         whole = _batches_until(shares, kind, size + 1) - 1  # the last that repeats none
         has_rest = shares.before(whole)[kind] < size
@@ -212,7 +212,7 @@ def _type_batches(shares: Apportionment, kind: int, size: int, mode: str) -> int
 
 
 def _batches_until(shares: Apportionment, kind: int, num_rows: int) -> int:
-    """The fewest batches that take this many rows of a type."""
+    """Return the fewest batches that take `num_rows` rows of a type."""
     most = 1
     while shares.before(most)[kind] < num_rows:
         most *= 2

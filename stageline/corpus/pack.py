@@ -321,7 +321,7 @@ class TypeStats:
 
     @property
     def padding(self) -> dict[str, float]:
-        """Share of all places in the rows that no token fills, by the way of filling them."""
+        """Share of the rows that is padding, for each way of filling them."""
         places = {way: rows * self.seq_length for way, rows in self.num_rows.items()}
         return {way: 1 - self.num_tokens / max(size, 1) for way, size in places.items()}
 

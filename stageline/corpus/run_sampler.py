@@ -37,11 +37,11 @@ class RunSampler:
     names: Sequence[str] = ()
 
     def __len__(self) -> int:
-        """Whole steps of one epoch; what is left over begins the next one."""
+        """Whole steps of one epoch; batches that are left over begin the next one."""
         return len(self.mixture) // self.num_batches
 
     def shares(self, start_step: int = 0) -> Iterator[list[list[int]]]:
-        """The rows of every replica, from a step on, epoch after epoch, without end."""
+        """Yield the rows of every replica, from a step on, epoch after epoch, without end."""
         for step in itertools.count(start_step):
             first = self.origin + step * self.num_batches
             batches = [

@@ -112,13 +112,13 @@ def _icu_iterator() -> Any:
     except ImportError as error:
         raise UserError(
             "the splitter `icu` needs PyICU, which is not installed here: "
-            "pip install 'stageline[icu]' (it wants libicu-dev), or take `auto`"
+            "pip install 'stageline[icu]' (it requires libicu-dev), or use `auto`"
         ) from error
     return BreakIterator.createSentenceInstance(Locale("en@ss=standard"))
 
 
 def _inside(text: str, places: Iterable[int]) -> numpy.ndarray:
-    """The places that have a word on both sides, rising, and the end of the text."""
+    """Return the places that have a word on both sides, rising, and the end of the text."""
     first = _FIRST_WORD.search(text)
     low = first.start() if first else len(text)
     high = _before_white(text, len(text))

@@ -189,8 +189,8 @@ def to_megatron(
         _refuse_own_input([prefix], target)
         if path_of(target, ".idx").exists() and not overwrite:
             raise UserError(
-                f"{path_of(target, '.idx')} exists: it is not overwritten unasked. Give another"
-                " prefix, or `overwrite` to replace it."
+                f"{path_of(target, '.idx')} exists. Give another prefix, or replace it with "
+                "`overwrite`."
             )
     for target, start, stop in zip(targets, starts, starts[1:]):
         write_megatron(corpus, target, start, stop)

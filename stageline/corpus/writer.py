@@ -160,8 +160,8 @@ class CorpusWriter:
         for path in (path_of(path_prefix, ".idx"), path_of(path_prefix, ".bin")):
             if path.exists() and not overwrite:
                 raise UserError(
-                    f"{path} is there: a finished corpus is not overwritten unasked. Give another "
-                    "`save_prefix`, or replace it with `overwrite`."
+                    f"{path} exists: this corpus is finished. Give another `save_prefix`, or "
+                    "replace it with `overwrite`."
                 )
         path.parent.mkdir(parents=True, exist_ok=True)
         begin: dict[str, Any] = {"counts": [[0, 0, 0]] * len(self._type_names), "endings": [0] * 4}

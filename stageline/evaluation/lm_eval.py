@@ -98,7 +98,7 @@ def read_generation(
 
 @register_model(NAME)
 class StagelineLM(TemplateLM):
-    """For `lm_eval.simple_evaluate(StagelineLM(engine), ...)`, or by its key "stageline"."""
+    """The lm_eval model "stageline": `lm_eval.simple_evaluate(StagelineLM(engine), ...)`."""
 
     def __init__(
         self,
@@ -139,12 +139,12 @@ class StagelineLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Ends an answer, whatever a task says besides."""
+        """The id that ends an answer in every task."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """Stands before a continuation that has no context."""
+        """The id before a continuation that has no context."""
         first = self.tokenizer.bos_token_id
         return self.eot_token_id if first is None else first
 
@@ -362,6 +362,6 @@ def run_tasks(
 
 
 def results_table(results: dict[str, Any]) -> str:
-    """The figures as lm_eval prints them; of groups too."""
+    """Return lm_eval's tables of the results, and of groups if there are any."""
     kinds = ["results", *(["groups"] if "groups" in results else [])]
     return "\n".join(make_table(results, kind) for kind in kinds)

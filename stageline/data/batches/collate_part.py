@@ -73,11 +73,11 @@ class CollatePart:
         self.pack = pack
 
     def __call__(self, samples: Sequence[Any], **options: Any) -> Any:
-        """A micro-batch of samples; of those that are not encoded yet too, where it can."""
+        """Return a micro-batch of samples, which may be encoded already."""
         return self.collate(samples, **options)
 
     def bind(self, **options: Any) -> CollatePart:
-        """The part with some of its arguments."""
+        """Return the part with some of its arguments."""
 
         return CollatePart(
             functools.partial(self.collate, **options),
@@ -89,12 +89,12 @@ class CollatePart:
 def collate_part(
     *, encode: Callable[..., EncodedSample], pack: Callable[..., Any] | None = None
 ) -> Callable[[Callable[..., Any]], CollatePart]:
-    """Decorator: makes a part of a function that collates encoded samples; see `CollatePart`."""
+    """Decorate a function that collates encoded samples, to make it a `CollatePart`."""
     return functools.partial(CollatePart, encode=encode, pack=pack)
 
 
 def as_collate_part(collate: Callable[..., Any]) -> CollatePart:
-    """The part, with the arguments of partials around it; a plain function is wrapped."""
+    """Return the part, with the arguments of partials around it; a plain function is wrapped."""
     if isinstance(collate, CollatePart):
         return collate
     if isinstance(collate, functools.partial):
@@ -107,5 +107,5 @@ def as_collate_part(collate: Callable[..., Any]) -> CollatePart:
 def all_encoded(
     samples: Sequence[Any], encode: Callable[..., EncodedSample], **options: Any
 ) -> list[EncodedSample]:
-    """The samples encoded: those that are not yet, (images, sample), now."""
+    """Return all samples encoded; those that are not, (images, sample), are encoded now."""
     return [one if isinstance(one, EncodedSample) else encode(*one, **options) for one in samples]

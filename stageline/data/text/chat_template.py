@@ -95,18 +95,18 @@ class ChatTemplate:
 
     @property
     def has_markers(self) -> bool:
-        """It marks what the assistant writes with {% generation %}."""
+        """Whether the template marks the assistant's text with {% generation %}."""
         return isinstance(self.template, str) and bool(_MARKERS.search(self.template))
 
     @property
     def knows_tools(self) -> bool:
-        """It reads the variable `tools`."""
+        """Whether the template reads the variable `tools`."""
         return not isinstance(self.template, str) or "tools" in self.template
 
     def marked_spans(
         self, messages: Sequence[Message], *, tools: Sequence[Tool], options: dict[str, Any]
     ) -> list[tuple[int, int]]:
-        """Return where the template marks what the assistant writes, in characters."""
+        """Return the spans that the template marks as the assistant's text, in characters."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         # annotated as text, it returns texts and spans
@@ -121,7 +121,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def variables(self) -> frozenset[str]:
-        """The names that it may read and does not set, but those that jinja itself knows."""
+        """The names that the template may read and does not set, without jinja's own."""
         if not isinstance(self.template, str):
             return frozenset()
         from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -141,7 +141,7 @@ class ChatTemplate:
                 yield part, index % 2 == 1
 
     def is_risky(self, text: str) -> bool:
-        """It may become a special token, with its neighbours or by a normalizer."""
+        """Whether a text may become a special token, with its neighbours or by a normalizer."""
         return not text.isascii() or self._risky.search(text) is not None
 
 
