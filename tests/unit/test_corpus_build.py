@@ -273,7 +273,7 @@ def test_overwrite_goes_on_or_begins_anew(inputs, whole, tmp_path):
     prefix = tmp_path / "corpus"
     build(inputs, prefix, seq_length=16)
     old = files_of(prefix)
-    with pytest.raises(UserError, match="a finished corpus.*--overwrite"):
+    with pytest.raises(UserError, match="corpus is finished.*--overwrite"):
         build(inputs, prefix)
     # the old corpus is whole until the new one is
     in_child("at=corpus_chunk,do=sigkill,count=7", inputs, prefix, overwrite=True)

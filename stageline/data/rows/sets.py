@@ -342,8 +342,8 @@ class StreamDataset:
             raise UserError(f"`dataset.buffer_size` {buffer_size}: at least 1 row is needed.")
         if not isinstance(num_held, int) or num_held < 0:
             raise UserError(
-                f"`dataset.val_size` {num_held} is not a number of rows, which a stream requires. "
-                "Give the number of its first rows to hold out."
+                f"`dataset.val_size` {num_held} does not work with a stream, whose first rows are "
+                "held out. Give a number of rows."
             )
         for maker in makers:
             if maker.files.kind in ("json", "hub"):
