@@ -34,7 +34,7 @@ from stageline.errors import DataError, UserError
 MAX_DOCUMENT_BYTES = 32 << 20
 MB = 1e6
 _NUM_LISTED = 1000  # bad lines that are listed in full
-_HOPELESS = 1000  # bad lines without any document: the input is not what it should be
+_HOPELESS = 1000  # bad lines without any document that end a build
 
 
 @dataclass
@@ -147,10 +147,10 @@ class BuildRun:
         self._is_strict = is_strict
         self._seconds_a_journal = seconds_a_journal
         self._journal, self._bad_path = Path(f"{prefix}.journal"), Path(f"{prefix}.bad.jsonl")
-        # all that decides over the bytes of the corpus
+        # all that decides the bytes of the corpus
         settings = {
             **given,
-            "tokenizer": {**asdict(facts.tokenizer), "folder": ""},  # the same one may have moved
+            "tokenizer": {**asdict(facts.tokenizer), "folder": ""},  # its folder may have moved
             "rules": asdict(facts.rules),
             "max_document_bytes": task.max_document_bytes,
             "chunk_bytes": task.chunk_bytes,
@@ -211,7 +211,7 @@ class BuildRun:
             progress.num_bytes = bar.total
             self._finish()
         except (KeyboardInterrupt, SystemExit, RuntimeError, UserError):
-            # the next start need not cut again what is written
+            # the next start need not cut the written chunks again
             if self._is_between_chunks and progress.counts["num_tokens"]:
                 with contextlib.suppress(OSError):
                     self._write_journal()

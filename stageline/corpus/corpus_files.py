@@ -160,7 +160,7 @@ def map_file(path: Path) -> memoryview:
     """
     try:
         with open(path, "rb") as file:
-            if not os.fstat(file.fileno()).st_size:  # cannot be mapped
+            if not os.fstat(file.fileno()).st_size:  # an empty file cannot be mapped
                 return memoryview(b"")
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except FileNotFoundError:

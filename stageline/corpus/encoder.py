@@ -208,7 +208,7 @@ def _ends_of_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> numpy.nda
     return numpy.maximum(byte_ends - (last - numpy.arange(len(ends))), 0)
 
 
-# What a tokenizer.json says.
+# Reading a tokenizer.json.
 
 
 def _token_bytes(spec: Spec) -> list[bytes]:
@@ -227,7 +227,7 @@ def _token_bytes(spec: Spec) -> list[bytes]:
     for token in spec["added_tokens"]:
         if token["special"]:
             table.setdefault(token["id"], token["content"].encode())
-        else:  # it stands for itself, whatever the model has under its id
+        else:  # its bytes are its own text, whatever the model has under its id
             table[token["id"]] = token["content"].encode()
     return [table.get(index, b"") for index in range(_vocab_size(spec))]
 

@@ -29,8 +29,8 @@ from stageline.errors import DataError
 # flags of a segment
 BEGINS = 1  # the first one of its document
 ENDS = 2  # the last one of its document
-HAS_BOS = 4  # its first token is BOS, put there by us
-HAS_EOS = 8  # its last token is EOS, put there by us
+HAS_BOS = 4  # its first token is BOS, which the build added
+HAS_EOS = 8  # its last token is EOS, which the build added
 
 
 @dataclass(frozen=True)

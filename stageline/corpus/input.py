@@ -195,7 +195,7 @@ def _text_chunks(
                     f"{source.path} begins with '[': one JSON list. Write a JSON object on each "
                     "line (jq -c '.[]')."
                 )
-            # pyarrow closes it at its end
+            # pyarrow closes the file at its end
             read = source.size if raw.closed else min(raw.tell(), source.size)
             about = (file, part, source.kind, source.path, read - before)
             yield Chunk(*about, payload=lines, ends_too_long=ends_too_long)

@@ -203,7 +203,7 @@ def _processes(task: Task, num_workers: int) -> Iterator[Pool]:
     except BrokenProcessPool as error:
         raise WorkerDied from error
     finally:
-        # they have nothing to put away
+        # workers have nothing to save
         for process in list((executor._processes or {}).values()):
             with contextlib.suppress(ValueError):  # it has ended and was closed
                 process.kill()
@@ -219,12 +219,12 @@ _worker: ChunkWorker  # that of this process
 def _start_worker(worker: ChunkWorker, parent: int) -> None:
     global _worker
     _worker = worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()  # all objects so far stay, so the collector need not visit them
 
     def end_with_parent() -> None:
-        # a killed parent says nothing, and the pipes to it stay open in the other workers
+        # a killed parent sends no message, and the pipes to it stay open in the other workers
         while os.getppid() == parent:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
         os._exit(1)
@@ -250,7 +250,7 @@ def _ray_actors(task: Task, num_workers: int) -> Iterator[Pool]:
             "`executor` ray requires the package ray, which is not installed: pip install ray, or "
             "build with `executor` processes."
         ) from error
-    # one that a program around this one started stays when the build is over
+    # a cluster that the calling program started stays when the build is over
     is_ours = not ray.is_initialized()
     if is_ours:
         python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)

@@ -236,7 +236,7 @@ class StagelineLM(TemplateLM):
         asked = []
         for index, request in enumerate(requests):
             context, options = request.args
-            # not tok_encode: `hf` asks for the very token here, not for what stands in its place
+            # not tok_encode: as in `hf`, only the BOS token counts here, not its substitute
             ids = self._encode(context, self.tokenizer.bos_token)
             sampling = read_generation(
                 options,

@@ -295,7 +295,7 @@ def predict(
                 raise
         else:
             return True
-        # outside of the handler: the error's frames hold the tensors that are to go
+        # outside of the handler: the error's frames hold tensors that must be freed
         empty_cache()
         return False
 

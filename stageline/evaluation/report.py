@@ -59,7 +59,7 @@ class Bootstrap:
         if len(sums) == 1:  # scipy needs more than one cluster
             mean = sum(scores) / len(scores)
             return mean, mean
-        from scipy.stats import bootstrap  # here: what only answers needs none of scipy
+        from scipy.stats import bootstrap  # imported here: a run that only answers needs no scipy
 
         found = bootstrap(
             (list(sums.values()), list(counts.values())),
@@ -140,7 +140,7 @@ def check_metric(metric: Callable[..., Any], samples: Sequence[dict[str, Any]]) 
         figures = metric(predictions, samples)
     except DataError:  # a row is wrong, whatever the answer will be
         raise
-    except Exception:  # it may need what true answers have
+    except Exception:  # it may need true answers
         return
     per_sample = figures.get("per_sample") if isinstance(figures, dict) else None
     if not isinstance(per_sample, Sized) or len(per_sample) != len(samples):

@@ -82,7 +82,7 @@ def loss_figure(
         others += y + found[1]
     bad = [one["step"] for one in steps if {"loss", "grad_norm"} & set(one.get("non_finite") or ())]
     if bad:
-        foot = upper.get_xaxis_transform()  # whatever the scale
+        foot = upper.get_xaxis_transform()  # on any scale
         label = f"not finite ({len(bad)} steps)"
         upper.plot(bad, [0.02] * len(bad), "x", color="black", transform=foot, label=label)
     # a margin or a reward may be 0 or less, and such an axis would not show it

@@ -233,7 +233,7 @@ def end_with_rank(worker: int) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() == 1:  # gone before it was asked for
+    if os.getppid() == 1:  # the parent ended before the request
         os._exit(1)
 
 

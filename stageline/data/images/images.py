@@ -264,7 +264,7 @@ def decode_image(image: Image.Image, *, name: str, max_pixels: int = MAX_PIXELS)
         if upright.mode.startswith("I;16"):  # convert() takes all above 255 for white
             upright = upright.convert("I").point(lambda value: value * (1 / 256)).convert("L")
         return upright.convert("RGB")
-    except Exception as error:  # decoders raise anything
+    except Exception as error:  # decoders can raise any exception
         raise bad_image(file_of(image), error, name=name) from error
 
 
@@ -279,7 +279,7 @@ def check_image(image: Image.Image, *, name: str, max_pixels: int = MAX_PIXELS) 
     try:
         ImageFile.LOAD_TRUNCATED_IMAGES = False  # else missing pixels would be gray
         image.load()  # no draft(): a dataset that keeps its images would train on small ones
-    except Exception as error:  # decoders raise anything
+    except Exception as error:  # decoders can raise any exception
         raise bad_image(file_of(image), error, name=name) from error
 
 

@@ -91,7 +91,7 @@ def read_frames(
         frames = read(path, num_frames, source)
     except (DataError, UserError):
         raise
-    except Exception as error:  # decoders raise anything
+    except Exception as error:  # decoders can raise any exception
         raise bad_image(path, error, name=source) from error
     if not frames:
         raise _no_frames(source, str(path), "it has no frames")

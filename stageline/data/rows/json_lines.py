@@ -129,7 +129,8 @@ def _needs_converter(data: dict[str, Any]) -> bool:
     there = {name for name, value in data.items() if value not in (None, "", [])}
     if {"chosen", "rejected"} <= there:  # or the answers of a template
         return not (isinstance(data["chosen"], str) and "question" in there)
-    if "conversations" in there or {"messages", "instruction"} <= there:  # the second is refused
+    # The converter refuses rows with messages and an instruction.
+    if "conversations" in there or {"messages", "instruction"} <= there:
         return True
     if {"prompt", "completion"} <= there and not _has_text(data):
         return True
@@ -270,7 +271,7 @@ class Groups(JsonLines):
         if num_negatives is not None and num_negatives < 1:
             raise UserError(f"`dataset.num_negatives` is {num_negatives}. Give at least 1.")
         self._num_negatives = num_negatives
-        self._first = ""  # the group that says how many there are, where no option does
+        self._first = ""  # the group that sets the number of negatives, if no option does
         super().__init__(
             dataset_path=dataset_path,
             split=split,

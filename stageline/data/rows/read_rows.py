@@ -461,7 +461,7 @@ def _load(path: Path, kind: Kind, **options: Any) -> Any:
 
     try:
         return datasets.load_dataset(kind, data_files=[str(path)], split="train", **options)
-    except Exception as error:  # datasets' readers raise what they like
+    except Exception as error:  # datasets' readers can raise any exception
         cause = error.__cause__ or error
         raise DataError(
             f"{path} cannot be read as {kind} ({type(cause).__name__}: {cause}). Check how it was "

@@ -38,7 +38,7 @@ Part = Literal["content", "reasoning", "call", "other"]
 TOOLS = -1  # in place of the number of a turn
 _OPEN, _CLOSE = "\ue000", "\ue001"  # around the number of a text, in its place
 _PLACE = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
-_LEFT_OUT = "it leaves out or changes"  # so begins a reason
+_LEFT_OUT = "it leaves out or changes"  # first words of a reason
 _MOST_LAYOUTS = 256
 _has_warned: set[tuple[str, str]] = set()
 
@@ -98,13 +98,13 @@ def render_chat(
     In target turns, all tokens after the prompt for generation up to and including the end-of-turn
     token are in the loss. Where the template has none after the last answer, the tokenizer's
     end-of-sequence token is added: else the model could not learn to stop. A template with
-    {% generation %} marks decides itself.
+    {% generation %} marks decides itself. `learnt` puts the answers in the loss, or everything but
+    images, with the system message or without.
 
     Args:
         for_generation: end with what the template puts before an answer.
         template_options: variables of the template, such as enable_thinking.
         tools: descriptions of tools, for the template.
-        learnt: the answers; or everything but images, with the system message or without.
         source: the row, by its file and line.
 
     Raises:
@@ -121,7 +121,7 @@ def render_chat(
         for form in forms:
             try:
                 pieces, notes = chat.pieces(form)
-            except Exception as error:  # templates raise what they like
+            except Exception as error:  # templates can raise any exception
                 is_ours = isinstance(error, LayoutError)
                 reasons.append(str(error) if is_ours else f"{type(error).__name__}: {error}")
                 continue
@@ -500,7 +500,7 @@ class _Finder:
                     for_generation=for_generation,
                 )
             )
-        except Exception:  # templates raise what they like
+        except Exception:  # templates can raise any exception
             return None
 
     def _start(self, number: int, before: str | None, first: int | None) -> int:
@@ -671,7 +671,7 @@ def _learnt_in_samples(template: ChatTemplate) -> Iterator[tuple[str, str]]:
     for (turns, tools), form, options in ways:
         try:
             pieces, _ = _Chat(template, turns, tools, options).pieces(form)
-        except Exception:  # templates raise what they like
+        except Exception:  # templates can raise any exception
             continue
         for is_target, group in itertools.groupby(pieces, lambda piece: piece.is_target):
             if is_target:

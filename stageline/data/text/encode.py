@@ -44,7 +44,7 @@ Kinds = bytes | bytearray  # each byte is a token: the bits of the pieces that i
 def _byte_of_letter() -> defaultdict[int, int]:
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    found: defaultdict[int, int] = defaultdict(lambda: 0xFF)  # which is in no UTF-8
+    found: defaultdict[int, int] = defaultdict(lambda: 0xFF)  # a byte that no UTF-8 text has
     found.update({ord(letter): byte for byte, letter in bytes_to_unicode().items()})
     return found
 
@@ -98,7 +98,7 @@ def token_kinds(
     last = span_ends.searchsorted(ends, side="left")
     # behind the last piece, and for tokens of no characters, there is nothing
     touched = numpy.array([*kinds, 0], dtype=numpy.uint8)[first]
-    for place in (last > first).nonzero()[0]:  # few: tokens across a border
+    for place in (last > first).nonzero()[0]:  # few tokens cross a border
         for kind in kinds[first[place] + 1 : last[place] + 1]:
             touched[place] |= kind
     touched[ends <= starts] = 0

@@ -81,7 +81,7 @@ def compose_processor(
     import transformers
 
     base = getattr(transformers, class_name)
-    if class_name == "SmolVLMProcessor":  # wants num2words, for the prompts of videos only
+    if class_name == "SmolVLMProcessor":  # requires num2words, for the prompts of videos only
         from transformers.models.smolvlm import processing_smolvlm
 
         if getattr(processing_smolvlm, "num2words", None) is None:
