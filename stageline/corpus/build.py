@@ -65,7 +65,7 @@ class Progress:
 
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> "Progress":
-        """The progress that a journal holds."""
+        """Return the progress that a journal holds."""
         counters = {name: Counter(values[name]) for name in ("counts", "bad_kinds")}
         return cls(**{**values, **counters})
 

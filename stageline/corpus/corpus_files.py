@@ -72,11 +72,11 @@ class MappedSegments:
         return numpy.concatenate([[0], numpy.cumsum(sizes)]).astype(numpy.int64)
 
     def read(self, indices: Sequence[int] | numpy.ndarray) -> list[numpy.ndarray]:
-        """The tokens of several segments, in the order asked for."""
+        """Return the tokens of several segments, in the order of the indices."""
         return [self[index] for index in indices]
 
     def __getitem__(self, index: int) -> numpy.ndarray:
-        """int64 tokens of a segment, BOS and EOS included; a copy."""
+        """Return int64 tokens of a segment, BOS and EOS included; a copy."""
         place = index + self._len if index < 0 else index
         if not 0 <= place < self._len:
             raise IndexError(f"segment {index} of {self._len} in {self.prefix}")
@@ -88,15 +88,15 @@ class MappedSegments:
         raise NotImplementedError
 
     def lengths(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
-        """int64 number of tokens of segments start to stop."""
+        """Return the int64 numbers of tokens of segments start to stop."""
         raise NotImplementedError
 
     def flags(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
-        """uint8 flags of segments start to stop."""
+        """Return uint8 flags of segments start to stop."""
         raise NotImplementedError
 
     def segments(self, start: int, stop: int) -> Segments:
-        """Neighbouring segments with their flags, as a writer takes them."""
+        """Return neighbouring segments with their flags, as a writer takes them."""
         if start >= stop:
             return Segments.join([])
         tokens = self._ids[self.bounds(start)[0] : self.bounds(stop - 1)[1]]
@@ -105,7 +105,7 @@ class MappedSegments:
         )
 
     def steps(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
-        """Neighbouring ranges of segments that fit memory, together start to stop."""
+        """Yield neighbouring ranges of segments that fit in memory, from start to stop."""
         low, stop = start, self._len if stop is None else stop
         while low < stop:
             first = self.bounds(low)[0]
@@ -259,7 +259,7 @@ class MegatronCorpus(MappedSegments):
         return numpy.array(self._lengths[start:stop], dtype=numpy.int64)
 
     def flags(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
-        """uint8: where documents begin and end; BOS and EOS are not told apart from tokens."""
+        """Return uint8 flags of where documents begin and end; BOS and EOS count as tokens."""
         stop = self._len if stop is None else stop
         flags = numpy.zeros(stop - start, dtype=numpy.uint8)
         low, high = numpy.searchsorted(self._starts, [start, stop + 1])
@@ -356,7 +356,7 @@ class Corpus(MappedSegments):
         return numpy.diff(offsets).astype(numpy.int64)
 
     def flags(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
-        """uint8 flags of segments start to stop; a view of the file."""
+        """Return uint8 flags of segments start to stop; a view of the file."""
         stop = self._len if stop is None else stop
         return numpy.frombuffer(self._flags, dtype=numpy.uint8)[start:stop]
 

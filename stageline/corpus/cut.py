@@ -93,7 +93,7 @@ class DocumentCutter:
         self._eos = numpy.array([info.eos_id] * rules.adds_eos, dtype=numpy.uint32)
 
     def __call__(self, texts: Sequence[str]) -> tuple[Segments, CutCounts]:
-        """The segments of a batch of documents, in their order; some hundred documents are best."""
+        """Return segments of a batch of documents, in order; some hundred documents are best."""
         if not self.rules.keeps_newlines:
             texts = [join_lines(text) for text in texts]
         documents, doubtful = self.encoder.encode_and_doubt(texts)
@@ -136,7 +136,7 @@ class DocumentCutter:
 
 
 def join_lines(text: str) -> str:
-    """The text with each run of white space that has a newline (LF or CR) as one space."""
+    """Replace each run of white space that has a newline (LF or CR) by one space."""
     if "\r" in text:
         text = text.replace("\r", "\n")
     if "\n" not in text:
@@ -183,7 +183,7 @@ def cut_document(
     counts, bytes_before = places + 1, byte_ends[places]
 
     def counts_at(byte_places: numpy.ndarray) -> numpy.ndarray:
-        """Places in the text as numbers of tokens; one inside a token moves to its end."""
+        """Return places in the text as numbers of tokens; one inside a token moves to its end."""
         return counts[numpy.minimum(bytes_before.searchsorted(byte_places), len(counts) - 1)]
 
     extra = (num_first, num_last)
@@ -231,7 +231,7 @@ def cut_document(
 
 
 def _lengths(ends: numpy.ndarray, extra: tuple[int, int]) -> numpy.ndarray:
-    """Tokens of each unit, BOS and EOS counted with the first and the last one."""
+    """Return tokens of each unit, BOS and EOS counted with the first and the last one."""
     lengths = numpy.diff(ends, prepend=0)
     lengths[0] += extra[0]
     lengths[-1] += extra[1]

@@ -146,7 +146,7 @@ class Encoder:
         return _ends_of_offsets(text, encoding.offsets)
 
     def decode(self, ids: Sequence[int] | numpy.ndarray) -> str:
-        """The text of a whole document's ids (without BOS and EOS), or of a piece of it.
+        """Return the text of a document's ids (without BOS and EOS), or of a piece of it.
 
         Bytes of half a character, at the ends of a piece, become U+FFFD.
         """
@@ -192,7 +192,7 @@ class Encoder:
 
 
 def _ends_of_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> numpy.ndarray:
-    """Byte ends (int64) of tokens whose (start, end) are characters; rising, the last at the end.
+    """Return byte ends (int64) of tokens whose (start, end) are characters; they rise.
 
     Several tokens of one character (bytes of a rare one) all name its end: only the last of them
     gets it, those before get the bytes before it.
@@ -212,7 +212,7 @@ def _ends_of_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> numpy.nda
 
 
 def _token_bytes(spec: Spec) -> list[bytes]:
-    """The bytes that each id of a byte-level tokenizer stands for."""
+    """Return the bytes that each id of a byte-level tokenizer stands for."""
     # character -> byte: GPT-2's table
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printed]
@@ -233,7 +233,7 @@ def _token_bytes(spec: Spec) -> list[bytes]:
 
 
 def _vocab(model: Spec) -> dict[str, int]:
-    """Token -> id; Unigram models have a list of tokens and scores."""
+    """Return token -> id; Unigram models have a list of tokens and scores."""
     vocab = model["vocab"]
     if isinstance(vocab, dict):
         return vocab
@@ -241,13 +241,13 @@ def _vocab(model: Spec) -> dict[str, int]:
 
 
 def _vocab_size(spec: Spec) -> int:
-    """All ids, control tokens' too, are below it."""
+    """Return a number above all ids, those of control tokens included."""
     added = [token["id"] for token in spec["added_tokens"]]
     return max([*_vocab(spec["model"]).values(), *added]) + 1
 
 
 def _steps(part: Spec | None, name: str) -> list[Spec]:
-    """Normalizers, pre-tokenizers or decoders one after the other, sequences unrolled."""
+    """Return normalizers, pre-tokenizers or decoders in order, sequences unrolled."""
     if part is None:
         return []
     if part["type"] == "Sequence":
@@ -256,7 +256,7 @@ def _steps(part: Spec | None, name: str) -> list[Spec]:
 
 
 def _merge_pairs(model: Spec) -> list[tuple[str, str]]:
-    """The merges of a BPE model in order; older files write a pair as one text."""
+    """Return the merges of a BPE model in order; older files write a pair as one text."""
     merges = model.get("merges", [])
     return [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in merges]
 

@@ -169,17 +169,17 @@ class CorpusHeader:
 
 
 def path_of(prefix: str | Path, suffix: str) -> Path:
-    """The file of a corpus; a prefix may hold dots."""
+    """Return the file of a corpus; a prefix may hold dots."""
     return Path(f"{os.fspath(prefix)}{suffix}")
 
 
 def dtype_for(vocab_size: int) -> str:
-    """The narrowest dtype that holds every id."""
+    """Return the narrowest dtype that holds every id."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def framed(magic: bytes, version: int, text: str) -> bytes:
-    """Preamble and JSON, filled up with zeros so that the arrays begin on a page."""
+    """Return preamble and JSON, padded with zeros so that the arrays begin on a page."""
     data = text.encode()
     whole = _PREAMBLE.pack(magic, version, len(data), zlib.crc32(data)) + data
     return whole + bytes(-len(whole) % PAGE)
@@ -222,7 +222,7 @@ def unframed(
 
 
 def damaged(path: Path, problem: str) -> DataError:
-    """The error of a file of a corpus that another program cut or changed."""
+    """Return the error for a file of a corpus that another program cut or changed."""
     return DataError(f"{path} is damaged: {problem}. Copy it again, or write the corpus again.")
 
 
@@ -233,7 +233,7 @@ def encode_header(header: CorpusHeader) -> bytes:
 
 
 def decode_header(start: bytes | memoryview, path: Path) -> tuple[CorpusHeader, int]:
-    """The header of an `.idx` and the byte at which the arrays begin; raises as `unframed`."""
+    """Return the header of an `.idx` and the first byte of its arrays; raises as `unframed`."""
 
     def make(values: dict[str, Any]) -> CorpusHeader:
         tokenizer = values.pop("tokenizer")
@@ -249,7 +249,7 @@ def decode_header(start: bytes | memoryview, path: Path) -> tuple[CorpusHeader, 
 
 
 def edges_digest(path: Path) -> str:
-    """sha256 of a file's size, its first and its last 64 KiB: finds a swapped file in O(1)."""
+    """Hash a file's size, its first and its last 64 KiB, to find a swapped file in O(1)."""
     size = path.stat().st_size
     digest = hashlib.sha256(size.to_bytes(8, "little"))
     with open(path, "rb") as file:

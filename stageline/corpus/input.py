@@ -63,7 +63,7 @@ class Source:
 
 
 def find_sources(files: str | os.PathLike | Iterable[str | os.PathLike]) -> list[Source]:
-    """The files of some names, folders and patterns, in the order in which they are read.
+    """Return the files of names, folders and patterns, in the order in which they are read.
 
     What a pattern or a folder (with its subfolders) holds is sorted by name. Of a folder, hidden
     files and those with other suffixes are left out.
@@ -119,13 +119,13 @@ def _paths_of(name: str) -> list[Path]:
 
 
 def _suffixes(path: Path) -> tuple[str, str]:
-    """(suffix of the kind, that of the compression) of a name."""
+    """Return (suffix of the kind, that of the compression) of a name."""
     suffix = path.suffix.lower()
     return (Path(path.stem).suffix.lower(), suffix) if suffix in COMPRESSIONS else (suffix, "")
 
 
 def holds_json_lines(source: Source) -> bool:
-    """Whether the first line of a plain text file is a JSON object."""
+    """Tell whether the first line of a plain text file is a JSON object."""
     if source.kind != TEXT or source.compression:
         return False
     with open(source.path, "rb") as file:
@@ -164,7 +164,7 @@ def iter_chunks(
     columns: Sequence[str] | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Iterator[Chunk]:
-    """All chunks in order, from one on.
+    """Yield all chunks in order, from one on.
 
     Args:
         first: (file, part) to begin with.
@@ -227,7 +227,7 @@ def _line_blocks(blocks: Iterable[bytes], max_document_bytes: int) -> Iterator[t
 
 
 def _text_blocks(source: Source, raw: BinaryIO, num_bytes: int) -> Iterator[bytes]:
-    """Blocks of the text; several compressed frames in one file are read through."""
+    """Yield blocks of the text, from all compressed frames of the file."""
     if not source.compression or not source.size:
         yield from iter(lambda: raw.read(num_bytes), b"")
         return
@@ -248,7 +248,7 @@ def _text_blocks(source: Source, raw: BinaryIO, num_bytes: int) -> Iterator[byte
 def _parquet_chunks(
     source: Source, file: int, part: int, columns: Sequence[str] | None, chunk_bytes: int
 ) -> Iterator[Chunk]:
-    """The chunks of a Parquet file, from the row group on that `part` is in."""
+    """Yield the chunks of a Parquet file, from the row group of `part` on."""
     import pyarrow  # late: slow to import
     import pyarrow.parquet
 
@@ -354,7 +354,7 @@ class ChunkRows:
 
 
 def default_document(row: Any) -> str:
-    """The line of a text file, or the field "text" of a row."""
+    """Return the line of a text file, or the field "text" of a row."""
     if not isinstance(row, dict):
         return row
     if "text" not in row:
@@ -381,7 +381,7 @@ def json_object(line: str) -> dict[str, Any]:
 def read_chunk(
     chunk: Chunk, *, document: Document = default_document, max_document_bytes: int
 ) -> ChunkRows:
-    """The documents of a chunk.
+    """Return the documents of a chunk.
 
     Args:
         document: makes one of a line of text, or of the dict of a JSON line or Parquet row.

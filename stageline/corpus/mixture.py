@@ -113,7 +113,7 @@ class Apportionment:
         return cls(whole, [int(rest * unit) for rest in rests], batch)
 
     def has_share(self, kind: int) -> bool:
-        """Whether any row of this type is ever taken."""
+        """Tell whether any row of this type is ever taken."""
         return bool(self.whole[kind] or self.weights[kind])
 
     def share(self, kind: int) -> Fraction:
@@ -278,15 +278,15 @@ class Mixture:
             )
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Return the batches of an epoch."""
         return self._num_batches
 
     def batch(self, epoch: int, index: int) -> numpy.ndarray:
-        """The rows of one batch, int64 [rows of a batch], in the order of their types."""
+        """Return the rows of one batch, int64 [rows of a batch], in the order of their types."""
         return self.rows(epoch, index, index + 1)
 
     def rows(self, epoch: int, first_batch: int, end_batch: int) -> numpy.ndarray:
-        """The rows of neighbouring batches of an epoch, int64, in the order of their types."""
+        """Return int64 rows of neighbouring batches of an epoch, in the order of their types."""
         assert 0 <= first_batch < end_batch <= len(self)
         begins, ends = self.shares.before(first_batch), self.shares.before(end_batch)
         stretches = []  # (type, seed, places of that order)
@@ -307,7 +307,7 @@ class Mixture:
         return places + numpy.array(self.starts)[kinds]
 
     def drawn(self) -> list[int]:
-        """Rows of each type in an epoch, repeated ones counted each time."""
+        """Return the rows of each type in an epoch, repeated ones counted each time."""
         return self.shares.before(len(self))
 
 

@@ -84,7 +84,7 @@ class _Rows:
         self._rooms = 0  # bit r is set where there are rows of room r
 
     def put(self, size: int, count: int) -> Iterator[tuple[range, int]]:
-        """Puts lengths of one size into the tightest rows that take them, then into new ones.
+        """Put lengths of one size into the tightest rows that take them, then into new ones.
 
         Yields:
             (rows, how many lengths each of them got).
@@ -189,7 +189,7 @@ class PackedRows:
         return self._num_rows
 
     def __getitem__(self, row: int) -> numpy.ndarray:
-        """int64 numbers of the segments of a row, rising."""
+        """Return int64 numbers of the segments of a row, rising."""
         place = row + self._num_rows if row < 0 else row
         if not 0 <= place < self._num_rows:
             raise IndexError(f"row {row} of {self._num_rows} in {self.prefix}.pack")
@@ -199,7 +199,7 @@ class PackedRows:
         return type(self), (os.path.abspath(self.prefix),)
 
     def members(self, rows: numpy.ndarray) -> numpy.ndarray:
-        """int64 numbers of the segments of several rows, row after row."""
+        """Return int64 numbers of the segments of several rows, row after row."""
         counts = self._offsets[rows + 1] - self._offsets[rows]
         firsts = numpy.repeat(self._offsets[rows] - (numpy.cumsum(counts) - counts), counts)
         return self._members[firsts + numpy.arange(counts.sum())].astype(numpy.int64)

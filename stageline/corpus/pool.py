@@ -61,7 +61,7 @@ class Task:
     chunk_bytes: int = CHUNK_BYTES
 
     def chunks(self, file: int = 0, part: int = 0) -> Iterator[Chunk]:
-        """All chunks in order, from one on."""
+        """Return all chunks in order, from one on."""
         return iter_chunks(
             self.sources,
             first=(file, part),
@@ -71,7 +71,7 @@ class Task:
         )
 
     def rows(self, chunk: Chunk) -> ChunkRows:
-        """The documents of a chunk."""
+        """Return the documents of a chunk."""
         limit = self.max_document_bytes
         return read_chunk(chunk, document=self.document, max_document_bytes=limit)
 
@@ -182,7 +182,7 @@ def open_pool(task: Task, num_workers: int, executor: str) -> Iterator[Pool]:
 
 @contextlib.contextmanager
 def _processes(task: Task, num_workers: int) -> Iterator[Pool]:
-    """Worker processes of this machine."""
+    """Yield worker processes of this machine."""
     worker = ChunkWorker(task)
     os.environ.update(ONE_THREAD)  # threads of a tokenizer do not survive a fork
     facts = worker.facts()
@@ -293,7 +293,7 @@ def _ray_actors(task: Task, num_workers: int) -> Iterator[Pool]:
 
 
 def ordered(pool: Pool, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, ChunkResult]]:
-    """The results in the order of the chunks; few are on the way at a time."""
+    """Yield the results in the order of the chunks; few are in flight at a time."""
     waiting: deque[tuple[Chunk, Callable[[], ChunkResult]]] = deque()
     most = pool.num_workers * _CHUNKS_A_WORKER
     for chunk in chunks:

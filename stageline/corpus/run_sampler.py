@@ -37,7 +37,7 @@ class RunSampler:
     names: Sequence[str] = ()
 
     def __len__(self) -> int:
-        """Whole steps of one epoch; batches that are left over begin the next one."""
+        """Return the whole steps of one epoch; batches that are left over begin the next one."""
         return len(self.mixture) // self.num_batches
 
     def shares(self, start_step: int = 0) -> Iterator[list[list[int]]]:
@@ -137,7 +137,7 @@ _ROWS = 1 << 20  # computed at once
 
 
 def rows_seen(mixture: Mixture, num_batches: int, *, first_batch: int = 0) -> numpy.ndarray:
-    """The rows of batches first_batch to num_batches of all epochs: sorted int64, each once."""
+    """Return the rows of batches first_batch to num_batches: sorted int64, each once."""
     is_seen = numpy.zeros(mixture.starts[-1], dtype=bool)
     at_once = max(1, _ROWS // mixture.batch_rows)
     number = first_batch
@@ -159,7 +159,7 @@ def find_trained(
     ranges: Sequence[tuple[int, int]] | None = None,
     packed: PackedRows | None = None,
 ) -> numpy.ndarray:
-    """The segments that the first batches of a run held: sorted int64, each once.
+    """Return the segments that the first batches of a run held: sorted int64, each once.
 
     Args:
         num_batches, first_batch: see `rows_seen`; num_batches is steps x batches of a step.
@@ -176,7 +176,7 @@ def find_trained(
 
 
 def save_indices(path: str | Path, indices: numpy.ndarray) -> None:
-    """Writes numbers of segments: NumPy's format for names that end in .npy, else a line each."""
+    """Write numbers of segments: NumPy's format for names that end in .npy, else a line each."""
     if Path(path).suffix == ".npy":
         numpy.save(path, indices, allow_pickle=False)
     else:
@@ -184,7 +184,7 @@ def save_indices(path: str | Path, indices: numpy.ndarray) -> None:
 
 
 def load_indices(path: str | Path) -> numpy.ndarray:
-    """Numbers of segments from a file of either kind, whatever its name: int64.
+    """Read int64 numbers of segments from a file of either kind, whatever its name.
 
     Raises:
         DataError: the file is missing, or holds something else.

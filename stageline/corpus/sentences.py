@@ -138,7 +138,7 @@ def _is_white(sign: str) -> bool:
 
 
 def _western(text: str) -> set[int]:
-    """Ends in text with spaces between its words; see the rules of `english`."""
+    """Return ends in text with spaces between its words; see the rules of `english`."""
     first = _FIRST_WORD.search(text)
     ends, line_words = set(), {first.start() if first else 0}
     for start, word, is_wrapped in _line_ends(text):
@@ -175,7 +175,7 @@ def _line_ends(text: str) -> Iterator[tuple[int, int, bool]]:
 
 
 def _belongs_to_word(text: str, dot: int, end: int, word: int, line_words: set[int]) -> bool:
-    """Whether a full stop is that of an abbreviation, an initial, or the label of a list item.
+    """Tell whether a full stop is of an abbreviation, an initial, or the label of a list item.
 
     Args:
         dot: place of the full stop.
@@ -198,7 +198,7 @@ def _belongs_to_word(text: str, dot: int, end: int, word: int, line_words: set[i
 
 
 def _eastern(text: str, *, is_space_enough: bool) -> Iterator[int]:
-    """Ends inside the text: behind the last of `。！？` in a row and the quotes that close there.
+    """Yield ends inside the text: behind the last of `。！？` in a row, with closing quotes.
 
     `!`, `?` and `…` count where an ideograph follows, and white space if that `is_space_enough`;
     no end goes before a comma (`“好！”，他说`).

@@ -125,7 +125,7 @@ def remove(
     *,
     overwrite: bool = False,
 ) -> CorpusHeader:
-    """Writes exactly the segments whose index is not in `indices`, in their order.
+    """Write exactly the segments whose index is not in `indices`, in their order.
 
     What is left of a document on either side of a hole becomes a document of its own: its first
     segment begins it and its last one ends it. BOS and EOS stay where they were.
@@ -172,7 +172,7 @@ def remove(
 def to_megatron(
     prefix: str | Path, new_prefix: str | Path, *, overwrite: bool = False
 ) -> list[Path]:
-    """Writes a corpus as files of Megatron-core: a segment a sequence, documents as they are.
+    """Write a corpus as files of Megatron-core: a segment a sequence, documents as they are.
 
     Returns:
         The prefixes written: `new_prefix`, or one a type (NEW_PREFIX_0, ...) for several types,
@@ -206,7 +206,7 @@ def from_megatron(
     language: str = "unknown",
     overwrite: bool = False,
 ) -> CorpusHeader:
-    """Writes a Megatron-core pair as a corpus: a sequence a segment, documents as they are.
+    """Write a Megatron-core pair as a corpus: a sequence a segment, documents as they are.
 
     Args:
         tokenizer: what made the ids; Megatron-core's files do not say.
@@ -262,7 +262,7 @@ def from_megatron(
 def _cut(
     tokens: numpy.ndarray, lengths: numpy.ndarray, flags: numpy.ndarray, limit: int
 ) -> Segments:
-    """Cuts each sequence into the fewest pieces, of lengths that differ by one token at most."""
+    """Cut each sequence into the fewest pieces, of lengths that differ by one token at most."""
     counts = -(-lengths // limit)
     cut_lengths = numpy.array(
         [
@@ -282,7 +282,7 @@ def _cut(
 
 
 def verify(prefix: str | Path) -> CorpusHeader:
-    """Reads all of a corpus and compares it with the sums that its writer took.
+    """Read all of a corpus and compare it with the sums that its writer took.
 
     Returns:
         The header.

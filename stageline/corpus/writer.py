@@ -83,7 +83,7 @@ class GrowingFile:
         self._file.seek(size)
 
     def write(self, data: bytes | memoryview) -> None:
-        """Appends; the state counts them from now on."""
+        """Append bytes; the state counts them from now on."""
         try:
             self._file.write(data)
         except OSError as error:
@@ -92,7 +92,7 @@ class GrowingFile:
         self.size += memoryview(data).nbytes
 
     def sync(self) -> dict[str, Any]:
-        """Everything is on the disk; returns the arguments that resume here."""
+        """Write everything to the disk; return the arguments that resume here."""
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -106,12 +106,12 @@ class GrowingFile:
         return self._hash.hexdigest()
 
     def close(self) -> None:
-        """Closes the part; it keeps its name."""
+        """Close the part; it keeps its name."""
         self._file.close()
 
 
 def cannot_write(path: Path, error: OSError) -> StorageError:
-    """The error of a file that cannot be written; what was built so far is kept."""
+    """Return the error for a file that cannot be written; finished work is kept."""
     return StorageError(
         f"{path} cannot be written: {error.strerror or error}. Make room (or the folder writable) "
         "and run the same command again: what was written before is kept."
@@ -175,7 +175,7 @@ class CorpusWriter:
             self._files["offsets"].write(bytes(8))
 
     def add(self, segments: Segments, *, type_index: int = 0) -> None:
-        """Appends segments to a type; earlier types are closed by that.
+        """Append segments to a type, which closes earlier types.
 
         Raises:
             DataError: an id that the tokenizer does not have.
@@ -216,7 +216,7 @@ class CorpusWriter:
         }
 
     def close(self, *, when_whole: Callable[[], object] = lambda: None) -> CorpusHeader:
-        """Makes the corpus whole under its final names; returns its header.
+        """Complete the corpus under its final names; return its header.
 
         Args:
             when_whole: called when all is written: after it, `name_files` does what a kill left.
@@ -262,7 +262,7 @@ class CorpusWriter:
         return header
 
     def discard(self) -> None:
-        """Deletes the parts; a finished corpus of this prefix stays as it was."""
+        """Delete the parts; a finished corpus of this prefix stays as it was."""
         for file in self._files.values():
             file.close()
         for name in (*_PARTS, "idx", "dis", "tmp"):
@@ -272,7 +272,7 @@ class CorpusWriter:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """Leaves no parts behind a failure; does not close."""
+        """Delete the parts after a failure; `close` is left to the caller."""
         if error is not None:
             self.discard()
 
@@ -297,7 +297,7 @@ def name_files(path_prefix: str | Path) -> None:
 
 
 def count_endings(flags: numpy.ndarray) -> numpy.ndarray:
-    """int64 [4]: segments with BOS only, EOS only, neither, both."""
+    """Count segments with BOS only, EOS only, neither, both: int64 [4]."""
     has_bos, has_eos = (flags & HAS_BOS) != 0, (flags & HAS_EOS) != 0
     both = int(numpy.count_nonzero(has_bos & has_eos))
     bos = int(numpy.count_nonzero(has_bos)) - both

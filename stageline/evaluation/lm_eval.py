@@ -156,7 +156,7 @@ class StagelineLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The messages as the model's chat template writes them."""
+        """Return the messages as the model's chat template writes them."""
         fill = functools.partial(
             self.tokenizer.apply_chat_template,
             tokenize=False,
@@ -171,7 +171,7 @@ class StagelineLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Token ids; a text that begins with the beginning-of-sequence token gets no second."""
+        """Return token ids; a text that begins with the BOS token gets no second."""
         first_token = self.tokenizer.decode(self.prefix_token_id)
         return self._encode(string, first_token, add_special_tokens)
 
@@ -212,7 +212,7 @@ class StagelineLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-likelihood of each whole text, in windows of as many tokens as a row may have."""
+        """Return the log-likelihood of each whole text, in windows of the longest row."""
         windows, owners = [], []
         for index, request in enumerate(requests):
             for window in get_rolling_token_windows(
@@ -232,7 +232,7 @@ class StagelineLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """An answer to each prompt, up to the first stop text of its task."""
+        """Return an answer to each prompt, up to the first stop text of its task."""
         asked = []
         for index, request in enumerate(requests):
             context, options = request.args
@@ -271,7 +271,7 @@ def _as_prompt(ids: list[int]) -> dict[str, torch.Tensor]:
 
 
 def _whole(events: Iterable[Any]) -> Iterator[Any]:
-    """The events; an evaluation with a missing row has no figures, so a failure ends it."""
+    """Yield events; a failure ends the evaluation, as figures need all rows."""
     for event in events:
         if isinstance(event, Failed):
             raise event.error

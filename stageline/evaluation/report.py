@@ -182,7 +182,7 @@ def make_report(
     chances = [None if has_grades else chance_of(one) for one in samples or ()]
 
     def share_of(indices: Sequence[int], name: str) -> dict[str, Any]:
-        """Share, intervals and counts of the samples with these indices."""
+        """Return share, intervals and counts of the samples with these indices."""
         own = [scores[index] for index in indices]
         wilson = None if has_grades else wilson_interval(sum(own), len(own))
         drawn = bootstrap.interval(own, clusters=[clusters[i] for i in indices], name=name)

@@ -162,7 +162,7 @@ def _style(*panels: Axes) -> None:
 
 
 def _points(records: Sequence[dict], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values, where a record has a finite one."""
+    """Return steps and values of the records that have a finite value."""
     found = [(record["step"], record.get(name)) for record in records]
     known = [(x, y) for x, y in found if isinstance(y, int | float) and math.isfinite(y)]
     return [x for x, _ in known], [y for _, y in known]

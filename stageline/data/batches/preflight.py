@@ -180,7 +180,7 @@ def preflight(
 
 
 def _source(dataset: Any, row: int) -> str:
-    """File and line of a row, so that one that is in two splits counts once."""
+    """Return file and line of a row, so that a row in two splits counts once."""
     if isinstance(dataset, Subset):
         return _source(dataset.dataset, dataset.indices[row])
     return dataset.describe(row) if hasattr(dataset, "describe") else f"row {row}"

@@ -80,7 +80,7 @@ def make_converter(
 
     @functools.cache
     def make(formatting: str, messages: str | None = None) -> Callable[..., FormattedRow]:
-        """`messages` is their column, where it is not the usual one."""
+        """Return `FormattedRow` for a formatting; `messages` is their column if not the usual."""
         own = {name: column for name, column in columns.items() if name in _columns_of(formatting)}
         if messages is not None:
             own["messages"] = messages

@@ -296,7 +296,7 @@ class Groups(JsonLines):
         return 2 + self._num_negatives
 
     def read(self, file: Path) -> list[Row]:
-        """The groups of a file; their number of negatives is that of the first good one."""
+        """Return the groups of a file; the first good one sets the number of negatives."""
         good = []
         for row in read_rows(file):
             try:

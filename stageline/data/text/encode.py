@@ -274,7 +274,7 @@ class TextEncoder:
         return ids, kinds
 
     def _by_bytes(self, rendered: Rendered) -> tuple[list[int], Kinds] | None:
-        """The same without offsets, from the bytes of each token.
+        """Return ids and kinds without offsets, from the bytes of each token.
 
         None where these are not the bytes of the text, as with a normalizer, and where text from
         the data became a special token.
