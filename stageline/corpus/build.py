@@ -1,4 +1,4 @@
-"""Builds a corpus of text files: in several processes, in order, and after a kill from the journal.
+"""Build a corpus of text files in several processes, in order; a journal allows it to resume.
 
 Workers cut chunks of the input, the parent writes what comes back in the order of the chunks: so
 the bytes do not depend on the number of workers, nor the memory on the size of the input. Every few
@@ -33,23 +33,23 @@ from stageline.errors import DataError, UserError
 
 MAX_DOCUMENT_BYTES = 32 << 20
 MB = 1e6
-_NUM_LISTED = 1000  # of the bad lines
-_HOPELESS = 1000  # bad lines without any document: the input is not what it should be
+_NUM_LISTED = 1000  # bad lines that are listed in full
+_HOPELESS = 1000  # bad lines without any document that end a build
 
 
 @dataclass
 class Progress:
-    """How far a build is. All of it is JSON.
+    """Progress of a build, as JSON values.
 
     Attributes:
         file, part: the first chunk that is not written.
-        num_lines: of the current file, before that chunk.
-        num_bytes: of all files, as they lie on the disk.
-        seconds: of all starts together.
-        counts: of the cutter, by name: documents, segments, tokens, cut sentences ...
+        num_lines: lines of the current file before that chunk.
+        num_bytes: bytes read of all files, compressed ones as stored.
+        seconds: time of all starts together.
+        counts: counts of the cutter by name: documents, segments, tokens, cut sentences ...
         bad_kinds: lines that gave no document, by kind.
         bad_bytes, num_listed: size and lines of the list of bad lines.
-        is_closing: all is written; only the names of the files are to change.
+        is_closing: all is written; the files are being renamed.
     """
 
     file: int = 0
@@ -65,19 +65,19 @@ class Progress:
 
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> "Progress":
-        """The progress that a journal holds."""
+        """Return the progress that a journal holds."""
         counters = {name: Counter(values[name]) for name in ("counts", "bad_kinds")}
         return cls(**{**values, **counters})
 
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What was built.
+    """Result of a build.
 
     Attributes:
-        bad_path: where the first bad lines are listed; None: there are none.
-        encoder: which implementation of the tokenizer did it.
-        num_bytes_before: of the input, that an earlier start had done.
+        bad_path: list of the first bad lines; None if there are none.
+        encoder: the implementation of the tokenizer that was used.
+        num_bytes_before: bytes of the input that earlier starts had read.
     """
 
     path_prefix: str
@@ -106,7 +106,7 @@ class BuildReport:
 
 
 def _changes(before: Any, now: Any, name: str = "") -> list[str]:
-    """What differs between two dicts of dicts, a line each."""
+    """Return a line for each difference between two dicts of dicts."""
     if not (isinstance(before, dict) and isinstance(now, dict)):
         return [] if before == now else [f"{name}: was {before!r}, is {now!r}"]
     return [
@@ -119,17 +119,17 @@ def _changes(before: Any, now: Any, name: str = "") -> list[str]:
 class BuildRun:
     """One start of a build: writes what the workers cut, in order, and keeps the journal.
 
-    PREFIX.journal says how far a build is, and what decides over the bytes of the corpus.
+    PREFIX.journal holds the progress of the build and all that decides the bytes of the corpus.
     PREFIX.bad.jsonl lists the first lines that gave no document.
 
     Args:
         given: names of the document, the language and the type.
         is_strict: a bad line ends the build.
-        overwrites: replaces a finished corpus, and what another build left.
+        overwrites: replaces a finished corpus or an unfinished build.
 
     Raises:
-        UserError: another build was left, or is at work.
-        DataError: the journal is no journal; bad lines were passed over before, and now none may.
+        UserError: a different build was left unfinished, or another one is running.
+        DataError: the journal is damaged; or bad lines were skipped before and are refused now.
     """
 
     def __init__(
@@ -147,10 +147,10 @@ class BuildRun:
         self._is_strict = is_strict
         self._seconds_a_journal = seconds_a_journal
         self._journal, self._bad_path = Path(f"{prefix}.journal"), Path(f"{prefix}.bad.jsonl")
-        # all that decides over the bytes of the corpus
+        # all that decides the bytes of the corpus
         settings = {
             **given,
-            "tokenizer": {**asdict(facts.tokenizer), "folder": ""},  # the same one may have moved
+            "tokenizer": {**asdict(facts.tokenizer), "folder": ""},  # its folder may have moved
             "rules": asdict(facts.rules),
             "max_document_bytes": task.max_document_bytes,
             "chunk_bytes": task.chunk_bytes,
@@ -175,23 +175,23 @@ class BuildRun:
                 ],
                 state=state,
             )
-        # what was listed after the journal was written goes
+        # Drop the lines that were listed after the journal was written: they are read again.
         if self.progress.bad_bytes == 0:
             self._bad_path.unlink(missing_ok=True)
         elif self._bad_path.exists():
             os.truncate(self._bad_path, self.progress.bad_bytes)
         if is_strict and self.progress.bad_kinds:
             raise DataError(
-                f"{self.progress.bad_kinds.total()} bad lines were passed over before this build "
-                f"was left, and `strict` asks for none:\n{self._listed()}\nCorrect them and begin "
-                "again with `overwrite`, or continue without `strict`."
+                f"the unfinished build skipped {self.progress.bad_kinds.total()} bad lines, which "
+                f"`strict` refuses:\n{self._listed()}\nCorrect them and begin again with "
+                "`overwrite`, or continue without `strict`."
             )
         self._since = self._written = time.monotonic()
-        # whether writer and progress say the same
+        # whether writer and progress are at the same chunk
         self._is_between_chunks = True
 
     def run(self, pool: Pool, *, is_shown: bool) -> BuildReport:
-        """Cut what is left and make the corpus whole."""
+        """Cut the remaining chunks and close the corpus."""
         progress = self.progress
         seconds = 0.1 if sys.stderr.isatty() else 10.0
         bar = tqdm(
@@ -211,7 +211,7 @@ class BuildRun:
             progress.num_bytes = bar.total
             self._finish()
         except (KeyboardInterrupt, SystemExit, RuntimeError, UserError):
-            # the next start need not cut again what is written
+            # the next start need not cut the written chunks again
             if self._is_between_chunks and progress.counts["num_tokens"]:
                 with contextlib.suppress(OSError):
                     self._write_journal()
@@ -231,7 +231,7 @@ class BuildRun:
         )
 
     def _left(self, overwrites: bool) -> tuple[Progress, dict[str, Any] | None]:
-        """Progress and writer state of the build that was left, where it is resumed."""
+        """Return progress and writer state of the unfinished build, if it is resumed."""
         if not self._journal.exists():
             return Progress(), None
         try:
@@ -251,8 +251,8 @@ class BuildRun:
                 return Progress.of_json(values["progress"]), values["writer"]
             listed = "".join(f"\n  {change}" for change in changes)
             problem = UserError(
-                f"{self._journal} is of a build that was left, and this is another one:{listed}\n"
-                "Set back what changed, give another `save_prefix`, or begin again with "
+                f"{self._journal} is of an unfinished build with other settings:{listed}\n"
+                "Undo these changes, give another `save_prefix`, or begin again with "
                 "`overwrite`."
             )
         if not overwrites:
@@ -317,7 +317,7 @@ class BuildRun:
             self._write_journal()
 
     def _listed(self, most: int = 5) -> str:
-        """The first bad lines, a line each."""
+        """Return the first bad lines, a line each."""
         if not self._bad_path.exists():
             return ""
         with self._bad_path.open(encoding="utf-8") as file:
@@ -327,7 +327,7 @@ class BuildRun:
         return "\n".join(lines + [f"  and {rest} more"] * (rest > 0))
 
     def _refuse_hopeless(self, least: int = _HOPELESS) -> None:
-        """Refuse input of which so many lines are bad and no document came."""
+        """Refuse input that gave `least` bad lines and no document."""
         progress = self.progress
         num_bad = progress.bad_kinds.total()
         if num_bad - progress.bad_kinds[EMPTY] >= least and not progress.counts["num_tokens"]:
@@ -344,7 +344,7 @@ class BuildRun:
             self._refuse_hopeless(1)
             if not self.progress.counts["num_tokens"]:
                 raise DataError(
-                    f"no document came from {len(sources)} files, the first of them "
+                    f"{len(sources)} files have no document, the first of them "
                     f"{sources[0].path}. Check the files."
                 )
             self._write_journal()
@@ -377,7 +377,7 @@ def build_corpus(
     chunk_bytes: int = CHUNK_BYTES,
     seconds_a_journal: float = 5.0,
 ) -> BuildReport:
-    """Builds the corpus of some files, or goes on with a build that was left.
+    """Build the corpus of some files, or continue an unfinished build.
 
     Args:
         files: names, folders, patterns: .txt, .jsonl .json .ndjson (also .gz .bz2 .zst), .parquet.
@@ -386,15 +386,15 @@ def build_corpus(
         columns: the fields of Parquet that it needs; by default all.
         num_workers: 0 cuts in this process.
         strict: a bad line ends the build.
-        overwrite: replaces a finished corpus; a build that was left goes on if nothing changed.
+        overwrite: replaces a finished corpus; an unfinished build continues if nothing changed.
         max_document_bytes: a longer line is a bad line.
 
     Raises:
-        UserError: wrong options; other ones, or other inputs, than the build that was left; another
-            build writes this prefix.
+        UserError: wrong options; options or inputs differ from those of the unfinished build;
+            another build writes this prefix.
         DataError: a bad line under `strict`, a damaged file, no document at all.
         StorageError: the files cannot be written.
-        WorkerDied: a worker was killed; the same call goes on.
+        WorkerDied: a worker was killed; the same call continues the build.
     """
     sources = find_sources(files)
     task = Task(sources, make_cutter, document, max_document_bytes, columns, chunk_bytes)

@@ -1,4 +1,4 @@
-"""Opens a corpus and reads its segments in place.
+"""Open a corpus and read its segments in place.
 
 Opening reads the `.idx` once (9 bytes a segment), so that no damaged one gives wrong segments, and
 both ends of the `.bin`, which finds a truncated or swapped file. Other damage is found by `verify`.
@@ -41,11 +41,11 @@ TOKENS = 1 << 22
 class MappedSegments:
     """A corpus that is read in place. Picklable: a worker opens the files again.
 
-    A subclass knows where segment i begins and how long it is; here lies what follows from that.
+    A subclass has `bounds` and `lengths` of segments; this class has what follows from them.
 
     Attributes:
         prefix: the path prefix as it was given.
-        header: what the corpus says of itself.
+        header: the header of the `.idx`.
         type_starts: int64 [types + 1]: segments type_starts[t] to type_starts[t + 1] are type t's.
     """
 
@@ -72,11 +72,11 @@ class MappedSegments:
         return numpy.concatenate([[0], numpy.cumsum(sizes)]).astype(numpy.int64)
 
     def read(self, indices: Sequence[int] | numpy.ndarray) -> list[numpy.ndarray]:
-        """The tokens of several segments, in the order asked for."""
+        """Return the tokens of several segments, in the order of the indices."""
         return [self[index] for index in indices]
 
     def __getitem__(self, index: int) -> numpy.ndarray:
-        """int64 tokens of a segment, BOS and EOS included; a copy."""
+        """Return int64 tokens of a segment, BOS and EOS included; a copy."""
         place = index + self._len if index < 0 else index
         if not 0 <= place < self._len:
             raise IndexError(f"segment {index} of {self._len} in {self.prefix}")
@@ -84,19 +84,19 @@ class MappedSegments:
         return self._ids[start:stop].astype(numpy.int64)
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """Where a segment's tokens begin and end, in tokens from the start of the `.bin`."""
+        """Return the start and stop of a segment, in tokens from the start of the `.bin`."""
         raise NotImplementedError
 
     def lengths(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
-        """int64 number of tokens of segments start to stop."""
+        """Return the int64 numbers of tokens of segments start to stop."""
         raise NotImplementedError
 
     def flags(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
-        """uint8 flags of segments start to stop."""
+        """Return uint8 flags of segments start to stop."""
         raise NotImplementedError
 
     def segments(self, start: int, stop: int) -> Segments:
-        """Neighbouring segments with their flags, as a writer takes them."""
+        """Return neighbouring segments with their flags, as a writer takes them."""
         if start >= stop:
             return Segments.join([])
         tokens = self._ids[self.bounds(start)[0] : self.bounds(stop - 1)[1]]
@@ -105,7 +105,7 @@ class MappedSegments:
         )
 
     def steps(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
-        """Neighbouring ranges of segments that fit memory, together start to stop."""
+        """Yield neighbouring ranges of segments that fit in memory, from start to stop."""
         low, stop = start, self._len if stop is None else stop
         while low < stop:
             first = self.bounds(low)[0]
@@ -123,12 +123,12 @@ class MappedSegments:
             low = high
 
     def ranges(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
-        """Like `steps`, where only lengths and flags are looked at."""
+        """Yield ranges like `steps` for code that reads only lengths and flags."""
         stop = self._len if stop is None else stop
         return ((low, min(low + STEP, stop)) for low in range(start, stop, STEP))
 
     def documents(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
-        """(first, last + 1) segment of each document that begins from `start` and before `stop`."""
+        """Yield (first, last + 1) segment of each document that begins in `start` to `stop`."""
         stop = self._len if stop is None else stop
         open_begins: list[int] = []
         for low, high in self.ranges(start, stop):
@@ -136,7 +136,7 @@ class MappedSegments:
             begins = open_begins + (numpy.flatnonzero(flags & BEGINS) + low).tolist()
             ends = (numpy.flatnonzero(flags & ENDS) + low + 1).tolist()
             if ends and (not begins or ends[0] <= begins[0]):
-                del ends[0]  # of a document that began before `start`
+                del ends[0]  # its document began before `start`
             yield from zip(begins, ends)
             open_begins = begins[len(ends) :]
         for begin in open_begins:
@@ -145,7 +145,7 @@ class MappedSegments:
             yield begin, stop
 
     def document_tokens(self, first: int, last: int) -> numpy.ndarray:
-        """int64 tokens of segments first to last (not in it), without our BOS and EOS."""
+        """Return int64 tokens of segments first to last - 1, without the added BOS and EOS."""
         start, stop = self.bounds(first)[0], self.bounds(last - 1)[1]
         start += bool(self.flags(first, first + 1)[0] & HAS_BOS)
         stop -= bool(self.flags(last - 1, last)[0] & HAS_EOS)
@@ -153,20 +153,20 @@ class MappedSegments:
 
 
 def map_file(path: Path) -> memoryview:
-    """The bytes of a file, mapped for reading; the map lives as long as what looks at it.
+    """Map the bytes of a file for reading; the map lives as long as its views.
 
     Raises:
         DataError: there is no such file.
     """
     try:
         with open(path, "rb") as file:
-            if not os.fstat(file.fileno()).st_size:  # cannot be mapped
+            if not os.fstat(file.fileno()).st_size:  # an empty file cannot be mapped
                 return memoryview(b"")
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except FileNotFoundError:
         if Path(f"{path}.part").exists() or Path(f"{path.with_suffix('')}.bin.part").exists():
             raise DataError(
-                f"{path} is missing, but parts of a corpus lie there: it was left half written. "
+                f"{path} is missing, and next to it are parts of an unfinished corpus. "
                 "Run the same `corpus.py write` command again; it continues where it was."
             ) from None
         raise DataError(
@@ -206,8 +206,8 @@ class MegatronCorpus(MappedSegments):
         _, version, code, self._len, num_borders = _HEAD.unpack_from(index)
         if version != 1 or code not in _DTYPES:
             raise DataError(
-                f"{path} has version {version} and dtype code {code}; read are version 1 and codes "
-                f"{sorted(_DTYPES)} (integers). Write it with megatron-core 0.16."
+                f"{path} has version {version} and dtype code {code}; only version 1 and codes "
+                f"{sorted(_DTYPES)} (integers) can be read. Write it with megatron-core 0.16."
             )
         sizes = (_HEAD.size, 4 * self._len, 8 * self._len, 8 * num_borders)
         ends = list(accumulate(sizes))  # a hostile header counts beyond 64 bits
@@ -259,7 +259,7 @@ class MegatronCorpus(MappedSegments):
         return numpy.array(self._lengths[start:stop], dtype=numpy.int64)
 
     def flags(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
-        """uint8: where documents begin and end; BOS and EOS are not told apart from tokens."""
+        """Return uint8 flags of where documents begin and end; BOS and EOS count as tokens."""
         stop = self._len if stop is None else stop
         flags = numpy.zeros(stop - start, dtype=numpy.uint8)
         low, high = numpy.searchsorted(self._starts, [start, stop + 1])
@@ -276,10 +276,10 @@ class MegatronCorpus(MappedSegments):
 
 
 def write_megatron(corpus: MappedSegments, path_prefix: str | Path, start: int, stop: int) -> None:
-    """Write segments start to stop of a corpus of ours as a Megatron-core pair."""
+    """Write segments start to stop of a Stageline corpus as a Megatron-core pair."""
     path = path_of(path_prefix, ".bin")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path_of(path_prefix, ".idx").unlink(missing_ok=True)  # never an old index beside new tokens
+    path_of(path_prefix, ".idx").unlink(missing_ok=True)  # no old index with new tokens
     dtype = numpy.dtype(corpus.header.dtype)
     with open(path, "wb") as file:
         for low, high in corpus.steps(start, stop):
@@ -343,7 +343,7 @@ class Corpus(MappedSegments):
 
     @property
     def tokenizer(self) -> TokenizerInfo:
-        """What wrote it; a corpus of ours always says."""
+        """The tokenizer of the corpus; a Stageline corpus always has one."""
         assert self.header.tokenizer is not None
         return self.header.tokenizer
 
@@ -356,16 +356,16 @@ class Corpus(MappedSegments):
         return numpy.diff(offsets).astype(numpy.int64)
 
     def flags(self, start: int = 0, stop: int | None = None) -> numpy.ndarray:
-        """uint8 flags of segments start to stop; a view of the file."""
+        """Return uint8 flags of segments start to stop; a view of the file."""
         stop = self._len if stop is None else stop
         return numpy.frombuffer(self._flags, dtype=numpy.uint8)[start:stop]
 
 
 def open_corpus(path_prefix: str | Path) -> MappedSegments:
-    """A corpus of ours or a pair of Megatron-core, by what the `.idx` begins with.
+    """Open a Stageline corpus or a Megatron-core pair, as the first bytes of the `.idx` tell.
 
     Raises:
-        DataError: neither, or damaged.
+        DataError: it is neither, or damaged.
     """
     start = map_file(path_of(path_prefix, ".idx"))[: len(MEGATRON_MAGIC)]
     kind = MegatronCorpus if start == MEGATRON_MAGIC else Corpus

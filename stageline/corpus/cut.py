@@ -1,8 +1,8 @@
-"""Cuts texts into segments: each document is encoded once as a whole, and cut only if it does not
-fit, between sentences where it can be.
+"""Cut texts into segments, between sentences where possible.
 
-The hot loop of a build. Ends of sentences are mapped to ends of tokens; a cut never lies inside the
-bytes of a character, so each piece decodes to text.
+Each document is encoded once as a whole, and cut only if it does not fit. This is the hot loop of a
+build. Ends of sentences are mapped to ends of tokens; a cut never splits the bytes of a character,
+so each piece decodes to text.
 """
 
 import re
@@ -29,16 +29,16 @@ _LEVELS = (
 
 
 class CutCounts(NamedTuple):
-    """What became of some documents.
+    """Counts of the documents of a call.
 
     Attributes:
-        num_documents: documents that gave segments; with the empty ones all that came.
-        num_segments, num_tokens: of these documents; tokens with BOS and EOS.
-        num_cut_documents: that gave more than one segment.
+        num_documents: documents that gave segments; all documents are these and the empty ones.
+        num_segments, num_tokens: their segments and tokens, with BOS and EOS.
+        num_cut_documents: documents that gave more than one segment.
         num_sentences_cut: sentences longer than a segment, which had to be cut inside.
-        num_empty: without any token; they give no segment.
-        num_changed: whose text does not come back from its ids, for the tokenizer drops or
-            normalises some of it.
+        num_empty: documents without any token; they give no segment.
+        num_changed: documents whose ids do not decode to the same text, because the tokenizer
+            drops or normalises some of it.
     """
 
     num_documents: int = 0
@@ -78,13 +78,13 @@ class DocumentCutter:
         ):
             if wanted and found is None:
                 raise UserError(
-                    f"The tokenizer {info.name} has no {name} token, but documents are to get one: "
-                    f"switch {name} off for this corpus, or give the tokenizer one."
+                    f"The tokenizer {info.name} has no {name} token, which the corpus adds to "
+                    f"documents. Switch {name} off for this corpus, or give the tokenizer one."
                 )
         if rules.seq_length < 1 + rules.adds_bos + rules.adds_eos:
             raise UserError(
-                f"Segments of {rules.seq_length} tokens have no room for text beside BOS and EOS: "
-                "raise `seq_length`."
+                f"Segments of {rules.seq_length} tokens have no room for text with BOS and EOS. "
+                "Raise `seq_length`."
             )
         self.encoder = encoder
         self.splitter = splitter if rules.splits_sentences else None
@@ -93,7 +93,7 @@ class DocumentCutter:
         self._eos = numpy.array([info.eos_id] * rules.adds_eos, dtype=numpy.uint32)
 
     def __call__(self, texts: Sequence[str]) -> tuple[Segments, CutCounts]:
-        """The segments of a batch of documents, in their order; some hundred documents are best."""
+        """Return segments of a batch of documents, in order; some hundred documents are best."""
         if not self.rules.keeps_newlines:
             texts = [join_lines(text) for text in texts]
         documents, doubtful = self.encoder.encode_and_doubt(texts)
@@ -136,7 +136,7 @@ class DocumentCutter:
 
 
 def join_lines(text: str) -> str:
-    """The text with each run of white space that has a newline (LF or CR) as one space."""
+    """Replace each run of white space that has a newline (LF or CR) by one space."""
     if "\r" in text:
         text = text.replace("\r", "\n")
     if "\n" not in text:
@@ -156,7 +156,7 @@ def cut_document(
     num_first: int,
     num_last: int,
 ) -> DocumentCut:
-    """The fewest pieces there can be, of whole sentences, each as long as fits.
+    """Return the fewest possible pieces of whole sentences, each as long as fits.
 
     A sentence longer than a segment is taken as its lines, a line too long as its clauses (behind
     a comma or another sign), a clause too long as its words, a word too long as its tokens.
@@ -173,17 +173,17 @@ def cut_document(
     data = text.encode()
     byte_ends = numpy.asarray(byte_ends, dtype=numpy.int64)
     assert len(ids) == len(byte_ends) > 0 and byte_ends[-1] == len(data), "tokens of another text"
-    is_start = (numpy.frombuffer(data, numpy.uint8) & 0xC0) != 0x80  # of a character
-    # of tokens that end at one place (bytes of one character, say) the last one
+    is_start = (numpy.frombuffer(data, numpy.uint8) & 0xC0) != 0x80  # a character starts here
+    # Several tokens may end at one place (bytes of one character, say): the last of them counts.
     is_place = (numpy.diff(byte_ends, append=len(data) + 1) > 0) & (byte_ends > 0)
     if len(data) != len(text):
         is_place[:-1] &= is_start[byte_ends[:-1] * is_place[:-1]]
     places = numpy.flatnonzero(is_place)
-    # numbers of tokens after which a cut may lie, and bytes of text in so many tokens
+    # numbers of tokens after which a cut is allowed, and the bytes of text in them
     counts, bytes_before = places + 1, byte_ends[places]
 
     def counts_at(byte_places: numpy.ndarray) -> numpy.ndarray:
-        """Places in the text as numbers of tokens; one inside a token moves to its end."""
+        """Return places in the text as numbers of tokens; one inside a token moves to its end."""
         return counts[numpy.minimum(bytes_before.searchsorted(byte_places), len(counts) - 1)]
 
     extra = (num_first, num_last)
@@ -231,7 +231,7 @@ def cut_document(
 
 
 def _lengths(ends: numpy.ndarray, extra: tuple[int, int]) -> numpy.ndarray:
-    """Tokens of each unit, BOS and EOS counted with the first and the last one."""
+    """Return tokens of each unit, BOS and EOS counted with the first and the last one."""
     lengths = numpy.diff(ends, prepend=0)
     lengths[0] += extra[0]
     lengths[-1] += extra[1]
@@ -249,7 +249,7 @@ def fewest(unit_lengths: numpy.ndarray, limit: int) -> numpy.ndarray:
         limit: tokens of a segment at most.
 
     Returns:
-        int64: how many units lie before each segment's end; rising, the last is all of them.
+        int64: number of units before each segment's end; rising, the last is all of them.
     """
     borders = numpy.concatenate([[0], numpy.cumsum(unit_lengths)]).astype(numpy.int64)
     ends: list[int] = []

@@ -1,4 +1,4 @@
-"""Texts to token ids and back, exactly as the tokenizer of a folder does it, without BOS and EOS.
+"""Encode texts and decode ids exactly as the tokenizer of a folder does, without BOS and EOS.
 
 The text of a control token ("<|im_end|>" in a manual page) stays text: it gets the ids of its
 characters, as with `split_special_tokens=True` in transformers. tiktoken encodes where it gives the
@@ -24,7 +24,7 @@ from stageline.errors import UserError
 from stageline.hub import title_of
 
 Kind = Literal["auto", "tiktoken", "tokenizers"]
-Spec = dict[str, Any]  # of a tokenizer.json
+Spec = dict[str, Any]  # content of a tokenizer.json
 
 
 def load_encoder(tokenizer_path: str | Path, *, kind: Kind = "auto") -> "Encoder":
@@ -69,7 +69,7 @@ def load_encoder(tokenizer_path: str | Path, *, kind: Kind = "auto") -> "Encoder
     if kind == "tiktoken" and encoder.kind != kind:
         raise UserError(
             f"The tokenizer in {path} cannot be run by tiktoken exactly: {encoder.note}. "
-            "Leave the choice to 'auto', or say 'tokenizers'."
+            "Choose 'auto' or 'tokenizers'."
         )
     return encoder
 
@@ -115,11 +115,11 @@ class Encoder:
         self.check(check_texts(self.token_bytes))
 
     def encode(self, texts: Sequence[str]) -> list[numpy.ndarray]:
-        """The ids (uint32) of each text, without special tokens."""
+        """Return the ids (uint32) of each text, without special tokens."""
         return self.encode_and_doubt(texts)[0]
 
     def encode_and_doubt(self, texts: Sequence[str]) -> tuple[list[numpy.ndarray], list[int]]:
-        """As `encode`, and which texts may not come back from their ids by `decode`.
+        """Encode texts, and return the places of those whose ids `decode` may not turn back.
 
         The tokens of the others are known to be as long as the text.
         """
@@ -129,7 +129,7 @@ class Encoder:
         return [slow[place] if ids is None else ids for place, ids in enumerate(found)], left
 
     def byte_ends(self, text: str, ids: numpy.ndarray) -> numpy.ndarray:
-        """Where each token of `encode([text])` ends, in bytes of the text as UTF-8 (int64).
+        """Return the end of each token of `encode([text])`, in UTF-8 bytes of the text (int64).
 
         A token that ends inside a character ends inside its bytes.
         """
@@ -146,7 +146,7 @@ class Encoder:
         return _ends_of_offsets(text, encoding.offsets)
 
     def decode(self, ids: Sequence[int] | numpy.ndarray) -> str:
-        """The text of a whole document's ids (without BOS and EOS), or of a piece of it.
+        """Return the text of a document's ids (without BOS and EOS), or of a piece of it.
 
         Bytes of half a character, at the ends of a piece, become U+FFFD.
         """
@@ -173,7 +173,7 @@ class Encoder:
 
     @cached_property
     def _backend(self) -> Any:
-        """The tokenizers library's; not made where tiktoken takes everything."""
+        """The `tokenizers` object, which is not made where tiktoken encodes everything."""
         return _plain_backend(self._spec)
 
     @cached_property
@@ -192,7 +192,7 @@ class Encoder:
 
 
 def _ends_of_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> numpy.ndarray:
-    """Byte ends (int64) of tokens whose (start, end) are characters; rising, the last at the end.
+    """Return byte ends (int64) of tokens whose (start, end) are characters; they rise.
 
     Several tokens of one character (bytes of a rare one) all name its end: only the last of them
     gets it, those before get the bytes before it.
@@ -200,7 +200,7 @@ def _ends_of_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> numpy.nda
     if not offsets:
         return numpy.zeros(0, dtype=numpy.int64)
     ends = numpy.maximum.accumulate(numpy.array([end for _, end in offsets], dtype=numpy.int64))
-    ends[-1] = len(text)  # what a tokenizer drops at the end belongs to the last token
+    ends[-1] = len(text)  # text dropped at the end belongs to the last token
     code = numpy.frombuffer(text.encode("utf-32-le"), dtype=numpy.uint32)
     sizes = 1 + (code >= 0x80).astype(numpy.int64) + (code >= 0x800) + (code >= 0x10000)
     byte_ends = numpy.concatenate([numpy.zeros(1, dtype=numpy.int64), numpy.cumsum(sizes)])[ends]
@@ -208,11 +208,11 @@ def _ends_of_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> numpy.nda
     return numpy.maximum(byte_ends - (last - numpy.arange(len(ends))), 0)
 
 
-# What a tokenizer.json says.
+# Reading a tokenizer.json.
 
 
 def _token_bytes(spec: Spec) -> list[bytes]:
-    """The bytes that each id of a byte-level tokenizer stands for."""
+    """Return the bytes that each id of a byte-level tokenizer stands for."""
     # character -> byte: GPT-2's table
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printed]
@@ -227,13 +227,13 @@ def _token_bytes(spec: Spec) -> list[bytes]:
     for token in spec["added_tokens"]:
         if token["special"]:
             table.setdefault(token["id"], token["content"].encode())
-        else:  # it stands for itself, whatever the model has under its id
+        else:  # its bytes are its own text, whatever the model has under its id
             table[token["id"]] = token["content"].encode()
     return [table.get(index, b"") for index in range(_vocab_size(spec))]
 
 
 def _vocab(model: Spec) -> dict[str, int]:
-    """Token -> id; Unigram models have a list of tokens and scores."""
+    """Return token -> id; Unigram models have a list of tokens and scores."""
     vocab = model["vocab"]
     if isinstance(vocab, dict):
         return vocab
@@ -241,13 +241,13 @@ def _vocab(model: Spec) -> dict[str, int]:
 
 
 def _vocab_size(spec: Spec) -> int:
-    """All ids, control tokens' too, are below it."""
+    """Return a number above all ids, those of control tokens included."""
     added = [token["id"] for token in spec["added_tokens"]]
     return max([*_vocab(spec["model"]).values(), *added]) + 1
 
 
 def _steps(part: Spec | None, name: str) -> list[Spec]:
-    """Normalizers, pre-tokenizers or decoders one after the other, sequences unrolled."""
+    """Return normalizers, pre-tokenizers or decoders in order, sequences unrolled."""
     if part is None:
         return []
     if part["type"] == "Sequence":
@@ -256,7 +256,7 @@ def _steps(part: Spec | None, name: str) -> list[Spec]:
 
 
 def _merge_pairs(model: Spec) -> list[tuple[str, str]]:
-    """The merges of a BPE model in order; older files write a pair as one text."""
+    """Return the merges of a BPE model in order; older files write a pair as one text."""
     merges = model.get("merges", [])
     return [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in merges]
 
@@ -297,7 +297,7 @@ def _make_backend(spec: Spec) -> Any:
 
 
 def _fingerprint(spec: Spec) -> str:
-    """Of the parts that matter; what is empty or off is left out, as versions add such fields."""
+    """Hash the parts that decide ids, without empty or disabled fields, which versions add."""
     facts: Spec = {name: spec.get(name) for name in ("normalizer", "pre_tokenizer", "model")}
     facts["model"] = {key: value for key, value in facts["model"].items() if value}
     # both are long: to sort and write them as JSON takes longer than to load the tokenizer
@@ -389,7 +389,7 @@ class FastEncoder:
             raise NotFast(f"tiktoken does not take its expression: {error}") from error
         self._lengths = numpy.array([len(part) for part in token_bytes], dtype=numpy.int64)
         self._needs_nfc = bool(normalizers)
-        self._whole = [one["content"] for one in added if not one["special"]]  # as <think>
+        self._whole = [one["content"] for one in added if not one["special"]]  # <think>, say
 
     def encode(self, text: str) -> numpy.ndarray | None:
         """Return the ids (uint32) of a text; None for one that `tokenizers` has to encode."""

@@ -1,4 +1,4 @@
-"""The header of a corpus: what its `.idx` says of the tokens, before the offsets.
+"""The header of a corpus, which its `.idx` has before the offsets.
 
 A corpus PREFIX is four files:
     .bin  the tokens, little-endian, uint16 (vocabularies up to 65,536 ids) or uint32
@@ -29,8 +29,8 @@ from stageline.errors import DataError
 # flags of a segment
 BEGINS = 1  # the first one of its document
 ENDS = 2  # the last one of its document
-HAS_BOS = 4  # its first token is BOS, put there by us
-HAS_EOS = 8  # its last token is EOS, put there by us
+HAS_BOS = 4  # its first token is BOS, which the build added
+HAS_EOS = 8  # its last token is EOS, which the build added
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Segments:
 
     @classmethod
     def join(cls, parts: Sequence["Segments"]) -> "Segments":
-        """All segments of some, in order; of nothing none."""
+        """Join segments in order; no parts give no segments."""
         empty = cls(*(numpy.empty(0, kind) for kind in ("uint32", "int64", "uint8")))
         names = ("tokens", "lengths", "flags")
         return cls(
@@ -62,14 +62,14 @@ class Segments:
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """What a corpus remembers of its tokenizer.
+    """Description of the tokenizer of a corpus.
 
     Attributes:
         name: the folder's name, for people.
         fingerprint: sha256 of all that decides which ids a text gets.
         vocab_size: ids are below it.
         bos_id, eos_id: None where the tokenizer has none.
-        folder: where it lay when the corpus was written; "" if nobody says.
+        folder: its folder when the corpus was written; "" if unknown.
     """
 
     name: str
@@ -82,7 +82,7 @@ class TokenizerInfo:
 
 @dataclass(frozen=True)
 class CutRules:
-    """How documents become segments.
+    """Rules by which documents become segments.
 
     Attributes:
         seq_length: tokens of a segment at most, with BOS and EOS.
@@ -169,17 +169,17 @@ class CorpusHeader:
 
 
 def path_of(prefix: str | Path, suffix: str) -> Path:
-    """The file of a corpus; a prefix may hold dots."""
+    """Return the file of a corpus; a prefix may hold dots."""
     return Path(f"{os.fspath(prefix)}{suffix}")
 
 
 def dtype_for(vocab_size: int) -> str:
-    """The narrowest dtype that holds every id."""
+    """Return the narrowest dtype that holds every id."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def framed(magic: bytes, version: int, text: str) -> bytes:
-    """Preamble and JSON, filled up with zeros so that the arrays begin on a page."""
+    """Return preamble and JSON, padded with zeros so that the arrays begin on a page."""
     data = text.encode()
     whole = _PREAMBLE.pack(magic, version, len(data), zlib.crc32(data)) + data
     return whole + bytes(-len(whole) % PAGE)
@@ -222,18 +222,18 @@ def unframed(
 
 
 def damaged(path: Path, problem: str) -> DataError:
-    """The error of a file of a corpus that another program cut or changed."""
+    """Return the error for a file of a corpus that another program cut or changed."""
     return DataError(f"{path} is damaged: {problem}. Copy it again, or write the corpus again.")
 
 
 def encode_header(header: CorpusHeader) -> bytes:
-    """What the `.idx` begins with."""
+    """Return the first bytes of the `.idx`."""
     text = json.dumps(asdict(header), ensure_ascii=False, indent=1)
     return framed(MAGIC, header.version, text)
 
 
 def decode_header(start: bytes | memoryview, path: Path) -> tuple[CorpusHeader, int]:
-    """The header of an `.idx` and the byte at which the arrays begin; raises as `unframed`."""
+    """Return the header of an `.idx` and the first byte of its arrays; raises as `unframed`."""
 
     def make(values: dict[str, Any]) -> CorpusHeader:
         tokenizer = values.pop("tokenizer")
@@ -249,7 +249,7 @@ def decode_header(start: bytes | memoryview, path: Path) -> tuple[CorpusHeader, 
 
 
 def edges_digest(path: Path) -> str:
-    """sha256 of a file's size, its first and its last 64 KiB: finds a swapped file in O(1)."""
+    """Hash a file's size, its first and its last 64 KiB, to find a swapped file in O(1)."""
     size = path.stat().st_size
     digest = hashlib.sha256(size.to_bytes(8, "little"))
     with open(path, "rb") as file:

@@ -5,7 +5,7 @@ it, so that a build resumes where it was. Files are read here, block by block, a
 rows are handed to the workers.
 
 A line ends at "\n"; a "\r" before it belongs to the end. In text files a line is a document and
-an empty line an empty document; between JSON lines empty lines are passed over.
+an empty line an empty document; between JSON lines empty lines are skipped.
 """
 
 import glob
@@ -25,14 +25,14 @@ TEXT = "text"
 JSON = "json"
 PARQUET = "parquet"
 KINDS = {".txt": TEXT, ".jsonl": JSON, ".json": JSON, ".ndjson": JSON, ".parquet": PARQUET}
-COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # as pyarrow calls them
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # their names in pyarrow
 CHUNK_BYTES = 1 << 20
 EMPTY = "empty document"
 
 Document = Callable[[Any], str]
 # parts of a row group are numbered from a multiple of it: groups before need not be read
 _PARTS_OF_GROUP = 1 << 32
-# what of a chunk's bad lines is kept in full; all are counted
+# bad lines of a chunk that are kept in full; all are counted
 _KEPT = 1000
 _SHOWN = 80
 # a build next to its input lists bad lines there, and must not read them when it resumes
@@ -63,7 +63,7 @@ class Source:
 
 
 def find_sources(files: str | os.PathLike | Iterable[str | os.PathLike]) -> list[Source]:
-    """The files of some names, folders and patterns, in the order in which they are read.
+    """Return the files of names, folders and patterns, in the order in which they are read.
 
     What a pattern or a folder (with its subfolders) holds is sorted by name. Of a folder, hidden
     files and those with other suffixes are left out.
@@ -91,7 +91,7 @@ def find_sources(files: str | os.PathLike | Iterable[str | os.PathLike]) -> list
             stat, edges = path.stat(), edges_digest(path)
         except OSError as error:
             raise DataError(
-                f"{path} cannot be read ({error.strerror or error}). Check its rights and its disk."
+                f"{path} cannot be read ({error.strerror or error}). Check permissions and disk."
             ) from error
         about = (stat.st_size, stat.st_mtime_ns, edges)
         sources.append(Source(str(path), kind, compression, *about))
@@ -119,13 +119,13 @@ def _paths_of(name: str) -> list[Path]:
 
 
 def _suffixes(path: Path) -> tuple[str, str]:
-    """(suffix of the kind, that of the compression) of a name."""
+    """Return (suffix of the kind, that of the compression) of a name."""
     suffix = path.suffix.lower()
     return (Path(path.stem).suffix.lower(), suffix) if suffix in COMPRESSIONS else (suffix, "")
 
 
 def holds_json_lines(source: Source) -> bool:
-    """Whether the first line of a plain text file is a JSON object."""
+    """Tell whether the first line of a plain text file is a JSON object."""
     if source.kind != TEXT or source.compression:
         return False
     with open(source.path, "rb") as file:
@@ -144,7 +144,7 @@ class Chunk:
         kind: how its rows are read: text, json or parquet.
         num_bytes: of the file as it is on the disk, for the progress.
         payload: whole lines, or an Arrow stream of rows.
-        ends_too_long: after the lines came one longer than a document may be; it was passed over.
+        ends_too_long: a line longer than a document may be follows; it was skipped.
     """
 
     file: int
@@ -164,7 +164,7 @@ def iter_chunks(
     columns: Sequence[str] | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Iterator[Chunk]:
-    """All chunks in order, from one on.
+    """Yield all chunks in order, from one on.
 
     Args:
         first: (file, part) to begin with.
@@ -195,7 +195,7 @@ def _text_chunks(
                     f"{source.path} begins with '[': one JSON list. Write a JSON object on each "
                     "line (jq -c '.[]')."
                 )
-            # pyarrow closes it at its end
+            # pyarrow closes the file at its end
             read = source.size if raw.closed else min(raw.tell(), source.size)
             about = (file, part, source.kind, source.path, read - before)
             yield Chunk(*about, payload=lines, ends_too_long=ends_too_long)
@@ -203,7 +203,7 @@ def _text_chunks(
 
 
 def _line_blocks(blocks: Iterable[bytes], max_document_bytes: int) -> Iterator[tuple[bytes, bool]]:
-    """(whole lines, whether a line that is too long came after them)."""
+    """Yield (whole lines, whether a line that is too long came after them)."""
     rest = b""
     skips = False  # inside a line that is too long
     for block in blocks:
@@ -227,7 +227,7 @@ def _line_blocks(blocks: Iterable[bytes], max_document_bytes: int) -> Iterator[t
 
 
 def _text_blocks(source: Source, raw: BinaryIO, num_bytes: int) -> Iterator[bytes]:
-    """Blocks of the text; several compressed frames in one file are read through."""
+    """Yield blocks of the text, from all compressed frames of the file."""
     if not source.compression or not source.size:
         yield from iter(lambda: raw.read(num_bytes), b"")
         return
@@ -248,7 +248,7 @@ def _text_blocks(source: Source, raw: BinaryIO, num_bytes: int) -> Iterator[byte
 def _parquet_chunks(
     source: Source, file: int, part: int, columns: Sequence[str] | None, chunk_bytes: int
 ) -> Iterator[Chunk]:
-    """The chunks of a Parquet file, from the row group on that `part` is in."""
+    """Yield the chunks of a Parquet file, from the row group of `part` on."""
     import pyarrow  # late: slow to import
     import pyarrow.parquet
 
@@ -296,14 +296,14 @@ class BadDocument(Exception):
 
 @dataclass
 class ChunkRows:
-    """What a chunk gave.
+    """Documents and bad lines of a chunk.
 
     Attributes:
         texts: the documents.
         numbers: the line of each, counted from 1 in the chunk.
         num_lines: all lines, also empty and bad ones.
         bad: the first bad lines, counted from 1 in the chunk.
-        bad_kinds: how many of which kind.
+        bad_kinds: number of bad lines by kind.
     """
 
     texts: list[str] = field(default_factory=list)
@@ -354,7 +354,7 @@ class ChunkRows:
 
 
 def default_document(row: Any) -> str:
-    """The line of a text file, or the field "text" of a row."""
+    """Return the line of a text file, or the field "text" of a row."""
     if not isinstance(row, dict):
         return row
     if "text" not in row:
@@ -381,7 +381,7 @@ def json_object(line: str) -> dict[str, Any]:
 def read_chunk(
     chunk: Chunk, *, document: Document = default_document, max_document_bytes: int
 ) -> ChunkRows:
-    """The documents of a chunk.
+    """Return the documents of a chunk.
 
     Args:
         document: makes one of a line of text, or of the dict of a JSON line or Parquet row.
@@ -394,15 +394,15 @@ def read_chunk(
     body, ends_too_long = chunk.payload, chunk.ends_too_long
     if chunk.part == 0:
         body = body.removeprefix(b"\xef\xbb\xbf")
-    # of a byte that is no UTF-8 half a surrogate pair is made, which UTF-8 has none of
+    # A byte that is not UTF-8 becomes half a surrogate pair, which no UTF-8 text contains.
     lines = body.decode("utf-8", errors="surrogateescape").replace("\r\n", "\n").split("\n")
     if not lines[-1]:
-        lines.pop()  # what comes after the last line's end
+        lines.pop()  # nothing follows the end of the last line
     rows.num_lines = len(lines) + ends_too_long
 
     def make(line: str) -> str:
         if not line.isascii():
-            line.encode("utf-8", "surrogateescape").decode("utf-8")  # raises where it is no UTF-8
+            line.encode("utf-8", "surrogateescape").decode("utf-8")  # raises if it is not UTF-8
         return document(line if chunk.kind == TEXT else json_object(line))
 
     can_be_long = len(body) > max_document_bytes
@@ -437,7 +437,7 @@ def _read_parquet(
         return text
 
     def dicts(batch: Any) -> list[Any]:
-        """The rows; instead of one whose text is no UTF-8 the error."""
+        """Return the rows; a row whose text is not UTF-8 is replaced by its error."""
         try:
             found: list[Any] = batch.to_pylist()
             return found

@@ -1,6 +1,6 @@
-"""Which rows are in which batch: types in fixed proportions, each type in an order of its own.
+"""Mix types of rows into batches in fixed proportions, each type in an order of its own.
 
-Any batch of any epoch is computed from the seed alone, in time and memory of one batch. The
+Any batch of any epoch is computed from the seed only, in time and memory of one batch. The
 sequence depends on sizes, proportions, batch, seed and drop mode; not on how many replicas share a
 batch, how many batches make a step, how many processes load, or how long the run is.
 """
@@ -19,8 +19,8 @@ from stageline.seeds import derive_seed
 
 # Permutations that are computed, not stored: any place of an order of any size, in O(1) memory. A
 # Feistel network over a rectangle of just the size: a place is (left, right), and in turn one
-# half is shifted by a hash of the other, which can be undone, so no two places meet. What falls
-# into the few cells beyond `size` goes through once more until it lies inside (cycle walking).
+# half is shifted by a hash of the other, which can be undone, so no two places meet. A place in
+# the few cells beyond `size` is shuffled again until it is inside (cycle walking).
 # Integers only: the same on every machine and in every version of NumPy.
 
 _ROUNDS = 16  # at fewer, some orders of four to seven things come more often than others
@@ -30,7 +30,7 @@ _FACTORS = tuple(numpy.uint64(factor) for factor in (0xBF58476D1CE4E5B9, 0x94D04
 
 
 def permute(places: numpy.ndarray, sizes: numpy.ndarray, seeds: numpy.ndarray) -> numpy.ndarray:
-    """Each place in the order of its own size and seed: many orders in one call.
+    """Permute places, each by the order of its own size and seed; many orders in one call.
 
     Args:
         places: int64 [N], 0 <= place < its size.
@@ -40,7 +40,7 @@ def permute(places: numpy.ndarray, sizes: numpy.ndarray, seeds: numpy.ndarray) -
     assert ((places >= 0) & (places < sizes)).all()
     sizes, keys = sizes.astype(numpy.uint64), _hash(seeds.astype(numpy.uint64))
     widths = numpy.ceil(numpy.sqrt(sizes)).astype(numpy.uint64)
-    widths += widths % numpy.uint64(2)  # shifts along an odd width make even permutations alone
+    widths += widths % numpy.uint64(2)  # shifts along an odd width make only even permutations
     heights = (sizes + widths - numpy.uint64(1)) // widths
     numbers = _shuffled(places.astype(numpy.uint64), widths, heights, keys)
     outside = numpy.flatnonzero(numbers >= sizes)
@@ -54,7 +54,7 @@ def permute(places: numpy.ndarray, sizes: numpy.ndarray, seeds: numpy.ndarray) -
 def _shuffled(
     cells: numpy.ndarray, widths: numpy.ndarray, heights: numpy.ndarray, keys: numpy.ndarray
 ) -> numpy.ndarray:
-    """A permutation of all cells of a rectangle of `widths` x `heights`."""
+    """Permute all cells of a rectangle of `widths` x `heights`."""
     left, right = cells // heights, cells % heights
     for turn in range(0, _ROUNDS, 2):
         left = (left + _hash(right + _round_key(keys, turn)) % widths) % widths
@@ -68,7 +68,7 @@ def _round_key(keys: numpy.ndarray, turn: int) -> numpy.ndarray:
 
 
 def _hash(values: numpy.ndarray) -> numpy.ndarray:
-    """SplitMix64's; wraps around at 2**64."""
+    """Hash as SplitMix64 does; arithmetic wraps around at 2**64."""
     values = (values ^ (values >> _SHIFTS[0])) * _FACTORS[0]
     values = (values ^ (values >> _SHIFTS[1])) * _FACTORS[1]
     return values ^ (values >> _SHIFTS[2])
@@ -77,10 +77,10 @@ def _hash(values: numpy.ndarray) -> numpy.ndarray:
 class Apportionment:
     """The rows of each type in the first n batches of a mixture; any batch at once.
 
-    Fixed counts are the same in every batch. Of weights, each batch takes the whole part of every
-    type's share; the places that are left go to rows in the order in which they are due: row j of
-    type t is due at (j + phase of t) / (what is left of t's share). So each type comes at an even
-    pace, and what it gave before batch n is a closed form: all rows due by a time, and a few more
+    Fixed counts are the same in every batch. With weights, each batch takes the whole part of every
+    type's share; the remaining places go to rows in the order in which they are due: row j of type
+    t is due at (j + phase of t) / (what is left of t's share). So each type comes at an even pace,
+    and the rows it gave before batch n have a closed form: all rows due by a time, and a few more
     or less, so that the batches are full.
 
     Args:
@@ -99,7 +99,7 @@ class Apportionment:
 
     @classmethod
     def of_weights(cls, weights: Sequence[float], batch: int) -> "Apportionment":
-        """In proportion to weights, taken as the decimal numbers they are written as.
+        """Apportion by weights, which are read as the decimal numbers they are written as.
 
         With two types a batch differs by less than one row from its share, and so does the sum of
         all batches so far. With more types a batch differs by less than two, and the sum by a few
@@ -113,16 +113,16 @@ class Apportionment:
         return cls(whole, [int(rest * unit) for rest in rests], batch)
 
     def has_share(self, kind: int) -> bool:
-        """Whether any row of this type is ever taken."""
+        """Tell whether any row of this type is ever taken."""
         return bool(self.whole[kind] or self.weights[kind])
 
     def share(self, kind: int) -> Fraction:
-        """Rows of this type in a batch, on the average."""
+        """Return the average number of rows of this type in a batch."""
         rest = Fraction(self._rest * self.weights[kind], self._total) if self._rest else 0
         return self.whole[kind] + Fraction(rest)
 
     def before(self, num_batches: int) -> list[int]:
-        """Rows of each type in this many batches from the first on."""
+        """Return the rows of each type in the first `num_batches` batches."""
         if self._last[0] != num_batches:  # batch n + 1 begins where batch n ends
             by_due = self._by_due(num_batches * self._rest)
             rows = [
@@ -132,7 +132,7 @@ class Apportionment:
         return self._last[1]
 
     def _by_due(self, num_rows: int) -> list[int]:
-        """How many rows of each type are among the first `num_rows` that are due."""
+        """Return the number of rows of each type among the first `num_rows` that are due."""
         if num_rows == 0:
             return [0] * len(self.weights)
         taken = [self._due_before(kind, num_rows) for kind in range(len(self.weights))]
@@ -158,7 +158,7 @@ class Apportionment:
     # phases (2t + 1) / 2k lie apart, so that many rare types are not all due at the same time
 
     def _due_before(self, kind: int, num_rows: int) -> int:
-        """Rows of a type that are due before the time at which so many ought to be."""
+        """Return the rows of a type that are due before the time when `num_rows` rows are due."""
         weight, num_kinds = self.weights[kind], len(self.weights)
         reached = 2 * num_kinds * num_rows * weight - (2 * kind + 1) * self._total
         return max(0, -(-reached // (2 * num_kinds * self._total))) if weight else 0
@@ -170,7 +170,7 @@ class Apportionment:
 
 # When an epoch of a mixture ends, where its types do not end together. Each type gives its rows in
 # an order of its own; where they are used up, it begins another order of the same rows (none comes
-# a third time before each came twice). So the number of batches alone decides what is repeated
+# a third time before each came twice). So only the number of batches decides what is repeated
 # and what is left out, other rows in each epoch:
 #
 # - `first_ends_drop` (0): the type whose rows suffice for the fewest batches ends the epoch, before
@@ -186,7 +186,7 @@ DROP_MODES = ("first_ends_drop", "first_ends_fill", "last_ends_drop", "last_ends
 
 
 def as_drop_mode(value: str | int) -> str:
-    """The mode of this name or number.
+    """Return the drop mode of this name or number.
 
     Raises:
         UserError: there is none.
@@ -196,12 +196,12 @@ def as_drop_mode(value: str | int) -> str:
     if mode in DROP_MODES:
         return mode
     raise UserError(
-        f"drop mode {value!r} is none of {', '.join(DROP_MODES)} nor a number 0 to 3. Give one."
+        f"drop mode {value!r} is not known. Give one of {', '.join(DROP_MODES)}, or 0 to 3."
     )
 
 
 def _type_batches(shares: Apportionment, kind: int, size: int, mode: str) -> int:
-    """For how many batches one type suffices, with or without its rest."""
+    """Return the number of batches that one type suffices for, with or without its rest."""
     if mode.startswith("first"):
         whole = _batches_until(shares, kind, size + 1) - 1  # the last that repeats none
         has_rest = shares.before(whole)[kind] < size
@@ -212,7 +212,7 @@ def _type_batches(shares: Apportionment, kind: int, size: int, mode: str) -> int
 
 
 def _batches_until(shares: Apportionment, kind: int, num_rows: int) -> int:
-    """The fewest batches that take this many rows of a type."""
+    """Return the fewest batches that take `num_rows` rows of a type."""
     most = 1
     while shares.before(most)[kind] < num_rows:
         most *= 2
@@ -278,15 +278,15 @@ class Mixture:
             )
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Return the batches of an epoch."""
         return self._num_batches
 
     def batch(self, epoch: int, index: int) -> numpy.ndarray:
-        """The rows of one batch, int64 [rows of a batch], in the order of their types."""
+        """Return the rows of one batch, int64 [rows of a batch], in the order of their types."""
         return self.rows(epoch, index, index + 1)
 
     def rows(self, epoch: int, first_batch: int, end_batch: int) -> numpy.ndarray:
-        """The rows of neighbouring batches of an epoch, int64, in the order of their types."""
+        """Return int64 rows of neighbouring batches of an epoch, in the order of their types."""
         assert 0 <= first_batch < end_batch <= len(self)
         begins, ends = self.shares.before(first_batch), self.shares.before(end_batch)
         stretches = []  # (type, seed, places of that order)
@@ -307,7 +307,7 @@ class Mixture:
         return places + numpy.array(self.starts)[kinds]
 
     def drawn(self) -> list[int]:
-        """Rows of each type in an epoch, repeated ones counted each time."""
+        """Return the rows of each type in an epoch, repeated ones counted each time."""
         return self.shares.before(len(self))
 
 

@@ -1,4 +1,4 @@
-"""Packs the segments of a corpus into rows: PREFIX.pack beside it says which segments share one.
+"""Pack the segments of a corpus into rows: PREFIX.pack lists the segments of each row.
 
 PREFIX.pack: preamble (24 bytes), JSON, zeros up to a page; then uint64 offsets[rows + 1], counted
 in members, and uint64 members, which are numbers of segments. A row has segments of one type, and
@@ -6,7 +6,7 @@ the rows of a type are one range. Attention has to keep the segments of a row ap
 restart at each.
 
 Rows are filled best-fit decreasing within windows of neighbouring segments of one type, so memory
-does not grow with the corpus. Each window leaves a few rows unfilled, which is nothing beside a
+does not grow with the corpus. Each window leaves a few rows unfilled, which is negligible for a
 million segments.
 """
 
@@ -27,8 +27,9 @@ from stageline.errors import DataError, UserError
 
 
 def best_fit(lengths: numpy.ndarray, capacity: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Which lengths share a row, by best-fit decreasing packing: the longest first, each into the
-    row with the least room that takes it.
+    """Assign lengths to rows by best-fit decreasing packing.
+
+    The longest come first, each into the row with the least room that takes it.
 
     Args:
         lengths: int64 [N], 0 < length <= capacity.
@@ -56,10 +57,12 @@ def best_fit(lengths: numpy.ndarray, capacity: int) -> tuple[numpy.ndarray, nump
 
 
 def rows_of_best_fit(histogram: numpy.ndarray) -> int:
-    """How many rows best-fit decreasing fills: as quick for a billion segments as for a thousand.
+    """Return the number of rows that best-fit decreasing fills.
+
+    This is as quick for a billion segments as for a thousand.
 
     Args:
-        histogram: [seq_length + 1], how many segments of each length.
+        histogram: [seq_length + 1], number of segments of each length.
     """
     rows = _Rows(len(histogram) - 1)
     for size in range(len(histogram) - 1, 0, -1):
@@ -69,9 +72,9 @@ def rows_of_best_fit(histogram: numpy.ndarray) -> int:
 
 
 class _Rows:
-    """Rows by the room left in them.
+    """Rows by their remaining space.
 
-    Rows with equal room are alike: all lengths of one size go into all rows of one room at once.
+    Rows with equal space are alike: all lengths of one size go into all rows of one space at once.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -81,7 +84,7 @@ class _Rows:
         self._rooms = 0  # bit r is set where there are rows of room r
 
     def put(self, size: int, count: int) -> Iterator[tuple[range, int]]:
-        """Puts lengths of one size into the tightest rows that take them, then into new ones.
+        """Put lengths of one size into the tightest rows that take them, then into new ones.
 
         Yields:
             (rows, how many lengths each of them got).
@@ -121,13 +124,13 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class PackHeader:
-    """What packed rows know of themselves.
+    """Header of packed rows.
 
     Attributes:
         row_length: tokens of a row at most.
         corpus: digest of the corpus whose segments they hold.
-        num_rows, num_segments, num_tokens: of each type.
-        arrays_sha256: of offsets, then members.
+        num_rows, num_segments, num_tokens: one number for each type.
+        arrays_sha256: checksum of offsets, then members.
     """
 
     row_length: int
@@ -186,7 +189,7 @@ class PackedRows:
         return self._num_rows
 
     def __getitem__(self, row: int) -> numpy.ndarray:
-        """int64 numbers of the segments of a row, rising."""
+        """Return int64 numbers of the segments of a row, rising."""
         place = row + self._num_rows if row < 0 else row
         if not 0 <= place < self._num_rows:
             raise IndexError(f"row {row} of {self._num_rows} in {self.prefix}.pack")
@@ -196,7 +199,7 @@ class PackedRows:
         return type(self), (os.path.abspath(self.prefix),)
 
     def members(self, rows: numpy.ndarray) -> numpy.ndarray:
-        """int64 numbers of the segments of several rows, row after row."""
+        """Return int64 numbers of the segments of several rows, row after row."""
         counts = self._offsets[rows + 1] - self._offsets[rows]
         firsts = numpy.repeat(self._offsets[rows] - (numpy.cumsum(counts) - counts), counts)
         return self._members[firsts + numpy.arange(counts.sum())].astype(numpy.int64)
@@ -237,14 +240,14 @@ def pack_corpus(
     """
     corpus = open_corpus(prefix)
     row_length = row_length or corpus.header.rules.seq_length
-    with contextlib.suppress(DataError):  # there are none, or none that anybody could use
+    with contextlib.suppress(DataError):  # no packed rows yet, or none that can be used
         there = PackedRows(prefix)
         if not overwrite:
             if there.row_length == row_length:
                 return there
             raise UserError(
-                f"{prefix}.pack has rows of {there.row_length} tokens, and rows of {row_length} "
-                "are to be written. Add `overwrite`, or pack a copy of the corpus."
+                f"{prefix}.pack has rows of {there.row_length} tokens, not of {row_length}. "
+                "Add `overwrite`, or pack a copy of the corpus."
             )
     with contextlib.ExitStack() as stack:
         files = []
@@ -264,7 +267,7 @@ def pack_corpus(
                 if lengths[longest] > row_length:
                     raise UserError(
                         f"segment {low + longest} of {corpus.prefix} has {lengths[longest]} "
-                        f"tokens, and rows are to have {row_length}. Give longer rows, or build "
+                        f"tokens, more than a row of {row_length}. Give longer rows, or build "
                         "the corpus with a smaller `seq_length`."
                     )
                 ends, packed = best_fit(lengths, row_length)
@@ -318,7 +321,7 @@ class TypeStats:
 
     @property
     def padding(self) -> dict[str, float]:
-        """Share of all places in the rows that no token fills, by the way of filling them."""
+        """Share of the rows that is padding, for each way of filling them."""
         places = {way: rows * self.seq_length for way, rows in self.num_rows.items()}
         return {way: 1 - self.num_tokens / max(size, 1) for way, size in places.items()}
 
@@ -345,7 +348,7 @@ class Stats:
 
 
 def stats(prefix: str | Path) -> Stats:
-    """Walk the index of a corpus (ours or Megatron-core's), never its tokens.
+    """Return counts from the index of a corpus (Stageline or Megatron-core), not from its tokens.
 
     Raises:
         DataError: it cannot be opened.

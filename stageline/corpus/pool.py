@@ -46,11 +46,11 @@ ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 
 @dataclass(frozen=True)
 class Task:
-    """What all workers are given; it can be pickled.
+    """Input and settings of all workers; it can be pickled.
 
     Attributes:
         make_cutter: makes what turns texts into (Segments, counts); called once in each worker.
-        columns: of Parquet files that documents are made of; None: all.
+        columns: columns of Parquet files that documents are made of; None means all.
     """
 
     sources: Sequence[Source]
@@ -61,7 +61,7 @@ class Task:
     chunk_bytes: int = CHUNK_BYTES
 
     def chunks(self, file: int = 0, part: int = 0) -> Iterator[Chunk]:
-        """All chunks in order, from one on."""
+        """Return all chunks in order, from one on."""
         return iter_chunks(
             self.sources,
             first=(file, part),
@@ -71,7 +71,7 @@ class Task:
         )
 
     def rows(self, chunk: Chunk) -> ChunkRows:
-        """The documents of a chunk."""
+        """Return the documents of a chunk."""
         limit = self.max_document_bytes
         return read_chunk(chunk, document=self.document, max_document_bytes=limit)
 
@@ -85,7 +85,7 @@ class CutterFacts(NamedTuple):
 
 
 class ChunkResult(NamedTuple):
-    """What became of a chunk: counts of the cutter by name, the first bad lines, their kinds."""
+    """Result of a chunk: counts of the cutter by name, the first bad lines, their kinds."""
 
     segments: Segments
     counts: Counter[str]
@@ -120,7 +120,7 @@ class ChunkWorker:
         rows = self._task.rows(chunk)
         try:
             parts = [self._cutter(rows.texts)]
-        except UserError:  # of one document, which is found and left out
+        except UserError:  # one document is at fault: find it and leave it out
             parts = []
             for number, text in zip(rows.numbers, rows.texts, strict=True):
                 try:
@@ -182,7 +182,7 @@ def open_pool(task: Task, num_workers: int, executor: str) -> Iterator[Pool]:
 
 @contextlib.contextmanager
 def _processes(task: Task, num_workers: int) -> Iterator[Pool]:
-    """Worker processes of this machine."""
+    """Yield worker processes of this machine."""
     worker = ChunkWorker(task)
     os.environ.update(ONE_THREAD)  # threads of a tokenizer do not survive a fork
     facts = worker.facts()
@@ -203,7 +203,7 @@ def _processes(task: Task, num_workers: int) -> Iterator[Pool]:
     except BrokenProcessPool as error:
         raise WorkerDied from error
     finally:
-        # they have nothing to put away
+        # workers have nothing to save
         for process in list((executor._processes or {}).values()):
             with contextlib.suppress(ValueError):  # it has ended and was closed
                 process.kill()
@@ -219,12 +219,12 @@ _worker: ChunkWorker  # that of this process
 def _start_worker(worker: ChunkWorker, parent: int) -> None:
     global _worker
     _worker = worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    gc.freeze()  # what is there stays: it need not be looked at again and again
+    gc.freeze()  # all objects so far stay, so the collector need not visit them
 
     def end_with_parent() -> None:
-        # a killed parent says nothing, and the pipes to it stay open in the other workers
+        # a killed parent sends no message, and the pipes to it stay open in the other workers
         while os.getppid() == parent:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
         os._exit(1)
@@ -238,7 +238,7 @@ def _cut(chunk: Chunk) -> ChunkResult:
 
 @contextlib.contextmanager
 def _ray_actors(task: Task, num_workers: int) -> Iterator[Pool]:
-    """Workers on a Ray cluster: the one that RAY_ADDRESS names, or one of this machine alone.
+    """Yield workers on a Ray cluster: the one that RAY_ADDRESS names, or a local one.
 
     The parent reads the files and sends their lines and rows.
     """
@@ -250,7 +250,7 @@ def _ray_actors(task: Task, num_workers: int) -> Iterator[Pool]:
             "`executor` ray requires the package ray, which is not installed: pip install ray, or "
             "build with `executor` processes."
         ) from error
-    # one that a program around this one started stays when the build is over
+    # a cluster that the calling program started stays when the build is over
     is_ours = not ray.is_initialized()
     if is_ours:
         python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -259,7 +259,7 @@ def _ray_actors(task: Task, num_workers: int) -> Iterator[Pool]:
             log_to_driver=False,
             configure_logging=False,
             include_dashboard=False,
-            # workers import from where this program does, also parts beside it
+            # workers import from the same paths as this program, also parts next to it
             runtime_env={"env_vars": {**ONE_THREAD, "PYTHONPATH": python_path}},
         )
     actor = ray.remote(num_cpus=1, max_restarts=0)(ChunkWorker)  # Ray does not start it again
@@ -293,7 +293,7 @@ def _ray_actors(task: Task, num_workers: int) -> Iterator[Pool]:
 
 
 def ordered(pool: Pool, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, ChunkResult]]:
-    """The results in the order of the chunks; few are on the way at a time."""
+    """Yield the results in the order of the chunks; few are in flight at a time."""
     waiting: deque[tuple[Chunk, Callable[[], ChunkResult]]] = deque()
     most = pool.num_workers * _CHUNKS_A_WORKER
     for chunk in chunks:

@@ -1,8 +1,8 @@
-"""Draws the rows of a training run, also of one that goes on with other replicas or accumulation.
+"""Draw the rows of a training run, also after a change of replicas or accumulation.
 
-A run's batches stay those it began with: their size is in its checkpoints. An optimizer step takes
-as many of them as it has rows for, and its rows are dealt out to all replicas in turn. So a run on
-one device that accumulates 8 batches goes on, row for row, on 8 devices that accumulate none.
+A run keeps the batches it began with: their size is in its checkpoints. An optimizer step takes as
+many of them as it has rows for, and its rows are dealt out to all replicas in turn. So a run on one
+device that accumulates 8 batches continues, row for row, on 8 devices that accumulate none.
 """
 
 import itertools
@@ -37,11 +37,11 @@ class RunSampler:
     names: Sequence[str] = ()
 
     def __len__(self) -> int:
-        """Whole steps of one epoch; what is left over begins the next one."""
+        """Return the whole steps of one epoch; batches that are left over begin the next one."""
         return len(self.mixture) // self.num_batches
 
     def shares(self, start_step: int = 0) -> Iterator[list[list[int]]]:
-        """The rows of every replica, from a step on, epoch after epoch, without end."""
+        """Yield the rows of every replica, from a step on, epoch after epoch, without end."""
         for step in itertools.count(start_step):
             first = self.origin + step * self.num_batches
             batches = [
@@ -52,16 +52,16 @@ class RunSampler:
             yield [rows[replica :: self.dp_degree].tolist() for replica in range(self.dp_degree)]
 
     def steps(self, start_step: int = 0) -> Iterator[list[int]]:
-        """As `shares`, of this replica."""
+        """Return the rows of this replica in each step, from `shares`."""
         return (shares[self.dp_rank] for shares in self.shares(start_step))
 
     def state_after(self, step: int) -> dict[str, int]:
-        """What a checkpoint keeps: epoch and batch that come next, and the rows of a batch."""
+        """Return what a checkpoint stores: the next epoch and batch, and the rows of a batch."""
         epoch, batch = divmod(self.origin + step * self.num_batches, len(self.mixture))
         return {"epoch": epoch, "batch": batch, "batch_rows": self.mixture.batch_rows}
 
     def report(self) -> str:
-        """What an epoch has of each type, a line each."""
+        """Return a line for each type about its rows in an epoch."""
         lines = [
             f"an epoch is {len(self.mixture)} batches of {self.mixture.batch_rows} rows "
             f"({self.mixture.drop_mode})"
@@ -91,17 +91,17 @@ def run_sampler(
     position: Mapping[str, Any] | None = None,
     names: Sequence[str] = (),
 ) -> RunSampler:
-    """The sampler of a run.
+    """Return the sampler of a run.
 
     Args:
         sizes: rows of each type.
-        batch_size: rows of a replica in one batch; step_samples: in one step.
-        counts, weights, drop_mode: of the mixture. Counts may be those of a run that this one
-            goes on with: they decide the size of a batch.
-        position: what `state_after` said of `start_step`, in the run that this one goes on with.
+        batch_size, step_samples: rows of a replica in one batch, and in one step.
+        counts, weights, drop_mode: arguments of the mixture. Counts may be those of the run that
+            this one continues: they decide the size of a batch.
+        position: what `state_after` returned for `start_step` in the run that this one continues.
 
     Raises:
-        UserError: a step is no whole number of batches, or the mixture does not fit the types.
+        UserError: a step is not a whole number of batches, or the mixture does not fit the types.
     """
     step_rows = step_samples * dp_degree
     saved = position["batch_rows"] if position else None
@@ -127,7 +127,7 @@ def run_sampler(
         shuffle=shuffle,
     )
     num_batches, origin = step_rows // batch, 0
-    if position is not None:  # of batches of another size: as many rows of the epoch are done
+    if position is not None:  # the size of a batch may differ: keep the rows that are done
         origin = position["epoch"] * len(mixture) + position["batch"] * saved // batch
         origin -= start_step * num_batches
     return RunSampler(mixture, num_batches, dp_rank, dp_degree, origin, names)
@@ -137,7 +137,7 @@ _ROWS = 1 << 20  # computed at once
 
 
 def rows_seen(mixture: Mixture, num_batches: int, *, first_batch: int = 0) -> numpy.ndarray:
-    """The rows of batches first_batch to num_batches of all epochs: sorted int64, each once."""
+    """Return the rows of batches first_batch to num_batches: sorted int64, each once."""
     is_seen = numpy.zeros(mixture.starts[-1], dtype=bool)
     at_once = max(1, _ROWS // mixture.batch_rows)
     number = first_batch
@@ -159,7 +159,7 @@ def find_trained(
     ranges: Sequence[tuple[int, int]] | None = None,
     packed: PackedRows | None = None,
 ) -> numpy.ndarray:
-    """The segments that the first batches of a run held: sorted int64, each once.
+    """Return the segments that the first batches of a run held: sorted int64, each once.
 
     Args:
         num_batches, first_batch: see `rows_seen`; num_batches is steps x batches of a step.
@@ -176,7 +176,7 @@ def find_trained(
 
 
 def save_indices(path: str | Path, indices: numpy.ndarray) -> None:
-    """Writes numbers of segments: NumPy's format for names that end in .npy, else a line each."""
+    """Write numbers of segments: NumPy's format for names that end in .npy, else a line each."""
     if Path(path).suffix == ".npy":
         numpy.save(path, indices, allow_pickle=False)
     else:
@@ -184,7 +184,7 @@ def save_indices(path: str | Path, indices: numpy.ndarray) -> None:
 
 
 def load_indices(path: str | Path) -> numpy.ndarray:
-    """Numbers of segments from a file of either kind, whatever its name: int64.
+    """Read int64 numbers of segments from a file of either kind, whatever its name.
 
     Raises:
         DataError: the file is missing, or holds something else.
@@ -201,7 +201,7 @@ def load_indices(path: str | Path) -> numpy.ndarray:
         raise DataError(f"{path} is missing. Write it first (corpus.py find-trained).") from None
     except ValueError as error:
         raise DataError(
-            f"{path} is no list of segments: {error}. Give whole numbers, one a line, or one array "
-            "of them in NumPy's format, as corpus.py find-trained writes them."
+            f"{path} is not a list of segments: {error}. Give whole numbers, one a line, or one "
+            "array of them in NumPy's format, as corpus.py find-trained writes them."
         ) from None
     return numbers.astype(numpy.int64)

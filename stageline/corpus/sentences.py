@@ -1,4 +1,4 @@
-"""Splitters: where the sentences of a text end.
+"""Splitters, which find the ends of the sentences of a text.
 
 A splitter takes a text and gives int64 character offsets, rising, the last one the length of the
 text, none for an empty text. An end goes before white space: white space starts the next sentence
@@ -13,8 +13,8 @@ text, none for an empty text. An end goes before white space: white space starts
 
 `chinese` ends one behind `。！？`, `!`, `?`, `……` with what closes there, and at each newline.
 `auto` takes the rules of `english`, and in a text that is not plain ASCII those of `chinese` too;
-a line that ends or goes on with an ideograph is not taken for a wrapped one.
-`icu` asks the International Components for Unicode (PyICU, `pip install 'stageline[icu]'`).
+a line that ends with an ideograph, or whose next line begins with one, is not a wrapped one.
+`icu` uses the International Components for Unicode (PyICU, `pip install 'stageline[icu]'`).
 """
 
 import re
@@ -62,7 +62,7 @@ _FIRST_WORD = re.compile(_NO_WHITE)
 _LAST_WORD = re.compile(rf"{_NO_WHITE}*\Z")
 _NEWLINE = re.compile(rf"[{_NEWLINES}]{_WHITE}*")
 _STOP = re.compile(rf"([{_STOPS}])([{_CLOSERS}]{{0,4}}){_WHITE}+")
-# with what joins words: in `x-ray.` the last letter is no initial
+# A word includes the signs that join words: the last letter of `x-ray.` is not an initial.
 _ABBREVIATION = re.compile(r"[0-9A-Za-z.'_\-@/\\\x80-\U0010ffff]*\Z")
 # `- `, `* `, `1. `, `a) `, `12) `, `(a) `
 _ITEM = re.compile(r"(?:[-*+#>|•·◦–—]|.[.)]|.[0-9][.)]|\(.[.)])(?:[ \t\n\v\f\r]|\Z)", re.DOTALL)
@@ -99,7 +99,7 @@ def icu(text: str) -> numpy.ndarray:
     places, before = set(), 0
     for end in (units.searchsorted(numpy.fromiter(breaks, numpy.int64)) + 1).tolist():
         start = _before_white(text, end, least=before)
-        if start > before:  # else it is white space alone
+        if start > before:  # else it is only white space
             places.add(start)
         before = end
     return _inside(text, places)
@@ -112,13 +112,13 @@ def _icu_iterator() -> Any:
     except ImportError as error:
         raise UserError(
             "the splitter `icu` needs PyICU, which is not installed here: "
-            "pip install 'stageline[icu]' (it wants libicu-dev), or take `auto`"
+            "pip install 'stageline[icu]' (it requires libicu-dev), or use `auto`"
         ) from error
     return BreakIterator.createSentenceInstance(Locale("en@ss=standard"))
 
 
 def _inside(text: str, places: Iterable[int]) -> numpy.ndarray:
-    """The places that have a word on both sides, rising, and the end of the text."""
+    """Return the places that have a word on both sides, rising, and the end of the text."""
     first = _FIRST_WORD.search(text)
     low = first.start() if first else len(text)
     high = _before_white(text, len(text))
@@ -127,7 +127,7 @@ def _inside(text: str, places: Iterable[int]) -> numpy.ndarray:
 
 
 def _before_white(text: str, end: int, *, least: int = 0) -> int:
-    """Where the white space before `end` begins; not before `least`."""
+    """Return the start of the white space before `end`, at least `least`."""
     while end > least and _is_white(text[end - 1]):
         end -= 1
     return end
@@ -138,7 +138,7 @@ def _is_white(sign: str) -> bool:
 
 
 def _western(text: str) -> set[int]:
-    """Ends in text with spaces between its words; see the rules of `english`."""
+    """Return ends in text with spaces between its words; see the rules of `english`."""
     first = _FIRST_WORD.search(text)
     ends, line_words = set(), {first.start() if first else 0}
     for start, word, is_wrapped in _line_ends(text):
@@ -160,7 +160,7 @@ def _western(text: str) -> set[int]:
 
 
 def _line_ends(text: str) -> Iterator[tuple[int, int, bool]]:
-    """Of each end of a line: where its white space begins, the next word, whether it is wrapped."""
+    """Yield (start of its white space, next word, whether it is wrapped) of each end of a line."""
     line_start = 0
     for match in _NEWLINE.finditer(text):
         # from the newline backwards: a pattern would look at long white space again and again
@@ -175,7 +175,7 @@ def _line_ends(text: str) -> Iterator[tuple[int, int, bool]]:
 
 
 def _belongs_to_word(text: str, dot: int, end: int, word: int, line_words: set[int]) -> bool:
-    """Whether a full stop is that of an abbreviation, an initial, or the label of a list item.
+    """Tell whether a full stop is of an abbreviation, an initial, or the label of a list item.
 
     Args:
         dot: place of the full stop.
@@ -198,7 +198,7 @@ def _belongs_to_word(text: str, dot: int, end: int, word: int, line_words: set[i
 
 
 def _eastern(text: str, *, is_space_enough: bool) -> Iterator[int]:
-    """Ends inside the text: behind the last of `。！？` in a row and the quotes that close there.
+    """Yield ends inside the text: behind the last of `。！？` in a row, with closing quotes.
 
     `!`, `?` and `…` count where an ideograph follows, and white space if that `is_space_enough`;
     no end goes before a comma (`“好！”，他说`).

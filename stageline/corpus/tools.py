@@ -1,6 +1,6 @@
-"""What is done with finished corpora: merging, removing segments, Megatron-core's files, checking.
+"""Merge, thin out, convert and check finished corpora.
 
-Streams: memory does not grow with the inputs.
+All of it streams, so memory does not grow with the inputs.
 """
 
 import hashlib
@@ -125,7 +125,7 @@ def remove(
     *,
     overwrite: bool = False,
 ) -> CorpusHeader:
-    """Writes exactly the segments whose index is not in `indices`, in their order.
+    """Write exactly the segments whose index is not in `indices`, in their order.
 
     What is left of a document on either side of a hole becomes a document of its own: its first
     segment begins it and its last one ends it. BOS and EOS stay where they were.
@@ -140,8 +140,8 @@ def remove(
     wrong = gone[(gone < 0) | (gone >= len(corpus))]
     if wrong.size:
         raise UserError(
-            f"Segment {wrong[0]} is to be removed ({wrong.size:,} such); {prefix} has segments 0 "
-            f"to {len(corpus) - 1}. Find the segments of this corpus."
+            f"{prefix} has segments 0 to {len(corpus) - 1}, so {wrong.size:,} of the given ones "
+            f"cannot be removed, the first of them {wrong[0]}. Find the segments of this corpus."
         )
     writer = CorpusWriter(
         new_prefix,
@@ -172,7 +172,7 @@ def remove(
 def to_megatron(
     prefix: str | Path, new_prefix: str | Path, *, overwrite: bool = False
 ) -> list[Path]:
-    """Writes a corpus as files of Megatron-core: a segment a sequence, documents as they are.
+    """Write a corpus as files of Megatron-core: a segment a sequence, documents as they are.
 
     Returns:
         The prefixes written: `new_prefix`, or one a type (NEW_PREFIX_0, ...) for several types,
@@ -189,8 +189,8 @@ def to_megatron(
         _refuse_own_input([prefix], target)
         if path_of(target, ".idx").exists() and not overwrite:
             raise UserError(
-                f"{path_of(target, '.idx')} exists: it is not overwritten unasked. Give another"
-                " prefix, or `overwrite` to replace it."
+                f"{path_of(target, '.idx')} exists. Give another prefix, or replace it with "
+                "`overwrite`."
             )
     for target, start, stop in zip(targets, starts, starts[1:]):
         write_megatron(corpus, target, start, stop)
@@ -206,7 +206,7 @@ def from_megatron(
     language: str = "unknown",
     overwrite: bool = False,
 ) -> CorpusHeader:
-    """Writes a Megatron-core pair as a corpus: a sequence a segment, documents as they are.
+    """Write a Megatron-core pair as a corpus: a sequence a segment, documents as they are.
 
     Args:
         tokenizer: what made the ids; Megatron-core's files do not say.
@@ -262,7 +262,7 @@ def from_megatron(
 def _cut(
     tokens: numpy.ndarray, lengths: numpy.ndarray, flags: numpy.ndarray, limit: int
 ) -> Segments:
-    """Cuts each sequence into the fewest pieces, of lengths that differ by one token at most."""
+    """Cut each sequence into the fewest pieces, of lengths that differ by one token at most."""
     counts = -(-lengths // limit)
     cut_lengths = numpy.array(
         [
@@ -282,7 +282,7 @@ def _cut(
 
 
 def verify(prefix: str | Path) -> CorpusHeader:
-    """Reads all of a corpus and compares it with the sums that its writer took.
+    """Read all of a corpus and compare it with the sums that its writer took.
 
     Returns:
         The header.

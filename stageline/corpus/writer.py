@@ -1,7 +1,7 @@
-"""Writes a corpus segment by segment, and can go on after a kill. Memory does not grow with it.
+"""Write a corpus segment by segment; a writer can resume after a kill.
 
-While it is being written a corpus lies in parts (PREFIX.bin.part, ...); `close` renames them, the
-`.idx` last, so that what has an `.idx` is whole.
+Memory does not grow with the corpus. While it is written, its files are parts (PREFIX.bin.part,
+...); `close` renames them, the `.idx` last, so that a corpus with an `.idx` is complete.
 """
 
 import errno
@@ -37,11 +37,11 @@ _CHUNK = 1 << 22
 
 
 class GrowingFile:
-    """Appends bytes to a part (NAME.part), knows its sha256, and can resume at an earlier length.
+    """A part (NAME.part) that grows, with its sha256; it can resume at an earlier length.
 
     Args:
-        size, sha256: what `sync` gave before: the file is cut to that size and read once, so that
-            what it holds is known to be what was written. None starts anew.
+        size, sha256: what `sync` returned before. The file is cut to that size and read once, to
+            check that it holds what was written. None starts again from the beginning.
 
     Raises:
         UserError: another process is writing it.
@@ -54,12 +54,12 @@ class GrowingFile:
         self.size = size
         self._hash = hashlib.sha256()
         try:
-            # never "wb": that would empty it before it is known to be ours
+            # never "wb": that would empty the file before the lock is held
             self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         except OSError as error:
             raise cannot_write(path, error) from error
         try:
-            # of this process alone: workers that it forks do not keep it after a kill
+            # The lock belongs to this process: forked workers do not keep it after a kill.
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):  # else a file system without locks
@@ -83,7 +83,7 @@ class GrowingFile:
         self._file.seek(size)
 
     def write(self, data: bytes | memoryview) -> None:
-        """Appends; the state counts them from now on."""
+        """Append bytes; the state counts them from now on."""
         try:
             self._file.write(data)
         except OSError as error:
@@ -92,7 +92,7 @@ class GrowingFile:
         self.size += memoryview(data).nbytes
 
     def sync(self) -> dict[str, Any]:
-        """Everything is on the disk; returns the arguments that resume here."""
+        """Write everything to the disk; return the arguments that resume here."""
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -102,16 +102,16 @@ class GrowingFile:
 
     @property
     def sha256(self) -> str:
-        """Of all bytes so far."""
+        """Return the sha256 of all bytes so far."""
         return self._hash.hexdigest()
 
     def close(self) -> None:
-        """Closes the part; it keeps its name."""
+        """Close the part; it keeps its name."""
         self._file.close()
 
 
 def cannot_write(path: Path, error: OSError) -> StorageError:
-    """The error of a file that cannot be written; what was built so far is kept."""
+    """Return the error for a file that cannot be written; finished work is kept."""
     return StorageError(
         f"{path} cannot be written: {error.strerror or error}. Make room (or the folder writable) "
         "and run the same command again: what was written before is kept."
@@ -160,8 +160,8 @@ class CorpusWriter:
         for path in (path_of(path_prefix, ".idx"), path_of(path_prefix, ".bin")):
             if path.exists() and not overwrite:
                 raise UserError(
-                    f"{path} is there: a finished corpus is not overwritten unasked. Give another "
-                    "`save_prefix`, or replace it with `overwrite`."
+                    f"{path} exists: this corpus is finished. Give another `save_prefix`, or "
+                    "replace it with `overwrite`."
                 )
         path.parent.mkdir(parents=True, exist_ok=True)
         begin: dict[str, Any] = {"counts": [[0, 0, 0]] * len(self._type_names), "endings": [0] * 4}
@@ -175,7 +175,7 @@ class CorpusWriter:
             self._files["offsets"].write(bytes(8))
 
     def add(self, segments: Segments, *, type_index: int = 0) -> None:
-        """Appends segments to a type; earlier types are closed by that.
+        """Append segments to a type, which closes earlier types.
 
         Raises:
             DataError: an id that the tokenizer does not have.
@@ -207,7 +207,7 @@ class CorpusWriter:
         self._endings += count_endings(segments.flags)
 
     def state(self) -> dict:
-        """What resumes here, as JSON holds it; what was added so far is on the disk."""
+        """Sync all files to the disk and return the JSON state that resumes here."""
         return {
             "counts": self._counts.tolist(),
             "endings": self._endings.tolist(),
@@ -216,7 +216,7 @@ class CorpusWriter:
         }
 
     def close(self, *, when_whole: Callable[[], object] = lambda: None) -> CorpusHeader:
-        """Makes the corpus whole under its final names; returns its header.
+        """Complete the corpus under its final names; return its header.
 
         Args:
             when_whole: called when all is written: after it, `name_files` does what a kill left.
@@ -262,7 +262,7 @@ class CorpusWriter:
         return header
 
     def discard(self) -> None:
-        """Deletes the parts; a finished corpus of this prefix stays as it was."""
+        """Delete the parts; a finished corpus of this prefix stays as it was."""
         for file in self._files.values():
             file.close()
         for name in (*_PARTS, "idx", "dis", "tmp"):
@@ -272,7 +272,7 @@ class CorpusWriter:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """Leaves no parts behind a failure; does not close."""
+        """Delete the parts after a failure; `close` is left to the caller."""
         if error is not None:
             self.discard()
 
@@ -283,9 +283,9 @@ class CorpusWriter:
 def name_files(path_prefix: str | Path) -> None:
     """Give the parts of a whole corpus their last names, those that do not have them yet."""
     if path_of(path_prefix, ".bin.part").exists():
-        # an old index goes first: it must never lie next to new tokens
+        # Remove an old index first: it must never be next to new tokens.
         path_of(path_prefix, ".idx").unlink(missing_ok=True)
-    for suffix in (".bin", ".dis", ".tmp", ".idx"):  # last: what has an index is whole
+    for suffix in (".bin", ".dis", ".tmp", ".idx"):  # the index last: with it, a corpus is complete
         part = path_of(path_prefix, f"{suffix}.part")
         if part.exists():
             os.replace(part, path_of(path_prefix, suffix))
@@ -297,7 +297,7 @@ def name_files(path_prefix: str | Path) -> None:
 
 
 def count_endings(flags: numpy.ndarray) -> numpy.ndarray:
-    """int64 [4]: segments with BOS only, EOS only, neither, both."""
+    """Count segments with BOS only, EOS only, neither, both: int64 [4]."""
     has_bos, has_eos = (flags & HAS_BOS) != 0, (flags & HAS_EOS) != 0
     both = int(numpy.count_nonzero(has_bos & has_eos))
     bos = int(numpy.count_nonzero(has_bos)) - both

@@ -82,8 +82,8 @@ def format_usage(figures: dict[str, Any]) -> str:
 
 
 # ROUGE (Lin 2004) by `rouge-score`, BLEU (Papineni et al. 2002) by `sacrebleu` (Post 2018, arXiv
-# 1804.08771). Both know words as what lies between spaces; Chinese, Japanese and Thai, which set
-# none, are taken character by character.
+# 1804.08771). Both split words at spaces; Chinese, Japanese and Thai, which write none, are split
+# into characters.
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
 # scripts without spaces: Thai, CJK punctuation, kana, Han (with extensions), full-width forms
@@ -108,7 +108,7 @@ def bleu(texts: Sequence[str], references: Sequence[Sequence[str]]) -> float:
     if not texts:
         return 0.0
     most = max(len(own) for own in references)
-    # as many streams as the text with the most references has; what is missing is None
+    # There are as many streams as the most references of a text; missing ones are None.
     streams = [[own[i] if i < len(own) else None for own in references] for i in range(most)]
     tokenize = _tokenizer_of(text for own in references for text in own)
     if tokenize == "zh":

@@ -27,10 +27,10 @@ from stageline.errors import UserError
 from stageline.inference.decoding.request import Failed, Request, Sampling, ScoreRequest
 
 NAME = "stageline"
-MAX_GEN_TOKS = 256  # of a task that names none; as `hf`
-# what a task may say, under the names of transformers, that Sampling knows too
+MAX_GEN_TOKS = 256  # default for a task that names none; the same as in lm_eval's `hf`
+# options of a task, with transformers' names, that Sampling has too
 SHARED = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-# what a task may say and what it has to be then: anything else would change the answers
+# options of a task that must have these values: any other would change the answers
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "num_return_sequences": (1,),
@@ -50,19 +50,19 @@ def read_generation(
     stop_token_ids: tuple[int, ...],
     seed: int,
 ) -> Sampling:
-    """Return how an answer is sampled, by a task's until, max_gen_toks, do_sample, top_p ...
+    """Return the sampling of an answer from a task's until, max_gen_toks, do_sample, top_p ...
 
     Args:
-        stop_token_ids: end an answer in any task.
+        stop_token_ids: ids that end an answer in any task.
 
     Raises:
-        UserError: an option that no engine of ours has.
+        UserError: an option that Stageline's engines do not have.
     """
     kwargs = dict(normalize_gen_kwargs(options, MAX_GEN_TOKS))
     is_sampling = kwargs.pop("do_sample")
     temperature = float(kwargs.pop("temperature", 0.0))
     max_new_tokens = kwargs.pop("max_gen_toks")
-    if "max_length" in kwargs:  # of prompt and answer
+    if "max_length" in kwargs:  # it counts prompt and answer
         max_new_tokens = int(kwargs.pop("max_length")) - num_prompt_tokens
     words, token_ids = [], []
     for word in filter(None, kwargs.pop("until")):
@@ -98,7 +98,7 @@ def read_generation(
 
 @register_model(NAME)
 class StagelineLM(TemplateLM):
-    """For `lm_eval.simple_evaluate(StagelineLM(engine), ...)`, or by its key "stageline"."""
+    """The lm_eval model "stageline": `lm_eval.simple_evaluate(StagelineLM(engine), ...)`."""
 
     def __init__(
         self,
@@ -132,19 +132,19 @@ class StagelineLM(TemplateLM):
         if add_bos_token is not None:
             self.tokenizer = copy.deepcopy(self.tokenizer)  # the engine has it too
             self.tokenizer.add_bos_token = add_bos_token
-        # those of the model's generation config are among an engine's own
+        # An engine's own stop ids include those of the model's generation config.
         own = getattr(engine, "stop_ids", ())
         self._stop_token_ids = tuple(sorted({*own, self.eot_token_id} - {None}))
         self._seed = seed
 
     @property
     def eot_token_id(self) -> int:
-        """Ends an answer, whatever a task says besides."""
+        """The id that ends an answer in every task."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """Stands before a continuation that has no context."""
+        """The id before a continuation that has no context."""
         first = self.tokenizer.bos_token_id
         return self.eot_token_id if first is None else first
 
@@ -156,7 +156,7 @@ class StagelineLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The messages as the model's chat template writes them."""
+        """Return the messages as the model's chat template writes them."""
         fill = functools.partial(
             self.tokenizer.apply_chat_template,
             tokenize=False,
@@ -171,7 +171,7 @@ class StagelineLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Token ids; a text that begins with the beginning-of-sequence token gets no second."""
+        """Return token ids; a text that begins with the BOS token gets no second."""
         first_token = self.tokenizer.decode(self.prefix_token_id)
         return self._encode(string, first_token, add_special_tokens)
 
@@ -212,7 +212,7 @@ class StagelineLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-likelihood of each whole text, in windows of as many tokens as a row may have."""
+        """Return the log-likelihood of each whole text, in windows of the longest row."""
         windows, owners = [], []
         for index, request in enumerate(requests):
             for window in get_rolling_token_windows(
@@ -232,11 +232,11 @@ class StagelineLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """An answer to each prompt, up to the first stop text of its task."""
+        """Return an answer to each prompt, up to the first stop text of its task."""
         asked = []
         for index, request in enumerate(requests):
             context, options = request.args
-            # not tok_encode: `hf` asks for the very token here, not for what stands in its place
+            # not tok_encode: as in `hf`, only the BOS token counts here, not its substitute
             ids = self._encode(context, self.tokenizer.bos_token)
             sampling = read_generation(
                 options,
@@ -271,7 +271,7 @@ def _as_prompt(ids: list[int]) -> dict[str, torch.Tensor]:
 
 
 def _whole(events: Iterable[Any]) -> Iterator[Any]:
-    """The events; an evaluation with a missing row has no figures, so a failure ends it."""
+    """Yield events; a failure ends the evaluation, as figures need all rows."""
     for event in events:
         if isinstance(event, Failed):
             raise event.error
@@ -280,7 +280,7 @@ def _whole(events: Iterable[Any]) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """What `lm_eval.simple_evaluate` is told beside model and tasks, under its own names."""
+    """Arguments of `lm_eval.simple_evaluate` other than model and tasks."""
 
     num_fewshot: int | None = None
     limit: float | None = None
@@ -362,6 +362,6 @@ def run_tasks(
 
 
 def results_table(results: dict[str, Any]) -> str:
-    """The figures as lm_eval prints them; of groups too."""
+    """Return lm_eval's tables of the results, and of groups if there are any."""
     kinds = ["results", *(["groups"] if "groups" in results else [])]
     return "\n".join(make_table(results, kind) for kind in kinds)

@@ -1,11 +1,10 @@
-"""Answers the samples of a dataset that predictions.jsonl does not hold yet: asks, and writes down.
+"""Answer the samples of a dataset that predictions.jsonl does not hold yet, and write them there.
 
 The file has one line a sample, appended as answers come, continued after a stop. A line counts for
-the same sample and the same settings only; how many devices or which batches made it does not
-matter. Of several replicas number 3 writes predictions-3.jsonl beside it. These shards are merged
-at the end of a run and, after a run that was killed, at the beginning of the next, whatever the
-number of its replicas. Here is also what asking needs: solved samples to stand before a question,
-and where replicas of a model meet.
+the same sample and the same settings only; the number of devices and the batches do not matter.
+With several replicas, number 3 writes predictions-3.jsonl next to it. These shards are merged at
+the end of a run or, after a run that was killed, at the beginning of the next, whatever the number
+of its replicas. This module also draws few-shot examples and synchronizes the replicas of a model.
 """
 
 import hashlib
@@ -137,7 +136,7 @@ def _lines(
         is_record = isinstance(record, dict) and isinstance(record.get("id"), str)
         if not (is_record and ("error" in record or isinstance(record.get("prediction"), str))):
             raise DataError(
-                f"{path}:{number}: {line[:60]!r} is no prediction, an object with id and "
+                f"{path}:{number}: {line[:60]!r} is not a prediction, an object with id and "
                 "prediction. Delete the line, and its sample is answered again."
             )
         yield number, record, line
@@ -185,11 +184,11 @@ def merge_shards(path: Path) -> int:
 
 @dataclass
 class Outcome:
-    """What became of the samples that were asked for.
+    """Samples of a run without an answer.
 
     Attributes:
         pending: ids of samples whose answer comes later, from an offline batch.
-        failed: id -> why there is no answer.
+        failed: id -> reason why there is no answer.
     """
 
     pending: list[str] = field(default_factory=list)
@@ -198,16 +197,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Asking:
-    """How samples are put to a model.
+    """Settings for asking a model.
 
     Attributes:
         batch_size: samples of one call; fewer once memory was full.
         length_of: (rendered, images) -> tokens; the longest of a window then come first, so that
-            batches are even and full memory shows at once. None: as they come.
+            batches are even and full memory shows at once. None keeps the order of the samples.
         has_own_batches: `answer` gets a window of samples at once, because it batches by itself.
         for_generation: render samples without their answers.
         hands_over: further arguments that `answer` takes: samples, batch_size.
-        is_shown: with a progress bar.
+        is_shown: show a progress bar.
     """
 
     batch_size: int
@@ -264,7 +263,7 @@ def predict(
         batches: Iterable[list[tuple[int, Result]]]
         if isinstance(answers, Sequence):
             batches = [list(enumerate(answers))]
-        else:  # as they come
+        else:  # an iterator yields answers as they come
             batches = ([one] for one in answers)
         for found in batches:
             records = []
@@ -296,7 +295,7 @@ def predict(
                 raise
         else:
             return True
-        # outside of the handler: the error's frames hold the tensors that are to go
+        # outside of the handler: the error's frames hold tensors that must be freed
         empty_cache()
         return False
 
@@ -321,7 +320,7 @@ def predict(
                 left = left[len(batch) :]
                 continue
             size = len(batch) // 2
-            print(f"memory was full with {len(batch)} samples at once: going on with {size}")
+            print(f"memory was full with {len(batch)} samples at once; continuing with {size}")
             left = [row for row in left if row not in done]
     bar.close()
     return outcome
@@ -337,7 +336,7 @@ def check_ids(dataset: Any, rows: Sequence[int]) -> None:
                 "dataset",
                 dataset,
                 f"gave for row {row} a sample without 'id' ({shown(sample)})",
-                why="One that no other row has was expected, because predictions are kept by it",
+                why="Predictions are stored by id, so each row needs its own",
                 cure="add {'id': str(index)}",
                 kind=DataError,
             )
@@ -350,7 +349,7 @@ def check_ids(dataset: Any, rows: Sequence[int]) -> None:
         seen[sample_id] = row
 
 
-# what makes a sample the question that it is, whatever its id
+# fields that decide whether two samples are the same question, whatever their ids
 _QUESTION = ("question", "messages", "caption", "text", "choices")
 
 
@@ -359,7 +358,7 @@ class FewShot:
     """Draws examples: solved samples before a question, which a prompt_fn part writes.
 
     Args:
-        dataset: what they are drawn from.
+        dataset: the dataset that examples are drawn from.
         count: examples of each sample.
         per_sample: each sample has a draw of its own, by seed and id; else all have the same.
     """
@@ -387,8 +386,8 @@ class FewShot:
             images, example = self.dataset[row]
             if images:
                 raise UserError(
-                    f"`num_fewshot` {self.count} came with samples that have pictures, and a "
-                    "template has places for those of one sample. Leave `num_fewshot` out."
+                    f"`num_fewshot` {self.count} requires samples without pictures: a template "
+                    "has places for those of one sample. Leave `num_fewshot` out."
                 )
             is_same = str(example.get("id")) == str(sample.get("id"))
             pairs = [(example.get(name), sample.get(name)) for name in _QUESTION]

@@ -26,9 +26,9 @@ DRAWS_AT_ONCE = 2_000_000  # 16 MB
 
 @dataclass(frozen=True)
 class Bootstrap:
-    """How percentile intervals of a mean are drawn (Efron 1979); without resamples there are none.
+    """Bootstrap of percentile intervals of a mean (Efron 1979); 0 resamples turn it off.
 
-    Each interval draws on its own, so that a further group changes no other.
+    Each interval has its own random draws, so that a further group changes no other.
     """
 
     resamples: int = 10_000
@@ -56,10 +56,10 @@ class Bootstrap:
         for score, cluster in zip(scores, clusters or range(len(scores)), strict=True):
             sums[cluster] = sums.get(cluster, 0.0) + score
             counts[cluster] += 1
-        if len(sums) == 1:  # of which there is one resample, and scipy draws none
+        if len(sums) == 1:  # scipy needs more than one cluster
             mean = sum(scores) / len(scores)
             return mean, mean
-        from scipy.stats import bootstrap  # here: what only answers needs none of scipy
+        from scipy.stats import bootstrap  # imported here: a run that only answers needs no scipy
 
         found = bootstrap(
             (list(sums.values()), list(counts.values())),
@@ -114,7 +114,7 @@ _TAKEN = ("score", "per_sample", "groups", "unparsed", "is_graded", "lower_is_be
 
 
 def is_graded(figures: Mapping[str, Any]) -> bool:
-    """Tell whether scores are no shares of right answers: by the metric, or one is not 0 or 1."""
+    """Tell whether scores are grades: the metric says so, or a score is neither 0 nor 1."""
     return bool(figures.get("is_graded")) or any(x not in (0, 1) for x in figures["per_sample"])
 
 
@@ -140,7 +140,7 @@ def check_metric(metric: Callable[..., Any], samples: Sequence[dict[str, Any]]) 
         figures = metric(predictions, samples)
     except DataError:  # a row is wrong, whatever the answer will be
         raise
-    except Exception:  # it may need what true answers have
+    except Exception:  # it may need true answers
         return
     per_sample = figures.get("per_sample") if isinstance(figures, dict) else None
     if not isinstance(per_sample, Sized) or len(per_sample) != len(samples):
@@ -149,8 +149,8 @@ def check_metric(metric: Callable[..., Any], samples: Sequence[dict[str, Any]]) 
             "metric",
             metric,
             f"returned {shown(figures)}{what} for {len(samples)} samples",
-            why="A dict with per_sample, a number from 0 to 1 for each sample, was expected, "
-            "because the score, its intervals and all groups are computed from these",
+            why="The score, its intervals and all groups are computed from per_sample, a number "
+            "from 0 to 1 for each sample",
             cure="return {'score': ..., 'per_sample': [...], 'groups': {name: indices}}",
         )
 
@@ -182,7 +182,7 @@ def make_report(
     chances = [None if has_grades else chance_of(one) for one in samples or ()]
 
     def share_of(indices: Sequence[int], name: str) -> dict[str, Any]:
-        """Share, intervals and counts of the samples with these indices."""
+        """Return share, intervals and counts of the samples with these indices."""
         own = [scores[index] for index in indices]
         wilson = None if has_grades else wilson_interval(sum(own), len(own))
         drawn = bootstrap.interval(own, clusters=[clusters[i] for i in indices], name=name)
@@ -223,7 +223,7 @@ def chance_of(sample: Mapping[str, Any]) -> float | None:
     return 1 / count if count else None
 
 
-FiguresOf = Callable[[Sequence[int], str], dict[str, Any]]  # of a group's indices, and its name
+FiguresOf = Callable[[Sequence[int], str], dict[str, Any]]  # (indices of a group, its name)
 
 
 def _by_grouping(samples: Sequence[dict[str, Any]], figures_of: FiguresOf) -> dict[str, Any]:
@@ -291,7 +291,7 @@ def report_markdown(report: dict[str, Any]) -> str:
     return "\n\n".join(filter(None, [*parts, *map(markdown_table, _tables(report))])) + "\n"
 
 
-# what makes a sample the question that it is; its place in a file or its groups may change
+# fields that must not change in a sample; its place in a file and its groups may
 _FIELDS = ("question", "answer", "answers", "caption", "choices", "answer_index", "label")
 
 

@@ -82,7 +82,7 @@ def loss_figure(
         others += y + found[1]
     bad = [one["step"] for one in steps if {"loss", "grad_norm"} & set(one.get("non_finite") or ())]
     if bad:
-        foot = upper.get_xaxis_transform()  # whatever the scale
+        foot = upper.get_xaxis_transform()  # on any scale
         label = f"not finite ({len(bad)} steps)"
         upper.plot(bad, [0.02] * len(bad), "x", color="black", transform=foot, label=label)
     # a margin or a reward may be 0 or less, and such an axis would not show it
@@ -134,7 +134,7 @@ def runs_figure(logs: Mapping[str, tuple[Sequence[dict], Sequence[dict]]], metri
 
 
 def reward_figure(steps: Sequence[dict], evaluations: Sequence[dict], *, title: str) -> Figure:
-    """Draw rewards by part and on held-out prompts; below, signs that nothing is learnt."""
+    """Draw rewards by part and on held-out prompts; below, signs of a run that does not learn."""
     figure = Figure(figsize=(8, 7), layout="constrained")
     rewards, shares, lengths = figure.subplots(3, 1, sharex=True, height_ratios=[3, 1.2, 1])
     parts = [
@@ -162,7 +162,7 @@ def _style(*panels: Axes) -> None:
 
 
 def _points(records: Sequence[dict], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values, where a record has a finite one."""
+    """Return steps and values of the records that have a finite value."""
     found = [(record["step"], record.get(name)) for record in records]
     known = [(x, y) for x, y in found if isinstance(y, int | float) and math.isfinite(y)]
     return [x for x, _ in known], [y for _, y in known]
@@ -275,7 +275,7 @@ def timeline_figure(
         for row, rank in enumerate(held):
             place = (row - 0.4, 0.8)
             panel.broken_barh([(0.0, (end - start) * factor)], place, facecolors=IDLE, lw=0)
-            # waits lie below
+            # Draw waits first, so that the other spans cover them.
             own = sorted(
                 (span for span in spans if span.rank == rank),
                 key=lambda span: span.kind not in WAITS,

@@ -116,9 +116,9 @@ def save_figure(figure: Figure, path: Path, *, dpi: int = 100, has_pdf: bool = T
 # inches, of a picture of groups
 WIDTH = 7.0
 BAR = 0.26
-AROUND = 0.75  # of a panel, for its title and axis
+AROUND = 0.75  # space of a panel for its title and axis
 LEGEND = 0.35
-MOST_GROUPS = 40  # of a panel; the largest ones
+MOST_GROUPS = 40  # groups in a panel; the largest are shown
 
 _COLOR, _UNPARSED, _CHANCE = "#4c78a8", "#c8ccd0", "#e45756"
 
@@ -186,7 +186,7 @@ def _draw(
     if overall is not None:
         axes.axvline(overall, color="#24292f", linewidth=0.8, linestyle="--", label="all samples")
     known = [(place, share["chance"]) for place, share in enumerate(shares) if "chance" in share]
-    if known:  # of each group its own: their questions may have other numbers of choices
+    if known:  # each group has its own chance, as numbers of choices differ
         rows, chances = (numpy.array(column) for column in zip(*known, strict=True))
         axes.vlines(chances, rows - 0.45, rows + 0.45, colors=_CHANCE, lw=1.6, label="chance")
     labels = [f"{drawable(group)} ({share['num_samples']})" for group, share in groups]
@@ -201,7 +201,7 @@ def _draw(
 
 # inches, but for the last one
 CELL_WIDTH = 2.2
-CARD_WIDTH = 4.4  # of a sample without a picture
+CARD_WIDTH = 4.4  # width of a sample without a picture
 GAP = 0.12
 HEAD = 0.3  # above the grid
 LINE_HEIGHT = 0.15

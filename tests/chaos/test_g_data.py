@@ -36,7 +36,7 @@ BAD_LINES = {
     "g03_invalid_utf8": (b'{"question": "\xff", "answer": "a"}\n', ":3:", "not UTF-8", "byte 80 "),
     "g06_key_missing": (b'{"question": "q"}\n', ":3:", "'answer' is missing"),
     "g06_image_is_a_number": (b'{"answer": "a", "image": 5}\n', ":3:", "image is 5"),
-    "g07_nan": (b'{"answer": NaN}\n', ":3: NaN is no number"),
+    "g07_nan": (b'{"answer": NaN}\n', ":3: NaN and Infinity are"),
     "g08_deep_list": (b'{"answer": ' + b"[" * 100_000 + b"\n", ":3:", "nested too deeply"),
     "g09_lone_surrogate": (b'{"question": "q\\ud83d", "answer": "a"}\n', "\\ud83d", "question"),
 }  # fmt: skip
@@ -95,7 +95,7 @@ def test_g05_empty_file(content, name, tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('[{"answer": "a"},\n {"answer": NaN}]', ("row 2: NaN is no number",)),
+        ('[{"answer": "a"},\n {"answer": NaN}]', ("row 2: NaN and Infinity are",)),
         ('[{"answer": "a"},\n 5]', ("row 2: the row is 5",)),
         ('[{"answer": "a"}\n {"answer": "b"}]', ("rows.json:2:2: no JSON", "',' delimiter")),
         ('{"answer": "a"}', ("holds a JSON dict",)),

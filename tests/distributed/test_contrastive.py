@@ -196,7 +196,7 @@ def test_a_bad_member_leaves_its_group_out(job):
     ("options", "wanted"),
     [
         (("--batch-size", 6, "--micro-batch-size", 3), "--batch-size 6 and --micro-batch-size 3"),
-        (("--packing",), "--packing came with a dataset of groups of 4"),
+        (("--packing",), "--packing does not work with a dataset of groups of 4"),
         (("--logits-chunk", 8), "--logits-chunk does not go with --loss-fn contrastive"),
         (("--dataset", "digits"), "--dataset digits has no groups"),
         (("--collate-fn", "sft"), "without loss_marks"),

@@ -163,7 +163,7 @@ def test_pack_and_verify(inside, capsys):
     assert sorted(rows.members(numpy.arange(len(rows)))) == list(range(rows.header.num_segments[0]))
     do("verify --read-path-prefix data/dataset1")
     assert "so are its packed rows" in capsys.readouterr().out
-    with pytest.raises(UserError, match="rows of 64 tokens, and rows of 80"):
+    with pytest.raises(UserError, match="rows of 64 tokens, not of 80"):
         do("pack --read-path-prefix data/dataset1 --seq-length 80")
     do("pack --read-path-prefix data/dataset1 --seq-length 80 --overwrite")
 

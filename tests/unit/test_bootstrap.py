@@ -298,7 +298,7 @@ def test_the_other_run_is_the_newest_of_its_file(tmp_path):
             "sample 'r0' was made for question 'p', and the dataset has 'q'",
         ),
         ([record(0), record(1), record(1, "b"), record(2)], DataError, r"p.jsonl:3: sample 'r1'"),
-        ([record(0), {"id": 5}], DataError, r"p.jsonl:2: .* is no prediction"),
+        ([record(0), {"id": 5}], DataError, r"p.jsonl:2: .* is not a prediction"),
         ([], DataError, "holds no prediction"),
     ],
 )

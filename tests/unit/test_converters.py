@@ -367,7 +367,7 @@ def test_bad_rows_are_named(name):
         ({"formatting": "alpace"}, "'alpace'. One of auto, alpaca, sharegpt"),
         ({"formatting": "alpaca", "columns": {"messages": "m"}}, "'messages'. One of prompt"),
         ({"formatting": "sharegpt", "tags": {"role": "m"}}, "'role'. One of role_tag"),
-        ({"tags": {"role_tag": "m"}}, "without a formatting"),
+        ({"tags": {"role_tag": "m"}}, "require a formatting"),
     ],
 )
 def test_unknown_names_are_refused(options, message):

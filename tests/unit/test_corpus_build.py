@@ -273,7 +273,7 @@ def test_overwrite_goes_on_or_begins_anew(inputs, whole, tmp_path):
     prefix = tmp_path / "corpus"
     build(inputs, prefix, seq_length=16)
     old = files_of(prefix)
-    with pytest.raises(UserError, match="a finished corpus.*--overwrite"):
+    with pytest.raises(UserError, match="corpus is finished.*--overwrite"):
         build(inputs, prefix)
     # the old corpus is whole until the new one is
     in_child("at=corpus_chunk,do=sigkill,count=7", inputs, prefix, overwrite=True)
@@ -292,7 +292,7 @@ def test_strict_names_file_and_line_and_leaves_no_corpus(inputs, tmp_path):
         assert caught.value.exit_code == 3
         assert not (tmp_path / "corpus.idx").exists()
     in_child("at=corpus_chunk,do=sigkill,count=7", inputs, tmp_path / "other")
-    with pytest.raises(DataError, match="bad lines were passed over before"):
+    with pytest.raises(DataError, match="unfinished build skipped"):
         build(inputs, tmp_path / "other", strict=True)
 
 
@@ -343,7 +343,7 @@ def test_nothing_good_is_an_error(tmp_path):
     with pytest.raises(DataError, match="(?s)1,500 lines are bad.*a.jsonl:1: no field 'text'"):
         build(tmp_path / "a.jsonl", tmp_path / "corpus", chunk_bytes=1 << 20)
     (tmp_path / "b.txt").write_text("\n\n")
-    with pytest.raises(DataError, match="no document came from 1 files"):
+    with pytest.raises(DataError, match="1 files have no document"):
         build(tmp_path / "b.txt", tmp_path / "corpus")
     assert [name for name in names(tmp_path / "corpus") if name.startswith("corpus")] == [
         "corpus.bad.jsonl"

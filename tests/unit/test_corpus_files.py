@@ -78,7 +78,7 @@ def test_killed_between_two_renames_goes_on(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         writer.close()
     monkeypatch.setattr(os, "replace", real)
-    with pytest.raises(DataError, match="parts of a corpus lie there"):
+    with pytest.raises(DataError, match="parts of an unfinished corpus"):
         Corpus(tmp_path / "a")
     name_files(tmp_path / "a")
     assert len(Corpus(tmp_path / "a")) == 4

@@ -113,7 +113,7 @@ def test_rows_travel_to_workers(prefix):
 
 
 def test_rows_shorter_than_a_segment_are_refused(prefix):
-    with pytest.raises(UserError, match=rf"has {LIMIT} tokens, and rows are to have {LIMIT - 1}"):
+    with pytest.raises(UserError, match=rf"has {LIMIT} tokens, more than a row of {LIMIT - 1}"):
         pack_corpus(prefix, LIMIT - 1)
     assert not list(prefix.parent.glob("*.pack*")), "nothing half made is left"
 

@@ -103,7 +103,7 @@ def test_packed_rows_hold_each_segment_once_and_are_made_where_they_are_missing(
     assert {tuple(segment) for row in rows[:6] for segment in row} == first_type
     assert tokens(dataset.unpacked()) == flat(types)
     assert dataset[0][1]["is_packed"] and dataset.describe(0).endswith("packed row 0")
-    with pytest.raises(UserError, match="rows of 16 tokens, and rows of 32"):
+    with pytest.raises(UserError, match="rows of 16 tokens, not of 32"):
         part(prefix, rows="packed", row_length=32)
     (prefix.parent / "packed.pack").unlink()
     wider = part(prefix, rows="packed", row_length=32)

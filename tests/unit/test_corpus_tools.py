@@ -121,7 +121,7 @@ def test_remove_leaves_exactly_the_rest(tmp_path, three):
 
 def test_wrong_indices_are_named(tmp_path):
     write(tmp_path / "a", documents_of([20, 38]))
-    with pytest.raises(UserError, match="Segment 99 .* 0 to 7"):
+    with pytest.raises(UserError, match="segments 0 to 7, .* 99"):
         remove(tmp_path / "a", tmp_path / "b", [5, 99])
 
 

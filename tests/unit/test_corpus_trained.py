@@ -101,8 +101,8 @@ def test_what_is_no_list_is_refused(tmp_path):
     with pytest.raises(DataError, match="is missing"):
         load_indices(path)
     path.write_text("1\n\nx2\n")
-    with pytest.raises(DataError, match="no list of segments.*'x2'"):
+    with pytest.raises(DataError, match="not a list of segments.*'x2'"):
         load_indices(path)
     numpy.save(tmp_path / "c.npy", numpy.array([{}]), allow_pickle=True)
-    with pytest.raises(DataError, match="no list of segments"):
+    with pytest.raises(DataError, match="not a list of segments"):
         load_indices(tmp_path / "c.npy")

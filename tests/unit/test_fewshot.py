@@ -45,7 +45,7 @@ def test_a_sample_is_never_its_own_example_and_the_draw_is_the_seeds(per_sample)
 def test_too_few_and_pictures_are_refused():
     with pytest.raises(UserError, match="--num-fewshot 20: only 19 samples can stand before"):
         FewShot(ROWS, count=20, seed=0, per_sample=False).of(ROWS[3][1])
-    with pytest.raises(UserError, match="samples that have pictures"):
+    with pytest.raises(UserError, match="samples without pictures"):
         FewShot([(["p.png"], ROWS[0][1])], count=1, seed=0, per_sample=False).of(SAMPLE)
 
 

@@ -159,7 +159,7 @@ def test_batches_that_cut_groups(batch, micro, size, wanted):
 def test_the_loader_refuses_them_too_and_packing():
     with pytest.raises(UserError, match="do not both hold whole groups of 3"):
         loader_of(8, batch_size=8, micro_batch_size=4)
-    with pytest.raises(UserError, match="--packing came with a dataset of groups of 3"):
+    with pytest.raises(UserError, match="--packing does not work with a dataset of groups of 3"):
         loader_of(8, packing=64)
 
 

@@ -174,7 +174,7 @@ def test_too_many_images_of_a_sample():
     prepare_images(processor, ImageSettings(max_pixels=1000, max_images=2), Tiling())
     images = [Image.new("RGB", (9, 9))] * 3
     rendered = Rendered(tuple(Piece("<image>", is_image=True) for _ in images), is_chat=True)
-    with pytest.raises(DataError, match="row 4: it came with 3 images; at most 2") as caught:
+    with pytest.raises(DataError, match="row 4: it has 3 images; at most 2") as caught:
         encode_sample(rendered, images, processor=processor, name="row 4")
     assert "--images.max_count" in str(caught.value)
 

@@ -132,7 +132,10 @@ def test_a_place_without_rows_is_refused(place, words, tmp_path):
 
 BROKEN = {
     "jsonl": ('{"text": "a"}\n{"text": }\n{"text": "c"}\n', ":2:10: no JSON"),
-    "json": ('[{"text": "a"},\n {"text": NaN},\n {"text": "c"}]', ": row 2: NaN is no number"),
+    "json": (
+        '[{"text": "a"},\n {"text": NaN},\n {"text": "c"}]',
+        ": row 2: NaN and Infinity are",
+    ),
     "csv": ("text,x\na,1\nb,2,3\nc,4\n", ":3: no CSV .3 cells in 2 columns"),
     "tsv": ('text\tx\na\t1\nb\t"2"2\nc\t4\n', ":3: no CSV"),
     "txt": ("a\nb\udcff\nc\n", ":2: not UTF-8"),

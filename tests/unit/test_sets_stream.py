@@ -150,7 +150,7 @@ def test_forked_processes_do_not_share_their_place_in_a_file(tmp_path):
         ({"val_size": 0.1}, "Give a number of rows"),
         ({"val_size": -1}, "Give a number of rows"),
         ({"val_size": 31}, "has 30 rows"),
-        ({"max_samples": 3}, "num_samples or max_samples came with"),
+        ({"max_samples": 3}, "num_samples and max_samples do not work with"),
     ],
 )
 def test_what_a_stream_cannot_do_is_refused(options, words, folder):

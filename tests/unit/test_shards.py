@@ -72,7 +72,7 @@ def test_killed_between_the_file_and_the_shards(tmp_path):
 def test_a_damaged_line_of_a_shard_is_named_and_nothing_is_lost(tmp_path):
     path = tmp_path / "predictions.jsonl"
     write(shard_path(path, 1), line("a", "x"), '{"id": 3}\n', line("b", "y"))
-    with pytest.raises(DataError, match=r"predictions-1\.jsonl:2: .*is no prediction"):
+    with pytest.raises(DataError, match=r"predictions-1\.jsonl:2: .*is not a prediction"):
         merge_shards(path)
     assert shard_path(path, 1).exists() and not path.exists()
 
@@ -132,7 +132,7 @@ def test_full_memory_halves_the_batch_and_nothing_is_asked_twice(streams, tmp_pa
     _, file = ask(tmp_path / "p.jsonl", answer, batch_size=5)
     assert len(file.records) == 7 == len(file.path.read_text().splitlines())
     assert seen == ([5, 2, 1, 1, 1, 1, 1] if streams else [5, 2, 2, 2, 1])
-    assert "memory was full with 5 samples at once: going on with 2" in capsys.readouterr().out
+    assert "memory was full with 5 samples at once; continuing with 2" in capsys.readouterr().out
 
 
 def test_an_engine_with_batches_of_its_own_gets_a_window_at_once(tmp_path):

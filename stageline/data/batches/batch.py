@@ -23,7 +23,7 @@ Sample = dict[str, Any]
 Images = Sequence[Any] | None
 MicroBatch = dict[str, torch.Tensor]
 NO_SAMPLE = -1
-# what is read off the token ids and lies beside them: of other ids it is another
+# These values are computed from the token ids and stored with them; new ids need new values.
 ROW_LENGTHS = "row_lengths"
 READ_OFF_IDS = (ROW_LENGTHS, "position_ids")
 _EMPTY_ROW = 2  # one token has no next one to predict, which not every loss allows for
@@ -132,7 +132,7 @@ def _check_rendered(register: str, part: Callable[..., Any], found: object) -> N
             register,
             part,
             f"returned {'a Rendered that holds ' if wrong else ''}{shown((wrong or [found])[0])}",
-            why="A Rendered marks the answer and what came from the data",
+            why="A Rendered marks the answer and the text from the data",
             cure="return Rendered((Piece(question, is_user=True), Piece(answer, is_target=True))) "
             "of stageline.data.text.rendered, or what `prompt_fn` fill makes",
         )

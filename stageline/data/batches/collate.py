@@ -82,7 +82,7 @@ def collate_packed_sft(rows: Sequence[Sequence[Item]], **common: Any) -> MicroBa
     """Make one micro-batch of rows that hold several samples; as `collate_sft` otherwise."""
     encoded = [all_encoded(row, encode_sft, **common) for row in rows]
     batch = pack_encoded(encoded, **common)
-    # images lie in the order of the samples, as their tokens do
+    # images have the order of the samples, as their tokens do
     _add_images(batch, [sample for row in encoded for sample in row], **common)
     return batch
 
@@ -95,7 +95,7 @@ def collate_encoded(
     pad_to_multiple_of: int = 1,
     **common: Any,
 ) -> MicroBatch:
-    """As `collate_sft`, of samples that are encoded and may have several rows each."""
+    """Make one micro-batch as `collate_sft` does, of encoded samples with one or more rows each."""
     batch = pad_rows(
         [row for sample in samples for row in sample.rows],
         pad_token_id=pad_token_id,
@@ -114,7 +114,7 @@ def pack_encoded(
     pad_to_multiple_of: int = 1,
     **common: Any,
 ) -> MicroBatch:
-    """Lay out the tokens of rows that hold several encoded samples each."""
+    """Return the tokens of rows that hold several encoded samples each."""
     return pack_rows(
         [[one for sample in row for one in sample.rows] for row in rows],
         pad_token_id=pad_token_id,

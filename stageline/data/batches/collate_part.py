@@ -1,7 +1,7 @@
-"""What a collate_fn part is: `encode` makes token ids of a sample, `collate` a micro-batch of many.
+"""Collate parts: `encode` makes token ids of a sample, `collate` a micro-batch of many samples.
 
-Rendering and tokenizing happen in `encode` alone, once a sample: sorting by length, packing,
-preflight, preview and collating all work on what it gave. Knows neither templates nor tensors.
+Rendering and tokenizing happen only in `encode`, once a sample: sorting by length, packing,
+preflight, preview and collating all use its result. No templates and no tensors here.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from stageline.data.text.encode import Encoded
 
 
-ROLES = ("anchor", "positive", "negative")  # of the samples of a group
+ROLES = ("anchor", "positive", "negative")  # roles of the samples of a group
 
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """A sample and its token ids. It unpacks as (images, sample), like what it was made of.
+    """A sample and its token ids. It unpacks as (images, sample), like a row of a dataset.
 
     Attributes:
-        images: to come: decoded where pixels are needed, when the micro-batch is made.
+        images: decoded only when the micro-batch is made, and only where pixels are needed.
         sample: its fields.
         rows: the rows that it becomes, of legal length; or the segments of its one row.
         length: tokens of its longest row, by which samples are sorted and packed.
         whole: `rows` before they were cut or dropped.
-        others: rows beside `rows`, which a loss asks for.
+        others: additional rows that a loss requires.
     """
 
     images: Images
@@ -73,11 +73,11 @@ class CollatePart:
         self.pack = pack
 
     def __call__(self, samples: Sequence[Any], **options: Any) -> Any:
-        """A micro-batch of samples; of those that are not encoded yet too, where it can."""
+        """Return a micro-batch of samples, which may be encoded already."""
         return self.collate(samples, **options)
 
     def bind(self, **options: Any) -> CollatePart:
-        """The part with some of its arguments."""
+        """Return the part with some of its arguments."""
 
         return CollatePart(
             functools.partial(self.collate, **options),
@@ -89,12 +89,12 @@ class CollatePart:
 def collate_part(
     *, encode: Callable[..., EncodedSample], pack: Callable[..., Any] | None = None
 ) -> Callable[[Callable[..., Any]], CollatePart]:
-    """Decorator: makes a part of a function that collates encoded samples; see `CollatePart`."""
+    """Decorate a function that collates encoded samples, to make it a `CollatePart`."""
     return functools.partial(CollatePart, encode=encode, pack=pack)
 
 
 def as_collate_part(collate: Callable[..., Any]) -> CollatePart:
-    """The part, with the arguments of partials around it; a plain function is wrapped."""
+    """Return the part, with the arguments of partials around it; a plain function is wrapped."""
     if isinstance(collate, CollatePart):
         return collate
     if isinstance(collate, functools.partial):
@@ -107,5 +107,5 @@ def as_collate_part(collate: Callable[..., Any]) -> CollatePart:
 def all_encoded(
     samples: Sequence[Any], encode: Callable[..., EncodedSample], **options: Any
 ) -> list[EncodedSample]:
-    """The samples encoded: those that are not yet, (images, sample), now."""
+    """Return all samples encoded; those that are not, (images, sample), are encoded now."""
     return [one if isinstance(one, EncodedSample) else encode(*one, **options) for one in samples]

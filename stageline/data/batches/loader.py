@@ -140,7 +140,7 @@ class MicroBatchLoader:
         return len(self.sampler)
 
     def state_after(self, step: int) -> Any:
-        """Where rows are drawn from after so many steps; None where the step says all."""
+        """Return the sampler's state after `step` steps; None if the step number is enough."""
         told = getattr(self.sampler, "state_after", None)
         return None if told is None else told(step)
 
@@ -169,7 +169,7 @@ class MicroBatchLoader:
             prefetch_factor=1 if self.num_workers else None,
             persistent_workers=self.num_workers > 0,
             pin_memory=self.pins,
-            # of its own: drawing from the global generator would shift dropout
+            # It needs its own generator: drawing from the global one would shift dropout.
             generator=torch.Generator(),
         )
 
@@ -206,9 +206,9 @@ def example_micro_batch(
 
     Where some have images, the longest of those. `collate` is of stage 0, so that pixels are in.
     """
-    if has_sampler(dataset):  # whose batches may have to be of one size
+    if has_sampler(dataset):  # its batches may have to be of one size
         dataset = some_rows(dataset, NUM_EXAMPLES * num_rows)
-    if num_rows % group_size_of(dataset):  # of answers, which need not stay beside one another
+    if num_rows % group_size_of(dataset):  # a list of rows need not keep groups together
         dataset = [dataset[row] for row in range(min(len(dataset), NUM_EXAMPLES * num_rows))]
     loader = MicroBatchLoader(
         dataset, collate=collate, batch_size=num_rows, micro_batch_size=num_rows, seed=seed

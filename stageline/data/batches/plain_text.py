@@ -174,10 +174,10 @@ def type_ranges(starts: Sequence[int]) -> list[Range]:
 
 
 def held_out_starts(corpus: Any, test_size: int | float) -> list[int]:
-    """Return where the held-out segments of each type begin: at its end, and with a document.
+    """Return the first held-out segment of each type; it begins a document near the type's end.
 
     Args:
-        test_size: at least so many segments of each type, or below 1 a share of them.
+        test_size: least number of held-out segments of each type, or below 1 a share of them.
     """
     starts = []
     for (first, stop), kind in zip(

@@ -118,9 +118,9 @@ def encode_pair(
 
 
 def collate_pairs(samples: Sequence[Item], **common: Any) -> MicroBatch:
-    """As `collate_sft`, of pairs, with `loss_pairs` and `loss_is_chosen`, both [B].
+    """Make one micro-batch of pairs as `collate_sft` does; adds `loss_pairs`, `loss_is_chosen` [B].
 
-    Rows that bring their log-probabilities under the reference, as trl writes them, give
+    Rows that have their log-probabilities under the reference model, as trl writes them, give
     `loss_reference` [B].
     """
     pairs = all_encoded(samples, encode_pair, **common)
@@ -194,10 +194,10 @@ def _encode_last(images: Images, sample: Sample, **texts: Any) -> Encoded:
 
 
 def collate_answers(samples: Sequence[Item], **common: Any) -> MicroBatch:
-    """As `collate_sft`, with `loss_is_wanted` [B] bool.
+    """Make one micro-batch as `collate_sft` does, with `loss_is_wanted` [B] bool.
 
-    Samples that bring another row (`WithOthers`) give `loss_kl_input_ids` and what else a
-    micro-batch has, of the same prompts with the other rows' answers; pixels are not repeated.
+    Samples with another row (`WithOthers`) give `loss_kl_input_ids` and the other tensors of a
+    micro-batch for the same prompts with the other rows' answers; pixels are not repeated.
     """
     encoded = all_encoded(samples, encode_answer, **common)
     batch = collate_encoded(encoded, **common)
@@ -256,7 +256,7 @@ def collate_rewards(samples: Sequence[Item], **common: Any) -> MicroBatch:
         if not isinstance(margin, int | float):
             raise DataError(
                 f"{sample_name(sample)}: `margin` is {margin!r:.100}. Give the number by which the "
-                "chosen answer's reward is to be greater, or leave it out."
+                "chosen answer's reward should be greater, or leave it out."
             )
         margins.append(float(margin))
     batch["loss_margins"] = torch.tensor(margins)

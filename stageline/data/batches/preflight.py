@@ -43,9 +43,9 @@ _TENSORS = ("input_ids", "attention_mask", "labels")
 
 @dataclass
 class PreflightReport:
-    """What was looked at so far."""
+    """Counts of the rows that were checked so far."""
 
-    num_rows: int | None  # of the dataset; None: a stream
+    num_rows: int | None  # rows of the dataset; None for a stream
     what_if_overlong: str  # what happens to rows that are longer than the limit
     num_checked: int = 0  # fewer than all where the limit of rows or seconds was reached
     num_overlong: int = 0
@@ -180,7 +180,7 @@ def preflight(
 
 
 def _source(dataset: Any, row: int) -> str:
-    """File and line of a row, so that one that is in two splits counts once."""
+    """Return file and line of a row, so that a row in two splits counts once."""
     if isinstance(dataset, Subset):
         return _source(dataset.dataset, dataset.indices[row])
     return dataset.describe(row) if hasattr(dataset, "describe") else f"row {row}"

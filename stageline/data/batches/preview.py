@@ -1,6 +1,6 @@
-"""Shows samples as a run trains on them: the tokens of a micro-batch, coloured by what is learnt.
+"""Show samples as a run trains on them: the tokens of a micro-batch, coloured if in the loss.
 
-Looks at input_ids and labels alone, so that any collate part may be looked at, packed or not.
+Only input_ids and labels are read, so any collate part can be shown, packed or not.
 """
 
 import os
@@ -27,7 +27,7 @@ _LONGEST_CHARACTER = 8  # tokens
 class Shown:
     """One sample of a micro-batch."""
 
-    row: int  # of the dataset; -1: not known
+    row: int  # its row in the dataset; -1 if not known
     input_ids: list[int]
     is_learnt: list[bool]
 
@@ -91,7 +91,7 @@ def split(batch: MicroBatch) -> Iterator[Shown]:
 
 
 def bracket(shown: Shown, tokenizer: Any) -> str:
-    """Return the text with [[ ]] around what is learnt."""
+    """Return the text with [[ ]] around the tokens in the loss."""
     text = ""
     for is_learnt, units in groupby(_units(shown, tokenizer), key=lambda unit: unit[1]):
         run = "".join(piece for piece, _ in units)
@@ -108,7 +108,7 @@ def paint(shown: Shown, tokenizer: Any) -> str:
 
 
 def _units(shown: Shown, tokenizer: Any) -> Iterator[tuple[str, bool]]:
-    """Yield (text, learnt) of each token, or of the tokens that make one character together."""
+    """Yield (text, in the loss) of each token, or of tokens that make one character together."""
     added = set(tokenizer.added_tokens_decoder)
     for (text, is_learnt, token_id), alike in groupby(_read(shown, tokenizer)):
         count = len(list(alike))
@@ -119,7 +119,7 @@ def _units(shown: Shown, tokenizer: Any) -> Iterator[tuple[str, bool]]:
 
 
 def _read(shown: Shown, tokenizer: Any) -> Iterator[tuple[str, bool, int]]:
-    """Yield (text, learnt, last id); each is read after the one before it, for its spaces."""
+    """Yield (text, in the loss, last id); a token is decoded after the previous, for its spaces."""
     ids, before, read = shown.input_ids, 0, 0
     as_it_is = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     for end in range(1, len(ids) + 1):

@@ -74,7 +74,7 @@ def decoder_inputs(encoded: EncodedSample, *, processor: Any, pad_token_id: int)
 def collate_answers(
     samples: Sequence[Item], *, max_completion_length: int, **common: Any
 ) -> MicroBatch:
-    """One micro-batch of prompts with answers, or with their stand-ins."""
+    """Make one micro-batch of prompts with answers, or with their stand-ins."""
     options = {"max_completion_length": max_completion_length, **common}
     encoded = all_encoded(samples, encode_prompt, **options)
     return collate_encoded(encoded, **common)
@@ -83,7 +83,7 @@ def collate_answers(
 def collate_packed_answers(
     rows: Sequence[Sequence[Item]], *, max_completion_length: int, **common: Any
 ) -> MicroBatch:
-    """One micro-batch of rows that hold several; as `collate_answers` otherwise."""
+    """Make one micro-batch of rows that hold several; as `collate_answers` otherwise."""
     options = {"max_completion_length": max_completion_length, **common}
     encoded = [all_encoded(row, encode_prompt, **options) for row in rows]
     return collate_packed_sft(encoded, **common)

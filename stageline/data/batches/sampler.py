@@ -1,8 +1,9 @@
-"""Which rows belong to which optimizer step; groups of rows stay together. Reads no row.
+"""Assign rows to optimizer steps; groups of rows stay together. No row is read.
 
-Depends on the seed and the step only, so all stages of a pipeline agree without talking, and a run
-continues from any step. Only data parallel replicas get different rows. `group_size` consecutive
-rows of a dataset part are compared with each other and belong together; others have groups of one.
+The order depends on the seed and the step only, so all stages of a pipeline agree without messages,
+and a run continues from any step. Only data parallel replicas get different rows. `group_size`
+consecutive rows of a dataset part are compared with each other and stay together; it is 1 where
+rows are independent.
 """
 
 import itertools
@@ -169,8 +170,8 @@ def check_batch_sizes(
         return
     if is_packed:
         raise UserError(
-            f"`packing` came with a dataset of groups of {group_size} samples, which stay together "
-            "in a micro-batch. Leave `packing` out."
+            f"`packing` does not work with a dataset of groups of {group_size} samples, which stay "
+            "together in a micro-batch. Leave `packing` out."
         )
     if batch_size % group_size == 0 and micro_batch_size % group_size == 0:
         return

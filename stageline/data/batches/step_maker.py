@@ -205,7 +205,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def pack_into(lengths: Sequence[int], capacity: int, num_rows: int) -> list[list[int]]:
-    """As `pack`, in exactly `num_rows` rows, which must be enough and are filled evenly."""
+    """Pack lengths into exactly `num_rows` rows, which must be enough and are filled evenly."""
     packed = pack(lengths, capacity)
     assert len(packed) <= num_rows
     if len(packed) == num_rows:
@@ -233,7 +233,7 @@ def end_with_rank(worker: int) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() == 1:  # gone before it was asked for
+    if os.getppid() == 1:  # the parent ended before the request
         os._exit(1)
 
 
@@ -379,8 +379,8 @@ class PackedStepMaker(StepMaker):
     Args:
         capacity: tokens of a row.
         legal_counts: rounds a number of micro-batches up to one that the schedule can run.
-        agree: (step, number) -> the largest number of any replica. None: nobody can be asked, and
-            the rows of all replicas are encoded here for their lengths.
+        agree: (step, number) -> the largest number of any replica. None: replicas cannot
+            communicate, so the rows of all of them are encoded here for their lengths.
     """
 
     def __init__(
@@ -407,7 +407,7 @@ class PackedStepMaker(StepMaker):
         assert self.part.pack is not None
         rows, items = shares[self.dp_rank], self._read(step, shares)
         own = [item.length for item in items]
-        most_rows = len(pack(own, self.capacity))  # of the replica that needs most
+        most_rows = len(pack(own, self.capacity))  # becomes the most rows of any replica
         if self.agree is not None:
             most_rows = self.agree(step, most_rows)
         else:

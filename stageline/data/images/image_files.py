@@ -1,7 +1,7 @@
 """Image files that rows of data name: below the folders of the dataset only, and opened late.
 
 Rows come from others. A name that leads elsewhere is refused in the same words whether or not
-there is such a file, so that no error tells what lies on this machine. Pixels are decoded late.
+such a file exists, so that no error tells which files this machine has. Pixels are decoded late.
 """
 
 import os
@@ -15,16 +15,16 @@ from PIL import Image
 from stageline.data.images.image_settings import MAX_PIXELS, current_image_settings
 from stageline.errors import DataError
 
-# others have decoders that few people use and many have broken
+# decoders of other formats are rarely used and a common target of attacks
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-MAX_ASPECT = 200  # of the longer side to the shorter; what Qwen's processors take
+MAX_ASPECT = 200  # longer side / shorter side; the limit of Qwen's processors
 _ORIENTATION = 0x0112  # EXIF
 
 
 def open_picture(path: str | Any) -> Image.Image:
     """Open a file, or a file object, in one of `FORMATS`; decodes nothing."""
     with warnings.catch_warnings():
-        # larger ones are refused by a limit of our own
+        # `check_image` has its own limit
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         return Image.open(path, formats=FORMATS)
 
@@ -91,7 +91,7 @@ class ImageFolders:
         path = self.locate(name, source=source, kind="image")
         try:
             picture = open_picture(path)
-        except Exception as error:  # Pillow's readers raise anything
+        except Exception as error:  # Pillow's readers can raise any exception
             raise bad_image(path, error, name=source) from error
         try:
             check_shape(picture, name=source, max_pixels=self._max_pixels)

@@ -15,8 +15,8 @@ MAX_PIXELS = 50_000_000  # 150 MB in RGB; a camera's largest common picture
 class ImageSettings:
     """Limits of images."""
 
-    max_pixels: int = MAX_PIXELS  # of one image; a larger one is refused before it is decoded
-    max_images: int | None = None  # of one sample; None: any number
+    max_pixels: int = MAX_PIXELS  # limit of one image; a larger one is refused before decoding
+    max_images: int | None = None  # limit of one sample; None: any number
 
 
 _DEFAULT = ImageSettings()
@@ -24,13 +24,13 @@ _current: ContextVar[ImageSettings] = ContextVar("image_settings", default=_DEFA
 
 
 def current_image_settings() -> ImageSettings:
-    """Those of `using_images`, or the defaults."""
+    """Return the settings of `using_images`, or the defaults."""
     return _current.get()
 
 
 @contextlib.contextmanager
 def using_images(settings: ImageSettings) -> Iterator[ImageSettings]:
-    """Lets the datasets that are made within use these settings from then on."""
+    """Make the datasets that are created within use these settings from then on."""
     token = _current.set(settings)
     try:
         yield settings

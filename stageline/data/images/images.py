@@ -1,4 +1,4 @@
-"""Image text and image tensors of any processor of the library, without pixels where none exist.
+"""Image text and image tensors of any transformers processor, without pixels where none exist.
 
 The tokens of an image depend on its size only. So every rank runs the processor once per distinct
 size on a blank image, and gets the expanded text and the small integer inputs (image_grid_thw ...);
@@ -33,7 +33,8 @@ TILES = "aspect_ratio_mask"
 Size = tuple[int, int]  # width, height
 _TEXT_INPUTS = ("input_ids", "attention_mask", "labels", "token_type_ids", "mm_token_type_ids")
 _TYPE_INPUTS = ("mm_token_type_ids", "token_type_ids")
-# what follows from the size alone is made five times as fast without the arithmetic on pixels
+# The text of an image depends only on its size; without arithmetic on pixels it is five times as
+# fast to make.
 _SIZE_ALONE: dict[str, Any] = {
     "do_rescale": False,
     "do_normalize": False,
@@ -87,9 +88,9 @@ def by_rows(
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """What follows from the size of an image."""
+    """Text and side inputs of an image, which depend only on its size."""
 
-    text: str  # what stands for the image in the text, all its tokens written out
+    text: str  # the text of the image, with all its tokens
     side_inputs: dict[str, torch.Tensor]  # small and integer, dim 0 is images
     type_input: str | None  # name of the input that marks image tokens, if the model wants one
     type_of_id: dict[int, int]  # token id -> its mark; other ids have 0
@@ -202,7 +203,7 @@ class ImageExpander:
     def decode_pixels(
         self, images: Sequence[Sequence[Any]], names: Sequence[str]
     ) -> dict[str, torch.Tensor]:
-        """As `pixels`, from images as datasets give them; names of each row, for errors."""
+        """Return the `pixels` of images as datasets give them; `names` of rows are for errors."""
         most = self.settings.max_pixels
         rows = zip(images, names, strict=True)
         return self.pixels(
@@ -227,7 +228,7 @@ class ImageExpander:
             images_kwargs={"return_tensors": "pt", **options},
         )
         output = dict(output)
-        if CROSS_MASK in output:  # of one row: dim 0 becomes images
+        if CROSS_MASK in output:  # tensors have one row: dim 0 becomes images
             del output[CROSS_MASK]
             for name, value in output.items():
                 output[name] = value[0] if isinstance(value, torch.Tensor) else value
@@ -263,7 +264,7 @@ def decode_image(image: Image.Image, *, name: str, max_pixels: int = MAX_PIXELS)
         if upright.mode.startswith("I;16"):  # convert() takes all above 255 for white
             upright = upright.convert("I").point(lambda value: value * (1 / 256)).convert("L")
         return upright.convert("RGB")
-    except Exception as error:  # decoders raise anything
+    except Exception as error:  # decoders can raise any exception
         raise bad_image(file_of(image), error, name=name) from error
 
 
@@ -278,7 +279,7 @@ def check_image(image: Image.Image, *, name: str, max_pixels: int = MAX_PIXELS) 
     try:
         ImageFile.LOAD_TRUNCATED_IMAGES = False  # else missing pixels would be gray
         image.load()  # no draft(): a dataset that keeps its images would train on small ones
-    except Exception as error:  # decoders raise anything
+    except Exception as error:  # decoders can raise any exception
         raise bad_image(file_of(image), error, name=name) from error
 
 
@@ -293,14 +294,14 @@ def expand_images(
     most = expander.settings.max_images if expander is not None else None
     if most is not None and len(sizes) > most:
         raise DataError(
-            f"{name}: it came with {len(sizes)} images; at most {most} are allowed. Take some out, "
+            f"{name}: it has {len(sizes)} images; at most {most} are allowed. Take some out, "
             "or raise `images.max_count`."
         )
     if rendered.num_images != len(sizes):
         raise DataError(
-            f"{name}: its text has {rendered.num_images} places for images, it came with "
-            f"{len(sizes)} images. Write one [IMAGE], which takes all images of a sample, or one "
-            "for each into the `prompt`."
+            f"{name}: its text has {rendered.num_images} places for its {len(sizes)} images. "
+            "Write one [IMAGE], which takes all images of a sample, or one for each into the "
+            "`prompt`."
         )
     if expander is None:
         return rendered

@@ -1,4 +1,4 @@
-"""Into how many tiles, or to how many pixels, a processor cuts or scales an image.
+"""Limits on the tiles or the pixels that a processor makes of an image.
 
 One place knows how each kind of image processor spells it. The processor itself is changed, so
 that one that is saved with a model does the same.
@@ -25,7 +25,7 @@ class Tiling:
 
     @property
     def is_given(self) -> bool:
-        """Anything is asked for."""
+        """Whether any limit is given."""
         return self != Tiling()
 
     def __str__(self) -> str:

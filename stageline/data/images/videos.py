@@ -1,7 +1,7 @@
-"""A video as some of its frames, evenly spread, which then are images of the sample.
+"""Videos as some of their frames, evenly spread, which become images of the sample.
 
-Read are folders of images, lists of them, and animated GIF, WebP and PNG files; other videos
-where the package av is installed. Which frames are taken follows from their number alone.
+A video is a folder of images, a list of them, or an animated GIF, WebP or PNG file; other formats
+require the package av. The number of frames decides which of them are taken.
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ def with_videos(
                 parts.append(part)
             message = {**message, "content": parts}
         messages.append(message)
-    placed += rest  # of a sample without places
+    placed += rest  # the sample has no places for these
     others = {name: value for name, value in sample.items() if name != "videos"}
     return placed or None, {**others, "messages": messages}
 
@@ -91,7 +91,7 @@ def read_frames(
         frames = read(path, num_frames, source)
     except (DataError, UserError):
         raise
-    except Exception as error:  # decoders raise anything
+    except Exception as error:  # decoders can raise any exception
         raise bad_image(path, error, name=source) from error
     if not frames:
         raise _no_frames(source, str(path), "it has no frames")

@@ -1,4 +1,4 @@
-"""How messages of data sets are written: their words, calls, tools, and which of them are learnt.
+"""Read the messages of data sets: their words, calls, tools, and whether they are in the loss.
 
 Errors here do not name the row: `converters.py` puts its source before them.
 """
@@ -15,7 +15,8 @@ from stageline.data.rows.read_rows import check_value
 from stageline.errors import DataError
 
 Message = dict[str, Any]
-# OpenAI's name and others': whether an answer is learnt; in a row: a list of it for all messages
+# Names, OpenAI's first, of the field that puts an answer in the loss; in a row it is a list with a
+# value for each message.
 WEIGHTS = ("weight", "loss", "train", "loss_mask", "trainable", "training")
 # tag -> its word in sharegpt's messages and in OpenAI's
 TAGS = {
@@ -140,7 +141,7 @@ def _read_message(message: Any, tags: Tags, *, place: str) -> Message:
     if is_answer:
         calls = message.get("tool_calls")
         if not calls and isinstance(message.get("function_call"), Mapping):
-            calls = [message["function_call"]]  # as OpenAI wrote it before tool_calls
+            calls = [message["function_call"]]  # OpenAI's form before tool_calls
         if calls:
             if not isinstance(calls, list):
                 raise bad_row(f"{place} has the tool_calls {shown(calls)}", _A_CALL)

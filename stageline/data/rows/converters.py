@@ -75,12 +75,12 @@ def make_converter(
     _check_known("a name in `tags`", tags or (), TAGS)
     if formatting == "auto" and tags:
         raise UserError(
-            f"tags ({', '.join(tags)}) came without a formatting. Name it, sharegpt or openai."
+            f"tags ({', '.join(tags)}) require a formatting. Name it, sharegpt or openai."
         )
 
     @functools.cache
     def make(formatting: str, messages: str | None = None) -> Callable[..., FormattedRow]:
-        """`messages` is their column, where it is not the usual one."""
+        """Return `FormattedRow` for a formatting; `messages` is their column if not the usual."""
         own = {name: column for name, column in columns.items() if name in _columns_of(formatting)}
         if messages is not None:
             own["messages"] = messages
@@ -177,10 +177,10 @@ class FormattedRow:
 
     data: Mapping[str, Any]
     formatting: str
-    columns: Mapping[str, str | None]  # what -> the row's column; None: there is none
+    columns: Mapping[str, str | None]  # {our name: the row's column}; None: there is none
     tags: Tags
     ranking: bool  # rows have a chosen and a rejected answer
-    named: frozenset[str]  # the columns that were given, not ours by default
+    named: frozenset[str]  # the columns that the user gave, not the defaults
 
     def value(self, what: str) -> Any:
         name = self.columns.get(what)
@@ -434,7 +434,7 @@ def _names(row: FormattedRow, kind: str) -> list[Any] | None:
 
 
 def _fill(messages: Sequence[Message], kind: str, names: list[Any] | None) -> list[Any]:
-    """Return the names in the order of their places; parts lose theirs."""
+    """Return the names in the order of their places, and remove them from the parts."""
     contents = [one["content"] for one in messages if isinstance(one["content"], list)]
     places = [part for content in contents for part in content if _KIND.get(part["type"]) == kind]
     own = [file_of_part(part) for part in places]

@@ -24,7 +24,7 @@ from stageline.errors import DataError, UserError
 
 _IMAGE_TYPES = ("image", "image_url")
 _PROMPT_NAMES = ("question", "prompt", "instruction")
-_MEMBERS = ("anchor", "positive", "negatives")  # of a group
+_MEMBERS = ("anchor", "positive", "negatives")  # members of a group
 # columns that a sample made by a converter has in its own form, or not at all
 _CONVERTED = {
     *("conversations", "messages", "chosen", "rejected", "completion", "history", "kto_tag"),
@@ -129,7 +129,8 @@ def _needs_converter(data: dict[str, Any]) -> bool:
     there = {name for name, value in data.items() if value not in (None, "", [])}
     if {"chosen", "rejected"} <= there:  # or the answers of a template
         return not (isinstance(data["chosen"], str) and "question" in there)
-    if "conversations" in there or {"messages", "instruction"} <= there:  # the second is refused
+    # The converter refuses rows with messages and an instruction.
+    if "conversations" in there or {"messages", "instruction"} <= there:
         return True
     if {"prompt", "completion"} <= there and not _has_text(data):
         return True
@@ -188,15 +189,15 @@ def _missing(row: Row, field: str, what: str) -> DataError:
 
 
 class PromptRows(RowsDataset):
-    """What is asked, a sample a prompt; its answer is empty unless the row has one.
+    """Prompts, one a sample; the answer is empty unless the row has one.
 
     A row is {"question": ...} (or prompt, or instruction and input) with "image" if there is one,
     or {"messages": [...]}. Its `id` is its own, or made of its place and its content, so that a
-    prompt that was changed is answered anew.
+    prompt that was changed is answered again.
 
     Args:
         texts: the prompts themselves.
-        path: a file of them: .jsonl or .json with rows; any other has one prompt a line.
+        path: a file of prompts: .jsonl or .json with rows; any other has one prompt a line.
     """
 
     def __init__(self, texts: Sequence[str] = (), *, path: str | Path | None = None) -> None:
@@ -240,12 +241,12 @@ class PromptRows(RowsDataset):
 class Groups(JsonLines):
     """Your own groups: a line is {"anchor": {...}, "positive": {...}, "negatives": [{...}, ...]}.
 
-    Each member is a row as jsonl takes it (question, answer, image ...); fields beside the three
+    Each member is a row as jsonl takes it (question, answer, image ...); other fields of the line
     are shared by all members. A group is rows in the order anchor, positive, negatives.
 
     Args:
-        num_negatives: take the first so many of each group; by default all, which must be the same
-            number in each group.
+        num_negatives: negatives taken of each group, its first; by default all, which must be the
+            same number in each group.
         fields: other names of fields, {"question": "prompt", "answer": "completion"}.
         image_path: folder that image names are relative to; by default that of the file.
         test_size: held-out groups of a single file, as a number, or below 1 as a share; 1.0: all.
@@ -270,7 +271,7 @@ class Groups(JsonLines):
         if num_negatives is not None and num_negatives < 1:
             raise UserError(f"`dataset.num_negatives` is {num_negatives}. Give at least 1.")
         self._num_negatives = num_negatives
-        self._first = ""  # the group that says how many there are, where no option does
+        self._first = ""  # the group that sets the number of negatives, if no option does
         super().__init__(
             dataset_path=dataset_path,
             split=split,
@@ -295,7 +296,7 @@ class Groups(JsonLines):
         return 2 + self._num_negatives
 
     def read(self, file: Path) -> list[Row]:
-        """The groups of a file; their number of negatives is that of the first good one."""
+        """Return the groups of a file; the first good one sets the number of negatives."""
         good = []
         for row in read_rows(file):
             try:

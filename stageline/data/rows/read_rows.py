@@ -1,8 +1,8 @@
 """Rows of files, each with its place for error messages.
 
 JSON, JSON lines, CSV and text are read line by line here: `datasets.load_dataset` makes a date of
-"2020-01-01", in a table 7 of "007" and nothing of "NA", and its errors name no line. All else is
-the library's: tables that are mapped into memory, their cache, Parquet, Arrow and the hub.
+"2020-01-01", in a table 7 of "007" and nothing of "NA", and its errors name no line. The datasets
+library does the rest: tables mapped into memory, their cache, Parquet, Arrow and the hub.
 """
 
 import csv
@@ -35,11 +35,11 @@ KIND_OF_SUFFIX: dict[str, Kind] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-_VERSION = "2"  # of the tables that are made of text
+_VERSION = "2"  # version of the tables that are made of text
 _NO_ROWS = ("dataset_info.json", "dataset_infos.json", "state.json")  # next to files of rows
 _PATTERN = "*?["
 _BOM = b"\xef\xbb\xbf"
-# what JSON has no form for, or tokenizers fail on: half a surrogate pair
+# values that JSON has no form for, and half surrogate pairs, on which tokenizers fail
 _MAY_BE_BAD = re.compile(r"NaN|Infinity|\\u[dD][89a-fA-F]")
 
 
@@ -263,10 +263,10 @@ def check_value(value: Any) -> None:
     except UnicodeEncodeError as error:
         near = error.object[max(error.start - 40, 0) : error.end]
         raise ValueError(
-            f"half a surrogate pair, which is no text, at the end of {near!r}"
+            f"half a surrogate pair, which is not text, at the end of {near!r}"
         ) from None
     except ValueError:
-        raise ValueError("NaN is no number of JSON, and neither is Infinity") from None
+        raise ValueError("NaN and Infinity are not numbers of JSON") from None
 
 
 def _reason(error: Exception) -> str:
@@ -289,7 +289,7 @@ def _csv_rows(path: Path, take: Take) -> Found:
         content, start, line = found
         return _decode(content, start, path, line)
 
-    csv.field_size_limit(1 << 30)  # of this process; 128 KiB by default
+    csv.field_size_limit(1 << 30)  # sets the limit of this process; 128 KiB by default
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     table = csv.reader(map(text_of, _lines(path)), strict=True, delimiter=delimiter)
     names: list[str] = []
@@ -322,16 +322,16 @@ def _csv_rows(path: Path, take: Take) -> Found:
         take(source, wrong)
 
 
-# -- tables of the library -----------------------------------------------------------------------
+# -- tables of datasets --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Table:
     """The good rows of one file, mapped into memory."""
 
-    name: str  # of the file, as it was given
+    name: str  # name of the file, as it was given
     rows: Any  # a datasets.Dataset
-    digest: str  # SHA-256 of the file's bytes, or the library's fingerprint of a set of the hub
+    digest: str  # SHA-256 of the file's bytes, or the fingerprint that datasets gives a hub set
     kind: Kind
     num_rows: int
 
@@ -379,7 +379,7 @@ def open_tables(
 
     folder = str(cache or datasets.config.HF_DATASETS_CACHE)
     if files.kind != "hub":
-        datasets.disable_progress_bars()  # of a copy on this disk
+        datasets.disable_progress_bars()  # the files are local
         return TableRows([_table(path, files.kind, folder) for path in files.paths])
     repo, _, revision = files.names[0].partition("@")
     try:
@@ -461,7 +461,7 @@ def _load(path: Path, kind: Kind, **options: Any) -> Any:
 
     try:
         return datasets.load_dataset(kind, data_files=[str(path)], split="train", **options)
-    except Exception as error:  # datasets' readers raise what they like
+    except Exception as error:  # datasets' readers can raise any exception
         cause = error.__cause__ or error
         raise DataError(
             f"{path} cannot be read as {kind} ({type(cause).__name__}: {cause}). Check how it was "
@@ -473,7 +473,7 @@ def without_none(value: Any, feature: Any = None) -> Any:
     """Return a value without the keys that are None, at any depth.
 
     In tables all rows have the same keys, so a tool's arguments would get those of all others. A
-    column whose type in datasets, `feature`, is Json keeps its None, which somebody wrote.
+    column whose type in datasets, `feature`, is Json keeps its None, which is in the file.
     """
     if type(feature).__name__ == "Json":
         return value

@@ -1,4 +1,4 @@
-"""What dataset parts share: finding files, splitting rows, a dataset over rows with lazy images."""
+"""Shared code of dataset parts: finding files, splitting rows, datasets with lazy images."""
 
 import hashlib
 import itertools

@@ -70,9 +70,9 @@ class SetInfo:
     columns: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
     ranking: bool = False
-    num_samples: int | None = None  # exactly so many rows are drawn; None: all
-    split: str = "train"  # of a set of the hub
-    option: str = "`dataset_path`"  # what named the place, for errors
+    num_samples: int | None = None  # exact number of rows that are drawn; None: all
+    split: str = "train"  # split of a set of the hub
+    option: str = "`dataset_path`"  # the option that gave the place, for errors
 
 
 def chosen_sets(
@@ -94,8 +94,8 @@ def chosen_sets(
             "JSON or YAML."
         ) from error
     if not isinstance(entries, dict) or not entries:
-        wanted = 'name of a set -> {"file_name": ...}'
-        raise UserError(f"`dataset.info` {path} is no object. Write one, {wanted}.")
+        wanted = '{"name of a set": {"file_name": ...}}'
+        raise UserError(f"`dataset.info` {path} is not an object with sets. Write {wanted}.")
     entries = {str(name): entry for name, entry in entries.items()}
     known = ", ".join([*entries][:20]) + f" and {len(entries) - 20} more" * (len(entries) > 20)
     if not names:
@@ -249,12 +249,12 @@ def interleave(
 ) -> Iterator[Item]:
     """Yield rows of several sets, as `datasets.interleave_datasets` takes them for the same seed.
 
-    The library's own cannot stop at a position and be read on by a forked worker.
+    `datasets.interleave_datasets` cannot stop at a position and continue in a forked worker.
 
     Args:
-        sets: what `repeating` gives.
+        sets: iterators that `repeating` returns.
         over: continue until each set came to its end at least once; else until one has.
-        probabilities: of the sets; None: they take turns, and a round is finished.
+        probabilities: one for each set; None: they take turns, and a round is finished.
     """
     num_sets = len(sets)
     is_done = [False] * num_sets
@@ -342,8 +342,8 @@ class StreamDataset:
             raise UserError(f"`dataset.buffer_size` {buffer_size}: at least 1 row is needed.")
         if not isinstance(num_held, int) or num_held < 0:
             raise UserError(
-                f"`dataset.val_size` {num_held} is no number of a stream's first rows. Give a "
-                "number of rows."
+                f"`dataset.val_size` {num_held} does not work with a stream, whose first rows are "
+                "held out. Give a number of rows."
             )
         for maker in makers:
             if maker.files.kind in ("json", "hub"):
@@ -571,8 +571,8 @@ def read_sets(
         ranking: rows have a chosen and a rejected answer.
         image_path: folder that names of images are relative to; default: that of the files.
         num_frames: most images that are taken of a video, evenly.
-        num_samples: exactly so many rows of the set are drawn, some twice if it has fewer.
-        max_samples: at most so many rows of each set, its first.
+        num_samples: exact number of rows drawn of the set, some twice if it has fewer.
+        max_samples: largest number of rows of each set, its first.
         mix: all rows of each set; or one of each in turn until the first (under) or the last
             (over) set ends.
         probabilities: of the sets, where they are not to take turns.
@@ -599,15 +599,18 @@ def read_sets(
     given = [name for name, value in vars(own).items() if value != getattr(SetInfo(), name)]
     if given and (info is not None or names):
         raise UserError(
-            f"`dataset`.{given[0]} came with a register of sets. Write it into each entry there."
+            f"`dataset`.{given[0]} does not work with a register of sets. Write it into each "
+            "entry there."
         )
     if eval_names and eval_path:
-        raise UserError("`dataset.eval_names` came with `dataset.eval_path`. Leave one out.")
+        raise UserError(
+            "`dataset.eval_names` does not work with `dataset.eval_path`. Leave one out."
+        )
     has_eval = bool(eval_names or eval_path)
     if has_eval and val_size is not None:
         raise UserError(
-            "`dataset.val_size` came with sets to evaluate on (`dataset.eval_names`, `eval_path`). "
-            "Leave one out."
+            "`dataset.val_size` does not work with sets to evaluate on (`dataset.eval_names`, "
+            "`eval_path`). Leave one out."
         )
     if split == "test" and not has_eval and val_size is None:
         raise UserError(
@@ -637,7 +640,9 @@ def read_sets(
         return load([_set_of(eval_path, own, option="`dataset.eval_path`")], "concat")
     if split == "test" and eval_names:
         if info is None and dataset_path is None:
-            raise UserError("`dataset.eval_names` came without `dataset.info`, its register.")
+            raise UserError(
+                "`dataset.eval_names` requires `dataset.info`, its register. Add `dataset.info`."
+            )
         infos = chosen_sets(info or str(dataset_path), eval_names, option="`dataset.eval_names`")
         return load(infos, "concat")
 
@@ -648,7 +653,7 @@ def read_sets(
         infos = chosen_sets(info, names or [])
     elif names:
         raise UserError(
-            f"`dataset.names` {','.join(names)} came without a register of sets. Give "
+            f"`dataset.names` {','.join(names)} requires a register of sets. Give "
             f"`dataset.info` a file such as {FILE_NAME}, or a `dataset_path` that has one."
         )
     elif dataset_path:
@@ -660,7 +665,9 @@ def read_sets(
         loaded = load(infos, mix)
         return loaded if val_size is None else loaded.side(split, val_size, seed=seed)
     if max_samples is not None or any(one.num_samples is not None for one in infos):
-        raise UserError("num_samples or max_samples came with `dataset.streaming`. Leave one out.")
+        raise UserError(
+            "num_samples and max_samples do not work with `dataset.streaming`. Leave them out."
+        )
     stream = StreamDataset(
         [RowMaker(one, **media) for one in infos],
         mix=mix,

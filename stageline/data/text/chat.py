@@ -33,12 +33,12 @@ from stageline.data.text.rendered import Piece, Rendered
 from stageline.errors import DataError, UserError
 
 Learnt = Literal["answers", "all", "all_but_system"]
-Form = Literal["text", "list"]  # of contents
+Form = Literal["text", "list"]  # form of a message's content
 Part = Literal["content", "reasoning", "call", "other"]
 TOOLS = -1  # in place of the number of a turn
 _OPEN, _CLOSE = "\ue000", "\ue001"  # around the number of a text, in its place
 _PLACE = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
-_LEFT_OUT = "it leaves out or changes"  # so begins a reason
+_LEFT_OUT = "it leaves out or changes"  # first words of a reason
 _MOST_LAYOUTS = 256
 _has_warned: set[tuple[str, str]] = set()
 
@@ -95,16 +95,16 @@ def render_chat(
 ) -> Rendered:
     """Write the conversation with the model's chat template.
 
-    Supervised in target turns is all between the prompt for generation and the end-of-turn token,
-    and that token. Where the template has none after the last answer, the tokenizer's
+    In target turns, all tokens after the prompt for generation up to and including the end-of-turn
+    token are in the loss. Where the template has none after the last answer, the tokenizer's
     end-of-sequence token is added: else the model could not learn to stop. A template with
-    {% generation %} marks decides itself.
+    {% generation %} marks decides itself. `learnt` puts the answers in the loss, or everything but
+    images, with the system message or without.
 
     Args:
         for_generation: end with what the template puts before an answer.
         template_options: variables of the template, such as enable_thinking.
         tools: descriptions of tools, for the template.
-        learnt: the answers; or everything but images, with the system message or without.
         source: the row, by its file and line.
 
     Raises:
@@ -121,7 +121,7 @@ def render_chat(
         for form in forms:
             try:
                 pieces, notes = chat.pieces(form)
-            except Exception as error:  # templates raise what they like
+            except Exception as error:  # templates can raise any exception
                 is_ours = isinstance(error, LayoutError)
                 reasons.append(str(error) if is_ours else f"{type(error).__name__}: {error}")
                 continue
@@ -130,7 +130,7 @@ def render_chat(
                     _has_warned.add((template.name, text))
                     warnings.warn(f"the chat template of {template.name}: {text}.", stacklevel=3)
             return Rendered(tuple(pieces), is_chat=True, for_generation=for_generation)
-    # what begins so may only say that the template takes contents in the other form
+    # A reason that begins with _LEFT_OUT may only mean that the template takes the other form.
     others = [reason for reason in reasons if not reason.startswith(_LEFT_OUT)] or reasons
     refused = next((one for one in others if one.startswith("TemplateError: ")), None)
     if refused and source:  # by its raise_exception
@@ -481,7 +481,7 @@ class _Finder:
         if number < len(self.turns) - 1:
             upto = self._beginning(number + 1, for_generation=False)
         own = self._own(number)
-        if upto is not None:  # what a tool answers may repeat the name of the call
+        if upto is not None:  # a tool's result may repeat the name of the call
             there = [self.texts[int(found[1])].turn for found in _PLACE.finditer(upto)]
             own = own[: there.count(number)]
         before = self._beginning(number, for_generation=True) if number else None
@@ -490,7 +490,7 @@ class _Finder:
         return start, text_end, self._end(number, upto, text_end)
 
     def _beginning(self, count: int, *, for_generation: bool) -> str | None:
-        """Render the first messages; None where the template does not take them alone."""
+        """Render only the first messages; None where the template does not take them."""
         try:
             return self.bare_of(
                 self.template(
@@ -500,7 +500,7 @@ class _Finder:
                     for_generation=for_generation,
                 )
             )
-        except Exception:  # templates raise what they like
+        except Exception:  # templates can raise any exception
             return None
 
     def _start(self, number: int, before: str | None, first: int | None) -> int:
@@ -632,14 +632,14 @@ def stop_ids_with(of_model: list[int] | int | None, processor: Any) -> list[int]
 def turn_ends(processor: Any) -> tuple[str, ...]:
     """Return the tokens that end an answer in the chat template, a plain answer's first.
 
-    They are the last special tokens that are learnt in small conversations with thoughts and calls.
-    What also comes before the end of another answer (`<|end|>` behind thoughts) is not one.
+    They are the last special tokens in the loss of small conversations with thoughts and calls. A
+    token that also comes before the end of another answer (`<|end|>` behind thoughts) is not one.
     """
     if not template_of(processor):
         return ()
     try:
         template = ChatTemplate.of(processor)
-    except UserError:  # whoever renders with it gets the error
+    except UserError:  # rendering with this template raises the error
         return ()
     if template.turn_ends is None:
         found = list(_learnt_in_samples(template))
@@ -671,7 +671,7 @@ def _learnt_in_samples(template: ChatTemplate) -> Iterator[tuple[str, str]]:
     for (turns, tools), form, options in ways:
         try:
             pieces, _ = _Chat(template, turns, tools, options).pieces(form)
-        except Exception:  # templates raise what they like
+        except Exception:  # templates can raise any exception
             continue
         for is_target, group in itertools.groupby(pieces, lambda piece: piece.is_target):
             if is_target:

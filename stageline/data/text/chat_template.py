@@ -28,8 +28,8 @@ class ChatTemplate:
     """The chat template of a processor; use `ChatTemplate.of`, which keeps one for each.
 
     Attributes:
-        layouts: where texts and answers stand in conversations of one structure (chat.py).
-        turn_ends: the tokens that end its answers; None until somebody asks (chat.py).
+        layouts: places of texts and answers in conversations of one structure (chat.py).
+        turn_ends: the tokens that end its answers; None until they are needed (chat.py).
         num_renders: how often the template ran.
     """
 
@@ -41,7 +41,7 @@ class ChatTemplate:
         self.template = template_of(processor)
         self.image_token = get_image_token(processor)
         self.reserved = TextEncoder.of(processor).reserved
-        self.end_pattern = any_of(self.reserved)  # of a special token
+        self.end_pattern = any_of(self.reserved)  # matches a special token
         edges = {text[0] for text in self.reserved} | {text[-1] for text in self.reserved}
         self._risky = any_of(edges) if edges else re.compile("(?!)")
         added = self.tokenizer.added_tokens_decoder.values()
@@ -71,7 +71,7 @@ class ChatTemplate:
 
     @property
     def name(self) -> str:
-        """Where the tokenizer came from."""
+        """The folder or name that the tokenizer was loaded from, or its class."""
         return getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
 
     def __call__(
@@ -95,18 +95,18 @@ class ChatTemplate:
 
     @property
     def has_markers(self) -> bool:
-        """It marks what the assistant writes with {% generation %}."""
+        """Whether the template marks the assistant's text with {% generation %}."""
         return isinstance(self.template, str) and bool(_MARKERS.search(self.template))
 
     @property
     def knows_tools(self) -> bool:
-        """It reads the variable `tools`."""
+        """Whether the template reads the variable `tools`."""
         return not isinstance(self.template, str) or "tools" in self.template
 
     def marked_spans(
         self, messages: Sequence[Message], *, tools: Sequence[Tool], options: dict[str, Any]
     ) -> list[tuple[int, int]]:
-        """Return where the template marks what the assistant writes, in characters."""
+        """Return the spans that the template marks as the assistant's text, in characters."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         # annotated as text, it returns texts and spans
@@ -121,7 +121,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def variables(self) -> frozenset[str]:
-        """The names that it may read and does not set, but those that jinja itself knows."""
+        """The names that the template may read and does not set, without jinja's own."""
         if not isinstance(self.template, str):
             return frozenset()
         from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -141,7 +141,7 @@ class ChatTemplate:
                 yield part, index % 2 == 1
 
     def is_risky(self, text: str) -> bool:
-        """It may become a special token, with its neighbours or by a normalizer."""
+        """Whether a text may become a special token, with its neighbours or by a normalizer."""
         return not text.isascii() or self._risky.search(text) is not None
 
 

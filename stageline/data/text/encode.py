@@ -37,14 +37,14 @@ _IS_TEXT = (_ALL & (_USER | _FIXED) == _USER).tobytes()
 _IS_CUTTABLE = (_ALL & (_USER | _FIXED | _TARGET) == _USER).tobytes()
 _ZERO = numpy.zeros(1, dtype=numpy.int64)
 Offsets = Sequence[tuple[int, int]]
-Kinds = bytes | bytearray  # of each token: the bits of the pieces that it touches
+Kinds = bytes | bytearray  # each byte is a token: the bits of the pieces that it touches
 
 
 @functools.cache
 def _byte_of_letter() -> defaultdict[int, int]:
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    found: defaultdict[int, int] = defaultdict(lambda: 0xFF)  # which is in no UTF-8
+    found: defaultdict[int, int] = defaultdict(lambda: 0xFF)  # a byte that no UTF-8 text has
     found.update({ord(letter): byte for byte, letter in bytes_to_unicode().items()})
     return found
 
@@ -98,7 +98,7 @@ def token_kinds(
     last = span_ends.searchsorted(ends, side="left")
     # behind the last piece, and for tokens of no characters, there is nothing
     touched = numpy.array([*kinds, 0], dtype=numpy.uint8)[first]
-    for place in (last > first).nonzero()[0]:  # few: tokens across a border
+    for place in (last > first).nonzero()[0]:  # few tokens cross a border
         for kind in kinds[first[place] + 1 : last[place] + 1]:
             touched[place] |= kind
     touched[ends <= starts] = 0
@@ -274,7 +274,7 @@ class TextEncoder:
         return ids, kinds
 
     def _by_bytes(self, rendered: Rendered) -> tuple[list[int], Kinds] | None:
-        """The same without offsets, from the bytes of each token.
+        """Return ids and kinds without offsets, from the bytes of each token.
 
         None where these are not the bytes of the text, as with a normalizer, and where text from
         the data became a special token.
@@ -320,7 +320,7 @@ class TextEncoder:
 
     def tokenize(self, text: str) -> tuple[list[int], Offsets]:
         """Return the ids of a text, and the characters that each covers."""
-        if self._is_direct and self._is_as_loaded():  # what transformers does in the end
+        if self._is_direct and self._is_as_loaded():  # transformers ends in the same call
             backend = self.tokenizer.backend_tokenizer
             encoding = backend.encode(text, add_special_tokens=False)
             return encoding.ids, encoding.offsets

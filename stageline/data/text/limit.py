@@ -1,12 +1,12 @@
-"""What happens to a sample that is longer than the context: refuse it, cut it, drop it.
+"""Refuse, cut or drop a sample that is longer than the context.
 
-Image tokens are never cut, and answers only where prompt and answer share the room. A plain text,
-which has no answer, may lose its end.
+Image tokens are never cut, and answers only with `share`. A plain text, which has no answer, may
+lose its end.
 
-Room is shared between prompts and answers as LLaMA-Factory's cutoff_len does, number for number: a
-short answer stays whole and its prompt is cut, or the other way round, else both in proportion,
-each keeping its left part; pair after pair takes from what is left. Other than there, only text
-from the data is cut.
+`share` divides the context between prompts and answers as LLaMA-Factory's cutoff_len does, number
+for number: a short answer stays whole and its prompt is cut, or the other way round, else both in
+proportion, each keeping its left part; pair after pair takes from what is left. Unlike
+LLaMA-Factory, only text from the data is cut.
 """
 
 import warnings
@@ -22,7 +22,7 @@ ChatOverlong = Literal["error", "cut_prompt", "share", "drop"]
 PairOverlong = Literal["error", "cut_prompt", "drop"]  # both rows of a pair keep the same prompt
 TextOverlong = Literal["error", "cut", "drop"]
 Overlong = ChatOverlong | TextOverlong
-DROPPING = ("drop", "share")  # what may leave nothing of a sample
+DROPPING = ("drop", "share")  # choices that may leave nothing of a sample
 _has_warned: set[str] = set()
 
 
@@ -52,8 +52,9 @@ class _Pair(NamedTuple):
 def share_places(encoded: Encoded, budget: int) -> list[int] | None:
     """Return which tokens are kept of a sample that is longer than `budget`.
 
-    Pairs come in order; where only the last answer is learnt, from the last one backwards, and
-    earlier ones get what is left. A cut answer loses the token that ends its turn, as there.
+    Pairs come in order; where only the last answer is in the loss, from the last one backwards, and
+    earlier ones get what is left. A cut answer loses the token that ends its turn, as in
+    LLaMA-Factory.
 
     Returns:
         Places in order; None where no supervised token or not all images would be left.

@@ -77,7 +77,7 @@ class Conversation(Rendered):
     def of(
         cls, turns: Sequence[Turn], *, for_generation: bool, tools: Sequence[Tool] = ()
     ) -> "Conversation":
-        """Return the conversation of some turns; its pieces are theirs."""
+        """Return the conversation of some turns, with their pieces."""
         pieces = tuple(piece for turn in turns for piece in turn.pieces)
         return cls(
             pieces,
@@ -154,8 +154,8 @@ def _from_template(sample: Mapping[str, Any], prompt: str) -> list[Turn]:
         )
     if place == 0:
         raise UserError(
-            f"the template {prompt!r} begins with what is learnt, and with `prompt_fn` chat an "
-            "answer is a turn. Use `prompt_fn` fill for plain text, or give rows with messages."
+            f"the template {prompt!r} begins with the answer, and with `prompt_fn` chat an answer "
+            "follows a prompt. Use `prompt_fn` fill for plain text, or give rows with messages."
         )
     # without the template's line breaks next to images and at the end: chat templates have own
     question: list[Piece] = []
@@ -344,7 +344,7 @@ def with_ids(turns: Sequence[Turn]) -> list[Turn]:
 
 def _as_text(turns: Sequence[Turn]) -> Iterator[Turn]:
     """Write calls into their answer's text; results, with what follows, become the user's turn."""
-    pieces: list[Piece] = []  # of the user's turn
+    pieces: list[Piece] = []  # becomes the user's turn
     for place, turn in enumerate(turns):
         if turn.role in ("tool", "user"):
             own = list(turn.pieces)

@@ -1,7 +1,7 @@
-"""Loads and saves tokenizers and processors, also where torchvision is not installed.
+"""Load and save tokenizers and processors, also where torchvision is not installed.
 
-Some processors of vision-language models demand a video processor, which exists with torchvision
-only. Here they are composed without it: images and text work as in the library, videos do not.
+Some processors of vision-language models require a video processor, which exists with torchvision
+only. Here they are composed without it: images and text work as in transformers, videos do not.
 """
 
 import json
@@ -19,7 +19,7 @@ _PROCESSOR_OF_MODEL = {
     "qwen3_vl": "Qwen3VLProcessor",
     "smolvlm": "SmolVLMProcessor",
 }
-# what a folder saved here names as video processor, for machines that have torchvision
+# video processors that saved folders name, for machines that have torchvision
 _VIDEO_TYPES = {
     "InternVLProcessor": "InternVLVideoProcessor",
     "Qwen2VLProcessor": "Qwen2VLVideoProcessor",
@@ -34,7 +34,7 @@ class _WithoutVideo:
     """Mixed into a processor class: its video processor may be None, also when it is saved."""
 
     video_config: dict[str, Any] | None = None
-    get_attributes: Any  # of the processor class
+    get_attributes: Any  # a method of the processor class
 
     def check_argument_for_proper_class(self, argument_name: str, argument: object) -> type:
         if argument_name == "video_processor" and argument is None:
@@ -53,7 +53,7 @@ class _WithoutVideo:
     ) -> list[str]:
         own: Any = type(self)
         names = [name for name in own.get_attributes() if name != "video_processor"]
-        # the library's loop does not expect None
+        # transformers' loop does not expect None
         self.__dict__["get_attributes"] = lambda: names
         try:
             return super().save_pretrained(  # type: ignore[misc]
@@ -81,7 +81,7 @@ def compose_processor(
     import transformers
 
     base = getattr(transformers, class_name)
-    if class_name == "SmolVLMProcessor":  # wants num2words, for the prompts of videos only
+    if class_name == "SmolVLMProcessor":  # requires num2words, for the prompts of videos only
         from transformers.models.smolvlm import processing_smolvlm
 
         if getattr(processing_smolvlm, "num2words", None) is None:
@@ -103,7 +103,7 @@ def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Any:
 
     Raises:
         UserError: the folder holds neither, or what it holds cannot be loaded, or it would run
-            code that nobody allowed.
+            code without `trust_remote_code`.
         CheckpointError: a file of it is broken.
     """
     from transformers import AutoProcessor, AutoTokenizer
@@ -116,7 +116,7 @@ def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Any:
         processor = _load_without_video(path, error, **options)
     if hasattr(processor, "convert_tokens_to_ids") or hasattr(processor, "tokenizer"):
         return processor
-    try:  # an image processor alone is what AutoProcessor finds where the tokenizer is broken
+    try:  # with a broken tokenizer AutoProcessor returns only the image processor
         return AutoTokenizer.from_pretrained(str(path), **options)
     except Exception as error:
         raise _cannot_load(path, error) from error

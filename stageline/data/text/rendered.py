@@ -1,7 +1,7 @@
-"""A sample as text whose origin is known: what came from the data, what is learnt, where images go.
+"""Samples as text in pieces, which record the origin of text, the loss and the images.
 
-Pure strings: knows neither tokenizers nor templates. Character spans follow from the pieces, so
-nothing is ever searched for in the text.
+Pure strings: no tokenizers, no templates. Character spans follow from the pieces, so nothing is
+ever searched for in the text.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,10 +30,10 @@ class Rendered:
 
     Attributes:
         is_chat: made by a chat template, which holds its own first and last tokens. If False, the
-            tokenizer adds its first tokens, and in training an end-of-sequence token is learnt
-            after the text.
+            tokenizer adds its first tokens, and in training an end-of-sequence token follows the
+            text and is in the loss.
         for_generation: the answer and all after it are left out.
-        name: of the sample, for errors.
+        name: name of the sample, for errors.
     """
 
     pieces: tuple[Piece, ...]

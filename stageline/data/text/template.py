@@ -65,8 +65,8 @@ def fill_parts(
 ) -> Iterator[Piece]:
     """Yield the pieces of one sample.
 
-    An image place without an image goes, together with one line break after it. Text of the
-    template after the answer is learnt too, so that the model gets through it to the end.
+    An image place without an image is removed, with one line break after it. Text of the template
+    after the answer is in the loss too, so that the model gets through it to the end.
 
     Args:
         for_generation: stop before the answer; spaces before it go too, since tokenizers put a
@@ -142,7 +142,8 @@ _UNSPACED = (
     "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uac00-\ud7af"  # kana, Han, Hangul
     "\U00020000-\U0003ffff"  # further Han
 )
-# of a word, in a script that has spaces; `re` would fold the case of 175,000 letters without one
+# A letter of a word in a script with spaces. The group turns off IGNORECASE, with which `re` would
+# fold the case of 175,000 letters.
 _SPACED_LETTER = rf"(?-i:[^\W{_UNSPACED}])"
 _APOSTROPHES = "'\u2018\u2019\u02bc\uff07"
 
@@ -177,8 +178,8 @@ class MarkedWords:
     def mark(self, rendered: Rendered) -> Rendered:
         """Return the same text; matches in the answer are pieces of their own, and marked.
 
-        Neighbouring learnt pieces are read as one text, so a match may cross from one to the next,
-        never from the prompt into the answer.
+        Neighbouring pieces in the loss are read as one text, so a match may cross from one to the
+        next, never from the prompt into the answer.
         """
         joined: list[tuple[int, int]] = []
         for start, end in rendered.target_spans():

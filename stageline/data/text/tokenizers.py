@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer
 from stageline.data.text.processor import get_tokenizer, load_processor
 from stageline.errors import CheckpointError, UserError
 
-# stands for "a special token came before": parsed by the copy alone, then dropped
+# marks that a special token came before; only the copied tokenizer parses it, then it is dropped
 ANCHOR = "\ue0f0anchor\ue0f1"
 
 
@@ -74,8 +74,8 @@ def any_of(texts: Iterable[str]) -> re.Pattern[str]:
 def _hide_reserved(state: dict[str, Any], reserved: dict[str, int]) -> None:
     """Rename reserved tokens to what no text holds; every other token keeps its id.
 
-    In the list of added tokens, and in the model's vocabulary as well: Unigram and word tables
-    match any entry of theirs.
+    They are renamed in the list of added tokens, and in the model's vocabulary as well, because
+    Unigram and word models match any entry of their vocabulary.
     """
     model = state["model"]
     hidden = {text: f"\ue0f2{token_id}\ue0f3" for text, token_id in reserved.items()}
@@ -105,7 +105,7 @@ class NewTokens:
     """New tokens, and what they were before."""
 
     ids: tuple[int, ...]
-    pieces: tuple[tuple[int, ...], ...]  # of each, the ids that its text was split into without it
+    pieces: tuple[tuple[int, ...], ...]  # for each token, the ids of its text before it was added
     fresh: frozenset[int]  # ids that the weights' own tokenizer lacks
     rowless: frozenset[int] = frozenset()  # ids in the tokenizer without a row, or a spare one
 
@@ -116,10 +116,10 @@ def add_new_tokens(
     """Add tokens to a processor, in place; one that is there already stays.
 
     Args:
-        weights_processor: of the folder with the weights, if it is another one.
+        weights_processor: processor of the folder with the weights, if it is another one.
 
     Raises:
-        UserError: a text is a special token, or a part of the vocabulary that was learnt.
+        UserError: a text is a special token, or a part of the vocabulary that was trained.
     """
     tokenizer = get_tokenizer(processor)
     known = _known(tokenizer, texts)
@@ -127,7 +127,7 @@ def add_new_tokens(
     if weights_processor is not None:
         trained = _known(get_tokenizer(weights_processor), texts)
     pieces = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
-    if known:  # as if it knew none of them
+    if known:  # split them as if none of them had been added
         plain = PlainTokenizer(tokenizer, known)
         runs = [plain.encode(text, is_first=True) for text in texts]
         pieces = [tuple(token for token, _, _ in run) for run in runs]
