@@ -4,8 +4,8 @@ The model has stand-ins for its weights, which take no memory: at its own size i
 tensors, which have shapes and no values; a small one runs for real, which more code can take. Not
 here: what follows from it for a split (split_plan.py).
 
-A tensor that depends on a weight is called tainted. What is not tainted follows from the batch
-alone, and every stage makes it itself.
+A tensor that depends on a weight is called tainted. Other tensors follow only from the batch, and
+every stage makes them itself.
 """
 
 import functools
@@ -69,7 +69,7 @@ class ForwardTrace(TorchDispatchMode):
     Attributes:
         calls: of every module by its name, in their order.
         weight_reads: id of a weight's storage -> times at which its values were read.
-        reads: (time, storage, operator) of each read of a tainted tensor that is no weight.
+        reads: (time, storage, operator) of each read of a tainted tensor that is not a weight.
         last_read: storage -> when its values were read last, tainted or not.
         born: storage -> when it was written last.
     """
@@ -187,7 +187,7 @@ def stand_ins(
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def make(meta: torch.Tensor) -> torch.Tensor:
-        if not is_fake:  # not zero: a norm of zeros, divided by, is no number
+        if not is_fake:  # not zero: normalizing zeros divides by zero
             value = 1e-2 if meta.is_floating_point() else 0
             return torch.full(meta.shape, value, dtype=meta.dtype, device="cpu")
         with fake_mode:
@@ -207,7 +207,7 @@ def stand_ins(
                     holder[name] = made[id(value)]
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
-    log.setLevel(logging.CRITICAL)  # what fails is told by an exception
+    log.setLevel(logging.CRITICAL)  # exceptions report the failures
     try:
         yield FAKE_DTYPE if is_fake else dtype
     finally:

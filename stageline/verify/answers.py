@@ -1,8 +1,8 @@
-"""The check of decoding: answers of a scaled-down copy's stages beside those of the whole copy.
+"""The check of decoding: compares a scaled-down copy's stages with the whole copy.
 
-What stages remember of earlier tokens is their own: keys and values of rows of unequal lengths,
-which come and go. Each token of an answer is compared with one pass of the whole model over that
-row alone, which remembers nothing.
+Each stage keeps its own keys and values of earlier tokens, for rows of unequal lengths that come
+and go. Each token of an answer is compared with one pass of the whole model over only that row,
+which uses no cache.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -81,7 +81,7 @@ def _drawn(
     """Draw answers with the passes that an engine makes, one after the other.
 
     Returns:
-        Of each row its tokens, and the log-probabilities of those of its answer.
+        Each row's tokens, and the log-probabilities of the tokens of its answer.
     """
     decoders = [StageDecoder(stage) for stage in stages]
     chain, first = LocalChain(decoders), decoders[0]

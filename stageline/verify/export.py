@@ -217,7 +217,7 @@ def _logits(model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
 
 
 def _logits_of_stages(stages: Sequence[Stage], inputs: Inputs) -> torch.Tensor:
-    """As `_logits`, of stages that run one after the other, as in training."""
+    """Return the logits of `_logits` from stages that run one after the other, as in training."""
     values: tuple[torch.Tensor, ...] = (inputs["input_ids"],)
     for stage in stages:
         output = stage(*values, **inputs)

@@ -74,7 +74,7 @@ def check_outlines(
 
 
 def check_filled_stages(models: Sequence[Any], *, ranks: Ranks, checkpoint: str | None) -> None:
-    """As `check_outlines`, of stages that are there; raises the same."""
+    """Check the names of stages that are already built; raises as `check_outlines` does."""
     told = ranks.gather([names_of_stage(model) for model in models])
     _compare([one for some in told for one in some], None, ranks=ranks, checkpoint=checkpoint)
 

@@ -34,7 +34,7 @@ from stageline.verify.whole_model import (
 )
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-MOST_WEIGHTS = 20_000_000  # of a copy; a user's own configuration may not have become small
+MOST_WEIGHTS = 20_000_000  # limit of a copy: a user's own configuration may not have become small
 
 
 class Proof(NamedTuple):

@@ -274,7 +274,7 @@ def load_whole(
 
 
 class PlainLoRA(nn.Module):
-    """A linear layer and a copy of a low-rank one beside it, under the names that stages have."""
+    """A linear layer and a low-rank copy next to it, under the names that stages have."""
 
     def __init__(self, module: nn.Module, like: Any) -> None:
         super().__init__()
@@ -439,7 +439,7 @@ class WholeModelRun:
         return loss, output[1] if isinstance(output, tuple) else 0.0
 
     def _totals(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
-        """What the loss counts; targets are counted here, not by what is checked.
+        """Return the totals for the loss; targets are counted here, independently of stages.
 
         The first token of a row has none before it that could predict it.
         """
