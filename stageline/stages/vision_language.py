@@ -122,11 +122,11 @@ class VisionLanguageStage(VisionStages):
 
 class Gemma3VisionStage(VisionLanguageStage):
     """A stage of Gemma3ForConditionalGeneration: a picture's tokens see each other, both ways.
-Every stage builds its masks with the code of transformers from `token_type_ids`, which all
-stages have. For packed rows that code is wrong in sliding layers of transformers 5.17 to 5.23:
-it looks up which image a token belongs to by the token's position in its sample, not in the
-row. So masks of packed rows are made here: those of full layers by transformers, those of
-sliding layers from them.
+    Every stage builds its masks with the code of transformers from `token_type_ids`, which all
+    stages have. For packed rows that code is wrong in sliding layers of transformers 5.17 to 5.23:
+    it looks up which image a token belongs to by the token's position in its sample, not in the
+    row. So masks of packed rows are made here: those of full layers by transformers, those of
+    sliding layers from them.
     """
 
     def model_inputs(self, batch: Batch) -> dict[str, Any]:

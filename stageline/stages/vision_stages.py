@@ -146,7 +146,8 @@ class LlavaImages(TowerImages):
         if self.vision.model_type not in FIXED_TOWERS:
             raise UserError(
                 f"`vision_stages` does not work with a tower of type {self.vision.model_type!r}. "
-                f"It takes {', '.join(FIXED_TOWERS)}. Use `visual_gpu_ratio` or `partition` instead."
+                f"It takes {', '.join(FIXED_TOWERS)}. Use `visual_gpu_ratio` or `partition` "
+                "instead."
             )
 
     def tile_tokens(self) -> int:
